@@ -1,0 +1,84 @@
+"""The flags of a training line: one for each scalar training setting, with the docstring under its field as help, and the
+spellings that lead to them.
+"""
+
+import ast
+import inspect
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from can_train.config import training
+from can_train.config.aliases import ALIASES, canonical
+from can_train.config.training import TrainingSettings
+from can_train.errors import ConfigError
+
+_TYPES: Final = {"int": int | None, "float": float | None, "str": str | None, "bool": bool | None}
+
+_PANEL: Final = "Training settings (also --set training.NAME=VALUE)"
+
+
+def training_parameters() -> list[inspect.Parameter]:
+    """Makes a Typer parameter of every scalar field of `TrainingSettings`; absent flags are None."""
+    texts = field_texts(Path(training.__file__), "TrainingSettings")
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                _TYPES[_type_name(field.type)],
+                typer.Option(help=f"{texts[field.name]} [{field.default}]", rich_help_panel=_PANEL, show_default=False),
+            ],
+        )
+        for field in fields(TrainingSettings)
+    ]
+
+
+def field_texts(module: Path, class_name: str) -> dict[str, str]:
+    """Reads the docstrings under a class's fields, which Python itself does not keep."""
+    tree = ast.parse(module.read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    texts = {}
+    for field, text in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            texts[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return texts
+
+
+def canonical_arguments(arguments: Sequence[str]) -> list[str]:
+    """Rewrites flags to their canonical spelling: `_` becomes `-`, an alias becomes its setting.
+
+    Raises:
+        ConfigError: Two spellings of one setting are given with different values.
+    """
+    rewritten: list[str] = []
+    seen: dict[str, tuple[str, str]] = {}
+    for position, argument in enumerate(arguments):
+        if argument == "--":
+            return rewritten + list(arguments[position:])
+        if not argument.startswith("--"):
+            rewritten.append(argument)
+            continue
+        spelling, equals, value = argument.partition("=")
+        flag = _canonical_flag(spelling)
+        rewritten.append(f"{flag}{equals}{value}")
+        given = value if equals else next(iter(arguments[position + 1 : position + 2]), "")
+        earlier, earlier_value = seen.setdefault(flag, (spelling, given))
+        if earlier != spelling and earlier_value != given:
+            raise ConfigError(f"{flag} is given twice, with different values",
+                              value=f"{earlier} {earlier_value} and {spelling} {given}", remedy="Give it once")  # fmt: skip
+    return rewritten
+
+
+def _canonical_flag(spelling: str) -> str:
+    name = spelling.removeprefix("--")
+    known = canonical(name) if name.replace("-", "_") in ALIASES else name
+    return "--" + known.replace("_", "-")
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else annotation.__name__

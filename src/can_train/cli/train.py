@@ -1,0 +1,139 @@
+"""`can-train --model … --dataset …`: trains here, submits, or says what would be done."""
+
+import inspect
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from can_train.cli.flags import training_parameters
+from can_train.config.assignments import split_list
+from can_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from can_train.config.compose import RunRequest
+    from can_train.config.resolved import ResolvedRun
+
+_LISTED: Final = ("model", "dataset", "mode")
+"""The flags that take several values, separated by commas."""
+
+_PATHS: Final = ("runs_dir", "data_root", "state_dir")
+
+_OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
+    "model": (str | None, None, "Model: gat or vgae. Several: gat,vgae."),
+    "dataset": (str | None, None, "Data set: synthetic, a published name (hcrl_ch, set_01, ...), a log or a folder of logs."),
+    "mode": (str | None, None, "Training mode. [the model's first]"),
+    "size": (str | None, None, "teacher or student. [teacher]"),
+    "device": (str, "auto", "auto, cpu, cuda or cuda:1."),
+    "task": (str | None, None, "Task, where several are installed."),
+    "submit": (bool, False, "Train in the background, on --cluster."),
+    "cluster": (str | None, None, "Where --submit sends the run: a preset of configs/cluster."),
+    "dry_run": (bool, False, "Print configuration and plan, and stop."),
+    "model_args": (str, "", "Settings of the model or the training: hidden=32,lr=0.01."),
+    "set": (list[str] | None, None, "Any setting, in Hydra's grammar: dataset.window=50. Repeatable."),
+    "floors": (bool | None, None, "Judge the model beside simple detectors. [yes]"),
+    "runs_dir": (str | None, None, "Folder of run folders. [runs]"),
+    "data_root": (str | None, None, "Folder of the published data sets. [$CAN_TRAIN_DATA, else data]"),
+    "state_dir": (str | None, None, "Folder of observations and caches. [$CAN_TRAIN_HOME, else the user's state folder]"),
+}  # fmt: skip
+
+
+def make_train_command() -> Callable[..., None]:
+    """Makes the command; its signature is made of the options above and the training settings."""
+
+    def train(**flags: Any) -> None:
+        _train(flags)
+
+    parameters = [
+        inspect.Parameter(
+            "set_" if name == "set" else name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, typer.Option(*_declaration(name), help=text, show_default=bool(default))],
+        )
+        for name, (kind, default, text) in _OPTIONS.items()
+    ]
+    train.__signature__ = inspect.Signature([*parameters, *training_parameters()])  # type: ignore[attr-defined]
+    return train
+
+
+def _declaration(name: str) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    return [f"{flag}/--no-{name}"] if name == "floors" else [flag]
+
+
+def _train(flags: dict[str, Any]) -> None:
+    for name in ("model", "dataset"):
+        if not flags[name]:
+            raise ConfigError(f"--{name} is missing", remedy="Try: can-train --model gat --dataset synthetic")
+    if flags["submit"] and not flags["cluster"]:
+        raise ConfigError("--submit needs --cluster NAME", remedy="--cluster local trains in the background of this machine")
+    # Composition imports Hydra, training imports torch: neither is paid for by a line that is wrong before them.
+    from can_train.config.compose import resolve
+
+    runs = [resolve(request) for request in _requests(flags)]
+    for run in runs:
+        if flags["dry_run"]:
+            _print_dry_run(run)
+        elif flags["submit"]:
+            _submit(run)
+        else:
+            _run_here(run)
+
+
+def _requests(flags: dict[str, Any]) -> list["RunRequest"]:
+    """Spells out the combinations of listed models, data sets and modes."""
+    from can_train.config.compose import RunRequest
+
+    lists = []
+    for name in _LISTED:
+        text = flags[name]
+        exists = text is not None and Path(text).expanduser().exists()
+        lists.append([None] if text is None else split_list(text, existing=[text] if exists else []))
+    values = {f"training.{p.name}": flags[p.name] for p in training_parameters()}
+    values |= {f"paths.{name}": flags[name] for name in _PATHS} | {"mode.floors": flags["floors"]}
+    return [
+        RunRequest(
+            model=model,
+            dataset=dataset,
+            mode=mode,
+            task=flags["task"],
+            size=flags["size"],
+            cluster=flags["cluster"] or "local",
+            device=flags["device"],
+            sets=tuple(flags["set_"] or ()),
+            model_args=flags["model_args"],
+            values={key: value for key, value in values.items() if value is not None},
+        )
+        for model, dataset, mode in product(*lists)
+    ]
+
+
+def _print_dry_run(run: "ResolvedRun") -> None:
+    from can_train.config.plain_text import plain_to_yaml
+    from can_train.training.dry_run import dry_run_lines
+
+    print(plain_to_yaml(run.config))
+    print("\n".join(dry_run_lines(run)))
+
+
+def _run_here(run: "ResolvedRun") -> None:
+    from can_train.cli.attempt import attempt
+    from can_train.training.run_folder import RunFolder
+
+    attempt(run, RunFolder.create(run.runs_dir, run.key, run.config))
+
+
+def _submit(run: "ResolvedRun") -> None:
+    from can_train.cli.attempt import attempt_in_job
+    from can_train.launch.local import submit
+    from can_train.training.run_folder import RunFolder
+
+    folder = RunFolder.create(run.runs_dir, run.key, run.config)
+    submitted = submit(attempt_in_job, folder.path, run.cluster)
+    print(f"Submitted {folder.run_id} as process {submitted.job_id}.")
+    print(f"Follow it:      tail -f {submitted.log_path}")
+    print(f"Its result:     {folder.result_path}")
+    print(f"If it is ended: can-train resume {folder.run_id}")

@@ -1,0 +1,100 @@
+"""Settings given on a command line: which canonical key each spelling means, and whether two spellings contradict each
+other. Knows names, not Hydra.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from can_train.config.aliases import canonical
+from can_train.config.training import TrainingSettings
+from can_train.errors import ConfigError, unknown_name
+
+_COMMA_OUTSIDE_BRACKETS: Final = re.compile(r",(?![^\[({]*[\])}])")
+
+_SCHEDULER_AFTER_BATCH: Final = {"true": "step", "false": "epoch"}
+"""The older switch `scheduler_after_batch` said yes or no where `scheduler_interval` names the interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """One setting given by a person.
+
+    Attributes:
+        key: Canonical dotted key, `training.lr`.
+        value: Text in Hydra's grammar where `grammar`, else the value itself.
+        spelling: How it was written, for messages.
+        grammar: Whether `value` is still to be parsed.
+    """
+
+    key: str
+    value: Any
+    spelling: str
+    grammar: bool
+
+
+def from_set(text: str) -> Assignment:
+    """Reads one `--set group.key=value`.
+
+    Raises:
+        ConfigError: There is no `=`.
+    """
+    name, separator, value = text.partition("=")
+    if not separator or not name.strip():
+        raise ConfigError("--set takes group.key=value", value=repr(text))
+    name = name.strip()
+    group, _, last = name.rpartition(".")
+    key = f"{group}.{canonical(last)}" if group == "training" else name
+    return Assignment(key=key, value=_translated(last, value), spelling=f"--set {name}", grammar=True)
+
+
+def from_model_args(text: str, model_settings: type) -> list[Assignment]:
+    """Reads `k=v,k=v`: each k is a training setting or a model setting, whichever knows it.
+
+    Raises:
+        ConfigError: A part has no `=`, or nobody knows its name; the message lists the nearest.
+    """
+    training = {field.name for field in fields(TrainingSettings)}
+    model = {field.name for field in fields(model_settings)}
+    found = []
+    for part in filter(None, _COMMA_OUTSIDE_BRACKETS.split(text)):
+        name, separator, value = part.partition("=")
+        if not separator:
+            raise ConfigError("--model-args takes k=v,k=v", value=repr(part))
+        key = canonical(name.strip())
+        if key not in training | model:
+            raise unknown_name("name in --model-args", name.strip(), training | model)
+        group = "training" if key in training else "model"
+        value = _translated(name.strip(), value)
+        spelling = f"--model-args {name.strip()}"
+        found.append(Assignment(key=f"{group}.{key}", value=value, spelling=spelling, grammar=True))
+    return found
+
+
+def check_contradictions(assignments: Iterable[Assignment]) -> None:
+    """Checks that no setting is given twice under different spellings with different values.
+
+    Raises:
+        ConfigError: One is; the message names both spellings.
+    """
+    seen: dict[str, Assignment] = {}
+    for new in assignments:
+        old = seen.setdefault(new.key, new)
+        if old.spelling != new.spelling and str(old.value) != str(new.value):
+            raise ConfigError(
+                f"{new.key} is given twice, with different values",
+                value=f"{old.spelling} {old.value} and {new.spelling} {new.value}",
+                remedy="Give it once",
+            )
+
+
+def split_list(text: str, *, existing: Collection[str] = ()) -> Sequence[str]:
+    """Splits a comma-separated flag, unless the whole text is one of the `existing` names (a path may hold commas)."""
+    return [text] if text in existing else [part for part in text.split(",") if part]
+
+
+def _translated(name: str, value: str) -> str:
+    if name.replace("-", "_") == "scheduler_after_batch":
+        return _SCHEDULER_AFTER_BATCH.get(value.strip().lower(), value)
+    return value

@@ -1,0 +1,258 @@
+"""Composes a run from the presets in `configs/`, the settings classes and what the command line gave. The home of Hydra
+and hydra-zen: their errors leave here as `ConfigError`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra_zen import ZenStore, builds, instantiate, make_config
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from can_train.config.assignments import Assignment, check_contradictions, from_model_args, from_set
+from can_train.config.cluster import ClusterSettings
+from can_train.config.factor import FactorSettings
+from can_train.config.resolved import PathSettings, ResolvedRun
+from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings
+from can_train.config.training import TrainingSettings
+from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
+
+_SCALARS = ("task", "model_name", "size", "device")
+_GROUPS = ("dataset", "model", "mode", "training", "factor", "cluster", "paths")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """What one run was asked to be, as a command line says it.
+
+    Attributes:
+        model: Name of the model.
+        dataset: Name of a preset, or a path.
+        task: Name of the task; None: the one in `configs/config.yaml`.
+        mode, size: Names; None: the model's defaults.
+        cluster: Name of a preset in `configs/cluster/`.
+        device: auto, cpu, cuda[:i].
+        sets: Overrides in Hydra's grammar, `group.key=value`.
+        model_args: `k=v,k=v`.
+        values: Dotted key to value, from flags; applied after composition, so that a value is never parsed.
+    """
+
+    model: str
+    dataset: str
+    task: str | None = None
+    mode: str | None = None
+    size: str | None = None
+    cluster: str = "local"
+    device: str = "auto"
+    sets: tuple[str, ...] = ()
+    model_args: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def config_folder() -> Path:
+    """Returns the folder of presets: inside the installed package, or at the root of the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parents[1] / "configs"
+
+
+def presets(group: str) -> list[str]:
+    """Lists the presets of a group in `configs/`."""
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
+def resolve(request: RunRequest) -> ResolvedRun:
+    """Composes presets, settings classes and overrides into a run.
+
+    Raises:
+        ConfigError: An unknown name (the valid ones are listed, nearest first), a value of the wrong type or out of range,
+            or settings that contradict each other.
+    """
+    task_name = request.task or str(OmegaConf.load(config_folder() / "config.yaml").task)
+    task = load_task_settings(task_name)
+    spec = _model_spec(task, request.model)
+    mode = _mode(task, request.model, spec, request.mode)
+    size = _size(spec, request.size)
+    dataset, dataset_values = _dataset(request.dataset)
+    values = {**dataset_values, "task": task_name, "model_name": request.model, "size": size, "device": request.device}
+    model_preset = f"{request.model}_{size}" if size else request.model
+    if request.cluster not in presets("cluster"):
+        raise unknown_name("cluster", request.cluster, presets("cluster"))
+    choices = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
+    given = [*map(from_set, request.sets), *from_model_args(request.model_args, _settings(spec))]
+    flags = [
+        Assignment(key=key, value=value, spelling=f"--{key.rpartition('.')[2].replace('_', '-')}", grammar=False)
+        for key, value in request.values.items()
+    ]
+    check_contradictions([*given, *flags])
+    overrides = [f"{group}={choice}" for group, choice in choices.items()]
+    overrides += [f"{assignment.key}={assignment.value}" for assignment in given]
+    config = _compose(task, spec, overrides)
+    return _instantiated(_with_values(config, {**values, **request.values}))
+
+
+def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
+    """Rebuilds a run from the plain values that were written into its folder.
+
+    Raises:
+        ConfigError: The values do not fit the settings of this version.
+    """
+    task = load_task_settings(str(plain.get("task")))
+    spec = _model_spec(task, str(plain.get("model_name")))
+    groups = {group: OmegaConf.structured(builds_of(cls)) for group, cls in _classes(task, spec).items()}
+    schema = OmegaConf.create(dict.fromkeys(_SCALARS, "") | groups)
+    OmegaConf.set_struct(schema, True)
+    try:
+        merged = OmegaConf.merge(schema, dict(plain))
+    except OmegaConfBaseException as error:
+        raise ConfigError("The saved configuration does not fit this version", value=_first_line(error)) from error
+    assert isinstance(merged, DictConfig)
+    return _instantiated(merged)
+
+
+def builds_of(settings: type) -> Any:
+    """Makes the structured config of a settings class (`store()` of hydra-zen refuses a frozen instance)."""
+    return builds(settings, populate_full_signature=True)
+
+
+def _settings(spec: ModelSpec) -> type:
+    assert spec.settings is not None, "planned models are refused before their settings are needed"
+    return spec.settings
+
+
+def _classes(task: TaskSettings, spec: ModelSpec) -> dict[str, type]:
+    return {"dataset": task.dataset, "model": _settings(spec), "mode": task.mode, "training": TrainingSettings,
+            "factor": FactorSettings, "cluster": ClusterSettings, "paths": PathSettings}  # fmt: skip
+
+
+def _root(task: TaskSettings, spec: ModelSpec) -> Any:
+    chosen = ("dataset", "model", "mode", "cluster")
+    always = {name: builds_of(cls) for name, cls in _classes(task, spec).items() if name not in chosen}
+    defaults: list[Any] = ["_self_", *({name: "???"} for name in chosen)]
+    scalars = dict.fromkeys(_SCALARS, "")
+    return make_config(hydra_defaults=defaults, **scalars, **dict.fromkeys(chosen), **always)
+
+
+def _compose(task: TaskSettings, spec: ModelSpec, overrides: list[str]) -> DictConfig:
+    store = ZenStore(overwrite_ok=True)
+    for group in ("dataset", "model", "mode", "cluster"):
+        store(builds_of(_classes(task, spec)[group]), group=group, name="schema")
+    store(_root(task, spec), name="root")
+    store.add_to_hydra_store(overwrite_ok=True)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            return compose("root", overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _composition_error(error, task, spec) from error
+
+
+def _composition_error(error: Exception, task: TaskSettings, spec: ModelSpec) -> ConfigError:
+    text = str(error)
+    missing = re.search(r"Could not override '([\w.]+)'", text)
+    if missing is None:
+        cause = f"{text} {error.__cause__ or ''}"
+        key = re.search(r"full_key: (\S+)", cause)
+        reason = _first_line(error.__cause__ or error)
+        return ConfigError("A setting does not have the right form", value=f"{key.group(1)}: {reason}" if key else reason)
+    name = missing.group(1)
+    known = [f"{group}.{f.name}" for group, cls in _classes(task, spec).items() for f in fields(cls)]
+    names = nearest_first(name, known)[:5]
+    return ConfigError("Unknown setting", value=repr(name), remedy=f"Nearest: {', '.join(names)}")
+
+
+def _with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    for key, value in values.items():
+        try:
+            OmegaConf.update(config, key, value, merge=False)
+        except OmegaConfBaseException as error:
+            raise ConfigError("A setting does not have the right form", value=f"{key}: {_first_line(error)}") from error
+    return config
+
+
+def _instantiated(config: DictConfig) -> ResolvedRun:
+    groups = {}
+    for name in _GROUPS:
+        try:
+            groups[name] = instantiate(config[name])
+        except CanTrainError:
+            raise
+        except Exception as error:
+            # Hydra wraps what `__post_init__` raises; the wrapped error is the one written for people.
+            if isinstance(error.__cause__, CanTrainError):
+                raise error.__cause__ from None
+            raise
+    scalars = {name: str(config[name]) for name in _SCALARS}
+    groups = {name: _with_plain_lists(group) for name, group in groups.items()}
+    return ResolvedRun(**scalars, **groups, config=_plain(config))
+
+
+def _with_plain_lists(settings: Any) -> Any:
+    """Turns OmegaConf's lists inside a frozen settings object into Python's."""
+    for f in fields(settings):
+        if isinstance(getattr(settings, f.name), ListConfig):
+            object.__setattr__(settings, f.name, list(getattr(settings, f.name)))
+    return settings
+
+
+def _plain(node: Any) -> Any:
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(inner) for key, inner in value.items() if key != "_target_"}
+        return value
+
+    return clean(OmegaConf.to_container(node, resolve=True))
+
+
+def _model_spec(task: TaskSettings, name: str) -> ModelSpec:
+    if name not in task.models:
+        error = unknown_name("model", name, task.models)
+        raise ConfigError(error.rule, value=error.value, remedy=f"{error.remedy}\n{task.table()}")
+    return task.models[name]
+
+
+def _mode(task: TaskSettings, model: str, spec: ModelSpec, mode: str | None) -> str:
+    mode = mode or spec.modes[0]
+    if mode not in spec.modes:
+        names = ", ".join(nearest_first(mode, spec.modes))
+        raise ConfigError(f"Model {model} has no mode {mode!r}", remedy=f"Its modes: {names}\n{task.table()}")
+    if mode in spec.planned:
+        raise ConfigError(f"Model {model} in mode {mode} is not trained by this version yet", remedy=task.table().lstrip())
+    return mode
+
+
+def _size(spec: ModelSpec, size: str | None) -> str:
+    if size is not None and size not in spec.sizes:
+        raise unknown_name("size", size, spec.sizes)
+    return size or (spec.sizes[0] if spec.sizes else "")
+
+
+def _dataset(text: str) -> tuple[str, dict[str, Any]]:
+    """Decides whether a data set is a preset or a path; returns the preset and the values to set after composition."""
+    name = text.replace("-", "_")
+    if name in presets("dataset") and "/" not in text:
+        return name, {}
+    if "/" in text or Path(text).expanduser().exists():
+        path = Path(text).expanduser()
+        return "path", {"dataset.path": str(path), "dataset.name": _slug(path)}
+    error = unknown_name("data set", text, _named(presets("dataset")))
+    raise ConfigError(error.rule, value=error.value, remedy=f"{error.remedy}; or give the path of a log or a folder of logs")
+
+
+def _named(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name != "path"]
+
+
+def _slug(path: Path) -> str:
+    stem = path.resolve().name.split(".")[0] if not path.is_dir() else path.resolve().name
+    return re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "log"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,83 @@
+"""What a task tells the configuration about itself, without importing torch: its settings classes, and which of its models
+train in which modes. The description is found by the task's name.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from can_train.errors import unknown_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One model of a task.
+
+    Attributes:
+        settings: Its settings dataclass; None for a model of which every mode is planned.
+        modes: The modes it trains in, the default first.
+        sizes: The sizes it comes in, the default first; empty where it has one.
+        needs: What a mode needs beside data, in words, for the modes that need something.
+        planned: Modes that are part of the table but that this version does not train yet.
+    """
+
+    settings: type | None
+    modes: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
+    needs: Mapping[str, str] = field(default_factory=dict)
+    planned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """Everything the configuration needs to know of a task.
+
+    Attributes:
+        dataset: Settings dataclass of its data sets; has the fields `name` and `path`.
+        mode: Settings dataclass of its modes; has the field `name`.
+        models: Its models by name.
+        factory: Import path `module:function` of what makes the task from a resolved run.
+        experience: From data set, model and mode: the first safety factor, why, and (multiplier, why) adjustments.
+    """
+
+    dataset: type
+    mode: type
+    models: Mapping[str, ModelSpec]
+    factory: str
+    experience: Callable[[str, str, str], tuple[float, str, Sequence[tuple[float, str]]]]
+
+    def table(self) -> str:
+        """Writes the model–mode table, one line a model and mode, the default mode first."""
+        rows = [("--model", "--mode", "needs")]
+        for name, spec in self.models.items():
+            for mode in spec.modes:
+                default = " (default)" if mode == spec.modes[0] else ""
+                later = "; not trained by this version yet" if mode in spec.planned else ""
+                rows.append((name, mode + default, spec.needs.get(mode, "data only") + later))
+        return "\n".join(f"  {model:<9}{mode:<25}{needs}" for model, mode, needs in rows)
+
+
+def task_names() -> list[str]:
+    """Lists the tasks that are installed: the folders beside the package's other tasks that have a settings module."""
+    root = Path(__file__).resolve().parents[1] / "tasks"
+    return sorted(path.parent.name for path in root.glob("*/settings.py"))
+
+
+def load_task_settings(task: str) -> TaskSettings:
+    """Imports the description of a task.
+
+    Raises:
+        ConfigError: No such task; the message lists them.
+    """
+    if task not in task_names():
+        raise unknown_name("task", task, task_names())
+    settings: TaskSettings = importlib.import_module(f"can_train.tasks.{task}.settings").TASK
+    return settings
+
+
+def load_object(path: str) -> Any:
+    """Imports `module:name`; the home of what is named by a string so that its import waits until it is needed."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)

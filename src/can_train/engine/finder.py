@@ -1,0 +1,183 @@
+"""Searches for the largest size that fits. Which sizes to try follows from what was seen; running a trial, and
+releasing the device's memory before the next one, is the caller's `trial`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+from can_train.errors import ArgumentError
+from can_train.memory.out_of_memory import is_out_of_memory
+
+_RETREAT: Final = 4
+"""Divisor of the size while nothing has fitted yet: an out-of-memory costs more than a trial that fits."""
+
+_GROWTH: Final = 2
+"""Multiplier of the size while everything has fitted, without readings of the peak."""
+
+_MAX_READINGS: Final = 12
+"""Readings after which the law is given up: peaks that follow none would have the search creep."""
+
+_JUMP: Final = 32
+"""Largest multiplier of a jump: how far a straight line through readings is believed beyond the last of them."""
+
+_LONG_JUMP: Final = 1.5
+"""Multiplier of the size from which a jump counts as long."""
+
+_AIM: Final = 0.7
+"""Share of the memory left that a long jump aims to fill: a law that bends up by up to 30 % then still fits."""
+
+_WORTHWHILE: Final = 0.01
+"""Relative gain that is worth another trial."""
+
+_CLOSE: Final = 0.07
+"""Relative distance of the smallest failure at which the search by halves ends; half of it is lost on average."""
+
+
+_Reading = tuple[int, float]
+"""(size, peak)."""
+
+
+@dataclass(frozen=True)
+class SizeSearch:
+    """What a search found.
+
+    Attributes:
+        size: Largest size that was tried and fits; 0 where nothing fits.
+        trials: Sizes tried.
+        ooms: Trials that ran out of memory.
+    """
+
+    size: int
+    trials: int
+    ooms: int
+
+
+def find_max_size(
+    trial: Callable[[int], object], *, start: int = 8, upper: int = 2**20, capacity: float | None = None
+) -> SizeSearch:
+    """Searches for the largest size that fits.
+
+    Without readings the size doubles until it fails and is then searched by halves. With readings, a law is fitted to
+    them and the search jumps. The search ends within a few per cent of the largest size, not at it, where another
+    out-of-memory would buy no more than that.
+
+    Args:
+        trial: Runs one size; raises an out-of-memory error where it does not fit, and may return its peak in bytes.
+            Any other error ends the search.
+        start: First size to try; `upper` where it is larger.
+        upper: Largest size to try.
+        capacity: Bytes that fit, in the unit of the readings; None ignores readings.
+
+    Raises:
+        ArgumentError: `start`, `upper` or `capacity` is too small to search.
+    """
+    _check(start, upper, capacity)
+    seen = _Seen(fails=upper + 1)
+    size = min(start, upper)
+    while size:
+        fits, reading = _attempt(trial, size)
+        seen.record(size, fits=fits, reading=reading if capacity is not None else None)
+        size = _next_size(seen, capacity)
+    return SizeSearch(size=seen.fits, trials=seen.trials, ooms=seen.ooms)
+
+
+@dataclass
+class _Seen:
+    """What the trials so far have shown. Every further size lies between `fits` and `fails`, so the search ends.
+
+    Attributes:
+        fails: Smallest size that is ruled out.
+        fits: Largest size that fits.
+        readings: (size, peak), by size.
+    """
+
+    fails: int
+    fits: int = 0
+    trials: int = 0
+    ooms: int = 0
+    readings: list[_Reading] = field(default_factory=list)
+
+    def record(self, size: int, *, fits: bool, reading: float | None) -> None:
+        self.trials += 1
+        if not fits:
+            self.ooms += 1
+            self.fails = size
+            return
+        self.fits = size
+        if reading is not None:
+            self.readings.append((size, reading))
+
+
+def _check(start: int, upper: int, capacity: float | None) -> None:
+    if start < 1 or upper < 1:
+        raise ArgumentError("A search starts and ends at a size of at least 1", value=f"start {start}, upper {upper}")
+    if capacity is not None and not capacity > 0:
+        raise ArgumentError("A capacity is a positive number of bytes", value=f"{capacity}")
+
+
+def _attempt(trial: Callable[[int], object], size: int) -> tuple[bool, float | None]:
+    """Runs a trial. Returns whether it fits, and its reading if it gave one."""
+    try:
+        result = trial(size)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        # Returning from here drops the error, and with its traceback the tensors that the failed trial still holds.
+        return False, None
+    return True, result if isinstance(result, int | float) and 0 < result < math.inf else None
+
+
+def _next_size(seen: _Seen, capacity: float | None) -> int:
+    """The size to try next, strictly between what fits and what does not; 0 ends the search."""
+    if seen.fails - seen.fits <= 1:
+        return 0
+    if seen.fits == 0:
+        return max(1, seen.fails // _RETREAT)
+    if capacity is not None and 0 < len(seen.readings) <= _MAX_READINGS:
+        size = _jump(seen.readings, capacity)
+        if size <= seen.fits:
+            return 0
+        if size < seen.fails:
+            return size
+    if not seen.ooms:
+        return min(seen.fits * _GROWTH, seen.fails - 1)
+    if seen.fails - seen.fits <= _CLOSE * seen.fits:
+        return 0
+    return (seen.fits + seen.fails) // 2
+
+
+def _jump(readings: list[_Reading], capacity: float) -> int:
+    """The size that the readings lead to; that of the last reading where nothing is left to gain."""
+    size, peak = readings[-1]
+    predicted = _reach(readings, capacity)
+    if predicted - size < max(1.0, _WORTHWHILE * size):
+        return size
+    if predicted > _LONG_JUMP * size:
+        predicted = _reach(readings, peak + _AIM * (capacity - peak))
+    return int(min(predicted, size * _JUMP))
+
+
+def _reach(readings: list[_Reading], peak_bytes: float) -> float:
+    """The size at which the law through the last readings reaches a peak; that of the last where it is reached."""
+    size, peak = readings[-1]
+    room = peak_bytes - peak
+    if room <= 0:
+        return size
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(readings[-3:])]
+    # Through the origin: the steepest law that has no negative base, so a safe size rather than the largest.
+    safe = max(size * peak_bytes / peak, size + 1.0)
+    if not slopes:
+        return safe
+    if slopes[-1] <= 0:
+        # The optimizer's memory hides that of the batch, which says nothing of how far it is from showing.
+        return max(safe, size * _GROWTH)
+    if len(slopes) == 1 or slopes[1] <= slopes[0]:
+        return size + room / slopes[-1]
+    # Where the readings bend up, the parabola through them (Newton's form), solved for the step beyond the last.
+    (first, _), (second, _) = readings[-3:-1]
+    bend = (slopes[1] - slopes[0]) / (size - first)
+    slope = slopes[1] + bend * (size - second)
+    return size + 2 * room / (slope + math.sqrt(slope**2 + 4 * bend * room))

@@ -1,0 +1,70 @@
+"""Decides whether an error means that memory ran out, on whichever device and behind whichever wrapper. What to do
+about it is left to the engine.
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+from can_train.errors import CanTrainError
+
+_PATTERNS: Final = (
+    (r"(?:^|: )(?:CUDA|HIP|XPU|NPU) out of memory\b", "c10/cuda/CUDACachingAllocator.cpp and its ports"),
+    (r"(?:^|: )MPS backend out of memory\b", "aten/src/ATen/mps/MPSAllocator.mm"),
+    (r"\b(?:CUDA|HIP)(?: driver)? error: out of memory\b", "c10/cuda/CUDAException.cpp, c10/cuda/driver_api.h"),
+    (r"\bcuda runtime error \(2\) ?: out of memory\b", "THC/THCGeneral.cpp, before torch 1.8"),
+    (r"\bTriton Error \[(?:CUDA|HIP)\]: out of memory\b", "triton, third_party/nvidia/backend/driver.c"),
+    (r"\bCUDNN_STATUS_ALLOC_FAILED\b", "aten/src/ATen/cudnn/Exceptions.h"),
+    (r"\bCUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED\b", "cudnn_graph.h, from cuDNN 9"),
+    (r"\bUnable to find a valid cuDNN algorithm to run convolution\b", "Conv_v7.cpp: hides its own out-of-memory"),
+    (r"\b(?:CU|HIP)(?:BLAS|SPARSE|SOLVER)_STATUS_ALLOC_FAILED\b", "aten/src/ATen/cuda/Exceptions.h"),
+    (r"\bCUSPARSE_STATUS_INSUFFICIENT_RESOURCES\b", "cusparse.h: the workspace of a sparse product"),
+    (r"\bcublas runtime error : resource allocation failed\b", "THC/THCGeneral.cpp, before torch 1.8"),
+    (r"\b(?:CU|HIP)FFT_ALLOC_FAILED\b", "aten/src/ATen/native/cuda/CuFFTUtils.h"),
+    (r"\bmiopenStatusAllocFailed\b", "aten/src/ATen/miopen/Exceptions.h"),
+    (r"\bC[Uu][Dd][Aa] failure (?:\d+ )?'out of memory'", "NCCL, src/include/checks.h, quoted as its last error"),
+    (r"\bFailed to CUDA (?:calloc|malloc|host alloc)\b", "NCCL, src/include/alloc.h, quoted as its last error"),
+    (r"\b(?:UR|PI|ZE)_(?:RESULT_)?ERROR_OUT_OF_(?:DEVICE|HOST)_MEMORY\b", "Unified Runtime and Level Zero"),
+    (r"\bDefaultCPUAllocator: (?:can't allocate|not enough) memory\b", "c10/core/impl/alloc_cpu.cpp"),
+    (r"\bposix_memalign\(&data, gAlignment, nbytes\) == 0\. 12 vs 0", "c10/core/CPUAllocator.cpp, before torch 1.2"),
+    (r"\$ Torch: not enough memory: you tried to allocate\b", "TH/THGeneral.cpp, before torch 1.2"),
+    (r"^std::bad_alloc$", "the C++ library, translated in torch/csrc/Exceptions.h"),
+)  # fmt: skip
+"""(wording of a failed allocation, where it comes from). Deliberately absent, because they name other faults as often:
+`*_STATUS_NOT_INITIALIZED`, `CUFFT_INTERNAL_ERROR`, `unable to find an engine`, `OUT_OF_RESOURCES` (to Triton the shared
+memory of one kernel), and the shared memory of a data loader, which no smaller batch mends."""
+
+_OUT_OF_MEMORY: Final = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _PATTERNS), re.MULTILINE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tells whether an error, or one that it was raised from or while handling, is a failed allocation.
+
+    Recognised are `torch.OutOfMemoryError` and `MemoryError` by class, and by message the runtime errors of CUDA, HIP,
+    XPU, MPS, cuDNN, cuBLAS, cuSPARSE, cuSOLVER, cuFFT, NCCL and the CPU allocator, also inside a compiler's wrapper.
+    An error of can-train's own is never one: it is already the verdict.
+    """
+    if isinstance(error, CanTrainError) or not isinstance(error, Exception):
+        return False
+    return any(_is_failed_allocation(link) for link in _chain(error))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and what Python's traceback would show above it; a loop in the chain ends it."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _is_failed_allocation(error: BaseException) -> bool:
+    # An error of torch's class can only exist where torch is imported already, so this module need not import it.
+    torch = sys.modules.get("torch")
+    classes: tuple[type[BaseException], ...] = (MemoryError, torch.OutOfMemoryError) if torch else (MemoryError,)
+    if isinstance(error, classes):
+        return True
+    # Torch's and its libraries' errors are RuntimeErrors; a KeyError or ValueError only quotes such a message.
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None

@@ -1,0 +1,120 @@
+"""Slices batches of graphs out of the flat arrays, without one object per graph. Which graphs make a batch, and where
+it is computed, is left to the caller.
+
+Shapes: B graphs of the batch, N nodes, E directed edges, R rows asked for; G graphs in all.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from can_train.tasks.can.flat import FlatGraphs
+
+_COUNTED_GRAPHS: Final = 2**16
+"""Graphs whose self-loops are counted at a time, so that the comparison needs little memory beside the mapped edges."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GraphBatch:
+    """Several graphs as one that falls into parts, as torch_geometric's layers expect it.
+
+    Attributes:
+        x: [N, 10] float32, columns `NODE_FEATURES`, unscaled.
+        edge_index: [2, E] int64, source and destination as node positions inside the batch.
+        edge_attr: [E, 11] float32, columns `EDGE_FEATURES`, unscaled.
+        can_id: [N] int64, the nodes' CAN IDs themselves.
+        batch: [N] int64, the graph of each node.
+        label: [B] int64, attack kind codes, 0 for benign.
+    """
+
+    x: Tensor
+    edge_index: Tensor
+    edge_attr: Tensor
+    can_id: Tensor
+    batch: Tensor
+    label: Tensor
+
+    @property
+    def num_graphs(self) -> int:
+        """B."""
+        return len(self.label)
+
+    @property
+    def y(self) -> Tensor:
+        """[B] int64, 1 for an attack, 0 for benign."""
+        return (self.label > 0).long()
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphBatch":
+        """Returns the batch on another device, its features as `dtype`; indices keep their type."""
+        return replace(
+            self,
+            x=self.x.to(device, dtype),
+            edge_attr=self.edge_attr.to(device, dtype),
+            edge_index=self.edge_index.to(device),
+            can_id=self.can_id.to(device),
+            batch=self.batch.to(device),
+            label=self.label.to(device),
+        )
+
+
+class Gatherer:
+    """Makes a batch from the row numbers of its graphs, in any order and with repetitions.
+
+    Args:
+        flat: The graphs; they may be mapped from disk. What is gathered is copied, so a batch may be changed freely.
+    """
+
+    def __init__(self, flat: FlatGraphs) -> None:
+        self._flat = flat
+        self._node_ptr = torch.from_numpy(flat.node_ptr)
+        self._edge_ptr = torch.from_numpy(flat.edge_ptr)
+        self._node_code = torch.from_numpy(flat.node_code)
+        self._node_features = torch.from_numpy(flat.node_features)
+        self._edge_ends = torch.from_numpy(flat.edge_index.T)  # [E, 2]: an edge's ends side by side, as in the cache
+        self._edge_features = torch.from_numpy(flat.edge_features)
+        self._label = torch.from_numpy(flat.label)
+        self._ids = torch.from_numpy(flat.ids)
+
+    def __call__(self, rows: NDArray[np.int64] | Tensor) -> GraphBatch:
+        """Gathers the graphs `rows` [B], in that order."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        nodes, node_count = _members(self._node_ptr, rows)
+        edges, edge_count = _members(self._edge_ptr, rows)
+        first_node = (node_count.cumsum(0) - node_count).repeat_interleave(edge_count)  # [E]
+        ends = self._edge_ends.index_select(0, edges) + first_node[:, None]
+        return GraphBatch(
+            x=self._node_features.index_select(0, nodes),
+            edge_index=ends.t().contiguous(),
+            edge_attr=self._edge_features.index_select(0, edges),
+            can_id=self._ids[self._node_code[nodes].long()],
+            batch=torch.arange(len(rows)).repeat_interleave(node_count),
+            label=self._label[rows].long(),
+        )
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns what the memory of graphs grows with, [R, 3]: nodes, edges without self-loops, and 1."""
+        features = (self._flat.num_nodes[rows], self._proper_edges[rows], np.ones(len(rows)))
+        return np.stack(features, axis=1).astype(np.float64)
+
+    @cached_property
+    def _proper_edges(self) -> NDArray[np.int64]:
+        """[G] edges without self-loops. Every window has an edge, so no graph's sum is that of its neighbour."""
+        counts = [np.empty(0, dtype=np.int64)]
+        for begin in range(0, len(self._flat), _COUNTED_GRAPHS):
+            ptr = self._flat.edge_ptr[begin : begin + _COUNTED_GRAPHS + 1]
+            source, target = self._flat.edge_index[:, ptr[0] : ptr[-1]]
+            counts.append(np.add.reduceat(source != target, ptr[:-1] - ptr[0], dtype=np.int64))
+        return np.concatenate(counts)
+
+
+def _members(ptr: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns where the nodes (or edges) of the graphs `rows` are, graph after graph, and [B] how many each has."""
+    start = ptr[rows]
+    count = ptr[rows + 1] - start
+    shift = start - (count.cumsum(0) - count)  # from a position in the batch to one in the flat arrays
+    return torch.arange(int(count.sum())) + shift.repeat_interleave(count), count

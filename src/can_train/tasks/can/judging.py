@@ -1,0 +1,208 @@
+"""Judges a detector: its threshold comes from validation, then each test folder is judged alone, never pooled, beside
+floors computed in the same run, with remarks on what the figures hide. Computing the model's scores is left to the
+training loop, drawing the result to the command line.
+
+Shapes: R chosen windows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import RunError
+from can_train.tasks.can.flat import FlatGraphs
+from can_train.tasks.can.floors import Floors, fit_floors
+from can_train.tasks.can.metrics import KindRecall, Metrics, detector_metrics, recall_by_kind
+from can_train.tasks.can.splits import Split
+from can_train.tasks.can.thresholds import Threshold, choose_threshold
+
+FLAGS_EVERYTHING_SHARE: Final = 0.99
+"""Share of a folder's windows from which a detector is said to flag everything."""
+
+INDISCRIMINATE_FPR: Final = 0.5
+"""Share of the benign windows below which even that is not said: where nearly all windows are attacks, a good detector
+flags nearly all of them too."""
+
+SECONDS_PER_HOUR: Final = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelScores:
+    """A model's scores, higher is more attack-like, aligned with the rows of a `Split`.
+
+    Attributes:
+        validation: [R] float64, one for each validation row.
+        test: The same for each test folder.
+    """
+
+    validation: NDArray[np.float64]
+    test: Mapping[str, NDArray[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgingOptions:
+    """How a model is judged.
+
+    Attributes:
+        supervised: Whether it learned from attacks; decides the threshold's rule.
+        validation_fpr: Share of the benign validation windows an anomaly detector may flag.
+        floors: Whether the floors are computed.
+        seed: Seed of the floors.
+    """
+
+    supervised: bool
+    validation_fpr: float
+    floors: bool
+    seed: int
+
+
+class FolderJudgement(TypedDict):
+    """What one test folder says about the model."""
+
+    model: Metrics
+    floors: dict[str, Metrics]
+    recall_by_kind: dict[str, KindRecall]
+    remarks: list[str]
+
+
+class Judgement(TypedDict):
+    """The whole judgement, as it stands in a run's result: strict JSON."""
+
+    threshold: float
+    threshold_rule: str
+    validation: Metrics
+    test: dict[str, FolderJudgement]
+    absent_floors: dict[str, str]
+
+
+def judge(flat: FlatGraphs, split: Split, scores: ModelScores, options: JudgingOptions) -> Judgement:
+    """Judges a model on every test folder.
+
+    Raises:
+        RunError: A score is not a finite number.
+        DataError: Validation allows no threshold.
+    """
+    for name, values in {"validation": scores.validation, **scores.test}.items():
+        _check_finite(name, values)
+    threshold = choose_threshold(
+        flat.label[split.validation] > 0,
+        scores.validation,
+        supervised=options.supervised,
+        fpr=options.validation_fpr,
+    )
+    floors = Floors()
+    if options.floors:
+        floors = fit_floors(flat, split.train, split.validation, seed=options.seed, fpr=options.validation_fpr)
+    return Judgement(
+        threshold=threshold.value,
+        threshold_rule=threshold.rule,
+        validation=_metrics(flat, split.validation, scores.validation, threshold),
+        test={
+            folder: _judge_folder(flat, rows, scores.test[folder], threshold, floors)
+            for folder, rows in split.test.items()
+        },
+        absent_floors=floors.absent,
+    )
+
+
+def _check_finite(name: str, score: NDArray[np.float64]) -> None:
+    broken = int(np.count_nonzero(~np.isfinite(score)))
+    if broken:
+        raise RunError(
+            "Every window's score must be a finite number",
+            value=f"{broken} of {len(score)} in {name} are not",
+            remedy="The model has diverged: lower the learning rate, clip gradients, or train in fp32",
+        )
+
+
+def _judge_folder(
+    flat: FlatGraphs, rows: NDArray[np.int64], score: NDArray[np.float64], threshold: Threshold, floors: Floors
+) -> FolderJudgement:
+    model = _metrics(flat, rows, score, threshold)
+    beside = {
+        floor.name: _metrics(flat, rows, floor.scorer.score(flat, rows), floor.threshold) for floor in floors.fitted
+    }
+    labelled = np.array([source.labelled for source in flat.sources])[flat.source[rows]]
+    return FolderJudgement(
+        model=model,
+        floors=beside,
+        recall_by_kind=recall_by_kind(flat.label[rows], score > threshold.value, flat.kinds),
+        remarks=remarks(model, beside, unlabelled_windows=int(np.count_nonzero(~labelled))),
+    )
+
+
+def _metrics(flat: FlatGraphs, rows: NDArray[np.int64], score: NDArray[np.float64], threshold: Threshold) -> Metrics:
+    return detector_metrics(flat.label[rows] > 0, score, score > threshold.value, benign_hours=benign_hours(flat, rows))
+
+
+def benign_hours(flat: FlatGraphs, rows: NDArray[np.int64]) -> float:
+    """Computes how long chosen windows watched benign traffic, in hours.
+
+    A window lasts until the next chosen one begins, if that overlaps it or follows without a frame between them;
+    otherwise until its own last frame. So no time counts twice, and none between chosen parts of a log counts.
+
+    Args:
+        flat: All windows.
+        rows: [R] ascending.
+    """
+    start, end = flat.start_time[rows], flat.end_time[rows]
+    adjoining = (np.diff(flat.source[rows]) == 0) & (np.diff(flat.first_frame[rows]) <= flat.window)
+    until = np.append(np.where(adjoining, start[1:], end[:-1]), end[-1:])
+    # Some logs step back in time between windows.
+    seconds = np.maximum(until - start, 0.0)
+    return float(seconds[flat.label[rows] == 0].sum()) / SECONDS_PER_HOUR
+
+
+def remarks(model: Metrics, floors: Mapping[str, Metrics], *, unlabelled_windows: int) -> list[str]:
+    """Says in words what the figures of a folder hide.
+
+    Args:
+        model: The model's figures.
+        floors: The floors' figures, by name.
+        unlabelled_windows: How many of the windows come from logs that do not say what is an attack.
+    """
+    return [
+        *_remarks_on_labels(model, unlabelled_windows),
+        *_remarks_on_flags(model),
+        *_remarks_on_floors(model, floors),
+    ]
+
+
+def _remarks_on_labels(model: Metrics, unlabelled_windows: int) -> list[str]:
+    windows, attacks = model["windows"], model["attack_windows"]
+    if unlabelled_windows == windows:
+        return ["labels absent: all windows are presumed benign, only false-alarm figures are defined"]
+    said = []
+    if unlabelled_windows:
+        said.append(f"{unlabelled_windows} of {windows} windows have no labels and are presumed benign")
+    if not attacks:
+        said.append("no attacks: only false-alarm figures are defined")
+    if attacks == windows:
+        said.append("all windows are attacks: false-alarm figures are not defined")
+    return said
+
+
+def _remarks_on_flags(model: Metrics) -> list[str]:
+    share, attacks, fpr = model["flagged_share"], model["attack_windows"], model["false_positive_rate"]
+    if share == 0 and attacks:
+        return ["flags nothing: every attack is missed"]
+    if share is None or share < FLAGS_EVERYTHING_SHARE:
+        return []
+    if fpr is not None and fpr < INDISCRIMINATE_FPR:
+        return []
+    if not attacks:
+        return ["flags everything: every alarm is a false one"]
+    return ["flags everything (recall 1.0 says nothing; accuracy = attack share)"]
+
+
+def _remarks_on_floors(model: Metrics, floors: Mapping[str, Metrics]) -> list[str]:
+    reached = model["mcc"]
+    if reached is None:
+        return []
+    unbeaten = [
+        f"{name} ({mcc:.3f})" for name, floor in floors.items() if (mcc := floor["mcc"]) is not None and reached <= mcc
+    ]
+    return [f"does not beat {', '.join(unbeaten)} on MCC ({reached:.3f})"] if unbeaten else []

@@ -1,0 +1,156 @@
+"""Where the logs of a data set lie and what each is for: the published layouts by name, or any file or folder by path.
+Reading them is left to the readers.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from can_train.errors import MissingDataError, unknown_name
+from can_train.tasks.can.settings import CanDatasetSettings
+
+NAMED_SETS: Final = ("hcrl_ch", "hcrl_sa", "set_01", "set_02", "set_03", "set_04")
+"""Data sets known by name: the parts of can-train-and-test, the HCRL logs among them."""
+
+TRAIN: Final = "train"
+TEST: Final = "test"
+LOG: Final = "log"
+
+UNNAMED_ATTACK: Final = "attack"
+"""The kind of a log whose name tells none."""
+
+_COLLECTIONS: Final = ("", "can-train-and-test-v1.5", "can-train-and-test")
+"""Folders below the data root that may hold the sets: none, or the clone of either release's repository."""
+
+_LOG_NAME: Final = re.compile(r"(?P<stem>[^.].*)\.(?:csv|txt|log)(?:\.gz)?", re.IGNORECASE)
+
+_DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)
+"""Text files that come beside logs."""
+
+_NUMBERED_KIND: Final = re.compile(r"(?P<kind>[a-z]+(?:-[a-z]+)*?)(?:-train|-test)?(?:-\d+)?", re.IGNORECASE)
+"""can-train-and-test: DoS-1, force-neutral-2, fuzzing-train."""
+
+_HCRL_KIND: Final = re.compile(r"(?P<kind>[a-z]+?)_?(?:\d(?:st|nd|rd|th))?(?:_attack)?_dataset(?:_.*)?", re.IGNORECASE)
+"""HCRL: DoS_dataset, Fuzzy_attack_dataset, Flooding_dataset_KIA_Soul, Malfunction1st_dataset_KIA_Soul."""
+
+_LAYOUT: Final = (
+    "It must hold folders train_01_attack_free and train_02_with_attacks (or one train_01) and test_01_…, test_02_…, "
+    "with logs (.csv, .txt or .log, also .gz) in each. The sets are published by Lampe and Meng (can-train-and-test) "
+    "at https://bitbucket.org/brooke-lampe/can-train-and-test-v1.5, the HCRL logs in them first at "
+    "https://ocslab.hksecurity.net/Datasets. Unpack there or give --data-root; or train on any log or folder with "
+    "--dataset PATH, or without data with --dataset synthetic"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogFile:
+    """One log of a data set.
+
+    Attributes:
+        path: Where it lies.
+        role: `TRAIN`, `TEST`, or `LOG` for one that must serve as both.
+        group: For `TEST` the name of its folder, judged by itself; for `LOG` its own name.
+        kind: What its attack frames are called where the log itself does not say.
+    """
+
+    path: Path
+    role: str
+    group: str
+    kind: str
+
+
+def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
+    """Finds the logs of a data set.
+
+    Args:
+        dataset: Gives a path or a name.
+        data_root: Where named data sets are looked for.
+
+    Returns:
+        The logs, those for training first, in an order that does not depend on the machine.
+
+    Raises:
+        MissingDataError: There is no such file or folder, or it holds no logs, or not the layout it must have.
+        ConfigError: No data set has this name.
+    """
+    if dataset.path:
+        return _by_path(Path(dataset.path).expanduser())
+    if dataset.name not in NAMED_SETS:
+        raise unknown_name("data set", dataset.name, (*NAMED_SETS, "synthetic"))
+    candidates = _candidates(dataset.name, data_root.expanduser())
+    found = next((folder for folder in candidates if folder.is_dir()), None)
+    if found is None:
+        looked = ", ".join(map(str, candidates))
+        raise MissingDataError(f"Data set {dataset.name} must be in one of these folders", value=looked, remedy=_LAYOUT)
+    return _by_layout(found)
+
+
+def attack_kind(file_name: str) -> str:
+    """Tells the kind of attack from a log's name; `UNNAMED_ATTACK` where the name follows no known pattern."""
+    named = _LOG_NAME.fullmatch(file_name)
+    stem = named["stem"] if named else file_name
+    numbered = _NUMBERED_KIND.fullmatch(stem)
+    match = _HCRL_KIND.fullmatch(stem) or (numbered if numbered and numbered["kind"] != stem else None)
+    return UNNAMED_ATTACK if match is None or match["kind"].lower() == "attack-free" else match["kind"]
+
+
+def _candidates(name: str, data_root: Path) -> list[Path]:
+    spellings = dict.fromkeys((name.replace("_", "-"), name))
+    return [data_root / collection / spelling for collection in _COLLECTIONS for spelling in spellings]
+
+
+def _by_path(path: Path) -> list[LogFile]:
+    if path.is_file():
+        return [_log(path, LOG, path.name)]
+    if not path.is_dir():
+        raise MissingDataError(
+            "--dataset must name a file or folder that exists, or a known data set",
+            value=str(path),
+            remedy=f"Known: {', '.join(NAMED_SETS)}, synthetic",
+        )
+    if _split_folders(path, TRAIN) or _split_folders(path, TEST):
+        return _by_layout(path)
+    return [_log(log, LOG, log.relative_to(path).as_posix()) for log in _some_logs(path)]
+
+
+def _by_layout(folder: Path) -> list[LogFile]:
+    roles = {role: _split_folders(folder, role) for role in (TRAIN, TEST)}
+    for role, folders in roles.items():
+        if not folders:
+            raise MissingDataError(f"{folder} must hold folders named {role}_…", remedy=_LAYOUT)
+    return [
+        _log(log, role, split.name) for role, folders in roles.items() for split in folders for log in _some_logs(split)
+    ]
+
+
+def _split_folders(folder: Path, role: str) -> list[Path]:
+    return sorted(split for split in folder.glob(f"{role}_*") if split.is_dir())
+
+
+def _some_logs(folder: Path) -> list[Path]:
+    """Lists the logs in a folder and below it, by path.
+
+    Raises:
+        MissingDataError: There is none.
+    """
+    logs = sorted(_logs(folder), key=lambda log: log.relative_to(folder).as_posix())
+    if not logs:
+        raise MissingDataError(
+            "A folder of logs must hold files named *.csv, *.txt or *.log, or these with .gz",
+            value=f"none in {folder}",
+            remedy="Put the logs there, or give --dataset the path of another folder or of one file",
+        )
+    return logs
+
+
+def _logs(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and _LOG_NAME.fullmatch(path.name) and not _DOCUMENT.match(path.name) and path.is_file():
+            yield path
+
+
+def _log(path: Path, role: str, group: str) -> LogFile:
+    return LogFile(path=path, role=role, group=group, kind=attack_kind(path.name))

@@ -1,0 +1,145 @@
+"""A log as blocks of whole lines, plain or gzipped, in bounded memory. It refuses what is no text and notices a file
+that changes while it is read; what the lines mean is left to `formats`.
+"""
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Final, cast
+
+import polars as pl
+
+from can_train.errors import DataError, MissingDataError
+
+BLOCK_BYTES: Final = 16 * 2**20
+"""Text read at once. Smaller blocks parse slower; a block's parsed columns take about ten times its size."""
+
+SAMPLE_BYTES: Final = 2**20
+"""Text from the beginning of a log that its format is recognised from."""
+
+MAX_LINE_BYTES: Final = SAMPLE_BYTES
+"""A longer line is no row of any log; without this bound a file without line ends would be read whole."""
+
+_GZIP_MAGIC: Final = b"\x1f\x8b"
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_CONTROL_BYTES: Final = bytes(set(range(32)) - set(b"\t\n\v\f\r"))
+"""Bytes that no text holds."""
+
+_NO_SEPARATOR: Final = "\x01"
+"""Stands in no line, so that the CSV parser takes every line for one field."""
+
+
+class LogText:
+    """The text of one log.
+
+    Args:
+        path: The file.
+        block_bytes: Text read at once, in bytes.
+
+    Raises:
+        MissingDataError: There is no such file.
+        DataError: It cannot be read, or is empty or binary.
+    """
+
+    def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
+        self._path = path
+        self._block_bytes = block_bytes
+        with self._reading() as stream:
+            self._state = _file_state(path)
+            start = stream.read(SAMPLE_BYTES)
+        _check_text(start, path)
+        whole_lines = start.rfind(b"\n") + 1 if len(start) == SAMPLE_BYTES else len(start)
+        if not whole_lines:
+            raise _endless_line(path)
+        self.sample: pl.Series = _split_lines(start[:whole_lines].removeprefix(_BYTE_ORDER_MARK))
+        """The first lines, null where empty."""
+
+    def blocks(self) -> Iterator[tuple[int, pl.Series]]:
+        """Yields the number of a block's first line, counted from 1, and its lines, null where empty.
+
+        Raises:
+            DataError: The file changed since it was opened first, is damaged, or has a line of absurd length.
+        """
+        next_line = 1
+        with self._reading() as stream:
+            for text in self._whole_lines(stream):
+                yield next_line, _split_lines(text.removeprefix(_BYTE_ORDER_MARK) if next_line == 1 else text)
+                next_line += text.count(b"\n")
+            if _file_state(self._path) != self._state:
+                raise DataError(
+                    "A log must not change while it is read",
+                    value=str(self._path),
+                    remedy="Wait until the recording has ended, or read a copy",
+                )
+
+    def _whole_lines(self, stream: IO[bytes]) -> Iterator[bytes]:
+        """Cuts the stream into blocks that end where a line ends."""
+        rest = b""
+        while text := stream.read(self._block_bytes):
+            head, newline, tail = text.rpartition(b"\n")
+            if newline:
+                yield b"".join((rest, head, newline))
+                rest = b""
+            rest += tail
+            if len(rest) > MAX_LINE_BYTES:
+                raise _endless_line(self._path)
+        if rest:
+            yield rest
+
+    @contextmanager
+    def _reading(self) -> Iterator[IO[bytes]]:
+        """Opens the file, decompressing it where it begins like a gzip file, and translates what may go wrong."""
+        try:
+            with self._path.open("rb") as raw:
+                compressed = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+                raw.seek(0)
+                yield cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if compressed else raw
+        except FileNotFoundError as error:
+            raise MissingDataError("A log must exist", value=str(self._path)) from error
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(
+                "A compressed log must be a whole gzip file",
+                value=f"{self._path}: {error}",
+                remedy="Copy or download it again",
+            ) from error
+        except OSError as error:
+            raise DataError("A log must be a file that can be read", value=f"{self._path}: {error.strerror}") from error
+
+
+def _endless_line(path: Path) -> DataError:
+    return DataError(f"A line of a log is at most {MAX_LINE_BYTES:,} bytes long", value=str(path))
+
+
+def _file_state(path: Path) -> tuple[int, int, int]:
+    """What differs once somebody wrote to a file or put another one in its place."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _check_text(start: bytes, path: Path) -> None:
+    if not start.removeprefix(_BYTE_ORDER_MARK).strip():
+        raise DataError("A log must hold frames", value=f"{path} is empty")
+    if len(start.translate(None, _CONTROL_BYTES)) < len(start):
+        raise DataError(
+            "A log must be text (UTF-8, or gzipped)",
+            value=f"{path} is binary",
+            remedy="Convert it, for example with `candump` or python-can's `can_logconvert`, to a text format",
+        )
+
+
+def _split_lines(text: bytes) -> pl.Series:
+    """Splits whole lines, without their line ends; an empty line is null."""
+    if not text.isascii() or _NO_SEPARATOR.encode() in text:
+        text = text.decode(errors="replace").replace(_NO_SEPARATOR, "\N{REPLACEMENT CHARACTER}").encode()
+    table = pl.read_csv(
+        io.BytesIO(text),
+        has_header=False,
+        separator=_NO_SEPARATOR,
+        quote_char=None,
+        schema={"line": pl.String},
+        raise_if_empty=False,
+    )
+    return table["line"]

@@ -1,0 +1,102 @@
+"""The variational graph autoencoder of benign windows.
+
+Shapes: B graphs, N nodes, E edges, V known CAN IDs, Z latent width.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch_geometric.nn import GATConv
+
+from can_train.tasks.can.flat import EDGE_FEATURES, NODE_FEATURES
+from can_train.tasks.can.gather import GraphBatch
+from can_train.tasks.can.models.inputs import InputEncoder
+from can_train.tasks.can.settings import VgaeSettings
+
+MAX_LOG_STD: Final = 5.0
+"""Log standard deviations are clipped to ± this, so that exp() in the KL term stays finite in half precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstruction:
+    """Errors of one pass, per node or edge, summed over nothing.
+
+    Attributes:
+        node: [N] mean squared error of the standardised node features.
+        edge: [E] mean squared error of the standardised edge features.
+        can_id: [N] cross-entropy of the node's own ID; None where identity is off.
+        kl: [N] KL divergence of the latent from a standard normal, in nats.
+    """
+
+    node: Tensor
+    edge: Tensor
+    can_id: Tensor | None
+    kl: Tensor
+
+
+class Vgae(nn.Module):
+    r"""Attention encoder to a normal latent per node; decoders for node features, edge features and the node's CAN ID.
+
+    :math:`z = \mu + \varepsilon \cdot \sigma`; edges are decoded from :math:`(z_\mathrm{source}, z_\mathrm{destination})`
+    (VGAE: Kipf and Welling, 2016).
+
+    Args:
+        settings: Widths.
+        inputs: Encoder of IDs and features.
+
+    Shapes:
+        batch of N nodes and E edges, noise ε [N, Z] (None: the mean is decoded) → `Reconstruction`.
+    """
+
+    def __init__(self, settings: VgaeSettings, inputs: InputEncoder) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.dropout = settings.dropout
+        widths = [inputs.width, *settings.hidden]
+        self.layers = nn.ModuleList(
+            GATConv(wide, out // settings.heads, heads=settings.heads, dropout=settings.dropout, edge_dim=len(EDGE_FEATURES))
+            for wide, out in zip(widths[:-1], widths[1:], strict=True)
+        )
+        self.mean = nn.Linear(widths[-1], settings.latent)
+        self.log_std = nn.Linear(widths[-1], settings.latent)
+        mirrored = [settings.latent, *reversed(settings.hidden)]
+        self.decoder = _mlp(mirrored)
+        self.node_head = nn.Linear(mirrored[-1], len(NODE_FEATURES))
+        self.id_head = nn.Linear(mirrored[-1], len(inputs.vocabulary) + 1) if inputs.identity else None
+        self.edge_decoder = nn.Sequential(_mlp([2 * settings.latent, mirrored[1]]), nn.Linear(mirrored[1], len(EDGE_FEATURES)))
+
+    def encode(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
+        """Returns mean and log standard deviation of the latent, [N, Z] each."""
+        x, edge_attr = self.inputs(batch)
+        for layer in self.layers:
+            x = F.elu(layer(x, batch.edge_index, edge_attr=edge_attr))
+            x = F.dropout(x, self.dropout, self.training)
+        return self.mean(x), self.log_std(x).clamp(-MAX_LOG_STD, MAX_LOG_STD)
+
+    def forward(self, batch: GraphBatch, noise: Tensor | None) -> Reconstruction:
+        """Reconstructs a batch."""
+        mean, log_std = self.encode(batch)
+        latent = mean if noise is None else mean + noise.to(mean.dtype) * log_std.exp()
+        hidden = self.decoder(latent)
+        node, edge = self.inputs.scaled(batch)
+        source, destination = batch.edge_index
+        decoded_edge = self.edge_decoder(torch.cat([latent[source], latent[destination]], dim=1))
+        can_id = None
+        if self.id_head is not None:
+            can_id = F.cross_entropy(self.id_head(hidden), self.inputs.id_index(batch.can_id), reduction="none")
+        return Reconstruction(
+            node=(self.node_head(hidden) - node).square().mean(dim=1),
+            edge=(decoded_edge - edge).square().mean(dim=1),
+            can_id=can_id,
+            kl=0.5 * (mean.square() + (2 * log_std).exp() - 2 * log_std - 1).sum(dim=1),
+        )
+
+
+def _mlp(widths: list[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for wide, out in zip(widths[:-1], widths[1:], strict=True):
+        layers += [nn.Linear(wide, out), nn.ELU()]
+    return nn.Sequential(*layers)

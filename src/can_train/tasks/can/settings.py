@@ -1,0 +1,190 @@
+"""Names and defaults of the CAN task: what a preset, a flag or `--set` may change. Imports no torch."""
+
+from dataclasses import dataclass, field
+
+from can_train.config.checks import check_choice, check_range
+from can_train.config.task_settings import ModelSpec, TaskSettings
+from can_train.errors import ConfigError
+from can_train.tasks.can.experience import experience
+
+FORMATS = (
+    "can_train_and_test", "car_hacking", "hcrl_text", "hcrl_challenge",
+    "candump", "candump_labelled", "whitespace", "columns",
+)  # fmt: skip
+"""Log formats the reader knows; `auto` recognises them from the content."""
+
+ID_BASES = ("auto", "hex", "dec")
+SIZES = ("teacher", "student")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSettings:
+    """Which columns of a CSV file with a header hold what. An empty name means: recognise it from the header."""
+
+    timestamp: str = ""
+    """Seconds."""
+    id: str = ""
+    """CAN identifier."""
+    dlc: str = ""
+    """Payload length in bytes; derived from the payload where there is no such column."""
+    data: str = ""
+    """Payload in hexadecimal, with or without separators; or several columns of one byte each, separated by spaces."""
+    label: str = ""
+    """Attack label; a log without one is unlabelled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticSettings:
+    """The simulated bus behind `--dataset synthetic`."""
+
+    seed: int = 0
+    """Seed of vehicles, traffic and attacks."""
+    seconds: float = 20.0
+    """Length of each training drive in seconds, a test drive being half as long; the data grow linearly with it."""
+
+    def __post_init__(self) -> None:
+        check_range("dataset.synthetic.seed", self.seed, low=0)
+        check_range("dataset.synthetic.seconds", self.seconds, low=5.0, high=3600.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanDatasetSettings:
+    """One CAN data set and how it becomes graphs."""
+
+    name: str = "synthetic"
+    """Name in keys and run ids."""
+    path: str = ""
+    """A log, or a folder of logs; empty: the published layout of `name` under the data root."""
+    format: str = "auto"
+    """A name of `FORMATS`, or `auto`."""
+    columns: ColumnSettings = field(default_factory=ColumnSettings)
+    """Column names of a CSV file with a header."""
+    id_base: str = "auto"
+    """Whether IDs of a CSV file with a header are written in hexadecimal or decimal."""
+    benign_values: list[str] = field(default_factory=lambda: ["", "0", "r", "normal", "benign", "false", "none", "na"])
+    """Label values (in any letter case) that mean: no attack. Any other value is an attack; a word names its kind."""
+    max_malformed: float = 0.01
+    """Share of rows that may be malformed, run backwards in time or disagree with their length before a log is refused."""
+    window: int = 100
+    """Frames in a window."""
+    stride: int = 100
+    """Frames from one window's start to the next one's."""
+    identity: bool = True
+    """Whether models see which CAN ID a node is; off, they see behaviour only."""
+    validation_share: float = 0.2
+    """Share of the training time that is kept for thresholds and early stopping."""
+    test_share: float = 0.2
+    """Share of a single log's time that is kept for judging, where the data set brings no test folders."""
+    synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
+    """Size and seed of the simulated bus; used by `synthetic` only."""
+
+    def __post_init__(self) -> None:
+        check_choice("dataset.format", self.format, ("auto", *FORMATS))
+        check_choice("dataset.id_base", self.id_base, ID_BASES)
+        check_range("dataset.max_malformed", self.max_malformed, low=0.0, high=1.0)
+        check_range("dataset.window", self.window, low=2)
+        check_range("dataset.stride", self.stride, low=1)
+        check_range("dataset.validation_share", self.validation_share, above=0.0, high=0.5)
+        check_range("dataset.test_share", self.test_share, above=0.0, high=0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatSettings:
+    """Graph attention network with jumping knowledge; the defaults are the teacher."""
+
+    hidden: int = 64
+    """Channels per attention head."""
+    layers: int = 5
+    """Attention layers; all of their outputs are concatenated before pooling."""
+    heads: int = 8
+    """Attention heads per layer."""
+    embedding: int = 32
+    """Width of the CAN-ID embedding."""
+    dropout: float = 0.2
+    """Dropout of features and attention."""
+    head_layers: int = 1
+    """Linear layers of the classifier after pooling."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "embedding", "head_layers"):
+            check_range(f"model.{name}", getattr(self, name), low=1)
+        check_range("model.dropout", self.dropout, low=0.0, high=0.99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VgaeSettings:
+    """Variational graph autoencoder; the defaults are the teacher."""
+
+    hidden: list[int] = field(default_factory=lambda: [480, 240])
+    """Widths of the encoder's attention layers; the decoder mirrors them."""
+    latent: int = 48
+    """Width of a node's latent."""
+    heads: int = 4
+    """Attention heads of the encoder's layers; each width must be a multiple of it."""
+    embedding: int = 32
+    """Width of the CAN-ID embedding."""
+    dropout: float = 0.1
+    """Dropout of features and attention."""
+
+    def __post_init__(self) -> None:
+        for name in ("latent", "heads", "embedding"):
+            check_range(f"model.{name}", getattr(self, name), low=1)
+        check_range("model.dropout", self.dropout, low=0.0, high=0.99)
+        check_range("number of widths in model.hidden", len(self.hidden), low=1)
+        for width in self.hidden:
+            check_range("every width in model.hidden", width, low=1)
+            if width % self.heads:
+                raise ConfigError("Every width in model.hidden must be a multiple of model.heads",
+                                  value=f"{width} with {self.heads} heads")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanModeSettings:
+    """What is optimised and how scores become alarms."""
+
+    name: str = "normal"
+    """normal: supervised; autoencoder: benign windows only."""
+    validation_fpr: float = 0.01
+    """False-positive rate on validation at which an anomaly threshold is set."""
+    can_id_weight: float = 0.1
+    """Weight of the CAN-ID term in the autoencoder's loss."""
+    kl_weight: float = 0.01
+    """Weight of the KL divergence in the autoencoder's loss."""
+    floors: bool = True
+    """Compute the simple detectors that a result is compared with."""
+
+    def __post_init__(self) -> None:
+        check_range("mode.validation_fpr", self.validation_fpr, above=0.0, high=0.5)
+        check_range("mode.can_id_weight", self.can_id_weight, low=0.0)
+        check_range("mode.kl_weight", self.kl_weight, low=0.0)
+
+
+TASK = TaskSettings(
+    dataset=CanDatasetSettings,
+    mode=CanModeSettings,
+    models={
+        "gat": ModelSpec(
+            settings=GatSettings,
+            modes=("normal", "curriculum", "knowledge_distillation"),
+            sizes=SIZES,
+            needs={"curriculum": "an autoencoder", "knowledge_distillation": "a teacher, and --size student"},
+            planned=("curriculum", "knowledge_distillation"),
+        ),
+        "vgae": ModelSpec(
+            settings=VgaeSettings,
+            modes=("autoencoder", "knowledge_distillation"),
+            sizes=SIZES,
+            needs={"knowledge_distillation": "a teacher"},
+            planned=("knowledge_distillation",),
+        ),
+        "fusion": ModelSpec(
+            settings=None,
+            modes=("fusion",),
+            sizes=SIZES,
+            needs={"fusion": "an autoencoder and a classifier"},
+            planned=("fusion",),
+        ),
+    },
+    factory="can_train.tasks.can.task:CanTask",
+    experience=experience,
+)

@@ -1,0 +1,259 @@
+"""What the simulated vehicles are: which CAN IDs each one sends, how often, and what the bytes of a payload mean. When
+the messages are sent and what their signals read is left to `traffic`.
+
+Shapes: M frames.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.tasks.can.frames import MAX_PAYLOAD_BYTES
+
+NUM_VEHICLES: Final = 4
+"""Three that training sees and one that only the tests know, as in can-train-and-test."""
+
+ANALOG_CHANNELS: Final = ("rpm", "speed", "steering", "throttle", "brake", "torque", "yaw", "coolant", "fuel", "gear")
+"""Readings of the drive's state, most of them smooth; attacks forge the first three, so every vehicle sends those."""
+
+STATUS_CHANNELS: Final = ("status_1", "status_2", "status_3", "status_4")
+"""Readings that hold one of a few levels for seconds: doors, lamps, modes."""
+
+_FORGEABLE: Final = 3
+"""How many of `ANALOG_CHANNELS`, from the first, get a fast and steady message of their own."""
+
+_PERIODS_MS: Final = {10: (4, 6), 20: (5, 8), 50: (3, 6), 100: (5, 9), 200: (3, 5), 500: (2, 5), 1000: (3, 6)}
+"""Fewest and most messages of each period: 25 to 43 IDs, some 800 to 1,200 frames/s, about a fifth of 500 kbit/s."""
+
+_ID_RANGE: Final = (0x010, 0x7E0)
+"""11-bit identifiers given to vehicles; those below and above are left to bus management and diagnostics."""
+
+_SHARED_IDS: Final = 24
+"""IDs that any vehicle may use, each with a meaning of its own, as makers do."""
+
+_SHARED_PART: Final = 3
+"""One in this many of a vehicle's IDs is a shared one."""
+
+_OWN_IDS: Final = 45
+"""IDs reserved for each vehicle: enough for the largest."""
+
+_LENGTHS: Final = (8, 8, 8, 8, 8, 8, 7, 6, 5, 4, 3, 2, 0)
+"""Payload bytes to draw from: most messages fill a frame, a few carry nothing but their ID."""
+
+_CRC8_POLYNOMIAL: Final = 0x1D
+"""x^8 + x^4 + x^3 + x^2 + 1 of SAE J1850."""
+
+_CRC8_START: Final = 0xFF
+"""Initial value and final XOR of SAE J1850."""
+
+
+class Rhythm(Enum):
+    """When a message is sent."""
+
+    STEADY = "every period"
+    OCCASIONAL = "every period, in some stretches of the drive only"
+    EAGER = "every period, and in some stretches again as soon as something changes"
+
+
+class Checksum(Enum):
+    """What the last byte protects the others and the ID with."""
+
+    NONE = "none"
+    XOR = "xor"
+    CRC8 = "crc8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal:
+    """One reading inside a payload, most significant byte first.
+
+    Attributes:
+        channel: The reading it carries.
+        byte: Position of its first byte.
+        width: Bytes: 1 or 2.
+        low: Raw value for a reading of 0.
+        high: Raw value for a reading of 1.
+    """
+
+    channel: str
+    byte: int
+    width: int
+    low: int
+    high: int
+
+    def raw(self, reading: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Converts readings in [0, 1] to raw values, [M]."""
+        return self.low + np.floor(reading * (self.high - self.low)).astype(np.int64)
+
+    def read(self, payload: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Extracts the raw values from payloads [M, 8]."""
+        value = np.zeros(len(payload), np.int64)
+        for position in range(self.byte, self.byte + self.width):
+            value = value * 256 + payload[:, position]
+        return value
+
+    def write(self, payload: NDArray[np.uint8], raw: NDArray[np.int64]) -> None:
+        """Puts raw values [M], clipped to what the signal can say, into payloads [M, 8]."""
+        value = np.clip(raw, min(self.low, self.high), max(self.low, self.high))
+        for position in reversed(range(self.byte, self.byte + self.width)):
+            payload[:, position] = value % 256
+            value = value // 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One CAN ID of a vehicle.
+
+    Attributes:
+        can_id: 11-bit identifier.
+        period_us: Microseconds between two frames.
+        length: Payload bytes.
+        rhythm: When it is sent.
+        constants: The 8 payload bytes before anything is written into them; zero beyond `length`.
+        signals: The readings it carries.
+        counter_byte: Byte whose low nibble counts the frames; None without a counter.
+        checksum: How its last byte is computed.
+    """
+
+    can_id: int
+    period_us: int
+    length: int
+    rhythm: Rhythm
+    constants: tuple[int, ...]
+    signals: tuple[Signal, ...]
+    counter_byte: int | None
+    checksum: Checksum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vehicle:
+    """A vehicle's messages, by ascending ID."""
+
+    messages: tuple[Message, ...]
+
+    def carrier(self, channel: str) -> tuple[Message, Signal]:
+        """Returns the fastest message that carries one of the channels every vehicle sends, and the signal in it."""
+        found = [(m, s) for m in self.messages for s in m.signals if s.channel == channel]
+        return min(found, key=lambda pair: (pair[0].period_us, pair[0].can_id))
+
+    def steady(self, longest_us: int) -> list[Message]:
+        """Lists the messages that are always sent, with a period of at most `longest_us`."""
+        return [m for m in self.messages if m.rhythm is Rhythm.STEADY and m.period_us <= longest_us]
+
+
+def make_vehicles(seed: int) -> tuple[Vehicle, ...]:
+    """Designs the vehicles of a data set; vehicle i does not depend on how many others there are."""
+    ids = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,))).permutation(np.arange(*_ID_RANGE))
+    vehicles = []
+    for number in range(NUM_VEHICLES):
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0, number)))
+        own = _SHARED_IDS + number * _OWN_IDS
+        vehicles.append(_make_vehicle(rng, shared=ids[:_SHARED_IDS], own=ids[own : own + _OWN_IDS]))
+    return tuple(vehicles)
+
+
+def seal(message: Message, payload: NDArray[np.uint8]) -> None:
+    """Writes the checksum into payloads [M, 8] of one message."""
+    if message.checksum is Checksum.NONE:
+        return
+    last = message.length - 1
+    protected = [np.full(len(payload), byte, np.uint8) for byte in divmod(message.can_id, 256)]
+    protected += [payload[:, position] for position in range(last)]
+    payload[:, last] = _crc8(protected) if message.checksum is Checksum.CRC8 else np.bitwise_xor.reduce(protected)
+
+
+def _crc8(columns: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    table = np.arange(256)
+    for _ in range(8):
+        table = (table << 1) ^ np.where(table & 0x80, 0x100 | _CRC8_POLYNOMIAL, 0)
+    steps = table.astype(np.uint8)
+    value = np.full(len(columns[0]), _CRC8_START, np.uint8)
+    for column in columns:
+        value = steps[value ^ column]
+    return value ^ np.uint8(_CRC8_START)
+
+
+def _make_vehicle(rng: np.random.Generator, *, shared: NDArray[np.int64], own: NDArray[np.int64]) -> Vehicle:
+    periods_ms = []
+    for period_ms, (fewest, most) in _PERIODS_MS.items():
+        periods_ms += [period_ms] * int(rng.integers(fewest, most, endpoint=True))
+    num_shared = len(periods_ms) // _SHARED_PART
+    ids = np.concatenate([rng.permutation(shared)[:num_shared], own[: len(periods_ms) - num_shared]])
+    # Lower IDs win arbitration, so makers give them to the faster messages.
+    messages = [
+        _make_forgeable(rng, int(can_id), period_ms, ANALOG_CHANNELS[rank])
+        if rank < _FORGEABLE
+        else _make_message(rng, int(can_id), period_ms)
+        for rank, (can_id, period_ms) in enumerate(zip(np.sort(ids), periods_ms, strict=True))
+    ]
+    return Vehicle(messages=tuple(messages))
+
+
+def _make_forgeable(rng: np.random.Generator, can_id: int, period_ms: int, channel: str) -> Message:
+    """A full frame with the channel in two bytes, another reading, a counter and a checksum."""
+    high = int(rng.integers(8_000, 60_000))
+    companion = ANALOG_CHANNELS[int(rng.integers(_FORGEABLE, len(ANALOG_CHANNELS)))]
+    return Message(
+        can_id=can_id,
+        period_us=period_ms * 1000,
+        length=MAX_PAYLOAD_BYTES,
+        rhythm=Rhythm.STEADY,
+        constants=_constants(rng, MAX_PAYLOAD_BYTES),
+        signals=(
+            Signal(channel=channel, byte=int(rng.integers(0, 3)), width=2, low=int(rng.integers(0, 500)), high=high),
+            Signal(channel=companion, byte=4, width=1, low=0, high=255),
+        ),
+        counter_byte=MAX_PAYLOAD_BYTES - 2,
+        checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))],
+    )
+
+
+def _make_message(rng: np.random.Generator, can_id: int, period_ms: int) -> Message:
+    length = _LENGTHS[int(rng.integers(len(_LENGTHS)))]
+    protected = length >= 4 and rng.random() < 0.5
+    counter_byte = length - 2 if protected or (length >= 2 and rng.random() < 0.2) else None
+    return Message(
+        can_id=can_id,
+        period_us=period_ms * 1000,
+        length=length,
+        rhythm=_draw_rhythm(rng, period_ms),
+        constants=_constants(rng, length),
+        signals=_draw_signals(rng, free_bytes=length if counter_byte is None else counter_byte),
+        counter_byte=counter_byte,
+        checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))] if protected else Checksum.NONE,
+    )
+
+
+def _draw_rhythm(rng: np.random.Generator, period_ms: int) -> Rhythm:
+    """Control loops (10 ms) never pause; the slower a message, the likelier it depends on what happens."""
+    draw = rng.random()
+    if period_ms >= 20 and draw < 0.15:
+        return Rhythm.EAGER
+    return Rhythm.OCCASIONAL if period_ms >= 100 and draw > 0.75 else Rhythm.STEADY
+
+
+def _constants(rng: np.random.Generator, length: int) -> tuple[int, ...]:
+    """Typical filler: mostly zeros and ones, now and then a fixed code."""
+    palette = [0x00, 0x00, 0x00, 0xFF, 0xFF, int(rng.integers(256))]
+    filled = [palette[int(rng.integers(len(palette)))] for _ in range(length)]
+    return tuple(filled + [0] * (MAX_PAYLOAD_BYTES - length))
+
+
+def _draw_signals(rng: np.random.Generator, free_bytes: int) -> tuple[Signal, ...]:
+    """Fills the bytes from the left with readings of one or two bytes and, where it draws none, leaves constants."""
+    signals = []
+    byte = 0
+    while byte < free_bytes:
+        draw = rng.random()
+        wide = draw < 0.3 and byte + 1 < free_bytes
+        if draw < 0.6:
+            names = ANALOG_CHANNELS if draw < 0.5 else STATUS_CHANNELS
+            low, high = np.sort(rng.integers(0, 65_536 if wide else 256, size=2)).tolist()
+            channel = names[int(rng.integers(len(names)))]
+            signals.append(Signal(channel=channel, byte=byte, width=2 if wide else 1, low=low, high=high))
+        byte += 2 if wide else 1
+    return tuple(signals)

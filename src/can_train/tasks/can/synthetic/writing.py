@@ -1,0 +1,208 @@
+"""Which drives make up the synthetic data set, and their files: the folders, names and rows of can-train-and-test's
+newer release, so that the reader of real logs reads them back.
+
+The bytes depend on the settings only. The folder appears whole or not at all.
+
+Shapes: M frames, W bytes of the longest row.
+"""
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from itertools import cycle, product
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import DataError
+from can_train.reporter import Reporter
+from can_train.tasks.can.settings import SyntheticSettings
+from can_train.tasks.can.synthetic.attacks import attack
+from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, transmit, vehicle_traffic
+from can_train.tasks.can.synthetic.vehicles import NUM_VEHICLES, Vehicle, make_vehicles
+
+GENERATOR_VERSION: Final = 1
+"""Raised whenever the same settings give other bytes, so that folders written before are not taken for new ones."""
+
+ATTACK_FREE: Final = "attack-free"
+
+_KNOWN_ATTACKS: Final = ("DoS", "fuzzing", "rpm", "interval")
+_UNKNOWN_ATTACKS: Final = ("replay", "speed", "double")
+_UNKNOWN_VEHICLE: Final = NUM_VEHICLES
+_KNOWN_VEHICLES: Final = tuple(range(1, NUM_VEHICLES))
+
+_TEST_SHARE: Final = 0.5
+"""Length of a test drive as a share of a training drive's: three or four of them make a folder of some 400 windows."""
+
+_EPOCH_US: Final = 1_600_000_000 * SECOND_US
+"""Unix time at which the first drive begins; the log's clock is no wall clock."""
+
+_BETWEEN_DRIVES_US: Final = 86_400 * SECOND_US
+
+_HEADER: Final = b"timestamp,arbitration_id,data_field,attack\n"
+
+_TIME_DIGITS: Final = 16
+"""Digits of a Unix time in microseconds: ten before the decimal point, six after it."""
+
+_ID_DIGITS: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive:
+    """One file of the data set.
+
+    Attributes:
+        folder: The folder it lies in.
+        kind: `ATTACK_FREE` or a kind of attack.
+        vehicle: 1 to `NUM_VEHICLES`; the file's number, as in can-train-and-test.
+    """
+
+    folder: str
+    kind: str
+    vehicle: int
+
+    @property
+    def path(self) -> str:
+        """Where the file lies below the data set's folder."""
+        return f"{self.folder}/{self.kind}-{self.vehicle}.csv"
+
+
+def plan_drives() -> tuple[Drive, ...]:
+    """Lists the drives of the data set, in a fixed order: a drive's random numbers follow from its position."""
+    parts = {
+        "train_01_attack_free": product((ATTACK_FREE,), _KNOWN_VEHICLES),
+        "train_02_with_attacks": product(_KNOWN_ATTACKS, _KNOWN_VEHICLES),
+        "test_01_known_vehicle_known_attack": zip(_KNOWN_ATTACKS, cycle(_KNOWN_VEHICLES)),
+        "test_02_unknown_vehicle_known_attack": product(_KNOWN_ATTACKS, (_UNKNOWN_VEHICLE,)),
+        "test_03_known_vehicle_unknown_attack": zip(_UNKNOWN_ATTACKS, cycle(_KNOWN_VEHICLES)),
+        "test_04_unknown_vehicle_unknown_attack": product(_UNKNOWN_ATTACKS, (_UNKNOWN_VEHICLE,)),
+        "test_05_suppress": product(("suppress",), _KNOWN_VEHICLES),
+        "test_06_masquerade": product(("masquerade",), _KNOWN_VEHICLES),
+    }
+    return tuple(
+        Drive(folder=folder, kind=kind, vehicle=vehicle) for folder, pairs in parts.items() for kind, vehicle in pairs
+    )
+
+
+def synthetic_folder_name(settings: SyntheticSettings) -> str:
+    """Names the folder of a synthetic data set: the same settings and generator give the same name, others another."""
+    identity = f"{GENERATOR_VERSION}:{settings.seed}:{float(settings.seconds)!r}"
+    return f"synthetic-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+def synthetic_folder(cache: Path, settings: SyntheticSettings, reporter: Reporter) -> Path:
+    """Returns the data set's folder below `cache`, simulating and writing it the first time.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    folder = cache / synthetic_folder_name(settings)
+    if not folder.is_dir():
+        write_synthetic(folder, settings, reporter)
+    return folder
+
+
+def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporter) -> None:
+    """Simulates the data set and writes it.
+
+    Args:
+        folder: Where it shall be; missing parents are made. A folder that another process completes meanwhile is kept.
+        settings: Seed and size.
+        reporter: Where progress goes.
+
+    Raises:
+        DataError: It cannot be written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
+            staged = Path(staging) / folder.name
+            _write_drives(staged, settings, reporter)
+            _publish(staged, folder)
+    except OSError as error:
+        raise DataError(
+            f"The synthetic data set must be writable to {folder}",
+            value=error.strerror or str(error),
+            remedy="Make room there or choose another folder",
+        ) from error
+
+
+def simulate(drive: Drive, position: int, vehicle: Vehicle, settings: SyntheticSettings) -> Traffic:
+    """Simulates one drive.
+
+    Args:
+        drive: What shall happen.
+        position: Its position in the plan, which its random numbers follow from.
+        vehicle: The vehicle driven.
+        settings: Seed and size.
+
+    Returns:
+        The log, as the bus saw it.
+    """
+    traffic_rng, attack_rng = (
+        np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(1, position, part))) for part in range(2)
+    )
+    share = _TEST_SHARE if drive.folder.startswith("test_") else 1.0
+    duration_us = int(settings.seconds * share * SECOND_US)
+    traffic = vehicle_traffic(traffic_rng, vehicle, duration_us)
+    if drive.kind != ATTACK_FREE:
+        traffic = attack(drive.kind, attack_rng, vehicle, traffic, duration_us)
+    return transmit(traffic)
+
+
+def format_rows(log: Traffic, start_us: int) -> bytes:
+    """Writes a log as the rows of a can-train-and-test file, without its header.
+
+    Args:
+        log: The frames, with IDs of 11 bits.
+        start_us: Unix time at which the drive began.
+    """
+    comma, point, newline = (np.uint8(ord(character)) for character in ",.\n")
+    time = _digits(start_us + log.time_us, base=10, count=_TIME_DIGITS)
+    head = [*time[:-6], point, *time[-6:], comma, *_digits(log.can_id, base=16, count=_ID_DIGITS), comma]
+    data = [digit for byte in log.payload.T for digit in _digits(byte, base=16, count=2)]
+    tail = [comma, *_digits(log.attack.astype(np.int64), base=10, count=1), newline]
+    rows = np.empty((len(log), len(head) + len(data) + len(tail)), np.uint8)
+    for position, column in enumerate([*head, *data, *tail]):
+        rows[:, position] = column
+    written = np.ones(rows.shape, np.bool_)
+    written[:, len(head) : len(head) + len(data)] = np.arange(len(data)) < 2 * log.length[:, None]
+    return rows[written].tobytes()
+
+
+def _digits(numbers: NDArray[np.int64] | NDArray[np.uint8], *, base: int, count: int) -> list[NDArray[np.uint8]]:
+    """Spells numbers [M] in ASCII, the most significant digit first: `count` columns [M]."""
+    alphabet = np.frombuffer(b"0123456789ABCDEF", np.uint8)
+    columns = []
+    for _ in range(count):
+        numbers, digit = np.divmod(numbers, base)
+        columns.append(alphabet[digit])
+    return columns[::-1]
+
+
+def _write_drives(folder: Path, settings: SyntheticSettings, reporter: Reporter) -> None:
+    vehicles = make_vehicles(settings.seed)
+    drives = plan_drives()
+    with reporter.stage("simulating the synthetic data set", total=len(drives), unit="file") as stage:
+        for position, drive in enumerate(drives):
+            log = simulate(drive, position, vehicles[drive.vehicle - 1], settings)
+            path = folder / drive.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(_HEADER)
+                file.write(format_rows(log, _EPOCH_US + position * _BETWEEN_DRIVES_US))
+                file.flush()
+                os.fsync(file.fileno())
+            stage.advance()
+
+
+def _publish(staged: Path, folder: Path) -> None:
+    try:
+        staged.rename(folder)
+    except OSError:
+        # Two runs may have started on the same settings. Their files are the same, so the first to finish stays.
+        if not (folder / plan_drives()[-1].path).is_file():
+            raise

@@ -1,0 +1,108 @@
+"""Checkpoints that survive a kill at any moment: a manifest names the newest complete file and the one before it, each with
+its checksum. A file is written before the manifest points at it, so a torn write is never seen.
+"""
+
+import hashlib
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from can_train.errors import CheckpointError
+from can_train.reporter import Reporter
+from can_train.state.atomic import write_bytes_atomic, write_json_atomic
+
+FORMAT_VERSION: Final = 1
+_MANIFEST: Final = "manifest.json"
+_KEPT: Final = 2
+"""Files kept: the newest, and the previous one in case the newest is damaged on disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    file: str
+    sha256: str
+    step: int
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: Where they are; made at the first save.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save(self, state: dict[str, Any], *, step: int) -> None:
+        """Writes a checkpoint and makes it the newest.
+
+        Args:
+            state: Tensors, numbers, text, and lists, tuples and dicts of them.
+            step: Optimizer steps done.
+
+        Raises:
+            OSError: It could not be written; the previous checkpoint is untouched.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        torch.save({"format": FORMAT_VERSION, **state}, buffer)
+        data = buffer.getvalue()
+        entries = self._entries()
+        # Never the name of a file that the manifest still needs, even when the same step is saved twice.
+        taken = {entry.file for entry in entries}
+        name = next(n for n in (f"step-{step:08d}{suffix}.pt" for suffix in ("", "-b", "-c")) if n not in taken)
+        write_bytes_atomic(self._folder / name, data)
+        entries = [_Entry(file=name, sha256=hashlib.sha256(data).hexdigest(), step=step), *entries][:_KEPT]
+        write_json_atomic(self._folder / _MANIFEST, {"checkpoints": [vars(entry) for entry in entries]})
+        for path in self._folder.glob("step-*.pt"):
+            if path.name not in {entry.file for entry in entries}:
+                path.unlink(missing_ok=True)
+
+    def load(self, reporter: Reporter) -> dict[str, Any] | None:
+        """Reads the newest checkpoint that is whole; None where there is none.
+
+        Raises:
+            CheckpointError: Every checkpoint is damaged, or is of another version.
+        """
+        entries = self._entries()
+        for entry in entries:
+            data = self._read(entry)
+            if data is not None:
+                return _loaded(data, entry.file)
+            reporter.notice(f"Checkpoint {entry.file} is damaged; going back to the one before it")
+        if entries:
+            raise CheckpointError(
+                "No checkpoint of this run is whole", value=str(self._folder), remedy="Start the run again from the beginning"
+            )
+        return None
+
+    def _entries(self) -> list[_Entry]:
+        try:
+            listed = json.loads((self._folder / _MANIFEST).read_text())["checkpoints"]
+            return [_Entry(**entry) for entry in listed]
+        except FileNotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError("The checkpoint manifest cannot be read", value=str(self._folder / _MANIFEST)) from error
+
+    def _read(self, entry: _Entry) -> bytes | None:
+        try:
+            data = (self._folder / entry.file).read_bytes()
+        except OSError:
+            return None
+        return data if hashlib.sha256(data).hexdigest() == entry.sha256 else None
+
+
+def _loaded(data: bytes, name: str) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if state.get("format") != FORMAT_VERSION:
+        raise CheckpointError(
+            "The checkpoint is of another version",
+            value=f"{name}: format {state.get('format')}, this version reads {FORMAT_VERSION}",
+        )
+    return state

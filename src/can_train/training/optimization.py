@@ -1,0 +1,133 @@
+"""What the optimizer does with a gradient: the optimizer, its schedule, mixed precision and clipping."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from can_train.config.training import TrainingSettings
+
+SGD_MOMENTUM: Final = 0.9
+
+_AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats of a run.
+
+    Attributes:
+        dtype: Of weights and inputs.
+        autocast: Of the matrix products under mixed precision; None: as `dtype`.
+    """
+
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+
+    @classmethod
+    def named(cls, name: str) -> "Precision":
+        """Returns the precision that `training.precision` names."""
+        return cls(dtype=torch.float64 if name == "fp64" else torch.float32, autocast=_AUTOCAST.get(name))
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Opens the autocast of a forward pass."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+@dataclass(kw_only=True)
+class Optimization:
+    """Optimizer, schedule and gradient scaler, which step together.
+
+    Attributes:
+        optimizer: Updates the weights.
+        scheduler: Moves the learning rate.
+        scaler: Scales losses under fp16; disabled, a pass-through, otherwise.
+        clip_norm: Largest gradient norm; 0: none.
+        parameters: What is clipped.
+    """
+
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    scaler: torch.amp.GradScaler
+    clip_norm: float
+    parameters: list[nn.Parameter]
+
+    def step(self) -> None:
+        """Unscales, clips once, steps, and clears the gradients; the schedule moves elsewhere."""
+        if self.clip_norm > 0:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate in force."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to continue bit by bit."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+
+
+def make_optimization(
+    model: nn.Module, training: TrainingSettings, *, lr: float, steps_per_epoch: int, device: torch.device
+) -> Optimization:
+    """Makes optimizer, schedule and scaler.
+
+    Args:
+        model: Its trainable parameters are optimised.
+        training: Names and numbers.
+        lr: Learning rate at the plan's logical batch.
+        steps_per_epoch: Optimizer steps, not micro-batches: the schedule is as long as the training.
+        device: Where the model is.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = _optimizer(training.optimizer, parameters, lr, training.weight_decay)
+    ticks = training.epochs * (steps_per_epoch if training.scheduler_interval == "step" else 1)
+    shape = _schedule(training.scheduler, ticks, training.warmup_share)
+    return Optimization(
+        optimizer=optimizer,
+        scheduler=LambdaLR(optimizer, shape),
+        scaler=torch.amp.GradScaler(device.type, enabled=training.precision == "fp16"),
+        clip_norm=training.grad_clip_norm,
+        parameters=parameters,
+    )
+
+
+def _optimizer(name: str, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=SGD_MOMENTUM)
+    kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=lr, weight_decay=weight_decay)
+
+
+def _schedule(name: str, ticks: int, warmup_share: float) -> Callable[[int], float]:
+    """Returns the share of the learning rate at each tick: a linear rise, then level or half a cosine down to zero."""
+    warmup = round(ticks * warmup_share)
+
+    def share(tick: int) -> float:
+        if tick < warmup:
+            return (tick + 1) / (warmup + 1)
+        if name == "constant":
+            return 1.0
+        return 0.5 * (1 + math.cos(math.pi * (tick - warmup) / max(ticks - warmup, 1)))
+
+    return share

@@ -1,0 +1,51 @@
+"""Every random number generator of a run: seeded once, captured into checkpoints, restored bit by bit."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - third parties draw from the global generator
+    torch.manual_seed(seed)
+
+
+def capture() -> dict[str, Any]:
+    """Returns the state of every global generator in types that `torch.load(weights_only=True)` accepts."""
+    version, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "python": random.getstate(),
+        "numpy": (str(version), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Restores what `capture` returned; GPU generators only where as many GPUs are there."""
+    random.setstate(_tuples(state["python"]))
+    version, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((version, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def epoch_order(rows: np.ndarray[Any, np.dtype[np.int64]], *, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Shuffles the rows of one epoch: a pure function of seed and epoch, so that a position in it can be resumed."""
+    return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))]
+
+
+def step_generator(*, seed: int, step: int) -> torch.Generator:
+    """Makes the generator of a step's coupled randomness, likewise a pure function."""
+    mixed = np.random.SeedSequence([seed, step]).generate_state(2, np.uint32)
+    return torch.Generator().manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
+
+
+def _tuples(value: Any) -> Any:
+    """Rebuilds the tuples that Python's generator insists on."""
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list | tuple) else value

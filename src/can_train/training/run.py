@@ -1,0 +1,109 @@
+"""One attempt of a run, from the resolved configuration to the judged result: data, plan, training, judgement, and what the
+attempt taught.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from can_train.config.resolved import ResolvedRun
+from can_train.config.task_settings import load_object, load_task_settings
+from can_train.memory.devices import resolve_device
+from can_train.memory.meters import meter_for
+from can_train.reporter import Reporter
+from can_train.state.atomic import write_json_atomic
+from can_train.training import loop
+from can_train.training.folders import cache_folder, data_root
+from can_train.training.learning import Attempt, factor_for
+from can_train.training.loop import Session
+from can_train.training.run_folder import RunFolder
+from can_train.training.session import Ingredients, make_session
+from can_train.training.signals import StopRequests
+from can_train.training.task import Table, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        tables: The judgement as text.
+        summary: The run in one sentence.
+    """
+
+    tables: Sequence[Table]
+    summary: str
+
+
+def train_run(run: ResolvedRun, folder: RunFolder, reporter: Reporter) -> Outcome:
+    """Trains a run to its end, from its last checkpoint if it has one, and judges it.
+
+    Raises:
+        CanTrainError: Something that the user can mend.
+        SystemExit: A signal ended it; what was trained is saved.
+    """
+    stops = StopRequests()
+    with stops.installed(), folder.locked():
+        meter = meter_for(resolve_device(run.device))
+        task = load_task(run, reporter)
+        finished = folder.result()
+        if finished is not None:
+            return _outcome(task, finished)
+        torch.use_deterministic_algorithms(run.training.deterministic)
+        factor = factor_for(run, meter)
+        session = make_session(
+            Ingredients(run=run, folder=folder, task=task, meter=meter, factor=factor, reporter=reporter, stops=stops)
+        )
+        with Attempt(run, folder.run_id, session, factor):
+            loop.train(session)
+            loop.release_training_memory(session)
+            result = _result(run, folder, session)
+        write_json_atomic(folder.result_path, result)
+        return _outcome(task, result)
+
+
+def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
+    """Makes the task of a run, its data prepared."""
+    factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
+    return factory(run, data_root(run.paths), cache_folder(run.paths), reporter)
+
+
+def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, Any]:
+    """Judges the best weights; returns what `result.json` holds."""
+    session.model.load_state_dict(session.best)
+    with session.reporter.stage("judging", unit="samples") as stage:
+
+        def score(rows: NDArray[np.int64]) -> NDArray[np.float64]:
+            scores = loop.score(session, rows)
+            stage.advance(len(rows))
+            return scores
+
+        judgement = session.task.judge(score)
+    progress = session.progress
+    return {
+        "run_id": folder.run_id,
+        "key": run.key,
+        "status": "finished",
+        "epochs": progress.epoch,
+        "steps": progress.step,
+        "best_epoch": progress.best_epoch,
+        "best_validation_loss": progress.best_loss,
+        "parameters": sum(parameter.numel() for parameter in session.model.parameters()),
+        "device": session.meter.key,
+        "plan": asdict(session.plan),
+        "peak_memory_bytes": session.peak_bytes,
+        "peak_memory_pct": 100 * session.peak_bytes / session.meter.capacity_bytes,
+        "judgement": judgement,
+    }
+
+
+def _outcome(task: Task, result: Mapping[str, Any]) -> Outcome:
+    best = f"best validation loss {result['best_validation_loss']:.4g} after epoch {result['best_epoch']}"
+    return Outcome(
+        tables=task.tables(result["judgement"]),
+        summary=f"{result['epochs']} epochs, {result['steps']} steps, {result['parameters']:,} parameters, {best}",
+    )

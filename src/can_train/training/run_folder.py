@@ -1,0 +1,158 @@
+"""The folder of one run, `runs/<run id>/`: resolved configuration, environment, metrics, checkpoints and result; and how a
+name given by a person becomes such a folder.
+"""
+
+import fcntl
+import json
+import os
+import platform
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from can_train.config.plain_text import plain_from_yaml, plain_to_yaml
+from can_train.errors import RunError, nearest_first
+from can_train.state.atomic import write_json_atomic, write_text_atomic
+
+_CONFIG: Final = "config.yaml"
+_LIBRARIES: Final = ("can-train", "torch", "torch_geometric", "numpy", "polars", "scikit-learn", "hydra-core")
+
+
+class RunFolder:
+    """Paths and files of one run.
+
+    Args:
+        path: The folder; its name is the run id.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_id = path.name
+        self.metrics_path = path / "metrics.jsonl"
+        self.checkpoints_path = path / "checkpoints"
+        self.result_path = path / "result.json"
+        self.plan_path = path / "plan.json"
+
+    @classmethod
+    def create(cls, runs_dir: Path, key: str, config: Mapping[str, Any]) -> "RunFolder":
+        """Makes the folder of a new run and writes its configuration and environment.
+
+        Raises:
+            RunError: The folder cannot be written.
+        """
+        run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{key}-{secrets.token_hex(2)}"
+        folder = cls(runs_dir / run_id)
+        try:
+            folder.path.mkdir(parents=True)
+            write_text_atomic(folder.path / _CONFIG, plain_to_yaml(config))
+            write_json_atomic(folder.path / "environment.json", _environment())
+        except OSError as error:
+            raise RunError("The run folder cannot be written", value=f"{folder.path}: {error.strerror}",
+                           remedy="Give another place with --runs-dir") from error  # fmt: skip
+        return folder
+
+    @classmethod
+    def find(cls, runs_dir: Path, name: str) -> "RunFolder":
+        """Finds a run by its id, an unambiguous beginning of it, or its path.
+
+        Raises:
+            RunError: There is no such run, or several begin like this; the message lists them.
+        """
+        if (Path(name) / _CONFIG).is_file():
+            return cls(Path(name))
+        runs = sorted(path.parent.name for path in runs_dir.glob(f"*/{_CONFIG}"))
+        matching = [run for run in runs if run == name] or [run for run in runs if run.startswith(name)]
+        if len(matching) == 1:
+            return cls(runs_dir / matching[0])
+        if matching:
+            raise RunError("Several runs begin like this", value=repr(name), remedy=f"One of: {', '.join(matching)}")
+        known = ", ".join(nearest_first(name, runs)[:5])
+        remedy = f"Nearest: {known}" if known else "No run is there yet; --runs-dir names another folder"
+        raise RunError(f"There is no such run in {runs_dir}", value=repr(name), remedy=remedy)
+
+    def config(self) -> dict[str, Any]:
+        """Reads the resolved configuration.
+
+        Raises:
+            RunError: It cannot be read.
+        """
+        try:
+            return plain_from_yaml((self.path / _CONFIG).read_text())
+        except (OSError, ValueError) as error:
+            raise RunError("The run's configuration cannot be read", value=str(self.path / _CONFIG)) from error
+
+    def result(self) -> dict[str, Any] | None:
+        """Reads the result; None where the run has not finished."""
+        try:
+            result: dict[str, Any] = json.loads(self.result_path.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise RunError("The run's result cannot be read", value=str(self.result_path)) from error
+        return result
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps a second process out of the run. The lock is the kernel's: a killed process leaves none behind.
+
+        Raises:
+            RunError: Another process is training this run.
+        """
+        with (self.path / "lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RunError("The run is being trained by another process", value=self.run_id) from error
+            yield
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one JSON object a line.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, **record: Any) -> None:
+        """Adds a line."""
+        with self._path.open("a") as handle:
+            handle.write(json.dumps(record) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Drops what an interrupted attempt wrote after its last checkpoint, and a torn last line."""
+        if not self._path.exists():
+            return
+        kept = []
+        for line in self._path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if record["step"] <= step:
+                kept.append(line + "\n")
+        write_text_atomic(self._path, "".join(kept))
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": os.cpu_count(),
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "command": sys.argv,
+    }
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,69 @@
+"""What training asks of a task. Tasks implement it by shape; they import nothing from here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+
+class LogicalBatch(Protocol):
+    """What one optimizer step sees.
+
+    Attributes:
+        denominators: Per loss term, of the whole batch.
+    """
+
+    denominators: Mapping[str, float]
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
+        """Computes each term's sum and own denominator over samples `start:stop` of the batch."""
+
+
+class Table(Protocol):
+    """One table of a result, as text."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def columns(self) -> Sequence[str]: ...
+    @property
+    def rows(self) -> Sequence[Sequence[str]]: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+
+
+class Task(Protocol):
+    """One task, with its data at hand.
+
+    Attributes:
+        train_rows: Indices of the samples that are trained on.
+        validation_rows: Indices of the samples whose loss decides when to stop.
+        loss_weights: Weight of each loss term.
+    """
+
+    train_rows: NDArray[np.int64]
+    validation_rows: NDArray[np.int64]
+    loss_weights: Mapping[str, float]
+
+    def build_model(self) -> nn.Module:
+        """Makes the model with fresh weights, on the CPU."""
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns per sample the counts that a batch's memory grows with."""
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LogicalBatch:
+        """Prepares a logical batch; randomness that couples its samples is drawn here, once (None: none is wanted)."""
+
+    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Computes what judging needs of each sample."""
+
+    def judge(self, score: Callable[[NDArray[np.int64]], NDArray[np.float64]]) -> Mapping[str, Any]:
+        """Judges a model by its scores; returns strict JSON."""
+
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+        """Writes a judgement as tables of text."""

@@ -1,0 +1,29 @@
+"""What every test shares: none sees the settings of the person who runs it, and Hypothesis does not time it."""
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("can-train", deadline=None, print_blob=True)
+settings.load_profile("can-train")
+
+
+def pytest_report_header() -> str:
+    packages = ("torch", "torch_geometric", "numpy", "polars", "hydra-core", "hydra-zen", "submitit", "typer")
+    return ", ".join(f"{package} {version(package)}" for package in packages)
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("CAN_TRAIN_") and name != "CAN_TRAIN_SLURM_SANDBOX":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The folder with pyproject.toml in it."""
+    return Path(__file__).resolve().parent.parent

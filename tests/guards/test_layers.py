@@ -1,0 +1,110 @@
+"""A folder imports only from lower layers, and a heavy dependency has one home."""
+
+import sys
+
+import pytest
+
+from guards.sources import Source, imported_modules, package_sources, parse
+
+LAYERS = {
+    "cli": 5,
+    "launch": 4,
+    "training": 3,
+    "engine": 2,
+    "tasks": 2,
+    "config": 1,
+    "memory": 1,
+    "state": 1,
+    "policy": 0,
+}
+LEAVES = {"errors", "reporter"}
+"""Modules that every layer may import and that import none."""
+
+DOORS = {"__init__", "__main__"}
+"""The package's entrances, which open onto every layer."""
+
+HOMES = {
+    "typer": "cli",
+    "rich": "cli",
+    "hydra": "config",
+    "hydra_zen": "config",
+    "omegaconf": "config",
+    "submitit": "launch",
+}
+
+
+def violations(source: Source) -> list[str]:
+    if source.room in DOORS:
+        return []
+    imports = {module for module in imported_modules(source) if module.startswith("can_train")}
+    return [f"{source.path} imports {module}" for module in sorted(imports) if not allowed(source.room, module)]
+
+
+def allowed(room: str, module: str) -> bool:
+    _, _, inside = module.partition(".")
+    other = inside.partition(".")[0]
+    if room in LEAVES:
+        return False
+    return other == room or other in LEAVES or (other in LAYERS and LAYERS[other] < LAYERS[room])
+
+
+def misplaced_imports(source: Source) -> list[str]:
+    packages = {module.partition(".")[0] for module in imported_modules(source)}
+    homeless = [package for package in packages if HOMES.get(package, source.room) != source.room]
+    if source.room == "policy":
+        homeless += packages - sys.stdlib_module_names - {"numpy", "can_train"}
+    return [f"{source.path} imports {package}" for package in sorted(homeless)]
+
+
+def test_every_room_of_the_house_has_a_layer() -> None:
+    rooms = {source.room for source in package_sources()}
+    assert rooms <= LAYERS.keys() | LEAVES | DOORS
+
+
+def test_a_folder_imports_only_from_lower_layers() -> None:
+    assert [found for source in package_sources() for found in violations(source)] == []
+
+
+def test_a_heavy_dependency_is_imported_at_home_only() -> None:
+    assert [found for source in package_sources() for found in misplaced_imports(source)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("policy/plan.py", "from can_train.engine.finder import find"),
+        ("policy/plan.py", "def f():\n    import can_train.cli.main"),
+        ("engine/finder.py", "from can_train.tasks.can import task"),
+        ("tasks/can/task.py", "from can_train import engine"),
+        ("memory/meters.py", "from can_train.state import store"),
+        ("config/compose.py", "from can_train import solve_accumulation"),
+        ("errors.py", "from can_train.reporter import Reporter"),
+    ],
+)
+def test_an_import_from_the_same_or_a_higher_layer_is_found(path: str, line: str) -> None:
+    assert len(violations(parse(path, line))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("policy/plan.py", "from can_train.errors import ConfigError"),
+        ("training/loop.py", "from can_train.engine.finder import find\nfrom can_train.tasks.can import task"),
+        ("engine/finder.py", "from can_train.engine.rescue import rescued"),
+        ("__main__.py", "from can_train.cli.main import run"),
+    ],
+)
+def test_an_import_from_a_lower_layer_or_the_same_folder_is_let_pass(path: str, line: str) -> None:
+    assert violations(parse(path, line)) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("launch/slurm.py", "import typer"),
+        ("cli/train.py", "from hydra.core import x"),
+        ("policy/plan.py", "import torch"),
+    ],
+)
+def test_a_heavy_import_away_from_home_is_found(path: str, line: str) -> None:
+    assert len(misplaced_imports(parse(path, line))) == 1

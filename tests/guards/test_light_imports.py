@@ -1,0 +1,67 @@
+"""What must start at once imports nothing heavy."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from guards.sources import PACKAGE
+
+FRAMEWORKS = {"torch", "torch_geometric", "hydra", "hydra_zen", "omegaconf", "submitit"}
+LIBRARIES = {"numpy", "polars", "scipy", "sklearn"}
+
+CALL = """
+import json, sys
+try:
+    {statement}
+except SystemExit as end:
+    code = end.code
+else:
+    code = 0
+packages = sorted({{name.partition(".")[0] for name in sys.modules}})
+print("\\n" + json.dumps([code, packages]))
+"""
+
+COMMAND_LINE = "from can_train.cli.main import run; run()"
+
+
+def packages_imported_by(statement: str, *arguments: str, home: Path) -> set[str]:
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", CALL.format(statement=statement), *arguments],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "HOME": str(home), "XDG_STATE_HOME": str(home)},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    code, packages = json.loads(result.stdout.splitlines()[-1])
+    assert code in (0, None), result.stderr
+    return set(packages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("statement", "arguments", "heavy"),
+    [
+        ("import can_train", [], FRAMEWORKS | LIBRARIES | {"typer", "rich"}),
+        (COMMAND_LINE, [], FRAMEWORKS | LIBRARIES),
+        (COMMAND_LINE, ["--help"], FRAMEWORKS | LIBRARIES),
+        (COMMAND_LINE, ["factors"], FRAMEWORKS),
+        (COMMAND_LINE, ["factors", "--help"], FRAMEWORKS),
+        (COMMAND_LINE, ["resume", "--help"], FRAMEWORKS | LIBRARIES),
+    ],
+    ids=["import can_train", "can-train", "--help", "factors", "factors --help", "resume --help"],
+)
+def test_what_must_start_at_once_imports_nothing_heavy(
+    tmp_path: Path, statement: str, arguments: list[str], heavy: set[str]
+) -> None:
+    assert packages_imported_by(statement, *arguments, home=tmp_path) & heavy == set()
+
+
+@pytest.mark.slow
+def test_a_heavy_import_is_found(tmp_path: Path) -> None:
+    assert "numpy" in packages_imported_by("import numpy", home=tmp_path)

@@ -1,0 +1,84 @@
+"""The README's command lines are ones that can-train knows."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from guards.sources import PACKAGE
+
+ROOT = PACKAGE.parents[1]
+DATASETS = {file.stem for file in (ROOT / "configs" / "dataset").glob("*.yaml")}
+
+
+def command_lines(markdown: str) -> list[list[str]]:
+    """The arguments of every can-train line in the fenced blocks of a text, each once."""
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", markdown, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    pattern = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\./)?can-train(?: (.*))?$")
+    matches = [match for line in lines if (match := pattern.match(line))]
+    return [shlex.split(text, comments=True) for text in dict.fromkeys(match[1] or "" for match in matches)]
+
+
+LINES = command_lines((ROOT / "README.md").read_text(encoding="utf-8"))
+TRAINING = [line for line in LINES if line and line[0].startswith("-")]
+COMMANDS = [line for line in LINES if line and not line[0].startswith("-")]
+
+
+def answer(*arguments: str, folder: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "can_train", *arguments],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "HOME": str(folder), "XDG_STATE_HOME": str(folder)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def with_synthetic_data(line: list[str]) -> list[str]:
+    """The same line for data that everybody has."""
+    return [re.sub(r"^--dataset=.*", "--dataset=synthetic", word) for word in _joined(line, "--dataset")]
+
+
+def _joined(line: list[str], flag: str) -> list[str]:
+    if flag not in line:
+        return line
+    at = line.index(flag)
+    return [*line[:at], f"{flag}={line[at + 1]}", *line[at + 2 :]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", TRAINING, ids=shlex.join)
+def test_a_training_line_of_the_readme_resolves(tmp_path: Path, line: list[str]) -> None:
+    answer(*with_synthetic_data(line), *([] if {"--dry-run", "--help"} & {*line} else ["--dry-run"]), folder=tmp_path)
+
+
+@pytest.mark.parametrize("line", TRAINING, ids=shlex.join)
+def test_a_data_set_in_the_readme_is_a_known_name_or_a_path(line: list[str]) -> None:
+    named = [word.partition("=")[2] for word in _joined(line, "--dataset") if word.startswith("--dataset=")]
+    unknown = [name for names in named for name in names.split(",") if name not in DATASETS and "/" not in name]
+    assert unknown == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", COMMANDS, ids=shlex.join)
+def test_a_command_of_the_readme_exists_with_its_options(tmp_path: Path, line: list[str]) -> None:
+    explained = answer(line[0], "--help", folder=tmp_path)
+    options = {word.partition("=")[0] for word in line if word.startswith("-")}
+    assert {option for option in options if not re.search(rf"{option}\b", explained)} == set()
+
+
+def test_the_readme_shows_training_and_the_factors() -> None:
+    assert TRAINING
+    assert ["factors"] in [line[:1] for line in COMMANDS]
+
+
+def test_command_lines_are_found_in_fenced_blocks_only() -> None:
+    text = "can-train no\n```sh\n$ ./can-train --model gat \\\n  --set a='b c'  # why\ncan-trainer x\nCAN_X=1 can-train factors\n```\n"
+    assert command_lines(text) == [["--model", "gat", "--set", "a=b c"], ["factors"]]

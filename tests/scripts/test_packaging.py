@@ -1,0 +1,65 @@
+"""What `pip install` gets: a source archive that builds, and a wheel with everything in it."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def build(project: Path, target: str, folder: Path) -> Path:
+    """Builds with the installed hatchling: no network, no second environment."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
+    result = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    (archive,) = folder.iterdir()
+    return archive
+
+
+@pytest.fixture(scope="module")
+def unpacked_wheel(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
+    """The wheel's files; the wheel is built from the source archive, as an installer without the checkout does."""
+    folder = tmp_path_factory.mktemp("packaging")
+    with tarfile.open(build(repository, "sdist", folder / "sdist")) as archive:
+        archive.extractall(folder / "sources", filter="data")
+    (sources,) = (folder / "sources").iterdir()
+    with zipfile.ZipFile(build(sources, "wheel", folder / "wheel")) as wheel:
+        wheel.extractall(folder / "unpacked")
+    return folder / "unpacked"
+
+
+def test_the_wheel_has_every_module_and_every_preset(repository: Path, unpacked_wheel: Path) -> None:
+    modules = relative_files(repository / "src" / "can_train", "*.py")
+    presets = relative_files(repository / "configs", "*.yaml")
+    assert relative_files(unpacked_wheel / "can_train", "*.py") == modules
+    assert relative_files(unpacked_wheel / "can_train" / "configs", "*.yaml") == presets
+    assert presets
+
+
+def relative_files(folder: Path, pattern: str) -> list[str]:
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob(pattern))
+
+
+def test_the_wheel_names_the_console_script_and_the_licence(unpacked_wheel: Path) -> None:
+    (information,) = unpacked_wheel.glob("*.dist-info")
+    assert "can-train = can_train.cli.main:run" in (information / "entry_points.txt").read_text()
+    assert "MIT License" in (information / "licenses" / "LICENSE").read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--model", "gat", "--dataset", "synthetic", "--dry-run"]])
+def test_the_wheel_runs_away_from_the_checkout(unpacked_wheel: Path, tmp_path: Path, arguments: list[str]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "can_train", *arguments],
+        env={**os.environ, "PYTHONPATH": str(unpacked_wheel), "HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout

@@ -1,0 +1,196 @@
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_drives import DRIVES, FRAMES, SHORTEST, as_traffic, drive_log
+
+from can_train.errors import ConfigError, DataError
+from can_train.reporter import SilentReporter, Stage
+from can_train.tasks.can.layout import find_logs
+from can_train.tasks.can.settings import CanDatasetSettings, SyntheticSettings
+from can_train.tasks.can.synthetic.attacks import ATTACKS
+from can_train.tasks.can.synthetic.traffic import SECOND_US
+from can_train.tasks.can.synthetic.writing import (
+    format_rows,
+    plan_drives,
+    synthetic_folder,
+    synthetic_folder_name,
+    write_synthetic,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic_folder(tmp_path_factory.mktemp("data"), SHORTEST, SilentReporter())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.csv"))}
+
+
+def rows(folder: Path, path: str) -> list[list[str]]:
+    return [line.split(",") for line in (folder / path).read_text().splitlines()[1:]]
+
+
+# The files
+
+
+def test_the_same_settings_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "again", SHORTEST, SilentReporter())
+    assert contents(tmp_path / "again") == contents(folder)
+
+
+def test_another_seed_gives_other_bytes_in_every_file(folder: Path, tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "other", SyntheticSettings(seed=4, seconds=5.0), SilentReporter())
+    other = contents(tmp_path / "other")
+    assert all(other[path] != data for path, data in contents(folder).items())
+
+
+def test_no_two_files_are_alike(folder: Path) -> None:
+    assert len(set(contents(folder).values())) == len(DRIVES)
+
+
+def test_the_layout_is_the_newer_release_of_can_train_and_test(folder: Path) -> None:
+    logs = find_logs(CanDatasetSettings(path=str(folder)), Path("nowhere"))
+    groups = list(dict.fromkeys(log.group for log in logs))
+    assert groups == [
+        "train_01_attack_free", "train_02_with_attacks", "test_01_known_vehicle_known_attack",
+        "test_02_unknown_vehicle_known_attack", "test_03_known_vehicle_unknown_attack",
+        "test_04_unknown_vehicle_unknown_attack", "test_05_suppress", "test_06_masquerade",
+    ]  # fmt: skip
+    assert {log.kind for log in logs} == {*ATTACKS, "attack"}
+
+
+def test_attacks_and_vehicles_called_unknown_do_not_occur_in_training() -> None:
+    drives = plan_drives()
+    trained = {(d.kind, d.vehicle) for d in drives if d.folder.startswith("train_")}
+    for drive in drives:
+        if "unknown_attack" in drive.folder:
+            assert drive.kind not in {kind for kind, _ in trained}
+        if "unknown_vehicle" in drive.folder:
+            assert drive.vehicle not in {vehicle for _, vehicle in trained}
+        if "known_vehicle_known_attack" in drive.folder and "unknown" not in drive.folder:
+            assert (drive.kind, drive.vehicle) in trained
+
+
+def test_rows_have_six_decimals_three_upper_case_id_digits_and_whole_bytes(folder: Path) -> None:
+    row = re.compile(rb"\d{10}\.\d{6},[0-7][0-9A-F]{2},(?:[0-9A-F]{2}){0,8},[01]")
+    for data in contents(folder).values():
+        header, *lines, end = data.split(b"\n")
+        assert (header, end) == (b"timestamp,arbitration_id,data_field,attack", b"")
+        assert all(row.fullmatch(line) for line in lines)
+
+
+def test_payloads_differ_in_length_and_may_be_empty(folder: Path) -> None:
+    lengths = {len(row[2]) // 2 for path in contents(folder) for row in rows(folder, path)}
+    assert {0, 8} < lengths
+
+
+def test_time_never_runs_backwards(folder: Path) -> None:
+    for path in contents(folder):
+        assert (np.diff([float(row[0]) for row in rows(folder, path)]) > 0).all()
+
+
+def test_only_attack_files_have_attack_frames(folder: Path) -> None:
+    for path in contents(folder):
+        assert any(row[3] == "1" for row in rows(folder, path)) == ("attack-free" not in path)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_attack_file_has_attack_windows_and_benign_windows(seed: int) -> None:
+    for path in DRIVES:
+        _, log = drive_log(path, seed)
+        windows = log.attack[: len(log) // 100 * 100].reshape(-1, 100).any(axis=1)
+        assert windows.any() == ("attack-free" not in path)
+        assert not windows.all()
+
+
+def test_a_test_drive_is_half_as_long_and_all_grow_with_the_seconds() -> None:
+    train, test = "train_01_attack_free/attack-free-1.csv", "test_05_suppress/suppress-1.csv"
+    for path, seconds in ((train, 10.0), (test, 5.0)):
+        _, log = drive_log(path, seconds=10.0)
+        assert log.time_us[-1] / SECOND_US == pytest.approx(seconds, rel=0.01)
+
+
+def test_the_folders_name_follows_from_every_setting() -> None:
+    names = {synthetic_folder_name(SyntheticSettings(seed=seed, seconds=s)) for seed in (0, 1) for s in (5.0, 6.0)}
+    assert len(names) == 4
+    assert synthetic_folder_name(SyntheticSettings(seconds=6)) == synthetic_folder_name(SyntheticSettings(seconds=6.0))
+
+
+def test_a_folder_that_exists_is_not_written_again(folder: Path) -> None:
+    class Deaf(SilentReporter):
+        def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Any:
+            raise AssertionError("simulated again")
+
+    assert synthetic_folder(folder.parent, SHORTEST, Deaf()) == folder
+
+
+@pytest.mark.parametrize(
+    "settings", [{"seed": -1}, {"seconds": 4.9}, {"seconds": float("inf")}, {"seconds": float("nan")}]
+)
+def test_settings_that_no_drive_can_have_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"dataset\.synthetic\.se"):
+        SyntheticSettings(**settings)
+
+
+# Writing
+
+
+class InterruptedReporter(SilentReporter):
+    """Lets three files pass."""
+
+    @contextmanager
+    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
+        class Interrupting:
+            done = 0
+
+            def advance(self, amount: int = 1, **figures: float) -> None:
+                self.done += amount
+                if self.done == 3:
+                    raise KeyboardInterrupt
+
+        yield Interrupting()
+
+
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        write_synthetic(tmp_path / "cache" / "data", SHORTEST, InterruptedReporter())
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_of_two_runs_the_first_to_finish_stays(folder: Path) -> None:
+    before = contents(folder)
+    write_synthetic(folder, SHORTEST, SilentReporter())
+    assert contents(folder) == before
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_foreign_folder_is_left_alone_and_reported(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "thesis.txt").touch()
+    with pytest.raises(DataError, match=r"must be writable to .*data"):
+        write_synthetic(tmp_path / "data", SHORTEST, SilentReporter())
+    assert [path.name for path in tmp_path.rglob("*")] == ["data", "thesis.txt"]
+
+
+def test_a_place_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="must be writable to"):
+        write_synthetic(tmp_path / "file" / "data", SHORTEST, SilentReporter())
+
+
+@given(st.lists(FRAMES, min_size=1))
+def test_formatted_rows_say_what_the_frames_say(frames: list[tuple[int, int, bytes, bool]]) -> None:
+    start_us = 1_600_000_000 * SECOND_US
+    expected = [
+        f"{(start_us + time) // SECOND_US}.{time % SECOND_US:06d},{can_id:03X},{data.hex().upper()},{int(is_attack)}\n"
+        for time, can_id, data, is_attack in frames
+    ]
+    assert format_rows(as_traffic(frames), start_us).decode() == "".join(expected)
