@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,8 +26,8 @@ from typing import Final, NamedTuple
 PYTHON_VARIABLE: Final = "CAN_TRAIN_PYTHON"
 
 SIZES: Final = (
-    "with PyTorch's CPU build about 0.4 GB to download and 1.5 GB on disk, with its CUDA build (usual on Linux) "
-    "about 3 GB and 5 GB"
+    "about 0.4 GB to download and 1.5 GB on disk with PyTorch's CPU build; 5 GB on disk with its CUDA build, "
+    "the usual one on Linux"
 )
 """Measured on Linux x86-64 with the versions in scripts/constraints.txt."""
 
@@ -45,11 +46,17 @@ TAIL_LINES: Final = 10
 LINE_CHARACTERS: Final = 200
 """Where a quoted line is cut: pip puts a whole list of versions on one."""
 
+LOGGED_CHARACTERS: Final = 100
+"""Where a status line is cut where there is no terminal's width: pip names all packages on one."""
+
 UNFINISHED: Final = "unfinished"
 """The fingerprint of an environment that a process is changing, or was when it was killed."""
 
 INCOMPLETE: Final = "incomplete"
 """The fingerprint of a sound environment in which something is yet to be installed."""
+
+_LAST_RETRY: Final = "Retrying (Retry(total=0"
+"""What pip writes before it gives a connection up."""
 
 _STAMP: Final = "can-train.json"
 _NEW_STAMP: Final = "can-train.json.new"
@@ -269,10 +276,7 @@ class Job(NamedTuple):
                 process.wait()
                 raise
         if process.returncode != 0:
-            raise SetUpError(
-                f"the set-up failed:\n{last_lines(_tail(log))}\nThe whole output is in {log}.\n"
-                f"Where there is no network, set {PYTHON_VARIABLE} to a Python that has the packages."
-            )
+            raise SetUpError(f"the set-up failed: {failure(_tail(log))}\nThe whole output is in {log}.")
 
 
 _PIP_VARIABLES: Final = {
@@ -311,11 +315,11 @@ def _watch(process: subprocess.Popen[bytes], log: Path) -> None:
     started = time.monotonic()
     try:
         while not _ends_within(STATUS_INTERVAL_S if live else LOGGED_STATUS_INTERVAL_S, process):
-            status = f"{time.monotonic() - started:4.0f} s  {last_lines(_tail(log), 1).strip()}"
+            line = f"{time.monotonic() - started:4.0f} s  {pip_status(_tail(log))}"
             if live:
-                _rewrite_line(status[: shutil.get_terminal_size().columns - 1])
+                _rewrite_line(line[: shutil.get_terminal_size().columns - 1])
             else:
-                say(status)
+                say(line[:LOGGED_CHARACTERS])
     finally:
         if live:
             _rewrite_line("")
@@ -338,6 +342,22 @@ def _tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         return file.read().decode(errors="replace")
+
+
+def failure(output: str) -> str:
+    """Says why a command failed, from its output; pip takes a missing network for packages in conflict."""
+    if _LAST_RETRY in output:
+        return (
+            "no package index could be reached.\nMake .venv where there is a network (on a cluster: its login node), "
+            f"or set {PYTHON_VARIABLE} to a Python that has the packages."
+        )
+    return "\n" + last_lines(output)
+
+
+def pip_status(output: str) -> str:
+    """Picks the last line in which pip says what it begins to do, out of its remarks and warnings."""
+    begun = re.findall(r"^ *((?:Collecting|Downloading|Building|Preparing|Installing) .+)", output, flags=re.MULTILINE)
+    return begun[-1] if begun else "working"
 
 
 def last_lines(text: str, count: int = TAIL_LINES) -> str:

@@ -1,4 +1,4 @@
-"""Writers of every log format the readers know: what the property tests read back, and what the fixtures were made with."""
+"""Writers of every log format that is read: the property tests read back what they write; they wrote the fixtures."""
 
 import gzip
 from collections.abc import Callable, Sequence
@@ -57,7 +57,8 @@ def car_hacking_unlabelled(messages: Sequence[Message]) -> str:
 def hcrl_text(messages: Sequence[Message]) -> str:
     return "".join(
         f"Timestamp: {m.time:>17}        ID: {m.can_id:04x}    {'100' if m.remote else '000'}    "
-        f"DLC: {len(m.payload)}    {m.payload.hex(' ')}".rstrip() + "\n"
+        f"DLC: {len(m.payload)}    {m.payload.hex(' ')}".rstrip()
+        + "\n"
         for m in messages
     )
 
@@ -90,7 +91,8 @@ def candump_labelled(messages: Sequence[Message]) -> str:
 
 def whitespace(messages: Sequence[Message]) -> str:
     return "".join(
-        f"{m.time}  {m.can_id:04x}  {'100' if m.remote else '000'}  {len(m.payload)}  {m.payload.hex(' ')}".rstrip() + "\n"
+        f"{m.time}  {m.can_id:04x}  {'100' if m.remote else '000'}  {len(m.payload)}  {m.payload.hex(' ')}".rstrip()
+        + "\n"
         for m in messages
     )
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from guards.sources import PACKAGE
 
 ROOT = PACKAGE.parents[1]
@@ -80,5 +81,6 @@ def test_the_readme_shows_training_and_the_factors() -> None:
 
 
 def test_command_lines_are_found_in_fenced_blocks_only() -> None:
-    text = "can-train no\n```sh\n$ ./can-train --model gat \\\n  --set a='b c'  # why\ncan-trainer x\nCAN_X=1 can-train factors\n```\n"
+    block = "$ ./can-train --model gat \\\n  --set a='b c'  # why\ncan-trainer x\nCAN_X=1 can-train factors\n"
+    text = f"can-train no\n```sh\n{block}```\n"
     assert command_lines(text) == [["--model", "gat", "--set", "a=b c"], ["factors"]]

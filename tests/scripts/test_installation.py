@@ -117,6 +117,19 @@ def test_last_lines_skip_blank_ones_and_cut_long_ones() -> None:
     assert installation.last_lines(text, 2) == "  second\n  " + "x" * installation.LINE_CHARACTERS
 
 
+def test_a_missing_network_is_named_and_anything_else_is_quoted() -> None:
+    retries = "WARNING: Retrying (Retry(total={}, connect=None)) after connection broken\n"
+    conflict = "ERROR: ResolutionImpossible\n"
+    assert "no package index could be reached" in installation.failure(retries.format(0) + conflict)
+    assert installation.failure(retries.format(4) + conflict).endswith("  ERROR: ResolutionImpossible")
+
+
+def test_the_status_is_what_pip_began_last() -> None:
+    output = "Collecting torch\n  Downloading torch.whl (195 MB)\nWARNING: Retrying\n\n"
+    assert installation.pip_status(output) == "Downloading torch.whl (195 MB)"
+    assert installation.pip_status("WARNING: odd\n") == "working"
+
+
 @pytest.mark.parametrize(
     ("version", "installed", "lacking"),
     [

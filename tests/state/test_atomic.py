@@ -1,6 +1,7 @@
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
 
 def test_a_failure_while_writing_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
-    with pytest.raises(RuntimeError, match="half-way"), open_atomic(tmp_path / "a") as file:
+    with suppress(ZeroDivisionError), open_atomic(tmp_path / "a") as file:
         file.write(b"ne")
-        raise RuntimeError("half-way")
+        raise ZeroDivisionError
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "old"}
 
 

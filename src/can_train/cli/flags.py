@@ -1,11 +1,12 @@
-"""The flags of a training line: one for each scalar training setting, with the docstring under its field as help, and the
-spellings that lead to them.
+"""The flags of a training line: one for each scalar training setting, with the docstring under its field as help, and
+the spellings that lead to them.
 """
 
 import ast
 import inspect
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -43,7 +44,7 @@ def field_texts(module: Path, class_name: str) -> dict[str, str]:
     tree = ast.parse(module.read_text())
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
     texts = {}
-    for field, text in zip(body, body[1:], strict=False):
+    for field, text in pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             texts[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
     return texts
@@ -69,8 +70,8 @@ def canonical_arguments(arguments: Sequence[str]) -> list[str]:
         given = value if equals else next(iter(arguments[position + 1 : position + 2]), "")
         earlier, earlier_value = seen.setdefault(flag, (spelling, given))
         if earlier != spelling and earlier_value != given:
-            raise ConfigError(f"{flag} is given twice, with different values",
-                              value=f"{earlier} {earlier_value} and {spelling} {given}", remedy="Give it once")  # fmt: skip
+            given_twice = f"{earlier} {earlier_value} and {spelling} {given}"
+            raise ConfigError(f"{flag} has two different values", value=given_twice, remedy="Give it once")
     return rewritten
 
 

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import typer
 
@@ -13,22 +13,39 @@ from can_train.cli.resume import resume
 from can_train.cli.train import make_train_command
 from can_train.errors import CanTrainError
 
-_HELP: Final = """Launches PyTorch training that fits.
+_HELP: Final = """Launches PyTorch training that fits. A line that starts with an option trains:
 
-A line that starts with an option trains:
-
+\b
   can-train --model gat --dataset synthetic
 """
+_COMMANDS: Final = """Other commands, each with its own --help:
 
-_COMMANDS: Final = """Commands: factors [KEY] (what was learned), resume RUN; each has its own --help."""
+\b
+  factors [KEY]  what earlier runs taught
+  resume RUN     continue a run from its last checkpoint
+"""
+
+_STYLE: Final[dict[str, Any]] = {
+    "add_completion": False,
+    # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+}
 
 
-def make_app() -> typer.Typer:
-    """Builds the application; `train` is its hidden default command."""
-    app = typer.Typer(help=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+def make_commands() -> typer.Typer:
+    """Builds the application of named commands; `train` is there too, hidden."""
+    app = typer.Typer(help=_HELP, **_STYLE)
     app.command("train", hidden=True, epilog=_COMMANDS, help=_HELP)(make_train_command())
     app.command("factors")(factors)
     app.command("resume")(resume)
+    return app
+
+
+def make_training() -> typer.Typer:
+    """Builds the application of a line without a command name."""
+    app = typer.Typer(**_STYLE)
+    app.command(epilog=_COMMANDS, help=_HELP)(make_train_command())
     return app
 
 
@@ -44,7 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments
     try:
         words = canonical_arguments([argument for argument in arguments if argument != "--debug"])
-        make_app()(_with_command(words), prog_name="can-train")
+        names_command = bool(words) and not words[0].startswith("-")
+        app = make_commands() if names_command else make_training()
+        app(words or ["--help"], prog_name="can-train")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except CanTrainError as error:
@@ -62,10 +81,3 @@ def main(arguments: Sequence[str]) -> int:
 def run() -> None:
     """Entry point of the console script."""
     sys.exit(main(sys.argv[1:]))
-
-
-def _with_command(words: list[str]) -> list[str]:
-    """Finds the command: no words and a bare --help ask for the training help, a leading option trains."""
-    if not words or words[0] in ("--help", "-h"):
-        return ["train", "--help"]
-    return ["train", *words] if words[0].startswith("-") else words

@@ -1,5 +1,5 @@
-"""How progress looks: bars on a terminal, plain lines through a pipe or in a job's log. Both write to standard error, so that
-standard output holds results only.
+"""How progress looks: bars on a terminal, plain lines through a pipe or in a job's log. Both write to standard error,
+so that standard output holds results only.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """`can-train --model … --dataset …`: trains here, submits, or says what would be done."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -16,14 +16,11 @@ if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
     from can_train.config.resolved import ResolvedRun
 
-_LISTED: Final = ("model", "dataset", "mode")
-"""The flags that take several values, separated by commas."""
-
 _PATHS: Final = ("runs_dir", "data_root", "state_dir")
 
 _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "model": (str | None, None, "Model: gat or vgae. Several: gat,vgae."),
-    "dataset": (str | None, None, "Data set: synthetic, a published name (hcrl_ch, set_01, ...), a log or a folder of logs."),
+    "dataset": (str | None, None, "synthetic, a published data set (hcrl_ch, set_01, ...), a log or a folder of logs."),
     "mode": (str | None, None, "Training mode. [the model's first]"),
     "size": (str | None, None, "teacher or student. [teacher]"),
     "device": (str, "auto", "auto, cpu, cuda or cuda:1."),
@@ -36,7 +33,7 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "floors": (bool | None, None, "Judge the model beside simple detectors. [yes]"),
     "runs_dir": (str | None, None, "Folder of run folders. [runs]"),
     "data_root": (str | None, None, "Folder of the published data sets. [$CAN_TRAIN_DATA, else data]"),
-    "state_dir": (str | None, None, "Folder of observations and caches. [$CAN_TRAIN_HOME, else the user's state folder]"),
+    "state_dir": (str | None, None, "Folder of observations and caches. [$CAN_TRAIN_HOME, else the user's]"),
 }  # fmt: skip
 
 
@@ -69,7 +66,9 @@ def _train(flags: dict[str, Any]) -> None:
         if not flags[name]:
             raise ConfigError(f"--{name} is missing", remedy="Try: can-train --model gat --dataset synthetic")
     if flags["submit"] and not flags["cluster"]:
-        raise ConfigError("--submit needs --cluster NAME", remedy="--cluster local trains in the background of this machine")
+        raise ConfigError(
+            "--submit needs --cluster NAME", remedy="--cluster local trains in the background of this machine"
+        )
     # Composition imports Hydra, training imports torch: neither is paid for by a line that is wrong before them.
     from can_train.config.compose import resolve
 
@@ -87,11 +86,7 @@ def _requests(flags: dict[str, Any]) -> list["RunRequest"]:
     """Spells out the combinations of listed models, data sets and modes."""
     from can_train.config.compose import RunRequest
 
-    lists = []
-    for name in _LISTED:
-        text = flags[name]
-        exists = text is not None and Path(text).expanduser().exists()
-        lists.append([None] if text is None else split_list(text, existing=[text] if exists else []))
+    modes = _split(flags["mode"]) if flags["mode"] else [None]
     values = {f"training.{p.name}": flags[p.name] for p in training_parameters()}
     values |= {f"paths.{name}": flags[name] for name in _PATHS} | {"mode.floors": flags["floors"]}
     return [
@@ -107,8 +102,13 @@ def _requests(flags: dict[str, Any]) -> list["RunRequest"]:
             model_args=flags["model_args"],
             values={key: value for key, value in values.items() if value is not None},
         )
-        for model, dataset, mode in product(*lists)
+        for model, dataset, mode in product(_split(flags["model"]), _split(flags["dataset"]), modes)
     ]
+
+
+def _split(text: str) -> Sequence[str]:
+    """Splits a listed flag; a path that exists is one value, commas and all."""
+    return split_list(text, existing=[text] if Path(text).expanduser().exists() else [])
 
 
 def _print_dry_run(run: "ResolvedRun") -> None:

@@ -71,8 +71,8 @@ def resolve(request: RunRequest) -> ResolvedRun:
     """Composes presets, settings classes and overrides into a run.
 
     Raises:
-        ConfigError: An unknown name (the valid ones are listed, nearest first), a value of the wrong type or out of range,
-            or settings that contradict each other.
+        ConfigError: An unknown name (the valid ones are listed, nearest first), a value of the wrong type or out of
+            range, or settings that contradict each other.
     """
     task_name = request.task or str(OmegaConf.load(config_folder() / "config.yaml").task)
     task = load_task_settings(task_name)
@@ -135,8 +135,8 @@ def _root(task: TaskSettings, spec: ModelSpec) -> Any:
     chosen = ("dataset", "model", "mode", "cluster")
     always = {name: builds_of(cls) for name, cls in _classes(task, spec).items() if name not in chosen}
     defaults: list[Any] = ["_self_", *({name: "???"} for name in chosen)]
-    scalars = dict.fromkeys(_SCALARS, "")
-    return make_config(hydra_defaults=defaults, **scalars, **dict.fromkeys(chosen), **always)
+    values: dict[str, Any] = {**dict.fromkeys(_SCALARS, ""), **dict.fromkeys(chosen), **always}
+    return make_config(hydra_defaults=defaults, **values)
 
 
 def _compose(task: TaskSettings, spec: ModelSpec, overrides: list[str]) -> DictConfig:
@@ -160,7 +160,9 @@ def _composition_error(error: Exception, task: TaskSettings, spec: ModelSpec) ->
         cause = f"{text} {error.__cause__ or ''}"
         key = re.search(r"full_key: (\S+)", cause)
         reason = _first_line(error.__cause__ or error)
-        return ConfigError("A setting does not have the right form", value=f"{key.group(1)}: {reason}" if key else reason)
+        return ConfigError(
+            "A setting does not have the right form", value=f"{key.group(1)}: {reason}" if key else reason
+        )
     name = missing.group(1)
     known = [f"{group}.{f.name}" for group, cls in _classes(task, spec).items() for f in fields(cls)]
     names = nearest_first(name, known)[:5]
@@ -188,9 +190,9 @@ def _instantiated(config: DictConfig) -> ResolvedRun:
             if isinstance(error.__cause__, CanTrainError):
                 raise error.__cause__ from None
             raise
-    scalars = {name: str(config[name]) for name in _SCALARS}
-    groups = {name: _with_plain_lists(group) for name, group in groups.items()}
-    return ResolvedRun(**scalars, **groups, config=_plain(config))
+    values: dict[str, Any] = {name: str(config[name]) for name in _SCALARS}
+    values |= {name: _with_plain_lists(group) for name, group in groups.items()}
+    return ResolvedRun(**values, config=_plain(config))
 
 
 def _with_plain_lists(settings: Any) -> Any:
@@ -223,7 +225,9 @@ def _mode(task: TaskSettings, model: str, spec: ModelSpec, mode: str | None) -> 
         names = ", ".join(nearest_first(mode, spec.modes))
         raise ConfigError(f"Model {model} has no mode {mode!r}", remedy=f"Its modes: {names}\n{task.table()}")
     if mode in spec.planned:
-        raise ConfigError(f"Model {model} in mode {mode} is not trained by this version yet", remedy=task.table().lstrip())
+        raise ConfigError(
+            f"Model {model} in mode {mode} is not trained by this version yet", remedy=task.table().lstrip()
+        )
     return mode
 
 
@@ -242,7 +246,9 @@ def _dataset(text: str) -> tuple[str, dict[str, Any]]:
         path = Path(text).expanduser()
         return "path", {"dataset.path": str(path), "dataset.name": _slug(path)}
     error = unknown_name("data set", text, _named(presets("dataset")))
-    raise ConfigError(error.rule, value=error.value, remedy=f"{error.remedy}; or give the path of a log or a folder of logs")
+    raise ConfigError(
+        error.rule, value=error.value, remedy=f"{error.remedy}; or give the path of a log or a folder of logs"
+    )
 
 
 def _named(names: Iterable[str]) -> list[str]:

@@ -1,5 +1,5 @@
-"""What a task tells the configuration about itself, without importing torch: its settings classes, and which of its models
-train in which modes. The description is found by the task's name.
+"""What a task tells the configuration about itself, without importing torch: its settings classes, and which of its
+models train in which modes. The description is found by the task's name.
 """
 
 import importlib
@@ -39,14 +39,14 @@ class TaskSettings:
         mode: Settings dataclass of its modes; has the field `name`.
         models: Its models by name.
         factory: Import path `module:function` of what makes the task from a resolved run.
-        experience: From data set, model and mode: the first safety factor, why, and (multiplier, why) adjustments.
+        experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
     """
 
     dataset: type
     mode: type
     models: Mapping[str, ModelSpec]
     factory: str
-    experience: Callable[[str, str, str], tuple[float, str, Sequence[tuple[float, str]]]]
+    experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]]
 
     def table(self) -> str:
         """Writes the model–mode table, one line a model and mode, the default mode first."""

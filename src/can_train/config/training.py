@@ -24,7 +24,7 @@ class TrainingSettings:
     batch_size: int = 0
     """Logical batch: samples that one optimizer step sees; 0 lets the device decide, once, before the first step."""
     find_batch_size: str = "auto"
-    """auto: opt where a batch size was given, else max; max: largest that fits; opt: keep the batch, split it; off: as given."""
+    """auto: opt where a batch size was given, else max; max: largest that fits; opt: split it; off: as given."""
     accumulation: str = "even"
     """even: fewest micro-batches, sizes differing by at most 1; divisor: equal micro-batches."""
     find_batch_size_steps_per_trial: int = 3
@@ -66,7 +66,7 @@ class TrainingSettings:
     checkpoint_every: int = 100
     """Optimizer steps between checkpoints, beside the one after each epoch."""
     use_adaptive_batch_size_factor: bool = True
-    """Learn the safety factor from every run; off, graph_memory_safety_factor is used as it is and nothing is learned."""
+    """Learn the safety factor from every run; off, graph_memory_safety_factor is used and nothing learned."""
     graph_memory_safety_factor: float = 0.6
     """Static safety factor, used where use_adaptive_batch_size_factor is off."""
 

@@ -17,7 +17,8 @@ def accumulate_gradients(
     weights: Mapping[str, float],
     scale: Callable[[Tensor], Tensor] = lambda loss: loss,
 ) -> dict[str, float]:
-    r"""Accumulates :math:`\nabla \sum_t w_t \cdot S_t / D_t` over micro-batches, where S and D belong to the whole batch.
+    r"""Accumulates :math:`\nabla \sum_t w_t \cdot S_t / D_t` over micro-batches, where S and D belong to the whole
+    batch.
 
     Args:
         losses_of: Computes the losses of samples `start:stop` of the logical batch.
@@ -36,7 +37,7 @@ def accumulate_gradients(
         # A term whose denominator is zero has nothing in this batch: its sum is zero too.
         parts = {term: total / (denominators[term] or 1.0) for term, (total, _) in losses.items()}
         weighted = [weights[term] * part for term, part in parts.items()]
-        scale(sum(weighted[1:], start=weighted[0])).backward()  # type: ignore[no-untyped-call]
+        scale(sum(weighted[1:], start=weighted[0])).backward()
         for term, part in parts.items():
             means[term] = means.get(term, 0.0) + float(part.detach())
         start += size

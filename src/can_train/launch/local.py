@@ -43,7 +43,9 @@ def submit(entry: Callable[[str], None], run_path: Path, cluster: ClusterSetting
         job_id = pipe.read()
     os.waitpid(child, 0)
     if not job_id:
-        raise RunError("The job could not be started", value=str(folder), remedy="Train in the foreground: leave out --submit")
+        raise RunError(
+            "The job could not be started", value=str(folder), remedy="Train in the foreground: leave out --submit"
+        )
     return Submitted(job_id=job_id, log_path=folder / f"{job_id}_0_log.out")
 
 

@@ -51,13 +51,16 @@ def _promised_gpu(environment: Mapping[str, str]) -> str:
     if environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
         return ""
     gpus = Path("/proc/driver/nvidia/gpus")
-    return f"the NVIDIA driver lists {len(list(gpus.iterdir()))} GPU(s)" if gpus.is_dir() and any(gpus.iterdir()) else ""
+    return (
+        f"the NVIDIA driver lists {len(list(gpus.iterdir()))} GPU(s)" if gpus.is_dir() and any(gpus.iterdir()) else ""
+    )
 
 
 def _cuda_remedy() -> str:
     if torch.version.cuda is None:
         return (
-            "This torch was built without CUDA: install a CUDA build, or set CAN_TRAIN_PYTHON to an environment that has "
-            "one; --device cpu trains without a GPU"
+            "This torch was built without CUDA: install a CUDA build, or set CAN_TRAIN_PYTHON to an environment that "
+            "has one; --device cpu trains without a GPU"
         )
-    return f"torch was built for CUDA {torch.version.cuda}: check the driver (nvidia-smi); --device cpu trains without a GPU"
+    built = f"torch was built for CUDA {torch.version.cuda}"
+    return f"{built}: check the driver (nvidia-smi); --device cpu trains without a GPU"

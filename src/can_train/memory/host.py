@@ -1,5 +1,5 @@
-"""What the host says of itself: how much memory it can still give a process (the capacity of the device `cpu`), and which
-NVIDIA driver it runs.
+"""What the host says of itself: how much memory it can still give a process (the capacity of the device `cpu`), and
+which NVIDIA driver it runs.
 """
 
 import os
@@ -11,7 +11,7 @@ _CGROUP_FILES: Final = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""Limit and usage of the process's control group, version 2 and version 1: a container or a job has less than the host."""
+"""Limit and usage of the control group, version 2 and version 1: a container or a job has less than the host."""
 
 
 def available_bytes() -> int:

@@ -1,5 +1,5 @@
-"""Counts the bytes of live tensor storages while it is active: the CPU's stand-in for an allocator's peak counter. A dispatch
-mode sees every operation of forward, backward and optimizer alike.
+"""Counts the bytes of live tensor storages while it is active: the CPU's stand-in for an allocator's peak counter. A
+dispatch mode sees every operation of forward, backward and optimizer alike.
 """
 
 import weakref
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 ALLOCATION_QUANTUM: Final = 512
-"""Bytes that an allocation is rounded up to, as CUDA's caching allocator does, so that figures compare across devices."""
+"""Bytes that an allocation is rounded up to, as CUDA's caching allocator does: figures then compare across devices."""
 
 
 class LiveStorage(TorchDispatchMode):
@@ -24,7 +24,7 @@ class LiveStorage(TorchDispatchMode):
     """
 
     def __init__(self, limit_bytes: int, resident: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.limit_bytes = limit_bytes
         self.live_bytes = 0
         self.peak_bytes = 0

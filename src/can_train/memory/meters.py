@@ -1,11 +1,11 @@
-"""Meters: what a device can hold and how much a span of work took at its peak. One per kind of device, all of one shape;
-what the figures mean for a batch is decided elsewhere.
+"""Meters: what a device can hold and how much a span of work took at its peak. One per kind of device, all of one
+shape; what the figures mean for a batch is decided elsewhere.
 """
 
 import gc
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -34,7 +34,7 @@ class Meter(Protocol):
     capacity_bytes: int
     driver: str
 
-    def measuring(self, resident: Iterable[Tensor]) -> "Measuring":
+    def measuring(self, resident: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Opens a span whose peak counts; `resident` tensors are already on the device."""
 
     def reset_peak(self) -> None:
@@ -45,13 +45,6 @@ class Meter(Protocol):
 
     def release(self) -> None:
         """Returns cached memory to the device."""
-
-
-class Measuring(Protocol):
-    """The context manager of a measured span."""
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, *details: object) -> bool | None: ...
 
 
 class CpuMeter:

@@ -1,21 +1,26 @@
-"""The learned safety factors: which observations count for a configuration on a kind of device, in which order, and what
-the policy makes of them. Nothing here is stored but observations; the export is remade from them.
+"""The learned safety factors: which observations count for a configuration on a kind of device, in which order, and
+what the policy makes of them. Nothing here is stored but observations; the export is remade from them.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any, Final
 
-from can_train.errors import StateError, unknown_name
+from can_train.errors import ConfigError, StateError, unknown_name
 from can_train.policy.factors import FactorPoint, MomentumPolicy
 from can_train.state.atomic import write_json_atomic
 from can_train.state.folders import state_folder
 from can_train.state.observations import Observation, ObservationLog, read_observations
 
 EXPORT_NAME: Final = "batch_size_factors.json"
+
+_TEACHING: Final = ("ok", "rescued", "interrupted")
+"""Outcomes whose peak is believed: an attempt that was interrupted had measured real steps, one that failed may have
+failed at anything."""
 
 _SETTLED_RUNS: Final = 5
 """Runs before a factor can have converged, and runs whose factors its variance is taken over."""
@@ -69,31 +74,38 @@ class FactorRecord:
     factor_variance: float
     converged: bool
 
+    @property
+    def mean_peak(self) -> float | None:
+        """Mean peak ÷ capacity; None where nothing was measured."""
+        return fmean(self.peaks) if self.peaks else None
 
+    @property
+    def max_peak(self) -> float | None:
+        """Largest peak ÷ capacity; None where nothing was measured."""
+        return max(self.peaks, default=None)
+
+    @property
+    def last_peak(self) -> float | None:
+        """Latest peak ÷ capacity; None where nothing was measured."""
+        return self.peaks[-1] if self.peaks else None
+
+
+@dataclass(frozen=True)
 class FactorStore:
     """The learned factors of one state folder. Reading writes nothing; every call sees what others have written.
 
-    Args:
+    Attributes:
         state: The state folder.
         policy: How observations become the next factor.
     """
 
-    def __init__(self, state: Path, policy: MomentumPolicy | None = None) -> None:
-        self._state = state
-        self._policy = policy or MomentumPolicy()
+    state: Path
+    policy: MomentumPolicy
 
     @property
     def db_path(self) -> Path:
         """The export, in the shape that earlier tools read."""
-        return self._state / EXPORT_NAME
-
-    def log(self) -> ObservationLog:
-        """Reads everything in the state folder.
-
-        Raises:
-            StateError: The folder cannot be read.
-        """
-        return read_observations(self._state)
+        return self.state / EXPORT_NAME
 
     def records(self) -> list[FactorRecord]:
         """Every configuration on every kind of device, by key, then by device.
@@ -101,7 +113,7 @@ class FactorStore:
         Raises:
             StateError: The folder cannot be read.
         """
-        return records_of(self.log().finished, self._policy)
+        return records_of(read_observations(self.state).finished, self.policy)
 
     def get_factor(self, key: str, device: str | None = None) -> float:
         """The factor of the next run.
@@ -123,8 +135,8 @@ class FactorStore:
         record = find_record(self.records(), key, device)
         return {
             "num_runs": len(record.runs),
-            "avg_memory_pct": fmean(record.peaks) if record.peaks else None,
-            "max_memory_pct": max(record.peaks, default=None),
+            "avg_memory_pct": record.mean_peak,
+            "max_memory_pct": record.max_peak,
             "factor_variance": record.factor_variance,
             "converged": record.converged,
         }
@@ -157,13 +169,15 @@ class FactorStore:
             ) from error
 
 
-def get_safety_factor_db(state_dir: str | Path | None = None) -> FactorStore:
+def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: MomentumPolicy | None = None) -> FactorStore:
     """Opens the learned factors.
 
     Args:
         state_dir: State folder; None finds the user's own (`can_train.state.folders.state_folder`).
+        policy: How observations become the next factor; None means the default one.
     """
-    return FactorStore(state_folder(None if state_dir is None else Path(state_dir)))
+    folder = state_folder(None if state_dir is None else Path(state_dir))
+    return FactorStore(folder, MomentumPolicy() if policy is None else policy)
 
 
 def find_record(records: Sequence[FactorRecord], key: str, device: str | None = None) -> FactorRecord:
@@ -172,23 +186,34 @@ def find_record(records: Sequence[FactorRecord], key: str, device: str | None = 
     Raises:
         ConfigError: There is none; the message lists those there are.
     """
-    found = find_records(records, key)
-    if device is not None:
-        found = [record for record in found if record.device == device] or _unknown_device(found, device)
+    found = find_records(records, key, device)
     return max(found, key=lambda record: record.runs[-1].ended)
 
 
-def find_records(records: Sequence[FactorRecord], key: str) -> list[FactorRecord]:
+def find_records(records: Sequence[FactorRecord], key: str | None, device: str | None = None) -> list[FactorRecord]:
     """Finds a configuration on every device. A key without its size is understood where only one size is known.
+
+    Args:
+        records: Where to look.
+        key: Configuration key; None means all of them.
+        device: Kind of device; None means all of them.
 
     Raises:
         ConfigError: There is none, or there are several sizes; the message lists those there are.
     """
-    keys = {record.key for record in records}
-    matching = {key} & keys or {known for known in keys if key in _without_size(known)}
-    if len(matching) != 1:
-        raise unknown_name("configuration key", key, matching or keys)
-    return [record for record in records if record.key in matching]
+    if not records:
+        raise ConfigError("Nothing has been learned yet", value=key or "", remedy="Train first: every run teaches")
+    known = {record.key for record in records}
+    keys = known if key is None else {key} & known or {r.key for r in records if r.runs[-1].key_without_size == key}
+    if key is not None and len(keys) > 1:
+        raise ConfigError("Several sizes were trained, so the key must name one", value=key, remedy=_listed(keys))
+    if key is not None and not keys:
+        raise unknown_name("configuration key", key, known)
+    found = [record for record in records if record.key in keys]
+    devices = {record.device for record in found}
+    if device is not None and device not in devices:
+        raise unknown_name("device", device, devices)
+    return [record for record in found if device in (None, record.device)]
 
 
 def records_of(observations: Sequence[Observation], policy: MomentumPolicy) -> list[FactorRecord]:
@@ -218,18 +243,33 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
     Args:
         runs: One configuration's runs on one kind of device, by the time their attempts began.
     """
-    lessons: list[Observation] = []
-    for run in runs:
-        if run.ran_out_of_memory and not any(_overlap(run, lesson) for lesson in lessons):
-            lessons.append(run)
+    lessons = _lessons(runs)
+    starts = [lesson.started for lesson in lessons]
     points = []
     for run in runs:
-        if run in lessons:
+        # Lessons do not overlap one another: the last that began before the run ended is also the last of those to end.
+        begun = bisect_left(starts, run.ended)
+        lesson = lessons[begun - 1] if begun else None
+        if run is lesson:
             points.append(FactorPoint(used=run.used or run.factor, peak=None))
-        elif not run.ran_out_of_memory and run.outcome in ("ok", "rescued", "interrupted"):
-            if run.used is not None and run.peak is not None and not any(_overlap(run, lesson) for lesson in lessons):
-                points.append(FactorPoint(used=run.used, peak=run.peak))
+        elif lesson is None or run.started >= lesson.ended:
+            points += _success(run)
     return points
+
+
+def _lessons(runs: Sequence[Observation]) -> list[Observation]:
+    """The runs whose out-of-memory counts: of several that overlap, the one that began first."""
+    lessons: list[Observation] = []
+    for run in runs:
+        if run.ran_out_of_memory and (not lessons or run.started >= lessons[-1].ended):
+            lessons.append(run)
+    return lessons
+
+
+def _success(run: Observation) -> list[FactorPoint]:
+    if run.outcome not in _TEACHING or run.ran_out_of_memory or run.used is None or run.peak is None:
+        return []
+    return [FactorPoint(used=run.used, peak=run.peak)]
 
 
 def export_of(records: Sequence[FactorRecord]) -> dict[str, Any]:
@@ -265,18 +305,8 @@ def _in_band(run: Observation, target: float) -> bool:
     return run.peak is not None and abs(run.peak - target) <= _BAND
 
 
-def _overlap(one: Observation, other: Observation) -> bool:
-    return one.started < other.ended and other.started < one.ended
-
-
-def _without_size(key: str) -> set[str]:
-    """The key with each of its inner parts left out: names may hold underscores, so which part is the size is open."""
-    parts = key.split("_")
-    return {"_".join(parts[:index] + parts[index + 1 :]) for index in range(1, len(parts) - 1)}
-
-
-def _unknown_device(records: Sequence[FactorRecord], device: str) -> list[FactorRecord]:
-    raise unknown_name(f"device for {records[0].key}", device, [record.device for record in records])
+def _listed(keys: Iterable[str]) -> str:
+    return f"Valid: {', '.join(sorted(keys))}"
 
 
 def _exported(record: FactorRecord) -> dict[str, Any]:

@@ -4,6 +4,7 @@ next run is the factor store's matter.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -42,7 +43,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """An attempt that began. Without an observation beside it the run still goes on, or was killed and taught nothing."""
+    """An attempt that began. Without an observation beside it, it still goes on, or was killed and taught nothing."""
 
     run_id: str
     """Name of the run."""
@@ -74,6 +75,8 @@ class Observation:
     """When it ended."""
     outcome: str
     """A name of `Outcome`."""
+    size: str = ""
+    """The model's size in the key; empty where it has one only."""
     factor: float
     """Safety factor in force, in (0, 1]."""
     factor_reason: str
@@ -116,6 +119,8 @@ class Observation:
             raise ValueError(f"capacity_bytes {self.capacity_bytes} is below 1")
         if not 0 < self.factor <= 1:
             raise ValueError(f"factor {self.factor} is not in (0, 1]")
+        if self.used is not None and not 0 <= self.used < math.inf:
+            raise ValueError(f"used {self.used} is not a share")
         if self.started.tzinfo is None or self.ended.tzinfo is None:
             raise ValueError("start_time and end_time must name their time zone")
 
@@ -128,6 +133,13 @@ class Observation:
     def ended(self) -> datetime:
         """When it ended."""
         return datetime.fromisoformat(self.end_time)
+
+    @property
+    def key_without_size(self) -> str:
+        """The key as people shorten it."""
+        # From the right: a data set may be named like a size, a mode is not.
+        before, _, after = self.key.rpartition(f"_{self.size}_")
+        return f"{before}_{after}" if self.size and before else self.key
 
     @property
     def peak(self) -> float | None:
@@ -204,7 +216,10 @@ def read_observations(state: Path) -> ObservationLog:
     for name in sorted(finished_names):
         _read_into(log.finished, log.set_aside, folder / name, Observation)
     for name in names:
-        if name.endswith(_STARTED_SUFFIX) and name.removesuffix(_STARTED_SUFFIX) + _FINISHED_SUFFIX not in finished_names:
+        if (
+            name.endswith(_STARTED_SUFFIX)
+            and name.removesuffix(_STARTED_SUFFIX) + _FINISHED_SUFFIX not in finished_names
+        ):
             _read_into(log.unfinished, log.set_aside, folder / name, Started)
     log.finished.sort(key=lambda observation: observation.started)
     log.unfinished.sort(key=lambda started: started.start_time)

@@ -1,5 +1,5 @@
-"""Checkpoints that survive a kill at any moment: a manifest names the newest complete file and the one before it, each with
-its checksum. A file is written before the manifest points at it, so a torn write is never seen.
+"""Checkpoints that survive a kill at any moment: a manifest names the newest complete file and the one before it, each
+with its checksum. A file is written before the manifest points at it, so a torn write is never seen.
 """
 
 import hashlib
@@ -77,7 +77,9 @@ class Checkpoints:
             reporter.notice(f"Checkpoint {entry.file} is damaged; going back to the one before it")
         if entries:
             raise CheckpointError(
-                "No checkpoint of this run is whole", value=str(self._folder), remedy="Start the run again from the beginning"
+                "No checkpoint of this run is whole",
+                value=str(self._folder),
+                remedy="Start the run again from the beginning",
             )
         return None
 
@@ -88,7 +90,9 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError("The checkpoint manifest cannot be read", value=str(self._folder / _MANIFEST)) from error
+            raise CheckpointError(
+                "The checkpoint manifest cannot be read", value=str(self._folder / _MANIFEST)
+            ) from error
 
     def _read(self, entry: _Entry) -> bytes | None:
         try:

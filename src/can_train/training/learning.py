@@ -1,11 +1,149 @@
-"""stub"""
-from dataclasses import dataclass
-@dataclass
-class Factor:
-    value: float
-    reason: str
-def factor_for(run, meter): return Factor(0.6,"stub")
+"""What a run takes from earlier ones and leaves to later ones: the safety factor in force, and one observation an
+attempt. Learning that fails never stops a training.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from can_train.config.compose import from_plain
+from can_train.config.resolved import ResolvedRun
+from can_train.config.task_settings import load_task_settings
+from can_train.errors import DoesNotFitError, StateError
+from can_train.memory.devices import resolve_device
+from can_train.memory.meters import Meter, meter_for
+from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.policy.experience import experience_factor
+from can_train.policy.factors import MomentumPolicy
+from can_train.reporter import Reporter
+from can_train.state.factor_store import FactorChoice, FactorStore
+from can_train.state.observations import Device, Observation, Started, utc_now, write_observation, write_started
+from can_train.training.folders import state_dir
+from can_train.training.loop import Session
+from can_train.training.run_folder import RunFolder
+
+
+def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> float:
+    """Returns the safety factor that a run of this configuration would use here and now.
+
+    Args:
+        config: A resolved run, or the plain values of its `config.yaml`.
+
+    Raises:
+        CanTrainError: The configuration, the device or the state folder is at fault; nothing falls back silently.
+    """
+    run = config if isinstance(config, ResolvedRun) else from_plain(config)
+    return _effective(run, meter_for(resolve_device(run.device))).factor
+
+
+def factor_for(run: ResolvedRun, meter: Meter, reporter: Reporter) -> FactorChoice:
+    """Chooses the safety factor of a run; where the store cannot be read, the first run's, with a notice."""
+    try:
+        return _effective(run, meter)
+    except StateError as error:
+        reporter.notice(f"What earlier runs taught cannot be read. {error}")
+        return _prior(run)
+
+
+def _effective(run: ResolvedRun, meter: Meter) -> FactorChoice:
+    if not run.training.use_adaptive_batch_size_factor:
+        return FactorChoice(run.training.graph_memory_safety_factor, "static, nothing is learned")
+    return _store(run).choose_factor(run.key, meter.key, prior=_prior(run))
+
+
+def _store(run: ResolvedRun) -> FactorStore:
+    factor = run.factor
+    policy = MomentumPolicy(
+        target=factor.target, momentum=factor.momentum, oom_cut=factor.oom_cut, minimum=factor.min, maximum=factor.max
+    )
+    return FactorStore(state_dir(run.paths), policy)
+
+
+def _prior(run: ResolvedRun) -> FactorChoice:
+    table = load_task_settings(run.task).experience(run.dataset.name, run.mode.name)
+    return FactorChoice(*experience_factor(*table))
+
+
+@dataclass(kw_only=True)
 class Attempt:
-    def __init__(self,*a): pass
-    def __enter__(self): return self
-    def __exit__(self,*a): return None
+    """Records one attempt of a run: that it began, and on leaving the block how it ended and what memory it took.
+
+    An out-of-memory leaves the block as `DoesNotFitError`.
+    """
+
+    run: ResolvedRun
+    folder: RunFolder
+    session: Session
+    factor: FactorChoice
+
+    def __enter__(self) -> "Attempt":
+        meter = self.session.meter
+        self._started = Started(
+            run_id=self.folder.run_id,
+            attempt=self.folder.begin_attempt(utc_now()),
+            key=self.run.key,
+            device=Device(key=meter.key, name=meter.name, total_bytes=meter.total_bytes, driver=meter.driver),
+            start_time=utc_now(),
+        )
+        self._unless_it_fails(lambda: write_started(state_dir(self.run.paths), self._started))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        outcome = _outcome(error)
+        self._unless_it_fails(lambda: self._record(outcome))
+        if outcome == "oom":
+            raise self._does_not_fit() from error
+
+    def _record(self, outcome: str) -> None:
+        write_observation(state_dir(self.run.paths), self._observation(outcome))
+        _store(self.run).refresh_export()
+
+    def _observation(self, outcome: str) -> Observation:
+        session, plan = self.session, self.session.plan
+        return Observation(
+            **{name: getattr(self._started, name) for name in ("run_id", "attempt", "key", "device", "start_time")},
+            end_time=utc_now(),
+            outcome=outcome,
+            factor=self.factor.factor,
+            factor_reason=self.factor.reason,
+            capacity_bytes=session.meter.capacity_bytes,
+            peak_allocated_bytes=session.peak_bytes or None,
+            tuned_limit=plan.tuned_limit,
+            safe_limit=plan.safe_limit,
+            used=plan.used,
+            logical_batch=plan.logical_batch,
+            largest_micro_batch=plan.micro_batches[0],
+            binding_limit=plan.binding_limit,
+            torch_version=torch.__version__,
+            fingerprint={"model": asdict(self.run.model), "precision": self.run.training.precision,
+                         "optimizer": self.run.training.optimizer},
+        )  # fmt: skip
+
+    def _does_not_fit(self) -> DoesNotFitError:
+        step, largest = self.session.progress.step, self.session.plan.micro_batches[0]
+        return DoesNotFitError(
+            "Memory ran out in training",
+            value=f"step {step}, micro-batches of up to {largest} samples",
+            remedy=f"The next attempt uses a lower safety factor: can-train resume {self.folder.run_id}",
+        )
+
+    def _unless_it_fails(self, write: Callable[[], object]) -> None:
+        if not self.run.training.use_adaptive_batch_size_factor:
+            return
+        try:
+            write()
+        except StateError as error:
+            self.session.reporter.notice(f"This run teaches nothing. {error}")
+
+
+def _outcome(error: BaseException | None) -> str:
+    if error is None:
+        return "ok"
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        return "interrupted"
+    return "oom" if is_out_of_memory(error) else "error"

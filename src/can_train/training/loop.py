@@ -1,5 +1,5 @@
-"""The training loop: epochs of logical batches, validation, early stopping, checkpoints. Reads from top to bottom; how a
-batch is computed belongs to the engine, what it is to the task.
+"""The training loop: epochs of logical batches, validation, early stopping, checkpoints. Reads from top to bottom; how
+a batch is computed belongs to the engine, what it is to the task.
 """
 
 import copy
@@ -29,7 +29,8 @@ from can_train.training.signals import StopRequests
 from can_train.training.task import Task
 
 MEASURE_WARMUP: Final = 20
-"""Steps before the first measured one, fewer in a shorter run: lazily made state (the optimizer's, say) is there by then."""
+"""Steps before the first measured one, fewer in a shorter run: lazily made state (the optimizer's, say) is there by
+then."""
 
 MEASURE_INTERVAL: Final = 50
 """Steps between measured ones; on the CPU a measured step costs about a fifth more."""
@@ -109,7 +110,9 @@ def train(session: Session) -> None:
             save(session)
             _leave_if_asked(session)
             if stopped_early:
-                session.reporter.notice(f"No better validation loss in {patience} epochs: stopping after {progress.epoch}")
+                session.reporter.notice(
+                    f"No better validation loss in {patience} epochs: stopping after {progress.epoch}"
+                )
 
 
 def _leave_if_asked(session: Session) -> None:
@@ -169,7 +172,7 @@ def _train_epoch(session: Session, stage: Any) -> None:
         train={term: total / progress.epoch_samples for term, total in progress.epoch_sums.items()},
         lr=session.optimization.lr,
         samples_per_second=round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None,
-        peak_memory_pct=round(100 * session.peak_bytes / session.meter.capacity_bytes, 3),
+        peak_memory_pct=round(session.peak_bytes / session.meter.capacity_bytes, 5),
         batch_size_safety_factor=session.plan.safety_factor,
     )
     progress.epoch += 1

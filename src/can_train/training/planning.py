@@ -1,24 +1,22 @@
-"""Gathers the numbers of a plan: the safety factor from the store, the tuned limit from trials on the device. The decision
-itself is a pure function in `policy`.
+"""Gathers the numbers of a plan: the safety factor from the store, the tuned limit from trials on the device. The
+decision itself is a pure function in `policy`.
 """
 
 import copy
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.resolved import ResolvedRun
-from can_train.engine.accumulate import accumulate_gradients
+from can_train.engine.accumulate import Losses, accumulate_gradients
 from can_train.engine.finder import find_max_size
 from can_train.memory.meters import Meter
 from can_train.policy.plan import Plan, PlanRequest, resolve_mode, resolve_plan, search_upper
-from can_train.reporter import Reporter
 from can_train.training import randomness
 from can_train.training.loop import resident_tensors
-from can_train.training.optimization import Precision, make_optimization
+from can_train.training.optimization import Optimization, Precision, make_optimization
 from can_train.training.task import Task
 
 
@@ -39,59 +37,66 @@ def plan_request(run: ResolvedRun, *, factor: float, dataset_size: int) -> PlanR
     )
 
 
-def make_plan(run: ResolvedRun, task: Task, model: nn.Module, meter: Meter, *, factor: float, reporter: Reporter) -> Plan:
-    """Searches for the largest batch that fits, and resolves the plan.
+def make_plan(request: PlanRequest, trial: Callable[[int], int], capacity_bytes: int) -> Plan:
+    """Searches for the largest batch that fits where the plan depends on it, and resolves the plan.
+
+    Args:
+        request: What was asked for.
+        trial: Runs a batch of some size; returns its peak in bytes.
+        capacity_bytes: Of the device.
 
     Raises:
         DoesNotFitError: Not even one sample fits.
     """
-    request = plan_request(run, factor=factor, dataset_size=len(task.train_rows))
     if not request.searches:
         return resolve_plan(request, tuned_limit=None)
-    upper = search_upper(request)
-    rng = randomness.capture()
-    with reporter.stage("finding the batch size", unit="trials") as stage:
-        trial = _trial(run, task, model, meter)
-
-        def reported(size: int) -> int:
-            stage.advance(1, size=size)
-            return trial(size)
-
-        found = find_max_size(reported, upper=upper, capacity=meter.capacity_bytes)
-    randomness.restore(rng)
-    meter.release()
-    meter.reset_peak()
+    found = find_max_size(trial, upper=search_upper(request), capacity=capacity_bytes)
     return resolve_plan(request, tuned_limit=found.size)
 
 
-def _trial(run: ResolvedRun, task: Task, model: nn.Module, meter: Meter) -> Callable[[int], int]:
-    """Makes the trial of the search: a few whole steps of a copy of the model on the costliest samples there are."""
-    precision = Precision.named(run.training.precision)
-    costliest = _costliest_first(task)
+class Trial:
+    """The trial of the search: a few whole steps of a copy of the model on the costliest samples there are.
 
-    def trial(size: int) -> int:
-        meter.release()
-        meter.reset_peak()
-        copied = copy.deepcopy(model).to(meter.device).train()
-        optimization = make_optimization(copied, run.training, lr=0.0, steps_per_epoch=1, device=meter.device)
+    Args:
+        run: The resolved run.
+        task: Whose samples.
+        model: On the meter's device; left as it is.
+        meter: Of the device.
+    """
+
+    def __init__(self, run: ResolvedRun, task: Task, model: nn.Module, meter: Meter) -> None:
+        self._training = run.training
+        self._task = task
+        self._model = model
+        self._meter = meter
+        self._precision = Precision.named(run.training.precision)
+        self._costliest = _costliest_first(task)
+
+    def __call__(self, size: int) -> int:
+        """Runs `size` samples as one micro-batch; returns the peak in bytes."""
+        self._meter.release()
+        self._meter.reset_peak()
+        model = copy.deepcopy(self._model).train()
+        optimization = make_optimization(model, self._training, lr=0.0, steps_per_epoch=1, device=self._meter.device)
         # More samples than there are: the costliest come again, so that the trial stays a worst case.
-        rows = np.resize(costliest, size)
-        for step in range(run.training.find_batch_size_steps_per_trial):
-            with meter.measuring(resident_tensors(copied, optimization)):
-                generator = randomness.step_generator(seed=run.training.seed, step=step)
-                batch = task.logical_batch(rows, meter.device, precision.dtype, generator)
+        rows = np.resize(self._costliest, size)
+        for _ in range(self._training.find_batch_size_steps_per_trial):
+            with self._meter.measuring(resident_tensors(model, optimization)):
+                self._step(model, optimization, rows)
+        return self._meter.peak_bytes()
 
-                def losses_of(start: int, stop: int) -> object:
-                    with precision.context(meter.device):
-                        return batch.losses(copied, start, stop)
+    def _step(self, model: nn.Module, optimization: Optimization, rows: NDArray[np.int64]) -> None:
+        device = self._meter.device
+        generator = randomness.step_generator(seed=self._training.seed, step=0)
+        batch = self._task.logical_batch(rows, device, self._precision.dtype, generator)
 
-                accumulate_gradients(
-                    losses_of, (size,), batch.denominators, task.loss_weights, optimization.scaler.scale
-                )
-                optimization.step()
-        return meter.peak_bytes()
+        def losses_of(start: int, stop: int) -> Losses:
+            with self._precision.context(device):
+                return batch.losses(model, start, stop)
 
-    return trial
+        weights = self._task.loss_weights
+        accumulate_gradients(losses_of, (len(rows),), batch.denominators, weights, optimization.scaler.scale)
+        optimization.step()
 
 
 def _costliest_first(task: Task) -> NDArray[np.int64]:

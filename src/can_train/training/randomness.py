@@ -35,7 +35,9 @@ def restore(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def epoch_order(rows: np.ndarray[Any, np.dtype[np.int64]], *, seed: int, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+def epoch_order(
+    rows: np.ndarray[Any, np.dtype[np.int64]], *, seed: int, epoch: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Shuffles the rows of one epoch: a pure function of seed and epoch, so that a position in it can be resumed."""
     return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))]
 

@@ -4,7 +4,7 @@ from typing import Final
 
 from can_train.memory.meters import Meter
 from can_train.policy.plan import Plan
-from can_train.training.learning import Factor
+from can_train.state.factor_store import FactorChoice
 
 _WHY: Final = {
     "requested": "as asked for",
@@ -14,7 +14,7 @@ _WHY: Final = {
 }
 
 
-def plan_lines(plan: Plan, meter: Meter, factor: Factor) -> list[str]:
+def plan_lines(plan: Plan, meter: Meter, factor: FactorChoice) -> list[str]:
     """Writes a plan as aligned lines."""
     sizes = "–".join(dict.fromkeys(str(size) for size in (plan.micro_batches[-1], plan.micro_batches[0])))
     lines = [
@@ -24,5 +24,5 @@ def plan_lines(plan: Plan, meter: Meter, factor: Factor) -> list[str]:
     ]
     if plan.tuned_limit is not None:
         lines.append(f"  largest tried  {plan.tuned_limit} fits")
-        lines.append(f"  safety factor  {factor.value:.4g}: {factor.reason}")
+        lines.append(f"  safety factor  {factor.factor:.4g}: {factor.reason}")
     return lines

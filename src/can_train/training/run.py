@@ -1,5 +1,5 @@
-"""One attempt of a run, from the resolved configuration to the judged result: data, plan, training, judgement, and what the
-attempt taught.
+"""One attempt of a run, from the resolved configuration to the judged result: data, plan, training, judgement, and
+what the attempt taught.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,11 +54,11 @@ def train_run(run: ResolvedRun, folder: RunFolder, reporter: Reporter) -> Outcom
         if finished is not None:
             return _outcome(task, finished)
         torch.use_deterministic_algorithms(run.training.deterministic)
-        factor = factor_for(run, meter)
+        factor = factor_for(run, meter, reporter)
         session = make_session(
             Ingredients(run=run, folder=folder, task=task, meter=meter, factor=factor, reporter=reporter, stops=stops)
         )
-        with Attempt(run, folder.run_id, session, factor):
+        with Attempt(run=run, folder=folder, session=session, factor=factor):
             loop.train(session)
             loop.release_training_memory(session)
             result = _result(run, folder, session)
@@ -96,7 +96,7 @@ def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, 
         "device": session.meter.key,
         "plan": asdict(session.plan),
         "peak_memory_bytes": session.peak_bytes,
-        "peak_memory_pct": 100 * session.peak_bytes / session.meter.capacity_bytes,
+        "peak_memory_pct": session.peak_bytes / session.meter.capacity_bytes,
         "judgement": judgement,
     }
 

@@ -1,5 +1,5 @@
-"""The folder of one run, `runs/<run id>/`: resolved configuration, environment, metrics, checkpoints and result; and how a
-name given by a person becomes such a folder.
+"""The folder of one run, `runs/<run id>/`: resolved configuration, environment, metrics, checkpoints and result; and
+how a name given by a person becomes such a folder.
 """
 
 import fcntl
@@ -95,6 +95,14 @@ class RunFolder:
         except ValueError as error:
             raise RunError("The run's result cannot be read", value=str(self.result_path)) from error
         return result
+
+    def begin_attempt(self, start_time: str) -> int:
+        """Notes that an attempt begins; returns its number, from 1."""
+        path = self.path / "attempts.jsonl"
+        number = len(path.read_text().splitlines()) + 1 if path.exists() else 1
+        with path.open("a") as handle:
+            handle.write(json.dumps({"attempt": number, "start_time": start_time}) + "\n")
+        return number
 
     @contextmanager
     def locked(self) -> Iterator[None]:

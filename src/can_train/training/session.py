@@ -14,12 +14,12 @@ from can_train.policy.accumulation import solve_accumulation
 from can_train.policy.plan import Plan
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
+from can_train.state.factor_store import FactorChoice
 from can_train.training import loop, randomness
 from can_train.training.checkpoints import Checkpoints
-from can_train.training.learning import Factor
 from can_train.training.loop import Session
 from can_train.training.optimization import Precision, make_optimization
-from can_train.training.planning import make_plan
+from can_train.training.planning import Trial, make_plan, plan_request
 from can_train.training.report import plan_lines
 from can_train.training.run_folder import MetricsLog, RunFolder
 from can_train.training.signals import StopRequests
@@ -34,7 +34,7 @@ class Ingredients:
     folder: RunFolder
     task: Task
     meter: Meter
-    factor: Factor
+    factor: FactorChoice
     reporter: Reporter
     stops: StopRequests
 
@@ -55,7 +55,11 @@ def make_session(given: Ingredients) -> Session:
     model = given.task.build_model().to(meter.device, precision.dtype)
     plan = _plan(given, model)
     optimization = make_optimization(
-        model, run.training, lr=run.training.lr * plan.lr_factor, steps_per_epoch=plan.steps_per_epoch, device=meter.device
+        model,
+        run.training,
+        lr=run.training.lr * plan.lr_factor,
+        steps_per_epoch=plan.steps_per_epoch,
+        device=meter.device,
     )
     session = Session(
         task=given.task,
@@ -82,13 +86,31 @@ def _plan(given: Ingredients, model: nn.Module) -> Plan:
     """Reads the plan that an earlier attempt froze, or resolves and freezes one; shows it."""
     plan = _frozen_plan(given.folder.plan_path)
     if plan is None:
-        plan = make_plan(given.run, given.task, model, given.meter, factor=given.factor.value, reporter=given.reporter)
+        plan = _searched_plan(given, model)
         write_json_atomic(given.folder.plan_path, asdict(plan))
-    elif plan.safety_factor is not None and given.factor.value < plan.safety_factor:
-        plan = _within(plan, given.factor.value, divisor=given.run.training.accumulation == "divisor")
+    elif plan.safety_factor is not None and given.factor.factor < plan.safety_factor:
+        plan = _within(plan, given.factor.factor, divisor=given.run.training.accumulation == "divisor")
     given.reporter.notice("\n".join(plan_lines(plan, given.meter, given.factor)))
     for notice in plan.notices:
         given.reporter.notice(notice)
+    return plan
+
+
+def _searched_plan(given: Ingredients, model: nn.Module) -> Plan:
+    """Resolves a plan, its trials shown as a stage; leaves generators and meter as they were."""
+    request = plan_request(given.run, factor=given.factor.factor, dataset_size=len(given.task.train_rows))
+    trial = Trial(given.run, given.task, model, given.meter)
+    generators = randomness.capture()
+    with given.reporter.stage("finding the batch size", unit="trials") as stage:
+
+        def shown(size: int) -> int:
+            stage.advance(1, size=size)
+            return trial(size)
+
+        plan = make_plan(request, shown, given.meter.capacity_bytes)
+    randomness.restore(generators)
+    given.meter.release()
+    given.meter.reset_peak()
     return plan
 
 

@@ -26,13 +26,20 @@ class Table(Protocol):
     """One table of a result, as text."""
 
     @property
-    def title(self) -> str: ...
+    def title(self) -> str:
+        """What the table is about."""
+
     @property
-    def columns(self) -> Sequence[str]: ...
+    def columns(self) -> Sequence[str]:
+        """Headings."""
+
     @property
-    def rows(self) -> Sequence[Sequence[str]]: ...
+    def rows(self) -> Sequence[Sequence[str]]:
+        """Cells under the headings."""
+
     @property
-    def notes(self) -> Sequence[str]: ...
+    def notes(self) -> Sequence[str]:
+        """Sentences below it."""
 
 
 class Task(Protocol):

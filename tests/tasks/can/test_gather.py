@@ -1,5 +1,6 @@
 """Batches gathered from flat arrays against torch_geometric's own batching of one object per graph."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,9 +59,10 @@ def test_a_batch_is_a_copy_of_the_graphs(flat: FlatGraphs) -> None:
 
 
 def test_every_attack_kind_is_an_attack(flat: FlatGraphs) -> None:
-    batch = Gatherer(flat)(np.arange(NUM_GRAPHS))
-    assert torch.equal(batch.y, torch.from_numpy((flat.label > 0).astype(np.int64)))
-    assert set(batch.y.tolist()) == {0, 1}
+    kinds = np.arange(NUM_GRAPHS, dtype=np.uint8) % 3
+    batch = Gatherer(replace(flat, label=kinds))(np.arange(NUM_GRAPHS))
+    assert batch.label.tolist() == kinds.tolist()
+    assert batch.y.tolist() == [0, 1, 1] * 4
 
 
 def test_moving_a_batch_changes_the_type_of_its_features_only(flat: FlatGraphs) -> None:

@@ -1,5 +1,5 @@
-"""Window graphs as flat arrays: every graph's nodes and edges one after another, with offsets. The builder makes them, the
-cache keeps them memory-mapped, the gatherer slices batches out of them; nothing holds one Python object per graph.
+"""Window graphs as flat arrays: every graph's nodes and edges one after another, with offsets. The builder makes them,
+the cache keeps them memory-mapped, the gatherer slices batches out of them; nothing holds one Python object per graph.
 
 Shapes: G windows (graphs), N nodes, E directed edges, K distinct CAN IDs, S source files.
 """
@@ -26,7 +26,8 @@ class SourceFile:
 
     Attributes:
         path: As it was found.
-        role: "train" (its time is cut into training and validation), "test" (all of it is judged) or "log" (its time is cut
+        role: "train" (its time is cut into training and validation), "test" (all of it is judged) or "log" (its time
+        is cut
             into training, validation and test).
         group: The test folder it belongs to; for a log, its own name.
         frames: Frames read, malformed rows left out.
@@ -53,7 +54,8 @@ class FlatGraphs:
         node_features: [N, 10] float32, columns `NODE_FEATURES`, unscaled.
         edge_index: [2, E] int32, source and destination as node positions inside their own graph.
         edge_features: [E, 11] float32, columns `EDGE_FEATURES`, unscaled.
-        label: [G] uint8, index into `kinds`: the attack kind most frequent in the window, 0 where no frame is an attack.
+        label: [G] uint8, index into `kinds`: the attack kind most frequent in the window, 0 where no frame is an
+        attack.
         source: [G] int32, index into `sources`.
         first_frame: [G] int64, position of the window's first frame in its file.
         start_time: [G] float64, seconds, of the window's first frame.

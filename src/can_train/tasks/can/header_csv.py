@@ -28,18 +28,7 @@ DELIMITERS: Final = ",;\t"
 
 SYNONYMS: Final = {
     "timestamp": ("timestamp", "timestamps", "time", "times", "ts", "epoch", "seconds"),
-    "id": (
-        "canid",
-        "arbitrationid",
-        "arbid",
-        "canidentifier",
-        "identifier",
-        "messageid",
-        "msgid",
-        "frameid",
-        "id",
-        "aid",
-    ),
+    "id": ("canid", "arbitrationid", "arbid", "canidentifier", "identifier", "messageid", "msgid", "id", "aid"),
     "dlc": ("dlc", "length", "len", "datalength", "datalen"),
     "data": ("data", "datafield", "payload", "databytes", "datahex"),
     "label": ("label", "labels", "attack", "class", "flag", "isattack", "anomaly"),
@@ -154,8 +143,8 @@ def _row_pattern(header: _Header, roles: Mapping[str, list[int]], *, id_content:
     cells = [anything for _ in header.names]
     for role, columns in roles.items():
         for i, column in enumerate(columns):
-            if role in ("label", "kind"):
-                cells[column] = f"(?P<{role}>{anything})"
+            if role == "label":
+                cells[column] = f"(?P<label>{anything})"
             elif len(columns) > 1:
                 cells[column] = f'[ "]*(?:0[xX])?(?P<data_{i}>{CELL})[ "]*'
             else:
@@ -164,11 +153,16 @@ def _row_pattern(header: _Header, roles: Mapping[str, list[int]], *, id_content:
 
 
 def _find_roles(names: list[str], columns: ColumnSettings) -> dict[str, list[int]]:
-    """Finds the columns of each role, those that the person named before those that are recognised."""
-    roles = {
-        role: _named(names, name, role) if name else _recognised(names, role) for role, name in asdict(columns).items()
-    }
-    return {role: found for role, found in roles.items() if found}
+    """Finds the columns of each role; what the person named is not taken for anything else."""
+    named = {role: _named(names, name, role) for role, name in asdict(columns).items() if name}
+    taken = [column for found in named.values() for column in found]
+    if len(set(taken)) < len(taken):
+        raise DataError(
+            "A column of a log holds one thing", value=f"{names[max(taken, key=taken.count)]!r} was named for several"
+        )
+    free = ["" if column in taken else name for column, name in enumerate(names)]
+    recognised = {role: _recognised(free, role) for role in SYNONYMS if role not in named}
+    return {role: found for role, found in (named | recognised).items() if found}
 
 
 def _named(names: list[str], name: str, role: str) -> list[int]:

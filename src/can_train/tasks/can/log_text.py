@@ -28,6 +28,10 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _CONTROL_BYTES: Final = bytes(set(range(32)) - set(b"\t\n\v\f\r"))
 """Bytes that no text holds."""
 
+_MAX_CONTROL_SHARE: Final = 0.01
+"""Share of them from which a file is binary: recorded or compressed numbers have about a tenth, a log that was being
+written when the power failed has a few."""
+
 _NO_SEPARATOR: Final = "\x01"
 """Stands in no line, so that the CSV parser takes every line for one field."""
 
@@ -54,7 +58,7 @@ class LogText:
         whole_lines = start.rfind(b"\n") + 1 if len(start) == SAMPLE_BYTES else len(start)
         if not whole_lines:
             raise _endless_line(path)
-        self.sample: pl.Series = _split_lines(start[:whole_lines].removeprefix(_BYTE_ORDER_MARK))
+        self.sample: pl.Series = _split_lines(start[:whole_lines])
         """The first lines, null where empty."""
 
     def blocks(self) -> Iterator[tuple[int, pl.Series]]:
@@ -66,7 +70,7 @@ class LogText:
         next_line = 1
         with self._reading() as stream:
             for text in self._whole_lines(stream):
-                yield next_line, _split_lines(text.removeprefix(_BYTE_ORDER_MARK) if next_line == 1 else text)
+                yield next_line, _split_lines(text)
                 next_line += text.count(b"\n")
             if _file_state(self._path) != self._state:
                 raise DataError(
@@ -122,7 +126,7 @@ def _file_state(path: Path) -> tuple[int, int, int]:
 def _check_text(start: bytes, path: Path) -> None:
     if not start.removeprefix(_BYTE_ORDER_MARK).strip():
         raise DataError("A log must hold frames", value=f"{path} is empty")
-    if len(start.translate(None, _CONTROL_BYTES)) < len(start):
+    if len(start) - len(start.translate(None, _CONTROL_BYTES)) > _MAX_CONTROL_SHARE * len(start):
         raise DataError(
             "A log must be text (UTF-8, or gzipped)",
             value=f"{path} is binary",
@@ -131,7 +135,7 @@ def _check_text(start: bytes, path: Path) -> None:
 
 
 def _split_lines(text: bytes) -> pl.Series:
-    """Splits whole lines, without their line ends; an empty line is null."""
+    """Splits whole lines, without their line ends and a byte order mark in front of them; an empty line is null."""
     if not text.isascii() or _NO_SEPARATOR.encode() in text:
         text = text.decode(errors="replace").replace(_NO_SEPARATOR, "\N{REPLACEMENT CHARACTER}").encode()
     table = pl.read_csv(

@@ -44,7 +44,7 @@ class ClassifierBatch:
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:
         """Returns [B, 1]: the attack logit minus the benign one, a monotone stand-in for p(attack)."""
-        logits = model(batch).float()
+        logits: Tensor = model(batch).float()
         return (logits[:, 1] - logits[:, 0]).unsqueeze(1)
 
 

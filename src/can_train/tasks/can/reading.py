@@ -102,7 +102,7 @@ def _recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> G
     known = (*header_grammars(sample, settings), *LINE_GRAMMARS)
     grammars = [grammar for grammar in known if settings.format in ("auto", grammar.name)]
     if not grammars:
-        raise _unrecognised(sample, settings.format, path)
+        raise _unrecognised(settings.format, _where(path, *first_row(sample)))
     parsed = [parse_rows(sample.head(RECOGNISED_LINES), grammar) for grammar in grammars]
     num_good = [len(rows.position) for rows in parsed]
     best = int(np.argmax(num_good))
@@ -110,16 +110,22 @@ def _recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> G
     if num_rows == 0:
         raise DataError("A log must hold frames", value=f"{path} holds no rows")
     if num_good[best] < RECOGNISED_SHARE * num_rows:
-        raise _unrecognised(sample, settings.format, path)
+        if settings.format == "auto" and not grammars[best].header:
+            raise _unrecognised(settings.format, _where(path, *first_row(sample)))
+        position, line, reason = parsed[best].malformed.row(0)
+        raise _unrecognised(settings.format, f"{_where(path, position, line)}: {reason}")
     return grammars[best]
 
 
-def _unrecognised(sample: pl.Series, wanted: str, path: Path) -> DataError:
-    position, line = first_row(sample)
+def _where(path: Path, position: int, line: str) -> str:
+    return f"{path}:{position + 1}: {shortened(line)!r}"
+
+
+def _unrecognised(wanted: str, found: str) -> DataError:
     known = f"one of the formats {', '.join(FORMATS)}" if wanted == "auto" else f"the format {wanted}, as was asked for"
     return DataError(
         f"A CAN log must be in {known}",
-        value=f"{path}:{position + 1}: {shortened(line)!r}",
+        value=found,
         remedy=(
             "If it is a CSV file with a header, name its columns: `--set dataset.columns.id=...` (likewise timestamp, "
             "data, dlc, label); name the format with `--set dataset.format=...`"

@@ -62,9 +62,10 @@ class CanDatasetSettings:
     id_base: str = "auto"
     """Whether IDs of a CSV file with a header are written in hexadecimal or decimal."""
     benign_values: list[str] = field(default_factory=lambda: ["", "0", "r", "normal", "benign", "false", "none", "na"])
-    """Label values (in any letter case) that mean: no attack. Any other value is an attack; a word names its kind."""
+    """Label values (in any letter case) that mean: no attack. Any other is an attack; a word names its kind."""
     max_malformed: float = 0.01
-    """Share of rows that may be malformed, run backwards in time or disagree with their length before a log is refused."""
+    """Share of rows that may be malformed, run backwards in time or disagree with their length before a log is
+    refused."""
     window: int = 100
     """Frames in a window."""
     stride: int = 100

@@ -83,7 +83,9 @@ class CanTask:
         """Prepares a logical batch; the autoencoder's noise is drawn for all of it."""
         gather = self._gatherer_to(device, dtype)
         if self._supervised:
-            return ClassifierBatch(rows, gather, self._class_weights[(self._data.flat.label[rows] > 0).astype(np.int64)])
+            return ClassifierBatch(
+                rows, gather, self._class_weights[(self._data.flat.label[rows] > 0).astype(np.int64)]
+            )
         flat = self._data.flat
         counts = (flat.num_nodes[rows], flat.num_edges[rows])
         latent = self._run.model.latent if generator is not None else 0
@@ -98,12 +100,17 @@ class CanTask:
         """Judges each test folder by itself, beside the floors; thresholds come from validation."""
         split, mode = self._data.split, self._run.mode
         validation = score(split.validation)
-        combine = _first_column if self._supervised else _anomaly(validation[self._data.flat.label[split.validation] == 0])
+        combine = (
+            _first_column if self._supervised else _anomaly(validation[self._data.flat.label[split.validation] == 0])
+        )
         scores = ModelScores(
             validation=combine(validation), test={group: combine(score(rows)) for group, rows in split.test.items()}
         )
         options = JudgingOptions(
-            supervised=self._supervised, validation_fpr=mode.validation_fpr, floors=mode.floors, seed=self._run.training.seed
+            supervised=self._supervised,
+            validation_fpr=mode.validation_fpr,
+            floors=mode.floors,
+            seed=self._run.training.seed,
         )
         return dict(judge(self._data.flat, split, scores, options))
 
@@ -118,7 +125,8 @@ class CanTask:
 NODE_WEIGHT: Final = 0.40
 EDGE_WEIGHT: Final = 0.35
 LATENT_WEIGHT: Final = 0.25
-"""Shares of the autoencoder's error terms in the anomaly score, each term in units of its mean over benign validation."""
+"""Shares of the autoencoder's error terms in the anomaly score, each term in units of its mean over benign
+validation."""
 
 
 def _anomaly(benign: NDArray[np.float64]) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:

@@ -18,8 +18,9 @@ NUM_CLASSES = 2
 class GatClassifier(nn.Module):
     r"""Graph attention layers over a window's ID graph, all layers' outputs concatenated, mean-pooled and classified.
 
-    Each layer is :math:`h_i' = \Vert_k \mathrm{ELU}\left(\sum_{j \in N(i) \cup i} \alpha^k_{ij} W^k h_j\right)` with the
-    attention :math:`\alpha` seeing edge features (GAT: Veličković et al., 2018; jumping knowledge: Xu et al., 2018).
+    Each layer is :math:`h_i' = \Vert_k \mathrm{ELU}\left(\sum_{j \in N(i) \cup i} \alpha^k_{ij} W^k h_j\right)` with
+    the attention :math:`\alpha` seeing edge features (GAT: Veličković et al., 2018; jumping knowledge: Xu et al.,
+    2018).
 
     Args:
         settings: Widths and depths.

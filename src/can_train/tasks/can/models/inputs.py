@@ -1,6 +1,6 @@
 """From stored features to what a network sees: CAN IDs become vocabulary indices and embeddings, counts and times are
-standardised. Vocabulary and scale are fitted on training windows and travel with the weights, so that a checkpoint scores
-any log by itself.
+standardised. Vocabulary and scale are fitted on training windows and travel with the weights, so that a checkpoint
+scores any log by itself.
 
 Shapes: N nodes, E edges, V known CAN IDs, H embedding width.
 """
@@ -20,7 +20,8 @@ UNKNOWN_ID: Final = 0
 """Vocabulary index of an ID that training did not see."""
 
 SCALED_LIMIT: Final = 10.0
-"""Standardised features are clipped to ± this: a flooded bus is hundreds of deviations out and would swamp a gradient."""
+"""Standardised features are clipped to ± this: a flooded bus is hundreds of deviations out and would swamp a
+gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)

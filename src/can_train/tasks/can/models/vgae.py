@@ -4,6 +4,7 @@ Shapes: B graphs, N nodes, E edges, V known CAN IDs, Z latent width.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -40,8 +41,8 @@ class Reconstruction:
 class Vgae(nn.Module):
     r"""Attention encoder to a normal latent per node; decoders for node features, edge features and the node's CAN ID.
 
-    :math:`z = \mu + \varepsilon \cdot \sigma`; edges are decoded from :math:`(z_\mathrm{source}, z_\mathrm{destination})`
-    (VGAE: Kipf and Welling, 2016).
+    :math:`z = \mu + \varepsilon \cdot \sigma`; edges are decoded from :math:`(z_\mathrm{source},
+    z_\mathrm{destination})` (VGAE: Kipf and Welling, 2016).
 
     Args:
         settings: Widths.
@@ -57,8 +58,10 @@ class Vgae(nn.Module):
         self.dropout = settings.dropout
         widths = [inputs.width, *settings.hidden]
         self.layers = nn.ModuleList(
-            GATConv(wide, out // settings.heads, heads=settings.heads, dropout=settings.dropout, edge_dim=len(EDGE_FEATURES))
-            for wide, out in zip(widths[:-1], widths[1:], strict=True)
+            GATConv(
+                wide, out // settings.heads, heads=settings.heads, dropout=settings.dropout, edge_dim=len(EDGE_FEATURES)
+            )
+            for wide, out in pairwise(widths)
         )
         self.mean = nn.Linear(widths[-1], settings.latent)
         self.log_std = nn.Linear(widths[-1], settings.latent)
@@ -66,7 +69,9 @@ class Vgae(nn.Module):
         self.decoder = _mlp(mirrored)
         self.node_head = nn.Linear(mirrored[-1], len(NODE_FEATURES))
         self.id_head = nn.Linear(mirrored[-1], len(inputs.vocabulary) + 1) if inputs.identity else None
-        self.edge_decoder = nn.Sequential(_mlp([2 * settings.latent, mirrored[1]]), nn.Linear(mirrored[1], len(EDGE_FEATURES)))
+        self.edge_decoder = nn.Sequential(
+            _mlp([2 * settings.latent, mirrored[1]]), nn.Linear(mirrored[1], len(EDGE_FEATURES))
+        )
 
     def encode(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
         """Returns mean and log standard deviation of the latent, [N, Z] each."""
@@ -97,6 +102,6 @@ class Vgae(nn.Module):
 
 def _mlp(widths: list[int]) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for wide, out in zip(widths[:-1], widths[1:], strict=True):
+    for wide, out in pairwise(widths):
         layers += [nn.Linear(wide, out), nn.ELU()]
     return nn.Sequential(*layers)

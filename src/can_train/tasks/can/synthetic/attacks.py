@@ -43,7 +43,7 @@ _REPLAYED_SHARES: Final = (1.0, 0.4, 0.1)
 """Share of a vehicle's IDs that are replayed together."""
 
 _FAST_US: Final = 50_000
-"""Longest period of a message worth suppressing or impersonating: its absence shows within a window."""
+"""Longest period of a message worth suppressing, and of the one that every replay includes: it shows in each window."""
 
 _MODERATE_US: Final = 200_000
 """Longest period of a message sent at a wrong interval: several frames in a burst."""
@@ -172,7 +172,9 @@ def _replay_burst(scene: Scene, burst: Stretch) -> Traffic:
     duration_us = min(burst.end_us - burst.start_us, burst.start_us)
     recorded_us = int((burst.start_us - duration_us) * rng.random())
     ids = np.array([message.can_id for message in scene.vehicle.messages])
-    ids = ids[rng.random(len(ids)) < _draw(rng, _REPLAYED_SHARES)]
+    # One fast message at least, so that no burst is without a frame.
+    always = _draw(rng, scene.vehicle.steady(_FAST_US)).can_id
+    ids = ids[(rng.random(len(ids)) < _draw(rng, _REPLAYED_SHARES)) | (ids == always)]
     first, last = np.searchsorted(scene.traffic.time_us, [recorded_us, recorded_us + duration_us])
     forged = scene.traffic.pick(first + np.flatnonzero(np.isin(scene.traffic.can_id[first:last], ids)))
     forged.time_us[:] += burst.start_us - recorded_us

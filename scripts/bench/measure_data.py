@@ -1,0 +1,297 @@
+"""The measurements behind `scripts/bench/data`: a made-up HCRL Car-Hacking log is parsed, turned into graphs, prepared
+and batched, each beside its rival in the same run. Times are the best of a few rounds, so that other work on the
+machine disturbs them least.
+"""
+
+import argparse
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from can_train.reporter import SilentReporter
+from can_train.tasks.can.dataset import prepare
+from can_train.tasks.can.flat import FlatGraphs
+from can_train.tasks.can.frames import Frames
+from can_train.tasks.can.graphs import GraphBuilder
+from can_train.tasks.can.layout import LOG, LogFile
+from can_train.tasks.can.reading import LogReader
+from can_train.tasks.can.settings import CanDatasetSettings
+
+RESULTS: Final = Path(__file__).with_name("RESULTS.md")
+BEGIN: Final = "<!-- data:begin -->"
+END: Final = "<!-- data:end -->"
+
+MESSAGES: Final = 4_000_000
+SMALL_SHARE: Final = 4
+"""The short log of the memory comparison has this many times fewer messages."""
+
+BATCH: Final = 512
+"""Graphs in a batch."""
+COLLATED_GRAPHS: Final = 20 * BATCH
+"""Graphs that the batches are drawn from: torch_geometric needs one object for each."""
+
+PANDAS_MISSING: Final = (
+    "pandas is not installed, so it is not measured; can-train does not need it: to see it, install it elsewhere "
+    "(pip install --target FOLDER pandas) and put that folder on PYTHONPATH"
+)
+
+ROUNDS: Final = 3
+PERIODS_MS: Final = (10,) * 17 + (20,) * 3 + (100,) * 4 + (1000,) * 3
+"""How often each ID is sent: about 2,000 messages a second from 27 IDs, as on the car that HCRL recorded."""
+SHORT_PAYLOADS: Final = {20: 5, 21: 6, 22: 2}
+"""Payload bytes of the messages that have not 8, by message."""
+ATTACK_EVERY_S: Final = 60.0
+ATTACK_LENGTH_S: Final = 4.0
+ATTACK_GAP_S: Final = 3e-4
+"""A flood of ID 0 for a few seconds, now and then."""
+ROWS_AT_A_TIME: Final = 200_000
+
+
+def main() -> None:
+    """Measures everything, prints the table and writes it into RESULTS.md."""
+    parser = argparse.ArgumentParser(prog="scripts/bench/data", description=__doc__)
+    parser.add_argument("--messages", type=int, default=MESSAGES, help="rows of the log (default: %(default)s)")
+    parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
+    parser.add_argument("--peak-of", nargs=2, type=Path, metavar=("LOG", "CACHE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak_of:
+        prepare_log(*options.peak_of)
+        print(peak_rss_mib())
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        table = measure(Path(folder), options.messages)
+    print(table)
+    if not options.no_write:
+        write_section(RESULTS, table)
+
+
+def measure(folder: Path, num_messages: int) -> str:
+    """Makes the logs in `folder`, measures, and returns a Markdown table."""
+    say(f"writing {num_messages:,} HCRL rows")
+    short, long = folder / "short.csv", folder / "long.csv"
+    write_hcrl_log(short, num_messages // SMALL_SHARE)
+    write_hcrl_log(long, num_messages)
+    rows = [
+        *parsing_rows(long, num_messages),
+        *graph_rows(long, num_messages),
+        *memory_rows(short, long, num_messages, folder),
+        *batch_rows(short, folder),
+        *start_rows(),
+    ]
+    lines = ["| measured | can-train | beside it | ratio |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return f"{environment()}\n\n" + "\n".join(lines)
+
+
+def environment() -> str:
+    """Says what the figures were measured with."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_geometric", "polars", "numpy"))
+    return f"CPU, {os.cpu_count()} cores; Python {platform.python_version()}, {packages}."
+
+
+def parsing_rows(log: Path, num_messages: int) -> list[tuple[str, ...]]:
+    """Reads the log with our reader and with pandas."""
+    say("parsing")
+    ours = num_messages / best_time(lambda: sum(map(len, read_frames(log))))
+    if importlib.util.find_spec("pandas") is None:
+        say(PANDAS_MISSING)
+        return [("parsing, M messages/s", f"{ours / 1e6:.2f}", "pandas: not installed", "")]
+    say("parsing with pandas")
+    theirs = num_messages / best_time(lambda: read_with_pandas(log), rounds=1)
+    return [("parsing, M messages/s", f"{ours / 1e6:.2f}", f"pandas {theirs / 1e6:.2f}", f"{ours / theirs:.1f} ×")]
+
+
+def graph_rows(log: Path, num_messages: int) -> list[tuple[str, ...]]:
+    """Builds graphs from frames that are in memory already."""
+    say("building graphs")
+    blocks = list(read_frames(log))
+    rate = num_messages / best_time(lambda: build_all(blocks))
+    return [("graphs (window 100, stride 100), M messages/s", f"{rate / 1e6:.2f}", "", "")]
+
+
+def memory_rows(short: Path, long: Path, num_messages: int, folder: Path) -> list[tuple[str, ...]]:
+    """Prepares a log and one several times as long, each in a process of its own."""
+    say("preparing")
+    short_mib, _ = peak_of_preparing(short, folder / "short")
+    long_mib, seconds = peak_of_preparing(long, folder / "long")
+    few, many = num_messages // SMALL_SHARE, num_messages
+    return [
+        ("peak memory of the whole preparation, MiB", f"{many:,} messages: {long_mib:.0f}",
+         f"{few:,} messages: {short_mib:.0f}", f"{long_mib / short_mib:.2f} ×"),
+        ("whole preparation, process start included, M messages/s", f"{many / seconds / 1e6:.2f}", "", ""),
+    ]  # fmt: skip
+
+
+def batch_rows(log: Path, folder: Path) -> list[tuple[str, ...]]:
+    """Makes batches of shuffled graphs with our gatherer and with torch_geometric's loader."""
+    say("batching")
+    from can_train.tasks.can.gather import Gatherer
+
+    flat = prepare_log(log, folder / "short")
+    num_graphs = min(COLLATED_GRAPHS, len(flat)) // BATCH * BATCH
+    order = np.random.default_rng(0).permutation(num_graphs).reshape(-1, BATCH)
+    gather = Gatherer(flat)
+    ours = best_time(lambda: [gather(rows) for rows in order], rounds=3 * ROUNDS) / num_graphs
+    theirs = pyg_seconds(flat, num_graphs) / num_graphs
+    name = f"batches of {BATCH} graphs, µs a graph"
+    return [(name, f"{ours * 1e6:.1f}", f"torch_geometric DataLoader {theirs * 1e6:.1f}", f"{theirs / ours:.1f} ×")]
+
+
+def start_rows() -> list[tuple[str, ...]]:
+    """Times `can-train --help` beside the import of the library that parses its line."""
+    if importlib.util.find_spec("can_train.__main__") is None:
+        say("the command line is not there, so its start is not measured")
+        return []
+    say("starting")
+    ours = best_time(lambda: run_python("-m", "can_train", "--help"), rounds=3 * ROUNDS)
+    theirs = best_time(lambda: run_python("-c", "import typer"), rounds=3 * ROUNDS)
+    return [("`can-train --help`, s", f"{ours:.2f}", f"`import typer` {theirs:.2f}", f"{ours / theirs:.1f} ×")]
+
+
+def write_hcrl_log(path: Path, num_messages: int) -> None:
+    """Writes periodic traffic with jitter and a few floods as HCRL Car-Hacking rows."""
+    rng = np.random.default_rng(0)
+    timestamp, message = bus_schedule(rng, num_messages)
+    ids = [f"{can_id:04x}" for can_id in [*np.sort(rng.choice(0x7FF, len(PERIODS_MS), replace=False) + 1), 0]]
+    flood = len(PERIODS_MS)
+    with path.open("w", encoding="ascii") as file:
+        for begin in range(0, num_messages, ROWS_AT_A_TIME):
+            part = slice(begin, begin + ROWS_AT_A_TIME)
+            payload = rng.integers(0, 256, (len(message[part]), 8), dtype=np.uint8)
+            columns = zip(timestamp[part].tolist(), message[part].tolist(), payload, strict=True)
+            for time_s, index, data in columns:
+                size = SHORT_PAYLOADS.get(index, 8)
+                flag = "T" if index == flood else "R"
+                file.write(f"{time_s:.6f},{ids[index]},{size},{data[:size].tobytes().hex(',')},{flag}\n")
+
+
+def bus_schedule(rng: np.random.Generator, num_messages: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns when each message is sent, in seconds, and which one it is; the flood is the last number."""
+    seconds = num_messages / sum(1000 / period for period in PERIODS_MS)  # floods only make it longer than needed
+    times, numbers = [], []
+    for number, period_ms in enumerate(PERIODS_MS):
+        ticks = np.arange(rng.uniform(0, period_ms / 1000), seconds, period_ms / 1000)
+        times.append(ticks + rng.normal(0, period_ms * 2e-5, len(ticks)))
+        numbers.append(np.full(len(ticks), number))
+    for begin in np.arange(ATTACK_EVERY_S / 2, seconds, ATTACK_EVERY_S):
+        flood = np.arange(begin, begin + ATTACK_LENGTH_S, ATTACK_GAP_S)
+        times.append(flood)
+        numbers.append(np.full(len(flood), len(PERIODS_MS)))
+    order = np.argsort(np.concatenate(times))[:num_messages]
+    return 1_478_198_376.0 + np.concatenate(times)[order], np.concatenate(numbers)[order]
+
+
+def read_frames(log: Path) -> Iterator[Frames]:
+    """Reads a log as can-train does."""
+    return LogReader(log, CanDatasetSettings()).blocks()
+
+
+def read_with_pandas(log: Path) -> tuple[Any, ...]:
+    """Reads the same columns the way one would with pandas, without a loop over rows. IDs and bytes are text first,
+    since numeric-looking hexadecimal would be taken for decimal; the flag is the last token of a ragged row.
+    """
+    import pandas as pd
+
+    data = [f"byte_{index}" for index in range(8)]
+    table = pd.read_csv(log, header=None, names=["timestamp", "id", "dlc", *data, "flag"], dtype=str)
+    tokens = table[[*data, "flag"]].to_numpy()
+    dlc = table["dlc"].astype(int).to_numpy()
+    flag = tokens[np.arange(len(table)), dlc] == "T"
+    tokens[np.arange(9) >= dlc[:, None]] = "00"
+    value = {f"{byte:02x}": byte for byte in range(256)}
+    payload = np.stack([pd.Series(tokens[:, index]).map(value).to_numpy(np.uint8) for index in range(8)], axis=1)
+    can_id = table["id"].map(lambda text: int(text, 16)).to_numpy(np.uint32)
+    return table["timestamp"].astype(float).to_numpy(), can_id, dlc, payload, flag
+
+
+def build_all(blocks: list[Frames]) -> int:
+    """Builds all graphs and drops them."""
+    builder = GraphBuilder(100, 100)
+    return sum(len(block) for frames in blocks for block in builder.feed(frames))
+
+
+def prepare_log(log: Path, cache: Path) -> FlatGraphs:
+    """Does all that happens between a log and training."""
+    source = LogFile(path=log, role=LOG, group=log.name, kind="DoS")
+    return prepare(CanDatasetSettings(path=str(log)), [source], cache, SilentReporter()).flat
+
+
+def peak_of_preparing(log: Path, cache: Path) -> tuple[float, float]:
+    """Prepares a log in a fresh process and returns its peak memory in MiB and its time in seconds."""
+    begin = time.perf_counter()
+    output = run_python(__file__, "--peak-of", str(log), str(cache))
+    return float(output), time.perf_counter() - begin
+
+
+def peak_rss_mib() -> float:
+    """Returns this process's peak. Not getrusage's: on Linux that begins with the peak of the process before exec."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(peak) / 1024
+
+
+def pyg_seconds(flat: FlatGraphs, num_graphs: int) -> float:
+    """Times one shuffled pass of torch_geometric's loader over graphs that are objects in memory already."""
+    import torch
+    from torch_geometric.data import Data
+    from torch_geometric.loader import DataLoader
+
+    graphs = []
+    for g in range(num_graphs):
+        nodes = slice(flat.node_ptr[g], flat.node_ptr[g + 1])
+        edges = slice(flat.edge_ptr[g], flat.edge_ptr[g + 1])
+        graphs.append(
+            Data(
+                x=torch.tensor(flat.node_features[nodes]),
+                edge_index=torch.tensor(flat.edge_index[:, edges], dtype=torch.int64),
+                edge_attr=torch.tensor(flat.edge_features[edges]),
+                can_id=torch.tensor(flat.ids[flat.node_code[nodes]]),
+                y=torch.tensor([int(flat.label[g] > 0)]),
+            )
+        )
+    loader = DataLoader(graphs, batch_size=BATCH, shuffle=True)
+    return best_time(lambda: sum(1 for _ in loader))
+
+
+def best_time(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Returns the seconds of the fastest of a few rounds."""
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+def run_python(*arguments: str) -> str:
+    """Runs this Python and returns what it printed."""
+    return subprocess.run([sys.executable, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+def write_section(path: Path, text: str) -> None:
+    """Puts the table between its markers, and leaves what other benchmarks wrote alone."""
+    document = path.read_text(encoding="utf-8") if path.exists() else "# Measured\n"
+    if BEGIN not in document:
+        document += f"\n## Data: from a log to batches (`scripts/bench/data`)\n\n{BEGIN}\n{END}\n"
+    before, _, rest = document.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def say(text: str) -> None:
+    """Tells what is being done."""
+    print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""can-train launches PyTorch training that fits: the names here are for people with a loop of their own."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from can_train.engine.finder import SizeSearch, find_max_size
+    from can_train.errors import CanTrainError
+    from can_train.memory.out_of_memory import is_out_of_memory
+    from can_train.policy.accumulation import solve_accumulation
+    from can_train.policy.factors import FactorPoint, MomentumPolicy
+    from can_train.state.factor_store import get_safety_factor_db
+    from can_train.training.learning import get_effective_safety_factor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CanTrainError",
+    "FactorPoint",
+    "MomentumPolicy",
+    "SizeSearch",
+    "find_max_size",
+    "get_effective_safety_factor",
+    "get_safety_factor_db",
+    "is_out_of_memory",
+    "solve_accumulation",
+]
+
+_HOMES: Final = {
+    "CanTrainError": "errors",
+    "FactorPoint": "policy.factors",
+    "MomentumPolicy": "policy.factors",
+    "SizeSearch": "engine.finder",
+    "find_max_size": "engine.finder",
+    "get_effective_safety_factor": "training.learning",
+    "get_safety_factor_db": "state.factor_store",
+    "is_out_of_memory": "memory.out_of_memory",
+    "solve_accumulation": "policy.accumulation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used: `import can_train` stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,216 @@
+import json
+import os
+import re
+import stat
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from can_train.errors import StateError
+from can_train.state.observations import (
+    SCHEMA,
+    Observation,
+    read_observations,
+    utc_now,
+    write_observation,
+    write_started,
+)
+from state.samples import at, observation, out_of_memory, started
+
+text = st.text(st.characters(codec="utf-8"))
+counts = st.integers(0, 2**60)
+some_observations = st.builds(
+    observation,
+    run_id=text, attempt=counts, key=text, size=text, factor=st.floats(0.01, 1.0), factor_reason=text,
+    outcome=st.sampled_from(["ok", "rescued", "oom", "interrupted", "error"]),
+    capacity_bytes=st.integers(1, 2**60), peak_allocated_bytes=st.none() | counts, used=st.none() | st.floats(0, 9),
+    tuned_limit=st.none() | counts, fingerprint=st.dictionaries(text, st.none() | text | counts | st.booleans()),
+)  # fmt: skip
+
+
+def damaged(state: Path, content: bytes | str, name: str = "foreign.json") -> str:
+    """The reason for which a file beside a good one is set aside."""
+    write_observation(state, observation())
+    path = state / "observations" / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    log = read_observations(state)
+    assert log.finished == [observation()]
+    assert path.read_bytes() == (content if isinstance(content, bytes) else content.encode())
+    assert [aside.path for aside in log.set_aside] == [path]
+    return log.set_aside[0].reason
+
+
+def as_json(**changed: Any) -> str:
+    return json.dumps({"schema": SCHEMA, **asdict(observation()), **changed})
+
+
+@given(record=some_observations)
+def test_what_is_written_is_read_back(record: Observation, tmp_path_factory: pytest.TempPathFactory) -> None:
+    state = tmp_path_factory.mktemp("state")
+    write_observation(state, record)
+    assert read_observations(state).finished == [record]
+
+
+def test_a_folder_that_does_not_exist_is_empty_and_stays_so(tmp_path: Path) -> None:
+    log = read_observations(tmp_path / "none")
+    assert (log.finished, log.unfinished, log.set_aside) == ([], [], [])
+    assert not (tmp_path / "none").exists()
+
+
+def test_observations_come_in_the_order_in_which_their_attempts_began(tmp_path: Path) -> None:
+    for number in (3, 1, 2):
+        write_observation(tmp_path, observation(number, run_id=f"z{9 - number}"))
+    assert [record.run_id for record in read_observations(tmp_path).finished] == ["z8", "z7", "z6"]
+
+
+def test_an_attempt_that_began_and_left_nothing_is_unfinished(tmp_path: Path) -> None:
+    for number in (1, 2):
+        write_started(tmp_path, started(number))
+    write_observation(tmp_path, observation(2))
+    log = read_observations(tmp_path)
+    assert log.unfinished == [started(1)]
+    assert log.finished == [observation(2)]
+
+
+def test_an_observation_is_never_overwritten(tmp_path: Path) -> None:
+    write_observation(tmp_path, observation())
+    with pytest.raises(StateError, match="an observation of this attempt exists"):
+        write_observation(tmp_path, out_of_memory())
+    assert read_observations(tmp_path).finished == [observation()]
+
+
+def test_attempts_of_one_run_and_runs_of_one_moment_have_files_of_their_own(tmp_path: Path) -> None:
+    records = [observation(), observation(attempt=2), observation(run_id="other"), observation(start_time=at(10.5))]
+    for record in records:
+        write_observation(tmp_path, record)
+    assert len(read_observations(tmp_path).finished) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "empty"),
+        (as_json()[:-40], "Unterminated|Expecting"),
+        (b"\x80\x81", "codec can't decode|invalid start byte"),
+        ("[1, 2]", "not an observation of can-train"),
+        ('{"safety_factor": 0.5}', "not an observation of can-train"),
+        ("[" * 100_000, "recursion|not an observation"),
+        (as_json(schema=2), "newer can-train"),
+        (as_json(factor=7.0), "not in"),
+        (as_json(factor="0.5"), "factor is"),
+        (as_json(attempt=True), "attempt is"),
+        (as_json(capacity_bytes=0), "below 1"),
+        (as_json(outcome="fine"), "not one of"),
+        (as_json(start_time="yesterday"), "isoformat"),
+        (as_json(end_time="2026-01-01T00:00:00"), "time zone"),
+        (as_json(used=-1.0), "not a share"),
+        (as_json(device={"key": "x"}), "name is missing"),
+        (json.dumps({"schema": 1, "run_id": "x"}), "attempt is missing"),
+    ],
+)
+def test_a_file_that_is_no_observation_is_set_aside_and_left_alone(
+    content: bytes | str, reason: str, tmp_path: Path
+) -> None:
+    assert re.search(reason, damaged(tmp_path, content))
+
+
+def test_a_damaged_started_file_is_set_aside(tmp_path: Path) -> None:
+    assert damaged(tmp_path, "", "x.started.json") == "empty"
+
+
+def test_files_still_being_written_and_other_files_are_passed_over(tmp_path: Path) -> None:
+    write_observation(tmp_path, observation())
+    (tmp_path / "observations" / ".0123456789abcdef.tmp").write_text("{")
+    (tmp_path / "observations" / "README").write_text("?")
+    log = read_observations(tmp_path)
+    assert (len(log.finished), log.set_aside) == (1, [])
+
+
+def test_fields_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
+    path = write_observation(tmp_path, observation())
+    path.write_text(as_json(temperature=41))
+    assert read_observations(tmp_path).finished == [observation()]
+
+
+def test_whole_numbers_are_read_where_fractions_are_meant(tmp_path: Path) -> None:
+    path = write_observation(tmp_path, observation())
+    path.write_text(as_json(factor=1, used=1))
+    assert read_observations(tmp_path).finished[0].factor == 1.0
+
+
+@pytest.mark.parametrize("run_id", ["../../escape", "a/b", "näme", "x" * 400, "", "-"])
+def test_no_run_id_leads_out_of_the_folder(run_id: str, tmp_path: Path) -> None:
+    path = write_observation(tmp_path, observation(run_id=run_id))
+    assert path.parent == tmp_path / "observations"
+    assert read_observations(tmp_path).finished[0].run_id == run_id
+
+
+def test_a_place_that_is_no_folder_is_a_state_error(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file")
+    with pytest.raises(StateError, match="cannot be written"):
+        write_observation(tmp_path / "state", observation())
+    with pytest.raises(StateError, match="cannot be read"):
+        read_observations(tmp_path / "state")
+
+
+def test_a_fingerprint_that_json_does_not_know_is_a_state_error(tmp_path: Path) -> None:
+    for value in (object(), float("inf")):
+        with pytest.raises(StateError, match="cannot be written"):
+            write_observation(tmp_path, observation(fingerprint={"x": value}))
+    assert read_observations(tmp_path).finished == []
+
+
+def test_files_of_a_shared_folder_can_be_read_by_others(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        path = write_observation(tmp_path, observation())
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def write_many(state: Path, worker: int) -> None:
+    for number in range(25):
+        write_observation(state, observation(number, run_id=f"{worker}"))
+
+
+def test_many_processes_lose_nothing(tmp_path: Path) -> None:
+    context = get_context("fork")
+    workers = [context.Process(target=write_many, args=(tmp_path, worker)) for worker in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert len(read_observations(tmp_path).finished) == 100
+
+
+def test_the_clock_is_written_to_the_microsecond_and_in_utc() -> None:
+    record = observation(start_time=utc_now())
+    assert record.started.utcoffset() is not None
+    assert len(record.start_time) == len(at(0))
+
+
+def test_an_out_of_memory_beside_other_processes_is_not_the_configurations_fault() -> None:
+    assert out_of_memory().ran_out_of_memory
+    assert observation(outcome="rescued", ooms_rescued=1).ran_out_of_memory
+    assert not out_of_memory(foreign_bytes=1).ran_out_of_memory
+    assert not observation().ran_out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "short"),
+    [
+        ("hcrl_ch_gat_teacher_normal", "teacher", "hcrl_ch_gat_normal"),
+        ("my_teacher_log_vgae_teacher_autoencoder", "teacher", "my_teacher_log_vgae_autoencoder"),
+        ("muon_wgan_normal", "", "muon_wgan_normal"),
+        ("teacher_normal", "teacher", "teacher_normal"),
+    ],
+)
+def test_a_key_is_shortened_by_its_size(key: str, size: str, short: str) -> None:
+    assert observation(key=key, size=size).key_without_size == short
