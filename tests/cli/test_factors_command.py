@@ -57,7 +57,8 @@ def test_nothing_is_cropped_in_a_pipe(state: Path) -> None:
 
 def test_a_key_shows_its_runs(state: Path) -> None:
     lines = shown(state, KEY)
-    assert [line[:2] for line in lines if line and line[0].startswith("run-")] == [["run-3", "1"], ["run-1", "1"], ["run-2", "1"]]
+    runs = [line[:2] for line in lines if line and line[0].startswith("run-")]
+    assert runs == [["run-3", "1"], ["run-1", "1"], ["run-2", "1"]]
     assert "set_01_vgae_student_autoencoder" not in run(state, KEY).stdout
 
 
@@ -105,6 +106,7 @@ def test_lost_attempts_and_files_set_aside_are_named(state: Path) -> None:
 
 
 def test_the_command_imports_nothing_heavy() -> None:
-    code = "import sys, can_train.cli.factors; print({'torch', 'hydra', 'submitit', 'numpy', 'rich.table'} & set(sys.modules))"
+    heavy = {"torch", "hydra", "submitit", "numpy", "rich.table"}
+    code = f"import sys, can_train.cli.factors; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

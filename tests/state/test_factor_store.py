@@ -69,7 +69,7 @@ def test_an_unknown_key_or_device_is_an_error_that_lists_those_there_are(tmp_pat
     db = get_safety_factor_db(tmp_path)
     with pytest.raises(ConfigError, match=f"Unknown configuration key: 'hcrl_gat'.*\n.*{KEY}"):
         db.get_factor("hcrl_gat")
-    with pytest.raises(ConfigError, match="Unknown device: 'h100-80gb'.*\n.*v100-16gb"):
+    with pytest.raises(ConfigError, match=r"Unknown device: 'h100-80gb'.*\n.*v100-16gb"):
         db.get_factor(KEY, "h100-80gb")
 
 

@@ -1,4 +1,6 @@
-"""`can-train factors [KEY]`: shows what past runs taught. Imports neither torch nor Hydra, so that it answers at once."""
+"""`can-train factors [KEY]`: shows what past runs taught. Imports neither torch nor Hydra, so that it answers at
+once.
+"""
 
 import json
 from collections.abc import Sequence

@@ -14,7 +14,7 @@ from can_train.errors import ConfigError, StateError, unknown_name
 from can_train.policy.factors import FactorPoint, MomentumPolicy
 from can_train.state.atomic import write_json_atomic
 from can_train.state.folders import state_folder
-from can_train.state.observations import Observation, ObservationLog, read_observations
+from can_train.state.observations import Observation, read_observations
 
 EXPORT_NAME: Final = "batch_size_factors.json"
 
