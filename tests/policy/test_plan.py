@@ -69,6 +69,12 @@ def test_opt_keeps_the_batch_and_cuts_it() -> None:
     assert plan.used == 0.5
 
 
+def test_a_search_that_memory_did_not_end_says_nothing_of_what_is_used() -> None:
+    asked = request(mode="opt", requested_batch=100)
+    assert resolve_plan(asked, tuned_limit=search_upper(asked)).used is None
+    assert resolve_plan(asked, tuned_limit=search_upper(asked) - 1).used is not None
+
+
 def test_opt_with_divisors_says_what_they_cost() -> None:
     plan = resolve_plan(request(mode="opt", requested_batch=127, divisor=True), tuned_limit=128)
     assert plan.micro_batches == (1,) * 127

@@ -131,9 +131,9 @@ def test_a_run_that_ended_before_the_out_of_memory_began_counts() -> None:
     "silent",
     [
         observation(outcome="error"), observation(peak_allocated_bytes=None), observation(used=None, tuned_limit=None),
-        out_of_memory(foreign_bytes=2**30),
+        out_of_memory(foreign_bytes=2**30), out_of_memory(used=None, tuned_limit=None),
     ],
-    ids=["error", "nothing measured", "no search", "other processes"],
+    ids=["error", "nothing measured", "no search", "other processes", "out of memory without a search"],
 )  # fmt: skip
 def test_some_runs_teach_nothing(silent: Observation) -> None:
     assert history_of([silent]) == []

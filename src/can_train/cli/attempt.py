@@ -9,23 +9,31 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import CanTrainError
 from can_train.reporter import Reporter
-from can_train.training.run import train_run
+from can_train.training.run import Outcome, train_new, train_on
 from can_train.training.run_folder import RunFolder
 
 
-def attempt(run: ResolvedRun, folder: RunFolder, reporter: Reporter | None = None) -> None:
-    """Trains (or goes on training) a run and prints its result."""
-    outcome = train_run(run, folder, reporter or make_reporter())
-    print_tables(outcome.tables)
-    print(f"\nRun {folder.run_id}: {outcome.summary}")
-    print(f"Result: {folder.result_path}")
+def start(run: ResolvedRun) -> None:
+    """Trains a new run and shows what came of it."""
+    _show(train_new(run, make_reporter()))
 
 
-def attempt_in_job(path: str) -> None:
+def go_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter | None = None) -> None:
+    """Continues a run, or shows one that has ended."""
+    _show(train_on(run, folder, reporter or make_reporter()))
+
+
+def go_on_in_job(path: str) -> None:
     """Does the same in a job, where nobody watches: plain lines, and an exit code for the scheduler."""
     folder = RunFolder(Path(path))
     try:
-        attempt(from_plain(folder.config()), folder, LineReporter(sys.stderr))
+        go_on(from_plain(folder.config()), folder, LineReporter(sys.stderr))
     except CanTrainError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from error
+
+
+def _show(outcome: Outcome) -> None:
+    print_tables(outcome.tables)
+    print(f"\nRun {outcome.folder.run_id}: {outcome.summary}")
+    print(f"Result: {outcome.folder.result_path}")

@@ -11,9 +11,9 @@ def resume(
     runs_dir: Annotated[str, typer.Option(help="Folder of run folders.")] = "runs",
 ) -> None:
     """Continue a run from its last checkpoint."""
-    from can_train.cli.attempt import attempt
+    from can_train.cli.attempt import go_on
     from can_train.config.compose import from_plain
     from can_train.training.run_folder import RunFolder
 
     folder = RunFolder.find(Path(runs_dir), run)
-    attempt(from_plain(folder.config()), folder)
+    go_on(from_plain(folder.config()), folder)

@@ -120,19 +120,18 @@ def _print_dry_run(run: "ResolvedRun") -> None:
 
 
 def _run_here(run: "ResolvedRun") -> None:
-    from can_train.cli.attempt import attempt
-    from can_train.training.run_folder import RunFolder
+    from can_train.cli.attempt import start
 
-    attempt(run, RunFolder.create(run.runs_dir, run.key, run.config))
+    start(run)
 
 
 def _submit(run: "ResolvedRun") -> None:
-    from can_train.cli.attempt import attempt_in_job
+    from can_train.cli.attempt import go_on_in_job
     from can_train.launch.local import submit
     from can_train.training.run_folder import RunFolder
 
     folder = RunFolder.create(run.runs_dir, run.key, run.config)
-    submitted = submit(attempt_in_job, folder.path, run.cluster)
+    submitted = submit(go_on_in_job, folder.path, run.cluster)
     print(f"Submitted {folder.run_id} as process {submitted.job_id}.")
     print(f"Follow it:      tail -f {submitted.log_path}")
     print(f"Its result:     {folder.result_path}")

@@ -17,7 +17,7 @@ _RETREAT: Final = 4
 _GROWTH: Final = 2
 """Multiplier of the size while everything has fitted, without readings of the peak."""
 
-_MAX_READINGS: Final = 12
+_MAX_READINGS: Final = 16
 """Readings after which the law is given up: peaks that follow none would have the search creep."""
 
 _JUMP: Final = 32

@@ -66,6 +66,7 @@ class Plan:
         binding_limit: What decided the logical batch.
         lr_factor: Multiplier of the learning rate.
         tuned_limit: Largest size in samples that was tried and fits; None without a search.
+        search_capped: Whether the search stopped where memory no longer mattered, so that more may fit than was tried.
         safety_factor: Share of the tuned limit in use; None without a search.
         notices: What the user should know, as sentences.
     """
@@ -77,13 +78,18 @@ class Plan:
     binding_limit: BindingLimit
     lr_factor: float
     tuned_limit: int | None
+    search_capped: bool
     safety_factor: float | None
     notices: tuple[str, ...]
 
     @property
     def used(self) -> float | None:
-        """Largest micro-batch ÷ tuned limit; None without a search."""
-        return self.micro_batches[0] / self.tuned_limit if self.tuned_limit else None
+        """Largest micro-batch ÷ tuned limit; None where that limit was not searched for, or not reached: such a run
+        says nothing of what a share of it leads to.
+        """
+        if not self.tuned_limit or self.search_capped:
+            return None
+        return self.micro_batches[0] / self.tuned_limit
 
 
 def resolve_mode(find_batch_size: str, *, batch_size_given: bool) -> Mode:
@@ -125,6 +131,7 @@ def resolve_plan(request: PlanRequest, *, tuned_limit: int | None) -> Plan:
         binding_limit=binding,
         lr_factor=_lr_factor(request, logical),
         tuned_limit=tuned_limit,
+        search_capped=tuned_limit is not None and tuned_limit >= search_upper(request),
         safety_factor=None if tuned_limit is None else request.factor,
         notices=tuple(_notices(request, logical) + _divisor_notices(micro_batches, safe_limit)),
     )

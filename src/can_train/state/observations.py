@@ -148,8 +148,9 @@ class Observation:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether memory ran out, rescued or not, at a cost that was thought safe and without other processes' part."""
-        return (self.outcome == "oom" or self.ooms_rescued > 0) and self.foreign_bytes == 0
+        """Whether memory ran out, rescued or not, at a cost that a search had shown safe, and by this run's doing."""
+        failed = self.outcome == "oom" or self.ooms_rescued > 0
+        return failed and self.tuned_limit is not None and self.foreign_bytes == 0
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ class Attempt:
         session, plan = self.session, self.session.plan
         return Observation(
             **{name: getattr(self._started, name) for name in ("run_id", "attempt", "key", "device", "start_time")},
+            size=self.run.size,
             end_time=utc_now(),
             outcome=outcome,
             factor=self.factor.factor,

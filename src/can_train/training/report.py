@@ -23,6 +23,7 @@ def plan_lines(plan: Plan, meter: Meter, factor: FactorChoice) -> list[str]:
         f"  micro-batches  {len(plan.micro_batches)} of {sizes}, limit {plan.safe_limit}",
     ]
     if plan.tuned_limit is not None:
-        lines.append(f"  largest tried  {plan.tuned_limit} fits")
+        more = " (more was not needed)" if plan.search_capped else ""
+        lines.append(f"  largest tried  {plan.tuned_limit} fits{more}")
         lines.append(f"  safety factor  {factor.factor:.4g}: {factor.reason}")
     return lines

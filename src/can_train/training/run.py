@@ -21,7 +21,7 @@ from can_train.training.folders import cache_folder, data_root
 from can_train.training.learning import Attempt, factor_for
 from can_train.training.loop import Session
 from can_train.training.run_folder import RunFolder
-from can_train.training.session import Ingredients, make_session
+from can_train.training.session import Parts, make_session
 from can_train.training.signals import StopRequests
 from can_train.training.task import Table, Task
 
@@ -31,16 +31,35 @@ class Outcome:
     """What came of a run.
 
     Attributes:
+        folder: Where everything about it is.
         tables: The judgement as text.
         summary: The run in one sentence.
     """
 
+    folder: RunFolder
     tables: Sequence[Table]
     summary: str
 
 
-def train_run(run: ResolvedRun, folder: RunFolder, reporter: Reporter) -> Outcome:
-    """Trains a run to its end, from its last checkpoint if it has one, and judges it.
+def train_new(run: ResolvedRun, reporter: Reporter) -> Outcome:
+    """Trains a run from its beginning and judges it. Its folder is made once its data has been read.
+
+    Raises:
+        CanTrainError: Something that the user can mend.
+        SystemExit: A signal ended it; what was trained is saved.
+    """
+    stops = StopRequests()
+    with stops.installed():
+        meter = meter_for(resolve_device(run.device))
+        task = load_task(run, reporter)
+        folder = RunFolder.create(run.runs_dir, run.key, run.config)
+        reporter.notice(f"run {folder.run_id}")
+        with folder.locked():
+            return _train(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops))
+
+
+def train_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter) -> Outcome:
+    """Trains a run that has a folder to its end, from its last checkpoint if it has one; shows one that has ended.
 
     Raises:
         CanTrainError: Something that the user can mend.
@@ -52,24 +71,27 @@ def train_run(run: ResolvedRun, folder: RunFolder, reporter: Reporter) -> Outcom
         task = load_task(run, reporter)
         finished = folder.result()
         if finished is not None:
-            return _outcome(task, finished)
-        torch.use_deterministic_algorithms(run.training.deterministic)
-        factor = factor_for(run, meter, reporter)
-        session = make_session(
-            Ingredients(run=run, folder=folder, task=task, meter=meter, factor=factor, reporter=reporter, stops=stops)
-        )
-        with Attempt(run=run, folder=folder, session=session, factor=factor):
-            loop.train(session)
-            loop.release_training_memory(session)
-            result = _result(run, folder, session)
-        write_json_atomic(folder.result_path, result)
-        return _outcome(task, result)
+            return _outcome(task, folder, finished)
+        return _train(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops))
 
 
 def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
     """Makes the task of a run, its data prepared."""
     factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
     return factory(run, data_root(run.paths), cache_folder(run.paths), reporter)
+
+
+def _train(parts: Parts) -> Outcome:
+    run = parts.run
+    torch.use_deterministic_algorithms(run.training.deterministic)
+    factor = factor_for(run, parts.meter, parts.reporter)
+    session = make_session(parts, factor)
+    with Attempt(run=run, folder=parts.folder, session=session, factor=factor):
+        loop.train(session)
+        loop.release_training_memory(session)
+        result = _result(run, parts.folder, session)
+    write_json_atomic(parts.folder.result_path, result)
+    return _outcome(parts.task, parts.folder, result)
 
 
 def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, Any]:
@@ -101,9 +123,10 @@ def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, 
     }
 
 
-def _outcome(task: Task, result: Mapping[str, Any]) -> Outcome:
+def _outcome(task: Task, folder: RunFolder, result: Mapping[str, Any]) -> Outcome:
     best = f"best validation loss {result['best_validation_loss']:.4g} after epoch {result['best_epoch']}"
     return Outcome(
+        folder=folder,
         tables=task.tables(result["judgement"]),
         summary=f"{result['epochs']} epochs, {result['steps']} steps, {result['parameters']:,} parameters, {best}",
     )

@@ -27,19 +27,18 @@ from can_train.training.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ingredients:
-    """What an attempt brings to its session."""
+class Parts:
+    """What an attempt of a run is made with."""
 
     run: ResolvedRun
     folder: RunFolder
     task: Task
     meter: Meter
-    factor: FactorChoice
     reporter: Reporter
     stops: StopRequests
 
 
-def make_session(given: Ingredients) -> Session:
+def make_session(given: Parts, factor: FactorChoice) -> Session:
     """Builds the model, resolves or reads the plan, and restores the last checkpoint.
 
     Raises:
@@ -53,7 +52,7 @@ def make_session(given: Ingredients) -> Session:
     # Preparing data may or may not have drawn random numbers (a cache): weights start from here.
     randomness.seed_everything(run.training.seed)
     model = given.task.build_model().to(meter.device, precision.dtype)
-    plan = _plan(given, model)
+    plan = _plan(given, factor, model)
     optimization = make_optimization(
         model,
         run.training,
@@ -82,23 +81,23 @@ def make_session(given: Ingredients) -> Session:
     return session
 
 
-def _plan(given: Ingredients, model: nn.Module) -> Plan:
+def _plan(given: Parts, factor: FactorChoice, model: nn.Module) -> Plan:
     """Reads the plan that an earlier attempt froze, or resolves and freezes one; shows it."""
     plan = _frozen_plan(given.folder.plan_path)
     if plan is None:
-        plan = _searched_plan(given, model)
+        plan = _searched_plan(given, factor, model)
         write_json_atomic(given.folder.plan_path, asdict(plan))
-    elif plan.safety_factor is not None and given.factor.factor < plan.safety_factor:
-        plan = _within(plan, given.factor.factor, divisor=given.run.training.accumulation == "divisor")
-    given.reporter.notice("\n".join(plan_lines(plan, given.meter, given.factor)))
+    elif plan.safety_factor is not None and factor.factor < plan.safety_factor:
+        plan = _within(plan, factor.factor, divisor=given.run.training.accumulation == "divisor")
+    given.reporter.notice("\n".join(plan_lines(plan, given.meter, factor)))
     for notice in plan.notices:
         given.reporter.notice(notice)
     return plan
 
 
-def _searched_plan(given: Ingredients, model: nn.Module) -> Plan:
+def _searched_plan(given: Parts, factor: FactorChoice, model: nn.Module) -> Plan:
     """Resolves a plan, its trials shown as a stage; leaves generators and meter as they were."""
-    request = plan_request(given.run, factor=given.factor.factor, dataset_size=len(given.task.train_rows))
+    request = plan_request(given.run, factor=factor.factor, dataset_size=len(given.task.train_rows))
     trial = Trial(given.run, given.task, model, given.meter)
     generators = randomness.capture()
     with given.reporter.stage("finding the batch size", unit="trials") as stage:

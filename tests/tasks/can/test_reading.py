@@ -170,12 +170,18 @@ def test_exactly_the_allowed_share_of_malformed_rows_is_read(tmp_path: Path) -> 
 
 def test_time_that_runs_backwards_keeps_the_order_and_counts_as_bad(tmp_path: Path) -> None:
     late = [Message(9_000_000, 1), *TRAFFIC]
-    done = read(write_log(tmp_path / "log.csv", car_hacking(late)), block_bytes=60)
+    done = read(write_log(tmp_path / "log.csv", car_hacking(late)), block_bytes=1)
     assert done.reader.report.backwards == 1
     assert done.frames.timestamp[:2].tolist() == [9.0, 1.0]
     assert "line 2: time runs backwards by more than 10 ms" in done.reader.report.summary()[1]
     with pytest.raises(DataError, match=r"log\.csv:2: time runs backwards"):
         read(tmp_path / "log.csv", CanDatasetSettings(max_malformed=0.001))
+
+
+def test_bad_rows_are_told_in_the_order_of_the_file(tmp_path: Path) -> None:
+    late = [Message(9_000_000, 1), *TRAFFIC]
+    done = read(write_log(tmp_path / "log.csv", car_hacking(late) + "nonsense\n"))
+    assert [row.line for row in done.reader.report.examples] == [2, 202]
 
 
 def test_steps_back_of_ten_milliseconds_are_told_and_not_counted(tmp_path: Path) -> None:
@@ -200,9 +206,10 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
         LogReader(tmp_path / "log.blf", AUTO)
 
 
-def test_binary_rubbish_inside_a_log_counts_as_malformed_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rubbish", [b"\x00\x00\x00", b"\x01\x02", b"\xff\xfe", b"\x01\xff\x01"])
+def test_binary_rubbish_inside_a_log_is_a_malformed_row(rubbish: bytes, tmp_path: Path) -> None:
     lines = car_hacking(TRAFFIC).encode().splitlines(keepends=True)
-    (tmp_path / "log").write_bytes(b"".join([*lines, b"\x00\x01\xff\xfe\x01\n", *lines]))
+    (tmp_path / "log").write_bytes(b"".join([*lines, rubbish, b"\n", *lines]))
     report = read(tmp_path / "log", CanDatasetSettings(max_malformed=0.01)).reader.report
     assert (report.frames, report.backwards) == (2 * len(TRAFFIC), 1)
     assert report.reasons == {"the row is truncated or not of this format": 1}

@@ -118,7 +118,9 @@ def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
         grammar: How they are written.
     """
     fields = pl.DataFrame({"line": lines, "fields": lines.str.extract_groups(grammar.pattern)}).unnest("fields")
-    rows = fields.with_row_index("position").select("position", "line", *_number_columns(grammar))
+    # The digits are a column of their own because polars would strip the separators once for each use of an expression.
+    fields = fields.with_row_index("position").with_columns(digits=_payload_digits(grammar))
+    rows = fields.select("position", "line", *_number_columns(grammar))
     rules = _rules(grammar)
     holds = rows.select(pl.all_horizontal([rule for rule, _ in rules]).fill_null(False)).to_series()
     good = rows if holds.all() else rows.filter(holds)
@@ -148,15 +150,12 @@ def _is_row(line: pl.Expr) -> pl.Expr:
 
 def _number_columns(grammar: Grammar) -> list[pl.Expr]:
     """The columns made of a row's groups: `length` in bytes, `payload` as a big-endian number with zeros behind it."""
-    digits = _payload_digits(grammar)
-    if grammar.has("remote"):
-        digits = pl.when(pl.col("remote").is_null()).then(digits).otherwise(pl.lit(""))
-    padded = digits.str.pad_end(2 * MAX_PAYLOAD_BYTES, "0")
+    padded = pl.col("digits").str.pad_end(2 * MAX_PAYLOAD_BYTES, "0")
     return [
         pl.col("timestamp").is_not_null().alias("matched"),
         pl.col("timestamp").cast(pl.Float64, strict=False),
         pl.col("id").str.to_integer(base=grammar.id_base, dtype=pl.UInt64, strict=False),
-        (digits.str.len_bytes() // 2).alias("length"),
+        (pl.col("digits").str.len_bytes() // 2).alias("length"),
         padded.str.to_integer(base=16, dtype=pl.UInt64, strict=False).alias("payload"),
         *([pl.col("dlc").cast(pl.UInt32, strict=False)] if grammar.has("dlc") else []),
         *(pl.col(group) for group in ("label", "kind", "remote", "fd") if grammar.has(group)),
@@ -164,7 +163,7 @@ def _number_columns(grammar: Grammar) -> list[pl.Expr]:
 
 
 def _payload_digits(grammar: Grammar) -> pl.Expr:
-    """The payload's hexadecimal digits with nothing between them."""
+    """The payload's hexadecimal digits with nothing between them; a remote frame has none."""
     if grammar.byte_columns:
         cells = [pl.col(f"data_{i}") for i in range(grammar.byte_columns)]
         # Dots stand for an empty cell: those behind the payload are dropped, one inside it makes the number unreadable.
@@ -174,7 +173,7 @@ def _payload_digits(grammar: Grammar) -> pl.Expr:
     digits = pl.col("data").fill_null("")
     for separator in grammar.separators:
         digits = digits.str.replace_all(separator, "", literal=True)
-    return digits
+    return pl.when(pl.col("remote").is_null()).then(digits).otherwise(pl.lit("")) if grammar.has("remote") else digits
 
 
 def _rules(grammar: Grammar) -> list[tuple[pl.Expr, str]]:

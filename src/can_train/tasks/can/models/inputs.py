@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch_geometric.utils import scatter
 
 from can_train.tasks.can.flat import EDGE_FEATURES, NODE_FEATURES, FlatGraphs
 from can_train.tasks.can.gather import GraphBatch
@@ -19,17 +20,13 @@ from can_train.tasks.can.gather import GraphBatch
 UNKNOWN_ID: Final = 0
 """Vocabulary index of an ID that training did not see."""
 
-SCALED_LIMIT: Final = 10.0
-"""Standardised features are clipped to ± this: a flooded bus is hundreds of deviations out and would swamp a
-gradient."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class InputStatistics:
     """What training windows say about the inputs.
 
     Attributes:
-        vocabulary: [V] int64, CAN IDs seen in training, ascending.
+        vocabulary: [V] int64, CAN IDs seen in benign training windows, ascending. An ID that occurs in attacks only is
+            no part of the vehicle: it is unknown, in training too, so that the unknown ID is learned.
         node_mean, node_std: [10] float64, per node feature.
         edge_mean, edge_std: [11] float64, per edge feature.
     """
@@ -45,10 +42,11 @@ class InputStatistics:
         """Fits vocabulary and scale on the windows `rows`, a block of windows at a time."""
         seen = np.zeros(len(flat.ids), dtype=bool)
         nodes, edges = _Moments(len(NODE_FEATURES)), _Moments(len(EDGE_FEATURES))
+        for start, stop in _contiguous(rows[flat.label[rows] == 0]):
+            seen[flat.node_code[flat.node_ptr[start] : flat.node_ptr[stop]]] = True
         for start, stop in _contiguous(rows):
             node_part = slice(flat.node_ptr[start], flat.node_ptr[stop])
             edge_part = slice(flat.edge_ptr[start], flat.edge_ptr[stop])
-            seen[flat.node_code[node_part]] = True
             nodes.add(flat.node_features[node_part])
             edges.add(flat.edge_features[edge_part])
         return cls(vocabulary=flat.ids[seen], node_mean=nodes.mean, node_std=nodes.std,
@@ -63,7 +61,8 @@ class InputStatistics:
 
 
 class InputEncoder(nn.Module):
-    """Embeds IDs and standardises features.
+    """Embeds IDs and standardises features; a node also sees the mean of the edges that enter and that leave it, since
+    attention layers use an edge's features to weigh its messages and never as their content.
 
     Args:
         statistics: Vocabulary and scale.
@@ -85,7 +84,7 @@ class InputEncoder(nn.Module):
             self.register_buffer(name, torch.from_numpy(getattr(statistics, name)).float())
         # One row more than IDs: index 0 is the unknown ID.
         self.embedding = nn.Embedding(len(statistics.vocabulary) + 1, embedding) if identity else None
-        self.width = len(NODE_FEATURES) + (embedding if identity else 0)
+        self.width = len(NODE_FEATURES) + 2 * len(EDGE_FEATURES) + (embedding if identity else 0)
 
     def id_index(self, can_id: Tensor) -> Tensor:
         """Looks up [N] raw IDs: 1 + position in the vocabulary, or `UNKNOWN_ID`."""
@@ -94,17 +93,23 @@ class InputEncoder(nn.Module):
         return torch.where(known, position + 1, UNKNOWN_ID)
 
     def scaled(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
-        """Standardises [N, 10] node and [E, 11] edge features."""
+        """Standardises [N, 10] node and [E, 11] edge features.
+
+        A flooded bus is hundreds of deviations out; asinh is the identity near zero and a logarithm out there, so that
+        such a value neither swamps a gradient nor is clipped to look like any other.
+        """
         node = (batch.x - self.node_mean) / self.node_std
         edge = (batch.edge_attr - self.edge_mean) / self.edge_std
-        return node.clamp(-SCALED_LIMIT, SCALED_LIMIT), edge.clamp(-SCALED_LIMIT, SCALED_LIMIT)
+        return torch.asinh(node), torch.asinh(edge)
 
     def forward(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
         """Returns node inputs [N, width] and edge inputs [E, 11]."""
         node, edge = self.scaled(batch)
+        leaving, entering = (scatter(edge, end, dim_size=len(node), reduce="mean") for end in batch.edge_index)
+        parts = [node, entering, leaving]
         if self.embedding is not None:
-            node = torch.cat([self.embedding(self.id_index(batch.can_id)).to(node.dtype), node], dim=1)
-        return node, edge
+            parts.insert(0, self.embedding(self.id_index(batch.can_id)).to(node.dtype))
+        return torch.cat(parts, dim=1), edge
 
 
 class _Moments:
