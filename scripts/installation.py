@@ -276,7 +276,7 @@ class Job(NamedTuple):
                 process.wait()
                 raise
         if process.returncode != 0:
-            raise SetUpError(f"the set-up failed: {failure(_tail(log))}\nThe whole output is in {log}.")
+            raise SetUpError(f"the set-up failed:\n{failure(_tail(log))}\nThe whole output is in {log}.")
 
 
 _PIP_VARIABLES: Final = {
@@ -348,10 +348,10 @@ def failure(output: str) -> str:
     """Says why a command failed, from its output; pip takes a missing network for packages in conflict."""
     if _LAST_RETRY in output:
         return (
-            "no package index could be reached.\nMake .venv where there is a network (on a cluster: its login node), "
+            "  no package index could be reached.\nMake .venv where there is a network (on a cluster: its login node), "
             f"or set {PYTHON_VARIABLE} to a Python that has the packages."
         )
-    return "\n" + last_lines(output)
+    return last_lines(output)
 
 
 def pip_status(output: str) -> str:

@@ -19,7 +19,7 @@ LR_SCALES = ("auto", "none", "sqrt", "linear")
 class TrainingSettings:
     """How a run is trained."""
 
-    epochs: int = 10
+    epochs: int = 6
     """Passes over the training data."""
     batch_size: int = 0
     """Logical batch: samples that one optimizer step sees; 0 lets the device decide, once, before the first step."""

@@ -117,10 +117,17 @@ def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
         lines: [R] texts, null for an empty line.
         grammar: How they are written.
     """
-    fields = pl.DataFrame({"line": lines, "fields": lines.str.extract_groups(grammar.pattern)}).unnest("fields")
-    # The digits are a column of their own because polars would strip the separators once for each use of an expression.
-    fields = fields.with_row_index("position").with_columns(digits=_payload_digits(grammar))
-    rows = fields.select("position", "line", *_number_columns(grammar))
+    rows = (
+        pl.LazyFrame({"line": lines})
+        .with_row_index("position")
+        .with_columns(groups=pl.col("line").str.extract_groups(grammar.pattern))
+        .unnest("groups")
+        # A column of their own: polars would strip the separators once for each expression that uses the digits.
+        .with_columns(digits=_payload_digits(grammar))
+        .select("position", "line", *_number_columns(grammar))
+        # The in-memory engine matches on one core only.
+        .collect(engine="streaming")
+    )
     rules = _rules(grammar)
     holds = rows.select(pl.all_horizontal([rule for rule, _ in rules]).fill_null(False)).to_series()
     good = rows if holds.all() else rows.filter(holds)

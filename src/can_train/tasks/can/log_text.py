@@ -15,7 +15,7 @@ import polars as pl
 from can_train.errors import DataError, MissingDataError
 
 BLOCK_BYTES: Final = 16 * 2**20
-"""Text read at once. Smaller blocks parse slower; a block's parsed columns take about ten times its size."""
+"""Text read at once. Smaller blocks parse slower; text and parsed columns together take about fifteen times as much."""
 
 SAMPLE_BYTES: Final = 2**20
 """Text from the beginning of a log that its format is recognised from."""

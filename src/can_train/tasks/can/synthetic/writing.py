@@ -186,7 +186,7 @@ def _digits(numbers: NDArray[np.int64] | NDArray[np.uint8], *, base: int, count:
 def _write_drives(folder: Path, settings: SyntheticSettings, reporter: Reporter) -> None:
     vehicles = make_vehicles(settings.seed)
     drives = plan_drives()
-    with reporter.stage("simulating the synthetic data set", total=len(drives), unit="file") as stage:
+    with reporter.stage("simulating the synthetic data set", total=len(drives), unit="files") as stage:
         for position, drive in enumerate(drives):
             log = simulate(drive, position, vehicles[drive.vehicle - 1], settings)
             path = folder / drive.path
