@@ -16,8 +16,8 @@ DATASETS = {file.stem for file in (ROOT / "configs" / "dataset").glob("*.yaml")}
 
 
 def command_lines(markdown: str) -> list[list[str]]:
-    """The arguments of every can-train line in the fenced blocks of a text, each once."""
-    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", markdown, flags=re.MULTILINE | re.DOTALL)
+    """The arguments of every can-train line in a text's blocks of shell lines, each once."""
+    blocks = re.findall(r"^```(?:console|sh|bash)\n(.*?)^```", markdown, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     pattern = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\./)?can-train(?: (.*))?$")
     matches = [match for line in lines if (match := pattern.match(line))]
@@ -80,7 +80,7 @@ def test_the_readme_shows_training_and_the_factors() -> None:
     assert ["factors"] in [line[:1] for line in COMMANDS]
 
 
-def test_command_lines_are_found_in_fenced_blocks_only() -> None:
+def test_command_lines_are_found_in_blocks_of_shell_lines_only() -> None:
     block = "$ ./can-train --model gat \\\n  --set a='b c'  # why\ncan-trainer x\nCAN_X=1 can-train factors\n"
-    text = f"can-train no\n```sh\n{block}```\n"
+    text = f"can-train no\n```text\ncan-train makes .venv\n```\n```sh\n{block}```\n"
     assert command_lines(text) == [["--model", "gat", "--set", "a=b c"], ["factors"]]

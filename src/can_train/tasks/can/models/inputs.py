@@ -20,6 +20,7 @@ from can_train.tasks.can.gather import GraphBatch
 UNKNOWN_ID: Final = 0
 """Vocabulary index of an ID that training did not see."""
 
+
 @dataclass(frozen=True, kw_only=True)
 class InputStatistics:
     """What training windows say about the inputs.
