@@ -140,8 +140,8 @@ def _next_size(seen: _Seen, capacity: float | None) -> int:
         size = _jump(seen.readings, capacity)
         if size <= seen.fits:
             return 0
-        if size < seen.fails:
-            return size
+        if size < seen.fails or not seen.ooms:
+            return min(size, seen.fails - 1)
     if not seen.ooms:
         return min(seen.fits * _GROWTH, seen.fails - 1)
     if seen.fails - seen.fits <= _CLOSE * seen.fits:

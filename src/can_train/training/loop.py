@@ -130,7 +130,7 @@ def save(session: Session) -> None:
         "optimization": session.optimization.state_dict(),
         "randomness": randomness.capture(),
         "progress": asdict(session.progress),
-        "plan": asdict(session.plan),
+        "metrics_lines": session.metrics.lines,
     }
     session.checkpoints.save(state, step=session.progress.step)
 
@@ -149,7 +149,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     session.optimization.load_state_dict(state["optimization"])
     session.progress = Progress(**state["progress"])
     randomness.restore(state["randomness"])
-    session.metrics.rewind(session.progress.step)
+    session.metrics.rewind(state["metrics_lines"])
 
 
 def _train_epoch(session: Session, stage: Any) -> None:

@@ -128,25 +128,19 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.lines = 0
 
     def append(self, **record: Any) -> None:
         """Adds a line."""
         with self._path.open("a") as handle:
             handle.write(json.dumps(record) + "\n")
+        self.lines += 1
 
-    def rewind(self, step: int) -> None:
-        """Drops what an interrupted attempt wrote after its last checkpoint, and a torn last line."""
-        if not self._path.exists():
-            return
-        kept = []
-        for line in self._path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if record["step"] <= step:
-                kept.append(line + "\n")
+    def rewind(self, lines: int) -> None:
+        """Keeps the first `lines` lines: what an attempt wrote after its last checkpoint is written again."""
+        kept = self._path.read_text().splitlines(keepends=True)[:lines] if self._path.exists() else []
         write_text_atomic(self._path, "".join(kept))
+        self.lines = len(kept)
 
 
 def _environment() -> dict[str, Any]:
