@@ -17,8 +17,9 @@ import torch
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 120
-SETTINGS = ("--size", "student", "--dataset", "synthetic", "--device", "cpu", "--epochs", "2", "--no-floors",
-            "--checkpoint-every", "4", "--min-steps-per-epoch", "12", "--set", "dataset.synthetic.seconds=5")  # fmt: skip
+TRAINING = ("--epochs", "2", "--checkpoint-every", "4", "--min-steps-per-epoch", "12")
+DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5")
+SETTINGS = (*TRAINING, *DATA, "--size", "student", "--device", "cpu", "--no-floors")
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +29,13 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(folder: Path, state: Path, *arguments: str) -> list[str]:
-    dirs = ["--runs-dir", str(folder)] if arguments[0] == "resume" else [
-        "--runs-dir", str(folder), "--state-dir", str(state), *SETTINGS]  # fmt: skip
-    return [sys.executable, "-m", "can_train", *arguments, *dirs]
+    settings = [] if arguments[0] == "resume" else ["--state-dir", str(state), *SETTINGS]
+    return [sys.executable, "-m", "can_train", *arguments, "--runs-dir", str(folder), *settings]
 
 
 def finish(folder: Path, state: Path, *arguments: str) -> None:
-    done = subprocess.run(command(folder, state, *arguments), capture_output=True, text=True, timeout=TIMEOUT_S)
+    words = command(folder, state, *arguments)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -7,6 +7,7 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
@@ -103,7 +104,10 @@ class Checkpoints:
 
 
 def _loaded(data: bytes, name: str) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise CheckpointError("A checkpoint holds tensors and plain values only", value=name) from error
     if state.get("format") != FORMAT_VERSION:
         raise CheckpointError(
             "The checkpoint is of another version",

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.training import TrainingSettings
-from can_train.engine.accumulate import accumulate_gradients
+from can_train.engine.accumulate import Losses, accumulate_gradients
 from can_train.errors import CanTrainError
 from can_train.memory.meters import Meter
 from can_train.policy.accumulation import solve_accumulation
@@ -182,38 +182,38 @@ def _train_epoch(session: Session, stage: Any) -> None:
 
 
 def _step(session: Session, rows: NDArray[np.int64]) -> dict[str, float]:
-    """Takes one optimizer step on one logical batch; returns the terms' means."""
-    progress, training = session.progress, session.training
-    device = session.meter.device
-    generator = randomness.step_generator(seed=training.seed, step=progress.step)
-    batch = session.task.logical_batch(rows, device, session.precision.dtype, generator)
-    micro_batches = solve_accumulation(len(rows), session.plan.safe_limit, divisor=training.accumulation == "divisor")
-
-    def losses_of(start: int, stop: int) -> Any:
-        with session.precision.context(device):
-            return batch.losses(session.model, start, stop)
-
-    def whole() -> dict[str, float]:
-        means = accumulate_gradients(
-            losses_of, micro_batches, batch.denominators, session.task.loss_weights, session.optimization.scaler.scale
-        )
-        session.optimization.step()
-        return means
-
-    if _is_measured(progress.step, training.epochs * session.steps_per_epoch):
+    """Takes one optimizer step on one logical batch, measured where it is its turn; returns the terms' means."""
+    progress = session.progress
+    if _is_measured(progress.step, session.training.epochs * session.steps_per_epoch):
         with session.meter.measuring(resident_tensors(session.model, session.optimization)):
-            means = whole()
+            means = _optimizer_step(session, rows)
         session.peak_bytes = max(session.peak_bytes, session.meter.peak_bytes())
     else:
-        means = whole()
-    if training.scheduler_interval == "step":
-        session.optimization.scheduler.step()
-    _check_finite(means, progress.step)
+        means = _optimizer_step(session, rows)
     for term, mean in means.items():
         progress.epoch_sums[term] = progress.epoch_sums.get(term, 0.0) + mean * len(rows)
     progress.epoch_samples += len(rows)
     progress.step_in_epoch += 1
     progress.step += 1
+    return means
+
+
+def _optimizer_step(session: Session, rows: NDArray[np.int64]) -> dict[str, float]:
+    """Accumulates the gradient of a logical batch and moves the weights."""
+    training, optimization, device = session.training, session.optimization, session.meter.device
+    generator = randomness.step_generator(seed=training.seed, step=session.progress.step)
+    batch = session.task.logical_batch(rows, device, session.precision.dtype, generator)
+    micro_batches = solve_accumulation(len(rows), session.plan.safe_limit, divisor=training.accumulation == "divisor")
+
+    def losses_of(start: int, stop: int) -> Losses:
+        with session.precision.context(device):
+            return batch.losses(session.model, start, stop)
+
+    weights = session.task.loss_weights
+    means = accumulate_gradients(losses_of, micro_batches, batch.denominators, weights, optimization.scaler.scale)
+    _check_finite(means, session.progress.step)
+    if optimization.step() and training.scheduler_interval == "step":
+        optimization.scheduler.step()
     return means
 
 

@@ -58,14 +58,20 @@ class Optimization:
     clip_norm: float
     parameters: list[nn.Parameter]
 
-    def step(self) -> None:
-        """Unscales, clips once, steps, and clears the gradients; the schedule moves elsewhere."""
+    def step(self) -> bool:
+        """Unscales, clips once, steps, and clears the gradients; the schedule moves elsewhere.
+
+        Returns:
+            Whether the weights moved: under fp16 the scaler skips a step whose gradients overflowed.
+        """
+        scale = self.scaler.get_scale()
         if self.clip_norm > 0:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+        return self.scaler.get_scale() >= scale
 
     @property
     def lr(self) -> float:

@@ -1,0 +1,54 @@
+import pytest
+import torch
+
+from can_train.errors import DeviceError
+from can_train.memory.devices import resolve_device
+from can_train.memory.host import available_bytes, total_bytes
+from can_train.memory.meters import CpuMeter, meter_for
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU that torch can use")
+
+
+def test_the_cpu_is_the_cpu() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+@without_gpu
+def test_auto_is_the_cpu_where_no_gpu_is() -> None:
+    assert resolve_device("auto", environment={"SLURM_GPUS_ON_NODE": "0"}) == torch.device("cpu")
+
+
+@without_gpu
+@pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"])
+def test_a_gpu_that_was_allocated_and_cannot_be_used_is_an_error_with_a_remedy(name: str) -> None:
+    with pytest.raises(DeviceError, match=rf"torch cannot use it: {name}=2.*\n.*--device cpu"):
+        resolve_device("auto", environment={name: "2"})
+
+
+@without_gpu
+def test_cuda_without_a_gpu_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(DeviceError, match=r"sees no CUDA GPU.*\n.*CUDA"):
+        resolve_device("cuda:1")
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "CPU", "", "mps"])
+def test_an_unknown_device_lists_the_known_ones(text: str) -> None:
+    with pytest.raises(DeviceError, match=r"Unknown device.*\n.*auto, cpu, cuda"):
+        resolve_device(text)
+
+
+def test_the_cpus_capacity_is_what_the_host_can_still_give() -> None:
+    assert 0 < available_bytes() <= total_bytes()
+    meter = meter_for(torch.device("cpu"))
+    assert meter.key == f"cpu-{round(total_bytes() / 2**30)}gb"
+    assert 0 < meter.capacity_bytes <= meter.total_bytes
+
+
+def test_the_cpu_meter_keeps_the_largest_peak_until_it_is_reset() -> None:
+    meter = CpuMeter()
+    for size in (1000, 100):
+        with meter.measuring([]):
+            torch.zeros(size * 128)
+    assert meter.peak_bytes() == 1000 * 512
+    meter.reset_peak()
+    assert meter.peak_bytes() == 0

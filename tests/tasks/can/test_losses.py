@@ -1,0 +1,111 @@
+"""The CAN losses are sums: cut anywhere, they give the gradient of the whole logical batch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.engine.accumulate import Losses, accumulate_gradients
+from can_train.tasks.can.flat import FlatGraphs
+from can_train.tasks.can.gather import Gatherer, GraphBatch
+from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
+from can_train.tasks.can.models.gat import GatClassifier
+from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
+from can_train.tasks.can.models.vgae import Vgae
+from can_train.tasks.can.settings import GatSettings, VgaeSettings
+from random_bus import cached_graphs, random_blocks
+
+WINDOWS = 23
+CUTS = (3, 11, 1, 8)
+WEIGHTS = {"classification": 1.0, "node": 1.0, "edge": 1.0, "can_id": 0.1, "kl": 0.01}
+
+
+@pytest.fixture
+def flat(tmp_path: Path) -> FlatGraphs:
+    return cached_graphs(tmp_path / "graphs", [random_blocks(WINDOWS)])
+
+
+def inputs(flat: FlatGraphs) -> InputEncoder:
+    statistics = InputStatistics.fit(flat, np.arange(len(flat)))
+    return InputEncoder(statistics, embedding=4, identity=True)
+
+
+def gatherer(flat: FlatGraphs) -> Callable[[NDArray[np.int64]], GraphBatch]:
+    gather = Gatherer(flat)
+    return lambda rows: gather(rows).to("cpu", torch.float64)
+
+
+def classifier(flat: FlatGraphs) -> tuple[nn.Module, ClassifierBatch]:
+    model = GatClassifier(GatSettings(hidden=4, layers=2, heads=2, dropout=0.0), inputs(flat)).double()
+    weights = np.where(flat.label > 0, 20.0, 0.5)
+    return model, ClassifierBatch(np.arange(WINDOWS), gatherer(flat), weights)
+
+
+def autoencoder(flat: FlatGraphs) -> tuple[nn.Module, AutoencoderBatch]:
+    model = Vgae(VgaeSettings(hidden=[16, 8], latent=3, heads=2, dropout=0.0), inputs(flat)).double()
+    counts = (flat.num_nodes, flat.num_edges)
+    generator = torch.Generator().manual_seed(3)
+    return model, AutoencoderBatch.draw(np.arange(WINDOWS), gatherer(flat), counts, 3, generator)
+
+
+def gradient(model: nn.Module, batch: ClassifierBatch | AutoencoderBatch, sizes: tuple[int, ...]) -> Tensor:
+    model.zero_grad()
+
+    def losses(start: int, stop: int) -> Losses:
+        return batch.losses(model, start, stop)
+
+    accumulate_gradients(losses, sizes, batch.denominators, WEIGHTS)
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+def relative_error(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("make", [classifier, autoencoder])
+def test_a_split_batch_has_the_gradient_of_the_whole(
+    flat: FlatGraphs, make: Callable[[FlatGraphs], tuple[nn.Module, ClassifierBatch]]
+) -> None:
+    model, batch = make(flat)
+    whole = gradient(model, batch, (WINDOWS,))
+    assert whole.norm() > 0
+    assert relative_error(gradient(model, batch, CUTS), whole) <= 1e-12
+
+
+@pytest.mark.parametrize("make", [classifier, autoencoder])
+def test_denominators_are_the_sums_of_the_parts(
+    flat: FlatGraphs, make: Callable[[FlatGraphs], tuple[nn.Module, ClassifierBatch]]
+) -> None:
+    model, batch = make(flat)
+    parts = [batch.losses(model, 0, 9), batch.losses(model, 9, WINDOWS)]
+    for term, whole in batch.denominators.items():
+        assert sum(part[term][1] for part in parts) == pytest.approx(whole)
+
+
+def test_noise_drawn_again_for_each_part_is_another_gradient(flat: FlatGraphs) -> None:
+    model, batch = autoencoder(flat)
+    whole = gradient(model, batch, (WINDOWS,))
+    assert batch.noise is not None
+    rolled = replace(batch, noise=batch.noise.roll(1, dims=0))
+    assert relative_error(gradient(model, rolled, CUTS), whole) > 1e-3
+
+
+def test_without_an_identity_there_is_no_term_for_it(flat: FlatGraphs) -> None:
+    statistics = InputStatistics.fit(flat, np.arange(len(flat)))
+    encoder = InputEncoder(statistics, embedding=4, identity=False)
+    model = Vgae(VgaeSettings(hidden=[8], latent=2, heads=2), encoder).double()
+    _, batch = autoencoder(flat)
+    assert set(replace(batch, noise=None).losses(model, 0, 4)) == {"node", "edge", "kl"}
+
+
+def test_an_autoencoders_scores_are_means_over_each_windows_own_parts(flat: FlatGraphs) -> None:
+    model, _ = autoencoder(flat)
+    gather = gatherer(flat)
+    model.eval()
+    alone = torch.cat([AutoencoderBatch.scores(model, gather(np.array([row]))) for row in range(6)])
+    assert torch.allclose(AutoencoderBatch.scores(model, gather(np.arange(6))), alone, rtol=1e-5)

@@ -1,0 +1,116 @@
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from can_train.errors import DoesNotFitError, StateError
+from can_train.state.factor_store import get_safety_factor_db
+from can_train.state.observations import read_observations
+from can_train.training import loop
+from can_train.training.learning import Attempt, factor_for, get_effective_safety_factor
+from can_train.training.loop import Session
+from can_train.training.session import make_session
+from line_fit import LineTask, Notices, line_parts, line_run
+
+KEY = "synthetic_gat_teacher_normal"
+
+
+def attempt(folder: Path, task: LineTask | None = None, **training: Any) -> Session:
+    """Trains as a run does, from the factor to the observation."""
+    parts = line_parts(folder, task, **training)
+    factor = factor_for(parts.run, parts.meter, parts.reporter)
+    session = make_session(parts, factor)
+    with Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor):
+        loop.train(session)
+    return session
+
+
+def test_a_run_that_ends_leaves_one_observation(tmp_path: Path) -> None:
+    session = attempt(tmp_path, batch_size=20)
+    (observed,) = read_observations(tmp_path / "state").finished
+    assert (observed.outcome, observed.key, observed.factor) == ("ok", KEY, 0.6)
+    assert observed.peak_allocated_bytes == session.peak_bytes > 0
+    assert (observed.logical_batch, observed.binding_limit) == (20, "requested")
+    assert (tmp_path / "state" / "batch_size_factors.json").exists()
+
+
+def test_a_run_that_memory_did_not_limit_leaves_the_factor_alone(tmp_path: Path) -> None:
+    attempt(tmp_path)
+    assert get_safety_factor_db(tmp_path / "state").get_factor(KEY) == 0.6
+
+
+def test_an_out_of_memory_lowers_the_factor_and_the_next_attempt_cuts_finer(tmp_path: Path) -> None:
+    roomy = LineTask()
+    parts = line_parts(tmp_path, roomy, batch_size=30)
+    factor = factor_for(parts.run, parts.meter, parts.reporter)
+    session = make_session(parts, factor)
+    assert session.plan.micro_batches == (30,)
+    roomy.fail_above = 29
+    with (
+        pytest.raises(DoesNotFitError, match=r"Memory ran out in training: step 0, .*\n.*can-train resume"),
+        Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor),
+    ):
+        loop.train(session)
+    assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == ["oom"]
+    again = attempt(tmp_path, roomy, batch_size=30)
+    assert again.plan.safety_factor == pytest.approx(0.45)
+    assert again.plan.logical_batch == 30
+    assert again.plan.micro_batches == (15, 15)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(SystemExit(143), "interrupted"), (KeyboardInterrupt(), "interrupted"), (ValueError(), "error")],
+)
+def test_how_an_attempt_ended_is_recorded(tmp_path: Path, error: BaseException, outcome: str) -> None:
+    parts = line_parts(tmp_path, batch_size=20)
+    factor = factor_for(parts.run, parts.meter, parts.reporter)
+    session = make_session(parts, factor)
+    with pytest.raises(type(error)), Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor):
+        raise error
+    assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == [outcome]
+
+
+def test_a_state_folder_that_cannot_be_written_stops_no_training(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file where a folder is wanted")
+    session = attempt(tmp_path, batch_size=20)
+    assert session.progress.trained
+    assert isinstance(session.reporter, Notices)
+    assert any("teaches nothing" in text for text in session.reporter.texts)
+    with pytest.raises(StateError):
+        get_effective_safety_factor(line_run(tmp_path))
+
+
+def test_without_learning_the_static_factor_is_used_and_nothing_is_written(tmp_path: Path) -> None:
+    session = attempt(tmp_path, batch_size=20, use_adaptive_batch_size_factor=False, graph_memory_safety_factor=0.3)
+    assert session.plan.safety_factor == 0.3
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_effective_factor_is_that_of_the_next_run(tmp_path: Path) -> None:
+    run = line_run(tmp_path)
+    assert get_effective_safety_factor(run) == 0.6
+    assert get_effective_safety_factor(run.config) == 0.6
+
+
+def test_attempts_of_a_run_are_counted(tmp_path: Path) -> None:
+    attempt(tmp_path, batch_size=20)
+    shutil.rmtree(next((tmp_path / "runs").glob("*/checkpoints")))
+    attempt(tmp_path, batch_size=20)
+    assert [observed.attempt for observed in read_observations(tmp_path / "state").finished] == [1, 2]
+
+
+def test_planning_leaves_model_and_generators_as_they_were(tmp_path: Path) -> None:
+    parts = line_parts(tmp_path)
+    factor = factor_for(parts.run, parts.meter, parts.reporter)
+    torch.manual_seed(parts.run.training.seed)
+    fresh = parts.task.build_model()
+    expected = torch.rand(())
+    session = make_session(parts, factor)
+    assert session.plan.tuned_limit is not None
+    assert torch.equal(torch.rand(()), expected)
+    for one, other in zip(session.model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.grad is None
