@@ -17,9 +17,9 @@ from can_train.config.aliases import ALIASES, canonical
 from can_train.config.training import TrainingSettings
 from can_train.errors import ConfigError
 
-_TYPES: Final = {"int": int | None, "float": float | None, "str": str | None, "bool": bool | None}
-
-_PANEL: Final = "Training settings (also --set training.NAME=VALUE)"
+_METAVARS: Final = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
+"""What help shows for a value. It is passed on as text: composition converts it, and names value and setting if it
+cannot."""
 
 
 def training_parameters() -> list[inspect.Parameter]:
@@ -30,13 +30,16 @@ def training_parameters() -> list[inspect.Parameter]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[
-                _TYPES[_type_name(field.type)],
-                typer.Option(help=f"{texts[field.name]} [{field.default}]", rich_help_panel=_PANEL, show_default=False),
-            ],
+            annotation=_flag(_type_name(field.type), f"{texts[field.name]} [{field.default}]"),
         )
         for field in fields(TrainingSettings)
     ]
+
+
+def _flag(type_name: str, help_text: str) -> Any:
+    if type_name == "bool":
+        return Annotated[bool | None, typer.Option(help=help_text, show_default=False)]
+    return Annotated[str | None, typer.Option(help=help_text, metavar=_METAVARS[type_name], show_default=False)]
 
 
 def field_texts(module: Path, class_name: str) -> dict[str, str]:

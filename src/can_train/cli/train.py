@@ -48,7 +48,9 @@ def make_train_command() -> Callable[..., None]:
             "set_" if name == "set" else name,
             inspect.Parameter.KEYWORD_ONLY,
             default=default,
-            annotation=Annotated[kind, typer.Option(*_declaration(name), help=text, show_default=bool(default))],
+            annotation=Annotated[
+                kind, typer.Option(*_declaration(name), help=text, metavar=_metavar(name), show_default=bool(default))
+            ],
         )
         for name, (kind, default, text) in _OPTIONS.items()
     ]
@@ -59,6 +61,14 @@ def make_train_command() -> Callable[..., None]:
 def _declaration(name: str) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
     return [f"{flag}/--no-{name}"] if name == "floors" else [flag]
+
+
+def _metavar(name: str) -> str | None:
+    """What help shows for a flag's value; None leaves it to Typer, which knows switches."""
+    kind = _OPTIONS[name][0]
+    if kind in (bool, bool | None):
+        return None
+    return {"set": "GROUP.KEY=VALUE", "model_args": "K=V,K=V"}.get(name, name.upper().replace("_", "-"))
 
 
 def _train(flags: dict[str, Any]) -> None:
@@ -115,8 +125,9 @@ def _print_dry_run(run: "ResolvedRun") -> None:
     from can_train.config.plain_text import plain_to_yaml
     from can_train.training.dry_run import dry_run_lines
 
+    lines = dry_run_lines(run)
     print(plain_to_yaml(run.config))
-    print("\n".join(dry_run_lines(run)))
+    print("\n".join(lines))
 
 
 def _run_here(run: "ResolvedRun") -> None:

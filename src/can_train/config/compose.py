@@ -4,15 +4,15 @@ and hydra-zen: their errors leave here as `ConfigError`.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from hydra_zen import ZenStore, builds, instantiate, make_config
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from hydra_zen import ZenStore, builds, make_config
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from can_train.config.assignments import Assignment, check_contradictions, from_model_args, from_set
@@ -21,10 +21,9 @@ from can_train.config.factor import FactorSettings
 from can_train.config.resolved import PathSettings, ResolvedRun
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings
 from can_train.config.training import TrainingSettings
-from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
+from can_train.errors import ConfigError, nearest_first, unknown_name
 
 _SCALARS = ("task", "model_name", "size", "device")
-_GROUPS = ("dataset", "model", "mode", "training", "factor", "cluster", "paths")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
     overrides = [f"{group}={choice}" for group, choice in choices.items()]
     overrides += [f"{assignment.key}={assignment.value}" for assignment in given]
     config = _compose(task, spec, overrides)
-    return _instantiated(_with_values(config, {**values, **request.values}))
+    return _instantiated(_with_values(config, {**values, **request.values}), task, spec)
 
 
 def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
@@ -109,11 +108,11 @@ def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
     schema = OmegaConf.create(dict.fromkeys(_SCALARS, "") | groups)
     OmegaConf.set_struct(schema, True)
     try:
-        merged = OmegaConf.merge(schema, dict(plain))
+        merged = OmegaConf.merge(schema, _literal(dict(plain)))
     except OmegaConfBaseException as error:
         raise ConfigError("The saved configuration does not fit this version", value=_first_line(error)) from error
     assert isinstance(merged, DictConfig)
-    return _instantiated(merged)
+    return _instantiated(merged, task, spec)
 
 
 def builds_of(settings: type) -> Any:
@@ -172,35 +171,36 @@ def _composition_error(error: Exception, task: TaskSettings, spec: ModelSpec) ->
 def _with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     for key, value in values.items():
         try:
-            OmegaConf.update(config, key, value, merge=False)
+            OmegaConf.update(config, key, _literal(value), merge=False)
         except OmegaConfBaseException as error:
             raise ConfigError("A setting does not have the right form", value=f"{key}: {_first_line(error)}") from error
     return config
 
 
-def _instantiated(config: DictConfig) -> ResolvedRun:
-    groups = {}
-    for name in _GROUPS:
-        try:
-            groups[name] = instantiate(config[name])
-        except CanTrainError:
-            raise
-        except Exception as error:
-            # Hydra wraps what `__post_init__` raises; the wrapped error is the one written for people.
-            if isinstance(error.__cause__, CanTrainError):
-                raise error.__cause__ from None
-            raise
-    values: dict[str, Any] = {name: str(config[name]) for name in _SCALARS}
-    values |= {name: _with_plain_lists(group) for name, group in groups.items()}
-    return ResolvedRun(**values, config=_plain(config))
+def _literal(value: Any) -> Any:
+    """Escapes what OmegaConf would take for an interpolation: a value given by a flag is meant as it stands."""
+    if isinstance(value, dict):
+        return {key: _literal(inner) for key, inner in value.items()}
+    if not isinstance(value, str):
+        return value
+    # Backslashes before `${` escape it and each other; all others stand for themselves.
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
 
 
-def _with_plain_lists(settings: Any) -> Any:
-    """Turns OmegaConf's lists inside a frozen settings object into Python's."""
-    for f in fields(settings):
-        if isinstance(getattr(settings, f.name), ListConfig):
-            object.__setattr__(settings, f.name, list(getattr(settings, f.name)))
-    return settings
+def _instantiated(config: DictConfig, task: TaskSettings, spec: ModelSpec) -> ResolvedRun:
+    """Makes the settings objects, which check their values."""
+    plain = _plain(config)
+    groups = {name: _made(cls, plain[name]) for name, cls in _classes(task, spec).items()}
+    scalars = {name: str(plain[name]) for name in _SCALARS}
+    values: dict[str, Any] = {**scalars, **groups}
+    return ResolvedRun(**values, config=plain)
+
+
+def _made(cls: Any, plain: Mapping[str, Any]) -> Any:
+    """Makes a settings object of plain values; unlike Hydra's own way, it resolves no text a second time."""
+    kinds = get_type_hints(cls)
+    values = {name: _made(kinds[name], value) if is_dataclass(kinds[name]) else value for name, value in plain.items()}
+    return cls(**values)
 
 
 def _plain(node: Any) -> Any:

@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+import yaml
 
 
 def plain_to_yaml(plain: Mapping[str, Any]) -> str:
     """Writes plain values as YAML, in their order."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
+    text: str = yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True)
+    return text
 
 
 def plain_from_yaml(text: str) -> dict[str, Any]:
@@ -20,11 +19,9 @@ def plain_from_yaml(text: str) -> dict[str, Any]:
         ValueError: The text is not a YAML mapping.
     """
     try:
-        config = OmegaConf.create(text)
-        if not isinstance(config, DictConfig):
-            raise ValueError("not a mapping")
-        plain = OmegaConf.to_container(config)
-    except (YAMLError, OmegaConfBaseException) as error:
+        plain = yaml.safe_load(text)
+    except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    if not isinstance(plain, dict):
+        raise ValueError("not a mapping")
+    return plain

@@ -1,0 +1,35 @@
+import pytest
+
+from can_train.cli.flags import canonical_arguments, training_parameters
+from can_train.config.training import TrainingSettings
+from can_train.errors import ConfigError
+
+
+def test_every_training_setting_is_a_flag_with_help() -> None:
+    parameters = {parameter.name: parameter for parameter in training_parameters()}
+    assert set(parameters) == set(TrainingSettings.__dataclass_fields__)
+    assert all(parameter.annotation.__metadata__[0].help for parameter in parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "canonical"),
+    [
+        (["--batch_size", "3"], ["--batch-size", "3"]),
+        (["--max_epochs=3"], ["--epochs=3"]),
+        (["--accumulate-grad-batches", "2"], ["--gradient-accumulation-steps", "2"]),
+        (["--dataset", "a_b--c_d"], ["--dataset", "a_b--c_d"]),
+        (["--dataset=a_b=c_d"], ["--dataset=a_b=c_d"]),
+        (["factors", "my_key", "--", "--max_epochs"], ["factors", "my_key", "--", "--max_epochs"]),
+    ],
+)
+def test_flags_are_rewritten_and_values_are_not(given: list[str], canonical: list[str]) -> None:
+    assert canonical_arguments(given) == canonical
+
+
+def test_two_spellings_with_the_same_value_are_fine() -> None:
+    assert canonical_arguments(["--epochs", "3", "--max-epochs=3"]) == ["--epochs", "3", "--epochs=3"]
+
+
+def test_two_spellings_with_different_values_are_not() -> None:
+    with pytest.raises(ConfigError, match=r"--epochs 3 and --max-epochs 4"):
+        canonical_arguments(["--epochs", "3", "--max-epochs", "4"])

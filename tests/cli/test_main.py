@@ -1,0 +1,112 @@
+"""What a person meets who types something: help, errors, exit codes. In this process, on real commands."""
+
+from pathlib import Path
+
+import pytest
+
+from can_train.cli.main import main
+from can_train.errors import ConfigError
+
+TRAIN = ("--model", "gat", "--dataset", "synthetic")
+
+
+def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a line that is wrong; returns what it says."""
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert not said.out
+    return said.err
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("train", "--help")])
+def test_help_shows_the_first_line_to_type_and_every_setting(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "can-train --model gat --dataset synthetic" in text
+    assert "--min-steps-per-epoch" in text
+    assert "factors [KEY]" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--bath-size", "3"), "--batch-size"),
+        ((*TRAIN, "foo"), "foo"),
+        (("factrs",), "factors"),
+        (("--model", "gat"), "--dataset is missing"),
+        (("--dataset", "synthetic"), "--model is missing"),
+        ((*TRAIN, "--epochs", "abc"), "abc"),
+        ((*TRAIN, "--epochs", "0"), "training.epochs must be at least 1"),
+        ((*TRAIN, "--max_epochs", "3", "--epochs", "4"), "--epochs has two different values"),
+        ((*TRAIN, "--accum_steps=2", "--accumulate-grad-batches", "3"), "two different values"),
+        ((*TRAIN, "--set", "training.lr"), "--set takes group.key=value"),
+        ((*TRAIN, "--submit"), "--cluster"),
+        ((*TRAIN, "--submit", "--cluster", "nowhere"), "Unknown cluster"),
+        ((*TRAIN, "--device", "gpu", "--dry-run"), "Unknown device"),
+        (("--model", "gat", "--dataset", "/no/such/file.csv"), "/no/such/file.csv"),
+        (("--model", "gat,vgea", "--dataset", "synthetic"), "vgea"),
+        (("resume", "no-such-run"), "no-such-run"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words_with_exit_code_2(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+    assert message in errors(capsys, *arguments)
+    assert not (tmp_path / "runs").exists(), "nothing half-written is left"
+
+
+def test_debug_shows_where_an_error_comes_from() -> None:
+    with pytest.raises(ConfigError):
+        main(("--model", "gta", "--dataset", "synthetic", "--debug"))
+
+
+def test_underscores_and_aliases_in_flags_reach_their_setting(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ("--batch_size", "8", "--max-epochs=3", "--gradient_clip_val", "0.5", "--state_dir", str(tmp_path))
+    assert main((*TRAIN, *flags, "--dry-run")) == 0
+    shown = capsys.readouterr().out
+    assert all(line in shown for line in ("batch_size: 8", "epochs: 3", "grad_clip_norm: 0.5"))
+
+
+def test_a_dry_run_prints_configuration_and_plan_and_writes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+    assert main((*TRAIN, "--device", "cpu", "--dry-run")) == 0
+    shown = capsys.readouterr().out
+    assert "hidden: 64" in shown
+    assert "safety factor  0.6: other dataset 0.6" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lists_make_one_run_of_each_combination(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = ("--model", "gat,vgae", "--dataset", "synthetic,set_01", "--state-dir", str(tmp_path), "--dry-run")
+    assert main(line) == 0
+    keys = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  key ")]
+    assert keys == [
+        "synthetic_gat_teacher_normal", "set_01_gat_teacher_normal",
+        "synthetic_vgae_teacher_autoencoder", "set_01_vgae_teacher_autoencoder",
+    ]  # fmt: skip
+
+
+def test_a_log_that_is_none_leaves_nothing_behind(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log.csv").write_bytes(bytes(range(256)) * 40)
+    said = errors(capsys, "--model", "gat", "--dataset", "log.csv", "--device", "cpu", "--state-dir", "state")
+    assert "log.csv" in said
+    assert not (tmp_path / "runs").exists()
+    assert not list(tmp_path.glob("state/cache/*"))

@@ -1,0 +1,111 @@
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from can_train.config.compose import RunRequest, from_plain, presets, resolve
+from can_train.config.plain_text import plain_from_yaml, plain_to_yaml
+from can_train.config.resolved import ResolvedRun
+from can_train.errors import ConfigError
+
+
+def resolved(**request: Any) -> ResolvedRun:
+    return resolve(RunRequest(**{"model": "gat", "dataset": "synthetic"} | request))
+
+
+def test_a_bare_request_has_the_defaults_of_model_and_mode() -> None:
+    run = resolved()
+    assert (run.task, run.size, run.mode.name, run.device) == ("can", "teacher", "normal", "auto")
+    assert run.key == "synthetic_gat_teacher_normal"
+    assert (run.model.hidden, run.model.layers, run.model.heads, run.model.embedding) == (64, 5, 8, 32)
+
+
+def test_a_student_differs_by_its_preset() -> None:
+    assert asdict(resolved(size="student").model) == {
+        "hidden": 24, "layers": 2, "heads": 4, "embedding": 8, "dropout": 0.1, "head_layers": 2,
+    }  # fmt: skip
+    assert resolved(model="vgae", size="student").model.hidden == [80, 40]
+
+
+def test_flags_set_and_model_args_override() -> None:
+    run = resolved(sets=("dataset.window=50",), model_args="hidden=32", values={"training.lr": 0.5})
+    assert (run.dataset.window, run.model.hidden, run.training.lr) == (50, 32, 0.5)
+
+
+ODD_NAMES = ("a,b (c)=d.csv", "we ird/ünï'\"code.log", "$HOME.csv", "{x}[y].csv", "${oc.env:HOME}.csv", "\\${x}.csv")
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_path_survives_whatever_is_in_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    run = resolved(dataset=str(path))
+    assert run.dataset.path == str(path)
+    assert from_plain(plain_from_yaml(plain_to_yaml(run.config))) == run
+
+
+def test_a_log_is_named_after_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "My Drive-3.csv.gz"
+    path.touch()
+    assert resolved(dataset=str(path)).key == "my_drive_3_gat_teacher_normal"
+
+
+@pytest.mark.parametrize("name", presets("dataset"))
+def test_every_data_set_preset_composes(name: str) -> None:
+    assert resolved(dataset=name).dataset.name in (name, "synthetic")
+
+
+def test_hyphens_in_a_data_sets_name_are_underscores() -> None:
+    assert resolved(dataset="hcrl-ch").dataset.name == "hcrl_ch"
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"model": "gta"}, r"Unknown model: 'gta'.*\n.*first: gat.*\n(.*\n)*.*--model +--mode"),
+        ({"dataset": "synthetc"}, r"Unknown data set: 'synthetc'.*\n.*first: synthetic"),
+        ({"mode": "nomal"}, r"no mode 'nomal'.*\n.*normal"),
+        ({"mode": "autoencoder"}, r"no mode 'autoencoder'"),
+        ({"mode": "curriculum"}, r"not trained by this version yet.*\n(.*\n)*.*an autoencoder"),
+        ({"model": "fusion"}, r"not trained by this version yet"),
+        ({"size": "big"}, r"Unknown size: 'big'.*\n.*student"),
+        ({"cluster": "locl"}, r"Unknown cluster.*\n.*local"),
+        ({"task": "cann"}, r"Unknown task.*\n.*can"),
+        ({"sets": ("training.lr=abc",)}, r"training.lr: .*'abc'"),
+        ({"sets": ("training.lr=-1",)}, r"training.lr must be greater than 0"),
+        ({"sets": ("training.epochs=1.5",)}, r"training.epochs: .*'1.5'"),
+        ({"sets": ("training.lrr=1",)}, r"Unknown setting: 'training.lrr'.*\n.*training.lr,"),
+        ({"sets": ("trainin.lr=1",)}, r"Unknown setting.*\n.*training.lr"),
+        ({"sets": ("training.precision=fp8",)}, r"training.precision.*'fp8'.*\n.*fp16"),
+        ({"sets": ("training.lr=[1",)}, r"does not have the right form"),
+        ({"sets": ("dataset.identity=maybe",)}, r"dataset.identity.*maybe"),
+        ({"values": {"training.epochs": 0}}, r"training.epochs must be at least 1"),
+        ({"values": {"training.epochs": 2}, "sets": ("training.epochs=3",)}, r"given twice"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_would_be_right(request_: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(**request_)
+
+
+@pytest.mark.parametrize("model", ["gat", "vgae"])
+def test_a_saved_configuration_is_the_same_run(model: str, tmp_path: Path) -> None:
+    run = resolved(model=model, dataset=str(tmp_path), sets=("dataset.columns.id=can_id",), values={"training.seed": 7})
+    assert from_plain(plain_from_yaml(plain_to_yaml(run.config))) == run
+
+
+@pytest.mark.parametrize(
+    ("group", "values"), [("training", {"epochs": "many"}), ("training", {"unheard_of": 1}), ("model", {"hidden": -1})]
+)
+def test_a_saved_configuration_that_does_not_fit_is_an_error(group: str, values: dict[str, Any]) -> None:
+    plain = dict(resolved().config)
+    with pytest.raises(ConfigError):
+        from_plain({**plain, group: {**plain[group], **values}})
+
+
+@pytest.mark.parametrize("text", ["[1]", "a: [", ""])
+def test_text_that_is_no_configuration_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"mapping|expected"):
+        plain_from_yaml(text)
