@@ -17,6 +17,10 @@ CLOCK_JITTER_S: Final = 0.010
 
 TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S * 1000:g} ms"
 
+MAX_JITTER_SHARE: Final = 0.5
+"""Share of the frames that may step back by a clock's jitter: a log whose time steps back at most frames is
+reversed."""
+
 _MAX_EXAMPLES: Final = 3
 _MAX_TEXT: Final = 80
 """Characters of a bad row that are shown."""
@@ -100,7 +104,7 @@ class ReadReport:
         """Refuses a log in which too much is wrong.
 
         Raises:
-            DataError: More rows are bad than allowed, or there is no frame at all.
+            DataError: More rows are bad than allowed, time runs backwards throughout, or there is no frame at all.
         """
         if self.bad_share > max_malformed:
             enough = math.ceil(self.bad_share * 100) / 100
@@ -111,6 +115,12 @@ class ReadReport:
                     f"{self.path}:{self.examples[0].line}: {self.examples[0].reason}, in {self.examples[0].text!r}"
                 ),
                 remedy=f"Mend the log, or allow more with `--set dataset.max_malformed={enough:g}`",
+            )
+        if self.jitter > MAX_JITTER_SHARE * self.frames:
+            raise DataError(
+                "A log's time must run forwards",
+                value=f"{self.path} steps back at {self.jitter:,} of {self.frames:,} frames",
+                remedy="Sort the log by time",
             )
         if not self.frames:
             raise DataError("A log must hold frames", value=f"{self.path} holds none that is well-formed")

@@ -17,10 +17,11 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import DataError
 from can_train.reporter import Reporter
 from can_train.tasks.can.dataset import CanData, prepare
+from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.gather import Gatherer
 from can_train.tasks.can.judgement_table import FolderTable, judgement_table
 from can_train.tasks.can.judging import JudgingOptions, ModelScores, judge
-from can_train.tasks.can.layout import find_logs
+from can_train.tasks.can.layout import TEST, find_logs
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 from can_train.tasks.can.settings import CanDatasetSettings, GatSettings
@@ -52,6 +53,7 @@ class CanTask:
         is_attack = flat.label > 0
         if self._supervised:
             self.train_rows, self.validation_rows = split.train, split.validation
+            _check_labelled(flat)
             self._class_weights = _class_weights(is_attack[self.train_rows])
             self.loss_weights: Mapping[str, float] = {"classification": 1.0}
         else:
@@ -122,6 +124,9 @@ class CanTask:
         return lambda rows: self._gather(rows).to(device, dtype)
 
 
+MAX_NAMED_LOGS: Final = 3
+"""Logs that an error names before it stops."""
+
 NODE_WEIGHT: Final = 0.40
 EDGE_WEIGHT: Final = 0.35
 LATENT_WEIGHT: Final = 0.25
@@ -155,6 +160,13 @@ def _benign(rows: NDArray[np.int64], is_attack: NDArray[np.bool_], part: str) ->
         raise DataError(f"The autoencoder learns from benign windows, and the {part} part has none",
                         remedy="Use a log with attack-free driving, or --model gat")  # fmt: skip
     return benign
+
+
+def _check_labelled(flat: FlatGraphs) -> None:
+    if not any(source.labelled for source in flat.sources if source.role != TEST):
+        raise DataError("A supervised mode learns from labels, and no training log has any",
+                        value=", ".join(source.path for source in flat.sources[:MAX_NAMED_LOGS]),
+                        remedy="Use a labelled log, or train an autoencoder: --model vgae")  # fmt: skip
 
 
 def _class_weights(is_attack: NDArray[np.bool_]) -> NDArray[np.float64]:
