@@ -11,6 +11,11 @@ settings.register_profile("can-train", deadline=None, print_blob=True)
 settings.load_profile("can-train")
 
 
+def pytest_configure() -> None:
+    # Two workers on two cores: threads that wait for each other's cores would make every training many times slower.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_report_header() -> str:
     packages = ("torch", "torch_geometric", "numpy", "polars", "hydra-core", "hydra-zen", "submitit", "typer")
     return ", ".join(f"{package} {version(package)}" for package in packages)

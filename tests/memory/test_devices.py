@@ -26,6 +26,20 @@ def test_a_gpu_that_was_allocated_and_cannot_be_used_is_an_error_with_a_remedy(n
 
 
 @without_gpu
+@pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "SLURM_STEP_GPUS"])
+def test_gpu_number_0_is_a_gpu(name: str) -> None:
+    with pytest.raises(DeviceError, match=rf"{name}=0"):
+        resolve_device("auto", environment={name: "0"})
+
+
+@without_gpu
+@pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_GPUS": ""}, {"CUDA_VISIBLE_DEVICES": ""}])
+def test_a_job_without_gpus_trains_on_the_cpu(environment: dict[str, str]) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"} | environment
+    assert resolve_device("auto", environment=hidden) == torch.device("cpu")
+
+
+@without_gpu
 def test_cuda_without_a_gpu_is_an_error_with_a_remedy() -> None:
     with pytest.raises(DeviceError, match=r"sees no CUDA GPU.*\n.*CUDA"):
         resolve_device("cuda:1")

@@ -80,11 +80,34 @@ def test_a_manifest_that_is_none_is_an_error(folder: Path, text: str) -> None:
         Checkpoints(folder).load(SilentReporter())
 
 
+def test_a_damaged_one_is_not_kept_as_the_one_before_the_next(folder: Path) -> None:
+    newest = folder / "step-00000002.pt"
+    newest.write_bytes(torn(newest.read_bytes()))
+    checkpoints = Checkpoints(folder)
+    checkpoints.load(SilentReporter())
+    checkpoints.save(state(5), step=2)
+    assert value(checkpoints.load(SilentReporter())) == 5
+    newest.unlink()
+    assert value(checkpoints.load(SilentReporter())) == 1
+
+
 def test_a_write_that_fails_leaves_the_checkpoints_as_they_were(folder: Path) -> None:
     (folder / "step-00000003.pt").mkdir()
-    with pytest.raises(OSError, match="step-00000003"):
+    with pytest.raises(CheckpointError, match=r"cannot be written.*\n.*resume the run"):
         Checkpoints(folder).save(state(3), step=3)
     assert value(Checkpoints(folder).load(SilentReporter())) == 2
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_a_crash_between_file_and_manifest_leaves_the_checkpoints_as_they_were(folder: Path) -> None:
+    manifest = (folder / "manifest.json").read_bytes()
+    before = (folder / "step-00000001.pt").read_bytes()
+    Checkpoints(folder).save(state(3), step=3)
+    (folder / "manifest.json").write_bytes(manifest)
+    (folder / "step-00000001.pt").write_bytes(before)
+    assert value(Checkpoints(folder).load(SilentReporter())) == 2
+    Checkpoints(folder).save(state(4), step=3)
+    assert value(Checkpoints(folder).load(SilentReporter())) == 4
 
 
 def test_code_in_a_checkpoint_is_never_run(folder: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from can_train.errors import DeviceError
 
-_ALLOCATED: Final = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
-"""Variables in which a scheduler names the GPUs it gave a job."""
+_ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
+"""Variables in which a scheduler says which GPUs it gave a job, and their values that mean none: the first two list
+indices, and GPU 0 is one; the last counts."""
 
 
 def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) -> torch.device:
@@ -45,8 +46,8 @@ def _automatic(environment: Mapping[str, str]) -> torch.device:
 
 def _promised_gpu(environment: Mapping[str, str]) -> str:
     """Says what shows that a GPU was given to this process; empty where nothing does."""
-    for name in _ALLOCATED:
-        if environment.get(name, "0") not in ("", "0"):
+    for name, none in _ALLOCATED:
+        if environment.get(name, "") not in none:
             return f"{name}={environment[name]}"
     if environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
         return ""

@@ -93,7 +93,7 @@ class CudaMeter:
         self.driver = host.nvidia_driver_version()
         # What this process has reserved already counts as free to it.
         self.capacity_bytes = free_bytes + torch.cuda.memory_reserved(device)
-        self.key = f"{_slug(properties.name)}-{_gigabytes(self.total_bytes)}gb"
+        self.key = gpu_key(properties.name, self.total_bytes)
 
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
@@ -117,6 +117,16 @@ class CudaMeter:
 def meter_for(device: torch.device) -> Meter:
     """Makes the meter of a device."""
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+def gpu_key(name: str, total_bytes: int) -> str:
+    """Names a kind of GPU: `h100-80gb`.
+
+    The size is the one in the driver's name where it has one: what can be used of 80 GB reads 79.1 or 79.6 GiB, by
+    driver, and a learned factor must survive a new driver. A MIG slice's own size stands last in its name.
+    """
+    sizes = re.findall(r"(\d+)gb\b", name.lower())
+    return f"{_slug(name)}-{int(sizes[-1]) if sizes else _gigabytes(total_bytes)}gb"
 
 
 def _gigabytes(size: int) -> int:

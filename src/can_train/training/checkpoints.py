@@ -47,8 +47,18 @@ class Checkpoints:
             step: Optimizer steps done.
 
         Raises:
-            OSError: It could not be written; the previous checkpoint is untouched.
+            CheckpointError: It could not be written; the previous checkpoint is untouched.
         """
+        try:
+            self._write(state, step)
+        except OSError as error:
+            raise CheckpointError(
+                "The checkpoint cannot be written",
+                value=f"{self._folder}: {error.strerror}",
+                remedy="Make room or mend the folder's permissions, then resume the run",
+            ) from error
+
+    def _write(self, state: dict[str, Any], step: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         torch.save({"format": FORMAT_VERSION, **state}, buffer)
@@ -59,21 +69,24 @@ class Checkpoints:
         name = next(n for n in (f"step-{step:08d}{suffix}.pt" for suffix in ("", "-b", "-c")) if n not in taken)
         write_bytes_atomic(self._folder / name, data)
         entries = [_Entry(file=name, sha256=hashlib.sha256(data).hexdigest(), step=step), *entries][:_KEPT]
-        write_json_atomic(self._folder / _MANIFEST, {"checkpoints": [vars(entry) for entry in entries]})
+        self._write_manifest(entries)
         for path in self._folder.glob("step-*.pt"):
             if path.name not in {entry.file for entry in entries}:
                 path.unlink(missing_ok=True)
 
     def load(self, reporter: Reporter) -> dict[str, Any] | None:
-        """Reads the newest checkpoint that is whole; None where there is none.
+        """Reads the newest checkpoint that is whole, and forgets damaged ones; None where there is none.
 
         Raises:
             CheckpointError: Every checkpoint is damaged, or is of another version.
         """
         entries = self._entries()
-        for entry in entries:
+        for position, entry in enumerate(entries):
             data = self._read(entry)
             if data is not None:
+                if position > 0:
+                    # Else the next save would keep the damaged one as its previous, and drop this one.
+                    self._write_manifest(entries[position:])
                 return _loaded(data, entry.file)
             reporter.notice(f"Checkpoint {entry.file} is damaged; going back to the one before it")
         if entries:
@@ -94,6 +107,9 @@ class Checkpoints:
             raise CheckpointError(
                 "The checkpoint manifest cannot be read", value=str(self._folder / _MANIFEST)
             ) from error
+
+    def _write_manifest(self, entries: list[_Entry]) -> None:
+        write_json_atomic(self._folder / _MANIFEST, {"checkpoints": [vars(entry) for entry in entries]})
 
     def _read(self, entry: _Entry) -> bytes | None:
         try:

@@ -130,8 +130,15 @@ class Attempt:
         return DoesNotFitError(
             "Memory ran out in training",
             value=f"step {step}, micro-batches of up to {largest} samples",
-            remedy=f"The next attempt uses a lower safety factor: can-train resume {self.folder.run_id}",
+            remedy=self._remedy(largest),
         )
+
+    def _remedy(self, largest: int) -> str:
+        if self.session.plan.safety_factor is not None and self.run.training.use_adaptive_batch_size_factor:
+            return f"The next attempt uses a lower safety factor: can-train resume {self.folder.run_id}"
+        if largest > 1:
+            return f"Nothing is learned here: start again with smaller parts, --micro-batch-size {largest // 2}"
+        return "One sample is too much: choose a smaller model (--size student), smaller samples or a larger device"
 
     def _unless_it_fails(self, write: Callable[[], object]) -> None:
         if not self.run.training.use_adaptive_batch_size_factor:

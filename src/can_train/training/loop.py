@@ -29,8 +29,8 @@ from can_train.training.signals import StopRequests
 from can_train.training.task import Task
 
 MEASURE_WARMUP: Final = 20
-"""Steps before the first measured one, fewer in a shorter run: lazily made state (the optimizer's, say) is there by
-then."""
+"""Steps of an attempt before its first measured one, fewer where fewer are left: lazily made state (the optimizer's,
+say) is there by then."""
 
 MEASURE_INTERVAL: Final = 50
 """Steps between measured ones; on the CPU a measured step costs about a fifth more."""
@@ -65,7 +65,13 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Session:
-    """Everything one attempt of a run trains with."""
+    """Everything one attempt of a run trains with.
+
+    Attributes:
+        best: Weights of the lowest validation loss.
+        first_step: The run's steps when the attempt began.
+        peak_bytes: Largest peak of the attempt's measured steps; 0 before the first.
+    """
 
     task: Task
     model: nn.Module
@@ -80,12 +86,18 @@ class Session:
     reporter: Reporter
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Any] = field(default_factory=dict)
+    first_step: int = 0
     peak_bytes: int = 0
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of an epoch."""
         return self.plan.steps_per_epoch
+
+    @property
+    def peak_share(self) -> float | None:
+        """Peak ÷ capacity; None before the first measured step."""
+        return self.peak_bytes / self.meter.capacity_bytes if self.peak_bytes else None
 
 
 def train(session: Session) -> None:
@@ -148,6 +160,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     session.best = state["best"]
     session.optimization.load_state_dict(state["optimization"])
     session.progress = Progress(**state["progress"])
+    session.first_step = session.progress.step
     randomness.restore(state["randomness"])
     session.metrics.rewind(state["metrics_lines"])
 
@@ -165,6 +178,8 @@ def _train_epoch(session: Session, stage: Any) -> None:
         if session.stops.received or progress.step % training.checkpoint_every == 0:
             save(session)
         _leave_if_asked(session)
+    # Where the device counts by itself, the steps since the last measured one have their say.
+    session.peak_bytes = max(session.peak_bytes, session.meter.peak_bytes())
     seconds = time.perf_counter() - started
     session.metrics.append(
         step=progress.step,
@@ -172,7 +187,7 @@ def _train_epoch(session: Session, stage: Any) -> None:
         train={term: total / progress.epoch_samples for term, total in progress.epoch_sums.items()},
         lr=session.optimization.lr,
         samples_per_second=round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None,
-        peak_memory_pct=round(session.peak_bytes / session.meter.capacity_bytes, 5),
+        peak_memory_pct=None if session.peak_share is None else round(session.peak_share, 5),
         batch_size_safety_factor=session.plan.safety_factor,
     )
     progress.epoch += 1
@@ -184,7 +199,8 @@ def _train_epoch(session: Session, stage: Any) -> None:
 def _step(session: Session, rows: NDArray[np.int64]) -> dict[str, float]:
     """Takes one optimizer step on one logical batch, measured where it is its turn; returns the terms' means."""
     progress = session.progress
-    if _is_measured(progress.step, session.training.epochs * session.steps_per_epoch):
+    total = session.training.epochs * session.steps_per_epoch
+    if _is_measured(progress.step - session.first_step, total - session.first_step):
         with session.meter.measuring(resident_tensors(session.model, session.optimization)):
             means = _optimizer_step(session, rows)
         session.peak_bytes = max(session.peak_bytes, session.meter.peak_bytes())
@@ -273,6 +289,7 @@ def _weighted(means: Mapping[str, float], weights: Mapping[str, float]) -> float
 
 
 def _is_measured(step: int, total_steps: int) -> bool:
+    """Decides for the `step`th of an attempt's `total_steps`, from 0."""
     warmup = min(MEASURE_WARMUP, total_steps - 1)
     return step >= warmup and (step - warmup) % MEASURE_INTERVAL == 0
 

@@ -117,8 +117,8 @@ def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, 
         "parameters": sum(parameter.numel() for parameter in session.model.parameters()),
         "device": session.meter.key,
         "plan": asdict(session.plan),
-        "peak_memory_bytes": session.peak_bytes,
-        "peak_memory_pct": session.peak_bytes / session.meter.capacity_bytes,
+        "peak_memory_bytes": session.peak_bytes or None,
+        "peak_memory_pct": session.peak_share,
         "judgement": judgement,
     }
 

@@ -30,12 +30,18 @@ class StopRequests:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside the block the first signal is only noted in `received`."""
+        """Inside the block the first signal is only noted in `received`; it ends the process at the block's end.
+
+        Raises:
+            SystemExit: A signal arrived that the block left unanswered.
+        """
         self._deferring = True
         try:
             yield
         finally:
             self._deferring = False
+        if self.received is not None:
+            self.exit()
 
     def exit(self) -> None:
         """Leaves the process for the signal received.
