@@ -1,5 +1,7 @@
 """A task as small as a task can be, for tests of what trains: a straight line through points."""
 
+import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +66,25 @@ class LineTask:
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[Any]:
         return []
+
+
+class StoppedTask(LineTask):
+    """Sends this process a SIGTERM while it prepares training batch `after`, counted from 1; fix the micro-batch, since
+    a search prepares batches too.
+    """
+
+    def __init__(self, *, after: int) -> None:
+        super().__init__()
+        self._left = after
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LineBatch:
+        is_training = generator is not None
+        self._left -= is_training
+        if is_training and self._left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().logical_batch(rows, device, dtype, generator)
 
 
 class Notices(SilentReporter):

@@ -53,7 +53,12 @@ def test_what_is_resident_is_part_of_the_peak() -> None:
 
 def test_the_peak_of_a_span_that_failed_counts() -> None:
     meter = CpuMeter()
-    with pytest.raises(ValueError, match="stop"), meter.measuring([]):
-        torch.zeros(1024)
-        raise ValueError("stop")
+
+    def fail() -> None:
+        with meter.measuring([]):
+            torch.zeros(1024)
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        fail()
     assert meter.peak_bytes() == 1024 * FLOAT_BYTES

@@ -12,7 +12,7 @@ from can_train.training import loop
 from can_train.training.learning import Attempt, factor_for, get_effective_safety_factor
 from can_train.training.loop import Session
 from can_train.training.session import make_session
-from line_fit import LineTask, Notices, line_parts, line_run
+from line_fit import LineTask, Notices, StoppedTask, line_parts, line_run
 
 KEY = "synthetic_gat_teacher_normal"
 
@@ -22,7 +22,7 @@ def attempt(folder: Path, task: LineTask | None = None, **training: Any) -> Sess
     parts = line_parts(folder, task, **training)
     factor = factor_for(parts.run, parts.meter, parts.reporter)
     session = make_session(parts, factor)
-    with Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor):
+    with parts.stops.installed(), Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor):
         loop.train(session)
     return session
 
@@ -58,6 +58,38 @@ def test_an_out_of_memory_lowers_the_factor_and_the_next_attempt_cuts_finer(tmp_
     assert again.plan.safety_factor == pytest.approx(0.45)
     assert again.plan.logical_batch == 30
     assert again.plan.micro_batches == (15, 15)
+
+
+@pytest.mark.parametrize(
+    ("training", "remedy"),
+    [
+        ({"use_adaptive_batch_size_factor": False}, "--micro-batch-size 15"),
+        ({"find_batch_size": "off"}, "--micro-batch-size 15"),
+        ({"micro_batch_size": 1}, "choose a smaller model"),
+    ],
+)
+def test_a_remedy_never_promises_a_lesson_where_nothing_is_learned(
+    tmp_path: Path, training: dict[str, Any], remedy: str
+) -> None:
+    task = LineTask()
+    parts = line_parts(tmp_path, task, batch_size=30, **training)
+    factor = factor_for(parts.run, parts.meter, parts.reporter)
+    session = make_session(parts, factor)
+    task.fail_above = 0
+    with (
+        pytest.raises(DoesNotFitError, match=remedy),
+        Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor),
+    ):
+        loop.train(session)
+
+
+def test_a_resumed_attempt_of_few_steps_still_measures_a_peak(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        attempt(tmp_path, StoppedTask(after=37), micro_batch_size=3, batch_size=3)
+    session = attempt(tmp_path, micro_batch_size=3, batch_size=3)
+    assert session.first_step == 37
+    assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == ["interrupted", "ok"]
+    assert all(observed.peak_allocated_bytes for observed in read_observations(tmp_path / "state").finished)
 
 
 @pytest.mark.parametrize(

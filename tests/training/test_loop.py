@@ -4,20 +4,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from can_train.errors import CanTrainError
 from can_train.state.factor_store import FactorChoice
 from can_train.training import loop
 from can_train.training.loop import Session
 from can_train.training.session import make_session
-from line_fit import LineTask, Notices, line_parts
+from line_fit import LineTask, Notices, StoppedTask, line_parts
 
 HALF = FactorChoice(0.5, "for a test")
 
 
 def trained(folder: Path, task: LineTask | None = None, **training: Any) -> Session:
-    session = make_session(line_parts(folder, task, **training), HALF)
-    loop.train(session)
+    parts = line_parts(folder, task, **training)
+    session = make_session(parts, HALF)
+    with parts.stops.installed():
+        loop.train(session)
     return session
 
 
@@ -84,3 +87,61 @@ def test_validation_may_be_rarer_than_epochs_and_always_ends_the_training(tmp_pa
 
 def test_a_peak_is_measured_even_in_a_run_of_few_steps(tmp_path: Path) -> None:
     assert trained(tmp_path, epochs=1, batch_size=60).peak_bytes > 0
+
+
+def test_before_the_first_measured_step_no_peak_is_claimed(tmp_path: Path) -> None:
+    trained(tmp_path, epochs=9, batch_size=20)
+    peaks = [record["peak_memory_pct"] for record in records(tmp_path) if "train" in record]
+    assert peaks[0] is None
+    assert peaks[-1] is not None
+
+
+class DroppingTask(StoppedTask):
+    """Draws from the global generator at every step."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(super().build_model(), nn.Dropout(0.3))
+
+
+@pytest.mark.parametrize(
+    "training",
+    [{}, {"precision": "fp16", "grad_clip_norm": 0.1}, {"scheduler_interval": "epoch", "optimizer": "sgd"}],
+    ids=["plain", "scaled and clipped", "schedule by epoch"],
+)
+@pytest.mark.parametrize("step", range(1, 9))
+def test_a_run_stopped_at_any_step_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, training: dict[str, Any], step: int
+) -> None:
+    settings = {"batch_size": 25, "micro_batch_size": 10, "epochs": 3} | training
+    whole = trained(tmp_path / "whole", DroppingTask(after=0), **settings)
+    with pytest.raises(SystemExit) as stop:
+        trained(tmp_path / "cut", DroppingTask(after=step), **settings)
+    assert stop.value.code == 143
+    cut = trained(tmp_path / "cut", DroppingTask(after=0), **settings)
+    assert torch.equal(weights(cut), weights(whole))
+    assert cut.optimization.state_dict()["scaler"] == whole.optimization.state_dict()["scaler"]
+    assert cut.optimization.lr == whole.optimization.lr
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def losses(folder: Path) -> list[Any]:
+    names = ("step", "epoch", "lr", "train", "validation_loss")
+    return [[record.get(name) for name in names] for record in records(folder)]
+
+
+def test_generators_that_are_not_restored_give_other_weights(tmp_path: Path) -> None:
+    settings = {"batch_size": 25, "micro_batch_size": 10, "epochs": 3}
+    whole = trained(tmp_path / "whole", DroppingTask(after=0), **settings)
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "cut", DroppingTask(after=2), **settings)
+    resumed = make_session(line_parts(tmp_path / "cut", DroppingTask(after=0), **settings), HALF)
+    torch.manual_seed(1)
+    loop.train(resumed)
+    assert not torch.equal(weights(resumed), weights(whole))
+
+
+def test_a_gradient_is_clipped_once_a_step_whatever_the_micro_batches(tmp_path: Path) -> None:
+    settings = {"batch_size": 20, "precision": "fp64", "grad_clip_norm": 0.01, "epochs": 3, "optimizer": "sgd"}
+    whole = trained(tmp_path / "whole", micro_batch_size=20, **settings)
+    split = trained(tmp_path / "split", micro_batch_size=3, **settings)
+    assert torch.linalg.vector_norm(weights(split) - weights(whole)) <= 1e-10 * torch.linalg.vector_norm(weights(whole))

@@ -1,5 +1,6 @@
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 
@@ -8,6 +9,17 @@ from can_train.training.signals import StopRequests
 
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
+
+
+def run_deferred(stops: StopRequests, *actions: Callable[[], object]) -> None:
+    """Does one thing after another in a block that defers signals."""
+    with stops.installed(), stops.deferred():
+        for action in actions:
+            action()
+
+
+def fail() -> None:
+    raise ValueError("its own")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -19,48 +31,38 @@ def test_a_signal_ends_the_process_at_once(number: int, status: int) -> None:
 
 def test_a_deferred_signal_waits_until_it_is_asked_for() -> None:
     stops = StopRequests()
-    with pytest.raises(SystemExit) as stop, stops.installed(), stops.deferred():
-        send(signal.SIGTERM)
-        assert stops.received == signal.SIGTERM
-        stops.exit()
+    seen: list[int | None] = []
+    with pytest.raises(SystemExit) as stop:
+        run_deferred(stops, lambda: send(signal.SIGTERM), lambda: seen.append(stops.received), stops.exit, fail)
+    assert seen == [signal.SIGTERM]
     assert stop.value.code == 143
 
 
 def test_a_deferred_signal_that_nobody_asked_for_ends_the_process_after_the_block() -> None:
-    stops = StopRequests()
-    reached = []
-    with pytest.raises(SystemExit) as stop, stops.installed():
-        with stops.deferred():
-            send(signal.SIGTERM)
-            reached.append("the block's end")
-        reached.append("what comes after it")
+    reached: list[str] = []
+    with pytest.raises(SystemExit) as stop:
+        run_deferred(StopRequests(), lambda: send(signal.SIGTERM), lambda: reached.append("the block's end"))
     assert stop.value.code == 143
     assert reached == ["the block's end"]
 
 
 def test_an_error_of_the_block_is_not_hidden_by_a_signal() -> None:
-    stops = StopRequests()
-    with pytest.raises(ValueError, match="its own"), stops.installed(), stops.deferred():
-        send(signal.SIGTERM)
-        raise ValueError("its own")
+    with pytest.raises(ValueError, match="its own"):
+        run_deferred(StopRequests(), lambda: send(signal.SIGTERM), fail)
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_deferred(StopRequests(), lambda: send(signal.SIGTERM), lambda: send(signal.SIGINT), fail)
+    assert stop.value.code == 130
 
 
 def test_after_the_block_a_signal_ends_the_process_at_once_again() -> None:
     stops = StopRequests()
+    with stops.deferred():
+        pass
     with pytest.raises(SystemExit), stops.installed():
-        with stops.deferred():
-            pass
         send(signal.SIGINT)
-    assert stops.received == signal.SIGINT
-
-
-def test_a_second_signal_does_not_wait() -> None:
-    stops = StopRequests()
-    with stops.installed(), stops.deferred():
-        send(signal.SIGTERM)
-        with pytest.raises(SystemExit) as stop:
-            send(signal.SIGINT)
-    assert stop.value.code == 130
 
 
 def test_the_handlers_of_before_come_back() -> None:

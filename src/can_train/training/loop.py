@@ -192,8 +192,6 @@ def _train_epoch(session: Session, stage: Any) -> None:
     )
     progress.epoch += 1
     progress.step_in_epoch, progress.epoch_sums, progress.epoch_samples = 0, {}, 0
-    if training.scheduler_interval == "epoch":
-        session.optimization.scheduler.step()
 
 
 def _step(session: Session, rows: NDArray[np.int64]) -> dict[str, float]:
@@ -228,7 +226,10 @@ def _optimizer_step(session: Session, rows: NDArray[np.int64]) -> dict[str, floa
     weights = session.task.loss_weights
     means = accumulate_gradients(losses_of, micro_batches, batch.denominators, weights, optimization.scaler.scale)
     _check_finite(means, session.progress.step)
-    if optimization.step() and training.scheduler_interval == "step":
+    moved = optimization.step()
+    ends_epoch = session.progress.step_in_epoch + 1 == session.steps_per_epoch
+    # Either way as part of the step, so that a checkpoint has both or neither.
+    if moved if training.scheduler_interval == "step" else ends_epoch:
         optimization.scheduler.step()
     return means
 
