@@ -1,13 +1,13 @@
 """Real processes, really killed: the resumed run ends with the weights of one that was left alone."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ SETTINGS = (*TRAINING, *DATA, "--size", "student", "--device", "cpu", "--no-floo
 def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The state folder that all runs here share, so that data is prepared once."""
     return tmp_path_factory.mktemp("state")
+
+
+Undisturbed = Callable[[str], Path]
+"""Model → the runs folder of one that nobody disturbed."""
 
 
 def command(folder: Path, state: Path, *arguments: str) -> list[str]:
@@ -54,7 +58,8 @@ def started(folder: Path, state: Path, *arguments: str) -> Iterator[subprocess.P
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     limit = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        ended = process.poll() is not None
+        assert condition() or not ended, process.stderr.read() if process.stderr else ""
         assert time.monotonic() < limit, "what was waited for did not happen"
         time.sleep(0.005)
 
@@ -63,6 +68,10 @@ def checkpoint_step(folder: Path) -> int:
     """The step of the newest checkpoint; 0 before the first."""
     manifests = list(folder.glob("*/checkpoints/manifest.json"))
     return int(json.loads(manifests[0].read_text())["checkpoints"][0]["step"]) if manifests else 0
+
+
+def metrics_lines(folder: Path) -> int:
+    return sum(path.read_text().count("\n") for path in folder.glob("*/metrics.jsonl"))
 
 
 def final_state(folder: Path) -> dict[str, Any]:
@@ -74,7 +83,7 @@ def final_state(folder: Path) -> dict[str, Any]:
 
 def losses(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in next(folder.glob("*/metrics.jsonl")).read_text().splitlines()]
-    return [{name: line.get(name) for name in ("step", "epoch", "train", "validation_loss")} for line in lines]
+    return [{name: line.get(name) for name in ("step", "epoch", "train", "lr", "validation_loss")} for line in lines]
 
 
 def assert_same(one: Any, other: Any, where: str = "") -> None:
@@ -94,14 +103,15 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
-@pytest.fixture(scope="module", params=["gat", "vgae"])
-def left_alone(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, state: Path
-) -> tuple[str, Path]:
-    """A model, and the runs folder of one that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("runs")
-    finish(folder, state, "--model", request.param)
-    return request.param, folder
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory: pytest.TempPathFactory, state: Path) -> Undisturbed:
+    @cache
+    def run(model: str) -> Path:
+        folder = tmp_path_factory.mktemp(model)
+        finish(folder, state, "--model", model)
+        return folder
+
+    return run
 
 
 def assert_ends_like(folder: Path, undisturbed: Path) -> None:
@@ -109,48 +119,65 @@ def assert_ends_like(folder: Path, undisturbed: Path) -> None:
     assert losses(folder) == losses(undisturbed)
 
 
-@pytest.mark.parametrize("steps", [0, 4, 12, 16])
+def run_id(folder: Path) -> str:
+    (path,) = folder.iterdir()
+    return path.name
+
+
+def plan_exists(folder: Path) -> bool:
+    return bool(list(folder.glob("*/plan.json")))
+
+
+@pytest.mark.parametrize("model", ["gat", "vgae"])
+@pytest.mark.parametrize(
+    ("step", "lines", "delay_s"),
+    [(0, 0, 0.0), (4, 0, 0.1), (4, 2, 0.0), (4, 4, 0.0), (4, 4, 0.05)],
+    ids=["before the first step", "inside an epoch", "between epochs", "after the last epoch", "while judging"],
+)
 def test_a_run_killed_at_any_moment_ends_with_the_same_weights(
-    left_alone: tuple[str, Path], state: Path, tmp_path: Path, steps: int
+    left_alone: Undisturbed, state: Path, tmp_path: Path, model: str, step: int, lines: int, delay_s: float
 ) -> None:
-    model, undisturbed = left_alone
     with started(tmp_path, state, "--model", model) as process:
-        wait_until(lambda: bool(list(tmp_path.glob("*/plan.json"))) and checkpoint_step(tmp_path) >= steps, process)
+        wait_until(lambda: plan_exists(tmp_path) and checkpoint_step(tmp_path) >= step, process)
+        # Each epoch leaves two: of its training, and of its validation.
+        wait_until(lambda: metrics_lines(tmp_path) >= lines, process)
+        time.sleep(delay_s)
         process.kill()
-    finish(tmp_path, state, "resume", next(tmp_path.iterdir()).name)
-    assert_ends_like(tmp_path, undisturbed)
+    finish(tmp_path, state, "resume", run_id(tmp_path))
+    assert_ends_like(tmp_path, left_alone(model))
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_the_resumed_run_ends_with_the_same_weights(
-    left_alone: tuple[str, Path], state: Path, tmp_path: Path, sent: signal.Signals, status: int
+@pytest.mark.parametrize("model", ["gat", "vgae"])
+def test_a_run_ended_again_and_again_ends_with_the_same_weights(
+    left_alone: Undisturbed, state: Path, tmp_path: Path, model: str
 ) -> None:
-    model, undisturbed = left_alone
-    with started(tmp_path, state, "--model", model) as process:
-        wait_until(lambda: checkpoint_step(tmp_path) >= 4, process)
-        process.send_signal(sent)
-        assert process.wait(TIMEOUT_S) == status
-    finish(tmp_path, state, "resume", next(tmp_path.iterdir()).name)
-    assert_ends_like(tmp_path, undisturbed)
-
-
-def test_a_run_killed_again_and_again_ends_with_the_same_weights(
-    left_alone: tuple[str, Path], state: Path, tmp_path: Path
-) -> None:
-    model, undisturbed = left_alone
     arguments = ["--model", model]
-    for steps in (4, 8, 20):
+    for step, sent, status in ((4, signal.SIGTERM, 143), (8, signal.SIGKILL, -9), (16, signal.SIGINT, 130)):
         with started(tmp_path, state, *arguments) as process:
-            wait_until(lambda steps=steps: checkpoint_step(tmp_path) >= steps, process)
-            os.kill(process.pid, signal.SIGKILL)
-        arguments = ["resume", next(tmp_path.iterdir()).name]
+            wait_until(lambda step=step: checkpoint_step(tmp_path) >= step, process)
+            process.send_signal(sent)
+            assert process.wait(TIMEOUT_S) == status
+        arguments = ["resume", run_id(tmp_path)]
     finish(tmp_path, state, *arguments)
-    assert_ends_like(tmp_path, undisturbed)
+    assert_ends_like(tmp_path, left_alone(model))
 
 
-def test_a_run_that_ended_is_shown_again_unchanged(left_alone: tuple[str, Path], state: Path) -> None:
-    _, folder = left_alone
-    result = next(folder.glob("*/result.json"))
+@pytest.mark.parametrize("prepared", [".synthetic-*/*/*/*.csv", "synthetic-*"], ids=["writing logs", "making graphs"])
+def test_data_whose_preparation_was_killed_is_prepared_again(
+    left_alone: Undisturbed, tmp_path: Path, prepared: str
+) -> None:
+    state, runs = tmp_path / "state", tmp_path / "runs"
+    with started(runs, state, "--model", "gat") as process:
+        wait_until(lambda: bool(list((state / "cache").glob(prepared))), process)
+        process.kill()
+    assert not list(runs.glob("*"))
+    finish(runs, state, "--model", "gat")
+    assert_ends_like(runs, left_alone("gat"))
+
+
+def test_a_run_that_ended_is_shown_again_unchanged(left_alone: Undisturbed, state: Path) -> None:
+    folder = left_alone("gat")
+    result = folder / run_id(folder) / "result.json"
     before = result.read_bytes()
     finish(folder, state, "resume", result.parent.name)
     assert result.read_bytes() == before

@@ -227,9 +227,9 @@ def _optimizer_step(session: Session, rows: NDArray[np.int64]) -> dict[str, floa
     means = accumulate_gradients(losses_of, micro_batches, batch.denominators, weights, optimization.scaler.scale)
     _check_finite(means, session.progress.step)
     moved = optimization.step()
+    # The schedule moves within the step, by epoch too, so that a checkpoint has both or neither.
     ends_epoch = session.progress.step_in_epoch + 1 == session.steps_per_epoch
-    # Either way as part of the step, so that a checkpoint has both or neither.
-    if moved if training.scheduler_interval == "step" else ends_epoch:
+    if ends_epoch if training.scheduler_interval == "epoch" else moved:
         optimization.scheduler.step()
     return means
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def autoencoder(flat: FlatGraphs) -> tuple[nn.Module, AutoencoderBatch]:
     return model, AutoencoderBatch.draw(np.arange(WINDOWS), gatherer(flat), counts, 3, generator)
 
 
-def gradient(model: nn.Module, batch: ClassifierBatch | AutoencoderBatch, sizes: tuple[int, ...]) -> Tensor:
+def gradient(model: nn.Module, batch: Any, sizes: tuple[int, ...]) -> Tensor:
     model.zero_grad()
 
     def losses(start: int, stop: int) -> Losses:
@@ -75,6 +76,28 @@ def test_a_split_batch_has_the_gradient_of_the_whole(
     whole = gradient(model, batch, (WINDOWS,))
     assert whole.norm() > 0
     assert relative_error(gradient(model, batch, CUTS), whole) <= 1e-12
+
+
+@pytest.mark.parametrize("make", [classifier, autoencoder])
+@pytest.mark.parametrize("share", [lambda size: 1 / len(CUTS), lambda size: size / WINDOWS], ids=["parts", "samples"])
+def test_means_of_the_parts_by_number_of_parts_or_of_samples_give_another_gradient(
+    flat: FlatGraphs,
+    make: Callable[[FlatGraphs], tuple[nn.Module, ClassifierBatch]],
+    share: Callable[[int], float],
+) -> None:
+    model, batch = make(flat)
+    whole = gradient(model, batch, (WINDOWS,))
+
+    class Mutant:
+        denominators = batch.denominators
+
+        @staticmethod
+        def losses(model: nn.Module, start: int, stop: int) -> Losses:
+            terms = batch.losses(model, start, stop)
+            scale = share(stop - start)
+            return {term: (total / own * batch.denominators[term] * scale, own) for term, (total, own) in terms.items()}
+
+    assert relative_error(gradient(model, Mutant(), CUTS), whole) > 1e-3
 
 
 @pytest.mark.parametrize("make", [classifier, autoencoder])
