@@ -263,7 +263,7 @@ class Job(NamedTuple):
             process = subprocess.Popen(
                 command,
                 cwd=self.root,
-                env={**os.environ, **_PIP_VARIABLES},
+                env=_pip_environment(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -289,6 +289,14 @@ _PIP_VARIABLES: Final = {
 }
 """As variables, since these reach the pip that prepares a build too. The path is relative to the project's folder: pip
 splits the variable at spaces. A person's `user = true` would make pip refuse."""
+
+
+def _pip_environment(command: list[str]) -> dict[str, str]:
+    environment = {**os.environ, **_PIP_VARIABLES}
+    if "--no-build-isolation" in command:
+        # Such a build has no environment of its own to constrain, and pip 26.3 refuses to be told.
+        del environment["PIP_BUILD_CONSTRAINT"]
+    return environment
 
 
 @contextmanager

@@ -9,6 +9,9 @@ ALIASES: Final[Mapping[str, str]] = {
     "accumulation_steps": "gradient_accumulation_steps",
     "global_accum_steps": "gradient_accumulation_steps",
     "accum_steps": "gradient_accumulation_steps",
+    "accumulation_muon_threshold": "accumulation_threshold",
+    "preflight_muon_threshold": "preflight_threshold",
+    "mb_backoff_factor": "backoff_factor",
     "gradient_clip_val": "grad_clip_norm",
     "scheduler_after_batch": "scheduler_interval",
 }

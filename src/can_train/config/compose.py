@@ -36,7 +36,8 @@ class RunRequest:
         task: Name of the task; None: the one in `configs/config.yaml`.
         mode, size: Names; None: the model's defaults.
         cluster: Name of a preset in `configs/cluster/`.
-        device: auto, cpu, cuda[:i].
+        memory: Name of a preset in `configs/memory/`; None: the defaults.
+        device: auto, cpu, cuda[:i], sim:SIZE.
         sets: Overrides in Hydra's grammar, `group.key=value`.
         model_args: `k=v,k=v`.
         values: Dotted key to value, from flags; applied after composition, so that a value is never parsed.
@@ -48,6 +49,7 @@ class RunRequest:
     mode: str | None = None
     size: str | None = None
     cluster: str = "local"
+    memory: str | None = None
     device: str = "auto"
     sets: tuple[str, ...] = ()
     model_args: str = ""
@@ -84,12 +86,15 @@ def resolve(request: RunRequest) -> ResolvedRun:
     if request.cluster not in presets("cluster"):
         raise unknown_name("cluster", request.cluster, presets("cluster"))
     choices = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
+    if request.memory is not None:
+        choices["memory"] = request.memory
     given = [*map(from_set, request.sets), *from_model_args(request.model_args, _settings(spec))]
     flags = [
         Assignment(key=key, value=value, spelling=f"--{key.rpartition('.')[2].replace('_', '-')}", grammar=False)
         for key, value in request.values.items()
     ]
     check_contradictions([*given, *flags])
+    _check_memory([request.memory, *(str(a.value) for a in given if a.key == "memory")])
     overrides = [f"{group}={choice}" for group, choice in choices.items()]
     overrides += [f"{assignment.key}={assignment.value}" for assignment in given]
     config = _compose(task, spec, overrides)
@@ -133,7 +138,8 @@ def _classes(task: TaskSettings, spec: ModelSpec) -> dict[str, type]:
 def _root(task: TaskSettings, spec: ModelSpec) -> Any:
     chosen = ("dataset", "model", "mode", "cluster")
     always = {name: builds_of(cls) for name, cls in _classes(task, spec).items() if name not in chosen}
-    defaults: list[Any] = ["_self_", *({name: "???"} for name in chosen)]
+    # A memory preset changes training settings, so it stands behind them, and there need be none.
+    defaults: list[Any] = ["_self_", *({name: "???"} for name in chosen), {"optional memory": None}]
     values: dict[str, Any] = {**dict.fromkeys(_SCALARS, ""), **dict.fromkeys(chosen), **always}
     return make_config(hydra_defaults=defaults, **values)
 
@@ -249,6 +255,12 @@ def _dataset(text: str) -> tuple[str, dict[str, Any]]:
     raise ConfigError(
         error.rule, value=error.value, remedy=f"{error.remedy}; or give the path of a log or a folder of logs"
     )
+
+
+def _check_memory(names: Iterable[str | None]) -> None:
+    for name in names:
+        if name is not None and name not in presets("memory"):
+            raise unknown_name("memory preset", name, presets("memory"))
 
 
 def _named(names: Iterable[str]) -> list[str]:

@@ -8,7 +8,11 @@ from typing import Final
 
 import torch
 
-from can_train.errors import DeviceError
+from can_train.errors import ArgumentError, DeviceError, unknown_name
+from can_train.policy.sizes import parse_size
+
+SIMULATED: Final = "sim:"
+"""What the name of a simulated GPU begins with; its size follows."""
 
 _ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
 """Variables in which a scheduler says which GPUs it gave a job, and their values that mean none: the first two list
@@ -26,13 +30,28 @@ def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) ->
     if text == "auto":
         return _automatic(environment)
     if not re.fullmatch(r"cuda(:\d+)?", text):
-        raise DeviceError("Unknown device", value=repr(text), remedy="Valid: auto, cpu, cuda, cuda:1")
+        unknown = unknown_name("device", text, ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB"))
+        raise DeviceError(unknown.rule, value=unknown.value, remedy=unknown.remedy)
     if not torch.cuda.is_available():
         raise DeviceError("torch sees no CUDA GPU", value=f"--device {text}", remedy=_cuda_remedy())
     device = torch.device(text)
     if device.index is not None and device.index >= torch.cuda.device_count():
         raise DeviceError("There is no such GPU", value=text, remedy=f"torch sees {torch.cuda.device_count()}")
     return torch.device("cuda", device.index or 0)
+
+
+def simulated_size(text: str) -> int:
+    """Reads the size of `sim:<size>`, in bytes.
+
+    Raises:
+        DeviceError: It is no size.
+    """
+    try:
+        return parse_size(text[len(SIMULATED) :])
+    except ArgumentError as error:
+        raise DeviceError(
+            "A simulated GPU is sim: and a size", value=repr(text), remedy="Try sim:2GiB or sim:512MiB"
+        ) from error
 
 
 def _automatic(environment: Mapping[str, str]) -> torch.device:

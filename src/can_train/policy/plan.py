@@ -1,20 +1,20 @@
-"""The resolved decision of a run: its logical batch, its micro-batches, and which limit decided. Arithmetic only: the
-caller has searched for the tuned limit and looked the safety factor up. Cost is uniform: one unit is one sample.
+"""The resolved decision of a run: its logical batch, how it is cut, and which limit decided. Arithmetic only: the
+caller has searched for the tuned limit, priced the samples and looked the safety factor up.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Literal
 
-from can_train.errors import DoesNotFitError
-from can_train.policy.accumulation import solve_accumulation
+import numpy as np
+
+from can_train.policy.limits import SplitRules, optimizer_batches
+from can_train.policy.packing import BatchCosts, cut, largest_typical_batch
 
 Mode = Literal["max", "opt", "off"]
 BindingLimit = Literal["requested", "memory", "dataset", "min_steps"]
 LrScale = Literal["auto", "none", "sqrt", "linear"]
-
-_ROUNDING: Final = 1e-9
-"""Samples. Keeps 0.29 × 100 at 29, where floating point has 28.999…"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,23 +25,24 @@ class PlanRequest:
         mode: `max`: the largest batch that fits; `opt`: the batch asked for, cut to fit; `off`: as asked, uncut.
         requested_batch: Logical batch asked for, in samples; None where nobody asked.
         preset_batch: Logical batch that the learning rate was chosen for, in samples.
-        dataset_size: Training samples, at least 1.
+        loader_batch: Samples of one loader batch; several of them make a logical batch.
         min_steps_per_epoch: With `max`, an epoch has at least so many optimizer steps where the data set allows.
-        divisor: Micro-batches all equal, rather than the fewest.
         micro_batch_size: Fixed micro-batch in samples, without a search; 0 searches.
         lr_scale: Learning rate against logical ÷ preset batch; `auto` is `sqrt` under `max`, else `none`.
-        factor: Safety factor, in (0, 1].
+        rules: The accumulation options; the limits in them are not known yet.
+        preflight_threshold: Units of the main feature above which a batch becomes several optimizer steps; infinite:
+            never.
     """
 
     mode: Mode
     requested_batch: int | None
     preset_batch: int
-    dataset_size: int
+    loader_batch: int = 0
     min_steps_per_epoch: int = 50
-    divisor: bool = False
     micro_batch_size: int = 0
     lr_scale: LrScale = "auto"
-    factor: float = 1.0
+    rules: SplitRules = field(default_factory=SplitRules)
+    preflight_threshold: float = math.inf
 
     @property
     def searches(self) -> bool:
@@ -53,6 +54,11 @@ class PlanRequest:
         """Whether the device decides the logical batch."""
         return self.mode == "max" and self.searches
 
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the plan needs costs in bytes."""
+        return self.searches or self.rules.target < math.inf
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -60,36 +66,28 @@ class Plan:
 
     Attributes:
         logical_batch: Samples that one optimizer step sees.
-        safe_limit: Samples that one micro-batch may hold.
-        micro_batches: Sizes in samples, largest first; their sum is `logical_batch`.
-        steps_per_epoch: Optimizer steps, the last one perhaps on fewer samples.
+        rules: How it is cut, limits included.
+        steps_per_epoch: Optimizer steps of the first epoch, the last one perhaps on fewer samples.
+        fewest_parts, most_parts: Micro-batches of a step, over the first epoch.
+        largest_micro_batch: Samples of the largest micro-batch of the first epoch.
+        largest_cost: Cost of the costliest one.
         binding_limit: What decided the logical batch.
         lr_factor: Multiplier of the learning rate.
-        tuned_limit: Largest size in samples that was tried and fits; None without a search.
-        search_capped: Whether the search stopped where memory no longer mattered, so that more may fit than was tried.
         safety_factor: Share of the tuned limit in use; None without a search.
         notices: What the user should know, as sentences.
     """
 
     logical_batch: int
-    safe_limit: int
-    micro_batches: tuple[int, ...]
+    rules: SplitRules
     steps_per_epoch: int
+    fewest_parts: int
+    most_parts: int
+    largest_micro_batch: int
+    largest_cost: float
     binding_limit: BindingLimit
     lr_factor: float
-    tuned_limit: int | None
-    search_capped: bool
     safety_factor: float | None
     notices: tuple[str, ...]
-
-    @property
-    def used(self) -> float | None:
-        """Largest micro-batch ÷ tuned limit; None where that limit was not searched for, or not reached: such a run
-        says nothing of what a share of it leads to.
-        """
-        if not self.tuned_limit or self.search_capped:
-            return None
-        return self.micro_batches[0] / self.tuned_limit
 
 
 def resolve_mode(find_batch_size: str, *, batch_size_given: bool) -> Mode:
@@ -100,73 +98,124 @@ def resolve_mode(find_batch_size: str, *, batch_size_given: bool) -> Mode:
     return modes[find_batch_size]
 
 
-def search_upper(request: PlanRequest) -> int:
-    """The largest size in samples that the finder need try: from there on memory no longer decides anything."""
+def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> float:
+    """Returns the largest cost that the finder need try: from there on memory no longer decides anything.
+
+    Args:
+        request: What was asked for.
+        order: The training samples.
+        factor: Safety factor, in (0, 1].
+    """
     if request.takes_what_fits:
-        needed = min(limit for limit, _ in _limits_beside_memory(request))
+        needed = min(limit for limit, _ in _limits_beside_memory(request, len(order)))
     else:
-        needed = _asked_batch(request)
-    return math.ceil(needed / request.factor - _ROUNDING)
+        needed = _asked_batch(request, len(order))
+    return costliest(order, needed) / factor
 
 
-def resolve_plan(request: PlanRequest, *, tuned_limit: int | None) -> Plan:
+def costliest(order: BatchCosts, size: int) -> float:
+    """Returns the cost of the costliest batch of `size` samples."""
+    positions = np.argsort(-order.each(), kind="stable")[:size]
+    return order.chosen(positions).cost(0, len(positions))
+
+
+def resolve_plan(
+    request: PlanRequest, order: BatchCosts, *, tuned_limit: float | None = None, factor: float = 1.0
+) -> Plan:
     """Resolves a plan.
 
     Args:
-        request: What was asked for, and the safety factor.
-        tuned_limit: Largest size in samples that fits, searched for up to `search_upper(request)`; None without a
-            search.
-
-    Raises:
-        DoesNotFitError: Not even one sample fits.
+        request: What was asked for.
+        order: The training samples in the first epoch's order; none of them costs more than the tuned limit.
+        tuned_limit: Largest cost that fits, searched for up to `search_upper`; None without a search.
+        factor: Safety factor, in (0, 1].
     """
-    safe_limit = _safe_limit(request, tuned_limit)
-    logical, binding = _logical_batch(request, safe_limit)
-    micro_batches = solve_accumulation(logical, safe_limit, divisor=request.divisor)
+    rules = split_rules(request, tuned_limit=tuned_limit, factor=factor)
+    logical, binding = _logical_batch(request, order, rules.safe_limit)
+    steps = [order.part(start, min(start + logical, len(order))) for start in range(0, len(order), logical)]
+    return cut_plan(request, steps, rules, factor=None if tuned_limit is None else factor, decided=(logical, binding))
+
+
+def cut_plan(
+    request: PlanRequest,
+    batches: list[BatchCosts],
+    rules: SplitRules,
+    *,
+    factor: float | None,
+    decided: tuple[int, BindingLimit],
+) -> Plan:
+    """Works out what the decided logical batch means: how the first epoch's batches are cut.
+
+    Args:
+        request: What was asked for.
+        batches: The first epoch's logical batches.
+        rules: How they are cut.
+        factor: Safety factor; None without a search.
+        decided: The logical batch in samples, and what decided it.
+    """
+    logical, binding = decided
+    steps = [step for batch in batches for step in _steps(batch, request.preflight_threshold)]
+    sizes = [cut(step, rules.limit_for(step)) for step in steps]
+    notices = _notices(request, logical) + _cut_notices(request, sizes, steps, rules, len(batches))
     return Plan(
         logical_batch=logical,
-        safe_limit=safe_limit,
-        micro_batches=micro_batches,
-        steps_per_epoch=-(-request.dataset_size // logical),
+        rules=rules,
+        steps_per_epoch=len(steps),
+        fewest_parts=min(len(parts) for parts in sizes),
+        most_parts=max(len(parts) for parts in sizes),
+        largest_micro_batch=max(max(parts) for parts in sizes),
+        largest_cost=max(_largest_cost(step, parts) for step, parts in zip(steps, sizes, strict=True)),
         binding_limit=binding,
         lr_factor=_lr_factor(request, logical),
-        tuned_limit=tuned_limit,
-        search_capped=tuned_limit is not None and tuned_limit >= search_upper(request),
-        safety_factor=None if tuned_limit is None else request.factor,
-        notices=tuple(_notices(request, logical) + _divisor_notices(micro_batches, safe_limit)),
+        safety_factor=factor,
+        notices=tuple(notices),
     )
 
 
-def _safe_limit(request: PlanRequest, tuned_limit: int | None) -> int:
-    if tuned_limit is None:
-        return request.micro_batch_size or _asked_batch(request)
-    if tuned_limit < 1:
-        raise DoesNotFitError(
-            "At least one training sample must fit on the device",
-            value="a batch of one sample ran out of memory",
-            remedy="Choose a smaller model (--size student), smaller samples or a larger device",
-        )
-    return max(1, math.floor(request.factor * tuned_limit + _ROUNDING))
+def split_rules(request: PlanRequest, *, tuned_limit: float | None, factor: float) -> SplitRules:
+    """Puts the limits into the accumulation options."""
+    if tuned_limit is not None:
+        return replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
+    samples = request.micro_batch_size or request.loader_batch
+    return replace(request.rules, samples=samples)
 
 
-def _logical_batch(request: PlanRequest, safe_limit: int) -> tuple[int, BindingLimit]:
+def _steps(batch: BatchCosts, threshold: float) -> list[BatchCosts]:
+    steps, start = [], 0
+    for size in optimizer_batches(batch, threshold):
+        steps.append(batch.part(start, start + size))
+        start += size
+    return steps
+
+
+def _largest_cost(step: BatchCosts, sizes: tuple[int, ...]) -> float:
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    return max(step.cost(int(start), int(stop)) for start, stop in pairwise(starts))
+
+
+def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -> tuple[int, BindingLimit]:
     if request.takes_what_fits:
-        limits = _limits_beside_memory(request)
+        limits = _limits_beside_memory(request, len(order))
+        upper = min(limit for limit, _ in limits)
+        by_memory = largest_typical_batch(order, safe_limit, upper=upper)
         # Memory comes last: a search that stopped at its upper end ties with what bounded it, and did not bind.
-        return min([*limits, (safe_limit, "memory")], key=lambda limit: limit[0])
-    logical = _asked_batch(request)
-    wanted = request.requested_batch or request.preset_batch
-    return logical, "dataset" if logical < wanted else "requested"
+        return min([*limits, (by_memory, "memory")], key=lambda limit: limit[0])
+    logical = _asked_batch(request, len(order))
+    return logical, "dataset" if logical < _wanted_batch(request) else "requested"
 
 
-def _limits_beside_memory(request: PlanRequest) -> list[tuple[int, BindingLimit]]:
-    by_steps = max(1, request.dataset_size // request.min_steps_per_epoch)
+def _limits_beside_memory(request: PlanRequest, dataset_size: int) -> list[tuple[int, BindingLimit]]:
+    by_steps = max(1, dataset_size // request.min_steps_per_epoch)
     # The data set ties with min_steps only where a single step is asked for: then it is the data set that binds.
-    return [(request.dataset_size, "dataset"), (by_steps, "min_steps")]
+    return [(dataset_size, "dataset"), (by_steps, "min_steps")]
 
 
-def _asked_batch(request: PlanRequest) -> int:
-    return min(request.requested_batch or request.preset_batch, request.dataset_size)
+def _wanted_batch(request: PlanRequest) -> int:
+    return request.requested_batch or request.preset_batch
+
+
+def _asked_batch(request: PlanRequest, dataset_size: int) -> int:
+    return min(_wanted_batch(request), dataset_size)
 
 
 def _lr_factor(request: PlanRequest, logical_batch: int) -> float:
@@ -187,15 +236,24 @@ def _notices(request: PlanRequest, logical_batch: int) -> list[str]:
     if request.mode == "max":
         fixed = f"micro_batch_size={request.micro_batch_size} is fixed"
         notices.append(f"{fixed}, so find_batch_size=max has nothing to search; the batch is {logical_batch}")
-    if logical_batch < (wanted := request.requested_batch or request.preset_batch):
+    if logical_batch < (wanted := _wanted_batch(request)):
         notices.append(f"The data set has {logical_batch} samples: a batch of {wanted} is the whole of it")
     return notices
 
 
-def _divisor_notices(micro_batches: tuple[int, ...], safe_limit: int) -> list[str]:
-    logical_batch = sum(micro_batches)
-    fewest = -(-logical_batch // safe_limit)
-    if len(micro_batches) == fewest:
-        return []
-    cut = f"accumulation=divisor cuts a batch of {logical_batch} into {len(micro_batches)} micro-batches"
-    return [f"{cut}; accumulation=even needs {fewest}"]
+def _cut_notices(
+    request: PlanRequest, sizes: list[tuple[int, ...]], steps: list[BatchCosts], rules: SplitRules, batches: int
+) -> list[str]:
+    notices = []
+    if len(steps) > batches:
+        notices.append(
+            f"preflight_threshold={request.preflight_threshold:g} makes {len(steps)} optimizer steps of {batches} "
+            "batches in the first epoch: the optimizer sees smaller batches than asked for"
+        )
+    if rules.equal:
+        even = SplitRules(safe_limit=rules.safe_limit, samples=rules.samples)
+        fewest = max(len(cut(step, even.limit_for(step))) for step in steps)
+        most = max(len(parts) for parts in sizes)
+        if most > fewest:
+            notices.append(f"accumulation=divisor cuts a batch into up to {most} micro-batches; even needs {fewest}")
+    return notices

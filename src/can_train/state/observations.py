@@ -90,9 +90,9 @@ class Observation:
     predicted_peak_bytes: int | None = None
     """Peak that the plan predicted."""
     tuned_limit: int | None
-    """Largest cost that fits; None without a search."""
-    safe_limit: int
-    """Largest cost of a micro-batch that the plan allowed."""
+    """Largest cost in bytes that fits; None without a search."""
+    safe_limit: int | None
+    """Largest cost in bytes of a micro-batch that the plan allowed; None without a search."""
     used: float | None
     """Cost of the largest micro-batch run ÷ tuned limit; None without a search."""
     logical_batch: int

@@ -13,8 +13,7 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_task_settings
 from can_train.errors import DoesNotFitError, StateError
-from can_train.memory.devices import resolve_device
-from can_train.memory.meters import Meter, meter_for
+from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.policy.experience import experience_factor
 from can_train.policy.factors import MomentumPolicy
@@ -36,7 +35,7 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
         CanTrainError: The configuration, the device or the state folder is at fault; nothing falls back silently.
     """
     run = config if isinstance(config, ResolvedRun) else from_plain(config)
-    return _effective(run, meter_for(resolve_device(run.device))).factor
+    return _effective(run, open_meter(run.device)).factor
 
 
 def factor_for(run: ResolvedRun, meter: Meter, reporter: Reporter) -> FactorChoice:
@@ -95,8 +94,10 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         outcome = _outcome(error)
+        if outcome == "ok" and self.session.batcher.ooms:
+            outcome = "rescued"
         self._unless_it_fails(lambda: self._record(outcome))
-        if outcome == "oom":
+        if outcome == "oom" and not isinstance(error, DoesNotFitError):
             raise self._does_not_fit() from error
 
     def _record(self, outcome: str) -> None:
@@ -104,7 +105,9 @@ class Attempt:
         _store(self.run).refresh_export()
 
     def _observation(self, outcome: str) -> Observation:
-        session, plan = self.session, self.session.plan
+        session, plan, meter = self.session, self.session.plan, self.session.meter
+        limits, predicted = session.run_plan.limits, session.run_plan.predicted_peak_bytes
+        searched = limits is not None and plan.safety_factor is not None
         return Observation(
             **{name: getattr(self._started, name) for name in ("run_id", "attempt", "key", "device", "start_time")},
             size=self.run.size,
@@ -112,33 +115,31 @@ class Attempt:
             outcome=outcome,
             factor=self.factor.factor,
             factor_reason=self.factor.reason,
-            capacity_bytes=session.meter.capacity_bytes,
+            capacity_bytes=meter.capacity_bytes,
             peak_allocated_bytes=session.peak_bytes or None,
-            tuned_limit=plan.tuned_limit,
-            safe_limit=plan.safe_limit,
-            used=plan.used,
+            peak_reserved_bytes=session.peak_reserved_bytes or None,
+            predicted_peak_bytes=None if predicted is None else round(predicted),
+            tuned_limit=round(limits.training.tuned_limit) if limits is not None and searched else None,
+            safe_limit=round(plan.rules.safe_limit) if searched else None,
+            used=session.run_plan.used(session.largest_cost or plan.largest_cost),
             logical_batch=plan.logical_batch,
-            largest_micro_batch=plan.micro_batches[0],
+            largest_micro_batch=session.largest_micro_batch or plan.largest_micro_batch,
             binding_limit=plan.binding_limit,
+            ooms_rescued=session.batcher.ooms,
+            allocator_retries=meter.retries(),
+            foreign_bytes=session.foreign_bytes,
             torch_version=torch.__version__,
             fingerprint={"model": asdict(self.run.model), "precision": self.run.training.precision,
                          "optimizer": self.run.training.optimizer},
         )  # fmt: skip
 
     def _does_not_fit(self) -> DoesNotFitError:
-        step, largest = self.session.progress.step, self.session.plan.micro_batches[0]
+        step, largest = self.session.progress.step, self.session.plan.largest_micro_batch
         return DoesNotFitError(
-            "Memory ran out in training",
+            "Memory ran out where nothing could be undone (an optimizer step, or code outside the micro-batches)",
             value=f"step {step}, micro-batches of up to {largest} samples",
-            remedy=self._remedy(largest),
+            remedy=f"The run goes on from its last checkpoint: can-train resume {self.folder.run_id}",
         )
-
-    def _remedy(self, largest: int) -> str:
-        if self.session.plan.safety_factor is not None and self.run.training.use_adaptive_batch_size_factor:
-            return f"The next attempt uses a lower safety factor: can-train resume {self.folder.run_id}"
-        if largest > 1:
-            return f"Nothing is learned here: start again with smaller parts, --micro-batch-size {largest // 2}"
-        return "One sample is too much: choose a smaller model (--size student), smaller samples or a larger device"
 
     def _unless_it_fails(self, write: Callable[[], object]) -> None:
         if not self.run.training.use_adaptive_batch_size_factor:
@@ -154,4 +155,4 @@ def _outcome(error: BaseException | None) -> str:
         return "ok"
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return "interrupted"
-    return "oom" if is_out_of_memory(error) else "error"
+    return "oom" if isinstance(error, DoesNotFitError) or is_out_of_memory(error) else "error"

@@ -73,6 +73,11 @@ class Optimization:
         self.optimizer.zero_grad(set_to_none=True)
         return self.scaler.get_scale() >= scale
 
+    def drop_stale_state(self) -> None:
+        """Forgets the moments of parameters that are frozen by now: thawed, they would push into an old direction."""
+        for parameter in [p for p in self.optimizer.state if not p.requires_grad]:
+            del self.optimizer.state[parameter]
+
     @property
     def lr(self) -> float:
         """The learning rate in force."""
@@ -94,7 +99,7 @@ class Optimization:
 
 
 def make_optimization(
-    model: nn.Module, training: TrainingSettings, *, lr: float, steps_per_epoch: int, device: torch.device
+    model: nn.Module, training: TrainingSettings, *, lr: float, total_steps: int, device: torch.device
 ) -> Optimization:
     """Makes optimizer, schedule and scaler.
 
@@ -102,12 +107,12 @@ def make_optimization(
         model: Its trainable parameters are optimised.
         training: Names and numbers.
         lr: Learning rate at the plan's logical batch.
-        steps_per_epoch: Optimizer steps, not micro-batches: the schedule is as long as the training.
+        total_steps: Optimizer steps, not micro-batches, of the whole run: the schedule is as long as the training.
         device: Where the model is.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = _optimizer(training.optimizer, parameters, lr, training.weight_decay)
-    ticks = training.epochs * (steps_per_epoch if training.scheduler_interval == "step" else 1)
+    optimizer = make_optimizer(parameters, training, lr, device)
+    ticks = total_steps if training.scheduler_interval == "step" else training.epochs
     shape = _schedule(training.scheduler, ticks, training.warmup_share)
     return Optimization(
         optimizer=optimizer,
@@ -118,11 +123,21 @@ def make_optimization(
     )
 
 
-def _optimizer(name: str, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=SGD_MOMENTUM)
-    kind = torch.optim.AdamW if name == "adamw" else torch.optim.Adam
-    return kind(parameters, lr=lr, weight_decay=weight_decay)
+def make_optimizer(
+    parameters: list[nn.Parameter], training: TrainingSettings, lr: float, device: torch.device
+) -> Optimizer:
+    """Makes the optimizer alone.
+
+    On a GPU it is the fused one: the default there keeps a copy of the parameters' size for a moment in every step,
+    which the batch could have used.
+    """
+    fused = True if device.type == "cuda" else None
+    if training.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=lr, weight_decay=training.weight_decay, momentum=SGD_MOMENTUM, fused=fused
+        )
+    kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=lr, weight_decay=training.weight_decay, fused=fused)
 
 
 def _schedule(name: str, ticks: int, warmup_share: float) -> Callable[[int], float]:
@@ -134,6 +149,7 @@ def _schedule(name: str, ticks: int, warmup_share: float) -> Callable[[int], flo
             return (tick + 1) / (warmup + 1)
         if name == "constant":
             return 1.0
-        return 0.5 * (1 + math.cos(math.pi * (tick - warmup) / max(ticks - warmup, 1)))
+        # Past the end, where a run is continued for longer, the rate stays at zero rather than rising again.
+        return 0.5 * (1 + math.cos(math.pi * min((tick - warmup) / max(ticks - warmup, 1), 1.0)))
 
     return share

@@ -1,106 +1,274 @@
-"""Gathers the numbers of a plan: the safety factor from the store, the tuned limit from trials on the device. The
-decision itself is a pure function in `policy`.
+"""Makes a run's plan: gathers what the device holds, what the samples cost and what was asked for. The decision itself
+is a pure function in `policy`.
 """
 
-import copy
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.resolved import ResolvedRun
-from can_train.engine.accumulate import Losses, accumulate_gradients
-from can_train.engine.finder import find_max_size
+from can_train.config.training import TrainingSettings
+from can_train.errors import DoesNotFitError
 from can_train.memory.meters import Meter
+from can_train.policy.cards import GIB, cards_that_hold
+from can_train.policy.cost_model import EXPLAINED
+from can_train.policy.device_limits import DeviceLimits, PhaseLimit
+from can_train.policy.limits import SplitRules
+from can_train.policy.packing import ROUNDING, BatchCosts, PartLimit
 from can_train.policy.plan import Plan, PlanRequest, resolve_mode, resolve_plan, search_upper
+from can_train.reporter import Reporter
 from can_train.training import randomness
-from can_train.training.loop import resident_tensors
-from can_train.training.optimization import Optimization, Precision, make_optimization
+from can_train.training.exploring import Explorer
 from can_train.training.task import Task
 
+_MIB: Final = 2**20
+_NAMED: Final = 5
+"""Oversize samples that a message names."""
 
-def plan_request(run: ResolvedRun, *, factor: float, dataset_size: int) -> PlanRequest:
-    """Writes down what a run asks of its plan."""
-    training = run.training
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """The plan of a run with what it rests on.
+
+    Attributes:
+        plan: The decision.
+        limits: What the device holds; None where nobody searched.
+        skipped: Rows of training samples that are left out because they do not fit.
+        notices: What else the user should know, as sentences.
+    """
+
+    plan: Plan
+    limits: DeviceLimits | None
+    skipped: tuple[int, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    def train_rows(self, task: Task) -> NDArray[np.int64]:
+        """The samples that are trained on."""
+        return np.setdiff1d(task.train_rows, self.skipped) if self.skipped else task.train_rows
+
+    def training_costs(self, task: Task, rows: NDArray[np.int64]) -> BatchCosts:
+        """Prices a batch of training; without a cost model a sample costs its share of the features."""
+        return _prices(task, rows, None if self.limits is None else self.limits.training)
+
+    def evaluation_costs(self, task: Task, rows: NDArray[np.int64]) -> BatchCosts:
+        """Prices a batch of evaluation."""
+        return _prices(task, rows, None if self.limits is None else self.limits.evaluation)
+
+    @property
+    def evaluation_limit(self) -> PartLimit:
+        """What a part of an evaluation may hold."""
+        if self.limits is None:
+            return PartLimit(samples=self.plan.largest_micro_batch)
+        return PartLimit(cost=(self.plan.safety_factor or 1.0) * self.limits.evaluation.tuned_limit)
+
+    @property
+    def predicted_peak_bytes(self) -> float | None:
+        """Peak of a step; None without a cost model."""
+        if self.limits is None:
+            return None
+        return max(self.limits.training.peak_bytes(self.plan.largest_cost), self.limits.optimizer_peak_bytes)
+
+    def used(self, largest_cost: float) -> float | None:
+        """A micro-batch's cost ÷ tuned limit; None where that limit was not searched for, or not reached: such a run
+        says nothing of what a share of it leads to.
+        """
+        if self.limits is None or self.plan.safety_factor is None or self.limits.training.capped:
+            return None
+        return largest_cost / self.limits.training.tuned_limit
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns strict JSON: an infinite limit is null."""
+        plain: dict[str, Any] = _finite(asdict(self))
+        return plain
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> "RunPlan":
+        """Reads what `to_plain` made."""
+        limits = plain["limits"]
+        rules: dict[str, Any] = {
+            name: np.inf if value is None else value for name, value in plain["plan"]["rules"].items()
+        }
+        notices = tuple(plain["plan"]["notices"])
+        return cls(
+            plan=Plan(**{**plain["plan"], "rules": SplitRules(**rules), "notices": notices}),
+            limits=None if limits is None else DeviceLimits.from_plain(limits),
+            skipped=tuple(plain["skipped"]),
+            notices=tuple(plain["notices"]),
+        )
+
+
+def plan_request(training: TrainingSettings) -> PlanRequest:
+    """Writes down what the settings ask of a plan."""
     requested = training.batch_size * training.gradient_accumulation_steps
     return PlanRequest(
         mode=resolve_mode(training.find_batch_size, batch_size_given=training.batch_size > 0),
         requested_batch=requested or None,
-        preset_batch=training.lr_batch_size,
-        dataset_size=dataset_size,
+        preset_batch=training.lr_batch_size * (1 if training.batch_size else training.gradient_accumulation_steps),
+        loader_batch=training.batch_size or training.lr_batch_size,
         min_steps_per_epoch=training.min_steps_per_epoch,
-        divisor=training.accumulation == "divisor",
         micro_batch_size=training.micro_batch_size,
         lr_scale=training.lr_scale,  # type: ignore[arg-type]  # checked against the same names by the settings
-        factor=factor,
+        rules=SplitRules(
+            floor=training.min_micro_batch_size,
+            equal=training.accumulation == "divisor",
+            threshold=training.accumulation_threshold,
+            target=training.target_mib * _MIB,
+            max_splits=training.accumulation_max_splits,
+        ),
+        preflight_threshold=training.preflight_units,
     )
 
 
-def make_plan(request: PlanRequest, trial: Callable[[int], int], capacity_bytes: int) -> Plan:
-    """Searches for the largest batch that fits where the plan depends on it, and resolves the plan.
+@dataclass(kw_only=True)
+class Planner:
+    """Makes the plan of one run on one device.
 
-    Args:
-        request: What was asked for.
-        trial: Runs a batch of some size; returns its peak in bytes.
-        capacity_bytes: Of the device.
-
-    Raises:
-        DoesNotFitError: Not even one sample fits.
-    """
-    if not request.searches:
-        return resolve_plan(request, tuned_limit=None)
-    found = find_max_size(trial, upper=search_upper(request), capacity=capacity_bytes)
-    return resolve_plan(request, tuned_limit=found.size)
-
-
-class Trial:
-    """The trial of the search: a few whole steps of a copy of the model on the costliest samples there are.
-
-    Args:
+    Attributes:
         run: The resolved run.
         task: Whose samples.
         model: On the meter's device; left as it is.
         meter: Of the device.
+        reporter: Where trials are shown.
     """
 
-    def __init__(self, run: ResolvedRun, task: Task, model: nn.Module, meter: Meter) -> None:
-        self._training = run.training
-        self._task = task
-        self._model = model
-        self._meter = meter
-        self._precision = Precision.named(run.training.precision)
-        self._costliest = _costliest_first(task)
+    run: ResolvedRun
+    task: Task
+    model: nn.Module
+    meter: Meter
+    reporter: Reporter
 
-    def __call__(self, size: int) -> int:
-        """Runs `size` samples as one micro-batch; returns the peak in bytes."""
-        self._meter.release()
-        self._meter.reset_peak()
-        model = copy.deepcopy(self._model).train()
-        optimization = make_optimization(model, self._training, lr=0.0, steps_per_epoch=1, device=self._meter.device)
-        # More samples than there are: the costliest come again, so that the trial stays a worst case.
-        rows = np.resize(self._costliest, size)
-        for _ in range(self._training.find_batch_size_steps_per_trial):
-            with self._meter.measuring(resident_tensors(model, optimization)):
-                self._step(model, optimization, rows)
-        return self._meter.peak_bytes()
+    def make(self, *, factor: float) -> RunPlan:
+        """Explores the device where the plan depends on it, and resolves the plan.
 
-    def _step(self, model: nn.Module, optimization: Optimization, rows: NDArray[np.int64]) -> None:
-        device = self._meter.device
-        generator = randomness.step_generator(seed=self._training.seed, step=0)
-        batch = self._task.logical_batch(rows, device, self._precision.dtype, generator)
+        Raises:
+            DoesNotFitError: Not even one sample fits, or some do not and may not be skipped.
+        """
+        request = plan_request(self.run.training)
+        if not request.needs_costs:
+            return self._resolved(request, None, (), factor)
+        limits = self.explore(request, factor)
+        skipped = self._oversize(limits.training)
+        return self._resolved(request, limits, skipped, factor)
 
-        def losses_of(start: int, stop: int) -> Losses:
-            with self._precision.context(device):
-                return batch.losses(model, start, stop)
+    def make_again(self, frozen: RunPlan, *, factor: float) -> RunPlan:
+        """Keeps a plan's logical batch and finds out how to cut it on this device, which is not the one it was made on.
 
-        weights = self._task.loss_weights
-        accumulate_gradients(losses_of, (len(rows),), batch.denominators, weights, optimization.scaler.scale)
-        optimization.step()
+        Raises:
+            DoesNotFitError: Some samples do not fit here.
+        """
+        batch = frozen.plan.logical_batch
+        request = replace(
+            plan_request(self.run.training), mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0
+        )
+        limits = self.explore(request, factor)
+        over = set(self._oversize(limits.training, skip=False)) - set(frozen.skipped)
+        assert not over, "samples that do not fit raise"
+        again = self._resolved(request, limits, frozen.skipped, factor)
+        kept = {name: getattr(frozen.plan, name) for name in ("binding_limit", "lr_factor")}
+        return replace(again, plan=replace(again.plan, **kept))
+
+    def explore(self, request: PlanRequest, factor: float) -> DeviceLimits:
+        """Finds out what the device holds; leaves generators as they were."""
+        generators = randomness.capture()
+        with self.reporter.stage("finding the batch size", unit="trials") as stage:
+            limits = self._explorer(lambda cost: stage.advance(1, mib=round(cost / _MIB, 1))).explore(
+                lambda costs: search_upper(request, costs, factor=factor)
+            )
+        randomness.restore(generators)
+        return limits
+
+    def _resolved(
+        self, request: PlanRequest, limits: DeviceLimits | None, skipped: tuple[int, ...], factor: float
+    ) -> RunPlan:
+        rows = np.setdiff1d(self.task.train_rows, skipped) if skipped else self.task.train_rows
+        if len(rows) == 0:
+            raise DoesNotFitError("At least one training sample must fit", value="every one of them is oversize")
+        order = randomness.epoch_order(rows, seed=self.run.training.seed, epoch=0)
+        phase = None if limits is None else limits.training
+        plan = resolve_plan(
+            request,
+            _prices(self.task, order, phase),
+            tuned_limit=phase.tuned_limit if phase is not None and request.searches else None,
+            factor=factor,
+        )
+        notices = self._notices(plan, limits, skipped)
+        return RunPlan(plan=plan, limits=limits, skipped=skipped, notices=tuple(notices))
+
+    def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
+        said = self._explorer(lambda cost: None).coupling().sentences(split=plan.most_parts > 1)
+        if limits is not None:
+            said += _unexplained("training", limits.training) + _unexplained("evaluation", limits.evaluation)
+        if skipped:
+            said.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
+        return said
+
+    def _explorer(self, tried: Any) -> Explorer:
+        return Explorer(
+            task=self.task, model=self.model, training=self.run.training, meter=self.meter,
+            rows=self.task.train_rows, tried=tried,
+        )  # fmt: skip
+
+    def _oversize(self, phase: PhaseLimit, *, skip: bool | None = None) -> tuple[int, ...]:
+        """Finds the samples that do not fit by themselves.
+
+        Raises:
+            DoesNotFitError: There are some, and `oversize` does not say to skip them.
+        """
+        if phase.capped:
+            return ()
+        rows = self.task.train_rows
+        each = _prices(self.task, rows, phase).each()
+        over = np.flatnonzero(each > phase.tuned_limit * (1 + ROUNDING))
+        over = over[np.argsort(-each[over], kind="stable")]
+        may_skip = self.run.training.oversize == "skip" if skip is None else skip
+        if len(over) == 0 or may_skip:
+            return tuple(int(row) for row in np.sort(rows[over]))
+        named = ", ".join(self.task.describe(int(row)) for row in rows[over[:_NAMED]])
+        more = f" and {len(over) - _NAMED} more" if len(over) > _NAMED else ""
+        need = phase.peak_bytes(float(each[over[0]]))
+        raise DoesNotFitError(
+            f"Every training sample must fit on the device by itself, and {len(over)} of {len(rows)} do not",
+            value=f"{named}{more}; they need up to {need / GIB:.2f} GiB of {self.meter.capacity_bytes / GIB:.2f}",
+            remedy=f"--oversize skip leaves them out; cards that would hold them: {cards_that_hold(need)}",
+        )
 
 
-def _costliest_first(task: Task) -> NDArray[np.int64]:
-    """Orders the training samples by their share of the data set's features, all features counting the same."""
-    features = task.batch_features(task.train_rows)
-    shares = features / np.maximum(features.sum(axis=0), 1.0)
-    return task.train_rows[np.argsort(-shares.sum(axis=1), kind="stable")]
+def still_fits(plan: RunPlan, meter: Meter) -> bool:
+    """Tells whether a plan made earlier holds on this device."""
+    if plan.limits is None:
+        return True
+    peak = plan.predicted_peak_bytes
+    return plan.limits.device_key == meter.key and peak is not None and peak <= meter.capacity_bytes
+
+
+def _prices(task: Task, rows: NDArray[np.int64], phase: PhaseLimit | None) -> BatchCosts:
+    counts = task.batch_features(rows)
+    if phase is not None and any(phase.model.coefficients):
+        return phase.costs(counts)
+    # In units of the mean sample, so that the solver sees uniform data as uniform.
+    means = np.maximum(counts.mean(axis=0), 1e-9) * counts.shape[1]
+    return BatchCosts(counts, task.features, 1 / means)
+
+
+def _unexplained(what: str, phase: PhaseLimit) -> list[str]:
+    """Says where the features do not account for the memory that was seen."""
+    names = ", ".join(feature.name for feature in phase.model.features)
+    if not phase.model.explains:
+        off = f"the probes lie up to {phase.model.relative_residual:.0%} off"
+        return [f"The memory of {what} does not follow its features ({names}): {off}; sizes rest on trials"]
+    if abs(phase.measured_ratio - 1) > EXPLAINED:
+        measured = f"{phase.measured_ratio:.1%} of what the probes predicted"
+        return [f"A full batch of {what} measured {measured} from its features ({names}); sizes rest on that trial"]
+    return []
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -3,8 +3,11 @@
 from typing import Final
 
 from can_train.memory.meters import Meter
+from can_train.policy.cost_model import CostModel
+from can_train.policy.device_limits import DeviceLimits
 from can_train.policy.plan import Plan
 from can_train.state.factor_store import FactorChoice
+from can_train.training.planning import RunPlan
 
 _WHY: Final = {
     "requested": "as asked for",
@@ -13,17 +16,63 @@ _WHY: Final = {
     "min_steps": "a larger one would leave too few steps an epoch",
 }
 
+_GIB: Final = 2**30
+_MIB: Final = 2**20
 
-def plan_lines(plan: Plan, meter: Meter, factor: FactorChoice) -> list[str]:
+
+def plan_lines(run_plan: RunPlan, meter: Meter, factor: FactorChoice) -> list[str]:
     """Writes a plan as aligned lines."""
-    sizes = "–".join(dict.fromkeys(str(size) for size in (plan.micro_batches[-1], plan.micro_batches[0])))
+    plan = run_plan.plan
     lines = [
-        f"plan for {meter.key} ({meter.capacity_bytes / 2**30:.1f} GiB usable):",
+        f"plan for {meter.key} ({size_text(meter.capacity_bytes)} usable):",
         f"  logical batch  {plan.logical_batch} ({_WHY[plan.binding_limit]}), {plan.steps_per_epoch} steps an epoch",
-        f"  micro-batches  {len(plan.micro_batches)} of {sizes}, limit {plan.safe_limit}",
+        f"  micro-batches  {_parts(plan)} a step, of up to {plan.largest_micro_batch} samples",
     ]
-    if plan.tuned_limit is not None:
-        more = " (more was not needed)" if plan.search_capped else ""
-        lines.append(f"  largest tried  {plan.tuned_limit} fits{more}")
+    limits, peak = run_plan.limits, run_plan.predicted_peak_bytes
+    if limits is None or peak is None:
+        return lines
+    lines.append(f"  memory         {_memory(limits.training.model)}")
+    if plan.safety_factor is not None:
+        lines.append(f"  tuned limit    {_tuned(limits)}")
         lines.append(f"  safety factor  {factor.factor:.4g}: {factor.reason}")
+    share = peak / limits.capacity_bytes
+    width = _half_width(run_plan) / limits.capacity_bytes
+    lines.append(f"  predicted peak {size_text(peak)}, {share:.1%} ± {width:.1%} of what is usable")
     return lines
+
+
+def size_text(size: float) -> str:
+    """Writes a number of bytes for people: GiB from a tenth of one on, else MiB."""
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB / 10 else f"{size / _MIB:.1f} MiB"
+
+
+def _parts(plan: Plan) -> str:
+    return (
+        f"{plan.fewest_parts}" if plan.fewest_parts == plan.most_parts else f"{plan.fewest_parts} to {plan.most_parts}"
+    )
+
+
+def _memory(model: CostModel) -> str:
+    terms = [
+        f"{coefficient / 1024:.4g} KiB · {feature.name}" + _PADDED.get(feature.padding, f" (max^{feature.padding})")
+        for feature, coefficient in zip(model.features, model.coefficients, strict=True)
+        if coefficient > 0
+    ]
+    return " + ".join([size_text(model.base_bytes), *terms])
+
+
+_PADDED: Final = {0: "", 1: " (padded)", 2: " (padded, squared)"}
+
+
+def _tuned(limits: DeviceLimits) -> str:
+    training = limits.training
+    trials = "1 trial" if training.trials == 1 else f"{training.trials} trials"
+    ran_out = f", {training.ooms} ran out of memory" if training.ooms else ""
+    more = "; more was not needed" if training.capped else ""
+    return f"{size_text(training.tuned_limit)} of batch fits ({trials}{ran_out}{more})"
+
+
+def _half_width(run_plan: RunPlan) -> float:
+    """Half-width of the peak's interval, the features sharing the cost as they do in the costliest probe."""
+    assert run_plan.limits is not None, "a predicted peak has a cost model"
+    return run_plan.limits.training.half_width(run_plan.plan.largest_cost)

@@ -3,7 +3,7 @@ what the attempt taught.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_object, load_task_settings
-from can_train.memory.devices import resolve_device
-from can_train.memory.meters import meter_for
+from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import loop
@@ -50,7 +49,7 @@ def train_new(run: ResolvedRun, reporter: Reporter) -> Outcome:
     """
     stops = StopRequests()
     with stops.installed():
-        meter = meter_for(resolve_device(run.device))
+        meter = open_meter(run.device)
         task = load_task(run, reporter)
         folder = RunFolder.create(run.runs_dir, run.key, run.config)
         reporter.notice(f"run {folder.run_id}")
@@ -67,7 +66,7 @@ def train_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter) -> Outcome
     """
     stops = StopRequests()
     with stops.installed(), folder.locked():
-        meter = meter_for(resolve_device(run.device))
+        meter = open_meter(run.device)
         task = load_task(run, reporter)
         finished = folder.result()
         if finished is not None:
@@ -85,11 +84,12 @@ def _train(parts: Parts) -> Outcome:
     run = parts.run
     torch.use_deterministic_algorithms(run.training.deterministic)
     factor = factor_for(run, parts.meter, parts.reporter)
-    session = make_session(parts, factor)
-    with Attempt(run=run, folder=parts.folder, session=session, factor=factor):
-        loop.train(session)
-        loop.release_training_memory(session)
-        result = _result(run, parts.folder, session)
+    with parts.meter.active():
+        session = make_session(parts, factor)
+        with Attempt(run=run, folder=parts.folder, session=session, factor=factor):
+            loop.train(session)
+            loop.release_training_memory(session)
+            result = _result(run, parts.folder, session)
     write_json_atomic(parts.folder.result_path, result)
     return _outcome(parts.task, parts.folder, result)
 
@@ -116,7 +116,10 @@ def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, 
         "best_validation_loss": progress.best_loss,
         "parameters": sum(parameter.numel() for parameter in session.model.parameters()),
         "device": session.meter.key,
-        "plan": asdict(session.plan),
+        "plan": session.run_plan.to_plain(),
+        "ooms_rescued": session.batcher.ooms,
+        "micro_batch_size": session.largest_micro_batch or None,
+        "predicted_peak_bytes": session.run_plan.predicted_peak_bytes,
         "peak_memory_bytes": session.peak_bytes or None,
         "peak_memory_pct": session.peak_share,
         "judgement": judgement,

@@ -1,25 +1,27 @@
 """Puts together everything one attempt trains with: fresh, or as the last checkpoint left it."""
 
 import json
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from can_train.config.resolved import ResolvedRun
+from can_train.engine.micro_batcher import MicroBatcher
+from can_train.engine.rescue import RescueSettings
+from can_train.engine.reserve import OptimizerReserve
 from can_train.memory.meters import Meter
-from can_train.policy.accumulation import solve_accumulation
-from can_train.policy.plan import Plan
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.state.factor_store import FactorChoice
 from can_train.training import loop, randomness
 from can_train.training.checkpoints import Checkpoints
+from can_train.training.epochs import Epochs
+from can_train.training.exploring import Explorer
 from can_train.training.loop import Session
 from can_train.training.optimization import Precision, make_optimization
-from can_train.training.planning import Trial, make_plan, plan_request
+from can_train.training.planning import Planner, RunPlan, still_fits
 from can_train.training.report import plan_lines
 from can_train.training.run_folder import MetricsLog, RunFolder
 from can_train.training.signals import StopRequests
@@ -53,11 +55,12 @@ def make_session(given: Parts, factor: FactorChoice) -> Session:
     randomness.seed_everything(run.training.seed)
     model = given.task.build_model().to(meter.device, precision.dtype)
     plan = _plan(given, factor, model)
+    epochs = _epochs(given, plan)
     optimization = make_optimization(
         model,
         run.training,
-        lr=run.training.lr * plan.lr_factor,
-        steps_per_epoch=plan.steps_per_epoch,
+        lr=run.training.lr * plan.plan.lr_factor,
+        total_steps=epochs.total_steps(run.training.epochs),
         device=meter.device,
     )
     session = Session(
@@ -66,8 +69,11 @@ def make_session(given: Parts, factor: FactorChoice) -> Session:
         optimization=optimization,
         precision=precision,
         training=run.training,
-        plan=plan,
+        run_plan=plan,
+        epochs=epochs,
         meter=meter,
+        batcher=_batcher(given, plan, model),
+        reserve=_reserve(given, model, has_state=saved is not None),
         checkpoints=checkpoints,
         metrics=MetricsLog(given.folder.metrics_path),
         stops=given.stops,
@@ -81,50 +87,68 @@ def make_session(given: Parts, factor: FactorChoice) -> Session:
     return session
 
 
-def _plan(given: Parts, factor: FactorChoice, model: nn.Module) -> Plan:
+def _epochs(given: Parts, plan: RunPlan) -> Epochs:
+    rows = plan.train_rows(given.task)
+    return Epochs(
+        rows,
+        given.task.batch_features(rows)[:, 0],
+        seed=given.run.training.seed,
+        logical_batch=plan.plan.logical_batch,
+        preflight_units=given.run.training.preflight_units,
+    )
+
+
+def _batcher(given: Parts, plan: RunPlan, model: nn.Module) -> MicroBatcher:
+    training = given.run.training
+    rescue = RescueSettings(
+        adaptive=training.adaptive_micro_batch,
+        factor=training.backoff_factor,
+        floor=training.min_micro_batch_size,
+        retries=training.oom_retries,
+        regrow=training.regrow,
+    )
+    base_bytes = None if plan.limits is None else plan.limits.training.model.base_bytes
+    return MicroBatcher(model, meter=given.meter, rules=plan.plan.rules, rescue=rescue, base_bytes=base_bytes)
+
+
+def _reserve(given: Parts, model: nn.Module, *, has_state: bool) -> OptimizerReserve:
+    explorer = Explorer(
+        task=given.task, model=model, training=given.run.training, meter=given.meter,
+        rows=given.task.train_rows, tried=lambda cost: None,
+    )  # fmt: skip
+    retries = given.run.training.oom_retries
+    return OptimizerReserve(explorer.optimizer_memory(), given.meter, has_state=has_state, retries=retries)
+
+
+def _plan(given: Parts, factor: FactorChoice, model: nn.Module) -> RunPlan:
     """Reads the plan that an earlier attempt froze, or resolves and freezes one; shows it."""
-    plan = _frozen_plan(given.folder.plan_path)
+    path = given.folder.plan_path
+    planner = Planner(run=given.run, task=given.task, model=model, meter=given.meter, reporter=given.reporter)
+    plan = _frozen_plan(path)
     if plan is None:
-        plan = _searched_plan(given, factor, model)
-        write_json_atomic(given.folder.plan_path, asdict(plan))
-    elif plan.safety_factor is not None and factor.factor < plan.safety_factor:
-        plan = _within(plan, factor.factor, divisor=given.run.training.accumulation == "divisor")
+        plan = planner.make(factor=factor.factor)
+        write_json_atomic(path, plan.to_plain())
+    elif not still_fits(plan, given.meter):
+        given.reporter.notice("The plan was made for another device: its batch is kept, and cut as this one needs")
+        plan = planner.make_again(plan, factor=factor.factor)
+        write_json_atomic(path, plan.to_plain())
+    elif plan.plan.safety_factor is not None and factor.factor < plan.plan.safety_factor:
+        plan = _within(plan, factor.factor)
     given.reporter.notice("\n".join(plan_lines(plan, given.meter, factor)))
-    for notice in plan.notices:
+    for notice in (*plan.plan.notices, *plan.notices):
         given.reporter.notice(notice)
     return plan
 
 
-def _searched_plan(given: Parts, factor: FactorChoice, model: nn.Module) -> Plan:
-    """Resolves a plan, its trials shown as a stage; leaves generators and meter as they were."""
-    request = plan_request(given.run, factor=factor.factor, dataset_size=len(given.task.train_rows))
-    trial = Trial(given.run, given.task, model, given.meter)
-    generators = randomness.capture()
-    with given.reporter.stage("finding the batch size", unit="trials") as stage:
-
-        def shown(size: int) -> int:
-            stage.advance(1, size=size)
-            return trial(size)
-
-        plan = make_plan(request, shown, given.meter.capacity_bytes)
-    randomness.restore(generators)
-    given.meter.release()
-    given.meter.reset_peak()
-    return plan
-
-
-def _frozen_plan(path: Path) -> Plan | None:
+def _frozen_plan(path: Path) -> RunPlan | None:
     try:
         plain: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
-    return Plan(**{**plain, **lists})
+    return RunPlan.from_plain(plain)
 
 
-def _within(plan: Plan, factor: float, *, divisor: bool) -> Plan:
+def _within(frozen: RunPlan, factor: float) -> RunPlan:
     """Keeps the logical batch and cuts it finer: an earlier attempt ran out of memory and lowered the factor."""
-    assert plan.tuned_limit is not None, "a plan with a safety factor has searched"
-    safe_limit = max(1, math.floor(factor * plan.tuned_limit))
-    micro_batches = solve_accumulation(plan.logical_batch, safe_limit, divisor=divisor)
-    return replace(plan, safe_limit=safe_limit, safety_factor=factor, micro_batches=micro_batches)
+    rules = replace(frozen.plan.rules, safe_limit=factor * frozen.plan.rules.tuned_limit)
+    return replace(frozen, plan=replace(frozen.plan, rules=rules, safety_factor=factor))

@@ -8,6 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from can_train.policy.features import Feature
+
 
 class LogicalBatch(Protocol):
     """What one optimizer step sees.
@@ -49,17 +51,22 @@ class Task(Protocol):
         train_rows: Indices of the samples that are trained on.
         validation_rows: Indices of the samples whose loss decides when to stop.
         loss_weights: Weight of each loss term.
+        features: What the memory of a batch grows with, the main feature first.
     """
 
     train_rows: NDArray[np.int64]
     validation_rows: NDArray[np.int64]
     loss_weights: Mapping[str, float]
+    features: Sequence[Feature]
 
     def build_model(self) -> nn.Module:
         """Makes the model with fresh weights, on the CPU."""
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns per sample the counts that a batch's memory grows with."""
+        """Returns [len(rows), len(features)]: each sample's own count of each feature, which batches add up or pad."""
+
+    def describe(self, row: int) -> str:
+        """Names a sample in a message."""
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None

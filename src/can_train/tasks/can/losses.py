@@ -57,14 +57,15 @@ class AutoencoderBatch:
         gather: Makes a batch of some of them.
         node_ptr: [R + 1] offsets of the windows' nodes in the logical batch.
         edge_ptr: [R + 1] offsets of their edges.
-        noise: [N, Z] the latent's noise for all nodes; None decodes the mean.
+        noise: [N, Z] the latent's noise for all nodes, on the host, where it costs no device memory; None decodes the
+            mean.
     """
 
     rows: NDArray[np.int64]
     gather: Gather
     node_ptr: NDArray[np.int64]
     edge_ptr: NDArray[np.int64]
-    noise: Tensor | None
+    noise: NDArray[np.float32] | None
 
     @classmethod
     def draw(
@@ -85,7 +86,7 @@ class AutoencoderBatch:
             generator: Where noise comes from; None: no noise.
         """
         node_ptr, edge_ptr = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
-        noise = None if generator is None else torch.randn(int(node_ptr[-1]), latent, generator=generator)
+        noise = None if generator is None else _normal(int(node_ptr[-1]), latent, generator)
         return cls(rows=rows, gather=gather, node_ptr=node_ptr, edge_ptr=edge_ptr, noise=noise)
 
     @property
@@ -98,7 +99,7 @@ class AutoencoderBatch:
         """Returns each term's sum over windows `start:stop`."""
         nodes = slice(self.node_ptr[start], self.node_ptr[stop])
         batch = self.gather(self.rows[start:stop])
-        noise = None if self.noise is None else self.noise[nodes].to(batch.x.device)
+        noise = None if self.noise is None else torch.from_numpy(self.noise[nodes]).to(batch.x)
         errors = model(batch, noise)
         num_nodes = float(self.node_ptr[stop] - self.node_ptr[start])
         num_edges = float(self.edge_ptr[stop] - self.edge_ptr[start])
@@ -119,3 +120,8 @@ class AutoencoderBatch:
             for error, graph in ((errors.node, batch.batch), (errors.edge, edge_graph), (errors.kl, batch.batch))
         ]
         return torch.stack(per_graph, dim=1)
+
+
+def _normal(rows: int, columns: int, generator: torch.Generator) -> NDArray[np.float32]:
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
+    return np.random.default_rng(seed).standard_normal((rows, columns), dtype=np.float32)

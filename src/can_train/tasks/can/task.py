@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DataError
+from can_train.policy.features import Feature
 from can_train.reporter import Reporter
 from can_train.tasks.can.dataset import CanData, prepare
 from can_train.tasks.can.flat import FlatGraphs
@@ -43,6 +44,8 @@ class CanTask:
     Raises:
         DataError: The log cannot be read, is too short, or lacks the labels that the mode learns from.
     """
+
+    features: Sequence[Feature] = (Feature("nodes"), Feature("edges"), Feature("graphs"))
 
     def __init__(self, run: ResolvedRun, data_root: Path, cache: Path, reporter: Reporter) -> None:
         self._run = run
@@ -74,6 +77,11 @@ class CanTask:
         from can_train.tasks.can.models.vgae import Vgae
 
         return Vgae(settings, inputs)
+
+    def describe(self, row: int) -> str:
+        """Names a window."""
+        nodes, edges, _ = self._gather.batch_features(np.asarray([row]))[0]
+        return f"window {row} ({nodes:.0f} nodes, {edges:.0f} edges)"
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns [R, 3]: nodes, edges without self-loops, and one graph."""

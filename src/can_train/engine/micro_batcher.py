@@ -1,0 +1,298 @@
+"""One logical batch on one device: its gradient, computed in micro-batches that fit and rescued from out-of-memory. The
+parts' sums are divided by the whole batch's denominators, so the accumulated gradient is the full batch's, whatever the
+parts' sizes. Where to cut is policy's decision, stepping the optimizer the caller's.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from can_train.engine.rescue import Rescue, RescueSettings
+from can_train.engine.snapshot import Snapshot
+from can_train.errors import ArgumentError
+from can_train.memory.meters import Meter, open_meter
+from can_train.policy.backoff import Backoff
+from can_train.policy.limits import SplitRules
+from can_train.policy.packing import BatchCosts, PartLimit
+
+Losses = Mapping[str, tuple[Tensor, float]]
+"""Loss terms of a part: the sum over the part, and the part's own denominator."""
+
+_DENOMINATOR_TOLERANCE: Final = 1e-6
+"""Relative difference of the parts' denominators from the whole batch's that is round-off."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchResult:
+    """What computing a logical batch gave, beside its gradient.
+
+    Attributes:
+        means: Each term's mean over the logical batch.
+        micro_batches: Sizes in samples, in order, as they were run in the end.
+        largest_cost: Cost of the costliest of them.
+        ooms: Out-of-memories that were survived.
+    """
+
+    means: dict[str, float]
+    micro_batches: tuple[int, ...]
+    largest_cost: float
+    ooms: int
+
+    @property
+    def loss(self) -> float:
+        """Sum of the means, unweighted: the loss, where there is one term."""
+        return sum(self.means.values())
+
+
+class MicroBatcher:
+    r"""Accumulates :math:`\nabla \sum_t w_t \cdot S_t / D_t` over micro-batches, where the denominators D belong to the
+    whole logical batch; a micro-batch that runs out of memory is undone, split and run again.
+
+    In a loop of your own:
+
+    >>> model = nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> batcher = MicroBatcher(model)
+    >>> x = torch.zeros(8, 3)
+    >>> result = batcher.run(lambda start, stop: {"loss": (model(x[start:stop]).square().sum(), stop - start)}, 8)
+    >>> optimizer.step(); optimizer.zero_grad(); batcher.stepped()
+    >>> result.micro_batches
+    (8,)
+
+    Args:
+        model: Whose parameters' gradients are accumulated.
+        meter: Of the device that the model is on; None opens one.
+        rules: How batches are cut; nothing is cut before memory runs out where none are given.
+        rescue: What may be done about an out-of-memory.
+        base_bytes: What is on the device beside a batch; None: unknown.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        meter: Meter | None = None,
+        rules: SplitRules | None = None,
+        rescue: RescueSettings | None = None,
+        base_bytes: float | None = None,
+    ) -> None:
+        self._model = model
+        self._meter = meter or open_meter(str(next(model.parameters()).device))
+        self._settings = rescue or RescueSettings()
+        self.rules = rules or SplitRules()
+        self._rescue = Rescue(self._meter, self._settings, base_bytes=base_bytes)
+        # Evaluation costs less a sample, so what training learned of sizes says nothing of its own.
+        self._evaluation = Rescue(self._meter, self._settings)
+        self._trainable = self._signature()
+        self._planned = 0.0
+        self._pressure = _Pressure(self._meter)
+
+    def run(
+        self,
+        losses_of: Callable[[int, int], Losses],
+        batch: BatchCosts | Sequence[float] | int,
+        *,
+        denominators: Mapping[str, float] | None = None,
+        weights: Mapping[str, float] | None = None,
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> BatchResult:
+        """Adds a logical batch's gradient to `.grad`.
+
+        Args:
+            losses_of: Computes the loss terms of samples `start:stop`: sums, with their own denominators.
+            batch: What the samples cost; a number of samples that all cost the same.
+            denominators: Per term, of the whole batch; None: the number of samples, for every term.
+            weights: Per term; None: 1 each.
+            scale: Applied to each part's loss before backward (a gradient scaler).
+
+        Raises:
+            DoesNotFitError: One sample is too much, or nothing may be split; `.grad` holds part of the batch.
+            ArgumentError: The parts' denominators do not add up to the whole batch's.
+        """
+        costs = _as_costs(batch)
+        self._renew_if_thawed()
+        sums = _Sums(denominators, len(costs))
+
+        def attempt(start: int, stop: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+            losses = losses_of(start, stop)
+            parts = {term: total / sums.denominator(term) for term, (total, _) in losses.items()}
+            weighted = [part if weights is None else weights[term] * part for term, part in parts.items()]
+            scale(sum(weighted[1:], start=weighted[0])).backward()
+            return {term: part.detach() for term, part in parts.items()}, {
+                term: own for term, (_, own) in losses.items()
+            }
+
+        limit = self.rules.limit_for(costs)
+        before = self._rescue.ooms
+        sizes: list[int] = []
+        largest = 0.0
+        for part in self._rescue.run(costs, limit, attempt, self._undoable):
+            sums.add(*part.result)
+            sizes.append(part.stop - part.start)
+            largest = max(largest, costs.cost(part.start, part.stop))
+        self._planned = max(self._planned, min(limit.cost, costs.cost(0, len(costs))))
+        self._pressure.largest_cost = largest
+        return BatchResult(
+            means=sums.means(), micro_batches=tuple(sizes), largest_cost=largest, ooms=self._rescue.ooms - before
+        )
+
+    def evaluate(
+        self,
+        compute: Callable[[int, int], T],
+        batch: BatchCosts | Sequence[float] | int,
+        limit: PartLimit | None = None,
+    ) -> list[T]:
+        """Computes something without gradients, in parts that fit.
+
+        Args:
+            compute: Computes samples `start:stop`.
+            batch: What they cost.
+            limit: What a part may hold; None: anything, until memory runs out.
+
+        Returns:
+            The parts' results, in order.
+        """
+        costs, limit = _as_costs(batch), limit or PartLimit()
+        rescue = self._evaluation
+        parts = list(rescue.run(costs, limit, compute, lambda: _Restored(self._model, self._meter.device)))
+        if self._settings.regrow:
+            planned = min(limit.cost, costs.cost(0, len(costs)))
+            rescue.backoff = rescue.backoff.after_step(planned=planned, factor=self._settings.factor)
+        return [part.result for part in parts]
+
+    def stepped(self) -> None:
+        """Says that an optimizer step was taken; micro-batches grow back after enough of them."""
+        backoff = self._rescue.backoff
+        if self._pressure.rose_twice():
+            backoff = backoff.after_pressure(self._pressure.largest_cost)
+        elif self._settings.regrow:
+            backoff = backoff.after_step(planned=self._planned, factor=self._settings.factor)
+        self._rescue.backoff = backoff
+
+    @property
+    def ooms(self) -> int:
+        """Out-of-memories survived so far, in training and evaluation."""
+        return self._rescue.ooms + self._evaluation.ooms
+
+    def state_dict(self) -> dict[str, Any]:
+        """The limits in force, for a checkpoint."""
+        return {"backoff": asdict(self._rescue.backoff), "planned": self._planned, "ooms": self._rescue.ooms}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self._rescue.backoff = Backoff(**state["backoff"])
+        self._planned = state["planned"]
+        self._rescue.ooms = state["ooms"]
+
+    def _undoable(self) -> "_GradientsAside":
+        return _GradientsAside(self._model, self._meter.device)
+
+    def _renew_if_thawed(self) -> None:
+        """Forgets what was learned of memory when other parameters are trained than before: activations differ."""
+        signature = self._signature()
+        if signature != self._trainable:
+            self._trainable = signature
+            self._rescue.backoff = Backoff()
+            self._planned = 0.0
+
+    def _signature(self) -> tuple[bool, ...]:
+        return tuple(parameter.requires_grad for parameter in self._model.parameters())
+
+
+class _Restored:
+    """Undoes a pass without gradients."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._snapshot = Snapshot(model, device)
+
+    def keep(self) -> None:
+        """Nothing is left to do."""
+
+    def undo(self) -> None:
+        self._snapshot.restore()
+
+
+class _GradientsAside(_Restored):
+    """Sets the gradients so far aside, so that a failed backward cannot leave half of its own in them."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__(model, device)
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._aside = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def keep(self) -> None:
+        pairs = []
+        for parameter, aside in zip(self._parameters, self._aside, strict=True):
+            if aside is None:
+                continue
+            if parameter.grad is not None:
+                pairs.append((aside, parameter.grad))
+            parameter.grad = aside
+        if pairs:
+            torch._foreach_add_([aside for aside, _ in pairs], [own for _, own in pairs])
+
+    def undo(self) -> None:
+        for parameter, aside in zip(self._parameters, self._aside, strict=True):
+            parameter.grad = aside
+        super().undo()
+
+
+class _Sums:
+    """Adds up the terms of a logical batch on the device: reading a number from it would make the host wait."""
+
+    def __init__(self, denominators: Mapping[str, float] | None, size: int) -> None:
+        self._given = denominators
+        self._size = float(size)
+        self._means: dict[str, Tensor] = {}
+        self._own: dict[str, float] = {}
+
+    def denominator(self, term: str) -> float:
+        """A term whose denominator is zero has nothing in this batch: its sum is zero too."""
+        return (self._size if self._given is None else self._given[term]) or 1.0
+
+    def add(self, means: Mapping[str, Tensor], own: Mapping[str, float]) -> None:
+        for term, mean in means.items():
+            self._means[term] = self._means[term] + mean if term in self._means else mean
+            self._own[term] = self._own.get(term, 0.0) + own[term]
+
+    def means(self) -> dict[str, float]:
+        for term, own in self._own.items():
+            whole = self._size if self._given is None else self._given[term]
+            if not math.isclose(own, whole, rel_tol=_DENOMINATOR_TOLERANCE, abs_tol=_DENOMINATOR_TOLERANCE):
+                raise ArgumentError(
+                    f"The parts' denominators of {term!r} must add up to the whole batch's",
+                    value=f"{own:g} against {whole:g}",
+                    remedy="Compute denominators on the logical batch, before it is split",
+                )
+        return {term: float(mean) for term, mean in self._means.items()}
+
+
+class _Pressure:
+    """Notices that the allocator released its cache to serve an allocation, step after step."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._retries = meter.retries()
+        self._rose = False
+        self.largest_cost = math.inf
+
+    def rose_twice(self) -> bool:
+        """Tells, once a step, whether it did so in this step and the one before."""
+        retries = self._meter.retries()
+        rose, self._retries = retries > self._retries, retries
+        twice, self._rose = rose and self._rose, rose
+        return twice
+
+
+def _as_costs(batch: BatchCosts | Sequence[float] | int) -> BatchCosts:
+    if isinstance(batch, BatchCosts):
+        return batch
+    return BatchCosts.uniform(batch) if isinstance(batch, int) else BatchCosts.of_samples(batch)

@@ -1,0 +1,223 @@
+"""Runs the parts of a batch one after another. A part that runs out of memory is undone, split further and run again,
+until single samples are left; what a part is, and how it is undone, is the caller's.
+"""
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Generic, Protocol, TypeVar
+
+from can_train.errors import DoesNotFitError
+from can_train.memory.meters import Meter
+from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.policy.backoff import Backoff
+from can_train.policy.cards import GIB, cards_that_hold
+from can_train.policy.packing import BatchCosts, PartLimit, cut
+
+FIRST_WAIT_S: Final = 0.1
+"""Pause before what cannot be split is run again, doubling each time. Another process may give memory back."""
+
+_WHY: Final = {
+    True: "Memory ran out {attempts} times in a row for samples that may not be split further",
+    False: "A micro-batch ran out of memory, and training.adaptive_micro_batch is off",
+}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RescueSettings:
+    """What may be done about an out-of-memory.
+
+    Attributes:
+        adaptive: Whether anything may be: off, the first one is an error.
+        factor: What a part that failed is divided by.
+        floor: Samples that are never split further.
+        retries: Attempts at that floor, after the first.
+        regrow: Whether micro-batches grow back after a quiet stretch.
+    """
+
+    adaptive: bool = True
+    factor: float = 2.0
+    floor: int = 1
+    retries: int = 3
+    regrow: bool = True
+
+
+class Undoable(Protocol):
+    """What stands ready to take a part's attempt back, or to keep it."""
+
+    def keep(self) -> None:
+        """The attempt went well."""
+
+    def undo(self) -> None:
+        """The attempt failed: everything is again as it was before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(Generic[T]):
+    """A part that was run.
+
+    Attributes:
+        start, stop: Its samples in the batch.
+        result: What running it returned.
+    """
+
+    start: int
+    stop: int
+    result: T
+
+
+class PartDoesNotFitError(DoesNotFitError):
+    """Samples that cannot be split further do not fit.
+
+    Args:
+        rule: As for every error.
+        value: Likewise.
+        remedy: Likewise.
+        part: (start, stop) of the samples in their batch.
+    """
+
+    def __init__(self, rule: str, *, value: str = "", remedy: str = "", part: tuple[int, int] = (0, 0)) -> None:
+        super().__init__(rule, value=value, remedy=remedy)
+        self.part = part
+
+
+class Rescue:
+    """Runs batches in parts that fit.
+
+    Args:
+        meter: Of the device.
+        settings: What may be done.
+        base_bytes: What is on the device beside a batch; None: unknown.
+        wait: Sleeps some seconds.
+
+    Attributes:
+        backoff: How large parts may be for now.
+        ooms: Out-of-memories survived so far.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        settings: RescueSettings,
+        *,
+        base_bytes: float | None = None,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._meter = meter
+        self._settings = settings
+        self._base_bytes = base_bytes
+        self._wait = wait
+        self.backoff = Backoff()
+        self.ooms = 0
+
+    def run(
+        self, batch: BatchCosts, limit: PartLimit, attempt: Callable[[int, int], T], prepare: Callable[[], Undoable]
+    ) -> Iterator[Part[T]]:
+        """Runs a batch in order; yields each part once it has succeeded.
+
+        Args:
+            batch: What the samples cost.
+            limit: What a part may hold.
+            attempt: Runs samples `start:stop`.
+            prepare: Called before each attempt.
+
+        Raises:
+            DoesNotFitError: A part that cannot be split further does not fit, or nothing may be split.
+        """
+        floor = replace(limit, floor=max(limit.floor, self._settings.floor))
+        start, retries = 0, 0
+        sizes = list(cut(batch, self._in_force(floor)))
+        while sizes:
+            stop = start + sizes[0]
+            undoable = prepare()
+            result = _attempt(attempt, start, stop)
+            if not isinstance(result, _OutOfMemory):
+                undoable.keep()
+                yield Part(start=start, stop=stop, result=result)
+                start, retries = stop, 0
+                del sizes[0]
+                continue
+            undoable.undo()
+            # Both hold tensors of the failed attempt, whose memory the next one needs.
+            del undoable
+            self._meter.release()
+            finer = self._after_oom(batch, start, stop, floor)
+            if finer[0] == stop - start:
+                retries += 1
+                self._retry(batch, start, stop, retries, result)
+            sizes = finer
+
+    def _in_force(self, limit: PartLimit) -> PartLimit:
+        return replace(limit, cost=min(limit.cost, self.backoff.limit))
+
+    def _after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> list[int]:
+        """Lowers the limit, and cuts again all that is left to do."""
+        self.ooms += 1
+        room = None if self._base_bytes is None else self._meter.available_bytes() - self._base_bytes
+        self.backoff = self.backoff.after_oom(batch.cost(start, stop), factor=self._settings.factor, room=room)
+        if not self._settings.adaptive:
+            return [stop - start]
+        rest = batch.part(start, len(batch))
+        return list(cut(rest, replace(self._in_force(limit), equal=False)))
+
+    def _retry(self, batch: BatchCosts, start: int, stop: int, retries: int, failure: "_OutOfMemory") -> None:
+        """Waits for memory that may be another process's; gives up after a few times."""
+        if not self._settings.adaptive or retries > self._settings.retries:
+            raise self._does_not_fit(batch, start, stop, failure)
+        self._wait(FIRST_WAIT_S * 2 ** (retries - 1))
+        self._meter.release()
+
+    def _does_not_fit(self, batch: BatchCosts, start: int, stop: int, failure: "_OutOfMemory") -> DoesNotFitError:
+        need_bytes = None if self._base_bytes is None else self._base_bytes + batch.cost(start, stop)
+        return PartDoesNotFitError(
+            _WHY[self._settings.adaptive].format(attempts=self._settings.retries + 1),
+            value=f"{_samples(start, stop)}; the device said: {failure.message}",
+            remedy=self._remedy(need_bytes),
+            part=(start, stop),
+        )
+
+    def _remedy(self, need_bytes: float | None) -> str:
+        if not self._settings.adaptive:
+            return "Turn it on, or choose a smaller --micro-batch-size"
+        smaller = "choose a smaller model or smaller samples"
+        if need_bytes is None or need_bytes <= self._meter.capacity_bytes:
+            return f"Another process may hold the memory (nvidia-smi): try again, or {smaller}"
+        need = f"{need_bytes / GIB:.2f} GiB are needed, {self._meter.capacity_bytes / GIB:.2f} GiB are there"
+        return f"{need}: take a larger card ({cards_that_hold(need_bytes)}), or {smaller}"
+
+
+@dataclass(frozen=True)
+class _OutOfMemory:
+    message: str
+
+
+def _attempt(attempt: Callable[[int, int], T], start: int, stop: int) -> "T | _OutOfMemory":
+    """Runs a part; an out-of-memory comes back as a value, so that nobody handles the next attempt inside `except`,
+    where the error, its traceback and with it every tensor of the failed pass would stay alive.
+    """
+    try:
+        return attempt(start, stop)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        message = next(iter(str(error).splitlines()), type(error).__name__)
+        _let_go(error)
+    return _OutOfMemory(message)
+
+
+def _let_go(error: BaseException) -> None:
+    """Frees what the frames of an error and of its causes hold: somebody may keep the error itself."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+
+
+def _samples(start: int, stop: int) -> str:
+    return f"sample {start} of the batch" if stop == start + 1 else f"samples {start} to {stop - 1} of the batch"

@@ -1,0 +1,86 @@
+"""Keeps room for what the optimizer will take. Its state does not exist before the first step, and a step that runs out
+of memory half-way cannot be undone: so the room is held until then, and made sure of before every step.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from can_train.engine.rescue import FIRST_WAIT_S
+from can_train.errors import DoesNotFitError
+from can_train.memory.meters import Meter
+from can_train.memory.optimizer_memory import OptimizerMemory
+from can_train.memory.out_of_memory import is_out_of_memory
+
+
+class OptimizerReserve:
+    """The optimizer's room on one device.
+
+    Args:
+        needs: What the optimizer takes.
+        meter: Of the device.
+        has_state: Whether the optimizer has its state already (a resumed run).
+        retries: Attempts to make room, after the first.
+        wait: Sleeps some seconds.
+    """
+
+    def __init__(
+        self,
+        needs: OptimizerMemory,
+        meter: Meter,
+        *,
+        has_state: bool,
+        retries: int = 3,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._needs = needs
+        self._meter = meter
+        self._retries = retries
+        self._wait = wait
+        self._ballast: Tensor | None = None
+        self._has_state = has_state
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is held."""
+        return [] if self._ballast is None else [self._ballast]
+
+    def hold(self) -> None:
+        """Takes the place of the state that the first step will make."""
+        if not self._has_state and self._ballast is None:
+            self._ballast = self._empty(self._needs.state_bytes)
+
+    def before_step(self) -> None:
+        """Frees what was held and makes sure that the step's memory can be had.
+
+        Raises:
+            DoesNotFitError: It cannot; nothing has been stepped.
+        """
+        self._ballast = None
+        need = self._needs.transient_bytes + (0 if self._has_state else self._needs.state_bytes)
+        for attempt in range(self._retries + 1):
+            if self._can_have(need):
+                self._has_state = True
+                return
+            self._meter.release()
+            if attempt:
+                self._wait(FIRST_WAIT_S * 2 ** (attempt - 1))
+        raise DoesNotFitError(
+            "The optimizer's step must fit beside weights and gradients",
+            value=f"{need / 2**20:.1f} MiB cannot be had",
+            remedy="Another process may hold the memory (nvidia-smi); --optimizer sgd takes less",
+        )
+
+    def _can_have(self, need: int) -> bool:
+        try:
+            self._empty(need)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._meter.device)

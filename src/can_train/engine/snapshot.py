@@ -1,0 +1,43 @@
+"""What a forward or backward pass that fails half-way can have changed, apart from gradients: random number generators
+and buffers (BatchNorm's running statistics). Taken before a pass, restored after it failed.
+"""
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class Snapshot:
+    """Generators and buffers as they are now.
+
+    Args:
+        model: Whose buffers.
+        device: Whose generator, beside those of the host.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - models may draw from the global generator
+        self._host = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        # A module may replace a buffer rather than write into it, so the name is kept beside the tensor.
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Puts everything back, bit by bit."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._host)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        with torch.no_grad():
+            for module, name, buffer, value in self._buffers:
+                module._buffers[name] = buffer.copy_(value)

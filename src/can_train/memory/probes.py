@@ -1,0 +1,120 @@
+"""Fits the cost model to tiny real runs. It decides which batches to run and when enough has been seen; what running
+one means is the caller's callable, so that no task is known here.
+
+Shapes: R samples, F features.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import DoesNotFitError
+from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.policy.cost_model import CostModel, fit_cost_model
+from can_train.policy.features import Feature, batch_totals
+from can_train.policy.probe_choice import ROUNDS, SMALLEST_PROBE, extreme_samples
+
+AGREED: Final = 0.005
+"""Relative residual of the probes' costs at which they end: the law shows."""
+
+PROBE_SHARE: Final = 0.5
+"""Share of the capacity that probes stay below: they are to be tiny."""
+
+_DROPPED: Final = (0.0, 0.25, 0.5, 0.7)
+"""Shares of the readings, smallest first, that are left out to find a law."""
+
+_Readings = list[tuple[NDArray[np.float64], float]]
+"""(batch totals [F], peak in bytes)."""
+
+
+def fit_by_probes(
+    measure: Callable[[NDArray[np.int64]], int],
+    features: Sequence[Feature],
+    counts: NDArray[np.float64],
+    *,
+    capacity_bytes: float,
+) -> CostModel:
+    """Runs small batches at the extremes of the data, larger ones until two sizes agree on a law, and fits it.
+
+    Args:
+        measure: Runs the samples at some positions of `counts` as one batch; returns its peak in bytes.
+        features: F of them.
+        counts: [R, F] of every sample.
+        capacity_bytes: Of the device.
+
+    Returns:
+        The cost model; its `explains` tells whether the features account for what was seen.
+
+    Raises:
+        DoesNotFitError: Not even the smallest probe fits.
+    """
+    readings: _Readings = []
+    for multiple in ROUNDS:
+        before = len(readings)
+        complete = _round(measure, features, counts, SMALLEST_PROBE * multiple, readings)
+        if not readings:
+            _round(measure, features, counts, 1, readings)
+            if not readings:
+                raise _nothing_fits()
+        model = _fit(features, readings)
+        largest = max(peak for _, peak in readings)
+        agreed = before > 0 and model.relative_residual <= AGREED
+        if not complete or agreed or (before > 0 and largest > PROBE_SHARE * capacity_bytes):
+            break
+    return model
+
+
+def _round(
+    measure: Callable[[NDArray[np.int64]], int],
+    features: Sequence[Feature],
+    counts: NDArray[np.float64],
+    size: int,
+    readings: _Readings,
+) -> bool:
+    """Runs the probes of one size and adds to the readings; False where one runs out of memory, which ends the round."""
+    for positions in extreme_samples(counts, size):
+        peak = _attempt(measure, positions)
+        if peak is None:
+            return False
+        readings.append((batch_totals(features, counts[positions]), float(peak)))
+    return True
+
+
+def _attempt(measure: Callable[[NDArray[np.int64]], int], positions: NDArray[np.int64]) -> int | None:
+    try:
+        return measure(positions)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _fit(features: Sequence[Feature], readings: _Readings) -> CostModel:
+    """Fits a law to the readings, without the smallest ones where it is that which makes it hold.
+
+    Below some size the peak is another moment's (the gradients of the weights, at the end of a backward pass), which
+    does not grow with the batch. The larger moment of several straight lines bends upwards, so it is the small probes
+    that lie off.
+    """
+    ordered = sorted(readings, key=lambda reading: reading[1])
+    needed = len(features) + 2
+    models = []
+    for share in _DROPPED:
+        kept = ordered[int(share * len(ordered)) :]
+        if share and len(kept) < needed:
+            break
+        totals = np.stack([total for total, _ in kept])
+        models.append(fit_cost_model(features, totals, np.asarray([peak for _, peak in kept])))
+        if models[-1].relative_residual <= AGREED:
+            return models[-1]
+    return min(models, key=lambda model: model.relative_residual)
+
+
+def _nothing_fits() -> DoesNotFitError:
+    return DoesNotFitError(
+        "At least one training sample must fit on the device",
+        value="a batch of one sample ran out of memory",
+        remedy="Choose a smaller model (--size student), smaller samples or a larger device",
+    )

@@ -1,0 +1,76 @@
+"""What a device was found to hold: cost models and tuned limits of training and evaluation. Plain numbers, frozen with
+the plan; finding them is left to the engine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.policy.cost_model import CostModel
+from can_train.policy.packing import BatchCosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseLimit:
+    """One phase (training: forward and backward; evaluation: forward) on one device.
+
+    Attributes:
+        model: What its batches cost.
+        tuned_limit: Largest cost in bytes that was tried and fits; 0 where nothing does.
+        capped: Whether the search stopped where memory no longer mattered.
+        trials: Batches tried beside the probes.
+        ooms: Those of them that ran out of memory.
+        measured_ratio: Measured ÷ predicted cost of the largest batch that fits; 1 where none was tried.
+    """
+
+    model: CostModel
+    tuned_limit: float
+    capped: bool
+    trials: int
+    ooms: int
+    measured_ratio: float
+
+    def peak_bytes(self, cost: float) -> float:
+        """Returns the predicted peak of a micro-batch, corrected by what the trials measured."""
+        return self.model.base_bytes + self.measured_ratio * cost
+
+    def half_width(self, cost: float) -> float:
+        """Returns the half-width in bytes of the interval around that peak."""
+        return self.model.half_width(self.model.shared_totals(cost))
+
+    def costs(self, counts: NDArray[np.float64]) -> BatchCosts:
+        """Prices the samples of a batch, [R, F] in its order."""
+        return BatchCosts(counts, self.model.features, self.model.coefficients)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "PhaseLimit":
+        """Reads what `dataclasses.asdict` made, also after JSON."""
+        return cls(**{**plain, "model": CostModel.from_plain(plain["model"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLimits:
+    """Both phases and the optimizer on one device.
+
+    Attributes:
+        device_key: Kind of device.
+        capacity_bytes: What PyTorch's allocator could use of it.
+        training: Forward and backward.
+        evaluation: Forward alone.
+        optimizer_peak_bytes: Peak of an optimizer step.
+    """
+
+    device_key: str
+    capacity_bytes: int
+    training: PhaseLimit
+    evaluation: PhaseLimit
+    optimizer_peak_bytes: int
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "DeviceLimits":
+        """Reads what `dataclasses.asdict` made, also after JSON."""
+        phases = {name: PhaseLimit.from_plain(plain[name]) for name in ("training", "evaluation")}
+        return cls(**{**plain, **phases})

@@ -1,0 +1,175 @@
+"""Finds out what the device holds: probes and trials of the real model on real samples, forward and backward apart from
+the optimizer's step, training apart from evaluation. Leaves model, generators, buffers and gradients as they were.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.config.training import TrainingSettings
+from can_train.engine.coupling import SPLIT, Coupling, measure_coupling
+from can_train.engine.micro_batcher import Losses
+from can_train.engine.phase_finder import Peak, find_phase_limit
+from can_train.engine.snapshot import Snapshot
+from can_train.memory.meters import Meter
+from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
+from can_train.memory.probes import fit_by_probes
+from can_train.policy.cost_model import CostModel
+from can_train.policy.device_limits import DeviceLimits, PhaseLimit
+from can_train.policy.packing import BatchCosts
+from can_train.training import randomness
+from can_train.training.optimization import Precision, make_optimizer
+from can_train.training.task import LogicalBatch, Task
+
+Upper = Callable[[BatchCosts], float]
+"""From the priced training samples to the largest cost worth trying."""
+
+
+@dataclass(kw_only=True)
+class Explorer:
+    """Runs batches to see what they take.
+
+    Attributes:
+        task: Whose samples.
+        model: On the meter's device.
+        training: Settings of the run.
+        meter: Of the device.
+        rows: [R] the training samples.
+        tried: Called before each trial beside the probes, with the cost in bytes that it has.
+    """
+
+    task: Task
+    model: nn.Module
+    training: TrainingSettings
+    meter: Meter
+    rows: NDArray[np.int64]
+    tried: Callable[[float], None]
+
+    def __post_init__(self) -> None:
+        self._precision = Precision.named(self.training.precision)
+        self._counts = self.task.batch_features(self.rows)
+        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def explore(self, upper: Upper) -> DeviceLimits:
+        """Fits the cost models of training and evaluation, and searches for their limits."""
+        snapshot, gradients = Snapshot(self.model, self.meter.device), [p.grad for p in self._parameters]
+        optimizer = self.optimizer_memory()
+        try:
+            # As in the middle of a run: the optimizer's state and the gradients so far are there.
+            state = self._place(optimizer.state_bytes)
+            training, evaluation = self._phases(state, upper)
+        finally:
+            self.model.train()
+            snapshot.restore()
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self.meter.release()
+            self.meter.reset_peak()
+        resident = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
+        return DeviceLimits(
+            device_key=self.meter.key,
+            capacity_bytes=self.meter.capacity_bytes,
+            training=training,
+            evaluation=evaluation,
+            optimizer_peak_bytes=resident
+            + optimizer.parameter_bytes
+            + optimizer.state_bytes
+            + optimizer.transient_bytes,
+        )
+
+    def optimizer_memory(self) -> OptimizerMemory:
+        """Measures, on the host, what the optimizer will take."""
+        training = self.training
+        with self.meter.host():
+            return measure_optimizer(
+                self._parameters,
+                lambda shadows: make_optimizer(list(shadows), training, training.lr, self.meter.device),
+            )
+
+    def coupling(self) -> Coupling:
+        """Measures whether samples of a batch influence each other's gradient."""
+        rows = np.resize(self.rows, sum(SPLIT))
+        batch = self._batch(rows, coupled=True)
+        return measure_coupling(
+            self.model.train(),
+            lambda start, stop: self._losses(batch, start, stop),
+            batch.denominators,
+            device=self.meter.device,
+            half=self._precision.autocast is not None,
+        )
+
+    def _phases(self, state: list[Tensor], upper: Upper) -> tuple[PhaseLimit, PhaseLimit]:
+        aside = [torch.zeros_like(parameter) for parameter in self._parameters]
+        training = self._phase(self._train_step, [*state, *aside], upper)
+        del aside
+        self.model.eval()
+        # Evaluation gains nothing from parts larger than what training takes at a time.
+        needed = training.tuned_limit / max(upper(training.costs(self._counts)), 1.0)
+        return training, self._phase(self._evaluate, state, lambda costs: min(needed, 1.0) * upper(costs))
+
+    def _phase(self, run: Callable[[NDArray[np.int64]], None], beside: list[Tensor], upper: Upper) -> PhaseLimit:
+        resident = [*self.model.parameters(), *self.model.buffers(), *beside]
+
+        def peak(positions: NDArray[np.int64], steps: int) -> Peak:
+            self.meter.reset_peak()
+            for _ in range(steps):
+                with self.meter.measuring(resident):
+                    run(self.rows[positions])
+            return Peak(self.meter.peak_bytes(), self.meter.peak_reserved_bytes())
+
+        slack = 0
+
+        def probe(positions: NDArray[np.int64]) -> int:
+            nonlocal slack
+            self.meter.release(collect=False)
+            seen = peak(positions, 1)
+            slack = max(slack, seen.reserved - seen.allocated)
+            return seen.allocated
+
+        model = fit_by_probes(probe, self.task.features, self._counts, capacity_bytes=self.meter.capacity_bytes)
+        costs = BatchCosts(self._counts, model.features, model.coefficients)
+
+        def trial(positions: NDArray[np.int64]) -> Peak:
+            self.tried(costs.chosen(positions).cost(0, len(positions)))
+            self.meter.release()
+            return peak(positions, self.training.find_batch_size_steps_per_trial)
+
+        # What the allocator holds beyond what is in use grows little with the batch: pages and the gaps between blocks.
+        room = self.meter.capacity_bytes - slack - model.base_bytes
+        return find_phase_limit(model, trial, costs, upper=_worthwhile(upper(costs), model), room=room)
+
+    def _train_step(self, rows: NDArray[np.int64]) -> None:
+        """Runs forward and backward; its gradients are dropped, also where it fails."""
+        try:
+            batch = self._batch(rows, coupled=True)
+            losses = self._losses(batch, 0, len(rows))
+            weights = self.task.loss_weights
+            parts = [weights[term] * total / (batch.denominators[term] or 1.0) for term, (total, _) in losses.items()]
+            sum(parts[1:], start=parts[0]).backward()
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def _evaluate(self, rows: NDArray[np.int64]) -> None:
+        with torch.inference_mode():
+            self._losses(self._batch(rows, coupled=False), 0, len(rows))
+
+    def _batch(self, rows: NDArray[np.int64], *, coupled: bool) -> LogicalBatch:
+        generator = randomness.step_generator(seed=self.training.seed, step=0) if coupled else None
+        return self.task.logical_batch(rows, self.meter.device, self._precision.dtype, generator)
+
+    def _losses(self, batch: LogicalBatch, start: int, stop: int) -> Losses:
+        with self._precision.context(self.meter.device):
+            return batch.losses(self.model, start, stop)
+
+    def _place(self, size: int) -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.uint8, device=self.meter.device)]
+
+
+def _worthwhile(upper: float, model: CostModel) -> float:
+    """Where the features cost nothing, any batch is as good as any other, and a trial of one sample ends the search."""
+    return upper if any(model.coefficients) else 1.0
