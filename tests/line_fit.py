@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
 from can_train.memory.meters import CpuMeter
+from can_train.policy.features import Feature
 from can_train.reporter import SilentReporter
 from can_train.training.run_folder import RunFolder
 from can_train.training.session import Parts
@@ -44,10 +45,14 @@ class LineTask:
         self.validation_rows = np.arange(SAMPLES, SAMPLES + 10)
         self.loss_weights: Mapping[str, float] = {"error": 1.0}
         self.fail_above = fail_above
+        self.features = (Feature("positions"), Feature("points"))
         self._x = torch.randn(SAMPLES + 10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def describe(self, row: int) -> str:
+        return f"point {row}"
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return np.stack([rows + 1.0, np.ones(len(rows))], axis=1)

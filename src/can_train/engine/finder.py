@@ -75,8 +75,12 @@ def find_max_size(
         ArgumentError: `start`, `upper` or `capacity` is too small to search.
     """
     _check(start, upper, capacity)
-    seen = _Seen(fails=upper + 1)
-    size = min(start, upper)
+    return search(trial, Seen(fails=upper + 1), start=min(start, upper), capacity=capacity)
+
+
+def search(trial: Callable[[int], object], seen: "Seen", *, start: int, capacity: float | None) -> SizeSearch:
+    """Searches from what has been seen already; see `find_max_size`."""
+    size = start
     while size:
         fits, reading = _attempt(trial, size)
         seen.record(size, fits=fits, reading=reading if capacity is not None else None)
@@ -85,7 +89,7 @@ def find_max_size(
 
 
 @dataclass
-class _Seen:
+class Seen:
     """What the trials so far have shown. Every further size lies between `fits` and `fails`, so the search ends.
 
     Attributes:
@@ -101,6 +105,7 @@ class _Seen:
     readings: list[_Reading] = field(default_factory=list)
 
     def record(self, size: int, *, fits: bool, reading: float | None) -> None:
+        """Adds what a trial showed."""
         self.trials += 1
         if not fits:
             self.ooms += 1
@@ -130,7 +135,7 @@ def _attempt(trial: Callable[[int], object], size: int) -> tuple[bool, float | N
     return True, result if isinstance(result, int | float) and 0 < result < math.inf else None
 
 
-def _next_size(seen: _Seen, capacity: float | None) -> int:
+def _next_size(seen: Seen, capacity: float | None) -> int:
     """The size to try next, strictly between what fits and what does not; 0 ends the search."""
     if seen.fails - seen.fits <= 1:
         return 0
@@ -140,13 +145,25 @@ def _next_size(seen: _Seen, capacity: float | None) -> int:
         size = _jump(seen.readings, capacity)
         if size <= seen.fits:
             return 0
-        if size < seen.fails or not seen.ooms:
+        if not seen.ooms:
             return min(size, seen.fails - 1)
+        if size < seen.fails * (1 - _CLOSE):
+            return size
+        # The law leads to where memory ran out: it is a little off there, and a little less may fit.
+        return _a_little_less(seen)
     if not seen.ooms:
         return min(seen.fits * _GROWTH, seen.fails - 1)
     if seen.fails - seen.fits <= _CLOSE * seen.fits:
         return 0
     return (seen.fits + seen.fails) // 2
+
+
+def _a_little_less(seen: Seen) -> int:
+    """The size next below a failure, further below with each one; 0 where the largest that fits is close enough."""
+    if seen.fails - seen.fits <= _CLOSE * seen.fits:
+        return 0
+    size = int(seen.fails * (1 - _CLOSE * 2 ** (seen.ooms - 1)))
+    return size if size > seen.fits else (seen.fits + seen.fails) // 2
 
 
 def _jump(readings: list[_Reading], capacity: float) -> int:

@@ -190,6 +190,11 @@ class MicroBatcher:
         self._planned = state["planned"]
         self._rescue.ooms = state["ooms"]
 
+    def use(self, rules: SplitRules, base_bytes: float | None) -> None:
+        """Takes other rules and another base from now on: the device was looked at anew."""
+        self.rules = rules
+        self._rescue.base_bytes = base_bytes
+
     def _undoable(self) -> "_GradientsAside":
         return _GradientsAside(self._model, self._meter.device)
 

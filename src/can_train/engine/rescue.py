@@ -94,6 +94,7 @@ class Rescue:
         wait: Sleeps some seconds.
 
     Attributes:
+        base_bytes: As given; may be set anew.
         backoff: How large parts may be for now.
         ooms: Out-of-memories survived so far.
     """
@@ -108,7 +109,7 @@ class Rescue:
     ) -> None:
         self._meter = meter
         self._settings = settings
-        self._base_bytes = base_bytes
+        self.base_bytes = base_bytes
         self._wait = wait
         self.backoff = Backoff()
         self.ooms = 0
@@ -156,7 +157,7 @@ class Rescue:
     def _after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> list[int]:
         """Lowers the limit, and cuts again all that is left to do."""
         self.ooms += 1
-        room = None if self._base_bytes is None else self._meter.available_bytes() - self._base_bytes
+        room = None if self.base_bytes is None else self._meter.available_bytes() - self.base_bytes
         self.backoff = self.backoff.after_oom(batch.cost(start, stop), factor=self._settings.factor, room=room)
         if not self._settings.adaptive:
             return [stop - start]
@@ -171,7 +172,7 @@ class Rescue:
         self._meter.release()
 
     def _does_not_fit(self, batch: BatchCosts, start: int, stop: int, failure: "_OutOfMemory") -> DoesNotFitError:
-        need_bytes = None if self._base_bytes is None else self._base_bytes + batch.cost(start, stop)
+        need_bytes = None if self.base_bytes is None else self.base_bytes + batch.cost(start, stop)
         return PartDoesNotFitError(
             _WHY[self._settings.adaptive].format(attempts=self._settings.retries + 1),
             value=f"{_samples(start, stop)}; the device said: {failure.message}",

@@ -21,7 +21,7 @@ class OptimizerReserve:
     Args:
         needs: What the optimizer takes.
         meter: Of the device.
-        has_state: Whether the optimizer has its state already (a resumed run).
+        held_bytes: Of its state, what is there already (in a resumed run, all of it).
         retries: Attempts to make room, after the first.
         wait: Sleeps some seconds.
     """
@@ -31,26 +31,30 @@ class OptimizerReserve:
         needs: OptimizerMemory,
         meter: Meter,
         *,
-        has_state: bool,
+        held_bytes: int = 0,
         retries: int = 3,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._needs = needs
         self._meter = meter
         self._retries = retries
         self._wait = wait
         self._ballast: Tensor | None = None
-        self._has_state = has_state
+        self.expect(needs, held_bytes=held_bytes)
 
     @property
     def tensors(self) -> list[Tensor]:
         """What is held."""
         return [] if self._ballast is None else [self._ballast]
 
+    def expect(self, needs: OptimizerMemory, *, held_bytes: int) -> None:
+        """Takes note of what the optimizer will take from now on: other parameters may be trained than before."""
+        self._transient_bytes = needs.transient_bytes
+        self._missing_bytes = max(needs.state_bytes - held_bytes, 0)
+
     def hold(self) -> None:
-        """Takes the place of the state that the first step will make."""
-        if not self._has_state and self._ballast is None:
-            self._ballast = self._empty(self._needs.state_bytes)
+        """Takes the place of the state that the next step will make."""
+        if self._missing_bytes and self._ballast is None:
+            self._ballast = self._empty(self._missing_bytes)
 
     def before_step(self) -> None:
         """Frees what was held and makes sure that the step's memory can be had.
@@ -59,10 +63,10 @@ class OptimizerReserve:
             DoesNotFitError: It cannot; nothing has been stepped.
         """
         self._ballast = None
-        need = self._needs.transient_bytes + (0 if self._has_state else self._needs.state_bytes)
+        need = self._transient_bytes + self._missing_bytes
         for attempt in range(self._retries + 1):
             if self._can_have(need):
-                self._has_state = True
+                self._missing_bytes = 0
                 return
             self._meter.release()
             if attempt:

@@ -5,6 +5,7 @@ Shapes: R samples, F features.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -35,7 +36,7 @@ def fit_by_probes(
     counts: NDArray[np.float64],
     *,
     capacity_bytes: float,
-) -> CostModel:
+) -> "Probed":
     """Runs small batches at the extremes of the data, larger ones until two sizes agree on a law, and fits it.
 
     Args:
@@ -45,7 +46,7 @@ def fit_by_probes(
         capacity_bytes: Of the device.
 
     Returns:
-        The cost model; its `explains` tells whether the features account for what was seen.
+        The cost model, whose `explains` tells whether the features account for what was seen; and the largest probe.
 
     Raises:
         DoesNotFitError: Not even the smallest probe fits.
@@ -63,7 +64,23 @@ def fit_by_probes(
         agreed = before > 0 and model.relative_residual <= AGREED
         if not complete or agreed or (before > 0 and largest > PROBE_SHARE * capacity_bytes):
             break
-    return model
+    totals, peak = max(readings, key=lambda reading: reading[1])
+    return Probed(model=model, largest_cost=float(totals @ np.asarray(model.coefficients)), largest_peak=peak)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What the probes showed.
+
+    Attributes:
+        model: The cost model.
+        largest_cost: Cost of the probe with the largest peak.
+        largest_peak: That peak, in bytes.
+    """
+
+    model: CostModel
+    largest_cost: float
+    largest_peak: float
 
 
 def _round(
@@ -73,7 +90,7 @@ def _round(
     size: int,
     readings: _Readings,
 ) -> bool:
-    """Runs the probes of one size and adds to the readings; False where one runs out of memory, which ends the round."""
+    """Runs the probes of one size and adds to the readings; False where one runs out of memory, which ends it."""
     for positions in extreme_samples(counts, size):
         peak = _attempt(measure, positions)
         if peak is None:

@@ -22,6 +22,9 @@ COVERAGE: Final = 3.0
 """Half-width of the interval of a prediction, in standard errors: about 99 % where residuals are normal, and small
 samples have heavier tails."""
 
+UNSEEN: Final = 0.01
+"""Share of a predicted cost that the interval always includes; on the simulated GPU predictions lie within it."""
+
 EXPLAINED: Final = 0.02
 """Relative residual of the probes' costs above which the features are said not to explain them; probes that do lie
 within 0.1 %."""
@@ -57,7 +60,8 @@ class CostModel:
         return float(batch_totals(self.features, counts) @ np.asarray(self.coefficients))
 
     def half_width(self, totals: NDArray[np.float64]) -> float:
-        """Returns the half-width in bytes of the interval around a prediction.
+        """Returns the half-width in bytes of the interval around a prediction: what the probes' residuals leave open,
+        and a share of the cost for what probes cannot show (workspaces that grow in steps).
 
         Args:
             totals: [F] the batch's, as of `batch_totals`.
@@ -65,15 +69,9 @@ class CostModel:
         Source: prediction interval of linear least squares, σ·√(1 + xᵀCx).
         """
         x = np.concatenate([[1.0], totals])
-        return COVERAGE * self.sigma_bytes * math.sqrt(1 + max(float(x @ np.asarray(self.covariance) @ x), 0.0))
-
-    def shared_totals(self, cost: float) -> NDArray[np.float64]:
-        """Returns [F], feature totals of a batch of some cost to which all features contribute alike."""
-        coefficients = np.asarray(self.coefficients)
-        share = max(cost, 0.0) / max(int(np.count_nonzero(coefficients)), 1)
-        totals: NDArray[np.float64] = np.zeros_like(coefficients)
-        np.divide(share, coefficients, out=totals, where=coefficients > 0)
-        return totals
+        leverage = max(float(x @ np.asarray(self.covariance) @ x), 0.0)
+        unseen = UNSEEN * float(totals @ np.asarray(self.coefficients))
+        return COVERAGE * self.sigma_bytes * math.sqrt(1 + leverage) + unseen
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "CostModel":

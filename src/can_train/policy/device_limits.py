@@ -2,7 +2,7 @@
 the plan; finding them is left to the engine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ class PhaseLimit:
         trials: Batches tried beside the probes.
         ooms: Those of them that ran out of memory.
         measured_ratio: Measured ÷ predicted cost of the largest batch that fits; 1 where none was tried.
+        mean_totals: [F] features of the mean sample: what batches are made of, and so where predictions are wanted.
     """
 
     model: CostModel
@@ -32,6 +33,7 @@ class PhaseLimit:
     trials: int
     ooms: int
     measured_ratio: float
+    mean_totals: tuple[float, ...]
 
     def peak_bytes(self, cost: float) -> float:
         """Returns the predicted peak of a micro-batch, corrected by what the trials measured."""
@@ -39,7 +41,7 @@ class PhaseLimit:
 
     def half_width(self, cost: float) -> float:
         """Returns the half-width in bytes of the interval around that peak."""
-        return self.model.half_width(self.model.shared_totals(cost))
+        return self.model.half_width(typical_totals(self.model, self.mean_totals, cost))
 
     def costs(self, counts: NDArray[np.float64]) -> BatchCosts:
         """Prices the samples of a batch, [R, F] in its order."""
@@ -48,7 +50,8 @@ class PhaseLimit:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "PhaseLimit":
         """Reads what `dataclasses.asdict` made, also after JSON."""
-        return cls(**{**plain, "model": CostModel.from_plain(plain["model"])})
+        model, mean_totals = CostModel.from_plain(plain["model"]), tuple(plain["mean_totals"])
+        return cls(**{**plain, "model": model, "mean_totals": mean_totals})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,3 +77,11 @@ class DeviceLimits:
         """Reads what `dataclasses.asdict` made, also after JSON."""
         phases = {name: PhaseLimit.from_plain(plain[name]) for name in ("training", "evaluation")}
         return cls(**{**plain, **phases})
+
+
+def typical_totals(model: CostModel, mean_totals: Sequence[float], cost: float) -> NDArray[np.float64]:
+    """Returns [F], the feature totals of a batch of mean samples that has some cost."""
+    mean = np.asarray(mean_totals)
+    mean_cost = float(mean @ np.asarray(model.coefficients))
+    totals: NDArray[np.float64] = mean * (max(cost, 0.0) / mean_cost if mean_cost > 0 else 1.0)
+    return totals

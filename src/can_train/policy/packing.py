@@ -68,6 +68,11 @@ class BatchCosts:
         """The batch that holds the samples at `positions`, in that order."""
         return BatchCosts(self._counts[positions], self._features, self._coefficients)
 
+    def mean_counts(self) -> NDArray[np.float64]:
+        """Returns [F] the mean sample's counts."""
+        mean: NDArray[np.float64] = self._counts.mean(axis=0)
+        return mean
+
     def main_feature(self, start: int, stop: int) -> float:
         """Returns the sum of the first feature over samples `start:stop`, unpadded."""
         return float(self._counts[start:stop, 0].sum())

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from can_train.config.training import TrainingSettings
 from can_train.engine.coupling import SPLIT, Coupling, measure_coupling
 from can_train.engine.micro_batcher import Losses
-from can_train.engine.phase_finder import Peak, find_phase_limit
+from can_train.engine.phase_finder import Peak, Room, find_phase_limit
 from can_train.engine.snapshot import Snapshot
+from can_train.memory.caching_allocator import LARGE_SEGMENT
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.memory.probes import fit_by_probes
@@ -54,13 +55,18 @@ class Explorer:
         self._counts = self.task.batch_features(self.rows)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def explore(self, upper: Upper) -> DeviceLimits:
-        """Fits the cost models of training and evaluation, and searches for their limits."""
+    def explore(self, upper: Upper, *, held_bytes: int = 0) -> DeviceLimits:
+        """Fits the cost models of training and evaluation, and searches for their limits.
+
+        Args:
+            upper: Largest cost worth trying.
+            held_bytes: Optimizer state that is on the device already.
+        """
         snapshot, gradients = Snapshot(self.model, self.meter.device), [p.grad for p in self._parameters]
         optimizer = self.optimizer_memory()
         try:
             # As in the middle of a run: the optimizer's state and the gradients so far are there.
-            state = self._place(optimizer.state_bytes)
+            state = self._place(max(optimizer.state_bytes - held_bytes, 0))
             training, evaluation = self._phases(state, upper)
         finally:
             self.model.train()
@@ -127,10 +133,11 @@ class Explorer:
             nonlocal slack
             self.meter.release(collect=False)
             seen = peak(positions, 1)
-            slack = max(slack, seen.reserved - seen.allocated)
+            slack = max(slack, seen.reserved - seen.allocated + LARGE_SEGMENT) if seen.reserved else 0
             return seen.allocated
 
-        model = fit_by_probes(probe, self.task.features, self._counts, capacity_bytes=self.meter.capacity_bytes)
+        probed = fit_by_probes(probe, self.task.features, self._counts, capacity_bytes=self.meter.capacity_bytes)
+        model = probed.model
         costs = BatchCosts(self._counts, model.features, model.coefficients)
 
         def trial(positions: NDArray[np.int64]) -> Peak:
@@ -138,9 +145,10 @@ class Explorer:
             self.meter.release()
             return peak(positions, self.training.find_batch_size_steps_per_trial)
 
-        # What the allocator holds beyond what is in use grows little with the batch: pages and the gaps between blocks.
-        room = self.meter.capacity_bytes - slack - model.base_bytes
-        return find_phase_limit(model, trial, costs, upper=_worthwhile(upper(costs), model), room=room)
+        # What the allocator holds beyond what is in use grows little with the batch: gaps between blocks, and a last
+        # page that must fit whole.
+        room = Room(capacity_bytes=self.meter.capacity_bytes, slack_bytes=slack)
+        return find_phase_limit(probed, trial, costs, upper=_worthwhile(upper(costs), model), room=room)
 
     def _train_step(self, rows: NDArray[np.int64]) -> None:
         """Runs forward and backward; its gradients are dropped, also where it fails."""

@@ -21,8 +21,8 @@ from can_train.reporter import Reporter
 from can_train.state.factor_store import FactorChoice, FactorStore
 from can_train.state.observations import Device, Observation, Started, utc_now, write_observation, write_started
 from can_train.training.folders import state_dir
-from can_train.training.loop import Session
 from can_train.training.run_folder import RunFolder
+from can_train.training.state import Session
 
 
 def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> float:

@@ -79,6 +79,12 @@ class Optimization:
             del self.optimizer.state[parameter]
 
     @property
+    def state_bytes(self) -> int:
+        """What the optimizer's state takes by now."""
+        states = self.optimizer.state.values()
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+    @property
     def lr(self) -> float:
         """The learning rate in force."""
         return float(self.optimizer.param_groups[0]["lr"])

@@ -14,6 +14,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.config.training import TrainingSettings
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import Meter
+from can_train.memory.optimizer_memory import OptimizerMemory
 from can_train.policy.cards import GIB, cards_that_hold
 from can_train.policy.cost_model import EXPLAINED
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
@@ -57,6 +58,11 @@ class RunPlan:
     def evaluation_costs(self, task: Task, rows: NDArray[np.int64]) -> BatchCosts:
         """Prices a batch of evaluation."""
         return _prices(task, rows, None if self.limits is None else self.limits.evaluation)
+
+    @property
+    def base_bytes(self) -> float | None:
+        """What is on the device beside a batch in training; None without a cost model."""
+        return None if self.limits is None else self.limits.training.model.base_bytes
 
     @property
     def evaluation_limit(self) -> PartLimit:
@@ -154,8 +160,13 @@ class Planner:
         skipped = self._oversize(limits.training)
         return self._resolved(request, limits, skipped, factor)
 
-    def make_again(self, frozen: RunPlan, *, factor: float) -> RunPlan:
-        """Keeps a plan's logical batch and finds out how to cut it on this device, which is not the one it was made on.
+    def make_again(self, frozen: RunPlan, *, factor: float, held_bytes: int = 0) -> RunPlan:
+        """Keeps a plan's logical batch and finds out how it must be cut on this device, or for what is trained by now.
+
+        Args:
+            frozen: The plan made before.
+            factor: Safety factor.
+            held_bytes: Optimizer state that is on the device already.
 
         Raises:
             DoesNotFitError: Some samples do not fit here.
@@ -164,19 +175,23 @@ class Planner:
         request = replace(
             plan_request(self.run.training), mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0
         )
-        limits = self.explore(request, factor)
+        limits = self.explore(request, factor, held_bytes=held_bytes)
         over = set(self._oversize(limits.training, skip=False)) - set(frozen.skipped)
         assert not over, "samples that do not fit raise"
         again = self._resolved(request, limits, frozen.skipped, factor)
         kept = {name: getattr(frozen.plan, name) for name in ("binding_limit", "lr_factor")}
         return replace(again, plan=replace(again.plan, **kept))
 
-    def explore(self, request: PlanRequest, factor: float) -> DeviceLimits:
+    def optimizer_memory(self) -> OptimizerMemory:
+        """Measures, on the host, what the optimizer takes of the parameters trained by now."""
+        return self._explorer(lambda cost: None).optimizer_memory()
+
+    def explore(self, request: PlanRequest, factor: float, *, held_bytes: int = 0) -> DeviceLimits:
         """Finds out what the device holds; leaves generators as they were."""
         generators = randomness.capture()
         with self.reporter.stage("finding the batch size", unit="trials") as stage:
             limits = self._explorer(lambda cost: stage.advance(1, mib=round(cost / _MIB, 1))).explore(
-                lambda costs: search_upper(request, costs, factor=factor)
+                lambda costs: search_upper(request, costs, factor=factor), held_bytes=held_bytes
             )
         randomness.restore(generators)
         return limits

@@ -18,10 +18,10 @@ from can_train.state.atomic import write_json_atomic
 from can_train.training import loop
 from can_train.training.folders import cache_folder, data_root
 from can_train.training.learning import Attempt, factor_for
-from can_train.training.loop import Session
 from can_train.training.run_folder import RunFolder
 from can_train.training.session import Parts, make_session
 from can_train.training.signals import StopRequests
+from can_train.training.state import Session
 from can_train.training.task import Table, Task
 
 

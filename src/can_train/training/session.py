@@ -18,13 +18,12 @@ from can_train.state.factor_store import FactorChoice
 from can_train.training import loop, randomness
 from can_train.training.checkpoints import Checkpoints
 from can_train.training.epochs import Epochs
-from can_train.training.exploring import Explorer
-from can_train.training.loop import Session
 from can_train.training.optimization import Precision, make_optimization
 from can_train.training.planning import Planner, RunPlan, still_fits
 from can_train.training.report import plan_lines
 from can_train.training.run_folder import MetricsLog, RunFolder
 from can_train.training.signals import StopRequests
+from can_train.training.state import Session
 from can_train.training.task import Task
 
 
@@ -54,7 +53,8 @@ def make_session(given: Parts, factor: FactorChoice) -> Session:
     # Preparing data may or may not have drawn random numbers (a cache): weights start from here.
     randomness.seed_everything(run.training.seed)
     model = given.task.build_model().to(meter.device, precision.dtype)
-    plan = _plan(given, factor, model)
+    planner = Planner(run=run, task=given.task, model=model, meter=meter, reporter=given.reporter)
+    plan = _plan(given, planner, factor)
     epochs = _epochs(given, plan)
     optimization = make_optimization(
         model,
@@ -73,17 +73,18 @@ def make_session(given: Parts, factor: FactorChoice) -> Session:
         epochs=epochs,
         meter=meter,
         batcher=_batcher(given, plan, model),
-        reserve=_reserve(given, model, has_state=saved is not None),
+        planner=planner,
+        reserve=OptimizerReserve(planner.optimizer_memory(), meter, retries=run.training.oom_retries),
         checkpoints=checkpoints,
         metrics=MetricsLog(given.folder.metrics_path),
         stops=given.stops,
         reporter=given.reporter,
     )
-    if saved is not None:
+    if saved is None:
+        session.metrics.rewind(0)
+    else:
         loop.restore(session, saved)
         given.reporter.notice(f"Continuing at step {session.progress.step}")
-    else:
-        session.metrics.rewind(0)
     return session
 
 
@@ -107,23 +108,12 @@ def _batcher(given: Parts, plan: RunPlan, model: nn.Module) -> MicroBatcher:
         retries=training.oom_retries,
         regrow=training.regrow,
     )
-    base_bytes = None if plan.limits is None else plan.limits.training.model.base_bytes
-    return MicroBatcher(model, meter=given.meter, rules=plan.plan.rules, rescue=rescue, base_bytes=base_bytes)
+    return MicroBatcher(model, meter=given.meter, rules=plan.plan.rules, rescue=rescue, base_bytes=plan.base_bytes)
 
 
-def _reserve(given: Parts, model: nn.Module, *, has_state: bool) -> OptimizerReserve:
-    explorer = Explorer(
-        task=given.task, model=model, training=given.run.training, meter=given.meter,
-        rows=given.task.train_rows, tried=lambda cost: None,
-    )  # fmt: skip
-    retries = given.run.training.oom_retries
-    return OptimizerReserve(explorer.optimizer_memory(), given.meter, has_state=has_state, retries=retries)
-
-
-def _plan(given: Parts, factor: FactorChoice, model: nn.Module) -> RunPlan:
+def _plan(given: Parts, planner: Planner, factor: FactorChoice) -> RunPlan:
     """Reads the plan that an earlier attempt froze, or resolves and freezes one; shows it."""
     path = given.folder.plan_path
-    planner = Planner(run=given.run, task=given.task, model=model, meter=given.meter, reporter=given.reporter)
     plan = _frozen_plan(path)
     if plan is None:
         plan = planner.make(factor=factor.factor)

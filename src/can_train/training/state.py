@@ -1,0 +1,137 @@
+"""What one attempt of a run trains with, and how far it is."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+
+from can_train.config.training import TrainingSettings
+from can_train.engine.micro_batcher import MicroBatcher
+from can_train.engine.reserve import OptimizerReserve
+from can_train.memory.meters import Meter
+from can_train.policy.leak import LeakWatch
+from can_train.policy.plan import Plan
+from can_train.reporter import Reporter
+from can_train.training import randomness
+from can_train.training.checkpoints import Checkpoints
+from can_train.training.epochs import Epochs
+from can_train.training.optimization import Optimization, Precision
+from can_train.training.planning import Planner, RunPlan
+from can_train.training.run_folder import MetricsLog
+from can_train.training.signals import StopRequests
+from can_train.training.task import Task
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        epoch: Epochs completed.
+        step_in_epoch: Optimizer steps done in the current epoch.
+        step: Optimizer steps done in all.
+        best_loss: Lowest validation loss.
+        best_epoch: The epoch it belongs to.
+        epochs_without_gain: Validations since then.
+        epoch_sums: Per term, Σ mean × samples over the current epoch.
+        epoch_samples: Samples of the current epoch so far.
+        epoch_parts: Micro-batches of the current epoch so far.
+        epoch_largest: Samples of the largest of them.
+        epoch_ooms: Out-of-memories survived in the current epoch.
+        trained: Whether training has ended.
+    """
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+    best_loss: float = math.inf
+    best_epoch: int = 0
+    epochs_without_gain: int = 0
+    epoch_sums: dict[str, float] = field(default_factory=dict)
+    epoch_samples: int = 0
+    epoch_parts: int = 0
+    epoch_largest: int = 0
+    epoch_ooms: int = 0
+    trained: bool = False
+
+
+@dataclass(kw_only=True)
+class Session:
+    """Everything one attempt of a run trains with.
+
+    Attributes:
+        best: Weights of the lowest validation loss.
+        planner: Finds out anew what fits.
+        trainable: Which parameters were trained at the last step; None before the first.
+        first_step: The run's steps when the attempt began.
+        peak_bytes: Largest peak of the attempt's measured steps; 0 before the first.
+        peak_reserved_bytes: Likewise, of what the allocator held.
+        largest_cost, largest_micro_batch: Of the attempt's costliest micro-batch, in bytes and of its largest, in
+            samples.
+        foreign_bytes: Most memory that other processes took meanwhile, as far as it was looked at.
+    """
+
+    task: Task
+    model: nn.Module
+    optimization: Optimization
+    precision: Precision
+    training: TrainingSettings
+    run_plan: RunPlan
+    epochs: Epochs
+    meter: Meter
+    batcher: MicroBatcher
+    reserve: OptimizerReserve
+    checkpoints: Checkpoints
+    metrics: MetricsLog
+    stops: StopRequests
+    reporter: Reporter
+    progress: Progress = field(default_factory=Progress)
+    best: dict[str, Any] = field(default_factory=dict)
+    planner: Planner
+    trainable: tuple[bool, ...] | None = None
+    leak_watch: LeakWatch = field(default_factory=LeakWatch)
+    first_step: int = 0
+    peak_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    largest_cost: float = 0.0
+    largest_micro_batch: int = 0
+    foreign_bytes: int = 0
+
+    def renew_if_thawed(self) -> None:
+        """Finds out anew what fits where other parameters are trained than at the last step; the batch stays."""
+        trainable = tuple(parameter.requires_grad for parameter in self.model.parameters())
+        if self.trainable is not None and trainable != self.trainable:
+            self.optimization.drop_stale_state()
+            held_bytes, factor = self.optimization.state_bytes, self.plan.safety_factor
+            if factor is not None:
+                self.run_plan = self.planner.make_again(self.run_plan, factor=factor, held_bytes=held_bytes)
+                self.batcher.use(self.plan.rules, self.run_plan.base_bytes)
+            self.reserve.expect(self.planner.optimizer_memory(), held_bytes=held_bytes)
+            self.reserve.hold()
+        self.trainable = trainable
+
+    @property
+    def plan(self) -> Plan:
+        """The decision that the attempt trains by."""
+        return self.run_plan.plan
+
+    @property
+    def peak_share(self) -> float | None:
+        """Peak ÷ capacity; None before the first measured step."""
+        return self.peak_bytes / self.meter.capacity_bytes if self.peak_bytes else None
+
+
+def save(session: Session) -> None:
+    """Writes a checkpoint of everything that the next step depends on."""
+    state = {
+        "model": session.model.state_dict(),
+        "best": session.best,
+        "optimization": session.optimization.state_dict(),
+        "randomness": randomness.capture(),
+        "progress": asdict(session.progress),
+        "metrics_lines": session.metrics.lines,
+        "logical_batch": session.plan.logical_batch,
+        "micro_batches": session.batcher.state_dict(),
+    }
+    session.checkpoints.save(state, step=session.progress.step)
