@@ -5,14 +5,18 @@ shape; what the figures mean for a batch is decided elsewhere.
 import gc
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from can_train.memory import host
+from can_train.memory.allocator_settings import expand_cuda_segments, segments_expand
+from can_train.memory.devices import is_simulated, resolve_device, simulated_bytes
 from can_train.memory.live_storage import LiveStorage
+from can_train.memory.simulated_gpu import SimulatedGpu
+from can_train.policy.sizes import exact_size
 
 
 class Meter(Protocol):
@@ -34,14 +38,35 @@ class Meter(Protocol):
     capacity_bytes: int
     driver: str
 
+    def active(self) -> AbstractContextManager[None]:
+        """Makes the device work as it should; open for a whole attempt."""
+
+    def host(self) -> AbstractContextManager[None]:
+        """Opens a span whose new tensors are host memory, data sets and copies that leave the device."""
+
     def measuring(self, resident: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Opens a span whose peak counts; `resident` tensors are already on the device."""
 
     def reset_peak(self) -> None:
-        """Forgets the peak; only probes, finder and monitor may call it."""
+        """Forgets the peaks; only probes, finder and monitor may call it."""
 
     def peak_bytes(self) -> int:
         """Returns the largest allocated bytes since the last reset."""
+
+    def peak_reserved_bytes(self) -> int:
+        """Returns the largest reserved bytes since the last reset; 0 where nothing is reserved."""
+
+    def allocated_bytes(self) -> int:
+        """Returns the bytes allocated now; 0 where only measured spans are counted."""
+
+    def retries(self) -> int:
+        """Returns how often the allocator has released its cache because an allocation did not fit."""
+
+    def available_bytes(self) -> int:
+        """Returns what this process could have in use now: what it has reserved, and what the device has free."""
+
+    def foreign_bytes(self) -> int:
+        """Returns how much of the capacity others hold now."""
 
     def release(self) -> None:
         """Returns cached memory to the device."""
@@ -58,6 +83,14 @@ class CpuMeter:
         self.capacity_bytes = host.available_bytes()
         self.key = f"cpu-{_gigabytes(self.total_bytes)}gb"
         self._peak_bytes = 0
+
+    def active(self) -> AbstractContextManager[None]:
+        """Does nothing: spans are measured, not attempts."""
+        return nullcontext()
+
+    def host(self) -> AbstractContextManager[None]:
+        """Does nothing: the device is the host."""
+        return nullcontext()
 
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
@@ -77,6 +110,26 @@ class CpuMeter:
         """Returns the largest live bytes of the measured spans since the last reset."""
         return self._peak_bytes
 
+    def peak_reserved_bytes(self) -> int:
+        """Returns 0: the CPU's allocator reserves nothing."""
+        return 0
+
+    def allocated_bytes(self) -> int:
+        """Returns 0: between measured spans nothing is counted."""
+        return 0
+
+    def retries(self) -> int:
+        """Returns 0: there is no cache to release."""
+        return 0
+
+    def available_bytes(self) -> int:
+        """Returns the capacity."""
+        return self.capacity_bytes
+
+    def foreign_bytes(self) -> int:
+        """Returns 0: what others took before the start is not in the capacity."""
+        return 0
+
     def release(self) -> None:
         """Collects garbage: the CPU's allocator caches nothing."""
         gc.collect()
@@ -87,18 +140,24 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
-        free_bytes, self.total_bytes = torch.cuda.mem_get_info(device)
         self.device = device
         self.name = properties.name
         self.driver = host.nvidia_driver_version()
-        # What this process has reserved already counts as free to it.
-        self.capacity_bytes = free_bytes + torch.cuda.memory_reserved(device)
+        _, self.total_bytes = torch.cuda.mem_get_info(device)
+        self.capacity_bytes = min(self._obtainable_bytes(), int(_memory_fraction(device) * self.total_bytes))
         self.key = gpu_key(properties.name, self.total_bytes)
 
-    @contextmanager
-    def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
+    def active(self) -> AbstractContextManager[None]:
+        """Does nothing: the device is there."""
+        return nullcontext()
+
+    def host(self) -> AbstractContextManager[None]:
+        """Does nothing: a tensor knows its device."""
+        return nullcontext()
+
+    def measuring(self, resident: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Does nothing: the allocator counts always."""
-        yield
+        return nullcontext()
 
     def reset_peak(self) -> None:
         """Resets the allocator's peak counters."""
@@ -108,15 +167,124 @@ class CudaMeter:
         """Returns the allocator's largest allocated bytes since the last reset."""
         return torch.cuda.max_memory_allocated(self.device)
 
+    def peak_reserved_bytes(self) -> int:
+        """Returns the allocator's largest reserved bytes since the last reset."""
+        return torch.cuda.max_memory_reserved(self.device)
+
+    def allocated_bytes(self) -> int:
+        """Returns the allocator's allocated bytes."""
+        return torch.cuda.memory_allocated(self.device)
+
+    def retries(self) -> int:
+        """Returns the allocator's count of retries."""
+        return int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
+
+    def available_bytes(self) -> int:
+        """Returns what is reserved and what is free, at most the capacity."""
+        return min(self.capacity_bytes, self._obtainable_bytes())
+
+    def foreign_bytes(self) -> int:
+        """Returns what has gone from the capacity since the start: other processes, or libraries of this one."""
+        return self.capacity_bytes - self.available_bytes()
+
     def release(self) -> None:
         """Collects garbage, then empties the allocator's cache."""
         gc.collect()
         torch.cuda.empty_cache()
 
+    def _obtainable_bytes(self) -> int:
+        # What this process has reserved is not free to the driver, but it is to the process.
+        return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
 
-def meter_for(device: torch.device) -> Meter:
-    """Makes the meter of a device."""
-    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+class SimulatedMeter:
+    """Reads a simulated GPU, whose whole memory PyTorch's allocator may use.
+
+    Attributes:
+        gpu: The simulated GPU.
+    """
+
+    def __init__(self, capacity_bytes: int, *, expandable: bool) -> None:
+        self.device = torch.device("cpu")
+        self.name = "Simulated GPU"
+        self.driver = ""
+        self.total_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
+        self.key = f"sim-{exact_size(capacity_bytes)}"
+        self.gpu = SimulatedGpu(capacity_bytes, expandable=expandable)
+        self._is_active = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Puts what is made inside the block on the simulated GPU; a block within it changes nothing."""
+        if self._is_active:
+            yield
+            return
+        self._is_active = True
+        try:
+            with self.gpu:
+                yield
+        finally:
+            self._is_active = False
+
+    def host(self) -> AbstractContextManager[None]:
+        """Leaves what is made inside the block off the simulated GPU, then and later."""
+        return self.gpu.host()
+
+    @contextmanager
+    def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
+        """Puts `resident` on the simulated GPU where it is not there yet, and makes sure that it is active."""
+        self.gpu.seed_resident(resident)
+        with self.active():
+            yield
+
+    def reset_peak(self) -> None:
+        """Resets the allocator's peaks."""
+        self.gpu.allocator.reset_peaks()
+
+    def peak_bytes(self) -> int:
+        """Returns the allocator's largest allocated bytes since the last reset."""
+        return self.gpu.allocator.peak_allocated_bytes
+
+    def peak_reserved_bytes(self) -> int:
+        """Returns the allocator's largest reserved bytes since the last reset."""
+        return self.gpu.allocator.peak_reserved_bytes
+
+    def allocated_bytes(self) -> int:
+        """Returns the allocator's allocated bytes."""
+        return self.gpu.allocator.allocated_bytes
+
+    def retries(self) -> int:
+        """Returns the allocator's count of retries."""
+        return self.gpu.allocator.num_alloc_retries
+
+    def available_bytes(self) -> int:
+        """Returns what is reserved and what is free."""
+        return self.gpu.allocator.available_bytes
+
+    def foreign_bytes(self) -> int:
+        """Returns what has gone from the capacity."""
+        return self.capacity_bytes - self.available_bytes()
+
+    def release(self) -> None:
+        """Collects garbage, then gives the allocator's cache back."""
+        gc.collect()
+        self.gpu.allocator.release_cached()
+
+
+def open_meter(text: str) -> Meter:
+    """Makes the meter of what `--device` reads: `auto`, `cpu`, `cuda[:i]` or `sim:<size>`.
+
+    Raises:
+        DeviceError: There is no such device, or it cannot be used.
+    """
+    device = resolve_device(text)
+    if is_simulated(text):
+        return SimulatedMeter(simulated_bytes(text), expandable=segments_expand())
+    if device.type == "cpu":
+        return CpuMeter()
+    expand_cuda_segments()
+    return CudaMeter(device)
 
 
 def gpu_key(name: str, total_bytes: int) -> str:
@@ -127,6 +295,13 @@ def gpu_key(name: str, total_bytes: int) -> str:
     """
     sizes = re.findall(r"(\d+)gb\b", name.lower())
     return f"{_slug(name)}-{int(sizes[-1]) if sizes else _gigabytes(total_bytes)}gb"
+
+
+def _memory_fraction(device: torch.device) -> float:
+    """The share of the GPU that this process was given with `torch.cuda.set_per_process_memory_fraction`."""
+    # Torch 2.6 can set it but not tell it.
+    tell = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return float(tell(device)) if tell is not None else 1.0
 
 
 def _gigabytes(size: int) -> int:

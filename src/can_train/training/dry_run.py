@@ -1,8 +1,7 @@
 """What can be said of a run without data and without a trial: what `--dry-run` prints below the configuration."""
 
 from can_train.config.resolved import ResolvedRun
-from can_train.memory.devices import resolve_device
-from can_train.memory.meters import meter_for
+from can_train.memory.meters import open_meter
 from can_train.policy.plan import resolve_mode
 from can_train.reporter import SilentReporter
 from can_train.training.learning import factor_for
@@ -14,7 +13,7 @@ def dry_run_lines(run: ResolvedRun) -> list[str]:
     Raises:
         DeviceError: The device cannot be used.
     """
-    meter = meter_for(resolve_device(run.device))
+    meter = open_meter(run.device)
     factor = factor_for(run, meter, SilentReporter())
     return [
         f"plan for {meter.key} ({meter.capacity_bytes / 2**30:.1f} GiB usable):",

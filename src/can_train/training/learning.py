@@ -13,8 +13,7 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_task_settings
 from can_train.errors import DoesNotFitError, StateError
-from can_train.memory.devices import resolve_device
-from can_train.memory.meters import Meter, meter_for
+from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.policy.experience import experience_factor
 from can_train.policy.factors import MomentumPolicy
@@ -36,7 +35,7 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
         CanTrainError: The configuration, the device or the state folder is at fault; nothing falls back silently.
     """
     run = config if isinstance(config, ResolvedRun) else from_plain(config)
-    return _effective(run, meter_for(resolve_device(run.device))).factor
+    return _effective(run, open_meter(run.device)).factor
 
 
 def factor_for(run: ResolvedRun, meter: Meter, reporter: Reporter) -> FactorChoice:

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_object, load_task_settings
-from can_train.memory.devices import resolve_device
-from can_train.memory.meters import meter_for
+from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import loop
@@ -50,7 +49,7 @@ def train_new(run: ResolvedRun, reporter: Reporter) -> Outcome:
     """
     stops = StopRequests()
     with stops.installed():
-        meter = meter_for(resolve_device(run.device))
+        meter = open_meter(run.device)
         task = load_task(run, reporter)
         folder = RunFolder.create(run.runs_dir, run.key, run.config)
         reporter.notice(f"run {folder.run_id}")
@@ -67,7 +66,7 @@ def train_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter) -> Outcome
     """
     stops = StopRequests()
     with stops.installed(), folder.locked():
-        meter = meter_for(resolve_device(run.device))
+        meter = open_meter(run.device)
         task = load_task(run, reporter)
         finished = folder.result()
         if finished is not None:
