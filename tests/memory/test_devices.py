@@ -45,10 +45,30 @@ def test_cuda_without_a_gpu_is_an_error_with_a_remedy() -> None:
         resolve_device("cuda:1")
 
 
-@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "CPU", "", "mps"])
-def test_an_unknown_device_lists_the_known_ones(text: str) -> None:
-    with pytest.raises(DeviceError, match=r"Unknown device.*\n.*sim:2GiB"):
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("gpu", "cpu, auto, cuda, cuda:1, sim:2GiB"),
+        ("cuda:x", "cuda:1, cuda, auto, cpu, sim:2GiB"),
+        ("sin:2GiB", "sim:2GiB, auto, cpu, cuda, cuda:1"),
+        ("", "auto, cpu, cuda, cuda:1, sim:2GiB"),
+        ("mps", "auto, cpu, cuda, cuda:1, sim:2GiB"),
+        ("CPU", "auto, cpu, cuda, cuda:1, sim:2GiB"),
+    ],
+)
+def test_an_unknown_device_lists_the_known_ones_nearest_first(text: str, valid: str) -> None:
+    with pytest.raises(DeviceError, match=rf"Unknown device.*\nValid: {valid}\."):
         resolve_device(text)
+
+
+@pytest.mark.parametrize("text", ["sim", "sim:", "sim:huge", "sim:0MiB", "sim:-1GiB", "sim:2", "sim:2GiB:1"])
+def test_a_simulated_gpu_needs_a_size(text: str) -> None:
+    with pytest.raises(DeviceError, match=rf"written sim:<size>: '{text}'\.\n.*sim:2GiB"):
+        resolve_device(text)
+
+
+def test_tensors_of_a_simulated_gpu_are_the_cpus() -> None:
+    assert resolve_device("sim:512MiB") == torch.device("cpu")
 
 
 def test_the_cpus_capacity_is_what_the_host_can_still_give() -> None:

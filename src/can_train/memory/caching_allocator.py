@@ -1,309 +1,206 @@
-"""An online model of CUDA's caching allocator, one stream: what is allocated, what is reserved for it, and when that
-does not fit. It knows addresses and sizes only; which tensors they belong to is the caller's.
+"""A model of PyTorch's caching allocator for one CUDA device and one stream, default settings: it decides where each
+allocation goes, what is reserved for it, and when the device is full. It holds no memory.
 
-Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11, names and constants alike.
+Source: c10/cuda/CUDACachingAllocator.cpp (torch 2.6 to 2.13); names of its constants are given in blocks.py.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
-MIN_BLOCK: Final = 512
-"""Bytes that sizes are rounded up to (kMinBlockSize)."""
+from can_train.memory.blocks import LARGE_PAGE_BYTES, MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_PAGE_BYTES, Block, Pool
 
-SMALL: Final = 2**20
-"""Largest allocation of the small pool (kSmallSize)."""
+_MIN_OWN_SEGMENT_BYTES: Final = 10 * 2**20
+"""From here on an allocation gets a segment of its own size (`kMinLargeAlloc`)."""
 
-SMALL_SEGMENT: Final = 2 * 2**20
-"""Segment, or page of an expandable segment, of the small pool (kSmallBuffer)."""
-
-LARGE_SEGMENT: Final = 20 * 2**20
-"""Segment of allocations below `LARGE`, or page of an expandable segment (kLargeBuffer)."""
-
-LARGE: Final = 10 * 2**20
-"""Smallest allocation with a segment of its own (kMinLargeAlloc)."""
-
-LARGE_ROUNDING: Final = 2 * 2**20
-"""What a segment of its own is rounded up to (kRoundLarge)."""
-
-ENDLESS: Final = 2**60
-"""Address space of an expandable segment."""
+_SEGMENT_ROUNDING_BYTES: Final = 2 * 2**20
+"""Such a segment's size is rounded up to this (`kRoundLarge`)."""
 
 
-class AllocationError(Exception):
-    """An allocation failed, after the cache had been released."""
+def block_bytes(size: int) -> int:
+    """Returns what an allocation of `size` bytes takes of a segment."""
+    return max(MIN_BLOCK_BYTES, _round_up(size, MIN_BLOCK_BYTES))
 
 
-@dataclass(eq=False)
-class _Block:
-    """A range of a segment: in use, free, or (expandable segments) not mapped to memory."""
-
-    address: int
-    size: int
-    pool: "_Pool"
-    state: str = "free"
-    before: "_Block | None" = None
-    after: "_Block | None" = None
-
-    @property
-    def end(self) -> int:
-        return self.address + self.size
-
-
-class _Pool:
-    """Blocks of one size class, those that are free by size, those that are not mapped by address."""
-
-    def __init__(self, *, small: bool) -> None:
-        self.is_small = small
-        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        self._free: list[tuple[int, int]] = []
-        self._gaps: list[int] = []
-        self._blocks: dict[int, _Block] = {}
-
-    def add(self, block: _Block) -> None:
-        self._blocks[block.address] = block
-        if block.state == "free":
-            insort(self._free, (block.size, block.address))
-        elif block.state == "gap":
-            insort(self._gaps, block.address)
-
-    def remove(self, block: _Block) -> None:
-        del self._blocks[block.address]
-        if block.state == "free":
-            del self._free[bisect_left(self._free, (block.size, block.address))]
-        elif block.state == "gap":
-            del self._gaps[bisect_left(self._gaps, block.address)]
-
-    def best_fit(self, size: int) -> _Block | None:
-        position = bisect_left(self._free, (size, 0))
-        return self._blocks[self._free[position][1]] if position < len(self._free) else None
-
-    def gaps(self) -> list[_Block]:
-        return [self._blocks[address] for address in self._gaps]
-
-    def free_blocks(self) -> list[_Block]:
-        return [self._blocks[address] for _, address in self._free]
-
-    def blocks(self) -> Iterator[_Block]:
-        return iter(self._blocks.values())
+def segment_bytes(size: int) -> int:
+    """Returns what the allocator asks the device for when no free block holds `size` bytes."""
+    rounded = block_bytes(size)
+    if rounded <= SMALL_BYTES:
+        return SMALL_PAGE_BYTES
+    return LARGE_PAGE_BYTES if rounded < _MIN_OWN_SEGMENT_BYTES else _round_up(rounded, _SEGMENT_ROUNDING_BYTES)
 
 
 class CachingAllocator:
-    """Serves allocations out of a capacity as PyTorch does.
+    """Replays allocations as they happen; all figures are bytes.
 
     Args:
-        capacity_bytes: What may be reserved.
-        expandable: Whether segments grow page by page (`expandable_segments:True`) rather than being of fixed size.
+        capacity_bytes: Memory of the device that can be reserved.
+        expandable: Whether segments expand (`expandable_segments:True`).
 
     Attributes:
-        foreign_bytes: What others hold of the capacity.
-        allocated_bytes, reserved_bytes: In use, and held for use.
-        peak_allocated_bytes, peak_reserved_bytes: Largest of both since the last reset.
-        retries: Allocations that were served only after the cache had been released (num_alloc_retries).
+        foreign_bytes: What other processes hold of the capacity; may be set at any time.
+        allocated_bytes: Sum of the blocks in use.
+        reserved_bytes: Sum of the segments, or of their mapped pages.
+        num_alloc_retries: How often the cache was released because an allocation did not fit.
     """
 
     def __init__(self, capacity_bytes: int, *, expandable: bool) -> None:
         self.capacity_bytes = capacity_bytes
+        self.expandable = expandable
         self.foreign_bytes = 0
-        self.allocated_bytes = self.reserved_bytes = 0
-        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.retries = 0
-        self._expandable = expandable
-        self._small, self._large = _Pool(small=True), _Pool(small=False)
-        self._used: dict[int, _Block] = {}
-        self._top = ENDLESS
-        if expandable:
-            for pool in (self._small, self._large):
-                pool.add(_Block(self._new_range(ENDLESS), ENDLESS, pool, "gap"))
+        self.allocated_bytes = 0
+        self.reserved_bytes = 0
+        self.peak_allocated_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.num_alloc_retries = 0
+        self._pools = (Pool(SMALL_PAGE_BYTES), Pool(LARGE_PAGE_BYTES))
+        self._next_address = 0
 
     @property
     def free_bytes(self) -> int:
-        """What could still be reserved, as `mem_get_info` says."""
-        return max(self.capacity_bytes - self.foreign_bytes - self.reserved_bytes, 0)
+        """What the device could still give to anybody."""
+        return max(0, self.capacity_bytes - self.foreign_bytes - self.reserved_bytes)
 
-    def reset_peaks(self) -> None:
-        """Starts both peaks anew from what is in use."""
-        self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
+    @property
+    def available_bytes(self) -> int:
+        """What this process could have in use: all that it has reserved, and what is free."""
+        return self.reserved_bytes + self.free_bytes
 
-    def allocate(self, size: int) -> int:
-        """Returns the address of `size` bytes, at least 1.
-
-        Raises:
-            AllocationError: They cannot be had, not even with the cache released.
-        """
-        size = -(-size // MIN_BLOCK) * MIN_BLOCK
-        pool = self._small if size <= SMALL else self._large
-        block = pool.best_fit(size) or self._reserve(pool, size)
+    def malloc(self, size: int) -> Block | None:
+        """Allocates `size` bytes (at least 1); None where they do not fit even after the cache was released."""
+        size = block_bytes(size)
+        is_small = size <= SMALL_BYTES
+        pool = self._pools[0 if is_small else 1]
+        block = pool.best_fit(size) or self._grow(pool, size)
         if block is None:
-            self.release_cache()
-            # What is released goes back to the device; nothing cached is left to fit into.
-            block = pool.best_fit(size) or self._reserve(pool, size)
-            if block is None:
-                raise AllocationError(size)
-            self.retries += 1
-        return self._take(block, size)
+            self.release_cached()
+            self.num_alloc_retries += 1
+            block = self._grow(pool, size)
+        if block is None:
+            return None
+        pool.remove(block)
+        rest = block.size - size
+        if rest >= MIN_BLOCK_BYTES if is_small or self.expandable else rest > SMALL_BYTES:
+            pool.add(block.cut(size))
+        block.allocated = True
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
 
-    def free(self, address: int) -> None:
-        """Gives an allocation back to the cache."""
-        block = self._used.pop(address)
+    def free(self, block: Block) -> None:
+        """Takes an allocated block back into the cache."""
         self.allocated_bytes -= block.size
-        block.pool.remove(block)
-        block.state = "free"
-        block.pool.add(self._merged(block))
+        block.allocated = False
+        block.absorb_neighbours()
+        block.pool.add(block)
 
-    def release_cache(self) -> None:
-        """Gives memory that no allocation touches back to the device: segments, or pages of expandable ones."""
-        for pool in (self._small, self._large):
+    def release_cached(self) -> None:
+        """Gives the device back every segment, or mapped page, that is free as a whole."""
+        for pool in self._pools:
             for block in pool.free_blocks():
-                if self._expandable:
+                if self.expandable:
                     self._unmap(block)
-                elif block.before is None and block.after is None:
+                elif block.is_whole_segment:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
-    def check(self) -> None:
-        """Asserts that books and blocks agree; for tests."""
-        blocks = [block for pool in (self._small, self._large) for block in pool.blocks()]
-        used = [block for block in blocks if block.state == "used"]
-        assert sum(block.size for block in used) == self.allocated_bytes
-        assert sum(block.size for block in blocks if block.state != "gap") == self.reserved_bytes
-        assert {block.address for block in used} == set(self._used)
-        for block in blocks:
-            assert block.after is None or (block.after.address == block.end and block.after.before is block)
-            assert block.after is None or not block.state == block.after.state == "free"
+    def reset_peaks(self) -> None:
+        """Forgets both peaks."""
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
 
-    def _take(self, block: _Block, size: int) -> int:
-        pool = block.pool
-        pool.remove(block)
-        rest = block.size - size
-        if rest >= MIN_BLOCK if pool.is_small or self._expandable else rest > SMALL:
-            self._split(block, size)
-        block.state = "used"
-        pool.add(block)
-        self._used[block.address] = block
-        self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        return block.address
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Returns a free block of at least `size` bytes with new memory in it; None where the device has no more."""
+        return self._expand(pool, size) if self.expandable else self._new_segment(pool, segment_bytes(size))
 
-    def _split(self, block: _Block, size: int) -> None:
-        """Cuts a block that is in no list; the rest goes into its pool in the same state."""
-        rest = _Block(block.address + size, block.size - size, block.pool, block.state, block, block.after)
-        if rest.after is not None:
-            rest.after.before = rest
-        block.size, block.after = size, rest
-        block.pool.add(rest)
-
-    def _merged(self, block: _Block) -> _Block:
-        """Joins a block that is in no list with its neighbours in the same state."""
-        if block.after is not None and block.after.state == block.state:
-            block.pool.remove(block.after)
-            self._join(block, block.after)
-        if block.before is not None and block.before.state == block.state:
-            first = block.before
-            block.pool.remove(first)
-            self._join(first, block)
-            return first
-        return block
-
-    @staticmethod
-    def _join(first: _Block, second: _Block) -> None:
-        first.size += second.size
-        first.after = second.after
-        if first.after is not None:
-            first.after.before = first
-
-    def _reserve(self, pool: _Pool, size: int) -> _Block | None:
-        """Gets more memory from the device; a free block of at least `size`, or None."""
-        if self._expandable:
-            return self._map(pool, size)
-        segment = _segment_size(size)
-        if segment > self.free_bytes:
+    def _new_segment(self, pool: Pool, size: int) -> Block | None:
+        if size > self.free_bytes:
             return None
-        block = _Block(self._new_range(segment), segment, pool)
+        block = self._new_block(pool, size, mapped=True)
+        self._reserve(size)
         pool.add(block)
-        self._grow(segment)
         return block
 
-    def _map(self, pool: _Pool, size: int) -> _Block | None:
-        """Maps pages at the lowest address where what is unmapped and the free blocks around it are enough."""
-        for gap in pool.gaps():
-            start = gap.before if gap.before is not None and gap.before.state == "free" else gap
-            if _run_size(start) >= size:
-                return self._map_run(start, size)
-        return None
-
-    def _map_run(self, start: _Block, size: int) -> _Block | None:
-        block = start if start.state == "free" else None
-        have = block.size if block is not None else 0
-        gap = start if block is None else start.after
-        while have < size:
-            assert gap is not None, "the run was measured"
-            if gap.state == "gap":
-                wanted = min(-(-(size - have) // gap.pool.page) * gap.pool.page, gap.size)
-                if wanted > self.free_bytes:
-                    return None
-                gap = self._mapped(gap, wanted)
-            # Mapping joins the neighbours, so that the run is one block by now.
-            block = gap
-            have, gap = block.size, block.after
+    def _new_block(self, pool: Pool, size: int, *, mapped: bool) -> Block:
+        block = Block(pool, self._next_address, size, mapped=mapped)
+        # Every segment begins at a page of its pool, whichever that is: the large page is a multiple of the small one.
+        self._next_address += _round_up(size, LARGE_PAGE_BYTES)
         return block
 
-    def _mapped(self, gap: _Block, size: int) -> _Block:
-        gap.pool.remove(gap)
-        if gap.size > size:
-            self._split(gap, size)
-        gap.state = "free"
-        merged = self._merged(gap)
-        merged.pool.add(merged)
-        self._grow(size)
-        return merged
-
-    def _unmap(self, block: _Block) -> None:
-        pool = block.pool
-        first = -(-block.address // pool.page) * pool.page
-        last = block.end // pool.page * pool.page
-        if first >= last:
-            return
-        pool.remove(block)
-        if last < block.end:
-            self._split(block, last - block.address)
-        if first > block.address:
-            whole, block = block, self._cut_front(block, first - block.address)
-            pool.add(whole)
-        self.reserved_bytes -= block.size
-        block.state = "gap"
-        pool.add(self._merged(block))
-
-    def _cut_front(self, block: _Block, size: int) -> _Block:
-        """Cuts a block that is in no list; returns the rest, in no list either."""
-        self._split(block, size)
-        rest = block.after
-        assert rest is not None, "it was just made"
-        block.pool.remove(rest)
-        return rest
-
-    def _grow(self, size: int) -> None:
+    def _reserve(self, size: int) -> None:
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _new_range(self, size: int) -> int:
-        """Returns an address from which `size` bytes are nobody's, a multiple of every page size."""
-        address = self._top
-        step = 2 * LARGE_SEGMENT
-        self._top += (-(-size // step) + 1) * step
-        return address // LARGE_SEGMENT * LARGE_SEGMENT
+    def _expand(self, pool: Pool, size: int) -> Block | None:
+        """Maps pages where the lowest addresses have room: into a hole, or behind the last block in use."""
+        if size > self.capacity_bytes:
+            return None
+        block = self._expandable_block(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            following = block.next
+            assert following is not None, "_expandable_block promised enough addresses"
+            if not self._map(following, min(following.size, size - block.size)):
+                return None
+            block = following
+        return block
+
+    def _expandable_block(self, pool: Pool, size: int) -> Block:
+        """Finds the first free or unmapped block that begins `size` unallocated bytes of addresses."""
+        for unmapped in pool.unmapped_blocks():
+            before = unmapped.previous
+            start = before if before is not None and not before.allocated else unmapped
+            if _unallocated_from(start, size) >= size:
+                return start
+        # An eighth more addresses than memory, so that pages can move to the end when holes are in the way.
+        addresses = _round_up(self.capacity_bytes + self.capacity_bytes // 8, pool.page_bytes)
+        block = self._new_block(pool, addresses, mapped=False)
+        pool.add(block)
+        return block
+
+    def _map(self, block: Block, size: int) -> bool:
+        """Maps the pages that hold the first `size` bytes of an unmapped block; false where they do not all fit."""
+        mapped_bytes = _round_up(size, block.pool.page_bytes)
+        if mapped_bytes > self.free_bytes:
+            return False
+        pool = block.pool
+        pool.remove(block)
+        if mapped_bytes < block.size:
+            pool.add(block.cut(mapped_bytes))
+        block.mapped = True
+        block.absorb_neighbours()
+        pool.add(block)
+        self._reserve(mapped_bytes)
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Takes the memory from behind the whole pages of a free block."""
+        pool, page = block.pool, block.pool.page_bytes
+        start = _round_up(block.address, page)
+        end = (block.address + block.size) // page * page
+        if start >= end:
+            return
+        pool.remove(block)
+        if end < block.address + block.size:
+            pool.add(block.cut(end - block.address))
+        if start > block.address:
+            whole = block.cut(start - block.address)
+            pool.add(block)
+            block = whole
+        block.mapped = False
+        self.reserved_bytes -= block.size
+        block.absorb_neighbours()
+        if not block.is_whole_segment:
+            pool.add(block)
 
 
-def _segment_size(size: int) -> int:
-    if size <= SMALL:
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < LARGE else -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
-
-
-def _run_size(block: _Block | None) -> int:
+def _unallocated_from(block: Block | None, enough: int) -> int:
+    """Bytes of addresses from a block on that nothing is allocated at; counting stops at `enough`."""
     size = 0
-    while block is not None and block.state != "used":
+    while block is not None and not block.allocated and size < enough:
         size += block.size
-        block = block.after
+        block = block.next
     return size
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

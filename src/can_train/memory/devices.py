@@ -8,30 +8,29 @@ from typing import Final
 
 import torch
 
-from can_train.errors import ArgumentError, DeviceError, unknown_name
+from can_train.errors import ConfigError, DeviceError, nearest_first
 from can_train.policy.sizes import parse_size
-
-SIMULATED: Final = "sim:"
-"""What the name of a simulated GPU begins with; its size follows."""
 
 _ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
 """Variables in which a scheduler says which GPUs it gave a job, and their values that mean none: the first two list
 indices, and GPU 0 is one; the last counts."""
 
+_FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")
+"""What `--device` may read, an example of each kind."""
+
 
 def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) -> torch.device:
-    """Turns `auto`, `cpu` or `cuda[:i]` into a torch device.
+    """Turns `auto`, `cpu`, `cuda[:i]` or `sim:<size>` into a torch device: tensors of a simulated GPU are the CPU's.
 
     Raises:
         DeviceError: There is no such device, or a GPU is there and torch cannot use it.
     """
-    if text == "cpu":
+    if text == "cpu" or is_simulated(text):
         return torch.device("cpu")
     if text == "auto":
         return _automatic(environment)
     if not re.fullmatch(r"cuda(:\d+)?", text):
-        unknown = unknown_name("device", text, ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB"))
-        raise DeviceError(unknown.rule, value=unknown.value, remedy=unknown.remedy)
+        raise DeviceError("Unknown device", value=repr(text), remedy=f"Valid: {', '.join(nearest_first(text, _FORMS))}")
     if not torch.cuda.is_available():
         raise DeviceError("torch sees no CUDA GPU", value=f"--device {text}", remedy=_cuda_remedy())
     device = torch.device(text)
@@ -40,18 +39,27 @@ def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) ->
     return torch.device("cuda", device.index or 0)
 
 
-def simulated_size(text: str) -> int:
-    """Reads the size of `sim:<size>`, in bytes.
+def is_simulated(text: str) -> bool:
+    """Tells whether a device is a simulated GPU, `sim:<size>`.
 
     Raises:
-        DeviceError: It is no size.
+        DeviceError: It is one without a size that can be read.
+    """
+    return text.partition(":")[0] == "sim" and simulated_bytes(text) > 0
+
+
+def simulated_bytes(text: str) -> int:
+    """Reads the memory of a simulated GPU, in bytes.
+
+    Raises:
+        DeviceError: It has none that can be read.
     """
     try:
-        return parse_size(text[len(SIMULATED) :])
-    except ArgumentError as error:
+        return parse_size(text.removeprefix("sim:"))
+    except ConfigError:
         raise DeviceError(
-            "A simulated GPU is sim: and a size", value=repr(text), remedy="Try sim:2GiB or sim:512MiB"
-        ) from error
+            "A simulated GPU is written sim:<size>", value=repr(text), remedy="Give it memory: sim:512MiB, sim:2GiB"
+        ) from None
 
 
 def _automatic(environment: Mapping[str, str]) -> torch.device:

@@ -3,24 +3,20 @@ shape; what the figures mean for a batch is decided elsewhere.
 """
 
 import gc
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from can_train.memory import host
-from can_train.memory.devices import SIMULATED, resolve_device, simulated_size
+from can_train.memory.allocator_settings import expand_cuda_segments, segments_expand
+from can_train.memory.devices import is_simulated, resolve_device, simulated_bytes
 from can_train.memory.live_storage import LiveStorage
 from can_train.memory.simulated_gpu import SimulatedGpu
-
-_ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where a user says how CUDA's allocator works; torch from 2.9 also knows the second name."""
-
-_EXPANDABLE: Final = "expandable_segments:True"
+from can_train.policy.sizes import exact_size
 
 
 class Meter(Protocol):
@@ -43,10 +39,10 @@ class Meter(Protocol):
     driver: str
 
     def active(self) -> AbstractContextManager[None]:
-        """Opens an attempt: everything computed inside is on the device."""
+        """Makes the device work as it should; open for a whole attempt."""
 
     def host(self) -> AbstractContextManager[None]:
-        """Opens a span whose new tensors are on the host."""
+        """Opens a span whose new tensors are host memory, data sets and copies that leave the device."""
 
     def measuring(self, resident: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Opens a span whose peak counts; `resident` tensors are already on the device."""
@@ -58,19 +54,19 @@ class Meter(Protocol):
         """Returns the largest allocated bytes since the last reset."""
 
     def peak_reserved_bytes(self) -> int:
-        """Returns the largest bytes that the allocator held since the last reset; 0 where there is none."""
+        """Returns the largest reserved bytes since the last reset; 0 where nothing is reserved."""
 
     def allocated_bytes(self) -> int:
-        """Returns the bytes allocated now; 0 where nobody counts."""
+        """Returns the bytes allocated now; 0 where only measured spans are counted."""
 
     def retries(self) -> int:
-        """Returns how often the allocator had to release its cache to serve a request, since the process began."""
+        """Returns how often the allocator has released its cache because an allocation did not fit."""
 
     def available_bytes(self) -> int:
-        """Returns what this process could have of the device now: what it holds, and what is free."""
+        """Returns what this process could have in use now: what it has reserved, and what the device has free."""
 
     def foreign_bytes(self) -> int:
-        """Returns what others have taken of the capacity since it was read."""
+        """Returns how much of the capacity others hold now."""
 
     def release(self, *, collect: bool = True) -> None:
         """Returns cached memory to the device; `collect` looks for garbage in cycles first, which takes longer."""
@@ -89,11 +85,11 @@ class CpuMeter:
         self._peak_bytes = 0
 
     def active(self) -> AbstractContextManager[None]:
-        """Opens nothing."""
+        """Does nothing: spans are measured, not attempts."""
         return nullcontext()
 
     def host(self) -> AbstractContextManager[None]:
-        """Opens nothing: the device is the host."""
+        """Does nothing: the device is the host."""
         return nullcontext()
 
     @contextmanager
@@ -115,15 +111,15 @@ class CpuMeter:
         return self._peak_bytes
 
     def peak_reserved_bytes(self) -> int:
-        """Returns 0: nothing is held back."""
+        """Returns 0: the CPU's allocator reserves nothing."""
         return 0
 
     def allocated_bytes(self) -> int:
-        """Returns 0: only measured spans are counted."""
+        """Returns 0: between measured spans nothing is counted."""
         return 0
 
     def retries(self) -> int:
-        """Returns 0: there is no cache."""
+        """Returns 0: there is no cache to release."""
         return 0
 
     def available_bytes(self) -> int:
@@ -131,7 +127,7 @@ class CpuMeter:
         return self.capacity_bytes
 
     def foreign_bytes(self) -> int:
-        """Returns 0: others' use is part of what was available at the start."""
+        """Returns 0: what others took before the start is not in the capacity."""
         return 0
 
     def release(self, *, collect: bool = True) -> None:
@@ -140,103 +136,29 @@ class CpuMeter:
             gc.collect()
 
 
-class SimulatedMeter:
-    """Reads a simulated GPU.
-
-    Args:
-        capacity_bytes: Its size, all of which the allocator may use.
-
-    Attributes:
-        gpu: The GPU itself.
-    """
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self.gpu = SimulatedGpu(capacity_bytes, expandable=not allocator_settings())
-        self.device = torch.device("cpu")
-        self.name = "simulated GPU"
-        self.driver = ""
-        self.total_bytes = self.capacity_bytes = capacity_bytes
-        self.key = f"sim-{_exact_size(capacity_bytes)}"
-
-    def active(self) -> AbstractContextManager[None]:
-        """Opens the GPU."""
-        return self._entered()
-
-    def host(self) -> AbstractContextManager[None]:
-        """Opens a span whose new tensors count nothing."""
-        return self.gpu.host()
-
-    @contextmanager
-    def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
-        """Does nothing: an active GPU counts always."""
-        yield
-
-    def reset_peak(self) -> None:
-        """Starts the peaks anew."""
-        self.gpu.allocator.reset_peaks()
-
-    def peak_bytes(self) -> int:
-        """Returns the largest allocated bytes since the last reset."""
-        return self.gpu.allocator.peak_allocated_bytes
-
-    def peak_reserved_bytes(self) -> int:
-        """Returns the largest reserved bytes since the last reset."""
-        return self.gpu.allocator.peak_reserved_bytes
-
-    def allocated_bytes(self) -> int:
-        """Returns the bytes allocated now."""
-        return self.gpu.allocator.allocated_bytes
-
-    def retries(self) -> int:
-        """Returns how often the cache was released to serve a request."""
-        return self.gpu.allocator.retries
-
-    def available_bytes(self) -> int:
-        """Returns the capacity less what others hold."""
-        return self.gpu.allocator.reserved_bytes + self.gpu.allocator.free_bytes
-
-    def foreign_bytes(self) -> int:
-        """Returns what others hold."""
-        return self.gpu.allocator.foreign_bytes
-
-    def release(self, *, collect: bool = True) -> None:
-        """Collects garbage, then empties the cache."""
-        if collect:
-            gc.collect()
-        self.gpu.allocator.release_cache()
-
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        with self.gpu:
-            yield
-
-
 class CudaMeter:
     """Reads PyTorch's caching allocator and the driver."""
 
     def __init__(self, device: torch.device) -> None:
-        _expand_segments()
         properties = torch.cuda.get_device_properties(device)
-        free_bytes, self.total_bytes = torch.cuda.mem_get_info(device)
         self.device = device
         self.name = properties.name
         self.driver = host.nvidia_driver_version()
-        # What this process has reserved already counts as free to it.
-        self.capacity_bytes = min(free_bytes + torch.cuda.memory_reserved(device), self._allowed_bytes())
+        _, self.total_bytes = torch.cuda.mem_get_info(device)
+        self.capacity_bytes = min(self._obtainable_bytes(), int(_memory_fraction(device) * self.total_bytes))
         self.key = gpu_key(properties.name, self.total_bytes)
 
     def active(self) -> AbstractContextManager[None]:
-        """Opens nothing."""
+        """Does nothing: the device is there."""
         return nullcontext()
 
     def host(self) -> AbstractContextManager[None]:
-        """Opens nothing: tensors are where they say."""
+        """Does nothing: a tensor knows its device."""
         return nullcontext()
 
-    @contextmanager
-    def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
+    def measuring(self, resident: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Does nothing: the allocator counts always."""
-        yield
+        return nullcontext()
 
     def reset_peak(self) -> None:
         """Resets the allocator's peak counters."""
@@ -251,20 +173,19 @@ class CudaMeter:
         return torch.cuda.max_memory_reserved(self.device)
 
     def allocated_bytes(self) -> int:
-        """Returns the bytes allocated now."""
+        """Returns the allocator's allocated bytes."""
         return torch.cuda.memory_allocated(self.device)
 
     def retries(self) -> int:
-        """Returns how often the allocator released its cache to serve a request."""
-        return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
+        """Returns the allocator's count of retries."""
+        return int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
 
     def available_bytes(self) -> int:
-        """Returns what is reserved and what the driver calls free, at most the capacity."""
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        return min(free_bytes + torch.cuda.memory_reserved(self.device), self.capacity_bytes)
+        """Returns what is reserved and what is free, at most the capacity."""
+        return min(self.capacity_bytes, self._obtainable_bytes())
 
     def foreign_bytes(self) -> int:
-        """Returns what others have taken of the capacity since it was read."""
+        """Returns what has gone from the capacity since the start: other processes, or libraries of this one."""
         return self.capacity_bytes - self.available_bytes()
 
     def release(self, *, collect: bool = True) -> None:
@@ -273,41 +194,100 @@ class CudaMeter:
             gc.collect()
         torch.cuda.empty_cache()
 
-    def _allowed_bytes(self) -> int:
-        """What `set_per_process_memory_fraction` allows; torch before 2.7 does not tell."""
-        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-        return int(self.total_bytes * (fraction(self.device) if fraction is not None else 1.0))
+    def _obtainable_bytes(self) -> int:
+        # What this process has reserved is not free to the driver, but it is to the process.
+        return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+
+
+class SimulatedMeter:
+    """Reads a simulated GPU, whose whole memory PyTorch's allocator may use.
+
+    Attributes:
+        gpu: The simulated GPU.
+    """
+
+    def __init__(self, capacity_bytes: int, *, expandable: bool) -> None:
+        self.device = torch.device("cpu")
+        self.name = "Simulated GPU"
+        self.driver = ""
+        self.total_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
+        self.key = f"sim-{exact_size(capacity_bytes)}"
+        self.gpu = SimulatedGpu(capacity_bytes, expandable=expandable)
+        self._is_active = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Puts what is made inside the block on the simulated GPU; a block within it changes nothing."""
+        if self._is_active:
+            yield
+            return
+        self._is_active = True
+        try:
+            with self.gpu:
+                yield
+        finally:
+            self._is_active = False
+
+    def host(self) -> AbstractContextManager[None]:
+        """Leaves what is made inside the block off the simulated GPU, then and later."""
+        return self.gpu.host()
+
+    @contextmanager
+    def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
+        """Puts `resident` on the simulated GPU where it is not there yet, and makes sure that it is active."""
+        self.gpu.seed_resident(resident)
+        with self.active():
+            yield
+
+    def reset_peak(self) -> None:
+        """Resets the allocator's peaks."""
+        self.gpu.allocator.reset_peaks()
+
+    def peak_bytes(self) -> int:
+        """Returns the allocator's largest allocated bytes since the last reset."""
+        return self.gpu.allocator.peak_allocated_bytes
+
+    def peak_reserved_bytes(self) -> int:
+        """Returns the allocator's largest reserved bytes since the last reset."""
+        return self.gpu.allocator.peak_reserved_bytes
+
+    def allocated_bytes(self) -> int:
+        """Returns the allocator's allocated bytes."""
+        return self.gpu.allocator.allocated_bytes
+
+    def retries(self) -> int:
+        """Returns the allocator's count of retries."""
+        return self.gpu.allocator.num_alloc_retries
+
+    def available_bytes(self) -> int:
+        """Returns what is reserved and what is free."""
+        return self.gpu.allocator.available_bytes
+
+    def foreign_bytes(self) -> int:
+        """Returns what has gone from the capacity."""
+        return self.capacity_bytes - self.available_bytes()
+
+    def release(self, *, collect: bool = True) -> None:
+        """Collects garbage, then gives the allocator's cache back."""
+        if collect:
+            gc.collect()
+        self.gpu.allocator.release_cached()
 
 
 def open_meter(text: str) -> Meter:
-    """Makes the meter of what `--device` names.
+    """Makes the meter of what `--device` reads: `auto`, `cpu`, `cuda[:i]` or `sim:<size>`.
 
     Raises:
         DeviceError: There is no such device, or it cannot be used.
     """
-    if text.lower().startswith(SIMULATED):
-        return SimulatedMeter(simulated_size(text))
     device = resolve_device(text)
-    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
-
-
-def allocator_settings() -> str:
-    """Returns what the user set of PyTorch's CUDA allocator; empty where nothing."""
-    return next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
-
-
-def _expand_segments() -> None:
-    """Has the allocator's segments grow page by page, which fragments least, unless the user chose otherwise.
-
-    It must be set before CUDA's first allocation. The variable reaches child processes, the call this one, where torch
-    may have read the variables already.
-    """
-    if allocator_settings() or torch.cuda.is_initialized():
-        return
-    os.environ[_ALLOCATOR_VARIABLES[0]] = _EXPANDABLE
-    set_settings = getattr(torch.cuda.memory, "_set_allocator_settings", None)
-    if set_settings is not None:
-        set_settings(_EXPANDABLE)
+    if is_simulated(text):
+        return SimulatedMeter(simulated_bytes(text), expandable=segments_expand())
+    if device.type == "cpu":
+        return CpuMeter()
+    expand_cuda_segments()
+    return CudaMeter(device)
 
 
 def gpu_key(name: str, total_bytes: int) -> str:
@@ -320,6 +300,13 @@ def gpu_key(name: str, total_bytes: int) -> str:
     return f"{_slug(name)}-{int(sizes[-1]) if sizes else _gigabytes(total_bytes)}gb"
 
 
+def _memory_fraction(device: torch.device) -> float:
+    """The share of the GPU that this process was given with `torch.cuda.set_per_process_memory_fraction`."""
+    # Torch 2.6 can set it but not tell it.
+    tell = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return float(tell(device)) if tell is not None else 1.0
+
+
 def _gigabytes(size: int) -> int:
     return max(1, round(size / 2**30))
 
@@ -327,10 +314,3 @@ def _gigabytes(size: int) -> int:
 def _slug(name: str) -> str:
     plain = re.sub(r"\b(nvidia|geforce|tesla|pcie|sxm\d*|hbm\d*e?|\d+gb)\b", " ", name.lower())
     return "-".join(re.findall(r"[a-z0-9]+", plain)) or "gpu"
-
-
-def _exact_size(size: int) -> str:
-    """Writes a size in the largest unit that needs no fraction: `2gib`, `1536mib`."""
-    units = ((2**40, "tib"), (2**30, "gib"), (2**20, "mib"), (2**10, "kib"), (1, "b"))
-    unit, name = next((unit, name) for unit, name in units if size % unit == 0)
-    return f"{size // unit}{name}"

@@ -1,62 +1,91 @@
-"""A GPU of a given size on the CPU: every storage that operations make is served by a model of CUDA's caching
-allocator, and what does not fit raises what CUDA raises. The test backend, and the way to try everything on a laptop.
+"""A GPU that is not there: tensors live on the CPU, and what they would take of a CUDA device is replayed in a model of
+its allocator, which decides when it is full. Work on it fails in the way, and with the words, that CUDA's does.
 """
 
-from typing import Final
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
-from can_train.memory.caching_allocator import AllocationError, CachingAllocator
-from can_train.memory.storages import StorageWatch
+from can_train.memory.blocks import Block
+from can_train.memory.caching_allocator import CachingAllocator, segment_bytes
+from can_train.memory.storage_mode import StorageMode
 
-_UNITS: Final = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
+class SimulatedGpu(StorageMode[Block]):
+    """Counts what operations make while it is active as memory of a GPU; may be entered once for a whole run.
 
-class SimulatedGpu(StorageWatch):
-    """Counts and limits the memory of everything computed while it is active, on whichever thread entered it.
+    What an operation takes inside (a library's workspace, temporaries of a fused kernel) does not show, nor what
+    scratch memory a CUDA kernel would need that the CPU's does not.
 
     Args:
-        capacity_bytes: What the allocator may use.
-        expandable: Whether its segments grow page by page, as is the default on CUDA here.
+        capacity_bytes: Memory of the GPU that PyTorch's allocator may have.
+        expandable: Whether the allocator's segments expand (`expandable_segments:True`).
+        resident: Tensors that are on it from the start.
 
-    Attributes:
-        allocator: Its books.
+    Raises:
+        torch.OutOfMemoryError: `resident` does not fit.
     """
 
-    def __init__(self, capacity_bytes: int, *, expandable: bool = True) -> None:
+    def __init__(self, capacity_bytes: int, *, expandable: bool = True, resident: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.allocator = CachingAllocator(capacity_bytes, expandable=expandable)
-        self._addresses: dict[int, int] = {}
+        self._allocator = CachingAllocator(capacity_bytes, expandable=expandable)
+        self.seed_resident(resident)
 
-    def _allocated(self, key: int, size: int) -> None:
+    @property
+    def allocator(self) -> CachingAllocator:
+        """The allocator, all that has died until now given back to it."""
+        self._settle()
+        return self._allocator
+
+    @contextmanager
+    def host(self) -> Iterator[None]:
+        """Makes what operations make inside the block host memory: it takes nothing of the GPU, then or later.
+
+        Whatever is on the GPU already stays there. `seed_resident` moves a host tensor to the GPU.
+        """
+        before, self._outside = self._outside, True
         try:
-            self._addresses[key] = self.allocator.allocate(size)
-        except AllocationError:
-            message = self._message(size)
-        else:
-            return
-        # Raised out of the handler, so that nothing hangs on to the allocator's own error.
-        raise torch.OutOfMemoryError(message)
+            yield
+        finally:
+            self._outside = before
 
-    def _freed(self, key: int, size: int) -> None:
-        self.allocator.free(self._addresses.pop(key))
+    def _take(self, size: int) -> Block:
+        block = self._allocator.malloc(size)
+        if block is None:
+            raise torch.OutOfMemoryError(_out_of_memory(self._allocator, segment_bytes(size)))
+        return block
 
-    def _message(self, size: int) -> str:
-        """The wording of CUDACachingAllocator.cpp."""
-        books = self.allocator
-        unallocated = books.reserved_bytes - books.allocated_bytes
-        return (
-            f"CUDA out of memory. Tried to allocate {size_text(size)}. GPU 0 has a total capacity of "
-            f"{size_text(books.capacity_bytes)} of which {size_text(books.free_bytes)} is free. Including non-PyTorch "
-            f"memory, this process has {size_text(books.reserved_bytes)} memory in use. Of the allocated memory "
-            f"{size_text(books.allocated_bytes)} is allocated by PyTorch, and {size_text(unallocated)} is reserved by "
-            "PyTorch but unallocated. (simulated GPU)"
-        )
+    def _give(self, lease: Block) -> None:
+        self._allocator.free(lease)
 
 
-def size_text(size: int) -> str:
-    """Writes a size as the allocator's messages do."""
-    for unit, name in _UNITS:
-        if size >= unit:
-            return f"{size / unit:.2f} {name}"
-    return f"{size} bytes"
+def _out_of_memory(allocator: CachingAllocator, tried_bytes: int) -> str:
+    """Words the error as c10/cuda/CUDACachingAllocator.cpp does: people and their tools search for its text."""
+    unallocated = allocator.reserved_bytes - allocator.allocated_bytes
+    return (
+        f"CUDA out of memory. Tried to allocate {_format_size(tried_bytes)}. GPU 0 has a total capacity of "
+        f"{_format_size(allocator.capacity_bytes)} of which {_format_size(allocator.free_bytes)} is free. "
+        f"{_processes(allocator)}Of the allocated memory {_format_size(allocator.allocated_bytes)} is allocated by "
+        f"PyTorch, and {_format_size(unallocated)} is reserved by PyTorch but unallocated. If reserved but unallocated "
+        "memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "
+        "documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html"
+        "#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"
+    )
+
+
+def _processes(allocator: CachingAllocator) -> str:
+    others = f"Process 0 has {_format_size(allocator.foreign_bytes)} memory in use. " if allocator.foreign_bytes else ""
+    own = _format_size(allocator.reserved_bytes)
+    return f"{others}Including non-PyTorch memory, this process has {own} memory in use. "
+
+
+def _format_size(size: int) -> str:
+    """Writes a size as c10's `format_size` does."""
+    if size <= 1024:
+        return f"{size} bytes"
+    for power, unit in ((1, "KiB"), (2, "MiB")):
+        if size <= 1024 ** (power + 1):
+            return f"{size / 1024**power:.2f} {unit}"
+    return f"{size / 1024**3:.2f} GiB"

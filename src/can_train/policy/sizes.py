@@ -1,32 +1,49 @@
-"""Sizes of memory as people write them."""
+"""Reads and writes amounts of memory as people spell them: `512MiB`, `1.5GiB`, `2GB`. A decimal prefix (MB) counts in
+thousands, a binary one (MiB) and a bare letter (M) in 1,024s.
+"""
 
 import re
+from fractions import Fraction
 from typing import Final
 
-from can_train.errors import ArgumentError
+from can_train.errors import ConfigError
 
-_BINARY: Final = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_DECIMAL: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_PREFIXES: Final = ("k", "m", "g", "t")
+_UNIT_BYTES: Final = {
+    **{prefix: 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)},
+}
+
+_SIZE: Final = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?)\s*([a-z]+)\s*", re.IGNORECASE)
+_RULE: Final = "A size is a number above zero with its unit"
+_REMEDY: Final = "Write it as 512MiB, 1.5GiB or 2GB"
 
 
 def parse_size(text: str) -> int:
-    """Reads a size; letters of any case.
+    """Reads a size as whole bytes, a fraction of a byte dropped; upper and lower case are the same.
 
-    >>> parse_size("2GiB"), parse_size("1.5g"), parse_size("16GB")
-    (2147483648, 1610612736, 16000000000)
-
-    Args:
-        text: A positive number and a unit: KiB, MiB, GiB, TiB (powers of 1024; the letter alone means the same), or kB,
-            MB, GB, TB (powers of 1000).
+    >>> parse_size("1.5GiB"), parse_size("2gb")
+    (1610612736, 2000000000)
 
     Raises:
-        ArgumentError: It is not of this form, or below one byte.
+        ConfigError: It has no number, no unit or an unknown one, or is less than a byte.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt])(i?b)?\s*", text.lower())
-    units = _DECIMAL if found is not None and found[3] == "b" else _BINARY
-    size = int(float(found[1]) * units[found[2]]) if found is not None else 0
-    if size < 1:
-        raise ArgumentError(
-            "A size of memory is a positive number with a unit", value=repr(text), remedy="Try 2GiB, 512MiB, 16GB"
-        )
-    return size
+    found = _SIZE.fullmatch(text)
+    unit_bytes = _UNIT_BYTES.get(found[2].lower(), 0) if found else 0
+    size_bytes = int(Fraction(found[1]) * unit_bytes) if found else 0
+    if size_bytes < 1:
+        raise ConfigError(_RULE, value=repr(text), remedy=_REMEDY)
+    return size_bytes
+
+
+def exact_size(size_bytes: int) -> str:
+    """Writes a size in the largest binary unit that divides it: equal sizes read alike, however they were spelt.
+
+    >>> exact_size(3 * 2**29), exact_size(2**31), exact_size(1000)
+    ('1536mib', '2gib', '1000b')
+    """
+    for power in range(len(_PREFIXES), 0, -1):
+        if size_bytes % 1024**power == 0:
+            return f"{size_bytes // 1024**power}{_PREFIXES[power - 1]}ib"
+    return f"{size_bytes}b"

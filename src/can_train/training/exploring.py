@@ -15,7 +15,7 @@ from can_train.engine.coupling import SPLIT, Coupling, measure_coupling
 from can_train.engine.micro_batcher import Losses
 from can_train.engine.phase_finder import Peak, Room, find_phase_limit
 from can_train.engine.snapshot import Snapshot
-from can_train.memory.caching_allocator import LARGE_SEGMENT
+from can_train.memory.blocks import LARGE_PAGE_BYTES
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.memory.probes import fit_by_probes
@@ -133,7 +133,7 @@ class Explorer:
             nonlocal slack
             self.meter.release(collect=False)
             seen = peak(positions, 1)
-            slack = max(slack, seen.reserved - seen.allocated + LARGE_SEGMENT) if seen.reserved else 0
+            slack = max(slack, seen.reserved - seen.allocated + LARGE_PAGE_BYTES) if seen.reserved else 0
             return seen.allocated
 
         probed = fit_by_probes(probe, self.task.features, self._counts, capacity_bytes=self.meter.capacity_bytes)
