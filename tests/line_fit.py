@@ -74,13 +74,13 @@ class LineTask:
 
 
 class StoppedTask(LineTask):
-    """Sends this process a SIGTERM while it prepares training batch `after`, counted from 1; fix the micro-batch, since
-    a search prepares batches too.
+    """Sends this process a SIGTERM while it prepares training batch `after`, counted from 1 (0: never); fix the
+    micro-batch, since a search prepares batches too. Planning prepares one to see whether samples are coupled.
     """
 
     def __init__(self, *, after: int) -> None:
         super().__init__()
-        self._left = after
+        self._left = after + 1 if after else 0
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None

@@ -1,29 +1,33 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.errors import DoesNotFitError
-from can_train.policy.plan import PlanRequest, resolve_mode, resolve_plan, search_upper
+from can_train.policy.limits import SplitRules
+from can_train.policy.packing import BatchCosts
+from can_train.policy.plan import PlanRequest, costliest, resolve_mode, resolve_plan, search_upper
 
 
 def request(**changed: Any) -> PlanRequest:
-    defaults = {"mode": "max", "requested_batch": None, "preset_batch": 64, "dataset_size": 10_000, "factor": 0.5}
-    return PlanRequest(**{**defaults, **changed})
+    return PlanRequest(**{"mode": "max", "requested_batch": None, "preset_batch": 64, **changed})
+
+
+def uniform(size: int = 10_000) -> BatchCosts:
+    return BatchCosts.uniform(size)
 
 
 requests = st.builds(
     PlanRequest,
     mode=st.sampled_from(["max", "opt"]),
-    requested_batch=st.none() | st.integers(1, 5_000),
-    preset_batch=st.integers(1, 5_000),
-    dataset_size=st.integers(1, 50_000),
+    requested_batch=st.none() | st.integers(1, 500),
+    preset_batch=st.integers(1, 500),
     min_steps_per_epoch=st.integers(1, 200),
-    divisor=st.booleans(),
-    factor=st.floats(0.05, 1.0),
+    rules=st.builds(SplitRules, equal=st.booleans()),
 )
+sample_costs = st.lists(st.floats(0.5, 50.0), min_size=1, max_size=300)
 
 
 @pytest.mark.parametrize(
@@ -35,85 +39,82 @@ def test_auto_keeps_a_given_batch_and_otherwise_takes_what_fits(asked: str, give
 
 
 def test_max_takes_the_safe_share_of_what_fits() -> None:
-    plan = resolve_plan(request(), tuned_limit=101)
-    assert (plan.logical_batch, plan.safe_limit, plan.micro_batches) == (50, 50, (50,))
-    assert (plan.binding_limit, plan.steps_per_epoch) == ("memory", 200)
-    assert plan.used == pytest.approx(50 / 101)
+    plan = resolve_plan(request(), uniform(), tuned_limit=101, factor=0.5)
+    assert (plan.logical_batch, plan.rules.safe_limit, plan.most_parts) == (50, 50.5, 1)
+    assert (plan.binding_limit, plan.steps_per_epoch, plan.largest_cost) == ("memory", 200, 50)
 
 
 def test_max_leaves_enough_steps_in_an_epoch() -> None:
-    plan = resolve_plan(request(dataset_size=1_000, min_steps_per_epoch=50), tuned_limit=search_upper(request()))
+    plan = resolve_plan(request(min_steps_per_epoch=50), uniform(1_000), tuned_limit=10_000)
     assert (plan.logical_batch, plan.steps_per_epoch, plan.binding_limit) == (20, 50, "min_steps")
 
 
 def test_max_takes_a_small_data_set_whole() -> None:
-    small = request(dataset_size=7, min_steps_per_epoch=1)
-    plan = resolve_plan(small, tuned_limit=search_upper(small))
+    plan = resolve_plan(request(min_steps_per_epoch=1), uniform(7), tuned_limit=100)
     assert (plan.logical_batch, plan.binding_limit) == (7, "dataset")
 
 
 def test_more_steps_than_samples_leave_one_sample_a_step() -> None:
-    plan = resolve_plan(request(dataset_size=7, min_steps_per_epoch=50), tuned_limit=100)
+    plan = resolve_plan(request(min_steps_per_epoch=50), uniform(7), tuned_limit=100)
     assert (plan.logical_batch, plan.steps_per_epoch) == (1, 7)
 
 
+def test_max_chooses_a_batch_that_nearly_always_fits_whole() -> None:
+    rng = np.random.default_rng(0)
+    order = BatchCosts.of_samples(rng.lognormal(0, 1, 20_000))
+    plan = resolve_plan(request(), order, tuned_limit=200)
+    starts = range(0, 20_000 - plan.logical_batch, plan.logical_batch)
+    over = sum(order.cost(start, start + plan.logical_batch) > 200 for start in starts)
+    assert over <= 0.05 * len(starts)
+    assert plan.most_parts <= 3
+    assert plan.logical_batch * float(order.each().mean()) >= 0.6 * 200
+
+
 def test_max_ignores_a_batch_size_aloud() -> None:
-    plan = resolve_plan(request(requested_batch=512), tuned_limit=100)
+    plan = resolve_plan(request(requested_batch=512), uniform(), tuned_limit=100, factor=0.5)
     assert plan.logical_batch == 50
     assert plan.notices == ("find_batch_size=max chose a batch of 50; the batch size of 512 was ignored",)
 
 
 def test_opt_keeps_the_batch_and_cuts_it() -> None:
-    plan = resolve_plan(request(mode="opt", requested_batch=127), tuned_limit=128)
-    assert (plan.logical_batch, plan.micro_batches, plan.binding_limit) == (127, (64, 63), "requested")
-    assert plan.used == 0.5
-
-
-def test_a_search_that_memory_did_not_end_says_nothing_of_what_is_used() -> None:
-    asked = request(mode="opt", requested_batch=100)
-    assert resolve_plan(asked, tuned_limit=search_upper(asked)).used is None
-    assert resolve_plan(asked, tuned_limit=search_upper(asked) - 1).used is not None
+    plan = resolve_plan(request(mode="opt", requested_batch=127), uniform(1_270), tuned_limit=128, factor=0.5)
+    assert (plan.logical_batch, plan.most_parts, plan.largest_micro_batch) == (127, 2, 64)
+    assert plan.binding_limit == "requested"
 
 
 def test_opt_with_divisors_says_what_they_cost() -> None:
-    plan = resolve_plan(request(mode="opt", requested_batch=127, divisor=True), tuned_limit=128)
-    assert plan.micro_batches == (1,) * 127
-    assert plan.notices == (
-        "accumulation=divisor cuts a batch of 127 into 127 micro-batches; accumulation=even needs 2",
-    )
+    asked = request(mode="opt", requested_batch=127, rules=SplitRules(equal=True))
+    plan = resolve_plan(asked, uniform(1_270), tuned_limit=64)
+    assert (plan.most_parts, plan.largest_micro_batch) == (127, 1)
+    assert plan.notices == ("accumulation=divisor cuts a batch into up to 127 micro-batches; even needs 2",)
 
 
 def test_a_batch_larger_than_the_data_set_is_the_data_set() -> None:
-    plan = resolve_plan(request(mode="off", requested_batch=512, dataset_size=100), tuned_limit=None)
+    plan = resolve_plan(request(mode="off", requested_batch=512), uniform(100))
     assert (plan.logical_batch, plan.binding_limit, plan.steps_per_epoch) == (100, "dataset", 1)
     assert plan.notices == ("The data set has 100 samples: a batch of 512 is the whole of it",)
 
 
-def test_off_runs_the_batch_uncut_and_has_no_limit_to_learn_from() -> None:
-    plan = resolve_plan(request(mode="off"), tuned_limit=None)
-    assert plan.micro_batches == (64,)
-    assert (plan.tuned_limit, plan.safety_factor, plan.used) == (None, None, None)
+def test_off_runs_each_loader_batch_uncut() -> None:
+    plan = resolve_plan(request(mode="off"), uniform())
+    assert (plan.fewest_parts, plan.most_parts, plan.safety_factor) == (1, 1, None)
+    accumulated = resolve_plan(request(mode="off", requested_batch=256, loader_batch=64), uniform(1_024))
+    assert (accumulated.logical_batch, accumulated.most_parts, accumulated.largest_micro_batch) == (256, 4, 64)
 
 
 def test_a_fixed_micro_batch_needs_no_search_even_under_max() -> None:
     fixed = request(micro_batch_size=24)
-    plan = resolve_plan(fixed, tuned_limit=None)
+    plan = resolve_plan(fixed, uniform(640))
     assert not fixed.searches
-    assert plan.micro_batches == (22, 21, 21)
+    assert (plan.most_parts, plan.largest_micro_batch) == (3, 22)
     assert "has nothing to search" in plan.notices[0]
 
 
-def test_a_tiny_factor_still_allows_one_sample() -> None:
-    assert resolve_plan(request(factor=0.05), tuned_limit=3).logical_batch == 1
-
-
-def test_a_device_that_holds_no_sample_is_an_error() -> None:
-    with pytest.raises(DoesNotFitError, match="At least one training sample must fit"):
-        resolve_plan(request(), tuned_limit=0)
-
-
-def test_the_factor_times_the_limit_is_not_lost_to_rounding() -> None:
-    assert resolve_plan(request(factor=0.29), tuned_limit=100).safe_limit == 29
+def test_preflight_splitting_makes_more_optimizer_steps_aloud() -> None:
+    asked = request(mode="off", requested_batch=100, preflight_threshold=40.0)
+    plan = resolve_plan(asked, uniform(1_000))
+    assert plan.steps_per_epoch == 30
+    assert "makes 30 optimizer steps of 10 batches" in plan.notices[0]
 
 
 @pytest.mark.parametrize(
@@ -121,23 +122,26 @@ def test_the_factor_times_the_limit_is_not_lost_to_rounding() -> None:
     [("max", "auto", 2.0), ("opt", "auto", 1.0), ("max", "none", 1.0), ("max", "linear", 4.0), ("opt", "sqrt", 2.0)],
 )
 def test_the_learning_rate_follows_the_batch_as_asked(mode: Any, lr_scale: Any, lr_factor: float) -> None:
-    asked = request(mode=mode, requested_batch=256, lr_scale=lr_scale, dataset_size=100_000)
-    assert resolve_plan(asked, tuned_limit=512).lr_factor == lr_factor
+    asked = request(mode=mode, requested_batch=256, lr_scale=lr_scale)
+    assert resolve_plan(asked, uniform(100_000), tuned_limit=256).lr_factor == lr_factor
 
 
-@given(asked=requests, true_limit=st.integers(1, 10**6))
-def test_every_plan_fits_and_searching_further_would_not_change_it(asked: PlanRequest, true_limit: int) -> None:
-    plan = resolve_plan(asked, tuned_limit=min(true_limit, search_upper(asked)))
-    unbounded = resolve_plan(asked, tuned_limit=true_limit)
-    assert plan.micro_batches == unbounded.micro_batches
-    assert plan.binding_limit == unbounded.binding_limit
-    assert sum(plan.micro_batches) == plan.logical_batch <= asked.dataset_size
-    assert plan.micro_batches[0] <= max(1.0, asked.factor * true_limit + 1e-6)
-    assert plan.steps_per_epoch == math.ceil(asked.dataset_size / plan.logical_batch)
-
-
-@given(asked=requests, true_limit=st.integers(1, 10**6))
-def test_max_never_starves_an_epoch_of_steps(asked: PlanRequest, true_limit: int) -> None:
-    plan = resolve_plan(asked, tuned_limit=true_limit)
+@given(asked=requests, costs=sample_costs, limit=st.floats(50.0, 10**4), factor=st.floats(0.05, 1.0))
+def test_every_plan_fits_and_searching_further_would_not_change_it(
+    asked: PlanRequest, costs: list[float], limit: float, factor: float
+) -> None:
+    order = BatchCosts.of_samples(costs)
+    upper = search_upper(asked, order, factor=factor)
+    plan = resolve_plan(asked, order, tuned_limit=min(limit, upper), factor=factor)
+    unbounded = resolve_plan(asked, order, tuned_limit=limit, factor=factor)
+    assert (plan.logical_batch, plan.binding_limit) == (unbounded.logical_batch, unbounded.binding_limit)
+    assert (plan.fewest_parts, plan.most_parts) == (unbounded.fewest_parts, unbounded.most_parts)
+    # A sample that alone is above the safe limit, yet fits, is a micro-batch by itself.
+    assert plan.largest_cost <= max(factor * limit, *costs) * (1 + 1e-6)
+    assert plan.steps_per_epoch == math.ceil(len(costs) / plan.logical_batch)
     if asked.takes_what_fits:
-        assert plan.steps_per_epoch >= min(asked.min_steps_per_epoch, asked.dataset_size)
+        assert plan.steps_per_epoch >= min(asked.min_steps_per_epoch, len(costs))
+
+
+def test_the_costliest_batch_holds_the_costliest_samples() -> None:
+    assert costliest(BatchCosts.of_samples([1.0, 5.0, 2.0, 9.0]), 2) == 14.0

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from can_train.errors import DoesNotFitError, StateError
-from can_train.state.factor_store import get_safety_factor_db
+from can_train.state.factor_store import FactorChoice, get_safety_factor_db
 from can_train.state.observations import read_observations
 from can_train.training import loop
 from can_train.training.learning import Attempt, factor_for, get_effective_safety_factor
-from can_train.training.loop import Session
 from can_train.training.session import make_session
+from can_train.training.state import Session
 from line_fit import LineTask, Notices, StoppedTask, line_parts, line_run
 
 KEY = "synthetic_gat_teacher_normal"
@@ -41,35 +41,38 @@ def test_a_run_that_memory_did_not_limit_leaves_the_factor_alone(tmp_path: Path)
     assert get_safety_factor_db(tmp_path / "state").get_factor(KEY) == 0.6
 
 
-def test_an_out_of_memory_lowers_the_factor_and_the_next_attempt_cuts_finer(tmp_path: Path) -> None:
+def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
     roomy = LineTask()
     parts = line_parts(tmp_path, roomy, batch_size=30)
     factor = factor_for(parts.run, parts.meter, parts.reporter)
     session = make_session(parts, factor)
-    assert session.plan.micro_batches == (30,)
-    roomy.fail_above = 29
-    with (
-        pytest.raises(DoesNotFitError, match=r"Memory ran out in training: step 0, .*\n.*can-train resume"),
-        Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor),
-    ):
+    assert session.plan.most_parts == 1
+    roomy.fail_above = 20
+    with Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor):
         loop.train(session)
-    assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == ["oom"]
-    again = attempt(tmp_path, roomy, batch_size=30)
-    assert again.plan.safety_factor == pytest.approx(0.45)
-    assert again.plan.logical_batch == 30
-    assert again.plan.micro_batches == (15, 15)
+    (observed,) = read_observations(tmp_path / "state").finished
+    assert (observed.outcome, observed.logical_batch, observed.ooms_rescued) == ("rescued", 30, session.batcher.ooms)
+    assert observed.largest_micro_batch <= 20
+    assert "with the same gradient" in "\n".join(parts.reporter.texts)  # type: ignore[attr-defined]
+    assert get_effective_safety_factor(parts.run) == pytest.approx(0.45)
+
+
+def test_a_lower_factor_cuts_the_next_attempt_finer_and_keeps_the_batch(tmp_path: Path) -> None:
+    first = make_session(line_parts(tmp_path, batch_size=30), FactorChoice(0.6, "for a test"))
+    again = make_session(line_parts(tmp_path, batch_size=30), FactorChoice(0.3, "for a test"))
+    assert again.plan.logical_batch == first.plan.logical_batch == 30
+    assert again.batcher.rules.safe_limit == pytest.approx(first.batcher.rules.safe_limit / 2)
 
 
 @pytest.mark.parametrize(
-    ("training", "remedy"),
+    ("training", "rule", "remedy"),
     [
-        ({"use_adaptive_batch_size_factor": False}, "--micro-batch-size 15"),
-        ({"find_batch_size": "off"}, "--micro-batch-size 15"),
-        ({"micro_batch_size": 1}, "choose a smaller model"),
+        ({"find_batch_size": "off", "adaptive_micro_batch": False}, "adaptive_micro_batch is off", "Turn it on"),
+        ({"micro_batch_size": 1, "oom_retries": 1}, "ran out 2 times in a row", "choose a smaller model"),
     ],
 )
-def test_a_remedy_never_promises_a_lesson_where_nothing_is_learned(
-    tmp_path: Path, training: dict[str, Any], remedy: str
+def test_what_cannot_be_rescued_is_named_and_the_run_saved(
+    tmp_path: Path, training: dict[str, Any], rule: str, remedy: str
 ) -> None:
     task = LineTask()
     parts = line_parts(tmp_path, task, batch_size=30, **training)
@@ -77,10 +80,13 @@ def test_a_remedy_never_promises_a_lesson_where_nothing_is_learned(
     session = make_session(parts, factor)
     task.fail_above = 0
     with (
-        pytest.raises(DoesNotFitError, match=remedy),
+        pytest.raises(DoesNotFitError, match=rf"{rule}.*: point \d+.*\n.*{remedy}"),
         Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor),
     ):
         loop.train(session)
+    assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == ["oom"]
+    task.fail_above = 10**9
+    assert attempt(tmp_path, task, batch_size=30, **training).progress.trained
 
 
 def test_a_resumed_attempt_of_few_steps_still_measures_a_peak(tmp_path: Path) -> None:
@@ -141,7 +147,7 @@ def test_planning_leaves_model_and_generators_as_they_were(tmp_path: Path) -> No
     fresh = parts.task.build_model()
     expected = torch.rand(())
     session = make_session(parts, factor)
-    assert session.plan.tuned_limit is not None
+    assert session.run_plan.limits is not None
     assert torch.equal(torch.rand(()), expected)
     for one, other in zip(session.model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(one, other)

@@ -1,6 +1,5 @@
-"""Trials on a line: they leave nothing behind, and the plan says what decided."""
+"""Plans of a line: exploring leaves nothing behind, and the plan says what decided."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,138 +8,184 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from can_train.engine.phase_finder import Peak, Room, find_phase_limit, pack_worst_case
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import CpuMeter
+from can_train.memory.probes import fit_by_probes
+from can_train.policy.features import Feature
+from can_train.policy.packing import BatchCosts
 from can_train.state.factor_store import FactorChoice
-from can_train.training.planning import Trial, make_plan, plan_request
+from can_train.training.planning import Planner, RunPlan, plan_request, still_fits
 from can_train.training.session import make_session
 from line_fit import SAMPLES, LineBatch, LineTask, Notices, line_parts, line_run
 
-CAPACITY = 10**6
+MIB = 2**20
 FACTOR = FactorChoice(0.5, "for a test")
 
 
-class Watched(LineTask):
-    """Keeps the rows of every batch it is asked for."""
+class HungryBatch(LineBatch):
+    """Takes 1 MiB of activations for each unit of its samples' positions."""
 
-    def __init__(self) -> None:
+    def __init__(self, x: Tensor, units: NDArray[np.float64]) -> None:
+        super().__init__(x, 10**9)
+        self._units = units
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Any:
+        held = torch.ones(int(self._units[start:stop].sum()) * MIB // 4, requires_grad=True)
+        terms = super().losses(model, start, stop)
+        total, denominator = terms["error"]
+        return {"error": (total + 0 * held.square().sum(), denominator)}
+
+
+class HungryTask(LineTask):
+    """Points of which number r takes 1 + r % 5 MiB, or more where it says so."""
+
+    def __init__(self, *, largest: int = 5) -> None:
         super().__init__()
+        self.features = (Feature("units"),)
+        self._units = 1.0 + np.arange(SAMPLES + 10) % 5
+        self._units[7] = largest
         self.asked: list[list[int]] = []
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self._units[rows, None]
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
-    ) -> LineBatch:
+    ) -> HungryBatch:
         self.asked.append(rows.tolist())
-        return super().logical_batch(rows, device, dtype, generator)
+        return HungryBatch(self._x[rows].to(device, dtype), self._units[rows])
 
 
-def fits_up_to(largest: float) -> Callable[[int], int]:
-    """A device of `CAPACITY` bytes whose trials take the same for each sample."""
-
-    def trial(size: int) -> int:
-        if size > largest:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return int(size * CAPACITY / largest)
-
-    return trial
+def planned(folder: Path, task: LineTask, capacity_mib: float, **training: Any) -> tuple[RunPlan, Notices]:
+    meter, reporter = CpuMeter(), Notices()
+    meter.capacity_bytes = int(capacity_mib * MIB)
+    run = line_run(folder, **training)
+    planner = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=reporter)
+    return planner.make(factor=FACTOR.factor), reporter
 
 
-def request(folder: Path, *, factor: float = 0.5, dataset_size: int = 1000, **training: Any) -> Any:
-    return plan_request(line_run(folder, **training), factor=factor, dataset_size=dataset_size)
+def test_the_law_of_the_memory_is_found_and_the_limit_tried(tmp_path: Path) -> None:
+    plan, _ = planned(tmp_path, HungryTask(), 100, batch_size=60)
+    assert plan.limits is not None
+    training = plan.limits.training
+    # At the end of the backward pass: a unit itself, its gradient, and two factors of the square's.
+    assert training.model.coefficients[0] == pytest.approx(4 * MIB, rel=1e-3)
+    assert 0.9 * 100 * MIB <= training.peak_bytes(training.tuned_limit) <= 100 * MIB
+    assert training.trials <= 6
+    assert training.measured_ratio == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize(
     ("training", "batch", "binding"),
     [
-        ({"min_steps_per_epoch": 4}, 50, "memory"),
-        ({"min_steps_per_epoch": 50}, 20, "min_steps"),
-        ({"batch_size": 300}, 300, "requested"),
-        ({"batch_size": 100, "gradient_accumulation_steps": 3}, 300, "requested"),
-        ({"batch_size": 5000}, 1000, "dataset"),
+        ({"min_steps_per_epoch": 2}, range(3, 9), "memory"),
+        ({"min_steps_per_epoch": 30}, [2], "min_steps"),
+        ({"batch_size": 20}, [20], "requested"),
+        ({"batch_size": 10, "gradient_accumulation_steps": 3}, [30], "requested"),
+        ({"batch_size": 100}, [60], "dataset"),
     ],
 )
-def test_the_plan_names_the_limit_that_decided(
-    tmp_path: Path, training: dict[str, int], batch: int, binding: str
+def test_the_plan_names_the_limit_that_decided(tmp_path: Path, training: Any, batch: Any, binding: str) -> None:
+    plan, _ = planned(tmp_path, HungryTask(), 150, **training)
+    assert plan.plan.logical_batch in batch
+    assert plan.plan.binding_limit == binding
+    assert plan.plan.largest_cost <= plan.plan.rules.safe_limit
+
+
+@pytest.mark.parametrize("training", [{"find_batch_size": "off", "batch_size": 30}, {"micro_batch_size": 8}])
+def test_a_plan_that_needs_no_limit_tries_nothing_but_whether_samples_are_coupled(
+    tmp_path: Path, training: dict[str, Any]
 ) -> None:
-    plan = make_plan(request(tmp_path, **training), fits_up_to(100), CAPACITY)
-    assert (plan.logical_batch, plan.binding_limit) == (batch, binding)
-    assert sum(plan.micro_batches) == batch
-    assert max(plan.micro_batches) <= plan.safe_limit <= 50
+    task = HungryTask()
+    assert planned(tmp_path, task, 100, **training)[0].limits is None
+    assert [len(rows) for rows in task.asked] == [8]
 
 
-def test_a_data_set_smaller_than_one_batch_binds(tmp_path: Path) -> None:
-    plan = make_plan(request(tmp_path, dataset_size=30, min_steps_per_epoch=1), fits_up_to(100), CAPACITY)
-    assert (plan.logical_batch, plan.binding_limit, plan.steps_per_epoch) == (30, "dataset", 1)
+def test_oversize_samples_are_named_with_need_and_cards(tmp_path: Path) -> None:
+    with pytest.raises(
+        DoesNotFitError, match=r"1 of 60 do not: point 7; they need .* 0\.10\.\n.*--oversize skip.*cards"
+    ):
+        planned(tmp_path, HungryTask(largest=64), 100)
 
 
-@pytest.mark.parametrize("training", [{"find_batch_size": "off", "batch_size": 64}, {"micro_batch_size": 8}])
-def test_a_plan_that_needs_no_limit_tries_nothing(tmp_path: Path, training: dict[str, Any]) -> None:
-    def trial(size: int) -> int:
-        raise AssertionError(size)
-
-    assert make_plan(request(tmp_path, **training), trial, CAPACITY).tuned_limit is None
-
-
-def test_a_device_that_holds_no_sample_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(DoesNotFitError, match=r"(?s)At least one.*smaller model"):
-        make_plan(request(tmp_path), fits_up_to(0.5), CAPACITY)
+def test_oversize_samples_are_skipped_where_asked_and_counted(tmp_path: Path) -> None:
+    plan, _ = planned(tmp_path, HungryTask(largest=64), 100, oversize="skip", batch_size=20)
+    assert plan.skipped == (7,)
+    assert 7 not in plan.train_rows(LineTask())
+    assert "oversize=skip leaves 1 of 60 training samples out" in plan.notices
 
 
-def test_a_trial_takes_the_costliest_samples_and_repeats_them(tmp_path: Path) -> None:
-    task = Watched()
-    trial = Trial(line_run(tmp_path, find_batch_size_steps_per_trial=2), task, task.build_model(), CpuMeter())
-    trial(3)
-    trial(SAMPLES + 2)
-    costliest = list(range(SAMPLES - 1, -1, -1))
-    assert task.asked == [costliest[:3]] * 2 + [costliest + costliest[:2]] * 2
+def test_a_device_that_holds_no_sample_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="At least one training sample must fit"):
+        planned(tmp_path, HungryTask(), 1.5)
 
 
-def test_every_feature_counts_the_same_in_what_is_costliest(tmp_path: Path) -> None:
-    class ManyUnits(Watched):
-        """Nodes are few and edges are many; sample 7 has the most nodes by far."""
-
+def test_a_task_that_lies_about_its_memory_is_told(tmp_path: Path) -> None:
+    class Lying(HungryTask):
         def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-            nodes = np.where(rows == 7, 50.0, 1.0)
-            return np.stack([nodes, 1000.0 + rows, np.ones(len(rows))], axis=1)
+            return np.ones((len(rows), 1))
 
-    task = ManyUnits()
-    Trial(line_run(tmp_path), task, task.build_model(), CpuMeter())(1)
-    assert task.asked[0] == [7]
+    plan, _ = planned(tmp_path, Lying(), 200, batch_size=60)
+    assert any("does not follow its features (units)" in notice for notice in plan.notices)
 
 
-def test_a_trials_peak_grows_with_its_size(tmp_path: Path) -> None:
-    task = LineTask()
-    trial = Trial(line_run(tmp_path), task, task.build_model(), CpuMeter())
-    small, large = trial(100), trial(10_000)
-    assert 10 * small < large
-    assert trial(100) == small
+def test_a_hidden_allocation_is_noticed_by_the_verification() -> None:
+    order = BatchCosts.of_samples(np.full(1000, 1.0))
+    counts = np.ones((1000, 1))
+
+    def law(positions: NDArray[np.int64]) -> int:
+        return MIB + len(positions) * 1000
+
+    probed = fit_by_probes(law, (Feature("samples"),), counts, capacity_bytes=10 * MIB)
+    costs = BatchCosts(counts, probed.model.features, probed.model.coefficients)
+
+    def measured(positions: NDArray[np.int64]) -> Peak:
+        hidden = int(0.12 * 10 * MIB)
+        peak = law(positions) + hidden
+        if peak > 10 * MIB:
+            raise torch.OutOfMemoryError
+        return Peak(peak, 0)
+
+    room = Room(capacity_bytes=10 * MIB, slack_bytes=0)
+    limit = find_phase_limit(probed, measured, costs, upper=20 * MIB, room=room)
+    assert limit.measured_ratio > 1.1
+    assert len(order) == 1000
+    assert 0.93 <= limit.peak_bytes(limit.tuned_limit) / (10 * MIB) <= 1
 
 
-def test_a_trial_leaves_model_and_gradients_as_they_were(tmp_path: Path) -> None:
-    task = LineTask()
-    model = nn.Sequential(task.build_model(), nn.BatchNorm1d(1)).eval()
-    model(torch.ones(2, 4)).sum().backward()
+def test_a_worst_case_batch_holds_the_costliest_samples_and_is_filled_up() -> None:
+    order = BatchCosts.of_samples([1.0, 7.0, 5.0, 3.0])
+    assert sorted(order.each()[pack_worst_case(order, 13.0)].tolist(), reverse=True) == [7.0, 5.0, 1.0]
+    assert pack_worst_case(order, 0.5).size == 0
+    assert order.each()[pack_worst_case(order, 100.0)].sum() == pytest.approx(100.0, abs=1.0)
+
+
+def test_exploring_leaves_model_gradients_and_generators_as_they_were(tmp_path: Path) -> None:
+    task = HungryTask()
+    model = nn.Sequential(task.build_model(), nn.BatchNorm1d(1), nn.Dropout(0.5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    Trial(line_run(tmp_path), task, model, CpuMeter())(20)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    after = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert all(torch.equal(one, other) for one, other in zip(after, gradients, strict=True))
-    assert not model.training
-
-
-def test_a_failed_trial_holds_no_memory(tmp_path: Path) -> None:
-    task = LineTask(fail_above=10)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state = torch.get_rng_state()
     meter = CpuMeter()
-    plan = make_plan(
-        request(tmp_path, batch_size=40, factor=1.0, dataset_size=SAMPLES),
-        Trial(line_run(tmp_path), task, task.build_model(), meter),
-        meter.capacity_bytes,
-    )
-    assert plan.tuned_limit == 10
-    assert plan.micro_batches == (10, 10, 10, 10)
+    meter.capacity_bytes = 100 * MIB
+    Planner(run=line_run(tmp_path), task=task, model=model, meter=meter, reporter=Notices()).make(factor=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is not None and bool((parameter.grad == 1).all()) for parameter in model.parameters())
+    assert model.training
+
+
+def test_coupled_samples_are_named(tmp_path: Path) -> None:
+    class Normalising(LineTask):
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(super().build_model(), nn.BatchNorm1d(1))
+
+    plan, _ = planned(tmp_path, Normalising(), 100, batch_size=20)
+    assert any("coupled by 1: micro-batches change the gradient of error" in notice for notice in plan.notices)
 
 
 def test_a_session_draws_the_same_numbers_with_a_search_and_without(tmp_path: Path) -> None:
@@ -160,8 +205,31 @@ def test_a_session_draws_the_same_numbers_with_a_search_and_without(tmp_path: Pa
 
 
 def test_the_plan_of_the_first_attempt_is_kept(tmp_path: Path) -> None:
-    first = make_session(line_parts(tmp_path), FACTOR).plan
-    task = Watched()
+    first = make_session(line_parts(tmp_path), FACTOR).run_plan
+    task = HungryTask()
     again = make_session(line_parts(tmp_path, task), FactorChoice(0.9, "learned since"))
-    assert again.plan == first
+    assert again.run_plan == first
     assert task.asked == []
+
+
+def test_on_another_device_the_batch_is_kept_and_cut_anew(tmp_path: Path) -> None:
+    parts = line_parts(tmp_path, HungryTask(), batch_size=40)
+    parts.meter.capacity_bytes = 1000 * MIB
+    first = make_session(parts, FACTOR).run_plan
+    smaller = line_parts(tmp_path, HungryTask(), batch_size=40)
+    smaller.meter.capacity_bytes = 100 * MIB
+    assert not still_fits(first, smaller.meter)
+    again = make_session(smaller, FACTOR).run_plan
+    assert again.plan.logical_batch == first.plan.logical_batch == 40
+    assert again.plan.most_parts > first.plan.most_parts == 1
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    plan, _ = planned(tmp_path, HungryTask(), 100, batch_size=60)
+    assert RunPlan.from_plain(plan.to_plain()) == plan
+
+
+def test_words_for_numbers_become_limits(tmp_path: Path) -> None:
+    request = plan_request(line_run(tmp_path, accumulation_target_mib="on", preflight_threshold=50).training)
+    assert request.rules.target == 2048 * MIB
+    assert request.preflight_threshold == 50

@@ -106,6 +106,9 @@ def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], pea
     residuals = peaks - rows @ solution
     rank = int(np.linalg.matrix_rank(rows))
     freedom = max(len(peaks) - rank, 1)
+    if not solution[1:].any():
+        # Nothing that was seen grows with the batch. A byte a unit changes no prediction and keeps batches comparable.
+        solution[1:] = scale
     costs = np.maximum(rows[:, 1:] @ solution[1:], ALLOCATION_QUANTUM)
     unscale = np.concatenate([[1.0], 1 / scale])
     covariance = np.linalg.pinv(rows.T @ rows) * np.outer(unscale, unscale)

@@ -64,6 +64,8 @@ class Explorer:
         """
         snapshot, gradients = Snapshot(self.model, self.meter.device), [p.grad for p in self._parameters]
         optimizer = self.optimizer_memory()
+        for parameter in self._parameters:
+            parameter.grad = None
         try:
             # As in the middle of a run: the optimizer's state and the gradients so far are there.
             state = self._place(max(optimizer.state_bytes - held_bytes, 0))
