@@ -50,9 +50,7 @@ def make_session(given: Parts, factor: FactorChoice) -> Session:
     checkpoints = Checkpoints(given.folder.checkpoints_path)
     saved = checkpoints.load(given.reporter)
     precision = Precision.named(run.training.precision)
-    # Preparing data may or may not have drawn random numbers (a cache): weights start from here.
-    randomness.seed_everything(run.training.seed)
-    model = given.task.build_model().to(meter.device, precision.dtype)
+    model = _fresh_model(given, precision)
     planner = Planner(run=run, task=given.task, model=model, meter=meter, reporter=given.reporter)
     plan = _plan(given, planner, factor)
     epochs = _epochs(given, plan)
@@ -86,6 +84,12 @@ def make_session(given: Parts, factor: FactorChoice) -> Session:
         loop.restore(session, saved)
         given.reporter.notice(f"Continuing at step {session.progress.step}")
     return session
+
+
+def _fresh_model(given: Parts, precision: Precision) -> nn.Module:
+    # Preparing data may or may not have drawn random numbers (a cache): weights start from here.
+    randomness.seed_everything(given.run.training.seed)
+    return given.task.build_model().to(given.meter.device, precision.dtype)
 
 
 def _epochs(given: Parts, plan: RunPlan) -> Epochs:
