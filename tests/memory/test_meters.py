@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from can_train.memory.meters import CpuMeter, gpu_key
+from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter, gpu_key, open_meter
 
+MIB = 2**20
 GIB = 2**30
 FLOAT_BYTES = 4
 
@@ -62,3 +63,103 @@ def test_the_peak_of_a_span_that_failed_counts() -> None:
     with pytest.raises(ValueError, match="stop"):
         fail()
     assert meter.peak_bytes() == 1024 * FLOAT_BYTES
+
+
+def test_the_cpu_reserves_nothing_and_shares_with_nobody() -> None:
+    meter = open_meter("cpu")
+    with meter.active(), meter.host(), meter.measuring([]):
+        kept = torch.zeros(1024)
+    assert isinstance(meter, CpuMeter)
+    assert meter.peak_bytes() == kept.nbytes
+    assert (meter.peak_reserved_bytes(), meter.allocated_bytes(), meter.retries(), meter.foreign_bytes()) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    assert meter.available_bytes() == meter.capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "size"),
+    [
+        ("sim:2GiB", "sim-2gib", 2 * GIB),
+        ("sim:2048MiB", "sim-2gib", 2 * GIB),
+        ("sim:128mib", "sim-128mib", 128 * MIB),
+        ("sim:1.5GiB", "sim-1536mib", 1536 * MIB),
+    ],
+)
+def test_a_simulated_gpu_has_the_memory_that_it_is_given(text: str, key: str, size: int) -> None:
+    meter = open_meter(text)
+    assert isinstance(meter, SimulatedMeter)
+    assert (meter.name, meter.key, meter.driver, meter.device.type) == ("Simulated GPU", key, "", "cpu")
+    assert meter.total_bytes == meter.capacity_bytes == meter.available_bytes() == size
+
+
+@pytest.fixture
+def simulated() -> SimulatedMeter:
+    return SimulatedMeter(60 * MIB, expandable=True)
+
+
+def mebibytes(count: int) -> torch.Tensor:
+    return torch.empty(count * MIB, dtype=torch.uint8)
+
+
+def test_a_simulated_gpu_is_read_through_its_allocator(simulated: SimulatedMeter) -> None:
+    with simulated.active():
+        kept = mebibytes(15)
+        mebibytes(30)
+        assert (simulated.allocated_bytes(), simulated.peak_bytes()) == (15 * MIB, 45 * MIB)
+        assert simulated.peak_reserved_bytes() == 60 * MIB
+        simulated.release()
+        simulated.reset_peak()
+        assert (simulated.peak_bytes(), simulated.peak_reserved_bytes()) == (15 * MIB, 20 * MIB)
+        assert simulated.retries() == 0
+    del kept
+    assert simulated.allocated_bytes() == 0
+
+
+def test_nothing_counts_where_a_simulated_gpu_is_not_active(simulated: SimulatedMeter) -> None:
+    kept = mebibytes(50)
+    with simulated.active(), simulated.host():
+        copied = mebibytes(50)
+    assert (simulated.allocated_bytes(), simulated.peak_bytes()) == (0, 0)
+    del kept, copied
+
+
+def test_a_measured_span_is_active_and_holds_what_is_resident(simulated: SimulatedMeter) -> None:
+    resident = mebibytes(5)
+    for _ in range(2):
+        with simulated.measuring([resident]):
+            mebibytes(10)
+    mebibytes(20)
+    assert (simulated.peak_bytes(), simulated.allocated_bytes()) == (15 * MIB, 5 * MIB)
+
+
+def test_a_simulated_gpu_that_is_active_stays_so_after_a_span_in_it(simulated: SimulatedMeter) -> None:
+    with simulated.active():
+        with simulated.measuring([]), simulated.active():
+            mebibytes(10)
+        mebibytes(20)
+    assert simulated.peak_bytes() == 20 * MIB
+
+
+def test_what_others_take_of_a_simulated_gpu_is_seen(simulated: SimulatedMeter) -> None:
+    with simulated.active():
+        kept = mebibytes(15)
+        simulated.gpu.allocator.foreign_bytes = 10 * MIB
+        assert (simulated.available_bytes(), simulated.foreign_bytes()) == (50 * MIB, 10 * MIB)
+        with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory"):
+            mebibytes(40)
+        assert simulated.retries() == 1
+        simulated.gpu.allocator.foreign_bytes = 0
+        mebibytes(40)
+    del kept
+
+
+@pytest.mark.parametrize("meter", [CpuMeter(), SimulatedMeter(GIB, expandable=False)])
+def test_all_meters_are_of_one_shape(meter: Meter) -> None:
+    with meter.active(), meter.measuring([]):
+        torch.zeros(128)
+    assert meter.peak_bytes() == 512
+    assert meter.capacity_bytes == meter.available_bytes() + meter.foreign_bytes()

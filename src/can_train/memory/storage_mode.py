@@ -70,8 +70,8 @@ class StorageMode(TorchDispatchMode, Generic[Lease]):
         result = func(*args, **(kwargs or {}))
         shortage = self._count(result, func, args)
         if shortage:
-            # The error's traceback holds this frame, and what it names would live as long as the error.
-            del result, args, kwargs
+            # The error's traceback holds this frame: the result would live as long as the error.
+            del result
             raise torch.OutOfMemoryError(shortage)
         return result
 

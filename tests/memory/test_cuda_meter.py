@@ -1,0 +1,84 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+    pytest.mark.slow,
+]
+
+
+def in_a_new_process(code: str, environment: dict[str, str]) -> str:
+    """Runs code where CUDA has not been touched and the allocator has no settings but those given."""
+    plain = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=plain | environment, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.strip()
+
+
+RESERVE = """
+import torch
+from can_train.memory.meters import open_meter
+meter = open_meter("cuda")
+held = torch.empty(30 * 2**20, dtype=torch.uint8, device=meter.device)
+print(meter.allocated_bytes() // 2**20, meter.peak_reserved_bytes() // 2**20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "reserved"), [({}, "30 40"), ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "30 30")]
+)
+def test_segments_expand_unless_the_user_has_settings(environment: dict[str, str], reserved: str) -> None:
+    assert in_a_new_process(RESERVE, environment) == reserved
+
+
+SHARE = """
+import torch
+torch.cuda.set_per_process_memory_fraction(0.1)
+from can_train.memory.meters import open_meter
+meter = open_meter("cuda")
+print(meter.capacity_bytes == int(0.1 * meter.total_bytes), meter.foreign_bytes())
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.cuda, "get_per_process_memory_fraction"), reason="this torch does not tell its memory fraction"
+)
+def test_a_share_of_the_memory_is_the_capacity() -> None:
+    assert in_a_new_process(SHARE, {}) == "True 0"
+
+
+REPLAY = """
+import random
+import torch
+from can_train.memory.allocator_settings import segments_expand
+from can_train.memory.caching_allocator import CachingAllocator
+from can_train.memory.meters import open_meter
+
+meter = open_meter("cuda")
+model = CachingAllocator(meter.capacity_bytes, expandable=segments_expand())
+choose = random.Random(0)
+live = []
+for step in range(3000):
+    if live and choose.random() < 0.49:
+        tensor, block = live.pop(choose.randrange(len(live)))
+        del tensor
+        model.free(block)
+    else:
+        size = choose.randint(1, choose.choice((4096, 3 * 2**20, 60 * 2**20)))
+        live.append((torch.empty(size, dtype=torch.uint8, device=meter.device), model.malloc(size)))
+    if step % 700 == 699:
+        meter.release()
+        model.release_cached()
+    measured = torch.cuda.memory_allocated(meter.device), torch.cuda.memory_reserved(meter.device)
+    assert measured == (model.allocated_bytes, model.reserved_bytes), step
+print("agree")
+"""
+
+
+@pytest.mark.parametrize("environment", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}])
+def test_the_model_of_the_allocator_reserves_what_the_allocator_does(environment: dict[str, str]) -> None:
+    assert in_a_new_process(REPLAY, environment) == "agree"
