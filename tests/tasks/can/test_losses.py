@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.engine.accumulate import Losses, accumulate_gradients
+from can_train.engine.micro_batcher import Losses, MicroBatcher
 from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.gather import Gatherer, GraphBatch
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
@@ -19,6 +19,7 @@ from can_train.tasks.can.models.gat import GatClassifier
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 from can_train.tasks.can.models.vgae import Vgae
 from can_train.tasks.can.settings import GatSettings, VgaeSettings
+from ragged import cut_at
 from random_bus import cached_graphs, random_blocks
 
 WINDOWS = 23
@@ -60,7 +61,9 @@ def gradient(model: nn.Module, batch: Any, sizes: tuple[int, ...]) -> Tensor:
     def losses(start: int, stop: int) -> Losses:
         return batch.losses(model, start, stop)
 
-    accumulate_gradients(losses, sizes, batch.denominators, WEIGHTS)
+    costs, rules = cut_at(sizes)
+    batcher = MicroBatcher(model, rules=rules)
+    assert batcher.run(losses, costs, denominators=batch.denominators, weights=WEIGHTS).micro_batches == sizes
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
 
@@ -114,7 +117,7 @@ def test_noise_drawn_again_for_each_part_is_another_gradient(flat: FlatGraphs) -
     model, batch = autoencoder(flat)
     whole = gradient(model, batch, (WINDOWS,))
     assert batch.noise is not None
-    rolled = replace(batch, noise=batch.noise.roll(1, dims=0))
+    rolled = replace(batch, noise=np.roll(batch.noise, 1, axis=0))
     assert relative_error(gradient(model, rolled, CUTS), whole) > 1e-3
 
 
