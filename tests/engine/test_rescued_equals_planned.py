@@ -18,6 +18,7 @@ from can_train.engine.snapshot import Snapshot
 from can_train.memory.meters import SimulatedMeter
 from can_train.policy.limits import SplitRules
 from can_train.policy.packing import BatchCosts
+from costly import Costly
 from ragged import cut_at
 
 STEPS = 6
@@ -47,20 +48,6 @@ CASES = {
     "fp32, neither": Case(norm=False, dropout=0.0),
     "fp16 with a GradScaler": Case(half=True),
 }
-
-
-class Costly(torch.autograd.Function):
-    """Does nothing, and takes memory: until the backward pass, and more of it then."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, num_bytes: int) -> Tensor:
-        ctx.save_for_backward(torch.empty(num_bytes, dtype=torch.uint8))
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        torch.empty_like(ctx.saved_tensors[0])
-        return gradients[0], None
 
 
 class Network(nn.Module):

@@ -19,7 +19,7 @@ FIRST_WAIT_S: Final = 0.1
 """Pause before what cannot be split is run again, doubling each time. Another process may give memory back."""
 
 _WHY: Final = {
-    True: "Memory ran out {attempts} times in a row for samples that may not be split further",
+    True: "Memory ran out{times} for samples that may not be split further",
     False: "A micro-batch ran out of memory, and training.adaptive_micro_batch is off",
 }
 
@@ -174,7 +174,7 @@ class Rescue:
     def _does_not_fit(self, batch: BatchCosts, start: int, stop: int, failure: "_OutOfMemory") -> DoesNotFitError:
         need_bytes = None if self.base_bytes is None else self.base_bytes + batch.cost(start, stop)
         return PartDoesNotFitError(
-            _WHY[self._settings.adaptive].format(attempts=self._settings.retries + 1),
+            _WHY[self._settings.adaptive].format(times=_times(self._settings.retries + 1)),
             value=f"{_samples(start, stop)}; the device said: {failure.message}",
             remedy=self._remedy(need_bytes),
             part=(start, stop),
@@ -218,6 +218,10 @@ def _let_go(error: BaseException) -> None:
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
+
+
+def _times(attempts: int) -> str:
+    return f" {attempts} times in a row" if attempts > 1 else ""
 
 
 def _samples(start: int, stop: int) -> str:

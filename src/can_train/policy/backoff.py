@@ -12,7 +12,7 @@ QUIET_STEPS: Final = 20
 MAX_QUIET_STEPS: Final = 2000
 """Longest wait: it doubles with each attempt to grow that failed."""
 
-CLOSE: Final = 0.05
+CLOSE: Final = 0.1
 """Relative distance between what fits and what failed below which growing between them is not worth a failure."""
 
 RETREAT: Final = 0.9

@@ -1,0 +1,20 @@
+"""Memory without work: what takes it of a simulated GPU, and computes nothing."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Costly(torch.autograd.Function):
+    """Does nothing, and takes memory: until the backward pass, and as much again then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_bytes: int) -> Tensor:
+        ctx.save_for_backward(torch.empty(num_bytes, dtype=torch.uint8))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        torch.empty_like(ctx.saved_tensors[0])
+        return gradients[0], None
