@@ -63,7 +63,7 @@ class Backoff:
         if self.quiet + 1 < self.patience:
             return replace(self, quiet=self.quiet + 1)
         if self.failed > self.limit * (1 + CLOSE):
-            limit = (self.limit + min(self.failed, 2 * factor * self.limit)) / 2
+            limit = min((self.limit + self.failed) / 2, factor * self.limit)
             grown = replace(self, limit=limit, held=self.limit, quiet=0)
         else:
             # What failed then may fit now: the memory may have been another process's. Trying it costs a rescue, so
