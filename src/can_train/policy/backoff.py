@@ -64,7 +64,9 @@ class Backoff:
             return replace(self, quiet=self.quiet + 1)
         if self.failed > self.limit * (1 + CLOSE):
             limit = min((self.limit + self.failed) / 2, factor * self.limit)
-            grown = replace(self, limit=limit, held=self.limit, quiet=0)
+            # Where nothing has failed since the last growth, that one went well: there is no reason left to wait.
+            patience = QUIET_STEPS if self.failed == math.inf else self.patience
+            grown = replace(self, limit=limit, held=self.limit, quiet=0, patience=patience)
         else:
             # What failed then may fit now: the memory may have been another process's. Trying it costs a rescue, so
             # the wait for the next such try doubles.
