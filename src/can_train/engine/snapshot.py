@@ -23,12 +23,12 @@ class Snapshot:
         self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - models may draw from the global generator
         self._host = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        # A module may replace a buffer rather than write into it, so the name is kept beside the tensor.
+        # A module may replace a buffer rather than write into it, so the name is kept beside the tensor; one that is
+        # None may be made in its first pass.
         self._buffers = [
-            (module, name, buffer, buffer.clone())
+            (module, name, buffer, None if buffer is None else buffer.clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None
         ]
 
     def restore(self) -> None:
@@ -40,4 +40,4 @@ class Snapshot:
             torch.cuda.set_rng_state(self._cuda, self._device)
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
-                module._buffers[name] = buffer.copy_(value)
+                module._buffers[name] = None if buffer is None or value is None else buffer.copy_(value)

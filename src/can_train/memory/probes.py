@@ -60,8 +60,9 @@ def fit_by_probes(
             if not readings:
                 raise _nothing_fits()
         model = _fit(features, readings)
-        largest = max(peak for _, peak in readings)
-        agreed = before > 0 and model.relative_residual <= AGREED
+        smallest, largest = min(peak for _, peak in readings), max(peak for _, peak in readings)
+        # Peaks that do not grow at all agree on nothing: what does grow is still hidden.
+        agreed = before > 0 and largest > smallest and model.relative_residual <= AGREED
         if not complete or agreed or (before > 0 and largest > PROBE_SHARE * capacity_bytes):
             break
     totals, peak = max(readings, key=lambda reading: reading[1])

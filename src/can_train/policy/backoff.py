@@ -63,8 +63,10 @@ class Backoff:
         if self.quiet + 1 < self.patience:
             return replace(self, quiet=self.quiet + 1)
         if self.failed > self.limit * (1 + CLOSE):
-            limit = (self.limit + min(self.failed, 2 * factor * self.limit)) / 2
-            grown = replace(self, limit=limit, held=self.limit, quiet=0)
+            limit = min((self.limit + self.failed) / 2, factor * self.limit)
+            # Where nothing has failed since the last growth, that one went well: there is no reason left to wait.
+            patience = QUIET_STEPS if self.failed == math.inf else self.patience
+            grown = replace(self, limit=limit, held=self.limit, quiet=0, patience=patience)
         else:
             # What failed then may fit now: the memory may have been another process's. Trying it costs a rescue, so
             # the wait for the next such try doubles.

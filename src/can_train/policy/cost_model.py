@@ -29,6 +29,9 @@ EXPLAINED: Final = 0.02
 """Relative residual of the probes' costs above which the features are said not to explain them; probes that do lie
 within 0.1 %."""
 
+ROUND_OFF: Final = 1e-9
+"""Share of the largest peak below which what a feature adds is round-off of zero."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
@@ -87,10 +90,10 @@ class CostModel:
 
 
 def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], peaks: NDArray[np.float64]) -> CostModel:
-    """Fits the coefficients by least squares, none of them negative.
+    """Fits base and coefficients by least squares, none of them negative.
 
-    Of all subsets of features whose least-squares coefficients are not negative, the one that fits best is the solution
-    with bounds; features are few, so all are tried. Features that the probes cannot tell apart share their coefficient.
+    Of all subsets of them whose least-squares solution is not negative, the one that fits best is the solution with
+    bounds; features are few, so all are tried. Features that the probes cannot tell apart share their coefficient.
 
     Args:
         features: F of them.
@@ -100,7 +103,7 @@ def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], pea
     scale = np.maximum(totals.max(axis=0), 1.0)
     rows = np.column_stack([np.ones(len(peaks)), totals / scale])
     solution = min(
-        (_least_squares(rows, peaks, (0, *subset)) for subset in _subsets(rows.shape[1])),
+        (_least_squares(rows, peaks, subset) for subset in _subsets(rows.shape[1])),
         key=lambda found: (found[1], -np.count_nonzero(found[0])),
     )[0]
     residuals = peaks - rows @ solution
@@ -123,7 +126,7 @@ def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], pea
 
 
 def _subsets(columns: int) -> list[tuple[int, ...]]:
-    return [subset for size in range(columns - 1, -1, -1) for subset in combinations(range(1, columns), size)]
+    return [subset for size in range(columns, 0, -1) for subset in combinations(range(columns), size)]
 
 
 def _least_squares(
@@ -133,9 +136,10 @@ def _least_squares(
     part, *_ = np.linalg.lstsq(rows[:, columns], peaks, rcond=None)
     solution = np.zeros(rows.shape[1])
     solution[list(columns)] = part
-    # Round-off makes tiny negative numbers of coefficients that are zero.
-    if np.any(solution < -1e-9 * np.abs(peaks).max()):
+    # Round-off makes tiny numbers, of either sign, of coefficients that are zero.
+    nothing = ROUND_OFF * float(peaks.max())
+    if np.any(solution < -nothing):
         return solution, math.inf
-    solution = np.maximum(solution, 0.0)
+    solution[solution < nothing] = 0.0
     error = float(np.square(peaks - rows @ solution).sum())
     return solution, round(error / float(np.square(peaks).sum()), 18)

@@ -32,8 +32,10 @@ class LeakWatch:
         Returns:
             Bytes that the floor has risen by, the first time that this counts as a leak; else 0.
         """
+        if self.told:
+            return 0
         self.current.append(allocated_bytes)
-        if len(self.current) < WINDOW_STEPS or self.told:
+        if len(self.current) < WINDOW_STEPS:
             return 0
         floor = min(self.current)
         self.current.clear()

@@ -3,7 +3,7 @@ and cutting at the answer is one mechanism for all of them.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from can_train.policy.packing import BatchCosts, PartLimit, cut
@@ -40,21 +40,23 @@ class SplitRules:
         """Decides what one micro-batch of this logical batch may hold."""
         if self.threshold and batch.main_feature(0, len(batch)) <= self.threshold:
             return PartLimit(cost=self.tuned_limit, floor=self.floor, equal=self.equal)
-        limit = PartLimit(
-            cost=min(self.safe_limit, self.target), samples=self.samples, floor=self.floor, equal=self.equal
-        )
-        if self.target == math.inf or len(cut(batch, limit)) <= self.max_splits:
+        limit = PartLimit(cost=self.safe_limit, samples=self.samples, floor=self.floor, equal=self.equal)
+        if self.target == math.inf:
             return limit
-        return self._capped(batch)
+        wanted = replace(limit, cost=min(self.safe_limit, self.target))
+        if len(cut(batch, wanted)) > self.max_splits:
+            # What is known not to fit is cut nevertheless.
+            wanted = replace(limit, cost=min(self.safe_limit, self._capped(batch, limit)))
+        return wanted
 
-    def _capped(self, batch: BatchCosts) -> PartLimit:
-        """The smallest cost limit that cuts the batch into no more than `max_splits` parts."""
+    def _capped(self, batch: BatchCosts, limit: PartLimit) -> float:
+        """The smallest cost limit that cuts the batch into no more than `max_splits` parts, where there is one."""
         low, high = 0.0, batch.cost(0, len(batch))
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            parts = len(cut(batch, PartLimit(cost=middle, floor=self.floor, equal=self.equal)))
+            parts = len(cut(batch, replace(limit, cost=middle)))
             low, high = (middle, high) if parts > self.max_splits else (low, middle)
-        return PartLimit(cost=high, floor=self.floor, equal=self.equal)
+        return high
 
 
 def optimizer_batches(batch: BatchCosts, threshold: float) -> tuple[int, ...]:

@@ -131,7 +131,7 @@ class PartLimit:
 def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:
     """Cuts a batch into micro-batches.
 
-    Uniform cost is solved for the fewest parts of nearly equal size; else each part takes the samples that follow until
+    Uniform cost is solved for the fewest parts of nearly equal size, if that is not below the floor; else each part takes the samples that follow until
     the next one would not fit (next-fit). A sample that alone costs more than the limit is a part by itself.
 
     >>> cut(BatchCosts.of_samples([5, 1, 1, 6, 2]), PartLimit(cost=7))
@@ -148,7 +148,9 @@ def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:
         return _equal(batch, limit, most)
     if batch.is_uniform:
         fitting = batch.reach(0, limit.cost)
-        return solve_accumulation(size, max(1, min(most, max(fitting, limit.floor))))
+        even = solve_accumulation(size, max(1, min(most, max(fitting, limit.floor))))
+        if even[-1] >= min(limit.floor, most):
+            return even
     sizes: list[int] = []
     start = 0
     while start < size:
