@@ -33,7 +33,7 @@ from line_fit import line_run
 
 MIB = 2**20
 RUNS, BLOCKS = 1000, 8
-SAMPLES, BATCH, EPOCHS = 160, 40, 2
+SAMPLES, BATCH, EPOCHS = 400, 100, 2
 EXACT = 1e-10
 """Relative L2 distance of the weights after all steps, in float64."""
 
@@ -63,7 +63,7 @@ class World:
     @classmethod
     def of(cls, seed: int) -> "World":
         draw = np.random.default_rng(seed)
-        nodes = np.minimum(2 + draw.pareto(1.5, SAMPLES + 10) * 5, 100)
+        nodes = np.minimum(2 + draw.pareto(1.5, SAMPLES + 10) * 5, 60)
         edges = nodes * draw.uniform(1, 3, len(nodes))
         capacity = int(np.exp(draw.uniform(np.log(256), np.log(2048)))) * MIB
         bytes_a_unit = draw.uniform(0.2, 1, 2)

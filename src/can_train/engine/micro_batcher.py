@@ -129,6 +129,7 @@ class MicroBatcher:
             }
 
         limit = self.rules.limit_for(costs)
+        self._rescue.proven = self.rules.proven
         before = self._rescue.ooms
         sizes: list[int] = []
         largest = 0.0

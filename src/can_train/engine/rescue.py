@@ -2,6 +2,7 @@
 until single samples are left; what a part is, and how it is undone, is the caller's.
 """
 
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,9 @@ from can_train.policy.packing import BatchCosts, PartLimit, cut
 
 FIRST_WAIT_S: Final = 0.1
 """Pause before what cannot be split is run again, doubling each time. Another process may give memory back."""
+
+ROOM_SHARE: Final = 0.97
+"""Share of what others have left that parts take: the allocator holds a little more than what is in use."""
 
 _WHY: Final = {
     True: "Memory ran out{times} for samples that may not be split further",
@@ -95,7 +99,9 @@ class Rescue:
 
     Attributes:
         base_bytes: As given; may be set anew.
+        proven: Largest cost that was seen to fit; 0 where nobody searched.
         backoff: How large parts may be for now.
+        crowded: Whether others hold memory that was there before: parts then keep to what is left.
         ooms: Out-of-memories survived so far.
     """
 
@@ -110,8 +116,10 @@ class Rescue:
         self._meter = meter
         self._settings = settings
         self.base_bytes = base_bytes
+        self.proven = 0.0
         self._wait = wait
         self.backoff = Backoff()
+        self.crowded = False
         self.ooms = 0
 
     def run(
@@ -130,7 +138,7 @@ class Rescue:
         """
         floor = replace(limit, floor=max(limit.floor, self._settings.floor))
         start, retries = 0, 0
-        sizes = list(cut(batch, self._in_force(floor)))
+        sizes = list(cut(batch, self._in_force(batch, floor)))
         while sizes:
             stop = start + sizes[0]
             undoable = prepare()
@@ -151,18 +159,37 @@ class Rescue:
                 self._retry(batch, start, stop, retries, result)
             sizes = finer
 
-    def _in_force(self, limit: PartLimit) -> PartLimit:
-        return replace(limit, cost=min(limit.cost, self.backoff.limit))
+    def _in_force(self, batch: BatchCosts, limit: PartLimit) -> PartLimit:
+        """What a part may hold by now."""
+        cost = min(limit.cost, self.backoff.limit)
+        if self.crowded:
+            room = self._room()
+            self.crowded = room < min(cost, batch.cost(0, len(batch)))
+            cost = min(cost, room) if self.crowded else cost
+        return replace(limit, cost=cost)
 
     def _after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> list[int]:
-        """Lowers the limit, and cuts again all that is left to do."""
+        """Decides how what failed and all that is left to do is cut from now on."""
         self.ooms += 1
-        room = None if self.base_bytes is None else self._meter.available_bytes() - self.base_bytes
-        self.backoff = self.backoff.after_oom(batch.cost(start, stop), factor=self._settings.factor, room=room)
         if not self._settings.adaptive:
             return [stop - start]
+        limit = replace(limit, equal=False)
         rest = batch.part(start, len(batch))
-        return list(cut(rest, replace(self._in_force(limit), equal=False)))
+        cost = batch.cost(start, stop)
+        if 0 < self._room() < cost:
+            self.crowded = True
+            return list(cut(rest, self._in_force(rest, limit)))
+        self.backoff = self.backoff.after_oom(cost, factor=self._settings.factor, proven=self.proven)
+        in_force = self._in_force(rest, limit)
+        narrow = replace(in_force, cost=min(in_force.cost, cost / self._settings.factor))
+        later = batch.part(stop, len(batch))
+        return [*cut(batch.part(start, stop), narrow), *(cut(later, in_force) if len(later) else ())]
+
+    def _room(self) -> float:
+        """Cost that should fit into what others have left; infinite where nothing is known of what is needed beside."""
+        if self.base_bytes is None:
+            return math.inf
+        return ROOM_SHARE * (self._meter.available_bytes() - self.base_bytes)
 
     def _retry(self, batch: BatchCosts, start: int, stop: int, retries: int, failure: "_OutOfMemory") -> None:
         """Waits for memory that may be another process's; gives up after a few times."""

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final
 
+from can_train.policy.packing import ROUNDING
+
 QUIET_STEPS: Final = 20
 """Optimizer steps without an out-of-memory after which a larger micro-batch is tried."""
 
@@ -16,7 +18,8 @@ CLOSE: Final = 0.1
 """Relative distance between what fits and what failed below which growing between them is not worth a failure."""
 
 RETREAT: Final = 0.9
-"""Share of the limit that is kept when the allocator is too full: it only just managed, twice in a row."""
+"""Share of the limit that is kept when the allocator is too full (it only just managed, twice in a row), or when memory
+runs out at a cost that did fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,7 @@ class Backoff:
         held: Limit that lasted a whole quiet stretch; 0: none has.
         quiet: Optimizer steps since the last out-of-memory or growth.
         patience: Quiet steps that the next growth waits for.
+        surprises: Out-of-memories in a row, without a growth between, of what should have fitted.
     """
 
     limit: float = math.inf
@@ -36,20 +40,28 @@ class Backoff:
     held: float = 0.0
     quiet: int = 0
     patience: int = QUIET_STEPS
+    surprises: int = 0
 
-    def after_oom(self, cost: float, *, factor: float, room: float | None) -> "Backoff":
+    def after_oom(self, cost: float, *, factor: float, proven: float = 0.0) -> "Backoff":
         """A micro-batch ran out of memory.
+
+        What has never been seen to fit is divided by the factor. Where something as costly did fit, the failure says
+        little of the others: a sample took more than it should, or the memory is in pieces. Those to come are then only
+        a little smaller, and less little each time.
 
         Args:
             cost: Of that micro-batch.
             factor: Divisor of the limit.
-            room: Cost that should fit into what the device has left by now; None: unknown. Where it is smaller than
-                `cost` it explains the failure (another process took memory) and is the new limit.
+            proven: Largest cost that was seen to fit; 0 where nobody searched.
         """
         held = self.held if self.held < cost else 0.0
-        explained = room is not None and cost / factor < room < cost
-        limit = room if explained and room is not None else max(cost / factor, held)
-        return replace(self, limit=min(self.limit, limit), failed=min(cost, self.failed), held=held, quiet=0)
+        if cost > proven * (1 + ROUNDING):
+            limit, surprises = max(cost / factor, held), self.surprises
+        else:
+            limit, surprises = cost * max(1 - (1 - RETREAT) * 2**self.surprises, 1 / factor), self.surprises + 1
+        return replace(
+            self, limit=min(self.limit, limit), failed=min(cost, self.failed), held=held, quiet=0, surprises=surprises
+        )
 
     def after_step(self, *, planned: float, factor: float) -> "Backoff":
         """An optimizer step went well; after enough of them the limit grows.
