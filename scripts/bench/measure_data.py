@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from results_file import write_section
 
 from can_train.reporter import SilentReporter
 from can_train.tasks.can.dataset import prepare
@@ -26,10 +27,6 @@ from can_train.tasks.can.graphs import GraphBuilder
 from can_train.tasks.can.layout import LOG, LogFile
 from can_train.tasks.can.reading import LogReader
 from can_train.tasks.can.settings import CanDatasetSettings
-
-RESULTS: Final = Path(__file__).with_name("RESULTS.md")
-BEGIN: Final = "<!-- data:begin -->"
-END: Final = "<!-- data:end -->"
 
 MESSAGES: Final = 4_000_000
 SMALL_SHARE: Final = 4
@@ -72,7 +69,7 @@ def main() -> None:
         table = measure(Path(folder), options.messages)
     print(table)
     if not options.no_write:
-        write_section(RESULTS, table)
+        write_section("data", "Data: from a log to batches (`scripts/bench/data`)", table)
 
 
 def measure(folder: Path, num_messages: int) -> str:
@@ -283,16 +280,6 @@ def best_time(work: Callable[[], object], rounds: int = ROUNDS) -> float:
 def run_python(*arguments: str) -> str:
     """Runs this Python and returns what it printed."""
     return subprocess.run([sys.executable, *arguments], check=True, capture_output=True, text=True).stdout
-
-
-def write_section(path: Path, text: str) -> None:
-    """Puts the table between its markers, and leaves what other benchmarks wrote alone."""
-    document = path.read_text(encoding="utf-8") if path.exists() else "# Measured\n"
-    if BEGIN not in document:
-        document += f"\n## Data: from a log to batches (`scripts/bench/data`)\n\n{BEGIN}\n{END}\n"
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
 def say(text: str) -> None:

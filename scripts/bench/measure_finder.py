@@ -1,0 +1,281 @@
+"""The measurements behind `scripts/bench/finder`: can-train's search for the largest batch and its peers', on the same
+cases in the same run. The peers live in an environment of their own, which is made on first use.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final, NamedTuple
+
+from finder_laws import (
+    CAPACITY,
+    LARGEST_LIMIT,
+    LIMITS,
+    Case,
+    Law,
+    Outcome,
+    Results,
+    Trial,
+    edge_cases,
+    measure,
+    spread_cases,
+)
+from results_file import write_section
+
+from can_train import __version__
+from can_train.engine.finder import find_max_size
+
+BENCH: Final = Path(__file__).resolve().parent
+ROOT: Final = BENCH.parent.parent
+
+PEERS: Final = ROOT / ".venv-peers"
+REQUIREMENTS: Final = BENCH / "finder_peers.txt"
+CONSTRAINTS: Final = ROOT / "scripts" / "constraints.txt"
+PEERS_TIMEOUT_S: Final = 1_800
+"""Seconds after which the peers are given up together; they need about one minute."""
+
+READINGS: Final = "can-train, with readings"
+BENT_READINGS: Final = "can-train, readings that bend up by 30 %"
+NOISY_READINGS: Final = "can-train, readings with 1.5 % noise"
+NO_READINGS: Final = "can-train, without readings"
+BINARY_SEARCH: Final = "Lightning, binsearch"
+
+LEAST_SECONDS: Final = 0.1
+"""Seconds that the table does not tell apart from none."""
+
+SHARE: Final = 0.97
+"""Least mean share of the largest batch."""
+TRIALS: Final = 6.0
+OOMS: Final = 0.5
+"""Most trials and out-of-memories, on average, with readings."""
+BINARY_TRIALS: Final = 15.2
+BINARY_OOMS: Final = 3.6
+"""What Lightning's binary search needed when can-train's goal was set: less than that, and than it needs now."""
+
+COLUMNS: Final = (
+    "tool", "mean share", "worst share", "trials", "OOMs", "over the limit", "not seen to fit", "hangs", "seconds",
+)  # fmt: skip
+
+NOTES: Final = f"""\
+The first table has {LIMITS} limits from 1 to {LARGEST_LIMIT:,}, spread evenly on a logarithmic scale: a batch runs
+if it is no larger than the limit, and raises `torch.OutOfMemoryError` otherwise. *Share*: of the largest batch that
+fits; 0 where the batch returned does not fit. *Trials*, *OOMs*: means. *Over the limit*, *not seen to fit*, *hangs*:
+how often the batch returned does not fit, is larger than any that was tried and fitted, or the search had to be
+stopped. *Seconds*: all searches together; a trial itself costs nothing. The second table shows the size returned
+(trials/OOMs); a size above the data set's stands for the whole set.
+
+Lightning returns 5 % less than its binary search finds, and stops at 8,192 unless `max_val` is raised. Its first trial
+runs the batch size that the model came with, whatever `init_val` says; here the two are equal. Left out: transformers'
+`auto_find_batch_size`, which is accelerate's; NeMo's OOMptimizer, a script for speech models in a huge package;
+Composer's automatic micro-batches, since mosaicml 0.32.1 needs torch < 2.7.1."""
+
+
+def main() -> None:
+    """Measures, prints the tables and writes them into RESULTS.md; exit status 1 where can-train misses its goals."""
+    parser = argparse.ArgumentParser(prog="scripts/bench/finder", description=__doc__)
+    parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
+    options = parser.parse_args()
+    peers = measure_peers()
+    say("can-train")
+    measured = measure_own() | peers.results
+    text = "\n\n".join([environment(peers.versions), spread_table(measured), edge_table(measured), NOTES])
+    print(text)
+    if not options.no_write:
+        write_section("finder", "Finder: the largest batch that fits (`scripts/bench/finder`)", text)
+    missed = missed_goals(measured)
+    if missed:
+        sys.exit("scripts/bench/finder: can-train misses:\n  " + "\n  ".join(missed))
+
+
+# can-train
+
+
+def measure_own() -> dict[str, Results]:
+    """Puts the cases to can-train's search, with readings of several laws and without."""
+    with_readings = partial(search, capacity=CAPACITY)
+    return {
+        READINGS: measure(with_readings, Law()),
+        BENT_READINGS: measure(with_readings, Law(bend=0.3)),
+        NOISY_READINGS: measure(with_readings, Law(noise=0.015)),
+        NO_READINGS: measure(partial(search, capacity=None), Law()),
+    }
+
+
+def search(trial: Trial, case: Case, *, capacity: float | None) -> int:
+    """Calls can-train's search as a person with a loop of their own does."""
+    options = {} if case.start is None else {"start": case.start}
+    return find_max_size(trial, upper=case.data_set, capacity=capacity, **options).size
+
+
+# Peers
+
+
+class Peers(NamedTuple):
+    """What the peers did, and the versions of what they ran with."""
+
+    versions: dict[str, str]
+    results: dict[str, Results]
+
+
+def measure_peers() -> Peers:
+    """Puts the cases to the peers, in their own environment."""
+    command = [str(peers_python()), "-E", str(BENCH / "finder_peers.py")]
+    say("peers")
+    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, env=variables, text=True, check=True, timeout=PEERS_TIMEOUT_S
+    )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return Peers(answer["versions"], {name: read_results(*fields) for name, fields in answer["results"].items()})
+
+
+def read_results(seconds: float, spread: list[Any], edges: list[Any]) -> Results:
+    """Makes results of what JSON left of them."""
+    return Results(seconds, [Outcome(*fields) for fields in spread], [Outcome(*fields) for fields in edges])
+
+
+def peers_python() -> Path:
+    """Returns the interpreter of the peers' environment, which is made anew where what belongs in it has changed."""
+    python, stamp = PEERS / "bin" / "python", PEERS / "installed.txt"
+    wanted = REQUIREMENTS.read_text(encoding="utf-8") + CONSTRAINTS.read_text(encoding="utf-8")
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return python
+    say(f"installing the peers into {PEERS.name} (with a PyTorch of their own)")
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
+    try:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(PEERS)], check=True)
+        subprocess.run(pip, check=True)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"scripts/bench/finder: the peers cannot be installed: {error}")
+    stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+# Tables
+
+
+def environment(versions: Mapping[str, str]) -> str:
+    """Says what the figures were measured with."""
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"CPU ({cpu_name()}), {os.cpu_count()} cores; can-train {__version__}, {packages}."
+
+
+def cpu_name() -> str:
+    """Names the processor as Linux does."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def spread_table(measured: Mapping[str, Results]) -> str:
+    """Sums up what each tool did with the spread limits."""
+    return markdown([COLUMNS, *([name, *summary(results)] for name, results in measured.items())])
+
+
+def summary(results: Results) -> list[str]:
+    """Returns the cells of a tool's row, but its name."""
+    pairs = list(zip(spread_cases(), results.spread, strict=True))
+    shares = [share(*pair) for pair in pairs]
+    return [
+        f"{mean(shares):.3f}",
+        f"{min(shares):.3f}",
+        f"{mean(outcome.trials for outcome in results.spread):.1f}",
+        f"{mean(outcome.ooms for outcome in results.spread):.1f}",
+        str(sum(over(*pair) for pair in pairs)),
+        str(sum(unseen(*pair) for pair in pairs)),
+        str(sum(outcome.hung for outcome in results.spread)),
+        f"{results.seconds:.1f}" if results.seconds >= LEAST_SECONDS else f"< {LEAST_SECONDS}",
+    ]
+
+
+def edge_table(measured: Mapping[str, Results]) -> str:
+    """Shows what each tool did with each edge case."""
+    names = [name for name in measured if name not in (BENT_READINGS, NOISY_READINGS)]
+    rows = [
+        [title, *(edge_cell(case, measured[name].edges[index]) for name in names)]
+        for index, (title, case) in enumerate(edge_cases().items())
+    ]
+    return markdown([["edge case", *names], *rows])
+
+
+def edge_cell(case: Case, outcome: Outcome) -> str:
+    """Says what a search came to."""
+    counts = f"({outcome.trials}/{outcome.ooms})"
+    if outcome.hung:
+        return "**hangs**"
+    if outcome.size is None:
+        return f"{outcome.error.partition(':')[0]} {counts}"
+    if over(case, outcome):
+        return f"**{outcome.size:,} does not fit** {counts}"
+    return f"{outcome.size:,} {counts}"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Lays rows out as a table, the first as its head."""
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+# Judgement
+
+
+def batch(case: Case, outcome: Outcome) -> int:
+    """The batch that a returned size makes: there are no more samples than the data set has."""
+    return min(outcome.size or 0, case.data_set)
+
+
+def over(case: Case, outcome: Outcome) -> bool:
+    """Whether the batch returned does not fit."""
+    return batch(case, outcome) > case.limit
+
+
+def unseen(case: Case, outcome: Outcome) -> bool:
+    """Whether the batch returned is larger than any that was tried and fitted."""
+    return batch(case, outcome) > outcome.fitted
+
+
+def share(case: Case, outcome: Outcome) -> float:
+    """The share of the largest batch that was found."""
+    return 0.0 if over(case, outcome) else batch(case, outcome) / case.largest
+
+
+def missed_goals(measured: Mapping[str, Results]) -> list[str]:
+    """Lists what can-train was to reach and did not."""
+    goals: list[tuple[str, bool]] = []
+    for name in (READINGS, BENT_READINGS, NOISY_READINGS, NO_READINGS):
+        cases = [*spread_cases(), *edge_cases().values()]
+        pairs = list(zip(cases, measured[name].spread + measured[name].edges, strict=True))
+        goals += [
+            (f"{name}: a batch that does not fit, or was not seen to", not any(over(*p) or unseen(*p) for p in pairs)),
+            (f"{name}: a search that hangs or fails", all(outcome.size is not None for _, outcome in pairs)),
+            (f"{name}: a mean share of {SHARE}", mean(share(*pair) for pair in pairs if pair[0].largest) >= SHARE),
+        ]
+    for name in (READINGS, BENT_READINGS):  # where readings err, a step too far cannot be told from one that fits
+        trials, ooms = means(measured[name])
+        goals.append((f"{name}: at most {TRIALS} trials and {OOMS} OOMs", trials <= TRIALS and ooms <= OOMS))
+    trials, ooms = means(measured[NO_READINGS])
+    binary_trials, binary_ooms = means(measured[BINARY_SEARCH])
+    goals.append((f"{NO_READINGS}: fewer trials than {BINARY_SEARCH}", trials < min(binary_trials, BINARY_TRIALS)))
+    goals.append((f"{NO_READINGS}: fewer OOMs than {BINARY_SEARCH}", ooms < min(binary_ooms, BINARY_OOMS)))
+    return [goal for goal, reached in goals if not reached]
+
+
+def means(results: Results) -> tuple[float, float]:
+    """Mean trials and out-of-memories over the spread limits."""
+    return mean(outcome.trials for outcome in results.spread), mean(outcome.ooms for outcome in results.spread)
+
+
+def say(text: str) -> None:
+    """Tells what is being done."""
+    print(f"{text} ...", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
