@@ -79,7 +79,7 @@ def test_the_backoff_factor_divides_the_limit() -> None:
 
 @given(
     costs=st.lists(st.floats(0.1, 100.0), min_size=1, max_size=60),
-    fits=st.floats(100.0, 300.0),
+    fits=st.floats(101.0, 300.0),
     factor=st.floats(1.5, 8.0),
 )
 def test_every_sample_is_run_once_in_order(costs: list[float], fits: float, factor: float) -> None:

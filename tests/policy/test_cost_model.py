@@ -49,9 +49,7 @@ def test_a_straight_line_is_recovered(base: float, law: tuple[float, ...]) -> No
     law=laws,
     noise=st.lists(st.floats(-0.5, 0.5), min_size=len(TOTALS), max_size=len(TOTALS)),
 )
-def test_no_coefficient_is_negative_whatever_the_peaks(
-    base: float, law: tuple[float, ...], noise: list[float]
-) -> None:
+def test_no_coefficient_is_negative_whatever_the_peaks(base: float, law: tuple[float, ...], noise: list[float]) -> None:
     model = fitted(base + 1, law, np.array(noise))
     assert min(model.base_bytes, *model.coefficients) >= 0
     assert max(model.coefficients) > 0
@@ -126,7 +124,9 @@ def test_a_feature_that_says_nothing_is_not_explained() -> None:
 
 
 def test_the_cost_of_a_batch_is_what_its_features_add_to_the_base() -> None:
-    model = fit_cost_model((Feature("tokens", padding=1),), np.array([[8.0], [24.0], [64.0]]), np.array([108, 124, 164.0]))
+    model = fit_cost_model(
+        (Feature("tokens", padding=1),), np.array([[8.0], [24.0], [64.0]]), np.array([108, 124, 164.0])
+    )
     assert model.cost(np.array([[3.0], [5.0]])) == pytest.approx(10)
     assert model.cost(np.empty((0, 1))) == 0
 

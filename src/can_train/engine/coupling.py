@@ -43,15 +43,19 @@ class Coupling:
         terms: Loss terms whose gradient a split changes, with the relative L2 difference.
         modules: Normalising layers that couple samples, by name.
         drops: Whether the model drops activations: their masks depend on the split.
+        measured: Whether memory allowed to find out; where it did not, nothing is known.
     """
 
     terms: Mapping[str, float]
     modules: tuple[str, ...]
     drops: bool
+    measured: bool = True
 
     def sentences(self, *, split: bool) -> list[str]:
         """What a plan says of it; of dropout only where batches are split, which most never are."""
         said = []
+        if not self.measured:
+            said.append(f"Not enough memory for {sum(SPLIT)} samples at once: whether they are coupled is not known")
         if self.terms:
             by = f" by {', '.join(self.modules)}" if self.modules else ""
             largest = ", ".join(f"{term} {difference:.1%}" for term, difference in self.terms.items())
@@ -83,11 +87,13 @@ def measure_coupling(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     snapshot = Snapshot(model, device)
     tolerance = _HALF_TOLERANCE if half else TOLERANCE.get(parameters[0].dtype, _HALF_TOLERANCE)
-    with NoDropout() as no_dropout:
-        whole = _gradients(parameters, losses_of, (sum(SPLIT),), denominators)
+    try:
+        with NoDropout() as no_dropout:
+            whole = _gradients(parameters, losses_of, (sum(SPLIT),), denominators)
+            snapshot.restore()
+            split = _gradients(parameters, losses_of, SPLIT, denominators)
+    finally:
         snapshot.restore()
-        split = _gradients(parameters, losses_of, SPLIT, denominators)
-    snapshot.restore()
     differences = {term: _relative(split[term], whole[term]) for term in whole}
     coupled = {term: difference for term, difference in differences.items() if difference > tolerance}
     modules = tuple(name for name, module in model.named_modules() if _normalises(module)) if coupled else ()

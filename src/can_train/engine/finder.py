@@ -32,6 +32,9 @@ _AIM: Final = 0.7
 _WORTHWHILE: Final = 0.01
 """Relative gain that is worth another trial."""
 
+_APART: Final = 1.05
+"""Ratio of two sizes from which their readings give a slope: between closer ones, round-off and noise do."""
+
 _CLOSE: Final = 0.07
 """Relative distance of the smallest failure at which the search by halves ends; half of it is lost on average."""
 
@@ -183,7 +186,8 @@ def _reach(readings: list[_Reading], peak_bytes: float) -> float:
     room = peak_bytes - peak
     if room <= 0:
         return size
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(readings[-3:])]
+    readings = _apart(readings)
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(readings)]
     # Through the origin: the steepest law that has no negative base, so a safe size rather than the largest.
     safe = max(size * peak_bytes / peak, size + 1.0)
     if not slopes:
@@ -194,7 +198,16 @@ def _reach(readings: list[_Reading], peak_bytes: float) -> float:
     if len(slopes) == 1 or slopes[1] <= slopes[0]:
         return size + room / slopes[-1]
     # Where the readings bend up, the parabola through them (Newton's form), solved for the step beyond the last.
-    (first, _), (second, _) = readings[-3:-1]
+    (first, _), (second, _), _ = readings
     bend = (slopes[1] - slopes[0]) / (size - first)
     slope = slopes[1] + bend * (size - second)
     return size + 2 * room / (slope + math.sqrt(slope**2 + 4 * bend * room))
+
+
+def _apart(readings: list[_Reading]) -> list[_Reading]:
+    """The last reading and up to two before it, each far enough from the next to give a slope."""
+    kept = readings[-1:]
+    for reading in reversed(readings[:-1]):
+        if len(kept) < 3 and reading[0] * _APART <= kept[0][0]:
+            kept.insert(0, reading)
+    return kept

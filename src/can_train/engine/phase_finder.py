@@ -75,7 +75,11 @@ def find_phase_limit(probed: Probed, measure: Measure, order: BatchCosts, *, upp
     """
     model, mean_totals = probed.model, tuple(order.mean_counts().tolist())
     free = room.capacity_bytes - model.base_bytes
-    predicted = CAUTION * (free - room.slack_bytes) - model.half_width(typical_totals(model, mean_totals, free))
+    likely = CAUTION * (free - room.slack_bytes)
+    # What the probes leave open may be more than what they have shown to fit: half-way up is then worth a trial.
+    predicted = max(
+        likely - model.half_width(typical_totals(model, mean_totals, free)), (likely + probed.largest_cost) / 2
+    )
     unit = upper / UNITS
     trial = _Trial(probed, measure, order, unit)
     # The probes have shown that their cost fits, and are the first reading of the search.

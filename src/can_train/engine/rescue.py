@@ -19,8 +19,10 @@ from can_train.policy.packing import BatchCosts, PartLimit, cut
 FIRST_WAIT_S: Final = 0.1
 """Pause before what cannot be split is run again, doubling each time. Another process may give memory back."""
 
-ROOM_SHARE: Final = 0.97
-"""Share of what others have left that parts take: the allocator holds a little more than what is in use."""
+ROOM_SHARES: Final = (0.97, 0.85, 0.7, 0.5)
+"""Shares of what others have left that parts take, the next one after each out-of-memory: the allocator holds more than
+what is in use, and the more so the less room it has.
+"""
 
 _WHY: Final = {
     True: "Memory ran out{times} for samples that may not be split further",
@@ -101,7 +103,6 @@ class Rescue:
         base_bytes: As given; may be set anew.
         proven: Largest cost that was seen to fit; 0 where nobody searched.
         backoff: How large parts may be for now.
-        crowded: Whether others hold memory that was there before: parts then keep to what is left.
         ooms: Out-of-memories survived so far.
     """
 
@@ -119,7 +120,7 @@ class Rescue:
         self.proven = 0.0
         self._wait = wait
         self.backoff = Backoff()
-        self.crowded = False
+        self._crowded = 0
         self.ooms = 0
 
     def run(
@@ -162,10 +163,10 @@ class Rescue:
     def _in_force(self, batch: BatchCosts, limit: PartLimit) -> PartLimit:
         """What a part may hold by now."""
         cost = min(limit.cost, self.backoff.limit)
-        if self.crowded:
-            room = self._room()
-            self.crowded = room < min(cost, batch.cost(0, len(batch)))
-            cost = min(cost, room) if self.crowded else cost
+        if self._crowded and self._left() >= min(cost, batch.cost(0, len(batch))):
+            self._crowded = 0
+        if self._crowded:
+            cost = min(cost, ROOM_SHARES[self._crowded - 1] * self._left())
         return replace(limit, cost=cost)
 
     def _after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> list[int]:
@@ -174,22 +175,32 @@ class Rescue:
         if not self._settings.adaptive:
             return [stop - start]
         limit = replace(limit, equal=False)
-        rest = batch.part(start, len(batch))
-        cost = batch.cost(start, stop)
-        if 0 < self._room() < cost:
-            self.crowded = True
+        rest, cost = batch.part(start, len(batch)), batch.cost(start, stop)
+        if self._crowds(cost, min(limit.cost, self.backoff.limit)):
             return list(cut(rest, self._in_force(rest, limit)))
         self.backoff = self.backoff.after_oom(cost, factor=self._settings.factor, proven=self.proven)
         in_force = self._in_force(rest, limit)
         narrow = replace(in_force, cost=min(in_force.cost, cost / self._settings.factor))
-        later = batch.part(stop, len(batch))
-        return [*cut(batch.part(start, stop), narrow), *(cut(later, in_force) if len(later) else ())]
+        first = cut(batch.part(start, stop), narrow)[0]
+        later = batch.part(start + first, len(batch))
+        return [first, *(cut(later, in_force) if len(later) else ())]
 
-    def _room(self) -> float:
-        """Cost that should fit into what others have left; infinite where nothing is known of what is needed beside."""
-        if self.base_bytes is None:
-            return math.inf
-        return ROOM_SHARE * (self._meter.available_bytes() - self.base_bytes)
+    def _crowds(self, cost: float, planned: float) -> bool:
+        """Decides whether a failure is others' doing: they hold memory that was there before. Parts then keep to what is
+        left for as long as that lasts, which says nothing of what fits without them.
+        """
+        left = self._left()
+        if left <= 0 or left >= max(cost, planned):
+            return False
+        while self._crowded < len(ROOM_SHARES):
+            self._crowded += 1
+            if ROOM_SHARES[self._crowded - 1] * left < cost:
+                return True
+        return False
+
+    def _left(self) -> float:
+        """Cost that others leave room for; infinite where nothing is known of what is needed beside."""
+        return math.inf if self.base_bytes is None else self._meter.available_bytes() - self.base_bytes
 
     def _retry(self, batch: BatchCosts, start: int, stop: int, retries: int, failure: "_OutOfMemory") -> None:
         """Waits for memory that may be another process's; gives up after a few times."""

@@ -18,6 +18,7 @@ from can_train.engine.snapshot import Snapshot
 from can_train.memory.blocks import LARGE_PAGE_BYTES
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
+from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.memory.probes import fit_by_probes
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
@@ -100,15 +101,25 @@ class Explorer:
 
     def coupling(self) -> Coupling:
         """Measures whether samples of a batch influence each other's gradient."""
-        rows = np.resize(self.rows, sum(SPLIT))
-        batch = self._batch(rows, coupled=True)
-        return measure_coupling(
-            self.model.train(),
-            lambda start, stop: self._losses(batch, start, stop),
-            batch.denominators,
-            device=self.meter.device,
-            half=self._precision.autocast is not None,
-        )
+        batch = self._batch(self._small_samples(sum(SPLIT)), coupled=True)
+        try:
+            return measure_coupling(
+                self.model.train(),
+                lambda start, stop: self._losses(batch, start, stop),
+                batch.denominators,
+                device=self.meter.device,
+                half=self._precision.autocast is not None,
+            )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self.meter.release()
+        return Coupling(terms={}, modules=(), drops=False, measured=False)
+
+    def _small_samples(self, size: int) -> NDArray[np.int64]:
+        """Rows of samples below the middle, which need little memory and have something of everything."""
+        ranked = self.rows[np.argsort(self._counts[:, 0], kind="stable")]
+        return np.resize(ranked[len(ranked) // 4 :], size)
 
     def _phases(self, state: list[Tensor], upper: Upper) -> tuple[PhaseLimit, PhaseLimit]:
         aside = [torch.zeros_like(parameter) for parameter in self._parameters]
