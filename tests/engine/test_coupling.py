@@ -10,6 +10,7 @@ from can_train.engine.coupling import SPLIT, Coupling, NoDropout, measure_coupli
 
 CPU = torch.device("cpu")
 SAMPLES = sum(SPLIT)
+RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 X = torch.randn(SAMPLES, 4, 6, generator=torch.Generator().manual_seed(0))
 
 
@@ -28,9 +29,9 @@ class Computes(nn.Module):
 class Recurrent(nn.Module):
     """Two layers with dropout between them, on padded or on packed sequences."""
 
-    def __init__(self, kind: type[nn.RNNBase], *, dropout: float, packed: bool) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], *, dropout: float, packed: bool) -> None:
         super().__init__()
-        self.layers = kind(6, 5, num_layers=2, dropout=dropout, batch_first=True)  # type: ignore[call-arg]
+        self.layers = kind(6, 5, num_layers=2, dropout=dropout, batch_first=True)
         self._packed = packed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def test_only_the_terms_that_are_coupled_are_named() -> None:
         Computes(lambda h: F.scaled_dot_product_attention(h, h, h, None, 0.5)),
         Attending(0.5),
         nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True),
-        *(Recurrent(kind, dropout=0.5, packed=packed) for kind in (nn.LSTM, nn.GRU, nn.RNN) for packed in (False, True)),
+        *(Recurrent(kind, dropout=0.5, packed=packed) for kind in RECURRENT for packed in (False, True)),
     ],
     ids=lambda model: type(model).__name__,
 )
@@ -151,8 +152,8 @@ def test_dropout_that_is_off_is_not_seen(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_without_dropout_a_pass_is_what_it_is_without_it(kind: type[nn.RNNBase], packed: bool) -> None:
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_without_dropout_a_pass_is_what_it_is_without_it(kind: Callable[..., nn.RNNBase], packed: bool) -> None:
     torch.manual_seed(0)
     with_dropout = Recurrent(kind, dropout=0.5, packed=packed)
     without = Recurrent(kind, dropout=0.0, packed=packed)

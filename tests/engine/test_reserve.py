@@ -106,7 +106,7 @@ def test_garbage_is_collected_before_anybody_waits(meter: SimulatedMeter) -> Non
 
 
 def stepped(capacity_mib: float, *, guarded: bool) -> tuple[int, bool]:
-    """Takes the first step of AdamW on three small parameters and a large one: (how many changed, whether all went well)."""
+    """Takes AdamW's first step on three small parameters and a large one: (how many changed, whether all went well)."""
     parameters = [nn.Parameter(torch.zeros(size, size)) for size in (256, 256, 256, 512)]
     make = partial(torch.optim.AdamW, foreach=False)
     optimizer, needs = make(parameters), measure_optimizer(parameters, make)

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -52,7 +53,11 @@ class Device:
 
 def straight(positions: Positions) -> float:
     nodes, edges = COUNTS[positions].sum(axis=0)
-    return BASE + A_NODE * nodes + AN_EDGE * edges
+    return float(BASE + A_NODE * nodes + AN_EDGE * edges)
+
+
+def uneven(sizes: NDArray[np.float64], positions: Positions) -> float:
+    return BASE + A_NODE * float(sizes[positions].sum())
 
 
 def assert_law_found(probed: Probed, base: float = BASE) -> None:
@@ -69,7 +74,7 @@ def test_two_rounds_that_agree_are_enough() -> None:
 
 
 def test_padded_features_are_found_too() -> None:
-    device = Device(lambda positions: 5e6 + batch_totals(TEXTS, TOKENS[positions]) @ [2_000.0, 100.0])
+    device = Device(lambda positions: 5e6 + float(batch_totals(TEXTS, TOKENS[positions]) @ [2_000.0, 100.0]))
     probed = device.probed(TEXTS, TOKENS)
     assert probed.model.coefficients == pytest.approx((2_000, 100), rel=1e-3)
 
@@ -85,7 +90,7 @@ def test_peaks_that_never_grow_are_given_up_after_the_last_round() -> None:
     device = Device(lambda positions: 500e6)
     probed = device.probed()
     assert max(device.sizes) == 2 * SMALLEST_PROBE * ROUNDS[-1]
-    assert (probed.model.base_bytes, probed.model.coefficients) == (pytest.approx(500e6), (1.0, 1.0))
+    assert (*probed.model.coefficients, probed.model.base_bytes) == pytest.approx((1.0, 1.0, 500e6))
 
 
 @pytest.mark.parametrize("spread", [0.5, 1.5])
@@ -95,7 +100,7 @@ def test_features_that_do_not_explain_the_peaks_are_found(spread: float, highest
     for seed in range(20):
         rng = np.random.default_rng(seed)
         sizes = np.ceil(20 * rng.lognormal(0, spread, 2_000))
-        device = Device(lambda positions, sizes=sizes: BASE + A_NODE * sizes[positions].sum())
+        device = Device(partial(uneven, sizes))
         lie = rng.integers(1, highest, (2_000, 1), endpoint=True).astype(np.float64)
         found += not device.probed((Feature("nodes"),), lie).model.explains
         assert device.probed((Feature("nodes"),), sizes[:, None]).model.explains

@@ -16,7 +16,7 @@ def epochs(**changed: Any) -> Epochs:
 
 
 def seen(epochs: Epochs, epoch: int) -> list[int]:
-    return np.concatenate(epochs.steps(epoch)).tolist()
+    return [int(row) for step in epochs.steps(epoch) for row in step]
 
 
 def test_every_sample_is_seen_once_an_epoch_the_last_step_on_fewer() -> None:
