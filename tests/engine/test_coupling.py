@@ -82,6 +82,7 @@ def test_batch_normalisation_is_named() -> None:
 
 def test_batch_normalisation_that_is_frozen_couples_nothing() -> None:
     assert measured(mlp(nn.BatchNorm1d(8).eval())) == Coupling(terms={}, modules=(), drops=False)
+    assert measured(mlp(nn.BatchNorm1d(8).eval(), nn.BatchNorm1d(8))).modules == ("3",)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,21 @@ def test_without_dropout_attention_is_what_it_is_without_it() -> None:
     assert not torch.allclose(with_dropout(X), without(X))
     with NoDropout():
         assert torch.allclose(with_dropout(X), without(X))
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5),
+        lambda q: F.scaled_dot_product_attention(q, q, q, None, 0.5),
+    ],
+    ids=["by name", "by position"],
+)
+def test_without_dropout_attention_as_a_function_is_what_it_is_without_it(attend: Callable[[Tensor], Tensor]) -> None:
+    plain = F.scaled_dot_product_attention(X, X, X)
+    assert not torch.allclose(attend(X), plain)
+    with NoDropout():
+        assert torch.allclose(attend(X), plain)
 
 
 def test_half_precision_has_a_tolerance_of_its_own() -> None:

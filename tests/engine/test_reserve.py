@@ -34,7 +34,9 @@ def test_the_place_of_the_state_is_held_until_the_step(meter: SimulatedMeter) ->
     held = reserve(meter)
     assert (meter.allocated_bytes(), held.tensors) == (0, [])
     held.hold()
+    kept = take(30)
     held.hold()
+    del kept
     assert meter.allocated_bytes() == sum(tensor.nbytes for tensor in held.tensors) == 20 * MIB
     held.before_step()
     assert (meter.allocated_bytes(), held.tensors) == (0, [])

@@ -63,3 +63,23 @@ def test_half_precision_weights_have_half_precision_state() -> None:
     memory = measure_optimizer(halves, partial(torch.optim.AdamW, foreach=False))
     assert memory.parameter_bytes == LAYER_BYTES / 2
     assert memory.state_bytes == pytest.approx(LAYER_BYTES, rel=0.01)
+
+
+class Later(torch.optim.SGD):
+    """Needs 1 MiB for a moment in one of its steps."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, hungry: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self._left = hungry
+
+    def step(self, closure: Any = None) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            torch.empty(2**20, dtype=torch.uint8)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("hungry", [1, 2])
+def test_what_only_the_first_or_only_a_later_step_needs_counts(hungry: int) -> None:
+    memory = measure_optimizer(layers(), partial(Later, hungry=hungry))
+    assert (memory.state_bytes, memory.transient_bytes) == (0, 2**20)

@@ -22,6 +22,7 @@ TOTALS = np.array(
     dtype=np.float64,
 )  # fmt: skip
 
+rows_of_two = st.tuples(st.floats(1.0, 10**4), st.floats(1.0, 10**4))
 coefficients = st.just(0.0) | st.floats(10.0, 10**6)
 laws = st.tuples(coefficients, coefficients, coefficients)
 
@@ -83,6 +84,13 @@ def test_peaks_that_do_not_grow_leave_a_byte_a_unit() -> None:
     model = simple([50e6, 50e6, 50e6], [10, 20, 30])
     assert (*model.coefficients, model.base_bytes) == pytest.approx((1.0, 50e6))
     assert model.explains
+
+
+@given(totals=st.lists(rows_of_two, min_size=1, max_size=20), peak=st.integers(1, 10**11))
+def test_round_off_is_no_coefficient(totals: list[tuple[float, float]], peak: int) -> None:
+    model = fit_cost_model(GRAPHS, np.array(totals), np.full(len(totals), float(peak)))
+    shares = np.array(model.coefficients) * np.array(totals).max(axis=0) / peak
+    assert model.coefficients == (1.0, 1.0) or (shares[shares > 0] > 1e-9).all()
 
 
 def test_peaks_that_fall_leave_a_byte_a_unit_and_are_not_explained() -> None:
