@@ -121,7 +121,7 @@ def test_every_step_gets_through_whatever_memory_comes_and_goes(
         before = training.ooms
         for _ in range(stretch):
             training.step(capacity)
-            assert 0 < training.backoff.limit
+            assert training.backoff.limit > 0
             assert training.backoff.held < training.backoff.failed
         assert training.ooms - before <= math.log(2 * PLANNED, factor) + 2 + stretch / QUIET_STEPS * 2
 

@@ -87,6 +87,11 @@ def test_round_off_does_not_end_a_part() -> None:
     assert batch.reach(0, 0.3 * (1 - 1e-6)) == 2
 
 
+@pytest.mark.parametrize("features", [SUMMED, PADDED])
+def test_samples_that_cost_nothing_fit_anywhere(features: tuple[Feature, ...]) -> None:
+    assert BatchCosts(np.zeros((5, 2)), features, (1.0, 1.0)).reach(0, 0) == 5
+
+
 @given(batch=batches, limit=limits)
 def test_every_sample_is_in_one_part_in_order(batch: BatchCosts, limit: PartLimit) -> None:
     sizes = cut(batch, limit)

@@ -28,9 +28,14 @@ _DROPOUTS: Final = frozenset(
 )  # fmt: skip
 """Functions that drop activations, in torch and torch.nn.functional."""
 
-_WITH_DROPOUT: Final = {"scaled_dot_product_attention": ("dropout_p", 4),
-                        "multi_head_attention_forward": ("dropout_p", 10), "lstm": ("dropout", 6), "gru": ("dropout", 6),
-                        "rnn_tanh": ("dropout", 6), "rnn_relu": ("dropout", 6)}  # fmt: skip
+_WITH_DROPOUT: Final = {
+    "scaled_dot_product_attention": ("dropout_p", 4),
+    "multi_head_attention_forward": ("dropout_p", 10),
+    "lstm": ("dropout", 6),
+    "gru": ("dropout", 6),
+    "rnn_tanh": ("dropout", 6),
+    "rnn_relu": ("dropout", 6),
+}
 """Functions that also drop activations: the argument's name and its position. Recurrent layers are given packed
 sequences with one argument less in front."""
 

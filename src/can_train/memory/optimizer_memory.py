@@ -48,9 +48,8 @@ def measure_optimizer(
         before = tracker.live_bytes
         optimizer.step()
         state_bytes = tracker.live_bytes - before
-        first_peak = tracker.peak_bytes
         optimizer.step()
-        transient_bytes = max(tracker.peak_bytes, first_peak) - tracker.live_bytes
+        transient_bytes = tracker.peak_bytes - tracker.live_bytes
     return OptimizerMemory(
         parameter_bytes=parameter_bytes, state_bytes=max(state_bytes, 0), transient_bytes=max(transient_bytes, 0)
     )

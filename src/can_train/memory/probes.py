@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError
 from can_train.memory.out_of_memory import is_out_of_memory
-from can_train.policy.cost_model import CostModel, fit_cost_model
+from can_train.policy.cost_model import ALLOCATION_QUANTUM, EXPLAINED, CostModel, fit_cost_model
 from can_train.policy.features import Feature, batch_totals
 from can_train.policy.probe_choice import ROUNDS, SMALLEST_PROBE, extreme_samples
 
@@ -26,7 +26,7 @@ PROBE_SHARE: Final = 0.5
 _DROPPED: Final = (0.0, 0.25, 0.5, 0.7)
 """Shares of the readings, smallest first, that are left out to find a law."""
 
-_Readings = list[tuple[NDArray[np.float64], float]]
+_Reading = tuple[NDArray[np.float64], float]
 """(batch totals [F], peak in bytes)."""
 
 
@@ -51,7 +51,7 @@ def fit_by_probes(
     Raises:
         DoesNotFitError: Not even the smallest probe fits.
     """
-    readings: _Readings = []
+    readings: list[_Reading] = []
     for multiple in ROUNDS:
         before = len(readings)
         complete = _round(measure, features, counts, SMALLEST_PROBE * multiple, readings)
@@ -89,7 +89,7 @@ def _round(
     features: Sequence[Feature],
     counts: NDArray[np.float64],
     size: int,
-    readings: _Readings,
+    readings: list[_Reading],
 ) -> bool:
     """Runs the probes of one size and adds to the readings; False where one runs out of memory, which ends it."""
     for positions in extreme_samples(counts, size):
@@ -109,25 +109,34 @@ def _attempt(measure: Callable[[NDArray[np.int64]], int], positions: NDArray[np.
         return None
 
 
-def _fit(features: Sequence[Feature], readings: _Readings) -> CostModel:
+def _fit(features: Sequence[Feature], readings: list[_Reading]) -> CostModel:
     """Fits a law to the readings, without the smallest ones where it is that which makes it hold.
 
     Below some size the peak is another moment's (the gradients of the weights, at the end of a backward pass), which
     does not grow with the batch. The larger moment of several straight lines bends upwards, so it is the small probes
-    that lie off.
+    that lie off, above the law.
     """
     ordered = sorted(readings, key=lambda reading: reading[1])
     needed = len(features) + 2
     models = []
     for share in _DROPPED:
-        kept = ordered[int(share * len(ordered)) :]
-        if share and len(kept) < needed:
+        dropped, kept = ordered[: int(share * len(ordered))], ordered[int(share * len(ordered)) :]
+        if share and len({tuple(totals) for totals, _ in kept}) < needed:
             break
-        totals = np.stack([total for total, _ in kept])
-        models.append(fit_cost_model(features, totals, np.asarray([peak for _, peak in kept])))
-        if models[-1].relative_residual <= AGREED:
-            return models[-1]
+        model = fit_cost_model(features, np.stack([totals for totals, _ in kept]), np.array([peak for _, peak in kept]))
+        if any(_lies_below(model, reading) for reading in dropped):
+            continue
+        models.append(model)
+        if model.relative_residual <= AGREED:
+            return model
     return min(models, key=lambda model: model.relative_residual)
+
+
+def _lies_below(model: CostModel, reading: _Reading) -> bool:
+    """Tells whether a reading is less than the law says: nothing larger hides the law there, it does not hold."""
+    totals, peak = reading
+    cost = float(totals @ np.asarray(model.coefficients))
+    return peak < model.base_bytes + cost - EXPLAINED * max(cost, ALLOCATION_QUANTUM)
 
 
 def _nothing_fits() -> DoesNotFitError:

@@ -132,14 +132,12 @@ def _subsets(columns: int) -> list[tuple[int, ...]]:
 def _least_squares(
     rows: NDArray[np.float64], peaks: NDArray[np.float64], columns: tuple[int, ...]
 ) -> tuple[NDArray[np.float64], float]:
-    """Returns the solution with only `columns` in use and its squared error; infinite where one is negative."""
+    """Returns the solution with only `columns` in use, none of them negative, and its squared error."""
     part, *_ = np.linalg.lstsq(rows[:, columns], peaks, rcond=None)
     solution = np.zeros(rows.shape[1])
     solution[list(columns)] = part
+    # Cut off, a solution with something negative fits worse than the one without that feature, which is tried as well.
     # Round-off makes tiny numbers, of either sign, of coefficients that are zero.
-    nothing = ROUND_OFF * float(peaks.max())
-    if np.any(solution < -nothing):
-        return solution, math.inf
-    solution[solution < nothing] = 0.0
+    solution[solution < ROUND_OFF * peaks.max()] = 0.0
     error = float(np.square(peaks - rows @ solution).sum())
     return solution, round(error / float(np.square(peaks).sum()), 18)

@@ -131,8 +131,9 @@ class PartLimit:
 def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:
     """Cuts a batch into micro-batches.
 
-    Uniform cost is solved for the fewest parts of nearly equal size, if that is not below the floor; else each part takes the samples that follow until
-    the next one would not fit (next-fit). A sample that alone costs more than the limit is a part by itself.
+    Uniform cost is solved for the fewest parts of nearly equal size, where that keeps to the floor; else each part
+    takes the samples that follow until the next one would not fit (next-fit). A sample that alone costs more than the
+    limit is a part by itself.
 
     >>> cut(BatchCosts.of_samples([5, 1, 1, 6, 2]), PartLimit(cost=7))
     (3, 1, 1)

@@ -26,7 +26,8 @@ def extreme_samples(counts: NDArray[np.float64], size: int) -> list[NDArray[np.i
 
     Returns:
         Positions [size] in `counts`, one array a probe: the largest and the smallest in each feature, the largest and
-        smallest ratio of each pair of features, and twice as many of the ordinary. Too few samples are repeated.
+        smallest ratio of each pair of features, the first ones as they come, and twice as many from the end. Too few
+        samples are repeated.
     """
     keys = [counts[:, f] for f in range(counts.shape[1]) if np.ptp(counts[:, f]) > 0]
     ratios = [a / np.maximum(b, 1.0) for i, a in enumerate(keys) for b in keys[:i]]
@@ -35,7 +36,9 @@ def extreme_samples(counts: NDArray[np.float64], size: int) -> list[NDArray[np.i
         order = np.argsort(key, kind="stable")
         chosen += [order[::-1], order]
     probes = [np.resize(order[:size], size) for order in chosen[1:]]
-    return [*_distinct(probes), np.resize(chosen[0], size), np.resize(chosen[0], 2 * size)]
+    # Samples that the features call alike, but others: only so a batch shows that the features do not say it all.
+    others = chosen[0][::-1]
+    return [*_distinct(probes), np.resize(chosen[0], size), np.resize(others, 2 * size)]
 
 
 def _distinct(probes: list[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
