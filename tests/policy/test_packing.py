@@ -100,6 +100,12 @@ def test_every_sample_is_in_one_part_in_order(batch: BatchCosts, limit: PartLimi
     assert max(sizes) <= (limit.samples or len(batch))
 
 
+def test_parts_hold_no_more_samples_than_they_may() -> None:
+    batch = BatchCosts.of_samples([1, 2, 1, 2, 1])
+    assert cut(batch, PartLimit(samples=2)) == (2, 2, 1)
+    assert cut(batch, PartLimit(samples=2, floor=4)) == (2, 2, 1)
+
+
 @given(batch=batches, limit=st.integers(0, 20_000))
 def test_no_part_is_over_the_limit_but_a_sample_that_is_so_alone(batch: BatchCosts, limit: int) -> None:
     sizes = cut(batch, PartLimit(cost=limit))
