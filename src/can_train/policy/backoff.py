@@ -14,7 +14,7 @@ QUIET_STEPS: Final = 20
 MAX_QUIET_STEPS: Final = 2000
 """Longest wait: it doubles with each attempt to grow that failed."""
 
-CLOSE: Final = 0.1
+CLOSE: Final = 0.05
 """Relative distance between what fits and what failed below which growing between them is not worth a failure."""
 
 RETREAT: Final = 0.9
@@ -78,7 +78,7 @@ class Backoff:
             limit = min((self.limit + self.failed) / 2, factor * self.limit)
             # Where nothing has failed since the last growth, that one went well: there is no reason left to wait.
             patience = QUIET_STEPS if self.failed == math.inf else self.patience
-            grown = replace(self, limit=limit, held=self.limit, quiet=0, patience=patience)
+            grown = replace(self, limit=limit, held=self.limit, quiet=0, patience=patience, surprises=0)
         else:
             # What failed then may fit now: the memory may have been another process's. Trying it costs a rescue, so
             # the wait for the next such try doubles.
