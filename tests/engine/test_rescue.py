@@ -16,12 +16,30 @@ from can_train.engine.rescue import Part, PartDoesNotFitError, Rescue, RescueSet
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import SimulatedMeter
 from can_train.policy.backoff import QUIET_STEPS
+from can_train.policy.cost_model import CostModel
+from can_train.policy.device_limits import DeviceLimits, PhaseLimit
+from can_train.policy.features import Feature
 from can_train.policy.limits import SplitRules
 from can_train.policy.packing import BatchCosts, PartLimit
 from costly import Costly
 
 MIB = 2**20
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 1.00 GiB."
+
+
+def phase(base_bytes: int, tuned_limit: float = 0.0) -> PhaseLimit:
+    """What a search would have found where a unit of cost is a byte."""
+    model = CostModel(
+        features=(Feature("bytes"),),
+        coefficients=(1.0,),
+        base_bytes=base_bytes,
+        sigma_bytes=512,
+        covariance=((0.0, 0.0), (0.0, 0.0)),
+        relative_residual=0.0,
+    )
+    return PhaseLimit(
+        model=model, tuned_limit=tuned_limit, capped=False, trials=1, ooms=0, measured_ratio=1.0, mean_totals=(1.0,)
+    )
 
 
 class Noted:
@@ -56,7 +74,7 @@ class Device:
 
     def run(self, settings: RescueSettings | None = None, limit: PartLimit | None = None) -> list[Part[Any]]:
         meter = SimulatedMeter(64 * MIB, expandable=True)
-        self.rescue = Rescue(meter, settings or RescueSettings(), base_bytes=60 * MIB, wait=self.wait)
+        self.rescue = Rescue(meter, settings or RescueSettings(), phase=phase(60 * MIB), wait=self.wait)
         return list(self.rescue.run(self.batch, limit or PartLimit(), self.attempt, lambda: self.noted))
 
 
@@ -174,15 +192,17 @@ def test_nothing_of_a_failed_attempt_is_held_when_the_next_one_starts() -> None:
 
 
 class Wide(nn.Module):
-    """Takes 3 MiB a sample, and as much again on the way back."""
+    """Takes 3 MiB a sample, and as much again on the way back; the next pass takes `more_bytes` once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
         self.second = nn.Parameter(torch.ones(1))
+        self.more_bytes = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = Costly.apply(x * self.weight * self.second, 3 * len(x) * MIB)
+        more, self.more_bytes = self.more_bytes, 0
+        hidden: torch.Tensor = Costly.apply(x * self.weight * self.second, 3 * len(x) * MIB + more)
         return hidden
 
 
@@ -194,13 +214,14 @@ class SmallGpu:
         with self.meter.active():
             self.model = Wide()
         self.batcher = MicroBatcher(self.model, meter=self.meter, rescue=RescueSettings(**settings))
+        self.cost = BatchCosts.uniform(16)
 
-    def step(self, samples: int = 16) -> tuple[int, ...]:
+    def step(self) -> tuple[int, ...]:
         def losses_of(start: int, stop: int) -> Losses:
             return {"loss": (self.model(torch.ones(stop - start)).sum(), float(stop - start))}
 
         with self.meter.active():
-            result = self.batcher.run(losses_of, samples)
+            result = self.batcher.run(losses_of, self.cost)
             self.model.zero_grad()
         self.batcher.stepped()
         return result.micro_batches
@@ -305,4 +326,39 @@ def test_the_limit_in_force_is_in_the_state() -> None:
 def test_a_plan_is_rescued_beyond_its_number_of_splits() -> None:
     gpu = SmallGpu(64)
     gpu.batcher.rules = SplitRules(target=8.0, max_splits=2)
-    assert len(gpu.step(32)) > 2
+    gpu.cost = BatchCosts.uniform(32)
+    assert len(gpu.step()) > 2
+
+
+def tuned_gpu() -> SmallGpu:
+    """200 MiB, of which a search found 180 to be fillable; a sample costs 6."""
+    gpu = SmallGpu(200)
+    training = phase(0, tuned_limit=180 * MIB)
+    limits = DeviceLimits(
+        device_key="sim", capacity_bytes=200 * MIB, training=training, evaluation=training, optimizer_peak_bytes=0
+    )
+    gpu.batcher.use(SplitRules(safe_limit=180 * MIB, tuned_limit=180 * MIB), limits)
+    gpu.cost = BatchCosts.of_samples([6 * MIB] * 60)
+    return gpu
+
+
+def test_parts_keep_to_what_others_leave_for_as_long_as_they_are_there() -> None:
+    gpu = tuned_gpu()
+    assert gpu.step() == (30, 30)
+    gpu.meter.release()
+    gpu.others_take(100)
+    crowded = gpu.step()
+    ooms = gpu.batcher.ooms
+    assert ooms > 0
+    assert max(crowded) * 6 <= 100
+    assert gpu.step() == gpu.step()
+    assert gpu.batcher.ooms == ooms
+    gpu.others_take(0)
+    assert gpu.step() == (30, 30)
+
+
+def test_a_surprise_at_a_cost_that_did_fit_makes_later_parts_a_little_smaller() -> None:
+    gpu = tuned_gpu()
+    gpu.model.more_bytes = 40 * MIB
+    assert gpu.step() == (15, 23, 22)
+    assert gpu.batcher.ooms == 1

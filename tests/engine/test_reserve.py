@@ -1,4 +1,5 @@
 import gc
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,8 @@ from can_train.memory.meters import SimulatedMeter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
 
 MIB = 2**20
-NEEDS = OptimizerMemory(parameter_bytes=10 * MIB, state_bytes=20 * MIB, transient_bytes=10 * MIB)
+PIECES = (4 * MIB, 4 * MIB, 2 * MIB)
+NEEDS = OptimizerMemory(parameter_bytes=10 * MIB, state_bytes=20 * MIB, transient_bytes=10 * MIB, tensor_bytes=PIECES)
 
 
 @pytest.fixture
@@ -76,7 +78,10 @@ def test_of_a_state_that_is_there_only_what_is_missing_is_held(meter: SimulatedM
     resumed = reserve(meter, held_bytes=20 * MIB)
     resumed.hold()
     assert resumed.tensors == []
-    resumed.expect(OptimizerMemory(parameter_bytes=0, state_bytes=25 * MIB, transient_bytes=0), held_bytes=20 * MIB)
+    resumed.expect(
+        OptimizerMemory(parameter_bytes=0, state_bytes=25 * MIB, transient_bytes=0, tensor_bytes=PIECES),
+        held_bytes=20 * MIB,
+    )
     resumed.hold()
     assert meter.allocated_bytes() == 5 * MIB
 
@@ -133,3 +138,15 @@ def test_a_step_is_taken_wholly_or_not_at_all(capacity_mib: int) -> None:
 def test_a_step_with_room_is_taken_and_one_that_nothing_made_sure_of_stops_half_way() -> None:
     assert stepped(40, guarded=True) == (4, True)
     assert stepped(8, guarded=False) == (3, False)
+
+
+def test_room_in_pieces_serves_an_optimizer_that_works_in_pieces(meter: SimulatedMeter) -> None:
+    blocks = [take(4) for _ in range(15)]
+    del blocks[::2]
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        take(10)
+    needs = replace(NEEDS, state_bytes=0)
+    OptimizerReserve(needs, meter, wait=lambda seconds: None).before_step()
+    whole = replace(needs, tensor_bytes=(10 * MIB,))
+    with pytest.raises(DoesNotFitError, match=r"10\.0 MiB cannot be had"):
+        OptimizerReserve(whole, meter, wait=lambda seconds: None).before_step()

@@ -16,6 +16,7 @@ from can_train.engine.snapshot import Snapshot
 from can_train.errors import ArgumentError
 from can_train.memory.meters import Meter, open_meter
 from can_train.policy.backoff import Backoff
+from can_train.policy.device_limits import DeviceLimits
 from can_train.policy.limits import SplitRules
 from can_train.policy.packing import BatchCosts, PartLimit
 
@@ -70,7 +71,7 @@ class MicroBatcher:
         meter: Of the device that the model is on; None opens one.
         rules: How batches are cut; nothing is cut before memory runs out where none are given.
         rescue: What may be done about an out-of-memory.
-        base_bytes: What is on the device beside a batch; None: unknown.
+        limits: What is known of batches on the device; None: nothing.
     """
 
     def __init__(
@@ -80,18 +81,19 @@ class MicroBatcher:
         meter: Meter | None = None,
         rules: SplitRules | None = None,
         rescue: RescueSettings | None = None,
-        base_bytes: float | None = None,
+        limits: DeviceLimits | None = None,
     ) -> None:
         self._model = model
         self._meter = meter or open_meter(str(next(model.parameters()).device))
         self._settings = rescue or RescueSettings()
         self.rules = rules or SplitRules()
-        self._rescue = Rescue(self._meter, self._settings, base_bytes=base_bytes)
+        self._rescue = Rescue(self._meter, self._settings)
         # Evaluation costs less a sample, so what training learned of sizes says nothing of its own.
         self._evaluation = Rescue(self._meter, self._settings)
         self._trainable = self._signature()
         self._planned = 0.0
         self._pressure = _Pressure(self._meter)
+        self.use(self.rules, limits)
 
     def run(
         self,
@@ -129,7 +131,6 @@ class MicroBatcher:
             }
 
         limit = self.rules.limit_for(costs)
-        self._rescue.proven = self.rules.proven
         before = self._rescue.ooms
         sizes: list[int] = []
         largest = 0.0
@@ -191,10 +192,11 @@ class MicroBatcher:
         self._planned = state["planned"]
         self._rescue.ooms = state["ooms"]
 
-    def use(self, rules: SplitRules, base_bytes: float | None) -> None:
-        """Takes other rules and another base from now on: the device was looked at anew."""
+    def use(self, rules: SplitRules, limits: DeviceLimits | None) -> None:
+        """Takes other rules and limits from now on: the device was looked at anew."""
         self.rules = rules
-        self._rescue.base_bytes = base_bytes
+        self._rescue.phase = None if limits is None else limits.training
+        self._evaluation.phase = None if limits is None else limits.evaluation
 
     def _undoable(self) -> "_GradientsAside":
         return _GradientsAside(self._model, self._meter.device)

@@ -14,6 +14,7 @@ from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.policy.backoff import Backoff
 from can_train.policy.cards import GIB, cards_that_hold
+from can_train.policy.device_limits import PhaseLimit
 from can_train.policy.packing import BatchCosts, PartLimit, cut
 
 FIRST_WAIT_S: Final = 0.1
@@ -96,12 +97,11 @@ class Rescue:
     Args:
         meter: Of the device.
         settings: What may be done.
-        base_bytes: What is on the device beside a batch; None: unknown.
+        phase: What is known of batches on the device; None: nothing.
         wait: Sleeps some seconds.
 
     Attributes:
-        base_bytes: As given; may be set anew.
-        proven: Largest cost that was seen to fit; 0 where nobody searched.
+        phase: As given; may be set anew.
         backoff: How large parts may be for now.
         ooms: Out-of-memories survived so far.
     """
@@ -111,13 +111,12 @@ class Rescue:
         meter: Meter,
         settings: RescueSettings,
         *,
-        base_bytes: float | None = None,
+        phase: PhaseLimit | None = None,
         wait: Callable[[float], object] = time.sleep,
     ) -> None:
         self._meter = meter
         self._settings = settings
-        self.base_bytes = base_bytes
-        self.proven = 0.0
+        self.phase = phase
         self._wait = wait
         self.backoff = Backoff()
         self._crowded = 0
@@ -139,7 +138,8 @@ class Rescue:
         """
         floor = replace(limit, floor=max(limit.floor, self._settings.floor))
         start, retries = 0, 0
-        sizes = list(cut(batch, self._in_force(batch, floor)))
+        self._welcome(floor)
+        sizes = self._cut(batch, 0, floor)
         while sizes:
             stop = start + sizes[0]
             undoable = prepare()
@@ -148,7 +148,7 @@ class Rescue:
                 undoable.keep()
                 yield Part(start=start, stop=stop, result=result)
                 start, retries = stop, 0
-                del sizes[0]
+                sizes = self._cut(batch, start, floor) if self._welcome(floor) else sizes[1:]
                 continue
             undoable.undo()
             # Both hold tensors of the failed attempt, whose memory the next one needs.
@@ -160,30 +160,35 @@ class Rescue:
                 self._retry(batch, start, stop, retries, result)
             sizes = finer
 
-    def _in_force(self, batch: BatchCosts, limit: PartLimit) -> PartLimit:
+    def _cut(self, batch: BatchCosts, start: int, limit: PartLimit) -> tuple[int, ...]:
+        """Cuts what is left of a batch from a sample on."""
+        rest = batch.part(start, len(batch))
+        return cut(rest, self._in_force(limit)) if len(rest) else ()
+
+    def _in_force(self, limit: PartLimit) -> PartLimit:
         """What a part may hold by now."""
-        cost = min(limit.cost, self.backoff.limit)
-        if self._crowded and self._left() >= min(cost, batch.cost(0, len(batch))):
-            self._crowded = 0
+        cost = self._planned(limit)
         if self._crowded:
             cost = min(cost, ROOM_SHARES[self._crowded - 1] * self._left())
         return replace(limit, cost=cost)
 
-    def _after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> list[int]:
+    def _planned(self, limit: PartLimit) -> float:
+        return min(limit.cost, self.backoff.limit)
+
+    def _after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> tuple[int, ...]:
         """Decides how what failed and all that is left to do is cut from now on."""
         self.ooms += 1
         if not self._settings.adaptive:
-            return [stop - start]
+            return (stop - start,)
         limit = replace(limit, equal=False)
-        rest, cost = batch.part(start, len(batch)), batch.cost(start, stop)
-        if self._crowds(cost, min(limit.cost, self.backoff.limit)):
-            return list(cut(rest, self._in_force(rest, limit)))
-        self.backoff = self.backoff.after_oom(cost, factor=self._settings.factor, proven=self.proven)
-        in_force = self._in_force(rest, limit)
-        narrow = replace(in_force, cost=min(in_force.cost, cost / self._settings.factor))
-        first = cut(batch.part(start, stop), narrow)[0]
-        later = batch.part(start + first, len(batch))
-        return [first, *(cut(later, in_force) if len(later) else ())]
+        cost = batch.cost(start, stop)
+        if self._crowds(cost, self._planned(limit)):
+            return self._cut(batch, start, limit)
+        proven = 0.0 if self.phase is None else self.phase.tuned_limit
+        self.backoff = self.backoff.after_oom(cost, factor=self._settings.factor, proven=proven)
+        narrow = replace(limit, cost=min(limit.cost, cost / self._settings.factor))
+        first, *_ = self._cut(batch.part(0, stop), start, narrow)
+        return (first, *self._cut(batch, start + first, limit))
 
     def _crowds(self, cost: float, planned: float) -> bool:
         """Decides whether a failure is others' doing: they hold memory that was there before. Parts then keep to what
@@ -198,9 +203,16 @@ class Rescue:
                 return True
         return False
 
+    def _welcome(self, limit: PartLimit) -> bool:
+        """Sees whether others have left; tells whether they were there, so that what is left may have changed."""
+        was_crowded = bool(self._crowded)
+        if was_crowded and self._left() >= self._planned(limit):
+            self._crowded = 0
+        return was_crowded
+
     def _left(self) -> float:
-        """Cost that others leave room for; infinite where nothing is known of what is needed beside."""
-        return math.inf if self.base_bytes is None else self._meter.available_bytes() - self.base_bytes
+        """Cost that others leave room for; infinite where nothing is known of costs."""
+        return math.inf if self.phase is None else self.phase.cost_within(self._meter.available_bytes())
 
     def _retry(self, batch: BatchCosts, start: int, stop: int, retries: int, failure: "_OutOfMemory") -> None:
         """Waits for memory that may be another process's; gives up after a few times."""
@@ -210,7 +222,7 @@ class Rescue:
         self._meter.release()
 
     def _does_not_fit(self, batch: BatchCosts, start: int, stop: int, failure: "_OutOfMemory") -> DoesNotFitError:
-        need_bytes = None if self.base_bytes is None else self.base_bytes + batch.cost(start, stop)
+        need_bytes = None if self.phase is None else self.phase.peak_bytes(batch.cost(start, stop))
         return PartDoesNotFitError(
             _WHY[self._settings.adaptive].format(times=_times(self._settings.retries + 1)),
             value=f"{_samples(start, stop)}; the device said: {failure.message}",

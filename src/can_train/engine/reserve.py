@@ -3,7 +3,8 @@ of memory half-way cannot be undone: so the room is held until then, and made su
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -38,23 +39,28 @@ class OptimizerReserve:
         self._meter = meter
         self._retries = retries
         self._wait = wait
-        self._ballast: Tensor | None = None
+        self._ballast: list[Tensor] = []
         self.expect(needs, held_bytes=held_bytes)
 
     @property
     def tensors(self) -> list[Tensor]:
         """What is held."""
-        return [] if self._ballast is None else [self._ballast]
+        return self._ballast
 
     def expect(self, needs: OptimizerMemory, *, held_bytes: int) -> None:
         """Takes note of what the optimizer will take from now on: other parameters may be trained than before."""
+        self._tensor_bytes = needs.tensor_bytes
         self._transient_bytes = needs.transient_bytes
         self._missing_bytes = max(needs.state_bytes - held_bytes, 0)
 
     def hold(self) -> None:
-        """Takes the place of the state that the next step will make."""
-        if self._missing_bytes and self._ballast is None:
-            self._ballast = self._empty(self._missing_bytes)
+        """Takes the place of the state that the next step will make.
+
+        Raises:
+            DoesNotFitError: There is no room for it.
+        """
+        if self._missing_bytes and not self._ballast:
+            self._ballast = self._take(self._missing_bytes)
 
     def before_step(self) -> None:
         """Frees what was held and makes sure that the step's memory can be had.
@@ -62,12 +68,16 @@ class OptimizerReserve:
         Raises:
             DoesNotFitError: It cannot; nothing has been stepped.
         """
-        self._ballast = None
-        need = self._transient_bytes + self._missing_bytes
+        self._ballast = []
+        self._take(self._transient_bytes + self._missing_bytes)
+        self._missing_bytes = 0
+
+    def _take(self, need: int) -> list[Tensor]:
         for attempt in range(self._retries + 1):
-            if self._can_have(need):
-                self._missing_bytes = 0
-                return
+            # In one piece where that can be had, which is quick, else in the pieces that the optimizer will ask for.
+            taken = self._attempt([need]) or self._attempt(_pieces(need, self._tensor_bytes))
+            if taken:
+                return taken
             self._meter.release()
             if attempt:
                 self._wait(FIRST_WAIT_S * 2 ** (attempt - 1))
@@ -77,14 +87,22 @@ class OptimizerReserve:
             remedy="Another process may hold the memory (nvidia-smi); --optimizer sgd takes less",
         )
 
-    def _can_have(self, need: int) -> bool:
+    def _attempt(self, sizes: Sequence[int]) -> list[Tensor]:
         try:
-            self._empty(need)
+            return [torch.empty(size, dtype=torch.uint8, device=self._meter.device) for size in sizes]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return False
-        return True
+            return []
 
-    def _empty(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._meter.device)
+
+def _pieces(need: int, tensor_bytes: Sequence[int]) -> list[int]:
+    """Sizes of the parameters, over and over until they make up what is needed."""
+    pieces: list[int] = []
+    missing = need
+    for size in cycle(tensor_bytes):
+        if missing <= 0:
+            break
+        pieces.append(min(size, missing))
+        missing -= size
+    return pieces

@@ -23,11 +23,13 @@ class OptimizerMemory:
         parameter_bytes: The trained parameters; their gradients take as much.
         state_bytes: What the optimizer keeps from its first step on.
         transient_bytes: What a step needs beside that while it runs.
+        tensor_bytes: Of each trained parameter, none of them empty: the pieces that an optimizer works in.
     """
 
     parameter_bytes: int
     state_bytes: int
     transient_bytes: int
+    tensor_bytes: tuple[int, ...]
 
 
 def measure_optimizer(
@@ -51,5 +53,8 @@ def measure_optimizer(
         optimizer.step()
         transient_bytes = tracker.peak_bytes - tracker.live_bytes
     return OptimizerMemory(
-        parameter_bytes=parameter_bytes, state_bytes=max(state_bytes, 0), transient_bytes=max(transient_bytes, 0)
+        parameter_bytes=parameter_bytes,
+        state_bytes=max(state_bytes, 0),
+        transient_bytes=max(transient_bytes, 0),
+        tensor_bytes=tuple(shadow.nbytes for shadow in shadows if shadow.nbytes),
     )

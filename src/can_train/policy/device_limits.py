@@ -39,6 +39,10 @@ class PhaseLimit:
         """Returns the predicted peak of a micro-batch, corrected by what the trials measured."""
         return self.model.base_bytes + self.measured_ratio * cost
 
+    def cost_within(self, num_bytes: float) -> float:
+        """Returns the cost whose predicted peak is `num_bytes`; negative where not even an empty batch fits."""
+        return (num_bytes - self.model.base_bytes) / self.measured_ratio
+
     def half_width(self, cost: float) -> float:
         """Returns the half-width in bytes of the interval around that peak."""
         return self.model.half_width(typical_totals(self.model, self.mean_totals, cost))

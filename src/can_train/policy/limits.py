@@ -36,11 +36,6 @@ class SplitRules:
     target: float = math.inf
     max_splits: int = 4
 
-    @property
-    def proven(self) -> float:
-        """Largest cost that was seen to fit; 0 where nobody searched."""
-        return self.tuned_limit if self.tuned_limit < math.inf else 0.0
-
     def limit_for(self, batch: BatchCosts) -> PartLimit:
         """Decides what one micro-batch of this logical batch may hold."""
         if self.threshold and batch.main_feature(0, len(batch)) <= self.threshold:

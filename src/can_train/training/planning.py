@@ -60,11 +60,6 @@ class RunPlan:
         return _prices(task, rows, None if self.limits is None else self.limits.evaluation)
 
     @property
-    def base_bytes(self) -> float | None:
-        """What is on the device beside a batch in training; None without a cost model."""
-        return None if self.limits is None else self.limits.training.model.base_bytes
-
-    @property
     def evaluation_limit(self) -> PartLimit:
         """What a part of an evaluation may hold."""
         if self.limits is None:

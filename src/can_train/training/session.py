@@ -112,7 +112,7 @@ def _batcher(given: Parts, plan: RunPlan, model: nn.Module) -> MicroBatcher:
         retries=training.oom_retries,
         regrow=training.regrow,
     )
-    return MicroBatcher(model, meter=given.meter, rules=plan.plan.rules, rescue=rescue, base_bytes=plan.base_bytes)
+    return MicroBatcher(model, meter=given.meter, rules=plan.plan.rules, rescue=rescue, limits=plan.limits)
 
 
 def _plan(given: Parts, planner: Planner, factor: FactorChoice) -> RunPlan:

@@ -106,7 +106,7 @@ class Session:
             held_bytes, factor = self.optimization.state_bytes, self.plan.safety_factor
             if factor is not None:
                 self.run_plan = self.planner.make_again(self.run_plan, factor=factor, held_bytes=held_bytes)
-                self.batcher.use(self.plan.rules, self.run_plan.base_bytes)
+                self.batcher.use(self.plan.rules, self.run_plan.limits)
             self.reserve.expect(self.planner.optimizer_memory(), held_bytes=held_bytes)
             self.reserve.hold()
         self.trainable = trainable
