@@ -76,7 +76,8 @@ def named_interpreter(root: Path, name: str, *, tools: bool) -> Interpreter:
     if found is None:
         raise SetUpError(f"{PYTHON_VARIABLE} names nothing that can be run: {name}")
     path = str(Path(found).absolute())
-    required = requirements(root, tools=tools)
+    # The source is used where it lies: nothing is built.
+    required = requirements(root, tools=tools, building=False)
     version, installed = _probe(path, [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in required])
     lacking = shortcomings(version, installed, required)
     if lacking:

@@ -89,8 +89,13 @@ def say(text: str) -> None:
 # .venv: what it needs
 
 
-def requirements(root: Path, *, tools: bool) -> list[str]:
+def requirements(root: Path, *, tools: bool, building: bool = True) -> list[str]:
     """Reads from pyproject.toml what is to be installed beside the project itself.
+
+    Args:
+        root: The project's folder.
+        tools: Whether the developers' tools are needed too.
+        building: Whether the project itself is to be installed, which takes what builds it.
 
     Raises:
         SetUpError: It is not valid TOML.
@@ -99,7 +104,7 @@ def requirements(root: Path, *, tools: bool) -> list[str]:
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise SetUpError(f"{root / 'pyproject.toml'} cannot be read: {error}") from error
-    needed = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    needed = [*(project["build-system"]["requires"] if building else []), *project["project"]["dependencies"]]
     return needed + (project["dependency-groups"]["dev"] if tools else [])
 
 

@@ -14,6 +14,8 @@ settings.load_profile("can-train")
 def pytest_configure() -> None:
     # Two workers on two cores: threads that wait for each other's cores would make every training many times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Deterministic algorithms need it on a GPU, and cuBLAS reads it once.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_report_header() -> str:

@@ -1,3 +1,7 @@
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -163,3 +167,32 @@ def test_all_meters_are_of_one_shape(meter: Meter) -> None:
         torch.zeros(128)
     assert meter.peak_bytes() == 512
     assert meter.capacity_bytes == meter.available_bytes() + meter.foreign_bytes()
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its gradient needs more than there is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        mebibytes(100)
+        return gradient
+
+
+@pytest.mark.parametrize("without_gradients", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_release_takes_back_what_a_failed_backward_has_left(
+    simulated: SimulatedMeter, without_gradients: Callable[[], AbstractContextManager[None]]
+) -> None:
+    weight = nn.Parameter(torch.ones(2**20))
+    with simulated.active():
+        # The last branch is the first to run backward: those of the others wait in the engine.
+        kept = weight.exp().sum()
+        with pytest.raises(torch.OutOfMemoryError):
+            (kept + Failing.apply(weight.exp()).sum()).backward()
+        del kept
+        with without_gradients():
+            simulated.release()
+        assert simulated.allocated_bytes() == 0

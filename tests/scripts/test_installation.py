@@ -89,6 +89,7 @@ def test_emptying_leaves_the_stamp_and_the_link_to_another_disk(tmp_path: Path) 
 def test_requirements_are_those_of_pyproject(project: Path) -> None:
     assert installation.requirements(project, tools=False) == ["builder>=1", "torch>=2.6"]
     assert installation.requirements(project, tools=True) == ["builder>=1", "torch>=2.6", "pytest>=8"]
+    assert installation.requirements(project, tools=False, building=False) == ["torch>=2.6"]
 
 
 def test_an_invalid_pyproject_is_a_readable_error(project: Path) -> None:

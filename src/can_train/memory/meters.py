@@ -132,6 +132,7 @@ class CpuMeter:
 
     def release(self, *, collect: bool = True) -> None:
         """Collects garbage: the CPU's allocator caches nothing."""
+        _drop_failed_backward()
         if collect:
             gc.collect()
 
@@ -270,6 +271,8 @@ class SimulatedMeter:
 
     def release(self, *, collect: bool = True) -> None:
         """Collects garbage, then gives the allocator's cache back."""
+        with self.host():
+            _drop_failed_backward()
         if collect:
             gc.collect()
         self.gpu.allocator.release_cached()
@@ -298,6 +301,16 @@ def gpu_key(name: str, total_bytes: int) -> str:
     """
     sizes = re.findall(r"(\d+)gb\b", name.lower())
     return f"{_slug(name)}-{int(sizes[-1]) if sizes else _gigabytes(total_bytes)}gb"
+
+
+def _drop_failed_backward() -> None:
+    """Has the CPU's autograd engine let go of a backward pass that failed.
+
+    What of it had not run yet waits in a queue of the thread, with all that its forward pass has saved, until the next
+    backward pass there. Nodes on a GPU run in a thread of their own, which empties its queue.
+    """
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()
 
 
 def _memory_fraction(device: torch.device) -> float:

@@ -1,3 +1,5 @@
+"""The allocator under can-train's settings, and beside its model."""
+
 import os
 import subprocess
 import sys
@@ -7,7 +9,7 @@ import torch
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-    pytest.mark.slow,
+    pytest.mark.cuda,
 ]
 
 
@@ -33,22 +35,6 @@ print(meter.allocated_bytes() // 2**20, meter.peak_reserved_bytes() // 2**20)
 )
 def test_segments_expand_unless_the_user_has_settings(environment: dict[str, str], reserved: str) -> None:
     assert in_a_new_process(RESERVE, environment) == reserved
-
-
-SHARE = """
-import torch
-torch.cuda.set_per_process_memory_fraction(0.1)
-from can_train.memory.meters import open_meter
-meter = open_meter("cuda")
-print(meter.capacity_bytes == int(0.1 * meter.total_bytes), meter.foreign_bytes())
-"""
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.cuda, "get_per_process_memory_fraction"), reason="this torch does not tell its memory fraction"
-)
-def test_a_share_of_the_memory_is_the_capacity() -> None:
-    assert in_a_new_process(SHARE, {}) == "True 0"
 
 
 REPLAY = """

@@ -1,0 +1,143 @@
+"""Runs the checks one by one and writes what is known after each, so that a run that is cut off leaves what it had, and
+another can go on from there. What is measured, and how, is decided in the other modules.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from can_train.config.training import PRECISIONS
+from can_train.errors import CanTrainError, DeviceError
+from can_train.memory.devices import is_simulated, resolve_device
+from can_train.policy.sizes import parse_size
+from can_train.state.atomic import write_json_atomic, write_text_atomic
+from gpu.configurations import CAPACITIES, MODELS, QUICK_CAPACITIES, SIMULATED, Configuration
+from gpu.cuda_tests import run_cuda_tests
+from gpu.processes import measure
+from gpu.tables import markdown
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PARTS: Final = ("tests", "constants", "models")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs what the arguments ask for; 1 where a measurement or a test failed, 2 where nothing could be run."""
+    given = read_arguments(arguments)
+    try:
+        _check_is_gpu(given.device)
+        configurations = choose(given)
+    except CanTrainError as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+        return error.exit_code
+    # A process of its own asks the driver: this one must hold no context on the GPU.
+    device = measure({"part": "device", "device": given.device})
+    if "error" in device:
+        print(f"gpu-check: {device['error']}", file=sys.stderr)
+        return 2
+    path = given.out / f"gpu-check-{device['key']}"
+    results = {"models": {}} | (_earlier(path) if given.resume else {}) | {"device": device, "commit": _commit()}
+    if "tests" in given.parts:
+        results["tests"] = _told("tests", run_cuda_tests(ROOT))
+        _save(results, path)
+    if "constants" in given.parts and not is_simulated(given.device):
+        results["constants"] = _told("constants", measure({"part": "constants", "device": given.device}))
+        _save(results, path)
+    for configuration in configurations if "models" in given.parts else ():
+        label = configuration.label
+        if "error" in results["models"].get(label, {"error": "not measured yet"}):
+            job = {"part": "models", "configuration": asdict(configuration)}
+            results["models"][label] = _told(label, measure(job))
+            _save(results, path)
+    print(f"gpu-check: wrote {path}.json and {path}.md")
+    found = [results.get("tests", {}), results.get("constants", {}), *results["models"].values()]
+    return int(any("error" in one for one in found))
+
+
+def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu-check",
+        description="Runs the CUDA tests and measures what can-train predicts of memory, on a GPU or a simulated one.",
+    )
+    parser.add_argument(
+        "--device", default="cuda", help="cuda, cuda:1, or a simulated GPU with small models: sim:256MiB"
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--capacities", nargs="+", help="8GiB 16GiB …: what PyTorch may use of a GPU")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--quick", action="store_true", help="fewer capacities, and fewer sizes at each")
+    parser.add_argument("--resume", action="store_true", help="keep what is in the files already, measure what lacks")
+    parser.add_argument("--out", type=Path, default=ROOT / "scripts" / "bench", help="folder of the results")
+    return parser.parse_args(arguments)
+
+
+def choose(given: argparse.Namespace) -> list[Configuration]:
+    """Lists what is to be measured, small capacities first; speeds are measured at the largest.
+
+    Raises:
+        CanTrainError: A size cannot be read.
+    """
+    simulated = is_simulated(given.device)
+    if given.capacities:
+        capacities = sorted({parse_size(size) for size in given.capacities})
+    elif simulated:
+        capacities = [parse_size(given.device.removeprefix(f"{SIMULATED}:"))]
+    else:
+        capacities = list(QUICK_CAPACITIES if given.quick else CAPACITIES)
+    return [
+        Configuration(
+            device=SIMULATED if simulated else given.device,
+            model=model,
+            capacity_bytes=capacity,
+            precision=given.precision,
+            quick=given.quick,
+            swept=capacity == capacities[-1],
+        )
+        for capacity in capacities
+        for model in given.models
+    ]
+
+
+def _check_is_gpu(device: str) -> None:
+    if resolve_device(device).type != "cuda" and not is_simulated(device):
+        raise DeviceError("What is checked is a GPU", value=device, remedy="Valid: cuda, cuda:1, sim:256MiB")
+
+
+def _told(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Says what became of a measurement, and returns it."""
+    outcome = next(iter(found["error"].splitlines())) if "error" in found else "done"
+    print(f"{name}: {outcome}", flush=True)
+    return found
+
+
+def _save(results: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(path.with_name(f"{path.name}.json"), results)
+    write_text_atomic(path.with_name(f"{path.name}.md"), markdown(results))
+
+
+def _earlier(path: Path) -> dict[str, Any]:
+    try:
+        earlier: dict[str, Any] = json.loads(path.with_name(f"{path.name}.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return earlier
+
+
+def _commit() -> str:
+    """The commit of the checkout, with `-dirty` where it has changes; empty where git does not know."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

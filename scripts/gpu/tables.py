@@ -1,0 +1,198 @@
+"""Writes the results as Markdown: nothing but what was measured, and beside each failure why there is nothing."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from gpu.configurations import GIB
+
+MIB: Final = 2**20
+Row = Mapping[str, Any]
+
+SIMULATED: Final = "**Simulated on a CPU, with small models: no figure here says anything of a real GPU.**"
+PEAKS: Final = """\
+At no less than 5 times the cost of the largest probe; optimizer steps of two micro-batches each. The error is predicted
+over measured, minus 1: of the probes' prediction, and as the finder's trials corrected it."""
+FINDER: Final = """\
+Fill is the tuned limit over the true one, which was found by whole optimizer steps on worst-case batches."""
+THROUGHPUT: Final = """\
+Samples a second in steps of one micro-batch, by its share of the tuned limit; the last column is over the best of the
+sweep."""
+CONSTANTS: Final = """\
+Outside: what is used of the GPU beside this process's allocator, so far. At most: bytes of the allocator that the step
+needed beside input and result; kept: those of them that it left allocated."""
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """Writes every part that there is; a part that is missing has not run."""
+    lines = _heading(results)
+    if "tests" in results:
+        lines += ["", "## CUDA tests", "", *_tests(results["tests"])]
+    if results["models"]:
+        measured = [row for row in results["models"].values() if "points" in row]
+        lines += ["", "## Predicted and measured peaks", "", *_peaks(measured)]
+        lines += ["", "## Finder", "", *_finder(measured)]
+        lines += ["", "## Throughput", "", *_throughput(measured)]
+        lines += _failures(results["models"])
+    if "constants" in results:
+        lines += ["", "## Constants", "", *_constants(results["constants"])]
+    return "\n".join(lines) + "\n"
+
+
+def _heading(results: Mapping[str, Any]) -> list[str]:
+    device = results["device"]
+    drivers = f", driver {device['driver'] or 'unknown'}, CUDA {device['cuda']}, cuDNN {device['cudnn']}"
+    packages = f"torch {device['torch']}, torch_geometric {device['torch_geometric']}, Python {device['python']}"
+    described = f"{device['total_bytes'] / GIB:.2f} GiB{'' if device['simulated'] else drivers}, {packages}"
+    lines = [f"# gpu-check: {device['name']}", "", f"{described}, can-train {results['commit'] or 'unknown'}."]
+    if device["simulated"]:
+        lines += ["", SIMULATED]
+    return lines
+
+
+def _tests(found: Row) -> list[str]:
+    counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(found["counts"].items())) or "none ran"
+    skipped = Counter(_first_line(case["why"]) for case in found["cases"] if case["outcome"] == "skipped")
+    failed = [case for case in found["cases"] if case["outcome"] not in ("passed", "skipped")]
+    lines = [f"{counts}.", "", *(f"- {number} skipped: {why}" for why, number in skipped.items())]
+    lines += [f"- {case['outcome']}: {case['name']}: {_first_line(case['why'])}" for case in failed]
+    return [*lines, *(["", *_quoted(found["error"])] if "error" in found else [])]
+
+
+def _peaks(rows: Sequence[Row]) -> list[str]:
+    series = [("no", row, point) for row in rows for point in row["points"]]
+    series += [("yes", row, point) for row in rows for point in row.get("compiled_points", [])]
+    eager = [point for compiled, _, point in series if compiled == "no" and point["measured_bytes"]]
+    return [
+        PEAKS,
+        "",
+        _summary(eager),
+        "",
+        *_table(
+            ("model", "GiB", "precision", "compiled", "samples", "× probe", "predicted MiB", "measured MiB",
+             "reserved MiB", "error", "corrected", "in interval"),
+            ([*_names(row), compiled, *_peak_cells(point)] for compiled, row, point in series),
+        ),
+    ]  # fmt: skip
+
+
+def _summary(points: Sequence[Row]) -> str:
+    if not points:
+        return "No point was measured."
+    errors = sorted(abs(_error(point, "predicted_bytes")) for point in points)
+    within = sum(_side(point) == "yes" for point in points)
+    return (
+        f"Not compiled, {len(points)} points: median error {statistics.median(errors):.2%}, largest {errors[-1]:.2%}; "
+        f"{within} inside the interval."
+    )
+
+
+def _peak_cells(point: Row) -> list[str]:
+    cells = [str(point["samples"]), f"{point['beyond_probes']:.0f}", _mib(point["predicted_bytes"])]
+    if not point["measured_bytes"]:
+        return [*cells, "out of memory", "", "", "", ""]
+    errors = [f"{_error(point, name):+.2%}" for name in ("predicted_bytes", "corrected_bytes")]
+    return [*cells, _mib(point["measured_bytes"]), _mib(point["reserved_bytes"]), *errors, _side(point)]
+
+
+def _error(point: Row, name: str) -> float:
+    return float(point[name] / point["measured_bytes"] - 1)
+
+
+def _side(point: Row) -> str:
+    beyond = point["measured_bytes"] - point["predicted_bytes"]
+    if abs(beyond) <= point["half_width_bytes"]:
+        return "yes"
+    return "too low" if beyond > 0 else "too high"
+
+
+def _finder(rows: Sequence[Row]) -> list[str]:
+    return [
+        FINDER,
+        "",
+        *_table(
+            ("model", "GiB", "precision", "residual", "trials", "OOMs", "trials (evaluation)", "OOMs (evaluation)",
+             "tuned MiB", "true MiB", "fill"),
+            ([*_names(row), f"{row['relative_residual']:.2e}", str(row["trials"]), str(row["ooms"]),
+              str(row["evaluation_trials"]), str(row["evaluation_ooms"]),
+              _mib(row["tuned_limit_bytes"]) + (" (capped)" if row["capped"] else ""), *_fill_cells(row)]
+             for row in rows),
+        ),
+    ]  # fmt: skip
+
+
+def _fill_cells(row: Row) -> list[str]:
+    true = row["true_limit_bytes"]
+    return ["not met", ""] if true is None else [_mib(true), f"{row['tuned_limit_bytes'] / true:.3f}"]
+
+
+def _throughput(rows: Sequence[Row]) -> list[str]:
+    swept = [row for row in rows if row.get("speeds")]
+    return [
+        THROUGHPUT,
+        "",
+        *_table(
+            ("model", "GiB", "precision", "share", "samples", "samples/s", "of the best"),
+            ([*_names(row), *cells] for row in swept for cells in _speed_cells(row["speeds"])),
+        ),
+    ]
+
+
+def _speed_cells(speeds: Sequence[Row]) -> Iterator[list[str]]:
+    best = max((point["samples_per_second"] or 0.0 for point in speeds), default=0.0)
+    for point in speeds:
+        speed = point["samples_per_second"]
+        reached = ["out of memory", ""] if speed is None else [f"{speed:.0f}", f"{speed / best:.3f}"]
+        yield [f"{point['share']:.3f}", str(point["samples"]), *reached]
+
+
+def _constants(found: Row) -> list[str]:
+    if "error" in found:
+        return _quoted(found["error"])
+    return [
+        CONSTANTS,
+        "",
+        *_table(
+            ("after", "outside MiB", "reserved MiB", "at most MiB", "kept MiB"),
+            ([step["after"], *(_mib(step[f"{name}_bytes"]) for name in ("outside", "reserved", "transient", "kept"))]
+             for step in found["steps"]),
+        ),
+    ]  # fmt: skip
+
+
+def _failures(rows: Mapping[str, Row]) -> list[str]:
+    failed = {label: row["error"] for label, row in rows.items() if "error" in row}
+    if not failed:
+        return []
+    return [
+        "",
+        "Errors, which left the rest of their rows unmeasured:",
+        "",
+        *(f"- {label}: {_first_line(error)}" for label, error in failed.items()),
+    ]
+
+
+def _names(row: Row) -> list[str]:
+    configuration = row["configuration"]
+    return [configuration["model"], f"{configuration['capacity_bytes'] / GIB:.4g}", configuration["precision"]]
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [_line(columns), _line(["---"] * len(columns)), *(_line(row) for row in rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:.1f}"
+
+
+def _quoted(text: str) -> list[str]:
+    return ["```text", *text.splitlines(), "```"]
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")

@@ -1,0 +1,71 @@
+"""The process that one measurement runs in: reads what to measure, writes what was found. `gpu.processes` starts it.
+
+Arguments: a job as JSON, `{"part": name, ...}`, and the path of the result.
+"""
+
+import json
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from can_train.memory.devices import is_simulated
+from can_train.memory.meters import open_meter
+from can_train.state.atomic import write_json_atomic
+from gpu.configurations import Configuration
+
+
+def describe_device(device: str) -> dict[str, Any]:
+    """Names what the figures belong to: device, driver and versions."""
+    meter = open_meter(device)
+    return {
+        "name": meter.name,
+        "key": meter.key,
+        "simulated": is_simulated(device),
+        "total_bytes": meter.total_bytes,
+        "free_bytes": meter.capacity_bytes,
+        "driver": meter.driver,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "torch": torch.__version__,
+        "torch_geometric": version("torch_geometric"),
+        "python": platform.python_version(),
+        "processors": os.cpu_count(),
+        "allocator_settings": {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")},
+    }
+
+
+def run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Does one job, which imports what it needs only; yields what is known so far."""
+    if job["part"] == "device":
+        yield describe_device(job["device"])
+    elif job["part"] == "constants":
+        from gpu.constants import measure_constants
+
+        yield measure_constants(open_meter(job["device"]).device)
+    else:
+        from gpu.measurements import measure
+
+        yield from measure(Configuration(**job["configuration"]))
+
+
+def main() -> None:
+    """Writes what is found; what goes wrong is part of it, under `error`."""
+    path = Path(sys.argv[2])
+    found: dict[str, Any] = {}
+    try:
+        for found in run(json.loads(sys.argv[1])):
+            write_json_atomic(path, found)
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with one measurement, the others are still wanted
+        wrong = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        write_json_atomic(path, found | wrong)
+
+
+if __name__ == "__main__":
+    main()
