@@ -35,6 +35,9 @@ _WORTHWHILE: Final = 0.01
 _APART: Final = 1.05
 """Ratio of two sizes from which their readings give a slope: between closer ones, round-off and noise do."""
 
+_GENTLEST: Final = 0.5
+"""Smallest slope that is believed, in units of that of the line from zero, where that is known to be the law's."""
+
 _CLOSE: Final = 0.07
 """Relative distance of the smallest failure at which the search by halves ends; half of it is lost on average."""
 
@@ -99,6 +102,8 @@ class Seen:
         fails: Smallest size that is ruled out.
         fits: Largest size that fits.
         readings: (size, peak), by size.
+        from_zero: Whether size 0 is known to read 0: a slope that is much below that of the line from there then shows
+            that readings have stopped to say how much is needed (an allocator's cache has filled the device).
     """
 
     fails: int
@@ -106,6 +111,7 @@ class Seen:
     trials: int = 0
     ooms: int = 0
     readings: list[_Reading] = field(default_factory=list)
+    from_zero: bool = False
 
     def record(self, size: int, *, fits: bool, reading: float | None) -> None:
         """Adds what a trial showed."""
@@ -145,7 +151,7 @@ def _next_size(seen: Seen, capacity: float | None) -> int:
     if seen.fits == 0:
         return max(1, seen.fails // _RETREAT)
     if capacity is not None and 0 < len(seen.readings) <= _MAX_READINGS:
-        size = _jump(seen.readings, capacity)
+        size = _jump(seen, capacity)
         if size <= seen.fits:
             return 0
         if not seen.ooms:
@@ -169,25 +175,26 @@ def _a_little_less(seen: Seen) -> int:
     return size if size > seen.fits else (seen.fits + seen.fails) // 2
 
 
-def _jump(readings: list[_Reading], capacity: float) -> int:
+def _jump(seen: Seen, capacity: float) -> int:
     """The size that the readings lead to; that of the last reading where nothing is left to gain."""
-    size, peak = readings[-1]
-    predicted = _reach(readings, capacity)
+    size, peak = seen.readings[-1]
+    gentlest = _GENTLEST * peak / size if seen.from_zero else 0.0
+    predicted = _reach(seen.readings, capacity, gentlest)
     if predicted - size < max(1.0, _WORTHWHILE * size):
         return size
     if predicted > _LONG_JUMP * size:
-        predicted = _reach(readings, peak + _AIM * (capacity - peak))
+        predicted = _reach(seen.readings, peak + _AIM * (capacity - peak), gentlest)
     return int(min(predicted, size * _JUMP))
 
 
-def _reach(readings: list[_Reading], peak_bytes: float) -> float:
+def _reach(readings: list[_Reading], peak_bytes: float, gentlest: float) -> float:
     """The size at which the law through the last readings reaches a peak; that of the last where it is reached."""
     size, peak = readings[-1]
     room = peak_bytes - peak
     if room <= 0:
         return size
     readings = _apart(readings)
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(readings)]
+    slopes = [max((b[1] - a[1]) / (b[0] - a[0]), gentlest) for a, b in pairwise(readings)]
     # Through the origin: the steepest law that has no negative base, so a safe size rather than the largest.
     safe = max(size * peak_bytes / peak, size + 1.0)
     if not slopes:

@@ -84,7 +84,7 @@ def find_phase_limit(probed: Probed, measure: Measure, order: BatchCosts, *, upp
     trial = _Trial(probed, measure, order, unit)
     # The probes have shown that their cost fits, and are the first reading of the search.
     fits = min(int(probed.largest_cost / unit), UNITS - 1)
-    seen = Seen(fails=UNITS + 1, fits=fits, readings=[(fits, fits * unit)] if fits else [])
+    seen = Seen(fails=UNITS + 1, fits=fits, readings=[(fits, fits * unit)] if fits else [], from_zero=True)
     start = min(UNITS, max(fits + 1, int(predicted / unit)))
     found = search(trial, seen, start=start, capacity=max(CEILING * free, 1.0))
     cost, peak = trial.largest

@@ -15,11 +15,13 @@ from can_train.engine.coupling import SPLIT, Coupling, measure_coupling
 from can_train.engine.micro_batcher import Losses
 from can_train.engine.phase_finder import Peak, Room, find_phase_limit
 from can_train.engine.snapshot import Snapshot
+from can_train.errors import DoesNotFitError
 from can_train.memory.blocks import LARGE_PAGE_BYTES
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.memory.probes import fit_by_probes
+from can_train.policy.cards import cards_that_hold
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
 from can_train.policy.packing import BatchCosts
@@ -68,9 +70,13 @@ class Explorer:
         for parameter in self._parameters:
             parameter.grad = None
         try:
-            # As in the middle of a run: the optimizer's state and the gradients so far are there.
-            state = self._place(max(optimizer.state_bytes - held_bytes, 0))
-            training, evaluation = self._phases(state, upper)
+            state, aside = self._resident(optimizer, held_bytes)
+            training = self._phase(self._train_step, [*state, *aside], upper)
+            del aside
+            self.model.eval()
+            # Evaluation gains nothing from parts larger than what training takes at a time.
+            needed = min(training.tuned_limit / max(upper(training.costs(self._counts)), 1.0), 1.0)
+            evaluation = self._phase(self._evaluate, state, lambda costs: needed * upper(costs))
         finally:
             self.model.train()
             snapshot.restore()
@@ -78,16 +84,12 @@ class Explorer:
                 parameter.grad = gradient
             self.meter.release()
             self.meter.reset_peak()
-        resident = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
         return DeviceLimits(
             device_key=self.meter.key,
             capacity_bytes=self.meter.capacity_bytes,
             training=training,
             evaluation=evaluation,
-            optimizer_peak_bytes=resident
-            + optimizer.parameter_bytes
-            + optimizer.state_bytes
-            + optimizer.transient_bytes,
+            optimizer_peak_bytes=self._resident_bytes(optimizer) + optimizer.transient_bytes,
         )
 
     def optimizer_memory(self) -> OptimizerMemory:
@@ -121,14 +123,29 @@ class Explorer:
         ranked = self.rows[np.argsort(self._counts[:, 0], kind="stable")]
         return np.resize(ranked[len(ranked) // 4 :], size)
 
-    def _phases(self, state: list[Tensor], upper: Upper) -> tuple[PhaseLimit, PhaseLimit]:
-        aside = [torch.zeros_like(parameter) for parameter in self._parameters]
-        training = self._phase(self._train_step, [*state, *aside], upper)
-        del aside
-        self.model.eval()
-        # Evaluation gains nothing from parts larger than what training takes at a time.
-        needed = training.tuned_limit / max(upper(training.costs(self._counts)), 1.0)
-        return training, self._phase(self._evaluate, state, lambda costs: min(needed, 1.0) * upper(costs))
+    def _resident(self, optimizer: OptimizerMemory, held_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Takes the places of the optimizer's state and of the gradients so far: as in the middle of a run.
+
+        Raises:
+            DoesNotFitError: They do not fit beside the weights.
+        """
+        missing = max(optimizer.state_bytes - held_bytes, 0)
+        try:
+            state = [torch.empty(missing, dtype=torch.uint8, device=self.meter.device)]
+            return state, [torch.zeros_like(parameter) for parameter in self._parameters]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        need = self._resident_bytes(optimizer)
+        raise DoesNotFitError(
+            "Weights, gradients and optimizer state must fit on the device",
+            value=f"they need {need / 2**20:.1f} MiB of {self.meter.capacity_bytes / 2**20:.1f}",
+            remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need)})",
+        )
+
+    def _resident_bytes(self, optimizer: OptimizerMemory) -> int:
+        model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
+        return model + optimizer.parameter_bytes + optimizer.state_bytes
 
     def _phase(self, run: Callable[[NDArray[np.int64]], None], beside: list[Tensor], upper: Upper) -> PhaseLimit:
         resident = [*self.model.parameters(), *self.model.buffers(), *beside]

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_object, load_task_settings
+from can_train.errors import DoesNotFitError
 from can_train.memory.meters import open_meter
+from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import loop
@@ -81,6 +83,21 @@ def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
 
 
 def _train(parts: Parts) -> Outcome:
+    try:
+        return _attempt(parts)
+    except Exception as error:
+        # Within micro-batches it is rescued; what runs out elsewhere (weights, a copy of them) cannot be.
+        if not is_out_of_memory(error):
+            raise
+        message = next(iter(str(error).splitlines()), type(error).__name__)
+    raise DoesNotFitError(
+        "What a run keeps on the device must fit beside its micro-batches",
+        value=message,
+        remedy="Another process may hold the memory (nvidia-smi); else choose a smaller model or a larger device",
+    )
+
+
+def _attempt(parts: Parts) -> Outcome:
     run = parts.run
     torch.use_deterministic_algorithms(run.training.deterministic)
     factor = factor_for(run, parts.meter, parts.reporter)
