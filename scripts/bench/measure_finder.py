@@ -5,10 +5,9 @@ cases in the same run. The peers live in an environment of their own, which is m
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -27,9 +26,8 @@ from finder_laws import (
     measure,
     spread_cases,
 )
-from results_file import write_section
+from results_file import environment, markdown, write_section
 
-from can_train import __version__
 from can_train.engine.finder import find_max_size
 
 BENCH: Final = Path(__file__).resolve().parent
@@ -161,19 +159,6 @@ def peers_python() -> Path:
 # Tables
 
 
-def environment(versions: Mapping[str, str]) -> str:
-    """Says what the figures were measured with."""
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"CPU ({cpu_name()}), {os.cpu_count()} cores; can-train {__version__}, {packages}."
-
-
-def cpu_name() -> str:
-    """Names the processor as Linux does."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def spread_table(measured: Mapping[str, Results]) -> str:
     """Sums up what each tool did with the spread limits."""
     return markdown([COLUMNS, *([name, *summary(results)] for name, results in measured.items())])
@@ -215,12 +200,6 @@ def edge_cell(case: Case, outcome: Outcome) -> str:
     if over(case, outcome):
         return f"**{outcome.size:,} does not fit** {counts}"
     return f"{outcome.size:,} {counts}"
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Lays rows out as a table, the first as its head."""
-    head, *body = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
 # Judgement

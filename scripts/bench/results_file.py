@@ -1,7 +1,12 @@
-"""RESULTS.md, of which every benchmark writes a section of its own."""
+"""RESULTS.md, of which every benchmark writes a section of its own, and what those sections share."""
 
+import os
+import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
+
+from can_train import __version__
 
 RESULTS: Final = Path(__file__).with_name("RESULTS.md")
 
@@ -21,3 +26,22 @@ def write_section(name: str, heading: str, text: str) -> None:
     before, _, rest = document.partition(begin)
     _, _, after = rest.partition(end)
     RESULTS.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
+
+
+def environment(versions: Mapping[str, str]) -> str:
+    """Says what the figures were measured with."""
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"CPU ({cpu_name()}), {os.cpu_count()} cores; can-train {__version__}, {packages}."
+
+
+def cpu_name() -> str:
+    """Names the processor as Linux does."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Lays rows out as a table, the first as its head."""
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])

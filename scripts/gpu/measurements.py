@@ -57,7 +57,7 @@ def measure(configuration: Configuration) -> Iterator[dict[str, Any]]:
         row = {
             "configuration": asdict(configuration),
             **_found(explored),
-            "points": _points(trainer, explored, shares),
+            "points": points(trainer, explored, shares),
             "true_limit_bytes": true_limit(trainer, explored),
         }
         if configuration.swept:
@@ -66,7 +66,7 @@ def measure(configuration: Configuration) -> Iterator[dict[str, Any]]:
         # Nothing is compiled under a dispatch mode, which a simulated GPU is.
         if not configuration.simulated:
             trainer.model.compile()
-            yield row | {"compiled_points": _points(trainer, explored, shares)}
+            yield row | {"compiled_points": points(trainer, explored, shares)}
 
 
 def true_limit(trainer: Trainer, explored: Explored) -> float | None:
@@ -119,9 +119,10 @@ def _rows(trainer: Trainer, explored: Explored, share: float) -> NDArray[np.int6
     return rows
 
 
-def _points(trainer: Trainer, explored: Explored, shares: tuple[float, ...]) -> list[dict[str, Any]]:
-    points = [_point(trainer, explored, _rows(trainer, explored, share)) for share in shares]
-    return [point for point in points if point["beyond_probes"] >= BEYOND_PROBES]
+def points(trainer: Trainer, explored: Explored, shares: tuple[float, ...]) -> list[dict[str, Any]]:
+    """Measures batches at some shares of the tuned limit; those that are too near to the probes' size are left out."""
+    found = [_point(trainer, explored, _rows(trainer, explored, share)) for share in shares]
+    return [point for point in found if point["beyond_probes"] >= BEYOND_PROBES]
 
 
 def _point(trainer: Trainer, explored: Explored, rows: NDArray[np.int64]) -> dict[str, Any]:

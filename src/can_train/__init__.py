@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from can_train.engine.finder import SizeSearch, find_max_size
+    from can_train.engine.micro_batcher import BatchResult, MicroBatcher
     from can_train.errors import CanTrainError
     from can_train.memory.out_of_memory import is_out_of_memory
     from can_train.policy.accumulation import solve_accumulation
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchResult",
     "CanTrainError",
     "FactorPoint",
+    "MicroBatcher",
     "MomentumPolicy",
     "SizeSearch",
     "find_max_size",
@@ -27,8 +30,10 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "BatchResult": "engine.micro_batcher",
     "CanTrainError": "errors",
     "FactorPoint": "policy.factors",
+    "MicroBatcher": "engine.micro_batcher",
     "MomentumPolicy": "policy.factors",
     "SizeSearch": "engine.finder",
     "find_max_size": "engine.finder",

@@ -79,7 +79,7 @@ class World:
             bytes_a_unit=bytes_a_unit,
             lie=np.exp(float(draw.choice([0.0, 0.0, 0.1, 0.3])) * draw.standard_normal(len(nodes))),
             factor=float(draw.choice([0.95, 1.0])),
-            restless=float(draw.choice([0.0, 0.1, 0.4, 0.4])),
+            restless=float(draw.choice([0.0, 0.2, 0.4, 0.4])),
             early=bool(draw.random() < 0.05),
             draw=draw,
         )

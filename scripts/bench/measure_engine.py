@@ -1,0 +1,139 @@
+"""The measurements behind `scripts/bench/engine`: optimizer steps of real models through the engine, each beside the same
+step in a bare loop, one after the other, so that other work on the machine disturbs both alike.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from statistics import median
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from results_file import environment, markdown, write_section
+from torch import nn
+
+from can_train.config.compose import RunRequest, resolve
+from can_train.engine.micro_batcher import Losses, MicroBatcher
+from can_train.policy.packing import BatchCosts
+from can_train.reporter import SilentReporter
+from can_train.training.optimization import make_optimizer
+from can_train.training.run import load_task
+
+CASES: Final = (("gat", "teacher", 64), ("gat", "student", 64), ("vgae", "teacher", 64), ("vgae", "student", 64))
+"""Model, size and logical batch."""
+
+PAIRS: Final = 60
+"""Pairs of steps that count."""
+
+WARM_PAIRS: Final = 5
+
+GOAL: Final = 0.03
+"""Largest share of a step that the engine may add."""
+
+NOTES: Final = """\
+Both do the same forward and backward pass and optimizer step on the same windows; the engine prices the batch, sets
+gradients aside, takes its snapshot of generators and buffers, and adds up the terms. Medians over pairs of steps; the
+overhead is the median of the pairs' own differences over the bare step's median. One thread."""
+
+CPU: Final = torch.device("cpu")
+
+
+class Timed(NamedTuple):
+    """One model's figures, in seconds a step."""
+
+    bare: float
+    engine: float
+    added: float
+
+
+def main() -> None:
+    """Measures, prints the table and writes it into RESULTS.md; exit status 1 where the goal is missed."""
+    parser = argparse.ArgumentParser(prog="scripts/bench/engine", description=__doc__)
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of steps (default: %(default)s)")
+    pairs = parser.parse_args().pairs
+    torch.set_num_threads(1)
+    rows, worst = [["model", "batch", "bare loop, ms", "engine, ms", "overhead"]], 0.0
+    for model, size, batch in CASES:
+        timed = measure(model, size, batch, pairs)
+        share = timed.added / timed.bare
+        worst = max(worst, share)
+        rows.append(
+            [f"{model}, {size}", str(batch), f"{timed.bare * 1e3:.1f}", f"{timed.engine * 1e3:.1f}", f"{share:.1%}"]
+        )
+        print(" | ".join(rows[-1]), flush=True)
+    head = environment({"torch": version("torch"), "torch_geometric": version("torch_geometric")})
+    text = "\n\n".join([head, markdown(rows), NOTES])
+    if pairs >= PAIRS:
+        write_section("engine", "What the engine adds to a step (`scripts/bench/engine`)", text)
+    if worst > GOAL:
+        sys.exit(f"missed: the engine adds up to {worst:.1%}, more than {GOAL:.0%}")
+
+
+def measure(model_name: str, size: str, batch_size: int, pairs: int) -> Timed:
+    """Times pairs of steps, the order of the two turning round from pair to pair."""
+    run = resolve(RunRequest(model=model_name, dataset="synthetic", size=size))
+    task = load_task(run, SilentReporter())
+    rows = task.train_rows[:batch_size]
+    loops: list[Callable[[], None]] = []
+    for make in (bare_loop, engine_loop):
+        torch.manual_seed(0)
+        loops.append(make(run, task, task.build_model().train(), rows))
+    bare, engine = [], []
+    for pair in range(WARM_PAIRS + pairs):
+        order = (0, 1) if pair % 2 else (1, 0)
+        seconds = {index: timed(loops[index]) for index in order}
+        if pair >= WARM_PAIRS:
+            bare.append(seconds[0])
+            engine.append(seconds[1])
+    added = median(two - one for one, two in zip(bare, engine, strict=True))
+    return Timed(median(bare), median(engine), added)
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Times one step."""
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
+
+
+def bare_loop(run: Any, task: Any, model: nn.Module, rows: Any) -> Callable[[], None]:
+    """What people write."""
+    optimizer = make_optimizer(list(model.parameters()), run.training, run.training.lr, CPU)
+
+    def step() -> None:
+        batch = task.logical_batch(rows, CPU, torch.float32, torch.Generator().manual_seed(0))
+        losses = batch.losses(model, 0, len(rows))
+        terms = [task.loss_weights[term] * total / batch.denominators[term] for term, (total, _) in losses.items()]
+        torch.stack(terms).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def engine_loop(run: Any, task: Any, model: nn.Module, rows: Any) -> Callable[[], None]:
+    """The same through the engine."""
+    optimizer = make_optimizer(list(model.parameters()), run.training, run.training.lr, CPU)
+    batcher = MicroBatcher(model)
+    coefficients = np.ones(len(task.features))
+
+    def step() -> None:
+        batch = task.logical_batch(rows, CPU, torch.float32, torch.Generator().manual_seed(0))
+
+        def losses_of(start: int, stop: int) -> Losses:
+            return dict(batch.losses(model, start, stop))
+
+        costs = BatchCosts(task.batch_features(rows), task.features, coefficients)
+        batcher.run(losses_of, costs, denominators=batch.denominators, weights=task.loss_weights)
+        optimizer.step()
+        batcher.stepped()
+        optimizer.zero_grad()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
