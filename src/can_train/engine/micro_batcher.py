@@ -90,7 +90,8 @@ class MicroBatcher:
         self._rescue = Rescue(self._meter, self._settings)
         # Evaluation costs less a sample, so what training learned of sizes says nothing of its own.
         self._evaluation = Rescue(self._meter, self._settings)
-        self._trainable = self._signature()
+        self._parameters = list(model.parameters())
+        self._trainable = _trainable(self._parameters)
         self._planned = 0.0
         self._pressure = _Pressure(self._meter)
         self.use(self.rules, limits)
@@ -199,18 +200,17 @@ class MicroBatcher:
         self._evaluation.phase = None if limits is None else limits.evaluation
 
     def _undoable(self) -> "_GradientsAside":
-        return _GradientsAside(self._model, self._meter.device)
+        return _GradientsAside(self._model, self._meter.device, self._parameters)
 
     def _renew_if_thawed(self) -> None:
         """Forgets what was learned of memory when other parameters are trained than before: activations differ."""
-        signature = self._signature()
-        if signature != self._trainable:
-            self._trainable = signature
+        # Once a batch, for the attempts too: walking a model's modules is what the engine takes most time for.
+        self._parameters = list(self._model.parameters())
+        trainable = _trainable(self._parameters)
+        if trainable != self._trainable:
+            self._trainable = trainable
             self._rescue.backoff = Backoff()
             self._planned = 0.0
-
-    def _signature(self) -> tuple[bool, ...]:
-        return tuple(parameter.requires_grad for parameter in self._model.parameters())
 
 
 class _Restored:
@@ -229,9 +229,9 @@ class _Restored:
 class _GradientsAside(_Restored):
     """Sets the gradients so far aside, so that a failed backward cannot leave half of its own in them."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(model, device)
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._aside = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -251,6 +251,10 @@ class _GradientsAside(_Restored):
         for parameter, aside in zip(self._parameters, self._aside, strict=True):
             parameter.grad = aside
         super().undo()
+
+
+def _trainable(parameters: Sequence[nn.Parameter]) -> tuple[bool, ...]:
+    return tuple(parameter.requires_grad for parameter in parameters)
 
 
 class _Sums:
