@@ -1,5 +1,5 @@
-"""The measurements behind `scripts/bench/engine`: optimizer steps of real models through the engine, each beside the same
-step in a bare loop, one after the other, so that other work on the machine disturbs both alike.
+"""The measurements behind `scripts/bench/engine`: optimizer steps of real models through the engine, each beside the
+same step in a bare loop, one after the other, so that other work on the machine disturbs both alike.
 """
 
 import argparse

@@ -65,6 +65,9 @@ class Meter(Protocol):
     def available_bytes(self) -> int:
         """Returns what this process could have in use now: what it has reserved, and what the device has free."""
 
+    def free_bytes(self) -> int:
+        """Returns what nobody holds now, this process's cache included in what is held."""
+
     def foreign_bytes(self) -> int:
         """Returns how much of the capacity others hold now."""
 
@@ -126,6 +129,10 @@ class CpuMeter:
         """Returns the capacity."""
         return self.capacity_bytes
 
+    def free_bytes(self) -> int:
+        """Returns the host memory that is available now."""
+        return host.available_bytes()
+
     def foreign_bytes(self) -> int:
         """Returns 0: what others took before the start is not in the capacity."""
         return 0
@@ -184,6 +191,10 @@ class CudaMeter:
     def available_bytes(self) -> int:
         """Returns what is reserved and what is free, at most the capacity."""
         return min(self.capacity_bytes, self._obtainable_bytes())
+
+    def free_bytes(self) -> int:
+        """Returns what the driver has free."""
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
     def foreign_bytes(self) -> int:
         """Returns what has gone from the capacity since the start: other processes, or libraries of this one."""
@@ -264,6 +275,10 @@ class SimulatedMeter:
     def available_bytes(self) -> int:
         """Returns what is reserved and what is free."""
         return self.gpu.allocator.available_bytes
+
+    def free_bytes(self) -> int:
+        """Returns what the allocator has not reserved and others have not taken."""
+        return self.gpu.allocator.free_bytes
 
     def foreign_bytes(self) -> int:
         """Returns what has gone from the capacity."""

@@ -110,7 +110,8 @@ def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> f
         needed = min(limit for limit, _ in _limits_beside_memory(request, len(order)))
     else:
         needed = _asked_batch(request, len(order))
-    return costliest(order, needed) / factor
+    # Trials are made of whole samples: up to one of them may be missing from what was asked for.
+    return costliest(order, needed) / factor + float(order.each().max())
 
 
 def costliest(order: BatchCosts, size: int) -> float:

@@ -98,7 +98,7 @@ def _tend_memory(session: Session, result: BatchResult) -> None:
     """What memory asks for between steps: the cache released in time, a leak noticed, others' use remembered."""
     training, meter, step = session.training, session.meter, session.progress.step
     interval, threshold = training.cuda_empty_cache_interval, training.free_threshold_mib * 2**20
-    too_full = threshold < math.inf and meter.capacity_bytes - meter.allocated_bytes() < threshold
+    too_full = threshold < math.inf and meter.free_bytes() < threshold
     if too_full or (interval and step % interval == 0):
         meter.release()
     if result.ooms:

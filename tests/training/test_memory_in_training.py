@@ -1,0 +1,226 @@
+"""What memory asks of a training on a simulated GPU: other parameters, a full cache, a leak, a huge sample."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.errors import DoesNotFitError
+from can_train.memory.meters import SimulatedMeter
+from can_train.policy.features import Feature
+from can_train.policy.leak import RISES, WINDOW_STEPS
+from can_train.state.factor_store import FactorChoice
+from can_train.training import loop
+from can_train.training.session import make_session
+from can_train.training.state import Session
+from costly import Costly
+from line_fit import SAMPLES, LineBatch, LineTask, Notices, line_parts
+
+MIB = 2**20
+FACTOR = FactorChoice(0.9, "for a test")
+
+
+class CostlyNet(nn.Module):
+    """An inner and an outer layer; the memory is what the inner one's backward pass needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, num_bytes: int) -> Tensor:
+        hidden = self.inner(x)
+        if hidden.requires_grad:
+            hidden = Costly.apply(hidden, num_bytes)
+        out: Tensor = self.outer(torch.tanh(hidden))
+        return out
+
+
+class CostlyTask(LineTask):
+    """Points that take 2 MiB each, and some of them more than a search was told."""
+
+    def __init__(self, surprises: Mapping[int, int] | None = None) -> None:
+        super().__init__()
+        self.features = (Feature("points"),)
+        self.surprises = surprises or {}
+        self.thaws_at = 10**9
+        self.session: Session | None = None
+        self.kept: list[Tensor] | None = None
+
+    def build_model(self) -> nn.Module:
+        return CostlyNet()
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.ones((len(rows), 1))
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LineBatch:
+        if self.kept is not None:
+            self.kept.append(torch.zeros(MIB // 4))
+        return CostlyBatch(self, rows, self._x[rows].to(device, dtype))
+
+
+class CostlyBatch(LineBatch):
+    """Some points."""
+
+    def __init__(self, task: CostlyTask, rows: NDArray[np.int64], x: Tensor) -> None:
+        super().__init__(x, 10**9)
+        self.task, self.rows = task, rows
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
+        x, rows = self._x[start:stop], self.rows[start:stop]
+        # Surprises come once the search is over.
+        more = sum(self.task.surprises.get(int(row), 0) for row in rows) if self.task.session else 0
+        error = (model(x, (len(rows) + more) * MIB) - 3 * x[:, :1]).square().sum()
+        return {"error": (error, float(stop - start))}
+
+
+def session_on(folder: Path, task: CostlyTask, capacity_mib: int, **training: Any) -> Session:
+    meter = SimulatedMeter(capacity_mib * MIB, expandable=True)
+    parts = replace(line_parts(folder, task, **({"batch_size": 30} | training)), meter=meter)
+    with meter.active():
+        session = make_session(parts, FACTOR)
+    task.session = session
+    return session
+
+
+def train(session: Session) -> None:
+    assert isinstance(session.meter, SimulatedMeter)
+    with session.meter.active():
+        loop.train(session)
+
+
+def notices(session: Session) -> str:
+    assert isinstance(session.reporter, Notices)
+    return "\n".join(session.reporter.texts)
+
+
+def test_a_sample_that_does_not_fit_is_named_after_a_checkpoint(tmp_path: Path) -> None:
+    session = session_on(tmp_path, CostlyTask({17: 400}), 200, epochs=1, oom_retries=0)
+    with pytest.raises(DoesNotFitError, match=r"Memory ran out.*point 17; sample \d+ of the batch"):
+        train(session)
+    saved = session.checkpoints.load(session.reporter)
+    assert saved is not None
+    assert saved["progress"]["step"] == session.progress.step < 2
+
+
+def test_a_surprise_is_rescued_said_and_logged(tmp_path: Path) -> None:
+    session = session_on(tmp_path, CostlyTask({17: 70}), 200, epochs=1)
+    assert session.plan.most_parts == 1
+    train(session)
+    assert "memory ran out 1 times; finished in 2 micro-batches, with the same gradient" in notices(session)
+    assert session.batcher.ooms == 1
+
+
+def test_other_parameters_make_another_plan_and_take_stale_state_along(tmp_path: Path) -> None:
+    session = session_on(tmp_path, CostlyTask(), 60, epochs=1)
+    split = session.plan.most_parts
+    assert split > 1
+    train(session)
+    frozen = [session.model.inner.weight, session.model.inner.bias]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    again(session)
+    assert session.plan.most_parts == 1
+    assert session.plan.logical_batch == 30
+    assert not any(parameter in session.optimization.optimizer.state for parameter in frozen)
+    assert session.model.outer.weight in session.optimization.optimizer.state
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    again(session)
+    assert session.plan.most_parts == split
+    assert all(parameter in session.optimization.optimizer.state for parameter in frozen)
+
+
+def again(session: Session) -> None:
+    """Trains one more epoch."""
+    session.progress.trained = False
+    session.progress.epoch = 0
+    train(session)
+
+
+@pytest.mark.parametrize(
+    ("training", "released"),
+    [
+        ({"cuda_empty_cache_interval": 0}, False),
+        ({"cuda_empty_cache_interval": 2}, True),
+        ({"cuda_empty_cache_interval": 0, "cuda_empty_cache_threshold_mib": 195}, True),
+        ({"cuda_empty_cache_interval": 0, "cuda_empty_cache_threshold_mib": 5}, False),
+    ],
+)
+def test_the_cache_is_released_in_time_and_where_little_is_free(
+    tmp_path: Path, training: dict[str, Any], released: bool
+) -> None:
+    session = session_on(tmp_path, CostlyTask(), 200, epochs=1, **training)
+    free: list[int] = []
+    stepped = session.batcher.stepped
+
+    def noted() -> None:
+        free.append(session.meter.free_bytes())
+        stepped()
+
+    session.batcher.stepped = noted  # type: ignore[method-assign]
+    train(session)
+    after = session.meter.free_bytes()
+    assert free[-1] < 190 * MIB
+    assert (after > 190 * MIB) is released
+
+
+def test_a_leak_is_said_once(tmp_path: Path) -> None:
+    task = CostlyTask()
+    steps = WINDOW_STEPS * (RISES + 2)
+    session = session_on(tmp_path, task, 4000, batch_size=1, find_batch_size="off", epochs=-(-steps // SAMPLES))
+    task.kept = []
+    train(session)
+    assert notices(session).count("has risen by") == 1
+    assert "something keeps tensors from step to step" in notices(session)
+
+
+def test_a_training_that_keeps_nothing_is_no_leak(tmp_path: Path) -> None:
+    steps = WINDOW_STEPS * (RISES + 2)
+    session = session_on(tmp_path, CostlyTask(), 4000, batch_size=1, find_batch_size="off", epochs=-(-steps // SAMPLES))
+    train(session)
+    assert "has risen by" not in notices(session)
+
+
+def test_validation_runs_out_of_memory_and_goes_on(tmp_path: Path) -> None:
+    session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
+    fails = iter([True, False, False, False, False])
+    forward = session.model.forward
+
+    def failing(x: Tensor, num_bytes: int) -> Tensor:
+        if not session.model.training and next(fails, False):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return forward(x, num_bytes)
+
+    session.model.forward = failing
+    train(session)
+    assert session.batcher.ooms == 1
+    assert session.progress.best_loss < float("inf")
+
+
+def test_the_last_batch_of_an_epoch_weighs_what_it_is(tmp_path: Path) -> None:
+    """60 points in batches of 25: the last 10 are a mean over 10, not over 25."""
+    session = session_on(tmp_path, CostlyTask(), 100, batch_size=25, epochs=1, optimizer="sgd", weight_decay=0.0)
+    seen: list[float] = []
+    step = session.optimization.step
+
+    def noted() -> bool:
+        rows = session.epochs.steps(0)[session.progress.step_in_epoch]
+        accumulated = torch.cat([p.grad.flatten() for p in session.model.parameters() if p.grad is not None]).clone()
+        x = session.task._x[rows].to(torch.float32)
+        loss = (session.model(x, 0) - 3 * x[:, :1]).square().mean()
+        whole = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(session.model.parameters()))])
+        seen.append(float((accumulated - whole).norm() / whole.norm()))
+        return step()
+
+    session.optimization.step = noted  # type: ignore[method-assign]
+    train(session)
+    assert len(seen) == 3
+    assert max(seen) <= 1e-5
