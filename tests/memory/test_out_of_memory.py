@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from can_train.errors import DoesNotFitError
-from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.out_of_memory import headline, is_out_of_memory
 
 REAL = {
     "pytorch 16417": "CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; 8.57 MiB "
@@ -157,3 +157,19 @@ def test_the_module_does_not_import_torch() -> None:
     code = f"import sys, {module} as m; print(m.is_out_of_memory(MemoryError()), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+@pytest.mark.parametrize(
+    ("message", "headline_of_it"),
+    [
+        (
+            "CUDA out of memory. Tried to allocate 12.00 MiB. GPU 0 has a total capacity of 40.00 MiB of which",
+            "CUDA out of memory. Tried to allocate 12.00 MiB",
+        ),
+        ("CUDA error: out of memory\nCUDA kernel errors might be", "CUDA error: out of memory"),
+        ("", "OutOfMemoryError"),
+        ("x" * 1000, "x" * 160),
+    ],
+)
+def test_the_headline_is_what_was_asked_for(message: str, headline_of_it: str) -> None:
+    assert headline(torch.OutOfMemoryError(message)) == headline_of_it

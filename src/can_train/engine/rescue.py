@@ -11,7 +11,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import Meter
-from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.out_of_memory import headline, is_out_of_memory
 from can_train.policy.backoff import Backoff
 from can_train.policy.cards import GIB, cards_that_hold
 from can_train.policy.device_limits import PhaseLimit
@@ -254,7 +254,7 @@ def _attempt(attempt: Callable[[int, int], T], start: int, stop: int) -> "T | _O
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        message = next(iter(str(error).splitlines()), type(error).__name__)
+        message = headline(error)
         _let_go(error)
     return _OutOfMemory(message)
 

@@ -37,6 +37,10 @@ memory of one kernel), and the shared memory of a data loader, which no smaller 
 
 _OUT_OF_MEMORY: Final = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _PATTERNS), re.MULTILINE)
 
+_TRIED: Final = re.compile(r".*?Tried to allocate [\d.]+ (?:[KMGTP]iB|bytes)")
+_LONGEST: Final = 160
+"""Characters of a message that are quoted where it does not say what was asked for."""
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tells whether an error, or one that it was raised from or while handling, is a failed allocation.
@@ -68,3 +72,10 @@ def _is_failed_allocation(error: BaseException) -> bool:
         return True
     # Torch's and its libraries' errors are RuntimeErrors; a KeyError or ValueError only quotes such a message.
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def headline(error: BaseException) -> str:
+    """Returns what an out-of-memory says first, mostly what was asked for; the advice after it is for others."""
+    line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    tried = _TRIED.match(line)
+    return tried[0] if tried else line[:_LONGEST]

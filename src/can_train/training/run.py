@@ -14,7 +14,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_object, load_task_settings
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import open_meter
-from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.out_of_memory import headline, is_out_of_memory
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import loop
@@ -89,7 +89,7 @@ def _train(parts: Parts) -> Outcome:
         # Within micro-batches it is rescued; what runs out elsewhere (weights, a copy of them) cannot be.
         if not is_out_of_memory(error):
             raise
-        message = next(iter(str(error).splitlines()), type(error).__name__)
+        message = headline(error)
     raise DoesNotFitError(
         "What a run keeps on the device must fit beside its micro-batches",
         value=message,
