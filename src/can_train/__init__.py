@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from can_train.errors import CanTrainError
     from can_train.memory.out_of_memory import is_out_of_memory
     from can_train.policy.accumulation import solve_accumulation
+    from can_train.policy.affine import AffinePolicy
     from can_train.policy.factors import FactorPoint, MomentumPolicy
     from can_train.state.factor_store import get_safety_factor_db
     from can_train.training.learning import get_effective_safety_factor
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AffinePolicy",
     "BatchResult",
     "CanTrainError",
     "FactorPoint",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "AffinePolicy": "policy.affine",
     "BatchResult": "engine.micro_batcher",
     "CanTrainError": "errors",
     "FactorPoint": "policy.factors",

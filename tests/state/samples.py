@@ -22,6 +22,7 @@ def observation(number: int = 1, **changed: Any) -> Observation:
         "start_time": at(10 * number), "end_time": at(10 * number + 5), "outcome": "ok",
         "factor": 0.489, "factor_reason": "small dataset (hcrl_ch/set_01) 0.65",
         "capacity_bytes": 10_000, "peak_allocated_bytes": 6_200, "tuned_limit": 1_000, "safe_limit": 489,
+        "policy": {"name": "momentum", "options": {}},
         "used": 0.489, "logical_batch": 489, "largest_micro_batch": 489, "binding_limit": "memory",
     }  # fmt: skip
     return Observation(**{**values, **changed})

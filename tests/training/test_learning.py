@@ -54,7 +54,7 @@ def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
     assert (observed.outcome, observed.logical_batch, observed.ooms_rescued) == ("rescued", 30, session.batcher.ooms)
     assert observed.largest_micro_batch <= 20
     assert "with the same gradient" in "\n".join(parts.reporter.texts)  # type: ignore[attr-defined]
-    assert get_effective_safety_factor(parts.run) == pytest.approx(0.45)
+    assert get_effective_safety_factor(parts.run) <= 0.6 * 0.85
 
 
 def test_a_lower_factor_cuts_the_next_attempt_finer_and_keeps_the_batch(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from can_train.config.checks import check_choice, check_range
 
-POLICIES = ("momentum",)
+POLICIES = ("affine", "momentum")
 PRIORS = ("table",)
 
 
@@ -12,16 +12,16 @@ PRIORS = ("table",)
 class FactorSettings:
     """How the safety factor is learned from run to run."""
 
-    policy: str = "momentum"
-    """How observations become the next factor."""
+    policy: str = "affine"
+    """How observations become the next factor: a straight line through them, or a share of the way to the target."""
     prior: str = "table"
     """Where the first run's factor comes from: the experience table."""
     target: float = 0.90
     """Share of the capacity that a run's peak should reach."""
     momentum: float = 0.3
-    """Share of an adjustment that is applied at once."""
+    """Share of an adjustment that is applied at once (policy momentum)."""
     oom_cut: float = 0.15
-    """What an out-of-memory takes off the factor."""
+    """What an out-of-memory takes off the factor (policy momentum)."""
     min: float = 0.05
     """Smallest factor."""
     max: float = 1.0

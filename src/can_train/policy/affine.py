@@ -1,5 +1,5 @@
-"""The default policy: peak memory is a straight line in the share of the tuned limit that a run used, so a few runs show
-which share leads to the target. It decides the next factor; which runs count is the factor store's decision.
+"""The default policy: peak memory is a straight line in the share of the tuned limit that a run used, so a few runs
+show which share leads to the target. It decides the next factor; which runs count is the factor store's decision.
 """
 
 import math
@@ -17,6 +17,10 @@ FIT_ROUNDS: Final = 6
 
 BACK_OFF: Final = 0.99
 """Share of the factor that is kept in each step of the search for one whose risk is small enough."""
+
+
+_LEAST_SLOPE: Final = 1e-6
+"""Slope below which nothing that is used shows in the peak."""
 
 
 class Line(NamedTuple):
@@ -95,18 +99,34 @@ class AffinePolicy:
             history: What the runs taught, oldest first.
             first: The factor of the first run, in (0, 1].
         """
-        recent = history[-round(MEMORY_HALF_LIVES * self.half_life) :]
+        recent = self._recent(history)
         if not recent:
             return self._bounded(first)
         line = self.fit(recent)
-        factor = (self.target - line.base) / max(line.slope, 1e-6)
+        factor = (self.target - line.base) / max(line.slope, _LEAST_SLOPE)
         highest = max([first, *(point.used for point in recent if point.peak is not None)])
         factor = min(factor, self.step_up * highest, self.maximum)
         if recent[-1].peak is None:
             factor = min(factor, self.oom_share * recent[-1].used)
+        return self._bounded(self._risked(line, factor))
+
+    def aim(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns the target, or where runs scatter so much that it risks an out-of-memory, the peak that does not."""
+        recent = self._recent(history)
+        if not recent:
+            return self.target
+        line = self.fit(recent)
+        reaches = (self.target - line.base) / max(line.slope, _LEAST_SLOPE)
+        return min(self.target, line.peak(self._risked(line, reaches)))
+
+    def _recent(self, history: Sequence[FactorPoint]) -> Sequence[FactorPoint]:
+        return history[-round(MEMORY_HALF_LIVES * self.half_life) :]
+
+    def _risked(self, line: Line, factor: float) -> float:
+        """Goes back from a factor until an out-of-memory is unlikely enough."""
         while factor > self.minimum and line.peak(factor) + self.z * line.spread(factor) > 1:
             factor *= BACK_OFF
-        return self._bounded(factor)
+        return factor
 
     def fit(self, points: Sequence[FactorPoint]) -> Line:
         """Fits the line: Bayesian least squares with normal beliefs of base and slope, the noise from the residuals.
@@ -131,7 +151,8 @@ class AffinePolicy:
             a, b, c = a + precision, b + precision * point.used, c + precision * point.used**2
             d, e = d + precision * peak, e + precision * peak * point.used
         determinant = a * c - b * b
-        base, slope = (c * d - b * e) / determinant, (a * e - b * d) / determinant
+        # Neither can be negative: what a run uses adds to its peak, and so do its weights.
+        base, slope = max((c * d - b * e) / determinant, 0.0), max((a * e - b * d) / determinant, 0.0)
         variances = (c / determinant, a / determinant, -b / determinant)
         return Line(base, slope, variances, self._noise(points, weights, (base, slope)))
 
@@ -141,7 +162,8 @@ class AffinePolicy:
         squares = sum(w * (p.peak - base - slope * p.used) ** 2 for p, w in measured if p.peak is not None)
         runs = sum(w for _, w in measured)
         # Two runs' worth of freedom went into the line, less where there is hardly more than that.
-        return math.sqrt((self.noise_runs * self.noise**2 + squares) / (self.noise_runs + max(runs - min(2, 0.8 * runs), 0)))
+        freedom = self.noise_runs + runs - min(2, 0.8 * runs)
+        return math.sqrt((self.noise_runs * self.noise**2 + squares) / freedom)
 
     def _bounded(self, factor: float) -> float:
         return min(max(factor, self.minimum), self.maximum)

@@ -4,7 +4,7 @@ Which runs belong to that past, and in which order, is the factor store's decisi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 _GAINS: Final = ((0.50, 0.5), (0.70, 0.3), (0.85, 0.1), (0.95, 0.2))
 """(peak, gain): a peak below the first figure is corrected by the second; far off boldly, near the target gently."""
@@ -24,6 +24,20 @@ class FactorPoint:
 
     used: float
     peak: float | None
+
+
+class FactorPolicy(Protocol):
+    """What every policy answers, from the past alone."""
+
+    @property
+    def target(self) -> float:
+        """Peak to reach, as a share of capacity."""
+
+    def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns the factor of the next run."""
+
+    def aim(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns the peak that the policy goes for: the target, or less where that is too great a risk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +90,10 @@ class MomentumPolicy:
         for point in history:
             factor = self._bounded(factor + self._step(point, factor))
         return factor
+
+    def aim(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns the target: this policy does not weigh risks."""
+        return self.target
 
     def _step(self, point: FactorPoint, factor: float) -> float:
         if point.peak is None:

@@ -11,7 +11,8 @@ from statistics import fmean, pvariance
 from typing import Any, Final
 
 from can_train.errors import ConfigError, StateError, unknown_name
-from can_train.policy.factors import FactorPoint, MomentumPolicy
+from can_train.policy.factors import FactorPoint, FactorPolicy
+from can_train.policy.policies import POLICIES, make_policy
 from can_train.state.atomic import write_json_atomic
 from can_train.state.folders import state_folder
 from can_train.state.observations import Observation, read_observations
@@ -30,6 +31,9 @@ _IN_BAND_RUNS: Final = 3
 
 _BAND: Final = 0.05
 """Distance of a peak from the target that counts as in band: within it the momentum rule only makes its small steps."""
+
+_LOWERED: Final = 0.01
+"""Distance of the aim from the target that is worth a word."""
 
 _SETTLED_VARIANCE: Final = 0.01
 """Variance of the factors below which they count as settled."""
@@ -56,6 +60,8 @@ class FactorRecord:
         key: Configuration key.
         device: Kind of device.
         factor: Factor of the next run.
+        target: Peak that the user wants.
+        aim: Peak that the policy goes for: less than the target where that is too great a risk.
         reason: Where the first run's factor came from, in words.
         runs: Observations, oldest first; at least one.
         peaks: Peak ÷ capacity of the runs that measured one, oldest first.
@@ -67,6 +73,8 @@ class FactorRecord:
     key: str
     device: str
     factor: float
+    target: float
+    aim: float
     reason: str
     runs: tuple[Observation, ...]
     peaks: tuple[float, ...]
@@ -96,11 +104,11 @@ class FactorStore:
 
     Attributes:
         state: The state folder.
-        policy: How observations become the next factor.
+        policy: How observations become the next factor; None: as each configuration's latest run had it.
     """
 
     state: Path
-    policy: MomentumPolicy
+    policy: FactorPolicy | None = None
 
     @property
     def db_path(self) -> Path:
@@ -149,8 +157,7 @@ class FactorStore:
         """
         for record in self.records():
             if (record.key, record.device) == (key, device):
-                count = len(record.runs)
-                return FactorChoice(record.factor, f"learned from {count} run{'s' if count > 1 else ''}")
+                return FactorChoice(record.factor, _learned(record))
         return prior
 
     def refresh_export(self) -> None:
@@ -169,15 +176,14 @@ class FactorStore:
             ) from error
 
 
-def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: MomentumPolicy | None = None) -> FactorStore:
+def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorPolicy | None = None) -> FactorStore:
     """Opens the learned factors.
 
     Args:
         state_dir: State folder; None finds the user's own (`can_train.state.folders.state_folder`).
-        policy: How observations become the next factor; None means the default one.
+        policy: How observations become the next factor; None: as each configuration's latest run had it.
     """
-    folder = state_folder(None if state_dir is None else Path(state_dir))
-    return FactorStore(folder, MomentumPolicy() if policy is None else policy)
+    return FactorStore(state_folder(None if state_dir is None else Path(state_dir)), policy)
 
 
 def find_record(records: Sequence[FactorRecord], key: str, device: str | None = None) -> FactorRecord:
@@ -216,12 +222,12 @@ def find_records(records: Sequence[FactorRecord], key: str | None, device: str |
     return [record for record in found if device in (None, record.device)]
 
 
-def records_of(observations: Sequence[Observation], policy: MomentumPolicy) -> list[FactorRecord]:
+def records_of(observations: Sequence[Observation], policy: FactorPolicy | None = None) -> list[FactorRecord]:
     """Groups observations by key and device and learns from each group.
 
     Args:
         observations: By the time their attempts began.
-        policy: How observations become the next factor.
+        policy: How observations become the next factor; None: as each group's latest run had it.
     """
 
     def group(observation: Observation) -> tuple[str, str]:
@@ -284,14 +290,19 @@ def export_of(records: Sequence[FactorRecord]) -> dict[str, Any]:
     return export
 
 
-def _record(key: str, device: str, runs: tuple[Observation, ...], policy: MomentumPolicy) -> FactorRecord:
+def _record(key: str, device: str, runs: tuple[Observation, ...], given: FactorPolicy | None) -> FactorRecord:
+    policy = policy_of(runs[-1]) if given is None else given
+    history, first = history_of(runs), runs[0].factor
+    aim = policy.aim(history, first=first)
     peaks = tuple(run.peak for run in runs if run.peak is not None)
     variance = pvariance([run.factor for run in runs[-_SETTLED_RUNS:]])
-    in_band = [not run.ran_out_of_memory and _in_band(run, policy.target) for run in runs[-_IN_BAND_RUNS:]]
+    in_band = [not run.ran_out_of_memory and _in_band(run, aim) for run in runs[-_IN_BAND_RUNS:]]
     return FactorRecord(
         key=key,
         device=device,
-        factor=policy.next_factor(history_of(runs), first=runs[0].factor),
+        factor=policy.next_factor(history, first=first),
+        target=policy.target,
+        aim=aim,
         reason=runs[0].factor_reason,
         runs=runs,
         peaks=peaks,
@@ -299,6 +310,21 @@ def _record(key: str, device: str, runs: tuple[Observation, ...], policy: Moment
         factor_variance=variance,
         converged=len(runs) >= _SETTLED_RUNS and all(in_band) and variance < _SETTLED_VARIANCE,
     )
+
+
+def policy_of(run: Observation) -> FactorPolicy:
+    """The policy that a run was set to; of one that says nothing, or names one that is not known here, the default."""
+    name, options = str(run.policy.get("name")), run.policy.get("options")
+    numbers = {k: v for k, v in options.items() if isinstance(v, float)} if isinstance(options, dict) else {}
+    return make_policy(name if name in POLICIES else next(iter(POLICIES)), numbers)
+
+
+def _learned(record: FactorRecord) -> str:
+    count = len(record.runs)
+    said = f"learned from {count} run{'s' if count > 1 else ''}"
+    if record.aim > record.target - _LOWERED:
+        return said
+    return f"{said}; aims at {record.aim:.0%} instead of {record.target:.0%}: the next peak is not known well enough"
 
 
 def _in_band(run: Observation, target: float) -> bool:

@@ -111,6 +111,8 @@ class Observation:
     """Version of torch."""
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """Settings that change memory: of model and training, of the allocator, whether compiled."""
+    policy: dict[str, Any] = field(default_factory=dict)
+    """How the attempt's user wants factors learned: the policy's name, and its options."""
 
     def __post_init__(self) -> None:
         if self.outcome not in get_args(Outcome):

@@ -16,7 +16,7 @@ from can_train.errors import DoesNotFitError, StateError
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.policy.experience import experience_factor
-from can_train.policy.factors import MomentumPolicy
+from can_train.policy.policies import make_policy
 from can_train.reporter import Reporter
 from can_train.state.factor_store import FactorChoice, FactorStore
 from can_train.state.observations import Device, Observation, Started, utc_now, write_observation, write_started
@@ -54,11 +54,13 @@ def _effective(run: ResolvedRun, meter: Meter) -> FactorChoice:
 
 
 def _store(run: ResolvedRun) -> FactorStore:
+    return FactorStore(state_dir(run.paths), make_policy(run.factor.policy, _policy_options(run)))
+
+
+def _policy_options(run: ResolvedRun) -> dict[str, float]:
     factor = run.factor
-    policy = MomentumPolicy(
-        target=factor.target, momentum=factor.momentum, oom_cut=factor.oom_cut, minimum=factor.min, maximum=factor.max
-    )
-    return FactorStore(state_dir(run.paths), policy)
+    return {"target": factor.target, "momentum": factor.momentum, "oom_cut": factor.oom_cut, "minimum": factor.min,
+            "maximum": factor.max}  # fmt: skip
 
 
 def _prior(run: ResolvedRun) -> FactorChoice:
@@ -131,6 +133,7 @@ class Attempt:
             torch_version=torch.__version__,
             fingerprint={"model": asdict(self.run.model), "precision": self.run.training.precision,
                          "optimizer": self.run.training.optimizer},
+            policy={"name": self.run.factor.policy, "options": _policy_options(self.run)},
         )  # fmt: skip
 
     def _does_not_fit(self) -> DoesNotFitError:

@@ -1,0 +1,86 @@
+"""Made-up memory laws, and runs under them: what a policy leads to when its runs are lived one after another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from can_train.policy.factors import FactorPoint, FactorPolicy
+
+TABLE = (0.34, 0.38, 0.45, 0.489, 0.55, 0.65)
+"""First factors, as experience tables give them."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """`peak = base + (1 - base) · fill · ((1 - bend) · used + bend · used²)`, with noise.
+
+    Attributes:
+        base: Peak of a run that uses nothing.
+        fill: Share of what the base leaves that the whole tuned limit fills.
+        bend: Curvature.
+        noise: Relative standard deviation of a run's peak.
+        first: The first run's factor.
+    """
+
+    base: float
+    fill: float
+    bend: float
+    noise: float
+    first: float
+
+    def peak(self, used: float) -> float:
+        """Returns the noise-free peak."""
+        return self.base + (1 - self.base) * self.fill * ((1 - self.bend) * used + self.bend * used**2)
+
+
+def draw_laws(count: int, *, noise: float, bend: float, seed: int = 0) -> list[Law]:
+    """Draws laws whose curvature lies between `-bend` and `bend`."""
+    draw = np.random.default_rng(seed)
+    return [
+        Law(
+            base=float(draw.uniform(0.05, 0.4)),
+            fill=float(draw.uniform(0.9, 1.1)),
+            bend=float(draw.uniform(-bend, bend)),
+            noise=noise,
+            first=float(draw.choice(TABLE)),
+        )
+        for _ in range(count)
+    ]
+
+
+@dataclass(frozen=True)
+class Life:
+    """What became of a configuration.
+
+    Attributes:
+        peaks: Noise-free peak of each run.
+        ooms: Runs that ran out of memory.
+    """
+
+    peaks: tuple[float, ...]
+    ooms: int
+
+    def settled_after(self, target: float, *, within: float = 0.02, stays: float = 0.05) -> int | None:
+        """The first run, counted from 1, that is near the target, if none after it leaves its surroundings."""
+        near = [abs(peak - target) <= within for peak in self.peaks]
+        for index, is_near in enumerate(near):
+            if is_near and all(abs(peak - target) <= stays for peak in self.peaks[index:]):
+                return index + 1
+        return None
+
+
+def live(policy: FactorPolicy, law: Law, *, runs: int = 60, seed: int = 0) -> Life:
+    """Runs a configuration many times, each run with what the earlier ones taught."""
+    draw, history, peaks = np.random.default_rng(seed), [], []
+    for _ in range(runs):
+        used = policy.next_factor(history, first=law.first)
+        peaks.append(law.peak(used))
+        measured = peaks[-1] * (1 + draw.normal(0, law.noise))
+        history.append(FactorPoint(used, None if measured > 1 else measured))
+    return Life(tuple(peaks), sum(point.peak is None for point in history))
+
+
+def live_all(policy: FactorPolicy, laws: Sequence[Law]) -> list[Life]:
+    """Runs one configuration a law."""
+    return [live(policy, law, seed=index) for index, law in enumerate(laws)]
