@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 from can_train.errors import StateError
 from can_train.state.atomic import write_json_atomic
@@ -280,12 +281,22 @@ _Built = TypeVar("_Built", Observation, Started, Device)
 def _build(kind: type[_Built], values: Mapping[str, Any]) -> _Built:
     """Makes a record of plain values; values that it has no field for come from a later version and are passed over."""
     arguments: dict[str, Any] = {}
-    for item in fields(kind):
-        if item.name in values:
-            arguments[item.name] = _checked(item.name, values[item.name], item.type)
-        elif item.default is MISSING and item.default_factory is MISSING:
-            raise ValueError(f"{item.name} is missing")
+    for name, expected, required in _expected(cast("Any", kind)):
+        if name in values:
+            value = values[name]
+            # Most are what they should be: thousands of files are read at a time.
+            arguments[name] = value if type(value) is expected else _checked(name, value, expected)
+        elif required:
+            raise ValueError(f"{name} is missing")
     return kind(**arguments)
+
+
+@cache
+def _expected(kind: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
+    """Each field's name, type, and whether it must be there."""
+    return tuple(
+        (item.name, item.type, item.default is MISSING and item.default_factory is MISSING) for item in fields(kind)
+    )
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
