@@ -3,8 +3,11 @@ import math
 import weakref
 from collections.abc import Callable
 from statistics import mean
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -201,3 +204,39 @@ def test_what_a_failed_trial_held_is_free_before_the_next_trial() -> None:
 def test_bounds_that_leave_nothing_to_search_are_refused(bounds: dict[str, float]) -> None:
     with pytest.raises(ArgumentError, match=r"size of at least 1|positive number of bytes"):
         find_max_size(device(10), **bounds)  # type: ignore[arg-type]
+
+
+def limited(limit: int, readings: Callable[[int, int], object]) -> Callable[[int], object]:
+    """A trial that fits up to a limit, and returns something that depends on its size and on how many came before."""
+    tried: list[int] = []
+
+    def trial(size: int) -> object:
+        tried.append(size)
+        if size > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return readings(size, len(tried))
+
+    return trial
+
+
+@pytest.mark.parametrize(
+    "gives", [lambda n: n == 1, lambda n: n % 2 == 1, lambda n: n != 3, lambda n: False], ids=["1", "odd", "not 3", "-"]
+)
+@pytest.mark.parametrize("nothing", [None, math.nan, -1.0, 0, True, "1 GiB"])
+def test_trials_without_a_reading_do_not_end_the_search(gives: Callable[[int], bool], nothing: object) -> None:
+    limit = 18_648
+    trial = limited(limit, lambda size, count: 7e6 + 1000 * size if gives(count) else nothing)
+    assert find_max_size(trial, capacity=7e6 + 1000 * limit).size >= 0.93 * limit
+
+
+def test_readings_may_be_numbers_of_numpy() -> None:
+    trial = limited(18_648, lambda size, count: np.int64(7_000_000 + 1000 * size))
+    found = find_max_size(trial, capacity=7e6 + 1000 * 18_648)
+    assert (found.size, found.ooms) == (18_648, 0)
+    assert found.trials <= 6
+
+
+@pytest.mark.parametrize("arguments", [{"upper": 10.5}, {"upper": math.inf}, {"start": 2.5}, {"start": "8"}])
+def test_sizes_are_whole_numbers(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="Sizes are whole numbers"):
+        find_max_size(lambda size: None, **arguments)

@@ -1,11 +1,13 @@
 import doctest
+import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.errors import CanTrainError
+from can_train.errors import ArgumentError, CanTrainError
 from can_train.policy import accumulation
 from can_train.policy.accumulation import solve_accumulation
 
@@ -81,3 +83,10 @@ def test_sizes_below_one_are_refused_as_user_errors_and_as_value_errors(desired:
 def test_the_examples_in_the_docstring_hold() -> None:
     result = doctest.testmod(accumulation)
     assert (result.attempted, result.failed) == (2, 0)
+
+
+@pytest.mark.parametrize(("desired", "limit"), [(10, 3.5), (10.5, 3), ("10", 3), (10, math.inf), (math.nan, 3)])
+@pytest.mark.parametrize("divisor", [False, True])
+def test_numbers_of_samples_are_whole(desired: Any, limit: Any, divisor: bool) -> None:
+    with pytest.raises(ArgumentError, match="Numbers of samples are whole"):
+        solve_accumulation(desired, limit, divisor=divisor)

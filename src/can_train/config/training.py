@@ -5,6 +5,7 @@ docstring under the field as its help. Imports neither torch nor Hydra.
 from dataclasses import dataclass
 
 from can_train.config.checks import check_choice, check_range, number_or_off
+from can_train.errors import ConfigError
 
 FIND_BATCH_SIZE = ("auto", "max", "opt", "off")
 ACCUMULATION = ("even", "divisor")
@@ -130,7 +131,14 @@ class TrainingSettings:
         for name in ("batch_size", "micro_batch_size", "weight_decay", "grad_clip_norm", "seed", "patience",
                      "accumulation_threshold", "oom_retries", "cuda_empty_cache_interval"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=0)
-        check_range("training.backoff_factor", self.backoff_factor, above=1.0)
+        check_range("training.backoff_factor", self.backoff_factor, above=1.0, high=1e6)
+        if 0 < self.micro_batch_size < self.min_micro_batch_size:
+            raise ConfigError(
+                "A fixed micro-batch is not smaller than the smallest one allowed",
+                value=f"training.micro_batch_size {self.micro_batch_size}, "
+                f"training.min_micro_batch_size {self.min_micro_batch_size}",
+                remedy="Change one of them",
+            )
         # Reading them checks them.
         _ = (self.target_mib, self.preflight_units, self.free_threshold_mib)
         check_range("training.lr", self.lr, above=0.0)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Final
 
 from can_train.errors import ArgumentError
@@ -81,6 +82,7 @@ def find_max_size(
         ArgumentError: `start`, `upper` or `capacity` is too small to search.
     """
     _check(start, upper, capacity)
+    start, upper = int(start), int(upper)
     return search(trial, Seen(fails=upper + 1), start=min(start, upper), capacity=capacity)
 
 
@@ -126,6 +128,8 @@ class Seen:
 
 
 def _check(start: int, upper: int, capacity: float | None) -> None:
+    if not isinstance(start, Integral) or not isinstance(upper, Integral):
+        raise ArgumentError("Sizes are whole numbers", value=f"start {start!r}, upper {upper!r}")
     if start < 1 or upper < 1:
         raise ArgumentError("A search starts and ends at a size of at least 1", value=f"start {start}, upper {upper}")
     if capacity is not None and not capacity > 0:
@@ -141,7 +145,15 @@ def _attempt(trial: Callable[[int], object], size: int) -> tuple[bool, float | N
             raise
         # Returning from here drops the error, and with its traceback the tensors that the failed trial still holds.
         return False, None
-    return True, result if isinstance(result, int | float) and 0 < result < math.inf else None
+    return True, _reading(result)
+
+
+def _reading(result: object) -> float | None:
+    """The peak that a trial returned; None where it returned something else."""
+    if not isinstance(result, Real) or isinstance(result, bool):
+        return None
+    peak = float(result)
+    return peak if 0 < peak < math.inf else None
 
 
 def _next_size(seen: Seen, capacity: float | None) -> int:
@@ -150,7 +162,9 @@ def _next_size(seen: Seen, capacity: float | None) -> int:
         return 0
     if seen.fits == 0:
         return max(1, seen.fails // _RETREAT)
-    if capacity is not None and 0 < len(seen.readings) <= _MAX_READINGS:
+    # A trial that gave no reading leaves the law behind: from there on the search goes without.
+    has_law = bool(seen.readings) and seen.readings[-1][0] == seen.fits and len(seen.readings) <= _MAX_READINGS
+    if capacity is not None and has_law:
         size = _jump(seen, capacity)
         if size <= seen.fits:
             return 0

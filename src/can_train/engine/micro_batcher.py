@@ -4,10 +4,12 @@ parts' sizes. Where to cut is policy's decision, stepping the optimizer the call
 """
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -84,13 +86,15 @@ class MicroBatcher:
         limits: DeviceLimits | None = None,
     ) -> None:
         self._model = model
-        self._meter = meter or open_meter(str(next(model.parameters()).device))
+        self._parameters = list(model.parameters())
+        if not self._parameters:
+            raise ArgumentError("A model to be trained has parameters", value=type(model).__name__)
+        self._meter = meter or open_meter(str(self._parameters[0].device))
         self._settings = rescue or RescueSettings()
         self.rules = rules or SplitRules()
         self._rescue = Rescue(self._meter, self._settings)
         # Evaluation costs less a sample, so what training learned of sizes says nothing of its own.
         self._evaluation = Rescue(self._meter, self._settings)
-        self._parameters = list(model.parameters())
         self._trainable = _trainable(self._parameters)
         self._planned = 0.0
         self._pressure = _Pressure(self._meter)
@@ -115,15 +119,17 @@ class MicroBatcher:
             scale: Applied to each part's loss before backward (a gradient scaler).
 
         Raises:
-            DoesNotFitError: One sample is too much, or nothing may be split; `.grad` holds part of the batch.
-            ArgumentError: The parts' denominators do not add up to the whole batch's.
+            DoesNotFitError: One sample is too much, or nothing may be split.
+            ArgumentError: The parts' denominators do not add up to the whole batch's, or something given is not of the
+                shape that is asked for. After any error `.grad` holds, beside what was there, the parts that were
+                computed before it.
         """
         costs = _as_costs(batch)
         self._renew_if_thawed()
         sums = _Sums(denominators, len(costs))
 
         def attempt(start: int, stop: int) -> tuple[dict[str, Tensor], dict[str, float]]:
-            losses = losses_of(start, stop)
+            losses = _checked(losses_of(start, stop), weights)
             parts = {term: total / sums.denominator(term) for term, (total, _) in losses.items()}
             weighted = [part if weights is None else weights[term] * part for term, part in parts.items()]
             scale(sum(weighted[1:], start=weighted[0])).backward()
@@ -253,6 +259,19 @@ class _GradientsAside(_Restored):
         super().undo()
 
 
+def _checked(losses: Any, weights: Mapping[str, float] | None) -> Losses:
+    """Makes sure of the shape of what a loop of one's own computes."""
+    pairs = losses.values() if isinstance(losses, Mapping) else ()
+    if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise ArgumentError(
+            "losses_of returns {term: (sum over the samples, denominator)}", value=f"{type(losses).__name__}"
+        )
+    if weights is not None and not set(losses) <= set(weights):
+        raise ArgumentError("Every term has a weight where any has", value=f"{sorted(set(losses) - set(weights))}")
+    checked: Losses = losses
+    return checked
+
+
 def _trainable(parameters: Sequence[nn.Parameter]) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for parameter in parameters)
 
@@ -268,7 +287,11 @@ class _Sums:
 
     def denominator(self, term: str) -> float:
         """A term whose denominator is zero has nothing in this batch: its sum is zero too."""
-        return (self._size if self._given is None else self._given[term]) or 1.0
+        if self._given is None:
+            return self._size
+        if term not in self._given:
+            raise ArgumentError("Every term has a denominator", value=f"{term!r} is not in {sorted(self._given)}")
+        return self._given[term] or 1.0
 
     def add(self, means: Mapping[str, Tensor], own: Mapping[str, float]) -> None:
         for term, mean in means.items():
@@ -305,6 +328,23 @@ class _Pressure:
 
 
 def _as_costs(batch: BatchCosts | Sequence[float] | int) -> BatchCosts:
-    if isinstance(batch, BatchCosts):
-        return batch
-    return BatchCosts.uniform(batch) if isinstance(batch, int) else BatchCosts.of_samples(batch)
+    """Prices what a loop of one's own gives: prices already, a cost a sample, or a number of samples."""
+    if not isinstance(batch, BatchCosts):
+        batch = _priced(batch)
+    if len(batch) < 1:
+        raise ArgumentError("A logical batch has at least one sample", value="it has none")
+    return batch
+
+
+def _priced(batch: Any) -> BatchCosts:
+    if isinstance(batch, Sequence | np.ndarray) and not isinstance(batch, str) and np.ndim(batch) == 1:
+        costs = np.asarray(batch, dtype=np.float64)
+        if not (np.isfinite(costs) & (costs >= 0)).all():
+            raise ArgumentError("Costs of samples are finite and not negative", value=f"{batch!r:.80}")
+        return BatchCosts.of_samples(costs)
+    try:
+        return BatchCosts.uniform(max(operator.index(batch), 0))
+    except TypeError:
+        raise ArgumentError(
+            "A batch is a number of samples, or a cost for each of them", value=f"{batch!r:.80}"
+        ) from None

@@ -142,17 +142,12 @@ class Rescue:
         sizes = self._cut(batch, 0, floor)
         while sizes:
             stop = start + sizes[0]
-            undoable = prepare()
-            result = _attempt(attempt, start, stop)
+            result = _attempt(attempt, prepare, start, stop)
             if not isinstance(result, _OutOfMemory):
-                undoable.keep()
                 yield Part(start=start, stop=stop, result=result)
                 start, retries = stop, 0
                 sizes = self._cut(batch, start, floor) if self._welcome(floor) else sizes[1:]
                 continue
-            undoable.undo()
-            # Both hold tensors of the failed attempt, whose memory the next one needs.
-            del undoable
             self._meter.release()
             finer = self._after_oom(batch, start, stop, floor)
             if finer[0] == stop - start:
@@ -226,16 +221,24 @@ class Rescue:
         return PartDoesNotFitError(
             _WHY[self._settings.adaptive].format(times=_times(self._settings.retries + 1)),
             value=f"{_samples(start, stop)}; the device said: {failure.message}",
-            remedy=self._remedy(need_bytes),
+            remedy=self._remedy(need_bytes, stop - start),
             part=(start, stop),
         )
 
-    def _remedy(self, need_bytes: float | None) -> str:
+    def _remedy(self, need_bytes: float | None, samples: int) -> str:
         if not self._settings.adaptive:
             return "Turn it on, or choose a smaller --micro-batch-size"
         smaller = "choose a smaller model or smaller samples"
-        if need_bytes is None or need_bytes <= self._meter.capacity_bytes:
-            return f"Another process may hold the memory (nvidia-smi): try again, or {smaller}"
+        if samples > 1:
+            return (
+                f"Lower --min-micro-batch-size, which forbids fewer than {self._settings.floor} samples, or {smaller}"
+            )
+        capacity = self._meter.capacity_bytes
+        if self._meter.foreign_bytes() > 0:
+            return f"Another process holds memory (nvidia-smi): try again, or {smaller}"
+        if need_bytes is None or need_bytes <= capacity:
+            larger = f"take a device of more than {capacity / GIB:.2f} GiB ({cards_that_hold(capacity)})"
+            return f"{larger[0].upper()}{larger[1:]}, or {smaller}"
         need = f"{need_bytes / GIB:.2f} GiB are needed, {self._meter.capacity_bytes / GIB:.2f} GiB are there"
         return f"{need}: take a larger card ({cards_that_hold(need_bytes)}), or {smaller}"
 
@@ -245,13 +248,22 @@ class _OutOfMemory:
     message: str
 
 
-def _attempt(attempt: Callable[[int, int], T], start: int, stop: int) -> "T | _OutOfMemory":
-    """Runs a part; an out-of-memory comes back as a value, so that nobody handles the next attempt inside `except`,
-    where the error, its traceback and with it every tensor of the failed pass would stay alive.
+def _attempt(
+    attempt: Callable[[int, int], T], prepare: Callable[[], Undoable], start: int, stop: int
+) -> "T | _OutOfMemory":
+    """Runs a part, and undoes it where it fails, for whatever reason. An out-of-memory comes back as a value, so that
+    nobody handles the next attempt inside `except`, where the error, its traceback and with it every tensor of the
+    failed pass would stay alive.
     """
+    undoable: Undoable | None = None
     try:
-        return attempt(start, stop)
-    except Exception as error:
+        undoable = prepare()
+        result = attempt(start, stop)
+        undoable.keep()
+        return result
+    except BaseException as error:
+        if undoable is not None:
+            undoable.undo()
         if not is_out_of_memory(error):
             raise
         message = headline(error)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError
 from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.policy.cards import cards_that_hold
 from can_train.policy.cost_model import ALLOCATION_QUANTUM, EXPLAINED, CostModel, fit_cost_model
 from can_train.policy.features import Feature, batch_totals
 from can_train.policy.probe_choice import ROUNDS, SMALLEST_PROBE, extreme_samples
@@ -58,7 +59,7 @@ def fit_by_probes(
         if not readings:
             _round(measure, features, counts, 1, readings)
             if not readings:
-                raise _nothing_fits()
+                raise _nothing_fits(capacity_bytes)
         model = _fit(features, readings)
         smallest, largest = min(peak for _, peak in readings), max(peak for _, peak in readings)
         # Peaks that do not grow at all agree on nothing: what does grow is still hidden.
@@ -91,13 +92,19 @@ def _round(
     size: int,
     readings: list[_Reading],
 ) -> bool:
-    """Runs the probes of one size and adds to the readings; False where one runs out of memory, which ends it."""
+    """Runs the probes of one size and adds to the readings; False where one runs out of memory, which ends it: only
+    single samples are all tried, since one of them may be huge.
+    """
+    complete = True
     for positions in extreme_samples(counts, size):
         peak = _attempt(measure, positions)
-        if peak is None:
-            return False
-        readings.append((batch_totals(features, counts[positions]), float(peak)))
-    return True
+        if peak is not None:
+            readings.append((batch_totals(features, counts[positions]), float(peak)))
+            continue
+        complete = False
+        if size > 1:
+            break
+    return complete
 
 
 def _attempt(measure: Callable[[NDArray[np.int64]], int], positions: NDArray[np.int64]) -> int | None:
@@ -139,9 +146,9 @@ def _lies_below(model: CostModel, reading: _Reading) -> bool:
     return peak < model.base_bytes + cost - EXPLAINED * max(cost, ALLOCATION_QUANTUM)
 
 
-def _nothing_fits() -> DoesNotFitError:
+def _nothing_fits(capacity_bytes: float) -> DoesNotFitError:
     return DoesNotFitError(
         "At least one training sample must fit on the device",
-        value="a batch of one sample ran out of memory",
-        remedy="Choose a smaller model (--size student), smaller samples or a larger device",
+        value=f"a batch of one sample needs more than the {capacity_bytes / 2**20:.1f} MiB that are there",
+        remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(capacity_bytes)})",
     )

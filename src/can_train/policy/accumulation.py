@@ -3,6 +3,7 @@ and batches whose samples differ in cost are cut by cost, not by this solver.
 """
 
 import math
+from numbers import Integral
 
 from can_train.errors import ArgumentError
 
@@ -25,8 +26,11 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
         The sizes in samples, largest first: each ≤ `limit`, their sum is `desired`, and no two differ by more than 1.
 
     Raises:
-        ArgumentError: `desired` or `limit` is below 1.
+        ArgumentError: `desired` or `limit` is below 1, or no whole number.
     """
+    if not isinstance(desired, Integral) or not isinstance(limit, Integral):
+        raise ArgumentError("Numbers of samples are whole", value=f"desired {desired!r}, limit {limit!r}")
+    desired, limit = int(desired), int(limit)
     if desired < 1:
         raise ArgumentError("A logical batch has at least one sample", value=f"{desired}")
     if limit < 1:
