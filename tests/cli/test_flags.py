@@ -33,3 +33,21 @@ def test_two_spellings_with_the_same_value_are_fine() -> None:
 def test_two_spellings_with_different_values_are_not() -> None:
     with pytest.raises(ConfigError, match=r"--epochs 3 and --max-epochs 4"):
         canonical_arguments(["--epochs", "3", "--max-epochs", "4"])
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("--regrow=false", "--no-regrow"),
+        ("--regrow=TRUE", "--regrow"),
+        ("--adaptive_micro_batch=0", "--no-adaptive-micro-batch"),
+        ("--batch-size=1", "--batch-size=1"),
+    ],
+)
+def test_switches_take_the_values_that_presets_have(written: str, meant: str) -> None:
+    assert canonical_arguments([written]) == [meant]
+
+
+def test_a_switch_is_on_or_off() -> None:
+    with pytest.raises(ConfigError, match=r"--regrow is on or off: maybe\.\nGive --regrow, or --no-regrow"):
+        canonical_arguments(["--regrow=maybe"])

@@ -22,6 +22,10 @@ _METAVARS: Final = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
 cannot."""
 
 
+_ON: Final = frozenset(("true", "yes", "on", "1"))
+_OFF: Final = frozenset(("false", "no", "off", "0"))
+
+
 def training_parameters() -> list[inspect.Parameter]:
     """Makes a Typer parameter of every scalar field of `TrainingSettings`; absent flags are None."""
     texts = field_texts(Path(training.__file__), "TrainingSettings")
@@ -57,7 +61,7 @@ def canonical_arguments(arguments: Sequence[str]) -> list[str]:
     """Rewrites flags to their canonical spelling: `_` becomes `-`, an alias becomes its setting.
 
     Raises:
-        ConfigError: Two spellings of one setting are given with different values.
+        ConfigError: Two spellings of one setting are given with different values, or a switch with neither yes nor no.
     """
     rewritten: list[str] = []
     seen: dict[str, tuple[str, str]] = {}
@@ -69,13 +73,27 @@ def canonical_arguments(arguments: Sequence[str]) -> list[str]:
             continue
         spelling, equals, value = argument.partition("=")
         flag = _canonical_flag(spelling)
-        rewritten.append(f"{flag}{equals}{value}")
+        rewritten.append(_switched(flag, value) if equals and _is_switch(flag) else f"{flag}{equals}{value}")
         given = value if equals else next(iter(arguments[position + 1 : position + 2]), "")
         earlier, earlier_value = seen.setdefault(flag, (spelling, given))
         if earlier != spelling and earlier_value != given:
             given_twice = f"{earlier} {earlier_value} and {spelling} {given}"
             raise ConfigError(f"{flag} has two different values", value=given_twice, remedy="Give it once")
     return rewritten
+
+
+def _is_switch(flag: str) -> bool:
+    name = flag.removeprefix("--").replace("-", "_")
+    return any(field.name == name and _type_name(field.type) == "bool" for field in fields(TrainingSettings))
+
+
+def _switched(flag: str, value: str) -> str:
+    """Takes the values that a preset has for a switch: the option's table writes it as true or false."""
+    if value.lower() in _ON:
+        return flag
+    if value.lower() in _OFF:
+        return flag.replace("--", "--no-", 1)
+    raise ConfigError(f"{flag} is on or off", value=value, remedy=f"Give {flag}, or {flag.replace('--', '--no-', 1)}")
 
 
 def _canonical_flag(spelling: str) -> str:
