@@ -20,6 +20,7 @@ REAL = {
     " to allocate 20 MiB",
     "nunchaku 144": "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
     "expandable segments": "CUDA driver error: out of memory",
+    "3D Gaussian splatting": "std::bad_alloc: cudaErrorMemoryAllocation: out of memory",
     "neural-motifs 58": "cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THCTensorRandom.cu:25",
     "TheRock 1054": "HIP out of memory. Tried to allocate 16.00 GiB. GPU 0 has a total capacity of 15.24 GiB of which "
     "15.09 GiB is free. Of the allocated memory 0 bytes is allocated by PyTorch",

@@ -13,6 +13,7 @@ _PATTERNS: Final = (
     (r"(?:^|: )(?:CUDA|HIP|XPU|NPU) out of memory\b", "c10/cuda/CUDACachingAllocator.cpp and its ports"),
     (r"(?:^|: )MPS backend out of memory\b", "aten/src/ATen/mps/MPSAllocator.mm"),
     (r"\b(?:CUDA|HIP)(?: driver)? error: out of memory\b", "c10/cuda/CUDAException.cpp, c10/cuda/driver_api.h"),
+    (r"\bcudaErrorMemoryAllocation: out of memory\b", "CuPy, Thrust and RMM, which put the runtime's name before it"),
     (r"\bcuda runtime error \(2\) ?: out of memory\b", "THC/THCGeneral.cpp, before torch 1.8"),
     (r"\bTriton Error \[(?:CUDA|HIP)\]: out of memory\b", "triton, third_party/nvidia/backend/driver.c"),
     (r"\bCUDNN_STATUS_ALLOC_FAILED\b", "aten/src/ATen/cudnn/Exceptions.h"),
