@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Final
 
 from can_train.errors import ArgumentError
-from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
 
 _RETREAT: Final = 4
 """Divisor of the size while nothing has fitted yet: an out-of-memory costs more than a trial that fits."""
@@ -138,14 +138,9 @@ def _check(start: int, upper: int, capacity: float | None) -> None:
 
 def _attempt(trial: Callable[[int], object], size: int) -> tuple[bool, float | None]:
     """Runs a trial. Returns whether it fits, and its reading if it gave one."""
-    try:
-        result = trial(size)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        # Returning from here drops the error, and with its traceback the tensors that the failed trial still holds.
-        return False, None
-    return True, _reading(result)
+    with OutOfMemoryEndsQuietly():
+        return True, _reading(trial(size))
+    return False, None
 
 
 def _reading(result: object) -> float | None:

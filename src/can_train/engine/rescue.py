@@ -237,9 +237,8 @@ class Rescue:
         if self._meter.foreign_bytes() > 0:
             return f"Another process holds memory (nvidia-smi): try again, or {smaller}"
         if need_bytes is None or need_bytes <= capacity:
-            larger = f"take a device of more than {capacity / GIB:.2f} GiB ({cards_that_hold(capacity)})"
-            return f"{larger[0].upper()}{larger[1:]}, or {smaller}"
-        need = f"{need_bytes / GIB:.2f} GiB are needed, {self._meter.capacity_bytes / GIB:.2f} GiB are there"
+            return f"Take a device of more than {capacity / GIB:.2f} GiB ({cards_that_hold(capacity)}), or {smaller}"
+        need = f"{need_bytes / GIB:.2f} GiB are needed, {capacity / GIB:.2f} GiB are there"
         return f"{need}: take a larger card ({cards_that_hold(need_bytes)}), or {smaller}"
 
 

@@ -13,7 +13,7 @@ from can_train.engine.rescue import FIRST_WAIT_S
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory
-from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
 
 
 class OptimizerReserve:
@@ -88,12 +88,9 @@ class OptimizerReserve:
         )
 
     def _attempt(self, sizes: Sequence[int]) -> list[Tensor]:
-        try:
+        with OutOfMemoryEndsQuietly():
             return [torch.empty(size, dtype=torch.uint8, device=self._meter.device) for size in sizes]
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return []
+        return []
 
 
 def _pieces(need: int, tensor_bytes: Sequence[int]) -> list[int]:

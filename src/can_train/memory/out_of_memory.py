@@ -5,6 +5,8 @@ about it is left to the engine.
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Final
 
 from can_train.errors import CanTrainError
@@ -53,6 +55,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, CanTrainError) or not isinstance(error, Exception):
         return False
     return any(_is_failed_allocation(link) for link in _chain(error))
+
+
+class OutOfMemoryEndsQuietly(AbstractContextManager[None]):
+    """A block that an out-of-memory ends without an error: what the error's frames held is free after the block."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return error is not None and is_out_of_memory(error)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

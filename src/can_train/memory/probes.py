@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError
-from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
 from can_train.policy.cards import cards_that_hold
 from can_train.policy.cost_model import ALLOCATION_QUANTUM, EXPLAINED, CostModel, fit_cost_model
 from can_train.policy.features import Feature, batch_totals
@@ -108,12 +108,9 @@ def _round(
 
 
 def _attempt(measure: Callable[[NDArray[np.int64]], int], positions: NDArray[np.int64]) -> int | None:
-    try:
+    with OutOfMemoryEndsQuietly():
         return measure(positions)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
+    return None
 
 
 def _fit(features: Sequence[Feature], readings: list[_Reading]) -> CostModel:

@@ -19,7 +19,7 @@ from can_train.errors import DoesNotFitError
 from can_train.memory.blocks import LARGE_PAGE_BYTES
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
-from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
 from can_train.memory.probes import fit_by_probes
 from can_train.policy.cards import cards_that_hold
 from can_train.policy.cost_model import CostModel
@@ -104,7 +104,7 @@ class Explorer:
     def coupling(self) -> Coupling:
         """Measures whether samples of a batch influence each other's gradient."""
         batch = self._batch(self._small_samples(sum(SPLIT)), coupled=True)
-        try:
+        with OutOfMemoryEndsQuietly():
             return measure_coupling(
                 self.model.train(),
                 lambda start, stop: self._losses(batch, start, stop),
@@ -112,9 +112,6 @@ class Explorer:
                 device=self.meter.device,
                 half=self._precision.autocast is not None,
             )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
         self.meter.release()
         return Coupling(terms={}, modules=(), drops=False, measured=False)
 
@@ -130,12 +127,9 @@ class Explorer:
             DoesNotFitError: They do not fit beside the weights.
         """
         missing = max(optimizer.state_bytes - held_bytes, 0)
-        try:
+        with OutOfMemoryEndsQuietly():
             state = [torch.empty(missing, dtype=torch.uint8, device=self.meter.device)]
             return state, [torch.zeros_like(parameter) for parameter in self._parameters]
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
         need = self._resident_bytes(optimizer)
         raise DoesNotFitError(
             "Weights, gradients and optimizer state must fit on the device",
