@@ -20,10 +20,12 @@ class FactorPoint:
     Attributes:
         used: Cost of the largest micro-batch actually run ÷ tuned limit.
         peak: Peak memory ÷ capacity; None for an out-of-memory.
+        settled: After an out-of-memory that was rescued: (used, peak) of what ran from then on; None where nothing did.
     """
 
     used: float
     peak: float | None
+    settled: tuple[float, float] | None = None
 
 
 class FactorPolicy(Protocol):

@@ -102,6 +102,12 @@ class Observation:
     """Samples in the largest micro-batch run."""
     binding_limit: str
     """What decided the logical batch."""
+    oom_used: float | None = None
+    """Cost of the smallest micro-batch that ran out of memory ÷ tuned limit; None where none did."""
+    settled_used: float | None = None
+    """Cost of the largest micro-batch run after the last out-of-memory ÷ tuned limit; None where none was."""
+    settled_peak_bytes: int | None = None
+    """Measured peak since then."""
     ooms_rescued: int = 0
     """Times that memory ran out at a cost within the safe limit, and the micro-batch was split."""
     allocator_retries: int = 0
