@@ -14,7 +14,10 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
 from can_train.memory.meters import CpuMeter
 from can_train.policy.features import Feature
+from can_train.policy.first_factor import Aim
 from can_train.reporter import SilentReporter
+from can_train.state.factor_store import FactorChoice
+from can_train.training.factor_rule import FactorRule
 from can_train.training.run_folder import RunFolder
 from can_train.training.session import Parts
 from can_train.training.signals import StopRequests
@@ -102,6 +105,11 @@ class Notices(SilentReporter):
         self.texts.append(text)
 
 
+def fixed(factor: float) -> FactorRule:
+    """A safety factor that was decided before."""
+    return FactorRule(known=FactorChoice(factor, "for a test"), aim=Aim(0.9))
+
+
 def line_parts(folder: Any, task: LineTask | None = None, **training: Any) -> Parts:
     """Makes everything a session needs, under a temporary folder."""
     run = line_run(folder, **training)
@@ -113,7 +121,8 @@ def line_parts(folder: Any, task: LineTask | None = None, **training: Any) -> Pa
 
 
 def line_run(folder: Any, **training: Any) -> ResolvedRun:
-    """Resolves a run with some training settings."""
-    values = {f"training.{name}": value for name, value in ({"epochs": 2} | training).items()}
+    """Resolves a run with some training settings; its first factor is that of the table, which data do not change."""
+    values: dict[str, Any] = {"factor.prior": "table"}
+    values |= {f"training.{name}": value for name, value in ({"epochs": 2} | training).items()}
     paths = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
     return resolve(RunRequest(model="gat", dataset="synthetic", values=values | paths))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from can_train.config.compose import RunRequest, resolve
 from can_train.policy.features import Feature
 from can_train.reporter import SilentReporter
-from can_train.training.run import load_task
+from can_train.training.loading import load_task
 from can_train.training.task import Task
 from gpu.networks import WORDS, SequenceModel, Transformer, UNet
 

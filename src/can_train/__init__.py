@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from can_train.policy.affine import AffinePolicy
     from can_train.policy.factors import FactorPoint, MomentumPolicy
     from can_train.state.factor_store import get_safety_factor_db
-    from can_train.training.learning import get_effective_safety_factor
+    from can_train.training.effective_factor import get_effective_safety_factor
 
 __version__ = "0.1.0"
 
@@ -40,7 +40,7 @@ _HOMES: Final = {
     "MomentumPolicy": "policy.factors",
     "SizeSearch": "engine.finder",
     "find_max_size": "engine.finder",
-    "get_effective_safety_factor": "training.learning",
+    "get_effective_safety_factor": "training.effective_factor",
     "get_safety_factor_db": "state.factor_store",
     "is_out_of_memory": "memory.out_of_memory",
     "solve_accumulation": "policy.accumulation",

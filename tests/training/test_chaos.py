@@ -21,7 +21,6 @@ from can_train.errors import DoesNotFitError
 from can_train.memory.meters import SimulatedMeter
 from can_train.policy.features import Feature
 from can_train.reporter import SilentReporter
-from can_train.state.factor_store import FactorChoice
 from can_train.training import loop
 from can_train.training.optimization import make_optimizer
 from can_train.training.run_folder import RunFolder
@@ -29,7 +28,7 @@ from can_train.training.session import Parts, make_session
 from can_train.training.signals import StopRequests
 from can_train.training.state import Session
 from costly import Costly
-from line_fit import line_run
+from line_fit import fixed, line_run
 
 MIB = 2**20
 RUNS, BLOCKS = 1000, 8
@@ -236,7 +235,7 @@ def live(seed: int, run: ResolvedRun, folder: Path) -> Told:
     parts = Parts(run=run, folder=created, task=task, meter=meter, reporter=SilentReporter(), stops=StopRequests())
     with meter.active():
         try:
-            session = make_session(parts, FactorChoice(world.factor, "learned"))
+            session = make_session(parts, fixed(world.factor))
             neighbours.awake = True
             watch(session, meter, task, told)
             loop.train(session)

@@ -1,4 +1,5 @@
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -6,13 +7,14 @@ import pytest
 import torch
 
 from can_train.errors import DoesNotFitError, StateError
-from can_train.state.factor_store import FactorChoice, get_safety_factor_db
+from can_train.state.factor_store import get_safety_factor_db
 from can_train.state.observations import read_observations
 from can_train.training import loop
-from can_train.training.learning import Attempt, factor_for, get_effective_safety_factor
+from can_train.training.effective_factor import factor_rule, get_effective_safety_factor
+from can_train.training.learning import Attempt
 from can_train.training.session import make_session
 from can_train.training.state import Session
-from line_fit import LineTask, Notices, StoppedTask, line_parts, line_run
+from line_fit import LineTask, Notices, StoppedTask, fixed, line_parts, line_run
 
 KEY = "synthetic_gat_teacher_normal"
 
@@ -20,9 +22,9 @@ KEY = "synthetic_gat_teacher_normal"
 def attempt(folder: Path, task: LineTask | None = None, **training: Any) -> Session:
     """Trains as a run does, from the factor to the observation."""
     parts = line_parts(folder, task, **training)
-    factor = factor_for(parts.run, parts.meter, parts.reporter)
+    factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
-    with parts.stops.installed(), Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor):
+    with parts.stops.installed(), Attempt(run=parts.run, folder=parts.folder, session=session):
         loop.train(session)
     return session
 
@@ -44,11 +46,11 @@ def test_a_run_that_memory_did_not_limit_leaves_the_factor_alone(tmp_path: Path)
 def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
     roomy = LineTask()
     parts = line_parts(tmp_path, roomy, batch_size=30)
-    factor = factor_for(parts.run, parts.meter, parts.reporter)
+    factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
     assert session.plan.most_parts == 1
     roomy.fail_above = 20
-    with Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor):
+    with Attempt(run=parts.run, folder=parts.folder, session=session):
         loop.train(session)
     (observed,) = read_observations(tmp_path / "state").finished
     assert (observed.outcome, observed.logical_batch, observed.ooms_rescued) == ("rescued", 30, session.batcher.ooms)
@@ -57,11 +59,17 @@ def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
     assert get_effective_safety_factor(parts.run) <= 0.6 * 0.85
 
 
-def test_a_lower_factor_cuts_the_next_attempt_finer_and_keeps_the_batch(tmp_path: Path) -> None:
-    first = make_session(line_parts(tmp_path, batch_size=30), FactorChoice(0.6, "for a test"))
-    again = make_session(line_parts(tmp_path, batch_size=30), FactorChoice(0.3, "for a test"))
+def test_after_an_out_of_memory_a_lower_factor_cuts_finer_and_keeps_the_batch(tmp_path: Path) -> None:
+    first = make_session(line_parts(tmp_path, batch_size=30), fixed(0.6))
+    again = make_session(line_parts(tmp_path, batch_size=30), replace(fixed(0.3), after_oom=True))
     assert again.plan.logical_batch == first.plan.logical_batch == 30
     assert again.batcher.rules.safe_limit == pytest.approx(first.batcher.rules.safe_limit / 2)
+
+
+def test_what_was_learned_since_leaves_a_frozen_plan_alone(tmp_path: Path) -> None:
+    first = make_session(line_parts(tmp_path, batch_size=30), fixed(0.6))
+    again = make_session(line_parts(tmp_path, batch_size=30), fixed(0.3))
+    assert again.run_plan == first.run_plan
 
 
 @pytest.mark.parametrize(
@@ -76,12 +84,12 @@ def test_what_cannot_be_rescued_is_named_and_the_run_saved(
 ) -> None:
     task = LineTask()
     parts = line_parts(tmp_path, task, batch_size=30, **training)
-    factor = factor_for(parts.run, parts.meter, parts.reporter)
+    factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
     task.fail_above = 0
     with (
         pytest.raises(DoesNotFitError, match=rf"{rule}.*: point \d+.*\n.*{remedy}"),
-        Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor),
+        Attempt(run=parts.run, folder=parts.folder, session=session),
     ):
         loop.train(session)
     assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == ["oom"]
@@ -104,9 +112,9 @@ def test_a_resumed_attempt_of_few_steps_still_measures_a_peak(tmp_path: Path) ->
 )
 def test_how_an_attempt_ended_is_recorded(tmp_path: Path, error: BaseException, outcome: str) -> None:
     parts = line_parts(tmp_path, batch_size=20)
-    factor = factor_for(parts.run, parts.meter, parts.reporter)
+    factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
-    with pytest.raises(type(error)), Attempt(run=parts.run, folder=parts.folder, session=session, factor=factor):
+    with pytest.raises(type(error)), Attempt(run=parts.run, folder=parts.folder, session=session):
         raise error
     assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == [outcome]
 
@@ -142,7 +150,7 @@ def test_attempts_of_a_run_are_counted(tmp_path: Path) -> None:
 
 def test_planning_leaves_model_and_generators_as_they_were(tmp_path: Path) -> None:
     parts = line_parts(tmp_path)
-    factor = factor_for(parts.run, parts.meter, parts.reporter)
+    factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     torch.manual_seed(parts.run.training.seed)
     fresh = parts.task.build_model()
     expected = torch.rand(())

@@ -7,13 +7,12 @@ import torch
 from torch import nn
 
 from can_train.errors import CanTrainError
-from can_train.state.factor_store import FactorChoice
 from can_train.training import loop
 from can_train.training.session import make_session
 from can_train.training.state import Session
-from line_fit import LineTask, Notices, StoppedTask, line_parts
+from line_fit import LineTask, Notices, StoppedTask, fixed, line_parts
 
-HALF = FactorChoice(0.5, "for a test")
+HALF = fixed(0.5)
 
 
 def trained(folder: Path, task: LineTask | None = None, **training: Any) -> Session:

@@ -15,15 +15,14 @@ from can_train.errors import DoesNotFitError
 from can_train.memory.meters import SimulatedMeter
 from can_train.policy.features import Feature
 from can_train.policy.leak import RISES, WINDOW_STEPS
-from can_train.state.factor_store import FactorChoice
 from can_train.training import loop
 from can_train.training.session import make_session
 from can_train.training.state import Session
 from costly import Costly
-from line_fit import SAMPLES, LineBatch, LineTask, Notices, line_parts
+from line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
 MIB = 2**20
-FACTOR = FactorChoice(0.9, "for a test")
+FACTOR = fixed(0.9)
 
 
 class CostlyNet(nn.Module):

@@ -16,13 +16,12 @@ from can_train.memory.meters import CpuMeter
 from can_train.memory.probes import fit_by_probes
 from can_train.policy.features import Feature
 from can_train.policy.packing import BatchCosts
-from can_train.state.factor_store import FactorChoice
 from can_train.training.planning import Planner, RunPlan, plan_request, still_fits
 from can_train.training.session import make_session
-from line_fit import SAMPLES, LineBatch, LineTask, Notices, line_parts, line_run
+from line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts, line_run
 
 MIB = 2**20
-FACTOR = FactorChoice(0.5, "for a test")
+FACTOR = fixed(0.5)
 
 
 class HungryBatch(LineBatch):
@@ -64,7 +63,7 @@ def planned(folder: Path, task: LineTask, capacity_mib: float, **training: Any) 
     meter.capacity_bytes = int(capacity_mib * MIB)
     run = line_run(folder, **training)
     planner = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=reporter)
-    return planner.make(factor=FACTOR.factor), reporter
+    return planner.make(FACTOR), reporter
 
 
 def test_the_law_of_the_memory_is_found_and_the_limit_tried(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_exploring_leaves_model_gradients_and_generators_as_they_were(tmp_path: 
     state = torch.get_rng_state()
     meter = CpuMeter()
     meter.capacity_bytes = 100 * MIB
-    Planner(run=line_run(tmp_path), task=task, model=model, meter=meter, reporter=Notices()).make(factor=0.5)
+    Planner(run=line_run(tmp_path), task=task, model=model, meter=meter, reporter=Notices()).make(fixed(0.5))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is not None and bool((parameter.grad == 1).all()) for parameter in model.parameters())
@@ -207,7 +206,7 @@ def test_a_session_draws_the_same_numbers_with_a_search_and_without(tmp_path: Pa
 def test_the_plan_of_the_first_attempt_is_kept(tmp_path: Path) -> None:
     first = make_session(line_parts(tmp_path), FACTOR).run_plan
     task = HungryTask()
-    again = make_session(line_parts(tmp_path, task), FactorChoice(0.9, "learned since"))
+    again = make_session(line_parts(tmp_path, task), fixed(0.9))
     assert again.run_plan == first
     assert task.asked == []
 

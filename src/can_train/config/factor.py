@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from can_train.config.checks import check_choice, check_range
 
 POLICIES = ("affine", "momentum")
-PRIORS = ("table",)
+PRIORS = ("auto", "probe", "table")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +14,9 @@ class FactorSettings:
 
     policy: str = "affine"
     """How observations become the next factor: a straight line through them, or a share of the way to the target."""
-    prior: str = "table"
-    """Where the first run's factor comes from: the experience table."""
+    prior: str = "auto"
+    """Where the first run's factor comes from: what the probes predict, or the experience table; auto is probe, and
+    table under momentum."""
     target: float = 0.90
     """Share of the capacity that a run's peak should reach."""
     momentum: float = 0.3
@@ -35,3 +36,8 @@ class FactorSettings:
         check_range("factor.oom_cut", self.oom_cut, low=0.0, high=1.0)
         check_range("factor.min", self.min, above=0.0, high=1.0)
         check_range("factor.max", self.max, low=self.min, high=1.0)
+
+    @property
+    def from_table(self) -> bool:
+        """Whether the first run's factor comes from the experience table."""
+        return self.prior == "table" or (self.prior == "auto" and self.policy == "momentum")

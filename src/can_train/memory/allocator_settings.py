@@ -22,6 +22,12 @@ def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
     return own is None or re.search(r"\bexpandable_segments\s*:\s*True\b", own) is not None
 
 
+def settings_in_force(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the user's settings, or can-train's where there are none."""
+    own = _own_settings(environment)
+    return _SETTING if own is None else own
+
+
 def expand_cuda_segments(environment: Mapping[str, str] = os.environ) -> None:
     """Makes CUDA's segments expand unless the user has settings of their own; comes before the first allocation.
 

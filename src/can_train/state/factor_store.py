@@ -3,7 +3,7 @@ what the policy makes of them. Nothing here is stored but observations; the expo
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -50,6 +50,25 @@ class FactorChoice:
 
     factor: float
     reason: str
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What another device taught of a configuration."""
+
+    ratio: float
+    runs: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a configuration on a device."""
+
+    choice: FactorChoice | None
+    target: float
+    aim: float
+    elsewhere: Elsewhere | None
 
 
 @dataclass(frozen=True)
@@ -159,6 +178,12 @@ class FactorStore:
             if (record.key, record.device) == (key, device):
                 return FactorChoice(record.factor, _learned(record))
         return prior
+
+    def known(self, key: str, device: str, fingerprint: Mapping[str, Any] = {}) -> Known:
+        for record in self.records():
+            if (record.key, record.device) == (key, device) and history_of(record.runs):
+                return Known(FactorChoice(record.factor, _learned(record)), record.target, record.aim, None)
+        return Known(None, 0.9, 0.9, None)
 
     def refresh_export(self) -> None:
         """Remakes the export from the observations.

@@ -4,7 +4,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.memory.meters import open_meter
 from can_train.policy.plan import resolve_mode
 from can_train.reporter import SilentReporter
-from can_train.training.learning import factor_for
+from can_train.training.effective_factor import factor_rule
 
 
 def dry_run_lines(run: ResolvedRun) -> list[str]:
@@ -14,7 +14,7 @@ def dry_run_lines(run: ResolvedRun) -> list[str]:
         DeviceError: The device cannot be used.
     """
     meter = open_meter(run.device)
-    factor = factor_for(run, meter, SilentReporter())
+    factor = factor_rule(run, meter.key, SilentReporter()).decide(None).choice
     return [
         f"plan for {meter.key} ({meter.capacity_bytes / 2**30:.1f} GiB usable):",
         f"  key            {run.key}",

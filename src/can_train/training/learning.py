@@ -1,71 +1,19 @@
-"""What a run takes from earlier ones and leaves to later ones: the safety factor in force, and one observation an
-attempt. Learning that fails never stops a training.
-"""
+"""What a run leaves to later ones: one observation an attempt. Learning that fails never stops a training."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import torch
 
-from can_train.config.compose import from_plain
 from can_train.config.resolved import ResolvedRun
-from can_train.config.task_settings import load_task_settings
 from can_train.errors import DoesNotFitError, StateError
-from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import is_out_of_memory
-from can_train.policy.experience import experience_factor
-from can_train.policy.policies import make_policy
-from can_train.reporter import Reporter
-from can_train.state.factor_store import FactorChoice, FactorStore
 from can_train.state.observations import Device, Observation, Started, utc_now, write_observation, write_started
+from can_train.training.effective_factor import memory_fingerprint, policy_options, store_of
 from can_train.training.folders import state_dir
 from can_train.training.run_folder import RunFolder
 from can_train.training.state import Session
-
-
-def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> float:
-    """Returns the safety factor that a run of this configuration would use here and now.
-
-    Args:
-        config: A resolved run, or the plain values of its `config.yaml`.
-
-    Raises:
-        CanTrainError: The configuration, the device or the state folder is at fault; nothing falls back silently.
-    """
-    run = config if isinstance(config, ResolvedRun) else from_plain(config)
-    return _effective(run, open_meter(run.device)).factor
-
-
-def factor_for(run: ResolvedRun, meter: Meter, reporter: Reporter) -> FactorChoice:
-    """Chooses the safety factor of a run; where the store cannot be read, the first run's, with a notice."""
-    try:
-        return _effective(run, meter)
-    except StateError as error:
-        reporter.notice(f"What earlier runs taught cannot be read. {error}")
-        return _prior(run)
-
-
-def _effective(run: ResolvedRun, meter: Meter) -> FactorChoice:
-    if not run.training.use_adaptive_batch_size_factor:
-        return FactorChoice(run.training.graph_memory_safety_factor, "static, nothing is learned")
-    return _store(run).choose_factor(run.key, meter.key, prior=_prior(run))
-
-
-def _store(run: ResolvedRun) -> FactorStore:
-    return FactorStore(state_dir(run.paths), make_policy(run.factor.policy, _policy_options(run)))
-
-
-def _policy_options(run: ResolvedRun) -> dict[str, float]:
-    factor = run.factor
-    return {"target": factor.target, "momentum": factor.momentum, "oom_cut": factor.oom_cut, "minimum": factor.min,
-            "maximum": factor.max}  # fmt: skip
-
-
-def _prior(run: ResolvedRun) -> FactorChoice:
-    table = load_task_settings(run.task).experience(run.dataset.name, run.mode.name)
-    return FactorChoice(*experience_factor(*table))
 
 
 @dataclass(kw_only=True)
@@ -78,7 +26,6 @@ class Attempt:
     run: ResolvedRun
     folder: RunFolder
     session: Session
-    factor: FactorChoice
 
     def __enter__(self) -> "Attempt":
         meter = self.session.meter
@@ -104,7 +51,7 @@ class Attempt:
 
     def _record(self, outcome: str) -> None:
         write_observation(state_dir(self.run.paths), self._observation(outcome))
-        _store(self.run).refresh_export()
+        store_of(self.run).refresh_export()
 
     def _observation(self, outcome: str) -> Observation:
         session, plan, meter = self.session, self.session.plan, self.session.meter
@@ -115,8 +62,8 @@ class Attempt:
             size=self.run.size,
             end_time=utc_now(),
             outcome=outcome,
-            factor=self.factor.factor,
-            factor_reason=self.factor.reason,
+            factor=session.run_plan.factor.factor,
+            factor_reason=session.run_plan.factor.reason,
             capacity_bytes=meter.capacity_bytes,
             peak_allocated_bytes=session.peak_bytes or None,
             peak_reserved_bytes=session.peak_reserved_bytes or None,
@@ -131,9 +78,8 @@ class Attempt:
             allocator_retries=meter.retries(),
             foreign_bytes=session.foreign_bytes,
             torch_version=torch.__version__,
-            fingerprint={"model": asdict(self.run.model), "precision": self.run.training.precision,
-                         "optimizer": self.run.training.optimizer},
-            policy={"name": self.run.factor.policy, "options": _policy_options(self.run)},
+            fingerprint=memory_fingerprint(self.run),
+            policy={"name": self.run.factor.policy, "options": policy_options(self.run)},
         )  # fmt: skip
 
     def _does_not_fit(self) -> DoesNotFitError:

@@ -18,12 +18,15 @@ from can_train.memory.optimizer_memory import OptimizerMemory
 from can_train.policy.cards import GIB, cards_that_hold
 from can_train.policy.cost_model import EXPLAINED
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
+from can_train.policy.first_factor import ANY_PEAK, Aim
 from can_train.policy.limits import SplitRules
 from can_train.policy.packing import ROUNDING, BatchCosts, PartLimit
 from can_train.policy.plan import Plan, PlanRequest, resolve_mode, resolve_plan, search_upper
 from can_train.reporter import Reporter
+from can_train.state.factor_store import FactorChoice
 from can_train.training import randomness
 from can_train.training.exploring import Explorer
+from can_train.training.factor_rule import UNUSED, FactorRule
 from can_train.training.task import Task
 
 _MIB: Final = 2**20
@@ -38,14 +41,23 @@ class RunPlan:
     Attributes:
         plan: The decision.
         limits: What the device holds; None where nobody searched.
+        factor_reason: Where the safety factor comes from, in words.
+        aim: The peak that it goes for.
         skipped: Rows of training samples that are left out because they do not fit.
         notices: What else the user should know, as sentences.
     """
 
     plan: Plan
     limits: DeviceLimits | None
+    factor_reason: str = ""
+    aim: Aim = ANY_PEAK
     skipped: tuple[int, ...] = ()
     notices: tuple[str, ...] = ()
+
+    @property
+    def factor(self) -> FactorChoice:
+        """The safety factor in force."""
+        return FactorChoice(self.plan.safety_factor or UNUSED.factor, self.factor_reason)
 
     def train_rows(self, task: Task) -> NDArray[np.int64]:
         """The samples that are trained on."""
@@ -97,6 +109,8 @@ class RunPlan:
         return cls(
             plan=Plan(**{**plain["plan"], "rules": SplitRules(**rules), "notices": notices}),
             limits=None if limits is None else DeviceLimits.from_plain(limits),
+            factor_reason=plain["factor_reason"],
+            aim=Aim(**plain["aim"]),
             skipped=tuple(plain["skipped"]),
             notices=tuple(plain["notices"]),
         )
@@ -142,8 +156,11 @@ class Planner:
     meter: Meter
     reporter: Reporter
 
-    def make(self, *, factor: float) -> RunPlan:
+    def make(self, factor: FactorRule) -> RunPlan:
         """Explores the device where the plan depends on it, and resolves the plan.
+
+        Args:
+            factor: How the safety factor is decided.
 
         Raises:
             DoesNotFitError: Not even one sample fits, or some do not and may not be skipped.
@@ -151,16 +168,16 @@ class Planner:
         request = plan_request(self.run.training)
         if not request.needs_costs:
             return self._resolved(request, None, (), factor)
-        limits = self.explore(request, factor)
+        limits = self.explore(request, factor.provisional)
         skipped = self._oversize(limits.training)
         return self._resolved(request, limits, skipped, factor)
 
-    def make_again(self, frozen: RunPlan, *, factor: float, held_bytes: int = 0) -> RunPlan:
+    def make_again(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
         """Keeps a plan's logical batch and finds out how it must be cut on this device, or for what is trained by now.
 
         Args:
             frozen: The plan made before.
-            factor: Safety factor.
+            factor: How the safety factor is decided.
             held_bytes: Optimizer state that is on the device already.
 
         Raises:
@@ -170,7 +187,7 @@ class Planner:
         request = replace(
             plan_request(self.run.training), mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0
         )
-        limits = self.explore(request, factor, held_bytes=held_bytes)
+        limits = self.explore(request, factor.provisional, held_bytes=held_bytes)
         over = set(self._oversize(limits.training, skip=False)) - set(frozen.skipped)
         assert not over, "samples that do not fit raise"
         again = self._resolved(request, limits, frozen.skipped, factor)
@@ -192,21 +209,28 @@ class Planner:
         return limits
 
     def _resolved(
-        self, request: PlanRequest, limits: DeviceLimits | None, skipped: tuple[int, ...], factor: float
+        self, request: PlanRequest, limits: DeviceLimits | None, skipped: tuple[int, ...], rule: FactorRule
     ) -> RunPlan:
         rows = np.setdiff1d(self.task.train_rows, skipped) if skipped else self.task.train_rows
         if len(rows) == 0:
             raise DoesNotFitError("At least one training sample must fit", value="every one of them is oversize")
         order = randomness.epoch_order(rows, seed=self.run.training.seed, epoch=0)
         phase = None if limits is None else limits.training
+        decided = rule.decide(limits if request.searches else None)
         plan = resolve_plan(
             request,
             _prices(self.task, order, phase),
             tuned_limit=phase.tuned_limit if phase is not None and request.searches else None,
-            factor=factor,
+            factor=decided.choice.factor,
         )
-        notices = self._notices(plan, limits, skipped)
-        return RunPlan(plan=plan, limits=limits, skipped=skipped, notices=tuple(notices))
+        return RunPlan(
+            plan=plan,
+            limits=limits,
+            factor_reason=decided.choice.reason,
+            aim=decided.aim,
+            skipped=skipped,
+            notices=tuple(self._notices(plan, limits, skipped)),
+        )
 
     def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
         said = self._explorer(lambda cost: None).coupling().sentences(split=plan.most_parts > 1)

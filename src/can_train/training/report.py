@@ -6,7 +6,6 @@ from can_train.memory.meters import Meter
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits
 from can_train.policy.plan import Plan
-from can_train.state.factor_store import FactorChoice
 from can_train.training.planning import RunPlan
 
 _WHY: Final = {
@@ -20,7 +19,7 @@ _GIB: Final = 2**30
 _MIB: Final = 2**20
 
 
-def plan_lines(run_plan: RunPlan, meter: Meter, factor: FactorChoice) -> list[str]:
+def plan_lines(run_plan: RunPlan, meter: Meter) -> list[str]:
     """Writes a plan as aligned lines."""
     plan = run_plan.plan
     lines = [
@@ -34,7 +33,8 @@ def plan_lines(run_plan: RunPlan, meter: Meter, factor: FactorChoice) -> list[st
     lines.append(f"  memory         {_memory(limits.training.model)}")
     if plan.safety_factor is not None:
         lines.append(f"  tuned limit    {_tuned(limits)}")
-        lines.append(f"  safety factor  {factor.factor:.4g}: {factor.reason}")
+        lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor_reason}")
+        lines.append(f"  target         {_target(run_plan)}")
     share = peak / limits.capacity_bytes
     width = _half_width(run_plan) / limits.capacity_bytes
     lines.append(f"  predicted peak {size_text(peak)}, {share:.1%} ± {width:.1%} of what is usable")
@@ -62,6 +62,11 @@ def _memory(model: CostModel) -> str:
 
 
 _PADDED: Final = {0: "", 1: " (padded)", 2: " (padded, squared)"}
+
+
+def _target(run_plan: RunPlan) -> str:
+    aim = run_plan.aim
+    return f"a peak of {aim.share:.1%} of what is usable" + (f": {aim.why}" if aim.why else "")
 
 
 def _tuned(limits: DeviceLimits) -> str:

@@ -2,7 +2,7 @@
 what the attempt taught.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from can_train.config.resolved import ResolvedRun
-from can_train.config.task_settings import load_object, load_task_settings
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import open_meter
 from can_train.memory.out_of_memory import headline, is_out_of_memory
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import loop
-from can_train.training.folders import cache_folder, data_root
-from can_train.training.learning import Attempt, factor_for
+from can_train.training.effective_factor import factor_rule
+from can_train.training.learning import Attempt
+from can_train.training.loading import load_task
 from can_train.training.run_folder import RunFolder
 from can_train.training.session import Parts, make_session
 from can_train.training.signals import StopRequests
@@ -76,12 +76,6 @@ def train_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter) -> Outcome
         return _train(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops))
 
 
-def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
-    """Makes the task of a run, its data prepared."""
-    factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
-    return factory(run, data_root(run.paths), cache_folder(run.paths), reporter)
-
-
 def _train(parts: Parts) -> Outcome:
     try:
         return _attempt(parts)
@@ -100,10 +94,10 @@ def _train(parts: Parts) -> Outcome:
 def _attempt(parts: Parts) -> Outcome:
     run = parts.run
     torch.use_deterministic_algorithms(run.training.deterministic)
-    factor = factor_for(run, parts.meter, parts.reporter)
+    rule = factor_rule(run, parts.meter.key, parts.reporter, run_id=parts.folder.run_id)
     with parts.meter.active():
-        session = make_session(parts, factor)
-        with Attempt(run=run, folder=parts.folder, session=session, factor=factor):
+        session = make_session(parts, rule)
+        with Attempt(run=run, folder=parts.folder, session=session):
             loop.train(session)
             loop.release_training_memory(session)
             result = _result(run, parts.folder, session)

@@ -15,9 +15,11 @@ from can_train.memory.meters import Meter
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.state.factor_store import FactorChoice
-from can_train.training import loop, randomness
+from can_train.training import loop
 from can_train.training.checkpoints import Checkpoints
 from can_train.training.epochs import Epochs
+from can_train.training.factor_rule import FactorRule
+from can_train.training.loading import fresh_model
 from can_train.training.optimization import Precision, make_optimization
 from can_train.training.planning import Planner, RunPlan, still_fits
 from can_train.training.report import plan_lines
@@ -39,8 +41,12 @@ class Parts:
     stops: StopRequests
 
 
-def make_session(given: Parts, factor: FactorChoice) -> Session:
+def make_session(given: Parts, factor: FactorRule) -> Session:
     """Builds the model, resolves or reads the plan, and restores the last checkpoint.
+
+    Args:
+        given: What the attempt is made with.
+        factor: How the safety factor of a plan that is made here is decided.
 
     Raises:
         DoesNotFitError: Not even one sample fits.
@@ -50,7 +56,7 @@ def make_session(given: Parts, factor: FactorChoice) -> Session:
     checkpoints = Checkpoints(given.folder.checkpoints_path)
     saved = checkpoints.load(given.reporter)
     precision = Precision.named(run.training.precision)
-    model = _fresh_model(given, precision)
+    model = fresh_model(run, given.task, meter)
     planner = Planner(run=run, task=given.task, model=model, meter=meter, reporter=given.reporter)
     plan = _plan(given, planner, factor)
     epochs = _epochs(given, plan)
@@ -86,12 +92,6 @@ def make_session(given: Parts, factor: FactorChoice) -> Session:
     return session
 
 
-def _fresh_model(given: Parts, precision: Precision) -> nn.Module:
-    # Preparing data may or may not have drawn random numbers (a cache): weights start from here.
-    randomness.seed_everything(given.run.training.seed)
-    return given.task.build_model().to(given.meter.device, precision.dtype)
-
-
 def _epochs(given: Parts, plan: RunPlan) -> Epochs:
     rows = plan.train_rows(given.task)
     return Epochs(
@@ -115,20 +115,20 @@ def _batcher(given: Parts, plan: RunPlan, model: nn.Module) -> MicroBatcher:
     return MicroBatcher(model, meter=given.meter, rules=plan.plan.rules, rescue=rescue, limits=plan.limits)
 
 
-def _plan(given: Parts, planner: Planner, factor: FactorChoice) -> RunPlan:
+def _plan(given: Parts, planner: Planner, factor: FactorRule) -> RunPlan:
     """Reads the plan that an earlier attempt froze, or resolves and freezes one; shows it."""
     path = given.folder.plan_path
     plan = _frozen_plan(path)
     if plan is None:
-        plan = planner.make(factor=factor.factor)
+        plan = planner.make(factor)
         write_json_atomic(path, plan.to_plain())
     elif not still_fits(plan, given.meter):
         given.reporter.notice("The plan was made for another device: its batch is kept, and cut as this one needs")
-        plan = planner.make_again(plan, factor=factor.factor)
+        plan = planner.make_again(plan, factor)
         write_json_atomic(path, plan.to_plain())
-    elif plan.plan.safety_factor is not None and factor.factor < plan.plan.safety_factor:
-        plan = _within(plan, factor.factor)
-    given.reporter.notice("\n".join(plan_lines(plan, given.meter, factor)))
+    elif factor.after_oom and factor.known is not None:
+        plan = _within(plan, factor.known)
+    given.reporter.notice("\n".join(plan_lines(plan, given.meter)))
     for notice in (*plan.plan.notices, *plan.notices):
         given.reporter.notice(notice)
     return plan
@@ -142,7 +142,10 @@ def _frozen_plan(path: Path) -> RunPlan | None:
     return RunPlan.from_plain(plain)
 
 
-def _within(frozen: RunPlan, factor: float) -> RunPlan:
-    """Keeps the logical batch and cuts it finer: an earlier attempt ran out of memory and lowered the factor."""
-    rules = replace(frozen.plan.rules, safe_limit=factor * frozen.plan.rules.tuned_limit)
-    return replace(frozen, plan=replace(frozen.plan, rules=rules, safety_factor=factor))
+def _within(frozen: RunPlan, choice: FactorChoice) -> RunPlan:
+    """Keeps the logical batch and cuts it finer: the attempt before ran out of memory and lowered the factor."""
+    if frozen.plan.safety_factor is None or choice.factor >= frozen.plan.safety_factor:
+        return frozen
+    rules = replace(frozen.plan.rules, safe_limit=choice.factor * frozen.plan.rules.tuned_limit)
+    plan = replace(frozen.plan, rules=rules, safety_factor=choice.factor)
+    return replace(frozen, plan=plan, factor_reason=choice.reason)

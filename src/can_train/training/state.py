@@ -16,6 +16,7 @@ from can_train.reporter import Reporter
 from can_train.training import randomness
 from can_train.training.checkpoints import Checkpoints
 from can_train.training.epochs import Epochs
+from can_train.training.factor_rule import FactorRule
 from can_train.training.optimization import Optimization, Precision
 from can_train.training.planning import Planner, RunPlan
 from can_train.training.run_folder import MetricsLog
@@ -103,9 +104,10 @@ class Session:
         trainable = tuple(parameter.requires_grad for parameter in self.model.parameters())
         if self.trainable is not None and trainable != self.trainable:
             self.optimization.drop_stale_state()
-            held_bytes, factor = self.optimization.state_bytes, self.plan.safety_factor
-            if factor is not None:
-                self.run_plan = self.planner.make_again(self.run_plan, factor=factor, held_bytes=held_bytes)
+            held_bytes = self.optimization.state_bytes
+            if self.plan.safety_factor is not None:
+                rule = FactorRule(known=self.run_plan.factor, aim=self.run_plan.aim)
+                self.run_plan = self.planner.make_again(self.run_plan, rule, held_bytes=held_bytes)
                 self.batcher.use(self.plan.rules, self.run_plan.limits)
             self.reserve.expect(self.planner.optimizer_memory(), held_bytes=held_bytes)
             self.reserve.hold()

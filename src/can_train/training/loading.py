@@ -1,0 +1,27 @@
+"""Makes what a run trains from its configuration: the task with its data, and the model with fresh weights."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from can_train.config.resolved import ResolvedRun
+from can_train.config.task_settings import load_object, load_task_settings
+from can_train.memory.meters import Meter
+from can_train.reporter import Reporter
+from can_train.training import randomness
+from can_train.training.folders import cache_folder, data_root
+from can_train.training.optimization import Precision
+from can_train.training.task import Task
+
+
+def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
+    """Makes the task of a run, its data prepared."""
+    factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
+    return factory(run, data_root(run.paths), cache_folder(run.paths), reporter)
+
+
+def fresh_model(run: ResolvedRun, task: Task, meter: Meter) -> nn.Module:
+    """Makes the model of a run on its device; generators start from the run's seed."""
+    # Preparing data may or may not have drawn random numbers (a cache): weights start from here.
+    randomness.seed_everything(run.training.seed)
+    return task.build_model().to(meter.device, Precision.named(run.training.precision).dtype)
