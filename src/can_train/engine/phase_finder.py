@@ -99,6 +99,28 @@ def find_phase_limit(probed: Probed, measure: Measure, order: BatchCosts, *, upp
     )
 
 
+def predict_phase_limit(probed: Probed, order: BatchCosts, *, upper: float, room: Room) -> PhaseLimit:
+    """Predicts the largest cost that fits, without a trial: for a device that is not at hand.
+
+    Args:
+        probed: What the probes of the phase showed.
+        order: The samples that batches are made of.
+        upper: Cost beyond which memory decides nothing.
+        room: Where the batches would have to fit.
+    """
+    model, mean_totals = probed.model, tuple(order.mean_counts().tolist())
+    fits = max(CAUTION * (room.capacity_bytes - model.base_bytes - room.slack_bytes), 0.0)
+    return PhaseLimit(
+        model=model,
+        tuned_limit=min(fits, upper),
+        capped=upper <= fits,
+        trials=0,
+        ooms=0,
+        measured_ratio=1.0,
+        mean_totals=mean_totals,
+    )
+
+
 class _Trial:
     """Runs worst-case batches of some cost.
 

@@ -68,6 +68,7 @@ class DeviceLimits:
         training: Forward and backward.
         evaluation: Forward alone.
         optimizer_peak_bytes: Peak of an optimizer step.
+        gradient_bytes: What the gradients of a step's earlier micro-batches take: `training` reckons with them.
     """
 
     device_key: str
@@ -75,6 +76,18 @@ class DeviceLimits:
     training: PhaseLimit
     evaluation: PhaseLimit
     optimizer_peak_bytes: int
+    gradient_bytes: int = 0
+
+    def step_peak_bytes(self, largest_cost: float, largest_later_cost: float) -> float:
+        """Returns the predicted peak of a step.
+
+        Args:
+            largest_cost: Cost of the costliest micro-batch.
+            largest_later_cost: Likewise of those that are not the first of their step; 0 where there are none.
+        """
+        first = self.training.peak_bytes(largest_cost) - self.gradient_bytes
+        later = self.training.peak_bytes(largest_later_cost) if largest_later_cost else 0.0
+        return max(first, later, self.optimizer_peak_bytes)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "DeviceLimits":

@@ -71,6 +71,8 @@ class Plan:
         fewest_parts, most_parts: Micro-batches of a step, over the first epoch.
         largest_micro_batch: Samples of the largest micro-batch of the first epoch.
         largest_cost: Cost of the costliest one.
+        largest_later_cost: Likewise of those that are not the first of their step, beside which the gradients so far
+            are there; 0 where a step has one only.
         binding_limit: What decided the logical batch.
         lr_factor: Multiplier of the learning rate.
         safety_factor: Share of the tuned limit in use; None without a search.
@@ -84,6 +86,7 @@ class Plan:
     most_parts: int
     largest_micro_batch: int
     largest_cost: float
+    largest_later_cost: float
     binding_limit: BindingLimit
     lr_factor: float
     safety_factor: float | None
@@ -157,6 +160,7 @@ def cut_plan(
     logical, binding = decided
     steps = [step for batch in batches for step in _steps(batch, request.preflight_threshold)]
     sizes = [cut(step, rules.limit_for(step)) for step in steps]
+    costs = [_part_costs(step, parts) for step, parts in zip(steps, sizes, strict=True)]
     notices = _notices(request, logical) + _cut_notices(request, sizes, steps, rules, len(batches))
     return Plan(
         logical_batch=logical,
@@ -165,7 +169,8 @@ def cut_plan(
         fewest_parts=min(len(parts) for parts in sizes),
         most_parts=max(len(parts) for parts in sizes),
         largest_micro_batch=max(max(parts) for parts in sizes),
-        largest_cost=max(_largest_cost(step, parts) for step, parts in zip(steps, sizes, strict=True)),
+        largest_cost=max(max(parts) for parts in costs),
+        largest_later_cost=max(max(parts[1:], default=0.0) for parts in costs),
         binding_limit=binding,
         lr_factor=_lr_factor(request, logical),
         safety_factor=factor,
@@ -189,9 +194,9 @@ def _steps(batch: BatchCosts, threshold: float) -> list[BatchCosts]:
     return steps
 
 
-def _largest_cost(step: BatchCosts, sizes: tuple[int, ...]) -> float:
+def _part_costs(step: BatchCosts, sizes: tuple[int, ...]) -> list[float]:
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    return max(step.cost(int(start), int(stop)) for start, stop in pairwise(starts))
+    return [step.cost(int(start), int(stop)) for start, stop in pairwise(starts)]
 
 
 def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -> tuple[int, BindingLimit]:

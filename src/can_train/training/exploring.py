@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from can_train.config.training import TrainingSettings
 from can_train.engine.coupling import SPLIT, Coupling, measure_coupling
 from can_train.engine.micro_batcher import Losses
-from can_train.engine.phase_finder import Peak, Room, find_phase_limit
+from can_train.engine.phase_finder import Peak, Room, find_phase_limit, predict_phase_limit
 from can_train.engine.snapshot import Snapshot
 from can_train.errors import DoesNotFitError
 from can_train.memory.blocks import LARGE_PAGE_BYTES
@@ -44,6 +44,7 @@ class Explorer:
         meter: Of the device.
         rows: [R] the training samples.
         tried: Called before each trial beside the probes, with the cost in bytes that it has.
+        verify: Whether limits are tried; else they are what the probes predict, of a device that need not be there.
     """
 
     task: Task
@@ -52,6 +53,7 @@ class Explorer:
     meter: Meter
     rows: NDArray[np.int64]
     tried: Callable[[float], None]
+    verify: bool = True
 
     def __post_init__(self) -> None:
         self._precision = Precision.named(self.training.precision)
@@ -90,6 +92,7 @@ class Explorer:
             training=training,
             evaluation=evaluation,
             optimizer_peak_bytes=self._resident_bytes(optimizer) + optimizer.transient_bytes,
+            gradient_bytes=optimizer.parameter_bytes,
         )
 
     def optimizer_memory(self) -> OptimizerMemory:
@@ -171,8 +174,11 @@ class Explorer:
 
         # What the allocator holds beyond what is in use grows little with the batch: gaps between blocks, and a last
         # page that must fit whole.
-        room = Room(capacity_bytes=self.meter.capacity_bytes, slack_bytes=slack)
-        return find_phase_limit(probed, trial, costs, upper=_worthwhile(upper(costs), model), room=room)
+        room = Room(capacity_bytes=self.meter.capacity_bytes, slack_bytes=slack if self.verify else LARGE_PAGE_BYTES)
+        highest = _worthwhile(upper(costs), model)
+        if not self.verify:
+            return predict_phase_limit(probed, costs, upper=highest, room=room)
+        return find_phase_limit(probed, trial, costs, upper=highest, room=room)
 
     def _train_step(self, rows: NDArray[np.int64]) -> None:
         """Runs forward and backward; its gradients are dropped, also where it fails."""

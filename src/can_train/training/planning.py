@@ -83,7 +83,7 @@ class RunPlan:
         """Peak of a step; None without a cost model."""
         if self.limits is None:
             return None
-        return max(self.limits.training.peak_bytes(self.plan.largest_cost), self.limits.optimizer_peak_bytes)
+        return self.limits.step_peak_bytes(self.plan.largest_cost, self.plan.largest_later_cost)
 
     def used(self, largest_cost: float) -> float | None:
         """A micro-batch's cost ÷ tuned limit; None where that limit was not searched for, or not reached: such a run
@@ -148,6 +148,7 @@ class Planner:
         model: On the meter's device; left as it is.
         meter: Of the device.
         reporter: Where trials are shown.
+        verify: Whether limits are tried on the device; else they are predicted.
     """
 
     run: ResolvedRun
@@ -155,6 +156,7 @@ class Planner:
     model: nn.Module
     meter: Meter
     reporter: Reporter
+    verify: bool = True
 
     def make(self, factor: FactorRule) -> RunPlan:
         """Explores the device where the plan depends on it, and resolves the plan.
@@ -243,7 +245,7 @@ class Planner:
     def _explorer(self, tried: Any) -> Explorer:
         return Explorer(
             task=self.task, model=self.model, training=self.run.training, meter=self.meter,
-            rows=self.task.train_rows, tried=tried,
+            rows=self.task.train_rows, tried=tried, verify=self.verify,
         )  # fmt: skip
 
     def _oversize(self, phase: PhaseLimit, *, skip: bool | None = None) -> tuple[int, ...]:
