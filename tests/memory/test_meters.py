@@ -6,33 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter, gpu_key, open_meter
+from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter, open_meter
 
 MIB = 2**20
 GIB = 2**30
 FLOAT_BYTES = 4
-
-
-@pytest.mark.parametrize(
-    ("name", "gib", "key"),
-    [
-        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80gb"),
-        ("NVIDIA H100 PCIe", 79.6, "h100-80gb"),
-        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
-        ("NVIDIA A100 80GB PCIe", 79.2, "a100-80gb"),
-        ("Tesla V100-SXM2-16GB", 15.8, "v100-16gb"),
-        ("NVIDIA GeForce RTX 4090", 23.6, "rtx-4090-24gb"),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, "a100-mig-1g-10gb"),
-        ("NVIDIA", 8.0, "gpu-8gb"),
-    ],
-)
-def test_a_kind_of_gpu_has_one_key(name: str, gib: float, key: str) -> None:
-    assert gpu_key(name, int(gib * GIB)) == key
-
-
-def test_a_key_does_not_depend_on_what_the_driver_keeps_for_itself() -> None:
-    keys = {gpu_key("NVIDIA A100-SXM4-40GB", int(gib * GIB)) for gib in (39.39, 39.59, 40.0)}
-    assert keys == {"a100-40gb"}
 
 
 def test_a_meter_refuses_more_than_its_capacity_and_goes_on_afterwards() -> None:

@@ -3,7 +3,6 @@ shape; what the figures mean for a batch is decided elsewhere.
 """
 
 import gc
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -16,6 +15,7 @@ from can_train.memory.allocator_settings import expand_cuda_segments, segments_e
 from can_train.memory.devices import is_simulated, resolve_device, simulated_bytes
 from can_train.memory.live_storage import LiveStorage
 from can_train.memory.simulated_gpu import SimulatedGpu
+from can_train.policy.card_names import gpu_key
 from can_train.policy.sizes import exact_size
 
 
@@ -308,16 +308,6 @@ def open_meter(text: str) -> Meter:
     return CudaMeter(device)
 
 
-def gpu_key(name: str, total_bytes: int) -> str:
-    """Names a kind of GPU: `h100-80gb`.
-
-    The size is the one in the driver's name where it has one: what can be used of 80 GB reads 79.1 or 79.6 GiB, by
-    driver, and a learned factor must survive a new driver. A MIG slice's own size stands last in its name.
-    """
-    sizes = re.findall(r"(\d+)gb\b", name.lower())
-    return f"{_slug(name)}-{int(sizes[-1]) if sizes else _gigabytes(total_bytes)}gb"
-
-
 def _drop_failed_backward() -> None:
     """Has the CPU's autograd engine let go of a backward pass that failed.
 
@@ -337,8 +327,3 @@ def _memory_fraction(device: torch.device) -> float:
 
 def _gigabytes(size: int) -> int:
     return max(1, round(size / 2**30))
-
-
-def _slug(name: str) -> str:
-    plain = re.sub(r"\b(nvidia|geforce|tesla|pcie|sxm\d*|hbm\d*e?|\d+gb)\b", " ", name.lower())
-    return "-".join(re.findall(r"[a-z0-9]+", plain)) or "gpu"
