@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter, open_meter
+from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter, TargetMeter, open_meter
+from can_train.policy.card_names import find_card
+from can_train.policy.cards import Usable, other_card, usable
 
 MIB = 2**20
 GIB = 2**30
@@ -139,7 +141,33 @@ def test_what_others_take_of_a_simulated_gpu_is_seen(simulated: SimulatedMeter) 
     del kept
 
 
-@pytest.mark.parametrize("meter", [CpuMeter(), SimulatedMeter(GIB, expandable=False)])
+TARGET = usable(find_card("h100"))
+
+
+def test_a_target_has_the_sizes_of_its_gpu_and_nobody_on_it() -> None:
+    meter = TargetMeter(TARGET)
+    assert (meter.key, meter.name, meter.driver, meter.device.type) == ("h100-80gb", "H100", "", "cpu")
+    assert (meter.total_bytes, meter.capacity_bytes) == (TARGET.total_bytes, TARGET.capacity_bytes)
+    assert meter.available_bytes() == meter.free_bytes() == meter.capacity_bytes
+    assert meter.foreign_bytes() == meter.peak_reserved_bytes() == 0
+
+
+@pytest.mark.parametrize("target", [TARGET, usable(other_card(MIB))])
+def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: Usable) -> None:
+    meter = TargetMeter(target)
+    for size in (10, 5):
+        with meter.measuring([]):
+            mebibytes(size)
+    assert meter.peak_bytes() == 10 * MIB
+    meter.host_bytes = 7 * MIB
+    with pytest.raises(torch.OutOfMemoryError, match="CPU out of memory"), meter.measuring([]):
+        mebibytes(10)
+    meter.release()
+    meter.reset_peak()
+    assert meter.peak_bytes() == 0
+
+
+@pytest.mark.parametrize("meter", [CpuMeter(), TargetMeter(TARGET), SimulatedMeter(GIB, expandable=False)])
 def test_all_meters_are_of_one_shape(meter: Meter) -> None:
     with meter.active(), meter.measuring([]):
         torch.zeros(128)

@@ -60,7 +60,7 @@ SCHEDULER_NAMES = {
     "a100-80gb": ("nvidia_a100-sxm4-80gb", "gres/gpu:nvidia_a100-sxm4-80gb=1", "a100-80", "a100-sxm-80gb"),
     "h100-80gb": ("gpu:h100:4", "nvidia_h100_80gb_hbm3", "nvidia_h100_pcie", "gpu:h100:4(S:0-1)", "h100"),
     "h100-94gb": ("nvidia_h100_nvl", "h100nvl", "h100_94gb"),
-    "h200-141gb": ("nvidia_h200", "gres/gpu:nvidia_h200=1"),
+    "h200-141gb": ("nvidia_h200", "nvidia_h200_141gb_hbm3e", "gres/gpu:nvidia_h200=1"),
     "gh200-96gb": ("nvidia_gh200_120gb", "nvidia_gh200_480gb", "gh200"),
     "rtx-3090-24gb": ("rtx3090", "nvidia_geforce_rtx_3090", "3090", "geforce_rtx_3090"),
     "rtx-3080-12gb": ("rtx3080-12gb",),
