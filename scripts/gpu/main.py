@@ -8,14 +8,18 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.training import PRECISIONS
-from can_train.errors import CanTrainError, DeviceError
+from can_train.errors import CanTrainError, DeviceError, StateError
 from can_train.memory.devices import is_simulated, resolve_device
+from can_train.policy.gpu_constants import GpuConstants
 from can_train.policy.sizes import parse_size
 from can_train.state.atomic import write_json_atomic, write_text_atomic
+from can_train.state.folders import state_folder
+from can_train.state.gpu_constants import write_gpu_constants
 from gpu.configurations import CAPACITIES, MODELS, QUICK_CAPACITIES, SIMULATED, Configuration
 from gpu.cuda_tests import run_cuda_tests
 from gpu.processes import measure
@@ -47,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     if "constants" in given.parts and not is_simulated(given.device):
         results["constants"] = _told("constants", measure({"part": "constants", "device": given.device}))
         _save(results, path)
+        remember(results)
     for configuration in configurations if "models" in given.parts else ():
         label = configuration.label
         if "error" in results["models"].get(label, {"error": "not measured yet"}):
@@ -120,6 +125,19 @@ def _save(results: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(path.with_name(f"{path.name}.json"), results)
     write_text_atomic(path.with_name(f"{path.name}.md"), markdown(results))
+
+
+def remember(results: Mapping[str, Any]) -> None:
+    """Keeps what was measured of the GPU where plans for it look."""
+    if "error" in results["constants"]:
+        return
+    steps, date = results["constants"]["steps"], datetime.now(UTC).date().isoformat()
+    try:
+        path = write_gpu_constants(state_folder(), GpuConstants.from_gpu_check(results["device"], steps, date=date))
+    except StateError as error:
+        print(f"gpu-check: {error}", file=sys.stderr)
+    else:
+        print(f"gpu-check: plans for {results['device']['key']} use {path} from now on")
 
 
 def _earlier(path: Path) -> dict[str, Any]:

@@ -6,33 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter, gpu_key, open_meter
+from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter, TargetMeter, open_meter
+from can_train.policy.card_names import find_card
+from can_train.policy.cards import Usable, other_card, usable
 
 MIB = 2**20
 GIB = 2**30
 FLOAT_BYTES = 4
-
-
-@pytest.mark.parametrize(
-    ("name", "gib", "key"),
-    [
-        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80gb"),
-        ("NVIDIA H100 PCIe", 79.6, "h100-80gb"),
-        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-40gb"),
-        ("NVIDIA A100 80GB PCIe", 79.2, "a100-80gb"),
-        ("Tesla V100-SXM2-16GB", 15.8, "v100-16gb"),
-        ("NVIDIA GeForce RTX 4090", 23.6, "rtx-4090-24gb"),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5, "a100-mig-1g-10gb"),
-        ("NVIDIA", 8.0, "gpu-8gb"),
-    ],
-)
-def test_a_kind_of_gpu_has_one_key(name: str, gib: float, key: str) -> None:
-    assert gpu_key(name, int(gib * GIB)) == key
-
-
-def test_a_key_does_not_depend_on_what_the_driver_keeps_for_itself() -> None:
-    keys = {gpu_key("NVIDIA A100-SXM4-40GB", int(gib * GIB)) for gib in (39.39, 39.59, 40.0)}
-    assert keys == {"a100-40gb"}
 
 
 def test_a_meter_refuses_more_than_its_capacity_and_goes_on_afterwards() -> None:
@@ -161,7 +141,33 @@ def test_what_others_take_of_a_simulated_gpu_is_seen(simulated: SimulatedMeter) 
     del kept
 
 
-@pytest.mark.parametrize("meter", [CpuMeter(), SimulatedMeter(GIB, expandable=False)])
+TARGET = usable(find_card("h100"))
+
+
+def test_a_target_has_the_sizes_of_its_gpu_and_nobody_on_it() -> None:
+    meter = TargetMeter(TARGET)
+    assert (meter.key, meter.name, meter.driver, meter.device.type) == ("h100-80gb", "H100", "", "cpu")
+    assert (meter.total_bytes, meter.capacity_bytes) == (TARGET.total_bytes, TARGET.capacity_bytes)
+    assert meter.available_bytes() == meter.free_bytes() == meter.capacity_bytes
+    assert meter.foreign_bytes() == meter.peak_reserved_bytes() == 0
+
+
+@pytest.mark.parametrize("target", [TARGET, usable(other_card(MIB))])
+def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: Usable) -> None:
+    meter = TargetMeter(target)
+    for size in (10, 5):
+        with meter.measuring([]):
+            mebibytes(size)
+    assert meter.peak_bytes() == 10 * MIB
+    meter.host_bytes = 7 * MIB
+    with pytest.raises(torch.OutOfMemoryError, match="CPU out of memory"), meter.measuring([]):
+        mebibytes(10)
+    meter.release()
+    meter.reset_peak()
+    assert meter.peak_bytes() == 0
+
+
+@pytest.mark.parametrize("meter", [CpuMeter(), TargetMeter(TARGET), SimulatedMeter(GIB, expandable=False)])
 def test_all_meters_are_of_one_shape(meter: Meter) -> None:
     with meter.active(), meter.measuring([]):
         torch.zeros(128)

@@ -14,10 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from can_train.policy.packing import BatchCosts
+from can_train.reporter import SilentReporter
+from can_train.state.gpu_constants import read_gpu_constants
 from gpu.configurations import GIB
 from gpu.cuda_tests import read_report
 from gpu.limited import limited_device
-from gpu.main import choose, read_arguments
+from gpu.main import choose, read_arguments, remember
 from gpu.measurements import BEYOND_PROBES, CLOSE, true_limit
 from gpu.processes import run_limited
 from gpu.tables import markdown
@@ -238,3 +240,15 @@ def test_a_device_that_is_not_there_ends_the_run_at_once(
     assert done.returncode == 2
     assert done.stderr.startswith(said)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_measured_of_a_gpu_is_kept_where_plans_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path))
+    step = {"after": "context", "outside_bytes": 500 * MIB, "kept_bytes": 8 * MIB}
+    device = DEVICE | {"key": "h100-80gb"}
+    remember({"device": device, "constants": {"error": "no"}})
+    assert list(tmp_path.iterdir()) == []
+    remember({"device": device, "constants": {"steps": [step]}})
+    found = read_gpu_constants(tmp_path, "h100-80gb", SilentReporter())
+    assert found is not None
+    assert (found.outside_bytes, found.workspace_bytes, found.driver) == (500 * MIB, 8 * MIB, "580.1")

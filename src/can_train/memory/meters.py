@@ -3,7 +3,6 @@ shape; what the figures mean for a batch is decided elsewhere.
 """
 
 import gc
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -16,6 +15,8 @@ from can_train.memory.allocator_settings import expand_cuda_segments, segments_e
 from can_train.memory.devices import is_simulated, resolve_device, simulated_bytes
 from can_train.memory.live_storage import LiveStorage
 from can_train.memory.simulated_gpu import SimulatedGpu
+from can_train.policy.card_names import gpu_key
+from can_train.policy.cards import Usable
 from can_train.policy.sizes import exact_size
 
 
@@ -87,6 +88,11 @@ class CpuMeter:
         self.key = f"cpu-{_gigabytes(self.total_bytes)}gb"
         self._peak_bytes = 0
 
+    @property
+    def _limit_bytes(self) -> int:
+        """What a measured span may have live."""
+        return self.capacity_bytes
+
     def active(self) -> AbstractContextManager[None]:
         """Does nothing: spans are measured, not attempts."""
         return nullcontext()
@@ -98,7 +104,7 @@ class CpuMeter:
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
         """Counts storages inside the block; more than the capacity raises `torch.OutOfMemoryError`."""
-        tracker = LiveStorage(self.capacity_bytes, resident)
+        tracker = LiveStorage(self._limit_bytes, resident)
         try:
             with tracker:
                 yield
@@ -142,6 +148,35 @@ class CpuMeter:
         _drop_failed_backward()
         if collect:
             gc.collect()
+
+
+class TargetMeter(CpuMeter):
+    """Stands for a GPU that is not here, where a plan is made for it: key and sizes are the GPU's, what is measured is
+    counted on the CPU and has the host's memory.
+
+    Args:
+        target: The GPU, and what of it can be used.
+
+    Attributes:
+        host_bytes: What measured spans may use.
+    """
+
+    def __init__(self, target: Usable) -> None:
+        super().__init__()
+        self.host_bytes = self.capacity_bytes
+        self.name = target.name
+        self.key = target.key
+        self.total_bytes = target.total_bytes
+        self.capacity_bytes = target.capacity_bytes
+
+    @property
+    def _limit_bytes(self) -> int:
+        # A probe that the GPU could not hold still tells what it costs.
+        return self.host_bytes
+
+    def free_bytes(self) -> int:
+        """Returns the capacity: nobody is known to use the GPU."""
+        return self.capacity_bytes
 
 
 class CudaMeter:
@@ -308,16 +343,6 @@ def open_meter(text: str) -> Meter:
     return CudaMeter(device)
 
 
-def gpu_key(name: str, total_bytes: int) -> str:
-    """Names a kind of GPU: `h100-80gb`.
-
-    The size is the one in the driver's name where it has one: what can be used of 80 GB reads 79.1 or 79.6 GiB, by
-    driver, and a learned factor must survive a new driver. A MIG slice's own size stands last in its name.
-    """
-    sizes = re.findall(r"(\d+)gb\b", name.lower())
-    return f"{_slug(name)}-{int(sizes[-1]) if sizes else _gigabytes(total_bytes)}gb"
-
-
 def _drop_failed_backward() -> None:
     """Has the CPU's autograd engine let go of a backward pass that failed.
 
@@ -337,8 +362,3 @@ def _memory_fraction(device: torch.device) -> float:
 
 def _gigabytes(size: int) -> int:
     return max(1, round(size / 2**30))
-
-
-def _slug(name: str) -> str:
-    plain = re.sub(r"\b(nvidia|geforce|tesla|pcie|sxm\d*|hbm\d*e?|\d+gb)\b", " ", name.lower())
-    return "-".join(re.findall(r"[a-z0-9]+", plain)) or "gpu"
