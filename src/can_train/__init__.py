@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from can_train.policy.factors import FactorPoint, MomentumPolicy
     from can_train.state.factor_store import get_safety_factor_db
     from can_train.training.effective_factor import get_effective_safety_factor
+    from can_train.training.prediction import PeakPrediction, predict_peak
 
 __version__ = "0.1.0"
 
@@ -23,11 +24,13 @@ __all__ = [
     "FactorPoint",
     "MicroBatcher",
     "MomentumPolicy",
+    "PeakPrediction",
     "SizeSearch",
     "find_max_size",
     "get_effective_safety_factor",
     "get_safety_factor_db",
     "is_out_of_memory",
+    "predict_peak",
     "solve_accumulation",
 ]
 
@@ -38,11 +41,13 @@ _HOMES: Final = {
     "FactorPoint": "policy.factors",
     "MicroBatcher": "engine.micro_batcher",
     "MomentumPolicy": "policy.factors",
+    "PeakPrediction": "training.prediction",
     "SizeSearch": "engine.finder",
     "find_max_size": "engine.finder",
     "get_effective_safety_factor": "training.effective_factor",
     "get_safety_factor_db": "state.factor_store",
     "is_out_of_memory": "memory.out_of_memory",
+    "predict_peak": "training.prediction",
     "solve_accumulation": "policy.accumulation",
 }
 

@@ -4,13 +4,13 @@ once.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.tables import print_tables
+from can_train.cli.tables import TextTable, print_tables
 from can_train.state.factor_store import FactorRecord, find_records, get_safety_factor_db, records_of, run_notes
 from can_train.state.observations import ObservationLog, read_observations
 
@@ -56,16 +56,6 @@ def factors(
     else:
         tables = [factors_table(records, log)]
         print_tables(tables + [runs_table(record) for record in records if show])
-
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table as text, as `print_tables` draws it."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    notes: Sequence[str] = ()
 
 
 def factors_table(records: Sequence[FactorRecord], log: ObservationLog) -> TextTable:

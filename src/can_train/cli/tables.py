@@ -4,6 +4,7 @@ line.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -19,6 +20,16 @@ _WRAPPED_FROM: Final = 17
 
 _UNBOUNDED: Final = 10_000
 """Columns of a pipe."""
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table as text, as `print_tables` draws it."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
 
 
 def print_tables(tables: Sequence[Table]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from can_train.cli.dry_run import check_planning_flags, print_dry_runs
 from can_train.cli.flags import training_parameters
 from can_train.config.assignments import split_list
 from can_train.errors import ConfigError
@@ -28,7 +29,10 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "task": (str | None, None, "Task, where several are installed."),
     "submit": (bool, False, "Train in the background, on --cluster."),
     "cluster": (str | None, None, "Where --submit sends the run: a preset of configs/cluster."),
-    "dry_run": (bool, False, "Print configuration and plan, and stop."),
+    "dry_run": (bool, False, "Print configuration and plan, write nothing, and stop."),
+    "target_gpu": (str | None, None, "With --dry-run: the GPU to plan for: h100-80gb. Several: a100-40gb,t4."),
+    "target_memory": (str | None, None, "With --dry-run: plan for another GPU of this whole memory: 16GiB."),
+    "json": (bool, False, "With --dry-run: print JSON."),
     "model_args": (str, "", "Settings of the model or the training: hidden=32,lr=0.01."),
     "set": (list[str] | None, None, "Any setting, in Hydra's grammar: dataset.window=50. Repeatable."),
     "floors": (bool | None, None, "Judge the model beside simple detectors. [yes]"),
@@ -80,14 +84,16 @@ def _train(flags: dict[str, Any]) -> None:
         raise ConfigError(
             "--submit needs --cluster NAME", remedy="--cluster local trains in the background of this machine"
         )
+    check_planning_flags(flags)
     # Composition imports Hydra, training imports torch: neither is paid for by a line that is wrong before them.
     from can_train.config.compose import resolve
 
     runs = [resolve(request) for request in _requests(flags)]
+    if flags["dry_run"]:
+        print_dry_runs(runs, flags)
+        return
     for run in runs:
-        if flags["dry_run"]:
-            _print_dry_run(run)
-        elif flags["submit"]:
+        if flags["submit"]:
             _submit(run)
         else:
             _run_here(run)
@@ -121,15 +127,6 @@ def _requests(flags: dict[str, Any]) -> list["RunRequest"]:
 def _split(text: str) -> Sequence[str]:
     """Splits a listed flag; a path that exists is one value, commas and all."""
     return split_list(text, existing=[text] if Path(text).expanduser().exists() else [])
-
-
-def _print_dry_run(run: "ResolvedRun") -> None:
-    from can_train.config.plain_text import plain_to_yaml
-    from can_train.training.dry_run import dry_run_lines
-
-    lines = dry_run_lines(run)
-    print(plain_to_yaml(run.config))
-    print("\n".join(lines))
 
 
 def _run_here(run: "ResolvedRun") -> None:

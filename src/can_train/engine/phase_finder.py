@@ -99,26 +99,24 @@ def find_phase_limit(probed: Probed, measure: Measure, order: BatchCosts, *, upp
     )
 
 
-def predict_phase_limit(probed: Probed, order: BatchCosts, *, upper: float, room: Room) -> PhaseLimit:
+def predict_phase_limit(probed: Probed, order: BatchCosts, *, upper: float, room_bytes: float) -> PhaseLimit:
     """Predicts the largest cost that fits, without a trial: for a device that is not at hand.
 
     Args:
         probed: What the probes of the phase showed.
         order: The samples that batches are made of.
         upper: Cost beyond which memory decides nothing.
-        room: Where the batches would have to fit.
+        room_bytes: Where the batches would have to fit.
     """
-    model, mean_totals = probed.model, tuple(order.mean_counts().tolist())
-    fits = max(CAUTION * (room.capacity_bytes - model.base_bytes - room.slack_bytes), 0.0)
     return PhaseLimit(
-        model=model,
-        tuned_limit=min(fits, upper),
-        capped=upper <= fits,
+        model=probed.model,
+        tuned_limit=upper,
+        capped=True,
         trials=0,
         ooms=0,
         measured_ratio=1.0,
-        mean_totals=mean_totals,
-    )
+        mean_totals=tuple(order.mean_counts().tolist()),
+    ).predicted_within(room_bytes)
 
 
 class _Trial:

@@ -21,6 +21,10 @@ from can_train.policy.probe_choice import ROUNDS, SMALLEST_PROBE, extreme_sample
 AGREED: Final = 0.005
 """Relative residual of the probes' costs at which they end: the law shows."""
 
+BEYOND_GRADIENTS: Final = 4.0
+"""Cost of the largest probe in units of the gradients' size: a law that holds below bends where activations outgrow
+them, later the less it bends."""
+
 PROBE_SHARE: Final = 0.5
 """Share of the capacity that probes stay below: they are to be tiny."""
 
@@ -37,6 +41,7 @@ def fit_by_probes(
     counts: NDArray[np.float64],
     *,
     capacity_bytes: float,
+    gradient_bytes: float = 0.0,
 ) -> "Probed":
     """Runs small batches at the extremes of the data, larger ones until two sizes agree on a law, and fits it.
 
@@ -45,6 +50,8 @@ def fit_by_probes(
         features: F of them.
         counts: [R, F] of every sample.
         capacity_bytes: Of the device.
+        gradient_bytes: What the gradients of the weights take: beside batches that cost less, it is they that decide
+            the peak, at the end of a backward pass, and the law of what fills a device does not show.
 
     Returns:
         The cost model, whose `explains` tells whether the features account for what was seen; and the largest probe.
@@ -64,6 +71,7 @@ def fit_by_probes(
         smallest, largest = min(peak for _, peak in readings), max(peak for _, peak in readings)
         # Peaks that do not grow at all agree on nothing: what does grow is still hidden.
         agreed = before > 0 and largest > smallest and model.relative_residual <= AGREED
+        agreed = agreed and largest - model.base_bytes >= BEYOND_GRADIENTS * gradient_bytes
         if not complete or agreed or (before > 0 and largest > PROBE_SHARE * capacity_bytes):
             break
     totals, peak = max(readings, key=lambda reading: reading[1])

@@ -44,10 +44,11 @@ first used (CUDA 11.7), to which each library adds its own: rounded up by half a
 _SCREEN_BYTES: Final = 512 * MIB
 """What a desktop takes of the card that draws it: 459 and 507 MiB of two RTX 4090 without a job, in a public report."""
 
-_FRAGMENTATION: Final = 0.05
-"""Share of what is left that the allocator cannot hand out: gaps between blocks in use, and a last page that must fit
-whole. With expanding segments, which can-train turns on, the finder left 3.4 % (GAT) and 5.2 % (VGAE) of a simulated
-GPU of 1 GiB; gaps grow little with the batch, so larger GPUs lose a smaller share (and one of 0.5 GiB up to 12 %)."""
+FRAGMENTATION: Final = 0.05
+"""Share of a capacity that the allocator cannot hand out: gaps between blocks in use, and a last page that must fit
+whole. It is not subtracted from the capacity, of which peaks are shares, but bounds what is predicted to fit. With
+expanding segments, which can-train turns on, the finder left 3.4 % (GAT) and 5.2 % (VGAE) of a simulated GPU of 1 GiB;
+gaps grow little with the batch, so larger GPUs lose a smaller share (and one of 0.5 GiB up to 12 %)."""
 
 _NAMED: Final = 3
 """Cards that a message names."""
@@ -109,10 +110,13 @@ def usable(card: Card, measured: GpuConstants | None = None) -> Usable:
         total_bytes, workspace_bytes = measured.total_bytes, measured.workspace_bytes
         taken = [Taken("CUDA context, the libraries' kernels and the driver", measured.outside_bytes)]
     taken.append(Taken("the libraries' workspaces, which probes on a CPU do not show", workspace_bytes))
-    left = total_bytes - sum(one.num_bytes for one in taken)
-    taken.append(Taken(f"gaps between blocks ({_FRAGMENTATION:.0%} of the rest)", int(_FRAGMENTATION * max(left, 0))))
     source = ASSUMED if measured is None else measured.source
     return Usable(key=card.key, name=card.name, total_bytes=total_bytes, taken=tuple(taken), source=source)
+
+
+def predicted_room(capacity_bytes: float) -> float:
+    """Returns how much of a capacity is predicted to hold tensors before memory runs out."""
+    return (1 - FRAGMENTATION) * capacity_bytes
 
 
 def other_card(total_bytes: int) -> Card:
@@ -135,5 +139,5 @@ def other_card(total_bytes: int) -> Card:
 def cards_that_hold(need_bytes: float) -> str:
     """Names the smallest common GPUs that would hold `need_bytes`, in words."""
     capacities = sorted((usable(card).capacity_bytes, card.key) for card in CARDS)
-    names = [key for capacity_bytes, key in capacities if capacity_bytes >= need_bytes]
+    names = [key for capacity_bytes, key in capacities if predicted_room(capacity_bytes) >= need_bytes]
     return ", ".join(names[:_NAMED]) if names else "no common GPU"

@@ -3,7 +3,7 @@ the plan; finding them is left to the engine.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,14 @@ class PhaseLimit:
         """Prices the samples of a batch, [R, F] in its order."""
         return BatchCosts(counts, self.model.features, self.model.coefficients)
 
+    def predicted_within(self, room_bytes: float) -> "PhaseLimit":
+        """Returns the limit that is predicted where no more room is than `room_bytes`.
+
+        The limit so far is one that nobody has tried; what it stops short of stays unknown.
+        """
+        fits = max(self.cost_within(room_bytes), 0.0)
+        return self if fits >= self.tuned_limit else replace(self, tuned_limit=fits, capped=False)
+
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "PhaseLimit":
         """Reads what `dataclasses.asdict` made, also after JSON."""
@@ -77,6 +85,17 @@ class DeviceLimits:
     evaluation: PhaseLimit
     optimizer_peak_bytes: int
     gradient_bytes: int = 0
+
+    def predicted_on(self, device_key: str, capacity_bytes: int, room_bytes: float) -> "DeviceLimits":
+        """Returns what is predicted of a device that has no more memory than the one of these predictions.
+
+        Args:
+            device_key: Its kind.
+            capacity_bytes: What PyTorch's allocator could use of it.
+            room_bytes: What of that is predicted to hold tensors.
+        """
+        phases = {name: getattr(self, name).predicted_within(room_bytes) for name in ("training", "evaluation")}
+        return replace(self, device_key=device_key, capacity_bytes=capacity_bytes, **phases)
 
     def step_peak_bytes(self, largest_cost: float, largest_later_cost: float) -> float:
         """Returns the predicted peak of a step.

@@ -1,43 +1,93 @@
-"""What can be said of a run without data and without a trial: what `--dry-run` prints below the configuration."""
+"""Plans a run without a trial: for the device at hand, or for GPUs that are not. Tiny batches are run on the host, to
+see what they cost; what would fit is predicted. Writes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from can_train.config.resolved import ResolvedRun
-from can_train.memory.meters import open_meter
-from can_train.policy.plan import resolve_mode
-from can_train.reporter import SilentReporter
+from can_train.errors import DoesNotFitError
+from can_train.memory.meters import TargetMeter
+from can_train.policy.cards import GIB, Usable, cards_that_hold, predicted_room
+from can_train.policy.device_limits import DeviceLimits
+from can_train.reporter import Reporter
 from can_train.training.effective_factor import factor_rule
+from can_train.training.factor_rule import PROVISIONAL
+from can_train.training.loading import fresh_model, sample_task
+from can_train.training.planning import Planner, RunPlan, plan_request
 
 
-def dry_run_lines(run: ResolvedRun) -> list[str]:
-    """Writes the plan as far as it is decided; writes no file.
+@dataclass(frozen=True, kw_only=True)
+class DryPlan:
+    """What would be done on one device.
+
+    Attributes:
+        target: The device.
+        plan: The plan; None where the training does not fit.
+        error: Why not; None where it fits.
+        num_samples: Training samples, estimated where only a part was read.
+        sample_note: Says which part was read; empty where all was.
+    """
+
+    target: Usable
+    plan: RunPlan | None
+    error: DoesNotFitError | None
+    num_samples: int
+    sample_note: str
+
+
+def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -> list[DryPlan]:
+    """Plans a run for each of the targets.
+
+    Args:
+        run: The resolved run.
+        targets: At least one.
+        reporter: Where progress goes.
 
     Raises:
-        DeviceError: The device cannot be used.
+        CanTrainError: The data cannot be read.
     """
-    meter = open_meter(run.device)
-    factor = factor_rule(run, meter.key, SilentReporter()).decide(None).choice
-    return [
-        f"plan for {meter.key} ({meter.capacity_bytes / 2**30:.1f} GiB usable):",
-        f"  key            {run.key}",
-        f"  logical batch  {_logical_batch(run)}",
-        f"  micro-batches  {_micro_batches(run)}",
-        f"  safety factor  {factor.factor:.4g}: {factor.reason}",
-    ]
+    task = sample_task(run, reporter)
+    # A sample stands for the whole: an epoch has as many of its like as there are estimated to be.
+    task.train_rows = np.resize(task.train_rows, task.estimated_train_rows)
+    largest = TargetMeter(max(targets, key=lambda target: target.capacity_bytes))
+    planner = Planner(run=run, task=task, model=fresh_model(run, task, largest), meter=largest, reporter=reporter,
+                      verify=False)  # fmt: skip
+    request = plan_request(run.training)
+    limits = planner.explore(request, PROVISIONAL)
+    plans = []
+    for target in targets:
+        plan, error = _planned(replace(planner, meter=TargetMeter(target)), limits, target)
+        plans.append(
+            DryPlan(
+                target=target,
+                plan=plan,
+                error=error,
+                num_samples=len(task.train_rows),
+                sample_note=task.sample_note,
+            )
+        )
+    return plans
 
 
-def _logical_batch(run: ResolvedRun) -> str:
-    training = run.training
-    mode = resolve_mode(training.find_batch_size, batch_size_given=training.batch_size > 0)
-    if mode == "max" and not training.micro_batch_size:
-        floor = f"an epoch keeps at least {training.min_steps_per_epoch} steps"
-        return f"the largest that fits, found before the first step; {floor}"
-    batch = (training.batch_size or training.lr_batch_size) * training.gradient_accumulation_steps
-    return f"{batch} as asked for"
+def _planned(planner: Planner, limits: DeviceLimits, target: Usable) -> tuple[RunPlan | None, DoesNotFitError | None]:
+    """Resolves the plan for one target, or says why there is none."""
+    here = limits.predicted_on(target.key, target.capacity_bytes, predicted_room(target.capacity_bytes))
+    rule = factor_rule(planner.run, target.key, planner.reporter)
+    try:
+        _check_optimizer(here)
+        return planner.resolve(plan_request(planner.run.training), here, rule), None
+    except DoesNotFitError as error:
+        return None, error
 
 
-def _micro_batches(run: ResolvedRun) -> str:
-    training = run.training
-    if training.micro_batch_size:
-        return f"of {training.micro_batch_size}, fixed"
-    if training.find_batch_size == "off":
-        return f"of {training.batch_size or training.lr_batch_size}, as given"
-    return "as many as the safe limit needs, found by trial on the device"
+def _check_optimizer(limits: DeviceLimits) -> None:
+    need, capacity = limits.optimizer_peak_bytes, limits.capacity_bytes
+    if need > capacity:
+        raise DoesNotFitError(
+            "Weights, gradients and optimizer state must fit on the device",
+            value=f"they need {need / GIB:.2f} GiB of {capacity / GIB:.2f}",
+            remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need)})",
+        )

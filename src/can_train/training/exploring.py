@@ -21,7 +21,7 @@ from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
 from can_train.memory.probes import fit_by_probes
-from can_train.policy.cards import cards_that_hold
+from can_train.policy.cards import cards_that_hold, predicted_room
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
 from can_train.policy.packing import BatchCosts
@@ -73,7 +73,7 @@ class Explorer:
             parameter.grad = None
         try:
             state, aside = self._resident(optimizer, held_bytes)
-            training = self._phase(self._train_step, [*state, *aside], upper)
+            training = self._phase(self._train_step, [*state, *aside], upper, gradients=optimizer.parameter_bytes)
             del aside
             self.model.eval()
             # Evaluation gains nothing from parts larger than what training takes at a time.
@@ -144,7 +144,9 @@ class Explorer:
         model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
         return model + optimizer.parameter_bytes + optimizer.state_bytes
 
-    def _phase(self, run: Callable[[NDArray[np.int64]], None], beside: list[Tensor], upper: Upper) -> PhaseLimit:
+    def _phase(
+        self, run: Callable[[NDArray[np.int64]], None], beside: list[Tensor], upper: Upper, *, gradients: int = 0
+    ) -> PhaseLimit:
         resident = [*self.model.parameters(), *self.model.buffers(), *beside]
 
         def peak(positions: NDArray[np.int64], steps: int) -> Peak:
@@ -163,7 +165,13 @@ class Explorer:
             slack = max(slack, seen.reserved - seen.allocated + LARGE_PAGE_BYTES) if seen.reserved else 0
             return seen.allocated
 
-        probed = fit_by_probes(probe, self.task.features, self._counts, capacity_bytes=self.meter.capacity_bytes)
+        probed = fit_by_probes(
+            probe,
+            self.task.features,
+            self._counts,
+            capacity_bytes=self.meter.capacity_bytes,
+            gradient_bytes=gradients,
+        )
         model = probed.model
         costs = BatchCosts(self._counts, model.features, model.coefficients)
 
@@ -174,10 +182,10 @@ class Explorer:
 
         # What the allocator holds beyond what is in use grows little with the batch: gaps between blocks, and a last
         # page that must fit whole.
-        room = Room(capacity_bytes=self.meter.capacity_bytes, slack_bytes=slack if self.verify else LARGE_PAGE_BYTES)
+        room = Room(capacity_bytes=self.meter.capacity_bytes, slack_bytes=slack)
         highest = _worthwhile(upper(costs), model)
         if not self.verify:
-            return predict_phase_limit(probed, costs, upper=highest, room=room)
+            return predict_phase_limit(probed, costs, upper=highest, room_bytes=predicted_room(room.capacity_bytes))
         return find_phase_limit(probed, trial, costs, upper=highest, room=room)
 
     def _train_step(self, rows: NDArray[np.int64]) -> None:

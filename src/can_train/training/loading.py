@@ -11,13 +11,19 @@ from can_train.reporter import Reporter
 from can_train.training import randomness
 from can_train.training.folders import cache_folder, data_root
 from can_train.training.optimization import Precision
-from can_train.training.task import Task
+from can_train.training.task import SampledTask, Task
 
 
 def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
     """Makes the task of a run, its data prepared."""
     factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
     return factory(run, data_root(run.paths), cache_folder(run.paths), reporter)
+
+
+def sample_task(run: ResolvedRun, reporter: Reporter) -> SampledTask:
+    """Makes the task of a run from a bounded sample of its data, for a plan; writes nothing."""
+    sampler: Callable[..., SampledTask] = load_object(load_task_settings(run.task).sampler)
+    return sampler(run, data_root(run.paths), cache_folder(run.paths), reporter)
 
 
 def fresh_model(run: ResolvedRun, task: Task, meter: Meter) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.training import TrainingSettings
+from can_train.engine.coupling import Coupling
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory
@@ -149,6 +150,7 @@ class Planner:
         meter: Of the device.
         reporter: Where trials are shown.
         verify: Whether limits are tried on the device; else they are predicted.
+        coupling: What is known of how samples of a batch influence each other; None: it is measured when asked for.
     """
 
     run: ResolvedRun
@@ -157,6 +159,7 @@ class Planner:
     meter: Meter
     reporter: Reporter
     verify: bool = True
+    coupling: Coupling | None = None
 
     def make(self, factor: FactorRule) -> RunPlan:
         """Explores the device where the plan depends on it, and resolves the plan.
@@ -170,9 +173,15 @@ class Planner:
         request = plan_request(self.run.training)
         if not request.needs_costs:
             return self._resolved(request, None, (), factor)
-        limits = self.explore(request, factor.provisional)
-        skipped = self._oversize(limits.training)
-        return self._resolved(request, limits, skipped, factor)
+        return self.resolve(request, self.explore(request, factor.provisional), factor)
+
+    def resolve(self, request: PlanRequest, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
+        """Resolves the plan, given what the device holds.
+
+        Raises:
+            DoesNotFitError: Some samples do not fit and may not be skipped.
+        """
+        return self._resolved(request, limits, self._oversize(limits.training), factor)
 
     def make_again(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
         """Keeps a plan's logical batch and finds out how it must be cut on this device, or for what is trained by now.
@@ -235,7 +244,9 @@ class Planner:
         )
 
     def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
-        said = self._explorer(lambda cost: None).coupling().sentences(split=plan.most_parts > 1)
+        if self.coupling is None:
+            self.coupling = self._explorer(lambda cost: None).coupling()
+        said = self.coupling.sentences(split=plan.most_parts > 1)
         if limits is not None:
             said += _unexplained("training", limits.training) + _unexplained("evaluation", limits.evaluation)
         if skipped:

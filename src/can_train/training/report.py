@@ -2,7 +2,6 @@
 
 from typing import Final
 
-from can_train.memory.meters import Meter
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits
 from can_train.policy.plan import Plan
@@ -19,11 +18,11 @@ _GIB: Final = 2**30
 _MIB: Final = 2**20
 
 
-def plan_lines(run_plan: RunPlan, meter: Meter) -> list[str]:
+def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
     """Writes a plan as aligned lines."""
     plan = run_plan.plan
     lines = [
-        f"plan for {meter.key} ({size_text(meter.capacity_bytes)} usable):",
+        f"plan for {device_key} ({size_text(capacity_bytes)} usable):",
         f"  logical batch  {plan.logical_batch} ({_WHY[plan.binding_limit]}), {plan.steps_per_epoch} steps an epoch",
         f"  micro-batches  {_parts(plan)} a step, of up to {plan.largest_micro_batch} samples",
     ]
@@ -58,7 +57,8 @@ def _memory(model: CostModel) -> str:
         for feature, coefficient in zip(model.features, model.coefficients, strict=True)
         if coefficient > 0
     ]
-    return " + ".join([size_text(model.base_bytes), *terms])
+    error = f" (probes lie within {model.relative_residual:.1%})"
+    return " + ".join([size_text(model.base_bytes), *terms]) + error
 
 
 _PADDED: Final = {0: "", 1: " (padded)", 2: " (padded, squared)"}
@@ -71,9 +71,11 @@ def _target(run_plan: RunPlan) -> str:
 
 def _tuned(limits: DeviceLimits) -> str:
     training = limits.training
+    more = "; more was not needed" if training.capped else ""
+    if not training.trials and not training.ooms:
+        return f"{size_text(training.tuned_limit)} of batch is predicted to fit{more}"
     trials = "1 trial" if training.trials == 1 else f"{training.trials} trials"
     ran_out = f", {training.ooms} ran out of memory" if training.ooms else ""
-    more = "; more was not needed" if training.capped else ""
     return f"{size_text(training.tuned_limit)} of batch fits ({trials}{ran_out}{more})"
 
 

@@ -128,7 +128,7 @@ def _plan(given: Parts, planner: Planner, factor: FactorRule) -> RunPlan:
         write_json_atomic(path, plan.to_plain())
     elif factor.after_oom and factor.known is not None:
         plan = _within(plan, factor.known)
-    given.reporter.notice("\n".join(plan_lines(plan, given.meter)))
+    given.reporter.notice("\n".join(plan_lines(plan, given.meter.key, given.meter.capacity_bytes)))
     for notice in (*plan.plan.notices, *plan.notices):
         given.reporter.notice(notice)
     return plan

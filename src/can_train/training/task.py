@@ -81,3 +81,15 @@ class Task(Protocol):
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
         """Writes a judgement as tables of text."""
+
+
+class SampledTask(Task, Protocol):
+    """A task that has read as much of its data as a plan needs.
+
+    Attributes:
+        sample_note: Says which part that is; empty where it is all of it.
+        estimated_train_rows: Training samples of the whole data set.
+    """
+
+    sample_note: str
+    estimated_train_rows: int

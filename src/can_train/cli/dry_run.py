@@ -1,0 +1,64 @@
+"""What `--dry-run` prints: configuration and plan, for one device in full, for several as a table, or as JSON."""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from can_train.cli.reporters import make_reporter
+from can_train.cli.tables import TextTable, print_tables
+from can_train.config.assignments import split_list
+from can_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from can_train.config.resolved import ResolvedRun
+    from can_train.training.dry_run import DryPlan
+
+
+def check_planning_flags(flags: dict[str, Any]) -> None:
+    """Refuses flags that only plans understand where nothing is planned.
+
+    Raises:
+        ConfigError: There is such a flag.
+    """
+    for name in ("target_gpu", "target_memory", "json"):
+        if flags[name] and not flags["dry_run"]:
+            raise ConfigError(f"--{name.replace('_', '-')} plans and does not train", remedy="Add --dry-run")
+
+
+def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> None:
+    """Plans each run and prints what would be done; writes nothing.
+
+    Raises:
+        CanTrainError: A target is unknown, the data cannot be read, or the training does not fit on the only target.
+    """
+    from can_train.training.dry_report import dry_json
+    from can_train.training.dry_run import dry_plans
+    from can_train.training.targets import find_targets
+
+    reporter, found = make_reporter(), []
+    for run in runs:
+        gpus = split_list(flags["target_gpu"] or "", existing=[])
+        plans = dry_plans(run, find_targets(run, gpus, flags["target_memory"], reporter), reporter)
+        if flags["json"]:
+            found.append(dry_json(run.config, run.key, plans))
+        else:
+            _print_plans(run, plans)
+        if flags["submit"] and not flags["json"]:
+            print(f"script: none; executor {run.cluster.executor} starts a process of this machine")
+    if flags["json"]:
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False))
+
+
+def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"]) -> None:
+    from can_train.config.plain_text import plain_to_yaml
+    from can_train.training.dry_report import COLUMNS, data_text, dry_lines, dry_row, warnings_of
+
+    lines = dry_lines(plans[0]) if len(plans) == 1 else []
+    print(plain_to_yaml(run.config))
+    if lines:
+        print("\n".join(lines))
+        return
+    notes = list(dict.fromkeys(note for dry in plans for note in warnings_of(dry)))
+    sources = list(dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans))
+    rows = [dry_row(dry) for dry in plans]
+    print_tables([TextTable(f"Plans of {run.key}", COLUMNS, rows, [data_text(plans[0]), *sources, *notes])])
