@@ -38,7 +38,10 @@ class TaskSettings:
         dataset: Settings dataclass of its data sets; has the fields `name` and `path`.
         mode: Settings dataclass of its modes; has the field `name`.
         models: Its models by name.
-        factory: Import path `module:function` of what makes the task from a resolved run.
+        factory: Import path `module:function` of what makes the task from a resolved run, its data prepared.
+        sampler: Likewise, from what can be known of the data in seconds and without writing. Its task also has
+            `sample_note` (what was sampled, empty where nothing had to be) and `estimated_train_rows` (training samples
+            of the whole data set).
         experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
     """
 
@@ -46,6 +49,7 @@ class TaskSettings:
     mode: type
     models: Mapping[str, ModelSpec]
     factory: str
+    sampler: str
     experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]]
 
     def table(self) -> str:

@@ -79,25 +79,41 @@ class CacheContent:
     notices: tuple[str, ...]
 
 
-def read_cache(folder: Path) -> tuple[FlatGraphs, CacheContent]:
+def read_cache(folder: Path, *, verify: bool = True) -> tuple[FlatGraphs, CacheContent]:
     """Verifies a cache and maps it into memory, copy on write: nobody can change the files through it.
+
+    Args:
+        folder: The cache.
+        verify: Whether every byte is read, in order to find altered ones; the sizes of files are looked at anyway.
 
     Raises:
         CacheDamageError: A file is missing, truncated or altered.
     """
-    try:
+    with _noticing_damage():
         meta = _read_meta(folder / _META)
-        arrays = {name: _map_array(folder / f"{name}.npy", **meta["arrays"][name]) for name in _ARRAYS}
-        content = CacheContent(
-            kinds=tuple(meta["kinds"]),
-            sources=tuple(SourceFile(**source) for source in meta["sources"]),
-            window=meta["window"],
-            notices=tuple(meta["notices"]),
-        )
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CacheDamageError(str(error)) from error
+        arrays = {name: _map_array(folder / f"{name}.npy", **meta["arrays"][name], verify=verify) for name in _ARRAYS}
+        content = _content(meta)
     arrays["edge_index"] = arrays["edge_index"].T
     return _flat_graphs(arrays, content), content
+
+
+def read_content(folder: Path) -> CacheContent:
+    """Reads what a cache says beside its arrays.
+
+    Raises:
+        CacheDamageError: The file is missing or altered, or the folder is no cache.
+    """
+    with _noticing_damage():
+        return _content(_read_meta(folder / _META))
+
+
+def finished_ns(folder: Path) -> int:
+    """Returns when a cache was finished, in nanoseconds since 1970.
+
+    Raises:
+        OSError: It is none.
+    """
+    return (folder / _META).stat().st_mtime_ns
 
 
 def discard_cache(folder: Path) -> None:
@@ -241,21 +257,42 @@ def _npy_header(dtype: str, shape: Sequence[int]) -> bytes:
     return magic + struct.pack("<H", length) + text.ljust(length - 1).encode("ascii") + b"\n"
 
 
-def _map_array(path: Path, *, dtype: str, shape: Sequence[int], crc32: int) -> NDArray[Any]:
+def _content(meta: dict[str, Any]) -> CacheContent:
+    return CacheContent(
+        kinds=tuple(meta["kinds"]),
+        sources=tuple(SourceFile(**source) for source in meta["sources"]),
+        window=meta["window"],
+        notices=tuple(meta["notices"]),
+    )
+
+
+@contextmanager
+def _noticing_damage() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CacheDamageError(str(error)) from error
+
+
+def _map_array(path: Path, *, dtype: str, shape: Sequence[int], crc32: int, verify: bool) -> NDArray[Any]:
     header = _npy_header(dtype, shape)
     expected_bytes = _HEADER_BYTES + np.dtype(dtype).itemsize * int(np.prod(shape))
     found_bytes = path.stat().st_size
     if found_bytes != expected_bytes:
         raise ValueError(f"{path.name} has {found_bytes} bytes instead of {expected_bytes}")
+    if verify and not _is_sound(path, header, crc32):
+        raise ValueError(f"{path.name} was altered")
+    mapped = np.memmap(path, dtype=dtype, mode="c", offset=_HEADER_BYTES, shape=tuple(shape))
+    return mapped.view(np.ndarray)
+
+
+def _is_sound(path: Path, header: bytes, crc32: int) -> bool:
     with path.open("rb") as file:
         sound = file.read(_HEADER_BYTES) == header
         found_crc32 = 0
         while data := file.read(_READ_BYTES):
             found_crc32 = zlib.crc32(data, found_crc32)
-    if not sound or found_crc32 != crc32:
-        raise ValueError(f"{path.name} was altered")
-    mapped = np.memmap(path, dtype=dtype, mode="c", offset=_HEADER_BYTES, shape=tuple(shape))
-    return mapped.view(np.ndarray)
+    return sound and found_crc32 == crc32
 
 
 def _flat_graphs(arrays: dict[str, NDArray[Any]], content: CacheContent) -> FlatGraphs:

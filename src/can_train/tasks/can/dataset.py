@@ -9,17 +9,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from can_train.errors import DataError
 from can_train.reporter import Reporter, Stage
-from can_train.tasks.can.cache import SCHEMA, CacheContent, CacheDamageError, CacheWriter, discard_cache, read_cache
+from can_train.tasks.can.cache import (
+    SCHEMA,
+    CacheContent,
+    CacheDamageError,
+    CacheWriter,
+    discard_cache,
+    finished_ns,
+    read_cache,
+    read_content,
+)
 from can_train.tasks.can.duplicates import HashedLog, hash_logs, without_duplicates
 from can_train.tasks.can.flat import FlatGraphs, SourceFile
-from can_train.tasks.can.frames import BENIGN
 from can_train.tasks.can.graphs import GraphBuilder
-from can_train.tasks.can.labels import MAX_KINDS
+from can_train.tasks.can.labels import KindTable
 from can_train.tasks.can.layout import LogFile
 from can_train.tasks.can.reading import LogReader
 from can_train.tasks.can.settings import CanDatasetSettings
@@ -27,6 +32,21 @@ from can_train.tasks.can.splits import Split, split_rows
 
 _KEY_LENGTH: Final = 24
 """Hexadecimal digits of a cache's name: 96 bits, so that two data sets never meet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSample:
+    """What the graphs of a sample stand for.
+
+    Attributes:
+        train_windows: Windows of the training part of the whole data set, as the sample suggests.
+        every_log: Whether every log that is trained on was looked at.
+        note: What was sampled of what, as a sentence.
+    """
+
+    train_windows: int
+    every_log: bool
+    note: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,11 +57,13 @@ class CanData:
         flat: Its graphs, mapped from the cache.
         split: Which of them train, validate and are judged.
         notices: What a person should know about the data; said to the reporter already.
+        sample: What the graphs are a sample of; None where they are all there are.
     """
 
     flat: FlatGraphs
     split: Split
     notices: tuple[str, ...]
+    sample: DataSample | None = None
 
 
 def prepare(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter) -> CanData:
@@ -58,9 +80,59 @@ def prepare(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Pat
         StateError: The cache folder cannot be written.
     """
     kept, notices = without_duplicates(hash_logs(logs, reporter))
-    flat, content = _cached(cache_dir / cache_key(dataset, kept), reporter) or _built(
-        dataset, kept, cache_dir, reporter
-    )
+    graphs = _cached(cache_dir / cache_key(dataset, kept), reporter) or _built(dataset, kept, cache_dir, reporter)
+    return _split(dataset, kept, graphs, notices, reporter)
+
+
+def recall(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter) -> CanData | None:
+    """Finds the graphs that logs became before without reading the logs: by where they lie, and by their times, which
+    say that nobody has touched them since. Writes nothing, and does not look for damage in what it finds.
+
+    Returns:
+        The data set; None where there are no such graphs, or none that can be sure to be these logs'.
+    """
+    for folder in sorted(cache_dir.glob("[!.]*/")):
+        kept = _recorded(folder, logs)
+        if kept and cache_key(dataset, kept) == folder.name:
+            try:
+                graphs = read_cache(folder, verify=False)
+            except CacheDamageError:
+                return None
+            return _split(dataset, kept, graphs, [], reporter)
+    return None
+
+
+def _recorded(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
+    """Returns those of the logs that a cache was made of, with the hashes that it recorded; none where one is missing
+    or has been touched since, or where another can be no copy of these.
+    """
+    try:
+        finished, sources = finished_ns(folder), read_content(folder).sources
+        states = {log: log.path.stat() for log in logs}
+    except (OSError, CacheDamageError):
+        return []
+    # No program can set the time of a change: a log that was replaced by an older one has changed, too.
+    if any(max(state.st_mtime_ns, state.st_ctime_ns) > finished for state in states.values()):
+        return []
+    places = {(log.path.resolve(), log.role, log.group): log for log in logs}
+    found = [(places.get((Path(source.path).resolve(), source.role, source.group)), source) for source in sources]
+    kept = [
+        HashedLog(log=log, sha256=source.sha256, size=states[log].st_size, modified_ns=states[log].st_mtime_ns)
+        for log, source in found
+        if log is not None
+    ]
+    sizes = {hashed.size for hashed in kept}
+    return kept if len(kept) == len(sources) and all(state.st_size in sizes for state in states.values()) else []
+
+
+def _split(
+    dataset: CanDatasetSettings,
+    kept: Sequence[HashedLog],
+    graphs: tuple[FlatGraphs, CacheContent],
+    notices: Sequence[str],
+    reporter: Reporter,
+) -> CanData:
+    flat, content = graphs
     here = [replace(source, path=str(log.log.path)) for source, log in zip(flat.sources, kept, strict=True)]
     flat = replace(flat, sources=tuple(here))
     split, split_notices = split_rows(flat, dataset.validation_share, dataset.test_share)
@@ -120,7 +192,7 @@ class _Build:
         self._dataset = dataset
         self._writer = writer
         self._stage = stage
-        self._kinds = [BENIGN]
+        self._kinds = KindTable()
         self._sources: list[SourceFile] = []
         self._notices: list[str] = []
         self._frames = 0
@@ -131,7 +203,7 @@ class _Build:
         builder = GraphBuilder(self._dataset.window, self._dataset.stride)
         for frames in reader.blocks():
             for block in builder.feed(frames):
-                label = self._codes(reader.kinds)[block.label]
+                label = self._kinds.codes(reader.kinds)[block.label]
                 self._writer.append(replace(block, label=label), len(self._sources))
             self._frames += len(frames)
             self._stage.advance(0, frames=self._frames)
@@ -151,22 +223,11 @@ class _Build:
 
     def content(self) -> CacheContent:
         return CacheContent(
-            kinds=tuple(self._kinds),
+            kinds=tuple(self._kinds.names),
             sources=tuple(self._sources),
             window=self._dataset.window,
             notices=tuple(self._notices),
         )
-
-    def _codes(self, reader_kinds: Sequence[str]) -> NDArray[np.uint8]:
-        """Returns the data set's code for each of a reader's; kinds not seen before are added."""
-        self._kinds += [kind for kind in reader_kinds if kind not in self._kinds]
-        if len(self._kinds) > MAX_KINDS:
-            raise DataError(
-                f"A data set may name at most {MAX_KINDS - 1} kinds of attack",
-                value=f"{len(self._kinds) - 1}",
-                remedy="Name the column that holds the label: --set dataset.columns.label=…",
-            )
-        return np.array([self._kinds.index(kind) for kind in reader_kinds], dtype=np.uint8)
 
     def _check(self, hashed: HashedLog, num_frames: int) -> None:
         if not hashed.is_unchanged():

@@ -1,6 +1,6 @@
-"""Which attack a label text means: the table of attack kinds that grows while a log is read."""
+"""Which attack a label text means: the tables of attack kinds that grow while a log, and a data set, is read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -71,6 +71,32 @@ class AttackKinds:
                 )
             self.names.append(name)
         return self.names.index(name)
+
+
+class KindTable:
+    """The attack kinds of a data set, met log by log.
+
+    Attributes:
+        names: Kinds by code; 0 is benign.
+    """
+
+    def __init__(self) -> None:
+        self.names = [BENIGN]
+
+    def codes(self, reader_kinds: Sequence[str]) -> NDArray[np.uint8]:
+        """Returns the data set's code for each of a reader's; kinds not seen before are added.
+
+        Raises:
+            DataError: There are more kinds than codes.
+        """
+        self.names += [kind for kind in reader_kinds if kind not in self.names]
+        if len(self.names) > MAX_KINDS:
+            raise DataError(
+                f"A data set may name at most {MAX_KINDS - 1} kinds of attack",
+                value=f"{len(self.names) - 1}",
+                remedy="Name the column that holds the label: --set dataset.columns.label=…",
+            )
+        return np.array([self.names.index(kind) for kind in reader_kinds], dtype=np.uint8)
 
 
 def _canonical(text: str) -> str:

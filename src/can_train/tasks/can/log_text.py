@@ -7,6 +7,7 @@ import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, cast
 
@@ -23,6 +24,9 @@ SAMPLE_BYTES: Final = 2**20
 MAX_LINE_BYTES: Final = SAMPLE_BYTES
 """A longer line is no row of any log; without this bound a file without line ends would be read whole."""
 
+_SKIPPED_BYTES: Final = 2**20
+"""Decompressed at once on the way to a part of a text."""
+
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _CONTROL_BYTES: Final = bytes(set(range(32)) - set(b"\t\n\v\f\r"))
@@ -34,6 +38,41 @@ written when the power failed has a few."""
 
 _NO_SEPARATOR: Final = "\x01"
 """Stands in no line, so that the CSV parser takes every line for one field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How a text is read in parts.
+
+    Attributes:
+        pieces: How many.
+        piece_bytes: Of each.
+        reach_bytes: How far they may lie from the beginning of a compressed log, which can only be read from there.
+    """
+
+    pieces: int
+    piece_bytes: int
+    reach_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPieces:
+    """Parts of a text.
+
+    Attributes:
+        pieces: The lines of each, null where empty.
+        read_bytes: What they have together.
+        text_bytes: What the whole text has; of a compressed one, as far as what was read of it tells.
+    """
+
+    pieces: list[pl.Series]
+    read_bytes: int
+    text_bytes: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether they are all there is."""
+        return self.read_bytes >= self.text_bytes
 
 
 class LogText:
@@ -60,6 +99,8 @@ class LogText:
             raise _endless_line(path)
         self.sample: pl.Series = _split_lines(start[:whole_lines])
         """The first lines, null where empty."""
+        self.line_bytes: float = whole_lines / max(len(self.sample), 1)
+        """Their mean length."""
 
     def blocks(self) -> Iterator[tuple[int, pl.Series]]:
         """Yields the number of a block's first line, counted from 1, and its lines, null where empty.
@@ -78,6 +119,36 @@ class LogText:
                     value=str(self._path),
                     remedy="Wait until the recording has ended, or read a copy",
                 )
+
+    def spread(self, wanted: Spread) -> TextPieces:
+        """Reads parts of the text, evenly spread from its beginning to its end, or all of it where that is no more.
+
+        Raises:
+            DataError: The file is damaged.
+        """
+        size, _, _ = self._state
+        with self._reading() as stream:
+            compressed = isinstance(stream, gzip.GzipFile)
+            if not compressed and size <= wanted.pieces * wanted.piece_bytes:
+                wanted = Spread(pieces=1, piece_bytes=size, reach_bytes=0)
+            last_start = (wanted.reach_bytes if compressed else size) - wanted.piece_bytes
+            step = max(last_start // max(wanted.pieces - 1, 1), wanted.piece_bytes)
+            found: list[bytes] = []
+            for start in range(0, wanted.pieces * step, step):
+                _skip_to(stream, start)
+                text = stream.read(wanted.piece_bytes)
+                ended = len(text) < wanted.piece_bytes or (not compressed and stream.tell() == size)
+                found.append(_inner_lines(text, begun=start == 0, ended=ended))
+                if ended:
+                    break
+            text_bytes = stream.tell()
+            if isinstance(stream, gzip.GzipFile) and not ended:
+                text_bytes = text_bytes * size // max(cast(IO[bytes], stream.fileobj).tell(), 1)
+        return TextPieces(
+            pieces=[_split_lines(text) for text in found if text],
+            read_bytes=sum(map(len, found)),
+            text_bytes=text_bytes if compressed else size,
+        )
 
     def _whole_lines(self, stream: IO[bytes]) -> Iterator[bytes]:
         """Cuts the stream into blocks that end where a line ends."""
@@ -111,6 +182,21 @@ class LogText:
             ) from error
         except OSError as error:
             raise DataError("A log must be a file that can be read", value=f"{self._path}: {error.strerror}") from error
+
+
+def _skip_to(stream: IO[bytes], position: int) -> None:
+    """Moves forward; through a compressed stream by reading, in larger steps than it would itself."""
+    if not isinstance(stream, gzip.GzipFile):
+        stream.seek(position)
+    while stream.tell() < position and stream.read(min(position - stream.tell(), _SKIPPED_BYTES)):
+        pass
+
+
+def _inner_lines(text: bytes, *, begun: bool, ended: bool) -> bytes:
+    """Cuts off the line in which a part begins and the one in which it ends, unless the text itself does so there."""
+    begin = 0 if begun else text.find(b"\n") + 1 or len(text)
+    end = len(text) if ended else text.rfind(b"\n") + 1
+    return text[begin:end]
 
 
 def _endless_line(path: Path) -> DataError:

@@ -3,6 +3,7 @@ keeps count of what is wrong with it and refuses it where that is too much.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ from can_train.tasks.can.formats import LINE_GRAMMARS, Grammar, ParsedRows, firs
 from can_train.tasks.can.frames import Frames
 from can_train.tasks.can.header_csv import header_grammars
 from can_train.tasks.can.labels import AttackKinds
-from can_train.tasks.can.log_text import BLOCK_BYTES, LogText
+from can_train.tasks.can.log_text import BLOCK_BYTES, LogText, Spread
 from can_train.tasks.can.read_report import ReadReport, shortened
 from can_train.tasks.can.settings import FORMATS, CanDatasetSettings
 
@@ -23,6 +24,23 @@ RECOGNISED_LINES: Final = 1000
 
 RECOGNISED_SHARE: Final = 0.5
 """Share of those rows that must be well-formed: with fewer, the grammar matches by accident."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogPieces:
+    """Parts of a log.
+
+    Attributes:
+        pieces: The frames of each.
+        read_bytes: Bytes of their text.
+        whole: Whether they are all there is.
+        expected_frames: How many the whole log has, as they suggest.
+    """
+
+    pieces: list[Frames]
+    read_bytes: int
+    whole: bool
+    expected_frames: int
 
 
 class LogReader:
@@ -81,6 +99,31 @@ class LogReader:
                 previous = rows.timestamp[-1]
                 yield self._frames(rows)
         self.report.check(self._max_malformed)
+
+    @property
+    def line_bytes(self) -> float:
+        """Mean length of the first lines."""
+        return self._text.line_bytes
+
+    def pieces(self, wanted: Spread) -> LogPieces:
+        """Reads parts of the log, spread over it. The report is of these parts, as if each were a log; nothing is
+        refused for what is wrong with them, unless they are the whole log.
+
+        Raises:
+            DataError: The log is damaged, or read whole and more is wrong with it than may be.
+        """
+        self.report = ReadReport(path=self._path, notes=[self._grammar.assumption] if self._grammar.assumption else [])
+        text = self._text.spread(wanted)
+        pieces = []
+        for lines in text.pieces:
+            rows = parse_rows(lines, self._grammar)
+            self.report.add_rows(rows, lines, 1, -np.inf)
+            if len(rows.timestamp):
+                pieces.append(self._frames(rows))
+        if text.whole:
+            self.report.check(self._max_malformed)
+        expected_frames = round(self.report.frames * text.text_bytes / max(text.read_bytes, 1))
+        return LogPieces(pieces=pieces, read_bytes=text.read_bytes, whole=text.whole, expected_frames=expected_frames)
 
     def _frames(self, rows: ParsedRows) -> Frames:
         if rows.label is None:

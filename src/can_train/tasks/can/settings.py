@@ -186,6 +186,7 @@ TASK = TaskSettings(
             planned=("fusion",),
         ),
     },
-    factory="can_train.tasks.can.task:CanTask",
+    factory="can_train.tasks.can.task:make_task",
+    sampler="can_train.tasks.can.task:sample_task",
     experience=experience,
 )

@@ -25,15 +25,17 @@ from can_train.tasks.can.judging import JudgingOptions, ModelScores, judge
 from can_train.tasks.can.layout import TEST, find_logs
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
+from can_train.tasks.can.sampling import sample_data
 from can_train.tasks.can.settings import CanDatasetSettings, GatSettings
-from can_train.tasks.can.synthetic.writing import synthetic_folder
+from can_train.tasks.can.splits import Split
+from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder
 
 SUPERVISED: Final = "normal"
 """The mode that learns from attack labels."""
 
 
-class CanTask:
-    """Everything training needs to know about CAN windows.
+def make_task(run: ResolvedRun, data_root: Path, cache: Path, reporter: Reporter) -> "CanTask":
+    """Makes the task with all of its data.
 
     Args:
         run: The resolved run.
@@ -44,25 +46,65 @@ class CanTask:
     Raises:
         DataError: The log cannot be read, is too short, or lacks the labels that the mode learns from.
     """
+    return CanTask(run, _load(run.dataset, data_root, cache, reporter))
+
+
+def sample_task(run: ResolvedRun, data_root: Path, cache: Path, reporter: Reporter) -> "CanTask":
+    """Makes the task with what can be known of its data in a few seconds and without writing anything.
+
+    Args:
+        run: The resolved run.
+        data_root: Folder of the published data sets.
+        cache: Folder of prepared data, looked into.
+        reporter: Where progress and notices go.
+
+    Raises:
+        DataError: A log that was looked at cannot be read, or all that is there lacks the labels that the mode learns
+            from.
+    """
+    return CanTask(run, sample_data(run.dataset, data_root, cache, reporter))
+
+
+class CanTask:
+    """Everything training needs to know about CAN windows.
+
+    Args:
+        run: The resolved run.
+        data: The windows.
+
+    Raises:
+        DataError: They lack the labels that the mode learns from.
+
+    Attributes:
+        sample_note: What the windows are a sample of, as a sentence; empty where they are all there are.
+        estimated_train_rows: Training samples of the whole data set.
+    """
 
     features: Sequence[Feature] = (Feature("nodes"), Feature("edges"), Feature("graphs"))
 
-    def __init__(self, run: ResolvedRun, data_root: Path, cache: Path, reporter: Reporter) -> None:
+    def __init__(self, run: ResolvedRun, data: CanData) -> None:
         self._run = run
-        self._data = _load(run.dataset, data_root, cache, reporter)
-        self._gather = Gatherer(self._data.flat)
+        self._data = data
+        self._gather = Gatherer(data.flat)
         self._supervised = run.mode.name == SUPERVISED
-        split, flat = self._data.split, self._data.flat
-        is_attack = flat.label > 0
+        split, is_attack = data.split, data.flat.label > 0
+        if self._supervised and (data.sample is None or data.sample.every_log):
+            _check_labelled(data.flat)
+        # Windows that a sample lacks may be in the rest.
+        if data.sample is None:
+            _check_classes(split, is_attack, supervised=self._supervised)
         if self._supervised:
             self.train_rows, self.validation_rows = split.train, split.validation
-            _check_labelled(flat)
             self._class_weights = _class_weights(is_attack[self.train_rows])
             self.loss_weights: Mapping[str, float] = {"classification": 1.0}
         else:
-            self.train_rows = _benign(split.train, is_attack, "training")
-            self.validation_rows = _benign(split.validation, is_attack, "validation")
+            self.train_rows, self.validation_rows = (
+                _benign(rows, is_attack) for rows in (split.train, split.validation)
+            )
             self.loss_weights = {"node": 1.0, "edge": 1.0, "can_id": run.mode.can_id_weight, "kl": run.mode.kl_weight}
+        self.sample_note = "" if data.sample is None else data.sample.note
+        train_windows = len(split.train) if data.sample is None else data.sample.train_windows
+        self.estimated_train_rows = max(1, round(train_windows * len(self.train_rows) / len(split.train)))
 
     def build_model(self) -> nn.Module:
         """Makes the network; vocabulary and scale come from the training windows."""
@@ -154,7 +196,7 @@ def _first_column(scores: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _load(dataset: CanDatasetSettings, data_root: Path, cache: Path, reporter: Reporter) -> CanData:
-    if dataset.name.startswith("synthetic") and not dataset.path:
+    if is_synthetic(dataset):
         folder = synthetic_folder(cache, dataset.synthetic, reporter)
         logs = find_logs(replace(dataset, path=str(folder)), data_root)
     else:
@@ -162,12 +204,25 @@ def _load(dataset: CanDatasetSettings, data_root: Path, cache: Path, reporter: R
     return prepare(dataset, logs, cache, reporter)
 
 
-def _benign(rows: NDArray[np.int64], is_attack: NDArray[np.bool_], part: str) -> NDArray[np.int64]:
+def _check_classes(split: Split, is_attack: NDArray[np.bool_], *, supervised: bool) -> None:
+    """Refuses windows that cannot train: a supervised mode needs both classes, an autoencoder benign ones.
+
+    Raises:
+        DataError: They are missing.
+    """
+    if supervised:
+        _check_both(is_attack[split.train])
+        return
+    for rows, part in ((split.train, "training"), (split.validation, "validation")):
+        if is_attack[rows].all():
+            raise DataError(f"The autoencoder learns from benign windows, and the {part} part has none",
+                            remedy="Use a log with attack-free driving, or --model gat")  # fmt: skip
+
+
+def _benign(rows: NDArray[np.int64], is_attack: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Returns the benign ones; all of a sample that happens to have none."""
     benign = rows[~is_attack[rows]]
-    if not len(benign):
-        raise DataError(f"The autoencoder learns from benign windows, and the {part} part has none",
-                        remedy="Use a log with attack-free driving, or --model gat")  # fmt: skip
-    return benign
+    return benign if len(benign) else rows
 
 
 def _check_labelled(flat: FlatGraphs) -> None:
@@ -177,14 +232,19 @@ def _check_labelled(flat: FlatGraphs) -> None:
                         remedy="Use a labelled log, or train an autoencoder: --model vgae")  # fmt: skip
 
 
-def _class_weights(is_attack: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns [2] weights that make both classes count the same in the training data."""
+def _check_both(is_attack: NDArray[np.bool_]) -> None:
     attacks = int(is_attack.sum())
     if attacks in (0, len(is_attack)):
         missing = "no attack" if attacks == 0 else "no benign"
         raise DataError("A supervised mode learns from both classes, and the training part is one-sided",
                         value=f"{missing} window among {len(is_attack)}",
                         remedy="Use a labelled log, or train an autoencoder: --model vgae")  # fmt: skip
-    counts = np.array([len(is_attack) - attacks, attacks])
-    weights: NDArray[np.float64] = len(is_attack) / (2.0 * counts)
+
+
+def _class_weights(is_attack: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Returns [2] weights that make both classes count the same in the training data; a class without windows gets one
+    that is never used.
+    """
+    counts = np.array([len(is_attack) - is_attack.sum(), is_attack.sum()])
+    weights: NDArray[np.float64] = len(is_attack) / (2.0 * np.maximum(counts, 1))
     return weights

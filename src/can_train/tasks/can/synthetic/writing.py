@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError
 from can_train.reporter import Reporter
-from can_train.tasks.can.settings import SyntheticSettings
+from can_train.tasks.can.settings import CanDatasetSettings, SyntheticSettings
 from can_train.tasks.can.synthetic.attacks import attack
 from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, transmit, vehicle_traffic
 from can_train.tasks.can.synthetic.vehicles import NUM_VEHICLES, Vehicle, make_vehicles
@@ -85,6 +85,11 @@ def plan_drives() -> tuple[Drive, ...]:
     return tuple(
         Drive(folder=folder, kind=kind, vehicle=vehicle) for folder, pairs in parts.items() for kind, vehicle in pairs
     )
+
+
+def is_synthetic(dataset: CanDatasetSettings) -> bool:
+    """Tells whether a data set is simulated rather than found."""
+    return dataset.name.startswith("synthetic") and not dataset.path
 
 
 def synthetic_folder_name(settings: SyntheticSettings) -> str:
