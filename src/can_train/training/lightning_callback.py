@@ -39,9 +39,9 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # what it is depe
     """Measures peaks through the training of a Lightning `Trainer`:
     `Trainer(callbacks=[MemoryMonitorCallback()])`.
 
-    After each measured batch and at the end, the trainer's loggers are given `peak_memory_pct`, the largest peak so far ÷
-    capacity, and `batch_size_safety_factor` where there is one. What counts is said at `MemoryMonitor`, a batch being
-    a step; validation between batches counts on a GPU.
+    After each measured batch and at the end, the trainer's loggers are given `peak_memory_pct`, the largest peak so far
+    as a share of the capacity, and `batch_size_safety_factor` where there is one. What counts is said at
+    `MemoryMonitor`, a batch being a step; on a GPU validation between batches counts too.
 
     Args:
         interval: Batches from one measured batch to the next.
