@@ -7,12 +7,14 @@ if TYPE_CHECKING:
     from can_train.engine.finder import SizeSearch, find_max_size
     from can_train.engine.micro_batcher import BatchResult, MicroBatcher
     from can_train.errors import CanTrainError
+    from can_train.memory.monitor import MemoryMonitor
     from can_train.memory.out_of_memory import is_out_of_memory
     from can_train.policy.accumulation import solve_accumulation
     from can_train.policy.affine import AffinePolicy
     from can_train.policy.factors import FactorPoint, MomentumPolicy
     from can_train.state.factor_store import get_safety_factor_db
     from can_train.training.effective_factor import get_effective_safety_factor
+    from can_train.training.lightning_callback import MemoryMonitorCallback
     from can_train.training.prediction import PeakPrediction, predict_peak
 
 __version__ = "0.1.0"
@@ -22,6 +24,8 @@ __all__ = [
     "BatchResult",
     "CanTrainError",
     "FactorPoint",
+    "MemoryMonitor",
+    "MemoryMonitorCallback",
     "MicroBatcher",
     "MomentumPolicy",
     "PeakPrediction",
@@ -39,6 +43,8 @@ _HOMES: Final = {
     "BatchResult": "engine.micro_batcher",
     "CanTrainError": "errors",
     "FactorPoint": "policy.factors",
+    "MemoryMonitor": "memory.monitor",
+    "MemoryMonitorCallback": "training.lightning_callback",
     "MicroBatcher": "engine.micro_batcher",
     "MomentumPolicy": "policy.factors",
     "PeakPrediction": "training.prediction",

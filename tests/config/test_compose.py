@@ -109,3 +109,22 @@ def test_a_saved_configuration_that_does_not_fit_is_an_error(group: str, values:
 def test_text_that_is_no_configuration_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"mapping|expected"):
         plain_from_yaml(text)
+
+
+def test_a_run_saved_before_there_was_a_monitor_has_its_defaults() -> None:
+    plain = dict(resolved(sets=("monitor.interval=10", "monitor.warmup=0")).config)
+    assert asdict(from_plain(plain).monitor) == plain.pop("monitor") == {"interval": 10, "warmup": 0}
+    assert asdict(from_plain(plain).monitor) == {"interval": 50, "warmup": 20}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("monitor.interval=0", "monitor.interval must be at least 1: 0"),
+        ("monitor.warmup=-1", "monitor.warmup must be at least 0: -1"),
+        ("monitor.intervall=5", r"Unknown setting: 'monitor.intervall'.*\n.*Nearest: monitor.interval,"),
+    ],
+)
+def test_a_monitor_that_makes_no_sense_is_refused(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(sets=(setting,))

@@ -1,6 +1,7 @@
 """What is done about an out-of-memory: split, wait, give up with a clear error, grow back."""
 
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from can_train.policy.packing import BatchCosts, PartLimit
 from costly import Costly
 
 MIB = 2**20
+GIB = 2**30
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 1.00 GiB."
 
 
@@ -362,3 +364,59 @@ def test_a_surprise_at_a_cost_that_did_fit_makes_later_parts_a_little_smaller() 
     gpu.model.more_bytes = 40 * MIB
     assert gpu.step() == (15, 23, 22)
     assert gpu.batcher.ooms == 1
+
+
+def test_the_smallest_cost_that_ran_out_within_the_plan_is_known() -> None:
+    device = Device(BatchCosts.uniform(64), fits=10)
+    device.run(limit=PartLimit(cost=40))
+    assert device.rescue.oom_cost == 16
+
+
+def test_where_nothing_is_rescued_the_cost_that_ran_out_is_known_too() -> None:
+    device = Device(BatchCosts.uniform(4), fits=2)
+    with pytest.raises(DoesNotFitError, match="adaptive_micro_batch is off"):
+        device.run(RescueSettings(adaptive=False))
+    assert device.rescue.oom_cost == 4
+
+
+def test_a_sample_beyond_the_plan_says_nothing_of_the_plan() -> None:
+    device = Device(BatchCosts.of_samples([1, 30]), fits=20)
+    with pytest.raises(DoesNotFitError, match="sample 1 of the batch"):
+        device.run(RescueSettings(retries=0), limit=PartLimit(cost=10))
+    assert device.rescue.oom_cost == math.inf
+
+
+def test_memory_that_others_took_says_nothing_of_the_plan() -> None:
+    gpu = tuned_gpu()
+    gpu.others_take(100)
+    gpu.step()
+    assert gpu.batcher.ooms > 0
+    assert gpu.batcher.oom_cost is None
+
+
+def test_who_watches_is_called_when_memory_is_free_again() -> None:
+    gpu = tuned_gpu()
+    gpu.model.more_bytes = 40 * MIB
+    held: list[int] = []
+    gpu.batcher.watch(lambda: held.append(gpu.meter.allocated_bytes()))
+    gpu.step()
+    assert len(held) == gpu.batcher.ooms == 1
+    assert held[0] < MIB
+    assert gpu.batcher.oom_cost == 180 * MIB
+
+
+def test_what_ran_before_memory_ran_out_is_not_settled() -> None:
+    model = nn.Linear(1, 1)
+    batcher = MicroBatcher(model, meter=SimulatedMeter(GIB, expandable=True), rules=SplitRules(safe_limit=10))
+    fails = iter([False, True])
+
+    def losses_of(start: int, stop: int) -> Losses:
+        if next(fails, False):
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return {"loss": (model(torch.ones(stop - start, 1)).sum(), float(stop - start))}
+
+    result = batcher.run(losses_of, [9, 1, 4, 5, 2, 2])
+    assert result.micro_batches == (2, 1, 1, 2)
+    assert (result.largest_cost, result.settled_cost, batcher.oom_cost) == (10, 5, 9)
+    result = batcher.run(losses_of, [3, 1])
+    assert result.settled_cost == result.largest_cost == 4

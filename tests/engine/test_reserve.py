@@ -150,3 +150,12 @@ def test_room_in_pieces_serves_an_optimizer_that_works_in_pieces(meter: Simulate
     whole = replace(needs, tensor_bytes=(10 * MIB,))
     with pytest.raises(DoesNotFitError, match=r"10\.0 MiB cannot be had"):
         OptimizerReserve(whole, meter, wait=lambda seconds: None).before_step()
+
+
+def test_who_asked_what_is_held_does_not_keep_it(meter: SimulatedMeter) -> None:
+    held = reserve(meter)
+    held.hold()
+    tensors = held.tensors
+    held.before_step()
+    assert meter.allocated_bytes() == 0
+    assert tensors == []

@@ -202,3 +202,15 @@ def test_a_release_takes_back_what_a_failed_backward_has_left(
         with without_gradients():
             simulated.release()
         assert simulated.allocated_bytes() == 0
+
+
+def test_a_peak_can_be_read_and_reset_inside_a_measured_span() -> None:
+    meter = CpuMeter()
+    with meter.measuring([]):
+        kept = mebibytes(5)
+        mebibytes(20)
+        assert meter.peak_bytes() == 25 * MIB
+        meter.reset_peak()
+        assert meter.peak_bytes() == kept.nbytes
+        mebibytes(10)
+    assert meter.peak_bytes() == 15 * MIB

@@ -101,7 +101,8 @@ def test_a_resumed_attempt_of_few_steps_still_measures_a_peak(tmp_path: Path) ->
     with pytest.raises(SystemExit):
         attempt(tmp_path, StoppedTask(after=37), micro_batch_size=3, batch_size=3)
     session = attempt(tmp_path, micro_batch_size=3, batch_size=3)
-    assert session.first_step == 37
+    assert isinstance(session.reporter, Notices)
+    assert "Continuing at step 37" in session.reporter.texts
     assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == ["interrupted", "ok"]
     assert all(observed.peak_allocated_bytes for observed in read_observations(tmp_path / "state").finished)
 

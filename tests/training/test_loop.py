@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from can_train.config.monitor import MonitorSettings
 from can_train.errors import CanTrainError
 from can_train.training import loop
 from can_train.training.session import make_session
@@ -94,6 +96,31 @@ def test_before_the_first_measured_step_no_peak_is_claimed(tmp_path: Path) -> No
     peaks = [record["peak_memory_pct"] for record in records(tmp_path) if "train" in record]
     assert peaks[0] is None
     assert peaks[-1] is not None
+
+
+def test_on_the_cpu_cost_and_peak_are_those_of_the_measured_steps(tmp_path: Path) -> None:
+    session = trained(tmp_path, epochs=1, batch_size=25)
+    costs = [session.run_plan.training_costs(session.task, rows) for rows in session.epochs.steps(0)]
+    first, second, last = [cost.cost(0, len(cost)) for cost in costs]
+    assert session.plan.most_parts == 1
+    assert session.largest_cost == session.settled_cost == last < max(first, second)
+
+
+def test_the_monitor_has_the_rhythm_that_was_set(tmp_path: Path) -> None:
+    parts = line_parts(tmp_path, epochs=3, batch_size=20)
+    run = replace(parts.run, monitor=MonitorSettings(interval=3, warmup=2))
+    session = make_session(replace(parts, run=run), HALF)
+    due: list[int] = []
+    step = session.optimization.step
+
+    def noted() -> bool:
+        # Within a step the next one's turn is told already.
+        due.extend([session.progress.step + 1] * session.monitor.due)
+        return step()
+
+    session.optimization.step = noted  # type: ignore[method-assign]
+    loop.train(session)
+    assert due == [2, 5, 8]
 
 
 class DroppingTask(StoppedTask):

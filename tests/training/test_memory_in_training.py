@@ -18,6 +18,7 @@ from can_train.policy.leak import RISES, WINDOW_STEPS
 from can_train.training import loop
 from can_train.training.session import make_session
 from can_train.training.state import Session
+from can_train.training.step import take_step
 from costly import Costly
 from line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
@@ -223,3 +224,60 @@ def test_the_last_batch_of_an_epoch_weighs_what_it_is(tmp_path: Path) -> None:
     train(session)
     assert len(seen) == 3
     assert max(seen) <= 1e-5
+
+
+def test_after_a_rescue_peak_and_cost_of_what_followed_are_known_apart(tmp_path: Path) -> None:
+    task = CostlyTask({17: 70})
+    session = session_on(tmp_path, task, 200, epochs=1)
+
+    def pass_over() -> None:
+        task.surprises = {}
+        session.note_rescue()
+
+    session.batcher.watch(pass_over)
+    train(session)
+    costs = session.run_plan.training_costs(task, session.epochs.steps(0)[0])
+    assert session.oom_cost == pytest.approx(costs.cost(0, len(costs)))
+    assert session.settled_cost == pytest.approx(session.oom_cost / 2)
+    assert session.settled_peak_bytes < 50 * MIB
+    # What failed had half of the 2 × 100 MiB that it wanted.
+    assert session.peak_bytes >= 100 * MIB
+
+
+def test_without_a_rescue_all_that_ran_is_settled(tmp_path: Path) -> None:
+    session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
+    train(session)
+    assert session.oom_cost is None
+    assert session.settled_cost == session.largest_cost > 0
+    assert session.settled_peak_bytes == session.peak_bytes
+
+
+def test_where_nothing_ran_after_memory_ran_out_nothing_is_settled(tmp_path: Path) -> None:
+    session = session_on(tmp_path, CostlyTask({17: 400}), 200, batch_size=1, epochs=1, oom_retries=0)
+    with pytest.raises(DoesNotFitError, match="point 17"):
+        train(session)
+    assert session.largest_cost > 0
+    assert (session.settled_cost, session.settled_peak_bytes) == (0, 0)
+    assert session.peak_bytes >= 2 * MIB
+
+
+def test_the_peak_of_a_training_outlasts_the_probes_for_other_parameters(tmp_path: Path) -> None:
+    session = session_on(tmp_path, CostlyTask(), 100, epochs=1)
+    rows = session.epochs.steps(0)
+    with session.meter.active():
+        take_step(session, rows[0], ends_epoch=False)
+        for parameter in session.model.inner.parameters():
+            parameter.requires_grad_(False)
+        take_step(session, rows[1], ends_epoch=True)
+    # 30 points of 2 MiB, and then nothing.
+    assert session.peak_bytes >= 60 * MIB
+    assert session.settled_peak_bytes == session.peak_bytes
+
+
+def test_what_follows_the_training_is_not_in_its_peak(tmp_path: Path) -> None:
+    session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
+    train(session)
+    peak = session.peak_bytes
+    with session.meter.active():
+        torch.empty(150 * MIB, dtype=torch.uint8)
+    assert session.peak_bytes == peak < 100 * MIB

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from can_train.config.assignments import Assignment, check_contradictions, from_model_args, from_set
 from can_train.config.cluster import ClusterSettings
 from can_train.config.factor import FactorSettings
+from can_train.config.monitor import MonitorSettings
 from can_train.config.resolved import PathSettings, ResolvedRun
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings
 from can_train.config.training import TrainingSettings
@@ -132,7 +133,8 @@ def _settings(spec: ModelSpec) -> type:
 
 def _classes(task: TaskSettings, spec: ModelSpec) -> dict[str, type]:
     return {"dataset": task.dataset, "model": _settings(spec), "mode": task.mode, "training": TrainingSettings,
-            "factor": FactorSettings, "cluster": ClusterSettings, "paths": PathSettings}  # fmt: skip
+            "factor": FactorSettings, "monitor": MonitorSettings, "cluster": ClusterSettings,
+            "paths": PathSettings}  # fmt: skip
 
 
 def _root(task: TaskSettings, spec: ModelSpec) -> Any:

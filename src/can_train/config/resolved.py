@@ -7,6 +7,7 @@ from typing import Any
 
 from can_train.config.cluster import ClusterSettings
 from can_train.config.factor import FactorSettings
+from can_train.config.monitor import MonitorSettings
 from can_train.config.training import TrainingSettings
 
 
@@ -46,6 +47,7 @@ class ResolvedRun:
     mode: Any
     training: TrainingSettings
     factor: FactorSettings
+    monitor: MonitorSettings
     cluster: ClusterSettings
     paths: PathSettings
     config: Mapping[str, Any]

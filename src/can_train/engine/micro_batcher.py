@@ -39,12 +39,14 @@ class BatchResult:
         means: Each term's mean over the logical batch.
         micro_batches: Sizes in samples, in order, as they were run in the end.
         largest_cost: Cost of the costliest of them.
+        settled_cost: Cost of the costliest of those that were run after the last out-of-memory.
         ooms: Out-of-memories that were survived.
     """
 
     means: dict[str, float]
     micro_batches: tuple[int, ...]
     largest_cost: float
+    settled_cost: float
     ooms: int
 
     @property
@@ -133,22 +135,27 @@ class MicroBatcher:
             parts = {term: total / sums.denominator(term) for term, (total, _) in losses.items()}
             weighted = [part if weights is None else weights[term] * part for term, part in parts.items()]
             scale(sum(weighted[1:], start=weighted[0])).backward()
-            return {term: part.detach() for term, part in parts.items()}, {
-                term: own for term, (_, own) in losses.items()
-            }
+            own = {term: denominator for term, (_, denominator) in losses.items()}
+            return {term: part.detach() for term, part in parts.items()}, own
 
         limit = self.rules.limit_for(costs)
-        before = self._rescue.ooms
+        before = ooms = self._rescue.ooms
         sizes: list[int] = []
-        largest = 0.0
+        largest = settled = 0.0
         for part in self._rescue.run(costs, limit, attempt, self._undoable):
             sums.add(*part.result)
             sizes.append(part.stop - part.start)
-            largest = max(largest, costs.cost(part.start, part.stop))
+            cost = costs.cost(part.start, part.stop)
+            settled = cost if self._rescue.ooms > ooms else max(settled, cost)
+            largest, ooms = max(largest, cost), self._rescue.ooms
         self._planned = max(self._planned, min(limit.cost, costs.cost(0, len(costs))))
         self._pressure.largest_cost = largest
         return BatchResult(
-            means=sums.means(), micro_batches=tuple(sizes), largest_cost=largest, ooms=self._rescue.ooms - before
+            means=sums.means(),
+            micro_batches=tuple(sizes),
+            largest_cost=largest,
+            settled_cost=settled,
+            ooms=ooms - before,
         )
 
     def evaluate(
@@ -183,6 +190,17 @@ class MicroBatcher:
         elif self._settings.regrow:
             backoff = backoff.after_step(planned=self._planned, factor=self._settings.factor)
         self._rescue.backoff = backoff
+
+    def watch(self, on_oom: Callable[[], object]) -> None:
+        """Has something called after each out-of-memory of training, once what failed is undone and its memory released
+        (`MemoryMonitor.rescued`, say).
+        """
+        self._rescue.on_oom = on_oom
+
+    @property
+    def oom_cost(self) -> float | None:
+        """Smallest cost that ran out of memory in training, though within the plan and alone; None where none did."""
+        return self._rescue.oom_cost if self._rescue.oom_cost < math.inf else None
 
     @property
     def ooms(self) -> int:

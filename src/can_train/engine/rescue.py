@@ -15,7 +15,7 @@ from can_train.memory.out_of_memory import headline, is_out_of_memory
 from can_train.policy.backoff import Backoff
 from can_train.policy.cards import GIB, cards_that_hold
 from can_train.policy.device_limits import PhaseLimit
-from can_train.policy.packing import BatchCosts, PartLimit, cut
+from can_train.policy.packing import ROUNDING, BatchCosts, PartLimit, cut
 
 FIRST_WAIT_S: Final = 0.1
 """Pause before what cannot be split is run again, doubling each time. Another process may give memory back."""
@@ -104,6 +104,9 @@ class Rescue:
         phase: As given; may be set anew.
         backoff: How large parts may be for now.
         ooms: Out-of-memories survived so far.
+        oom_cost: Smallest cost that ran out though it was within the plan and nobody else took the memory; infinite:
+            none did.
+        on_oom: Called after each out-of-memory, once what failed is undone and its memory released.
     """
 
     def __init__(
@@ -121,6 +124,8 @@ class Rescue:
         self.backoff = Backoff()
         self._crowded = 0
         self.ooms = 0
+        self.oom_cost = math.inf
+        self.on_oom: Callable[[], object] = lambda: None
 
     def run(
         self, batch: BatchCosts, limit: PartLimit, attempt: Callable[[int, int], T], prepare: Callable[[], Undoable]
@@ -149,6 +154,7 @@ class Rescue:
                 sizes = self._cut(batch, start, floor) if self._welcome(floor) else sizes[1:]
                 continue
             self._meter.release()
+            self.on_oom()
             finer = self._after_oom(batch, start, stop, floor)
             if finer[0] == stop - start:
                 retries += 1
@@ -173,12 +179,14 @@ class Rescue:
     def _after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> tuple[int, ...]:
         """Decides how what failed and all that is left to do is cut from now on."""
         self.ooms += 1
-        if not self._settings.adaptive:
-            return (stop - start,)
         limit = replace(limit, equal=False)
         cost = batch.cost(start, stop)
-        if self._crowds(cost, self._planned(limit)):
+        if self._settings.adaptive and self._crowds(cost, self._planned(limit)):
             return self._cut(batch, start, limit)
+        if cost <= limit.cost * (1 + ROUNDING):
+            self.oom_cost = min(self.oom_cost, cost)
+        if not self._settings.adaptive:
+            return (stop - start,)
         proven = 0.0 if self.phase is None else self.phase.tuned_limit
         self.backoff = self.backoff.after_oom(cost, factor=self._settings.factor, proven=proven)
         narrow = replace(limit, cost=min(limit.cost, cost / self._settings.factor))

@@ -44,7 +44,7 @@ class OptimizerReserve:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is held."""
+        """What is held, in a list that is emptied once it is freed."""
         return self._ballast
 
     def expect(self, needs: OptimizerMemory, *, held_bytes: int) -> None:
@@ -68,7 +68,8 @@ class OptimizerReserve:
         Raises:
             DoesNotFitError: It cannot; nothing has been stepped.
         """
-        self._ballast = []
+        # Emptied rather than replaced: who has asked for `tensors` must not keep them.
+        self._ballast.clear()
         self._take(self._transient_bytes + self._missing_bytes)
         self._missing_bytes = 0
 

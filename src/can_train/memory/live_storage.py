@@ -36,6 +36,10 @@ class LiveStorage(StorageMode[int]):
         self._settle()
         return self._live_bytes
 
+    def forget_peak(self) -> None:
+        """Starts the peak anew, from what is live."""
+        self.peak_bytes = self.live_bytes
+
     def _take(self, size: int) -> int:
         rounded = -(-size // ALLOCATION_QUANTUM) * ALLOCATION_QUANTUM
         wanted = self._live_bytes + rounded

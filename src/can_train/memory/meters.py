@@ -30,6 +30,7 @@ class Meter(Protocol):
         total_bytes: Its whole memory.
         capacity_bytes: What PyTorch's allocator may use of it.
         driver: Version of the driver; empty where there is none.
+        counts_always: Whether a peak is that of everything since the last reset; else of measured spans alone.
     """
 
     device: torch.device
@@ -38,6 +39,7 @@ class Meter(Protocol):
     total_bytes: int
     capacity_bytes: int
     driver: str
+    counts_always: bool
 
     def active(self) -> AbstractContextManager[None]:
         """Makes the device work as it should; open for a whole attempt."""
@@ -86,6 +88,8 @@ class CpuMeter:
         self.total_bytes = host.total_bytes()
         self.capacity_bytes = host.available_bytes()
         self.key = f"cpu-{_gigabytes(self.total_bytes)}gb"
+        self.counts_always = False
+        self._open: list[LiveStorage] = []
         self._peak_bytes = 0
 
     @property
@@ -105,19 +109,23 @@ class CpuMeter:
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
         """Counts storages inside the block; more than the capacity raises `torch.OutOfMemoryError`."""
         tracker = LiveStorage(self._limit_bytes, resident)
+        self._open.append(tracker)
         try:
             with tracker:
                 yield
         finally:
+            self._open.remove(tracker)
             self._peak_bytes = max(self._peak_bytes, tracker.peak_bytes)
 
     def reset_peak(self) -> None:
-        """Forgets the peak."""
+        """Forgets the peak, also that of a span that is still open."""
         self._peak_bytes = 0
+        for tracker in self._open:
+            tracker.forget_peak()
 
     def peak_bytes(self) -> int:
         """Returns the largest live bytes of the measured spans since the last reset."""
-        return self._peak_bytes
+        return max([self._peak_bytes, *(tracker.peak_bytes for tracker in self._open)])
 
     def peak_reserved_bytes(self) -> int:
         """Returns 0: the CPU's allocator reserves nothing."""
@@ -190,6 +198,7 @@ class CudaMeter:
         _, self.total_bytes = torch.cuda.mem_get_info(device)
         self.capacity_bytes = min(self._obtainable_bytes(), int(_memory_fraction(device) * self.total_bytes))
         self.key = gpu_key(properties.name, self.total_bytes)
+        self.counts_always = True
 
     def active(self) -> AbstractContextManager[None]:
         """Does nothing: the device is there."""
@@ -260,6 +269,7 @@ class SimulatedMeter:
         self.total_bytes = capacity_bytes
         self.capacity_bytes = capacity_bytes
         self.key = f"sim-{exact_size(capacity_bytes)}"
+        self.counts_always = True
         self.gpu = SimulatedGpu(capacity_bytes, expandable=expandable)
         self._is_active = False
 

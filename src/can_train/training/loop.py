@@ -4,7 +4,7 @@ a batch is computed belongs to the engine, what it is to the task.
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,15 +13,7 @@ from numpy.typing import NDArray
 from can_train.errors import DoesNotFitError
 from can_train.training import randomness
 from can_train.training.state import Progress, Session, save
-from can_train.training.step import note_peak, take_step, with_samples
-
-MEASURE_WARMUP: Final = 20
-"""Steps of an attempt before its first measured one, fewer where fewer are left: lazily made state (the optimizer's,
-say) is there by then."""
-
-MEASURE_INTERVAL: Final = 50
-"""Steps between measured ones; on the CPU a measured step costs about a fifth more."""
-
+from can_train.training.step import take_step, with_samples
 
 T = TypeVar("T")
 
@@ -52,6 +44,8 @@ def train(session: Session) -> None:
                 session.reporter.notice(
                     f"No better validation loss in {patience} epochs: stopping after {progress.epoch}"
                 )
+    # Judging has a peak of its own, from which nothing is learned.
+    session.monitor.pause()
 
 
 def _leave_if_asked(session: Session) -> None:
@@ -76,7 +70,6 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     session.reserve.expect(session.planner.optimizer_memory(), held_bytes=session.optimization.state_bytes)
     session.batcher.load_state_dict(state["micro_batches"])
     session.progress = Progress(**state["progress"])
-    session.first_step = session.progress.step
     randomness.restore(state["randomness"])
     session.metrics.rewind(state["metrics_lines"])
 
@@ -84,27 +77,23 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
 def _train_epoch(session: Session, stage: Any) -> None:
     progress, training = session.progress, session.training
     steps = session.epochs.steps(progress.epoch)
-    total = session.epochs.total_steps(training.epochs)
     started, samples_before = time.perf_counter(), progress.epoch_samples
     session.model.train()
     while progress.step_in_epoch < len(steps):
         ends_epoch = progress.step_in_epoch + 1 == len(steps)
-        measured = _is_measured(progress.step - session.first_step, total - session.first_step)
-        means = take_step(session, steps[progress.step_in_epoch], ends_epoch=ends_epoch, measured=measured)
+        means = take_step(session, steps[progress.step_in_epoch], ends_epoch=ends_epoch)
         stage.advance(1, loss=_weighted(means, session.task.loss_weights))
         if session.stops.received or progress.step % training.checkpoint_every == 0:
             save(session)
         _leave_if_asked(session)
-    # Where the device counts by itself, the steps since the last measured one have their say.
-    note_peak(session)
-    seconds = time.perf_counter() - started
+    seconds, peak = time.perf_counter() - started, session.peak_share
     session.metrics.append(
         step=progress.step,
         epoch=progress.epoch + 1,
         train={term: total / progress.epoch_samples for term, total in progress.epoch_sums.items()},
         lr=session.optimization.lr,
         samples_per_second=round((progress.epoch_samples - samples_before) / seconds, 1) if seconds else None,
-        peak_memory_pct=None if session.peak_share is None else round(session.peak_share, 5),
+        peak_memory_pct=None if peak is None else round(peak, 5),
         batch_size_safety_factor=session.plan.safety_factor,
         micro_batch_size=progress.epoch_largest,
         micro_batches=progress.epoch_parts,
@@ -172,9 +161,3 @@ def _in_parts(session: Session, rows: NDArray[np.int64], compute: Callable[[int,
 
 def _weighted(means: Mapping[str, float], weights: Mapping[str, float]) -> float:
     return sum(weights[term] * mean for term, mean in means.items())
-
-
-def _is_measured(step: int, total_steps: int) -> bool:
-    """Decides for the `step`th of an attempt's `total_steps`, from 0."""
-    warmup = min(MEASURE_WARMUP, total_steps - 1)
-    return step >= warmup and (step - warmup) % MEASURE_INTERVAL == 0

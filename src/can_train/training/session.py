@@ -12,6 +12,7 @@ from can_train.engine.micro_batcher import MicroBatcher
 from can_train.engine.rescue import RescueSettings
 from can_train.engine.reserve import OptimizerReserve
 from can_train.memory.meters import Meter
+from can_train.memory.monitor import MemoryMonitor
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.state.factor_store import FactorChoice
@@ -76,6 +77,7 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
         run_plan=plan,
         epochs=epochs,
         meter=meter,
+        monitor=_monitor(given, epochs, steps_done=0 if saved is None else saved["progress"]["step"]),
         batcher=_batcher(given, plan, model),
         planner=planner,
         reserve=OptimizerReserve(planner.optimizer_memory(), meter, retries=run.training.oom_retries),
@@ -113,6 +115,12 @@ def _batcher(given: Parts, plan: RunPlan, model: nn.Module) -> MicroBatcher:
         regrow=training.regrow,
     )
     return MicroBatcher(model, meter=given.meter, rules=plan.plan.rules, rescue=rescue, limits=plan.limits)
+
+
+def _monitor(given: Parts, epochs: Epochs, *, steps_done: int) -> MemoryMonitor:
+    settings = given.run.monitor
+    total_steps = epochs.total_steps(given.run.training.epochs) - steps_done
+    return MemoryMonitor(meter=given.meter, interval=settings.interval, warmup=settings.warmup, total_steps=total_steps)
 
 
 def _plan(given: Parts, planner: Planner, factor: FactorRule) -> RunPlan:

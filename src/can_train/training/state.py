@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 
 from can_train.config.training import TrainingSettings
-from can_train.engine.micro_batcher import MicroBatcher
+from can_train.engine.micro_batcher import BatchResult, MicroBatcher
 from can_train.engine.reserve import OptimizerReserve
 from can_train.memory.meters import Meter
+from can_train.memory.monitor import MemoryMonitor
 from can_train.policy.leak import LeakWatch
 from can_train.policy.plan import Plan
 from can_train.reporter import Reporter
@@ -65,11 +66,10 @@ class Session:
         best: Weights of the lowest validation loss.
         planner: Finds out anew what fits.
         trainable: Which parameters were trained at the last step; None before the first.
-        first_step: The run's steps when the attempt began.
-        peak_bytes: Largest peak of the attempt's measured steps; 0 before the first.
-        peak_reserved_bytes: Likewise, of what the allocator held.
-        largest_cost, largest_micro_batch: Of the attempt's costliest micro-batch, in bytes and of its largest, in
-            samples.
+        monitor: Measures the attempt's peaks.
+        largest_cost: Of the costliest micro-batch whose memory was counted, in bytes: what `peak_bytes` belongs to.
+        settled_cost: Likewise, of those that ran after the last out-of-memory (all of them, where there was none).
+        largest_micro_batch: Of all that ran, in samples.
         foreign_bytes: Most memory that other processes took meanwhile, as far as it was looked at.
     """
 
@@ -81,6 +81,7 @@ class Session:
     run_plan: RunPlan
     epochs: Epochs
     meter: Meter
+    monitor: MemoryMonitor
     batcher: MicroBatcher
     reserve: OptimizerReserve
     checkpoints: Checkpoints
@@ -92,12 +93,26 @@ class Session:
     planner: Planner
     trainable: tuple[bool, ...] | None = None
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
-    first_step: int = 0
-    peak_bytes: int = 0
-    peak_reserved_bytes: int = 0
     largest_cost: float = 0.0
+    settled_cost: float = 0.0
     largest_micro_batch: int = 0
     foreign_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.batcher.watch(self.note_rescue)
+
+    def note_run(self, result: BatchResult, *, counted: bool) -> None:
+        """Remembers what ran, and what it cost where its memory was counted."""
+        self.largest_micro_batch = max(self.largest_micro_batch, *result.micro_batches)
+        if counted:
+            self.largest_cost = max(self.largest_cost, result.largest_cost)
+            self.settled_cost = max(self.settled_cost, result.settled_cost)
+
+    def note_rescue(self) -> None:
+        """Tells what runs from now on apart from what ran before: memory has run out, and is free again."""
+        self.monitor.rescued()
+        self.settled_cost = 0.0
+        self.foreign_bytes = max(self.foreign_bytes, self.meter.foreign_bytes())
 
     def renew_if_thawed(self) -> None:
         """Finds out anew what fits where other parameters are trained than at the last step; the batch stays."""
@@ -105,6 +120,8 @@ class Session:
         if self.trainable is not None and trainable != self.trainable:
             self.optimization.drop_stale_state()
             held_bytes = self.optimization.state_bytes
+            # Probes have peaks of their own, and reset the meter.
+            self.monitor.pause()
             if self.plan.safety_factor is not None:
                 rule = FactorRule(known=self.run_plan.factor, aim=self.run_plan.aim)
                 self.run_plan = self.planner.make_again(self.run_plan, rule, held_bytes=held_bytes)
@@ -119,9 +136,29 @@ class Session:
         return self.run_plan.plan
 
     @property
+    def peak_bytes(self) -> int:
+        """Largest peak of the attempt; 0 before anything was measured."""
+        return self.monitor.peak_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Likewise, of what the allocator held."""
+        return self.monitor.peak_reserved_bytes
+
+    @property
     def peak_share(self) -> float | None:
-        """Peak ÷ capacity; None before the first measured step."""
-        return self.peak_bytes / self.meter.capacity_bytes if self.peak_bytes else None
+        """Peak ÷ capacity; None before anything was measured."""
+        return self.monitor.peak_share
+
+    @property
+    def oom_cost(self) -> float | None:
+        """Smallest cost in bytes that ran out of memory, though within the plan and alone; None where none did."""
+        return self.batcher.oom_cost
+
+    @property
+    def settled_peak_bytes(self) -> int:
+        """Peak of what ran after the last out-of-memory, `settled_cost` in it; 0 where nothing that was counted did."""
+        return self.monitor.settled_peak_bytes if self.settled_cost else 0
 
 
 def save(session: Session) -> None:

@@ -6,30 +6,23 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from can_train.engine.micro_batcher import BatchResult, Losses
 from can_train.engine.rescue import PartDoesNotFitError
 from can_train.engine.snapshot import Snapshot
 from can_train.errors import CanTrainError, DoesNotFitError
 from can_train.training import randomness
-from can_train.training.optimization import Optimization
 from can_train.training.state import Session, save
 from can_train.training.task import Task
 
 
-def take_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool, measured: bool) -> dict[str, float]:
-    """Takes one optimizer step on one logical batch, measured where it is its turn; returns the terms' means."""
+def take_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) -> dict[str, float]:
+    """Takes one optimizer step on one logical batch; returns the terms' means."""
     progress = session.progress
     session.renew_if_thawed()
-    if measured:
-        resident = [*resident_tensors(session.model, session.optimization), *session.reserve.tensors]
-        with session.meter.measuring(resident):
-            result = _guarded_step(session, rows, ends_epoch=ends_epoch)
-        note_peak(session)
-    else:
+    held = session.model, session.optimization.optimizer, session.reserve.tensors
+    with session.monitor.step(*held) as counted:
         result = _guarded_step(session, rows, ends_epoch=ends_epoch)
     for term, mean in result.means.items():
         progress.epoch_sums[term] = progress.epoch_sums.get(term, 0.0) + mean * len(rows)
@@ -39,8 +32,7 @@ def take_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool, me
     progress.epoch_ooms += result.ooms
     progress.step_in_epoch += 1
     progress.step += 1
-    session.largest_cost = max(session.largest_cost, result.largest_cost)
-    session.largest_micro_batch = max(session.largest_micro_batch, *result.micro_batches)
+    session.note_run(result, counted=counted)
     _tend_memory(session, result)
     return result.means
 
@@ -95,14 +87,13 @@ def with_samples(error: DoesNotFitError, task: Task, rows: NDArray[np.int64]) ->
 
 
 def _tend_memory(session: Session, result: BatchResult) -> None:
-    """What memory asks for between steps: the cache released in time, a leak noticed, others' use remembered."""
+    """What memory asks for between steps: the cache released in time, a rescue said, a leak noticed."""
     training, meter, step = session.training, session.meter, session.progress.step
     interval, threshold = training.cuda_empty_cache_interval, training.free_threshold_mib * 2**20
     too_full = threshold < math.inf and meter.free_bytes() < threshold
     if too_full or (interval and step % interval == 0):
         meter.release()
     if result.ooms:
-        session.foreign_bytes = max(session.foreign_bytes, meter.foreign_bytes())
         splits = (
             f"step {step}: memory ran out {result.ooms} times; finished in {len(result.micro_batches)} micro-batches"
         )
@@ -111,21 +102,6 @@ def _tend_memory(session: Session, result: BatchResult) -> None:
     if rise:
         leak = f"step {step}: the memory in use between steps has risen by {rise / 2**20:.1f} MiB without falling"
         session.reporter.notice(f"{leak}: something keeps tensors from step to step (losses never detached, say)")
-
-
-def note_peak(session: Session) -> None:
-    """Remembers the peaks that the meter has seen."""
-    session.peak_bytes = max(session.peak_bytes, session.meter.peak_bytes())
-    session.peak_reserved_bytes = max(session.peak_reserved_bytes, session.meter.peak_reserved_bytes())
-
-
-def resident_tensors(model: nn.Module, optimization: Optimization) -> list[torch.Tensor]:
-    """Lists what is on the device between steps: weights, buffers, gradients, optimizer state."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    for state in optimization.optimizer.state.values():
-        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return tensors
 
 
 def _check_finite(means: Mapping[str, float], step: int) -> None:

@@ -1,0 +1,146 @@
+"""Measures peaks in the training of a Lightning Trainer, be it from `lightning` or from `pytorch_lightning`; can-train
+itself needs neither. Which batches are measured is the monitor's decision.
+"""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any, Final
+
+from torch import Tensor
+
+from can_train.errors import CanTrainError
+from can_train.memory.monitor import INTERVAL, WARMUP, MemoryMonitor
+
+_LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")
+"""Names of Lightning, each with classes of its own."""
+
+
+def _callback_class() -> type:
+    """Finds the `Callback` of the Lightning that is in use, else of one that is installed; `object` without any."""
+    for name in sorted(_LIGHTNINGS, key=lambda name: name not in sys.modules):
+        try:
+            found: type = import_module(name).Callback
+        except ModuleNotFoundError as error:
+            # A Lightning that lacks something itself is not a missing one.
+            if error.name not in (name, name.partition(".")[0]):
+                raise
+        else:
+            return found
+    return object
+
+
+_Callback: Final[Any] = _callback_class()
+
+
+class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # what it is depends on what is installed
+    """Measures peaks through the training of a Lightning `Trainer`:
+    `Trainer(callbacks=[MemoryMonitorCallback()])`.
+
+    After each measured batch and at the end, the trainer's loggers are given `peak_memory_pct`, the largest peak so far
+    as a share of the capacity, and `batch_size_safety_factor` where there is one. What counts is said at
+    `MemoryMonitor`, a batch being a step; on a GPU validation between batches counts too.
+
+    Args:
+        interval: Batches from one measured batch to the next.
+        warmup: Batches before the first measured one; in a shorter training the last one is measured.
+        device: `auto`: the trainer's; else as `--device` has it: `cpu`, `cuda[:i]`, `sim:<size>`.
+        safety_factor: The share of the limit that batches were chosen by.
+
+    Attributes:
+        monitor: Has the peaks, during training and after it; None before.
+
+    Raises:
+        CanTrainError: Lightning is not installed.
+    """
+
+    def __init__(
+        self,
+        interval: int = INTERVAL,
+        warmup: int = WARMUP,
+        device: str = "auto",
+        safety_factor: float | None = None,
+    ) -> None:
+        if _Callback is object:
+            raise CanTrainError(
+                "MemoryMonitorCallback needs Lightning",
+                value="neither lightning nor pytorch_lightning is installed",
+                remedy="pip install lightning; in a loop of your own MemoryMonitor does the same",
+            )
+        super().__init__()
+        self.monitor: MemoryMonitor | None = None
+        self._interval = interval
+        self._warmup = warmup
+        self._device = device
+        self._safety_factor = safety_factor
+        self._training = ExitStack()
+        self._batch = ExitStack()
+        self._due = False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Opens the device."""
+        if self.monitor is None:
+            self.monitor = MemoryMonitor(
+                pl_module.device if self._device == "auto" else self._device,
+                interval=self._interval,
+                warmup=self._warmup,
+                total_steps=_steps_to_come(trainer),
+            )
+        self._training.enter_context(self.monitor.meter.active())
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Opens a step."""
+        # Nobody is told of the end of a batch that the module skipped.
+        self._batch.close()
+        assert self.monitor is not None, "training starts before its batches"
+        self._due = self.monitor.due
+        self._batch.enter_context(self.monitor.step(pl_module, *trainer.optimizers, _tensors(batch)))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Closes the step, and logs the peak where it was a measured one."""
+        self._batch.close()
+        if self._due:
+            self._log(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Takes the last reading and logs it."""
+        self._end(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Does the same for a training that failed."""
+        self._end(trainer)
+
+    def _end(self, trainer: Any) -> None:
+        self._batch.close()
+        if self.monitor is not None:
+            self.monitor.pause()
+            self._log(trainer)
+        self._training.close()
+
+    def _log(self, trainer: Any) -> None:
+        assert self.monitor is not None, "there is something to log"
+        share = self.monitor.peak_share
+        if share is None:
+            return
+        metrics = {"peak_memory_pct": share}
+        if self._safety_factor is not None:
+            metrics["batch_size_safety_factor"] = self._safety_factor
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+
+def _steps_to_come(trainer: Any) -> int | None:
+    """Counts optimizer steps, of which there are no more than batches; None where nobody knows."""
+    steps = trainer.estimated_stepping_batches
+    return None if math.isinf(steps) else int(steps) - trainer.global_step
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Goes through the tensors of what a loader collates."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | list | tuple):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part)
