@@ -4,7 +4,16 @@ Which runs belong to that past, and in which order, is the factor store's decisi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
+
+from can_train.policy.ceiling import learn
+from can_train.policy.line import BELIEFS, Reading
+
+HALF_LIFE: Final = 20.0
+"""Runs after which a run weighs half: memory laws drift with versions."""
+
+MEMORY_HALF_LIVES: Final = 8
+"""Half-lives of the past that are looked at: what lies further back weighs less than half a per cent."""
 
 _GAINS: Final = ((0.50, 0.5), (0.70, 0.3), (0.85, 0.1), (0.95, 0.2))
 """(peak, gain): a peak below the first figure is corrected by the second; far off boldly, near the target gently."""
@@ -28,22 +37,71 @@ class FactorPoint:
     settled: tuple[float, float] | None = None
 
 
+Holds = Literal["target", "noise", "ceiling", "maximum"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy makes of the past.
+
+    Attributes:
+        factor: Of the next run.
+        aim: Expected peak that the policy goes for, as a share of capacity; runs may need several steps to it.
+        holds: What the aim is: the `target`; or less, because the next peak is not known well enough (`noise`), because
+            memory ran out below the capacity (`ceiling`), or because the largest factor leads no further (`maximum`).
+        interval: Half-width of the 95 % interval of the factor that leads to the aim.
+    """
+
+    factor: float
+    aim: float
+    holds: Holds
+    interval: float
+
+
 class FactorPolicy(Protocol):
-    """What every policy answers, from the past alone."""
+    """What every policy answers, from the past alone: the history is what the runs taught, oldest first, and `first`
+    the factor of the first run, in (0, 1].
+    """
 
     @property
     def target(self) -> float:
         """Peak to reach, as a share of capacity."""
 
+    def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
+        """Returns the factor of the next run, and what it goes for."""
+
     def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
         """Returns the factor of the next run."""
+        return self.decide(history, first=first).factor
 
     def aim(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Returns the peak that the policy goes for: the target, or less where that is too great a risk."""
+        """Returns the expected peak that the policy goes for: the target, or less where that cannot or must not be."""
+        return self.decide(history, first=first).aim
+
+    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns the half-width of the 95 % interval of the factor that leads to the aim (`Line.interval`)."""
+        return self.decide(history, first=first).interval
+
+
+def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> list[Reading]:
+    """Returns all that was measured within memory: what ran on after an out-of-memory is one reading more.
+
+    Args:
+        history: What the runs taught, oldest first.
+        half_life: Runs after which a run weighs half.
+    """
+    recent = history[-round(MEMORY_HALF_LIVES * half_life) :]
+    readings = []
+    for age, point in zip(range(len(recent) - 1, -1, -1), recent, strict=True):
+        weight = 0.5 ** (age / half_life)
+        readings.append(Reading(point.used, point.peak, weight))
+        if point.settled is not None:
+            readings.append(Reading(*point.settled, weight))
+    return readings
 
 
 @dataclass(frozen=True, kw_only=True)
-class MomentumPolicy:
+class MomentumPolicy(FactorPolicy):
     """Moves the factor a share of the way towards the target after every run, and cuts it after an out-of-memory.
 
     A peak of 62 % against a target of 90 % lies below 70 %: the adjustment is 0.3 × 0.28 = 0.084, and 0.3 of it counts.
@@ -78,24 +136,17 @@ class MomentumPolicy:
     maximum: float = 1.0
     learns_from: float = 0.9
 
-    def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Replays the history from the first run's factor.
-
-        Args:
-            history: What the runs taught, oldest first.
-            first: The factor of the first run, in (0, 1].
-
-        Returns:
-            The factor of the next run, in [minimum, maximum].
+    def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
+        """Replays the history from the first run's factor. The aim is the target, unless the largest factor leads to
+        less: this policy does not weigh risks.
         """
         factor = self._bounded(first)
         for point in history:
             factor = self._bounded(factor + self._step(point, factor))
-        return factor
-
-    def aim(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Returns the target: this policy does not weigh risks."""
-        return self.target
+        line, _ = learn(readings_of(history), BELIEFS)
+        reaches = self._bounded(line.reaching(self.target))
+        aim = min(self.target, line.peak(reaches)) if history and reaches == self.maximum else self.target
+        return Decision(factor, aim, "target" if aim == self.target else "maximum", line.interval(reaches))
 
     def _step(self, point: FactorPoint, factor: float) -> float:
         if point.peak is None:
