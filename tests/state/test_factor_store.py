@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from can_train.errors import ConfigError, StateError
 from can_train.policy.factors import FactorPoint, MomentumPolicy
-from can_train.state.factor_store import FactorChoice, get_safety_factor_db, history_of, records_of
+from can_train.state.factor_store import Known, get_safety_factor_db
+from can_train.state.history import history_of
 from can_train.state.observations import Observation, write_observation
+from can_train.state.records import records_of
 from state.samples import A100, KEY, at, observation, out_of_memory
 
-PRIOR = FactorChoice(0.65, "small dataset (hcrl_ch/set_01) 0.65")
+
 
 
 def remember(state: Path, *observations: Observation) -> None:
@@ -27,13 +29,14 @@ def converging(**changed: Any) -> list[Observation]:
     ]
 
 
-def test_the_first_run_has_the_prior(tmp_path: Path) -> None:
-    assert get_safety_factor_db(tmp_path).choose_factor(KEY, "v100-16gb", prior=PRIOR) == PRIOR
+def test_nothing_is_known_before_the_first_run(tmp_path: Path) -> None:
+    assert get_safety_factor_db(tmp_path).known(KEY, "v100-16gb") == Known(None, 0.9, 0.9, None)
 
 
 def test_the_next_run_has_what_was_learned(tmp_path: Path) -> None:
     remember(tmp_path, observation())
-    choice = get_safety_factor_db(tmp_path).choose_factor(KEY, "v100-16gb", prior=PRIOR)
+    choice = get_safety_factor_db(tmp_path).known(KEY, "v100-16gb").choice
+    assert choice is not None
     assert (round(choice.factor, 4), choice.reason) == (0.5142, "learned from 1 run")
 
 
@@ -95,7 +98,7 @@ def test_stats_of_runs_that_measured_nothing_are_empty(tmp_path: Path) -> None:
 
 def test_a_factor_converges_after_five_runs_the_last_three_in_band() -> None:
     def converged(runs: list[Observation]) -> bool:
-        return records_of(runs, MomentumPolicy())[0].converged
+        return records_of(runs, policy=MomentumPolicy())[0].converged
 
     runs = converging()
     assert converged(runs)
@@ -110,7 +113,7 @@ def test_nine_successes_that_began_before_an_out_of_memory_ended_do_not_undo_it(
     last = out_of_memory(0, start_time=at(5), end_time=at(8))
     successes = [observation(n, start_time=at(n / 2), end_time=at(60 + order[n])) for n in range(1, 10)]
     runs = sorted([last, *successes], key=lambda run: run.started)
-    assert records_of(runs, MomentumPolicy())[0].factor == pytest.approx(0.489 - 0.15)
+    assert records_of(runs, policy=MomentumPolicy())[0].factor == pytest.approx(0.489 - 0.15)
 
 
 def test_out_of_memories_of_one_moment_are_one_lesson() -> None:
@@ -197,7 +200,8 @@ def test_an_export_that_cannot_be_written_is_a_state_error(tmp_path: Path) -> No
 
 def test_reading_writes_nothing(tmp_path: Path) -> None:
     db = get_safety_factor_db(tmp_path / "none")
-    db.choose_factor(KEY, "v100-16gb", prior=PRIOR)
+    db.known(KEY, "v100-16gb")
+    db.records()
     assert not (tmp_path / "none").exists()
 
 

@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import StateError
+from can_train.state.documents import SCHEMA, utc_now
 from can_train.state.observations import (
-    SCHEMA,
     Observation,
     read_observations,
-    utc_now,
     write_observation,
     write_started,
 )
@@ -79,7 +78,7 @@ def test_an_attempt_that_began_and_left_nothing_is_unfinished(tmp_path: Path) ->
 
 def test_an_observation_is_never_overwritten(tmp_path: Path) -> None:
     write_observation(tmp_path, observation())
-    with pytest.raises(StateError, match="an observation of this attempt exists"):
+    with pytest.raises(StateError, match="a file of this name exists, and stays"):
         write_observation(tmp_path, out_of_memory())
     assert read_observations(tmp_path).finished == [observation()]
 
@@ -97,9 +96,9 @@ def test_attempts_of_one_run_and_runs_of_one_moment_have_files_of_their_own(tmp_
         ("", "empty"),
         (as_json()[:-40], "Unterminated|Expecting"),
         (b"\x80\x81", "codec can't decode|invalid start byte"),
-        ("[1, 2]", "not an observation of can-train"),
-        ('{"safety_factor": 0.5}', "not an observation of can-train"),
-        ("[" * 100_000, "recursion|not an observation"),
+        ("[1, 2]", "not a record of can-train"),
+        ('{"safety_factor": 0.5}', "not a record of can-train"),
+        ("[" * 100_000, "recursion|not a record"),
         (as_json(schema=2), "newer can-train"),
         (as_json(factor=7.0), "not in"),
         (as_json(factor="0.5"), "factor is"),

@@ -119,6 +119,13 @@ class AffinePolicy:
         reaches = (self.target - line.base) / max(line.slope, _LEAST_SLOPE)
         return min(self.target, line.peak(self._risked(line, reaches)))
 
+    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns the half-width of the factor's 95 % interval: what is not known of the line, over its slope."""
+        line, factor = self.fit(self._recent(history)), self.next_factor(history, first=first)
+        of_base, of_slope, together = line.variances
+        variance = max(of_base + 2 * factor * together + factor**2 * of_slope, 0.0)
+        return 1.96 * math.sqrt(variance) / max(line.slope, _LEAST_SLOPE)
+
     def _recent(self, history: Sequence[FactorPoint]) -> Sequence[FactorPoint]:
         return history[-round(MEMORY_HALF_LIVES * self.half_life) :]
 

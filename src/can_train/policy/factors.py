@@ -41,6 +41,9 @@ class FactorPolicy(Protocol):
     def aim(self, history: Sequence[FactorPoint], *, first: float) -> float:
         """Returns the peak that the policy goes for: the target, or less where that is too great a risk."""
 
+    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns the half-width of the factor's 95 % interval."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumPolicy:
@@ -96,6 +99,11 @@ class MomentumPolicy:
     def aim(self, history: Sequence[FactorPoint], *, first: float) -> float:
         """Returns the target: this policy does not weigh risks."""
         return self.target
+
+    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns twice the last step: the policy knows no spread, and steps of this size are what is left to make."""
+        before = self.next_factor(history[:-1], first=first)
+        return 2 * abs(self.next_factor(history, first=first) - before)
 
     def _step(self, point: FactorPoint, factor: float) -> float:
         if point.peak is None:

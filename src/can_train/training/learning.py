@@ -18,8 +18,9 @@ from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.policy.experience import experience_factor
 from can_train.policy.policies import make_policy
 from can_train.reporter import Reporter
+from can_train.state.documents import utc_now
 from can_train.state.factor_store import FactorChoice, FactorStore
-from can_train.state.observations import Device, Observation, Started, utc_now, write_observation, write_started
+from can_train.state.observations import Device, Observation, Started, write_observation, write_started
 from can_train.training.folders import state_dir
 from can_train.training.run_folder import RunFolder
 from can_train.training.state import Session
@@ -50,11 +51,16 @@ def factor_for(run: ResolvedRun, meter: Meter, reporter: Reporter) -> FactorChoi
 def _effective(run: ResolvedRun, meter: Meter) -> FactorChoice:
     if not run.training.use_adaptive_batch_size_factor:
         return FactorChoice(run.training.graph_memory_safety_factor, "static, nothing is learned")
-    return _store(run).choose_factor(run.key, meter.key, prior=_prior(run))
+    return _store(run).known(run.key, meter.key, _fingerprint(run)).choice or _prior(run)
 
 
 def _store(run: ResolvedRun) -> FactorStore:
     return FactorStore(state_dir(run.paths), make_policy(run.factor.policy, _policy_options(run)))
+
+
+def _fingerprint(run: ResolvedRun) -> dict[str, Any]:
+    training = run.training
+    return {"model": asdict(run.model), "precision": training.precision, "optimizer": training.optimizer}
 
 
 def _policy_options(run: ResolvedRun) -> dict[str, float]:
@@ -131,8 +137,7 @@ class Attempt:
             allocator_retries=meter.retries(),
             foreign_bytes=session.foreign_bytes,
             torch_version=torch.__version__,
-            fingerprint={"model": asdict(self.run.model), "precision": self.run.training.precision,
-                         "optimizer": self.run.training.optimizer},
+            fingerprint=_fingerprint(self.run),
             policy={"name": self.run.factor.policy, "options": _policy_options(self.run)},
         )  # fmt: skip
 
