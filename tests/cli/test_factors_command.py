@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from can_train.cli.factors import factors
+from can_train.cli.factors import make_factors_command
 from can_train.errors import ConfigError
 from can_train.state.observations import write_observation, write_started
 from state.samples import A100, KEY, observation, out_of_memory, started
@@ -25,7 +25,7 @@ def state(tmp_path: Path) -> Path:
 
 def run(state: Path, *arguments: str) -> Result:
     app = typer.Typer()
-    app.command()(factors)
+    app.command()(make_factors_command())
     return CliRunner().invoke(app, [*arguments, "--state-dir", str(state)])
 
 

@@ -248,16 +248,20 @@ def full_key(records: Sequence[FactorRecord], key: str) -> str:
     Raises:
         ConfigError: Nobody knows it, or there are several sizes; the message lists those there are.
     """
-    known = {record.key for record in records}
-    if key in known:
-        return key
-    keys = {record.key for record in records if any(run.key_without_size == key for run in _all_runs(record)[-1:])}
+    keys = keys_like(records, key)
     if len(keys) > 1:
         listed = f"Valid: {', '.join(sorted(keys))}"
         raise ConfigError("Several sizes were trained, so the key must name one", value=key, remedy=listed)
     if not keys:
-        raise unknown_name("configuration key", key, known)
+        raise unknown_name("configuration key", key, {record.key for record in records})
     return keys.pop()
+
+
+def keys_like(records: Sequence[FactorRecord], key: str) -> set[str]:
+    """The keys that a key may mean: itself, or else those that it is without their size."""
+    if any(record.key == key for record in records):
+        return {key}
+    return {record.key for record in records if any(run.key_without_size == key for run in _all_runs(record)[-1:])}
 
 
 def policy_of(run: Observation, name: str | None = None) -> FactorPolicy:
