@@ -1,9 +1,10 @@
-"""Draws results on standard output: with Rich, which adapts to the terminal's width; a table that would be torn up there
-becomes a paragraph a row. A pipe gets every row on one line.
+"""Draws results on standard output: with Rich, which adapts to the terminal's width; a table that would be torn up
+there becomes a paragraph a row. A pipe gets every row on one line.
 """
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -19,10 +20,10 @@ _WRAPPED_FROM: Final = 17
 """Characters from which a column is text, which may be wrapped in a narrow terminal; figures and names stay whole."""
 
 _FIXED: Final = "\N{NO-BREAK SPACE}"
-"""Keeps a figure beside its heading where lines are broken."""
+"""Keeps a figure beside its heading while lines are broken."""
 
 _GAP: Final = "  "
-"""Between two figures of a paragraph."""
+"""Before the lines of a paragraph, and between two figures of it."""
 
 _UNBOUNDED: Final = 10_000
 """Columns of a pipe."""
@@ -61,17 +62,20 @@ def _narrowest(table: Table) -> int:
 
 def _print_paragraphs(table: Table, console: Console) -> None:
     """Prints each row as its first cell, with the others by their headings below it: figures first, then text."""
-    from rich.padding import Padding
     from rich.text import Text
 
     is_text = [_widest(table, index) >= _WRAPPED_FROM for index in range(len(table.columns))]
     for name, *cells in table.rows:
         console.print(Text(f"\n{name}"))
-        told = [(f"{heading} {cell}", text)
-                for heading, cell, text in zip(table.columns[1:], cells, is_text[1:], strict=True) if cell]  # fmt: skip
+        told = [
+            (f"{heading} {cell}", text)
+            for heading, cell, text in zip(table.columns[1:], cells, is_text[1:], strict=True)
+            if cell
+        ]
         figures = _GAP.join(cell.replace(" ", _FIXED) for cell, text in told if not text)
-        for line in [figures, *(cell for cell, text in told if text)]:
-            console.print(Padding(Text(line), (0, 0, 0, 2)))
+        for paragraph in [figures, *(cell for cell, text in told if text)]:
+            lines = wrap(paragraph, console.width - 1, initial_indent=_GAP, subsequent_indent=_GAP)
+            console.print(Text("\n".join(lines).replace(_FIXED, " ")))
     console.print()
 
 

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -19,6 +19,8 @@ _CANNOT_FLUSH_FOLDERS: Final = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 _CANNOT_LINK: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EMLINK)
 """What file systems without hard links answer (FAT, some FUSE and SMB mounts, Android)."""
+
+Link = Callable[[Path, Path], None]
 
 _CLAIM_SUFFIX: Final = ".claim"
 """Ends the name of the empty file that reserves a name where there are no hard links."""
@@ -46,8 +48,13 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def write_new_atomic(path: Path, data: bytes) -> None:
+def write_new_atomic(path: Path, data: bytes, *, link: Link = os.link) -> None:
     """Writes a file whole or not at all, and never over another: of several writers of one name, one succeeds.
+
+    Args:
+        path: Its place.
+        data: Its content.
+        link: Gives a file a second name, as some file systems cannot.
 
     Raises:
         FileExistsError: Something has that name; it is left as it is.
@@ -57,7 +64,7 @@ def write_new_atomic(path: Path, data: bytes) -> None:
         file.write(data)
         _flush(file)
         try:
-            _link(temporary, path)
+            _link(temporary, path, link)
         except OSError as error:
             if error.errno not in _CANNOT_LINK:
                 raise
@@ -110,9 +117,9 @@ def _flush(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _link(temporary: Path, path: Path) -> None:
+def _link(temporary: Path, path: Path, link: Link) -> None:
     try:
-        path.hardlink_to(temporary)
+        link(temporary, path)
     except FileExistsError:
         # An NFS server may have made the link, and the answer been lost: the repeated request then finds it there.
         if temporary.stat().st_nlink != 2:

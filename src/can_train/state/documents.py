@@ -77,7 +77,7 @@ def check_counts(**counts: int | None) -> None:
     """
     for name, count in counts.items():
         if count is not None and not 0 <= count <= _MOST_COUNT:
-            raise ValueError(f"{name} {count:.3g} is no count")
+            raise ValueError(f"{name} {count!s:.20} is no count")
 
 
 def write_document(path: Path, record: Any) -> None:
@@ -176,7 +176,7 @@ def _parse(data: bytes, kind: type[_Read]) -> _Read:
     if b"\\u" in data:
         # Half of a pair of escapes is text to JSON and cannot be printed or written again.
         json.dumps(values, ensure_ascii=False).encode()
-    return _build(kind, values)
+    return record_from(kind, values)
 
 
 def check_depth(value: Any) -> None:
@@ -197,8 +197,12 @@ def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
-def _build(kind: type[_Read], values: Mapping[str, Any]) -> _Read:
-    """Makes a record of plain values; values that it has no field for come from a later version and are passed over."""
+def record_from(kind: type[_Read], values: Mapping[str, Any]) -> _Read:
+    """Makes a record of plain values; values that it has no field for come from a later version and are passed over.
+
+    Raises:
+        ValueError: One is missing, or not what it should be.
+    """
     arguments: dict[str, Any] = {}
     for name, exact, expected, required in _expected(cast("Any", kind)):
         if name in values:
@@ -226,7 +230,7 @@ def _plain_types(expected: Any) -> frozenset[type]:
 
 def _converted(name: str, value: Any, expected: Any) -> Any:
     if isinstance(expected, type) and hasattr(expected, "__dataclass_fields__") and isinstance(value, dict):
-        return _build(expected, value)
+        return record_from(expected, value)
     if float in _plain_types(expected) and type(value) is int:
         return float(value)
     raise ValueError(f"{name} is {value!r:.40}")

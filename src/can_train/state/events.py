@@ -16,6 +16,7 @@ from can_train.state.documents import (
     check_time,
     list_names,
     read_documents,
+    record_from,
     write_document,
 )
 
@@ -84,7 +85,7 @@ class Event:
             if not isinstance(devices, dict) or not all(isinstance(entry, dict) for entry in devices.values()):
                 raise ValueError("entries are not {key: {device: {…}}}")
             for entry in devices.values():
-                Imported(**entry)
+                record_from(Imported, entry)
 
     @property
     def moment(self) -> datetime:
@@ -95,7 +96,7 @@ class Event:
         """What an import says of a configuration on a device; None where it says nothing."""
         devices = self.entries.get(key, {})
         entry = devices.get(device, devices.get(ANY_DEVICE))
-        return None if entry is None else Imported(**entry)
+        return None if entry is None else record_from(Imported, entry)
 
     def concerns(self, key: str, device: str) -> bool:
         """Whether the decision holds for a configuration on a device."""
