@@ -1,6 +1,5 @@
 """Real processes write observations into one folder and are killed at random: what was acknowledged is there."""
 
-import os
 import random
 import signal
 from collections.abc import Iterator
@@ -54,7 +53,8 @@ class Writer:
             return False
         assert self.process.exitcode == -signal.SIGKILL
         self.next = max([self.next, *self.acknowledged[-1:]]) + 2
-        self.start()
+        if self.next < self.count:
+            self.start()
         return self.next < self.count
 
 
@@ -87,7 +87,7 @@ def test_nothing_that_was_acknowledged_is_lost_when_writers_are_killed(
                     if writer.go_on():
                         running[writer.pipe] = writer
                 elif dice.random() < 0.01:
-                    os.kill(writer.process.pid or 0, signal.SIGKILL)
+                    writer.process.kill()
                     kills += 1
         acknowledged = {f"{writer.name}-{number}" for writer in started for number in writer.acknowledged}
     log = read_observations(tmp_path)
