@@ -213,7 +213,7 @@ def test_a_replay_shows_what_another_policy_would_have_set(state: Path) -> None:
     ("arguments", "rule"),
     [
         (["--reset", "--unpin"], "One thing at a time: --reset and --unpin"),
-        ([KEY, "--pin", "0.5", "--show"], "One thing at a time: --pin and --show"), (["--pin", "1"], "--pin needs a KEY"),
+        ([KEY, "--pin", "0.5", "--show"], "at a time: --pin and --show"), (["--pin", "1"], "--pin needs a KEY"),
         (["--unpin"], "--unpin needs a KEY"), ([KEY, "--unpin"], "not pinned"), ([KEY, "--pin", "2"], "lies in"),
         ([KEY, "--import", "x"], "takes all of a file"), (["--import", "x", "--device", "d"], "takes all of a file"),
         (["--replay", "affin"], "Unknown policy: 'affin'.\nValid, nearest first: affine"), ([""], "KEY is empty"),

@@ -70,10 +70,12 @@ def writers(state: Path, count: int, each: int) -> Iterator[list[Writer]]:
 
 
 @pytest.mark.parametrize(
-    ("processes", "each"), [(4, 25), pytest.param(64, 1_000, marks=pytest.mark.slow)], ids=["small", "full"]
+    ("processes", "each", "danger"),
+    [(4, 25, 0.1), pytest.param(64, 1_000, 0.01, marks=pytest.mark.slow)],
+    ids=["small", "full"],
 )
 def test_nothing_that_was_acknowledged_is_lost_when_writers_are_killed(
-    tmp_path: Path, processes: int, each: int
+    tmp_path: Path, processes: int, each: int, danger: float
 ) -> None:
     dice = random.Random(7)
     kills = 0
@@ -86,7 +88,7 @@ def test_nothing_that_was_acknowledged_is_lost_when_writers_are_killed(
                     del running[pipe]  # type: ignore[arg-type]
                     if writer.go_on():
                         running[writer.pipe] = writer
-                elif dice.random() < 0.01:
+                elif dice.random() < danger:
                     writer.process.kill()
                     kills += 1
         acknowledged = {f"{writer.name}-{number}" for writer in started for number in writer.acknowledged}

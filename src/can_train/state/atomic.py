@@ -5,7 +5,6 @@ then renamed over it, or, where nothing may be overwritten, given their name if 
 import errno
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,7 +102,7 @@ def _temporary(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
     """Opens a file beside `path`, and removes it if the block fails."""
     # Not the final name with a suffix, which could be longer than a file system allows; and not tempfile's file, whose
     # permissions would hide the result from a group that shares the folder.
-    temporary = path.with_name(f".{secrets.token_hex(8)}{TEMPORARY_SUFFIX}")
+    temporary = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
     try:
         with temporary.open("xb") as file:
             yield temporary, file

@@ -2,8 +2,8 @@
 is ever rewritten or undone by an older event that arrives later; what events mean for factors, the records decide.
 """
 
+import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -165,7 +165,7 @@ def write_event(state: Path, event: Event) -> Path:
         StateError: The file cannot be written.
     """
     stamp = re.sub(r"\D", "", event.time)[:20]
-    path = state / _FOLDER / f"{stamp}-{event.kind}-{secrets.token_hex(4)}{DOCUMENT_SUFFIX}"
+    path = state / _FOLDER / f"{stamp}-{event.kind}-{os.urandom(4).hex()}{DOCUMENT_SUFFIX}"
     write_document(path, event)
     return path
 
