@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import stat
@@ -6,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from can_train.state.atomic import open_atomic, write_bytes_atomic, write_json_atomic, write_text_atomic
+from can_train.state.atomic import (
+    Link,
+    open_atomic,
+    write_bytes_atomic,
+    write_json_atomic,
+    write_new_atomic,
+    write_text_atomic,
+)
 
 
 def test_a_file_is_written_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -60,3 +68,28 @@ def test_a_number_that_json_does_not_know_is_refused_before_anything_changes(tmp
         write_json_atomic(tmp_path / "a", {"x": float("nan")})
     assert json.loads((tmp_path / "a").read_text()) == {"x": 1.5}
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def no_hard_links(file: Path, name: Path) -> None:
+    raise OSError(errno.EOPNOTSUPP, "no hard links here")
+
+
+def link_whose_answer_is_lost(file: Path, name: Path) -> None:
+    os.link(file, name)
+    raise FileExistsError(errno.EEXIST, "the repeated request finds it there")
+
+
+@pytest.mark.parametrize("link", [os.link, no_hard_links, link_whose_answer_is_lost])
+def test_a_new_file_never_takes_a_name_that_is_taken(tmp_path: Path, link: Link) -> None:
+    path = tmp_path / "file.json"
+    write_new_atomic(path, b"first", link=link)
+    with pytest.raises(FileExistsError):
+        write_new_atomic(path, b"second", link=link)
+    assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [("file.json", b"first")]
+
+
+def test_without_hard_links_a_name_that_another_is_giving_away_is_taken(tmp_path: Path) -> None:
+    (tmp_path / ".file.json.claim").touch()
+    with pytest.raises(FileExistsError):
+        write_new_atomic(tmp_path / "file.json", b"second", link=no_hard_links)
+    assert [entry.name for entry in tmp_path.iterdir()] == [".file.json.claim"]

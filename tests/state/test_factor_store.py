@@ -1,5 +1,7 @@
 import json
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,11 @@ from hypothesis import strategies as st
 
 from can_train.errors import ConfigError, StateError
 from can_train.policy.factors import FactorPoint, MomentumPolicy
-from can_train.state.factor_store import FactorChoice, get_safety_factor_db, history_of, records_of
+from can_train.state.factor_store import Elsewhere, Known, get_safety_factor_db
+from can_train.state.history import history_of
 from can_train.state.observations import Observation, write_observation
+from can_train.state.records import records_of
 from state.samples import A100, KEY, at, observation, out_of_memory
-
-PRIOR = FactorChoice(0.65, "small dataset (hcrl_ch/set_01) 0.65")
 
 
 def remember(state: Path, *observations: Observation) -> None:
@@ -27,13 +29,14 @@ def converging(**changed: Any) -> list[Observation]:
     ]
 
 
-def test_the_first_run_has_the_prior(tmp_path: Path) -> None:
-    assert get_safety_factor_db(tmp_path).choose_factor(KEY, "v100-16gb", prior=PRIOR) == PRIOR
+def test_nothing_is_known_before_the_first_run(tmp_path: Path) -> None:
+    assert get_safety_factor_db(tmp_path).known(KEY, "v100-16gb") == Known(None, 0.9, 0.9, None)
 
 
 def test_the_next_run_has_what_was_learned(tmp_path: Path) -> None:
     remember(tmp_path, observation())
-    choice = get_safety_factor_db(tmp_path).choose_factor(KEY, "v100-16gb", prior=PRIOR)
+    choice = get_safety_factor_db(tmp_path).known(KEY, "v100-16gb").choice
+    assert choice is not None
     assert (round(choice.factor, 4), choice.reason) == (0.5142, "learned from 1 run")
 
 
@@ -95,7 +98,7 @@ def test_stats_of_runs_that_measured_nothing_are_empty(tmp_path: Path) -> None:
 
 def test_a_factor_converges_after_five_runs_the_last_three_in_band() -> None:
     def converged(runs: list[Observation]) -> bool:
-        return records_of(runs, MomentumPolicy())[0].converged
+        return records_of(runs, policy=MomentumPolicy())[0].converged
 
     runs = converging()
     assert converged(runs)
@@ -105,12 +108,85 @@ def test_a_factor_converges_after_five_runs_the_last_three_in_band() -> None:
     assert not converged([observation(n, peak_allocated_bytes=9_000, factor=0.3 + 0.1 * n) for n in range(5)])
 
 
+@dataclass(frozen=True)
+class Unsure(MomentumPolicy):
+    half_width: float = 0.0
+
+    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        return self.half_width
+
+
+def test_a_factor_whose_interval_is_wide_has_not_converged() -> None:
+    runs = converging()
+    sure, unsure = (records_of(runs, policy=Unsure(half_width=width))[0] for width in (0.009, 0.011))
+    assert (sure.interval, sure.converged) == (0.009, True)
+    assert (unsure.interval, unsure.converged) == (0.011, False)
+
+
+def settings(**changed: Any) -> dict[str, Any]:
+    return {"model": {"hidden": 64}, "compiled": False, **changed}
+
+
+def test_runs_of_other_settings_that_change_memory_teach_apart(tmp_path: Path) -> None:
+    wide = observation(2, fingerprint=settings(model={"hidden": 128}), peak_allocated_bytes=9_000)
+    runs = [out_of_memory(1, fingerprint=settings()), wide, observation(3, fingerprint=settings())]
+    (record,) = records_of(runs)
+    assert ([run.run_id for run in record.runs], record.fingerprint) == (["run-1", "run-3"], settings())
+    assert [[run.run_id for run in other.runs] for other in record.others] == [["run-2"]]
+    remember(tmp_path, *runs)
+    store = get_safety_factor_db(tmp_path)
+    assert store.get_stats(KEY)["num_runs"] == 2
+    factors = [store.known(KEY, "v100-16gb", run.fingerprint).choice for run in runs[:2]]
+    assert [choice and choice.factor for choice in factors] == [record.factor, record.others[0].factor]
+    assert store.known(KEY, "v100-16gb", settings(compiled=True)).choice is None
+
+
+def test_a_fingerprint_is_compared_as_it_is_read_back_and_without_the_version_of_torch(tmp_path: Path) -> None:
+    remember(tmp_path, observation(1, fingerprint=settings(sizes=(1, 2), torch_version="2.6")))
+    store = get_safety_factor_db(tmp_path)
+    assert store.known(KEY, "v100-16gb", settings(sizes=(1, 2), torch_version="2.7")).choice is not None
+    with pytest.raises(StateError, match="A fingerprint holds what JSON can hold"):
+        store.known(KEY, "v100-16gb", settings(sizes=object()))
+
+
+def predicted(number: int, peak: int, **changed: Any) -> Observation:
+    return observation(number, peak_allocated_bytes=peak, predicted_peak_bytes=5_000, **changed)
+
+
+def test_a_new_device_hears_what_the_one_seen_last_has_measured(tmp_path: Path) -> None:
+    unclean = [
+        predicted(20, 9_000, outcome="rescued", ooms_rescued=1), predicted(21, 9_000, foreign_bytes=1),
+        predicted(22, 9_000, outcome="error"), predicted(23, 9_000, fingerprint=settings()), observation(24),
+    ]  # fmt: skip
+    remember(tmp_path, predicted(1, 9_000, device=A100), *(predicted(n, 4_000 + n) for n in range(2, 5)), *unclean)
+    store = get_safety_factor_db(tmp_path)
+    known = store.known(KEY, "h100-80gb")
+    assert (known.choice, known.elsewhere) == (None, Elsewhere(ratio=4_003 / 5_000, runs=3, device="v100-16gb"))
+    assert store.known(KEY, "a100-40gb").elsewhere is None
+    assert store.known("another", "h100-80gb").elsewhere is None
+    store.reset(KEY, "v100-16gb")
+    assert store.known(KEY, "h100-80gb").elsewhere == Elsewhere(ratio=9_000 / 5_000, runs=1, device="a100-40gb")
+
+
+def test_runs_that_taught_nothing_leave_the_choice_to_the_prior(tmp_path: Path) -> None:
+    remember(tmp_path, observation(outcome="error"))
+    store = get_safety_factor_db(tmp_path)
+    assert (store.known(KEY, "v100-16gb").choice, store.get_factor(KEY)) == (None, 0.489)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), "0.5", None])
+@pytest.mark.parametrize("name", ["target", "minimum", "maximum", "half_life", "noise"])
+def test_a_policy_that_a_hand_has_written_breaks_no_arithmetic(name: str, value: Any) -> None:
+    run = observation(policy={"name": "affine", "options": {name: value}})
+    assert 0 < (records_of([run])[0].factor or 0) <= 1
+
+
 @given(order=st.permutations(range(10)))
 def test_nine_successes_that_began_before_an_out_of_memory_ended_do_not_undo_it(order: list[int]) -> None:
     last = out_of_memory(0, start_time=at(5), end_time=at(8))
     successes = [observation(n, start_time=at(n / 2), end_time=at(60 + order[n])) for n in range(1, 10)]
     runs = sorted([last, *successes], key=lambda run: run.started)
-    assert records_of(runs, MomentumPolicy())[0].factor == pytest.approx(0.489 - 0.15)
+    assert records_of(runs, policy=MomentumPolicy())[0].factor == pytest.approx(0.489 - 0.15)
 
 
 def test_out_of_memories_of_one_moment_are_one_lesson() -> None:
@@ -137,6 +213,21 @@ def test_a_run_that_ended_before_the_out_of_memory_began_counts() -> None:
 )  # fmt: skip
 def test_some_runs_teach_nothing(silent: Observation) -> None:
     assert history_of([silent]) == []
+
+
+def test_an_out_of_memory_tells_what_ran_out_and_what_ran_after_it() -> None:
+    rescued = observation(outcome="rescued", ooms_rescued=1, oom_used=0.7, settled_used=0.35, settled_peak_bytes=5_000)
+    assert history_of([rescued]) == [FactorPoint(0.7, None, settled=(0.35, 0.5))]
+    assert history_of([replace(rescued, settled_peak_bytes=None)]) == [FactorPoint(0.7, None)]
+    assert history_of([out_of_memory(used=None)]) == [FactorPoint(0.489, None)]
+
+
+def test_an_out_of_memory_teaches_though_the_clock_was_set_back_before_its_end() -> None:
+    backwards = out_of_memory(3, end_time=at(1))
+    assert history_of([observation(1), backwards, observation(4)]) == [
+        FactorPoint(0.489, 0.62), FactorPoint(0.489, None), FactorPoint(0.489, 0.62),
+    ]  # fmt: skip
+    assert history_of([observation(2, end_time=at(1))]) == [FactorPoint(0.489, 0.62)]
 
 
 def test_rescued_and_interrupted_runs_teach() -> None:
@@ -197,7 +288,8 @@ def test_an_export_that_cannot_be_written_is_a_state_error(tmp_path: Path) -> No
 
 def test_reading_writes_nothing(tmp_path: Path) -> None:
     db = get_safety_factor_db(tmp_path / "none")
-    db.choose_factor(KEY, "v100-16gb", prior=PRIOR)
+    db.known(KEY, "v100-16gb")
+    db.records()
     assert not (tmp_path / "none").exists()
 
 

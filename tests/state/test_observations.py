@@ -1,6 +1,9 @@
 import json
 import os
 import re
+import resource
+import signal
+import socket
 import stat
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -12,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import StateError
+from can_train.state.documents import SCHEMA, utc_now
 from can_train.state.observations import (
-    SCHEMA,
     Observation,
     read_observations,
-    utc_now,
     write_observation,
     write_started,
 )
@@ -79,7 +81,7 @@ def test_an_attempt_that_began_and_left_nothing_is_unfinished(tmp_path: Path) ->
 
 def test_an_observation_is_never_overwritten(tmp_path: Path) -> None:
     write_observation(tmp_path, observation())
-    with pytest.raises(StateError, match="an observation of this attempt exists"):
+    with pytest.raises(StateError, match="a file of this name exists, and stays"):
         write_observation(tmp_path, out_of_memory())
     assert read_observations(tmp_path).finished == [observation()]
 
@@ -97,9 +99,9 @@ def test_attempts_of_one_run_and_runs_of_one_moment_have_files_of_their_own(tmp_
         ("", "empty"),
         (as_json()[:-40], "Unterminated|Expecting"),
         (b"\x80\x81", "codec can't decode|invalid start byte"),
-        ("[1, 2]", "not an observation of can-train"),
-        ('{"safety_factor": 0.5}', "not an observation of can-train"),
-        ("[" * 100_000, "recursion|not an observation"),
+        ("[1, 2]", "not a record of can-train"),
+        ('{"safety_factor": 0.5}', "not a record of can-train"),
+        ("[" * 100_000, "recursion|not a record"),
         (as_json(schema=2), "newer can-train"),
         (as_json(factor=7.0), "not in"),
         (as_json(factor="0.5"), "factor is"),
@@ -214,3 +216,96 @@ def test_an_out_of_memory_beside_other_processes_is_not_the_configurations_fault
 )
 def test_a_key_is_shortened_by_its_size(key: str, size: str, short: str) -> None:
     assert observation(key=key, size=size).key_without_size == short
+
+
+def test_of_two_writers_of_one_attempt_one_succeeds(tmp_path: Path) -> None:
+    context = get_context("fork")
+    results = context.Queue()
+    start = context.Barrier(8)
+
+    def write(number: int) -> None:
+        start.wait()
+        try:
+            write_observation(tmp_path, observation(logical_batch=number))
+        except StateError:
+            results.put(None)
+        else:
+            results.put(number)
+
+    writers = [context.Process(target=write, args=(number,)) for number in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    won = [number for number in (results.get() for _ in writers) if number is not None]
+    assert [record.logical_batch for record in read_observations(tmp_path).finished] == won
+    assert [path.suffix for path in (tmp_path / "observations").iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (as_json(capacity_bytes=10**400), "no count"), (as_json(peak_allocated_bytes=-1), "no count"),
+        (as_json(factor=10**300), "not in"), (as_json(used=1e300), "a share"), (as_json(oom_used=-1.0), "a share"),
+        (as_json(start_time="0001-01-01T00:00:00+23:59"), "no time of a run"), (as_json(schema=True), "not a record"),
+        (as_json(schema=0), "not a record"), (as_json(key="\ud800"), "surrogates"), ("\ufeff{}", "BOM"),
+        (as_json(fingerprint=json.loads('{"a":' * 200 + "1" + "}" * 200)), "levels deep"),
+        (" " * 2**21, "larger than 1 MiB"), (as_json(factor=float("nan")), "not in"),
+    ],
+)  # fmt: skip
+def test_values_that_would_break_arithmetic_or_printing_are_set_aside(
+    content: str, reason: str, tmp_path: Path
+) -> None:
+    assert re.search(reason, damaged(tmp_path, content))
+
+
+def test_folders_pipes_and_dangling_links_with_such_names_are_set_aside(tmp_path: Path) -> None:
+    write_observation(tmp_path, observation())
+    folder = tmp_path / "observations"
+    (folder / "a.json").mkdir()
+    os.mkfifo(folder / "b.json")
+    (folder / "c.json").symlink_to(folder / "none")
+    Path(os.fsdecode(bytes(folder) + b"/\xff.json")).write_text("{")
+    log = read_observations(tmp_path)
+    assert log.finished == [observation()]
+    assert [aside.shown[-6:] for aside in log.set_aside] == ["a.json", "b.json", "c.json", "\ufffd.json"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_that_may_not_be_read_is_set_aside(tmp_path: Path) -> None:
+    write_observation(tmp_path, observation()).chmod(0)
+    assert [aside.reason for aside in read_observations(tmp_path).set_aside]
+
+
+def test_a_damaged_observation_is_never_overwritten(tmp_path: Path) -> None:
+    path = write_observation(tmp_path, observation())
+    path.write_text('{"schema"')
+    with pytest.raises(StateError, match="stays"):
+        write_observation(tmp_path, observation())
+    assert path.read_text() == '{"schema"'
+
+
+def test_an_attempt_is_lost_where_its_process_is_known_to_be_gone() -> None:
+    gone = get_context("fork").Process(target=int)
+    gone.start()
+    gone.join()
+    assert started(host="here", pid=gone.pid).is_lost("here")
+    assert not started(host="there", pid=gone.pid).is_lost("here")
+    assert not started(host="here", pid=os.getpid()).is_lost("here")
+    assert not started().is_lost("")
+    assert not started(host="here", pid=2**62).is_lost("here")
+    assert started(host=socket.gethostname(), pid=gone.pid).is_lost()
+
+
+def test_a_full_disk_is_a_state_error_and_leaves_nothing(tmp_path: Path) -> None:
+    write_observation(tmp_path, observation(1))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(StateError, match="cannot be written"):
+            write_observation(tmp_path, observation(2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(list((tmp_path / "observations").iterdir())) == 1

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import typer
 
-from can_train.cli.factors import factors
+from can_train.cli.factors import make_factors_command
 from can_train.cli.flags import canonical_arguments
 from can_train.cli.resume import resume
 from can_train.cli.train import make_train_command
@@ -21,7 +21,7 @@ _HELP: Final = """Launches PyTorch training that fits. A line that starts with a
 _COMMANDS: Final = """Other commands, each with its own --help:
 
 \b
-  factors [KEY]  what earlier runs taught
+  factors [KEY]  what earlier runs taught; reset, pin, export, import it
   resume RUN     continue a run from its last checkpoint
 """
 
@@ -37,7 +37,7 @@ def make_commands() -> typer.Typer:
     """Builds the application of named commands; `train` is there too, hidden."""
     app = typer.Typer(help=_HELP, **_STYLE)
     app.command("train", hidden=True, epilog=_COMMANDS, help=_HELP)(make_train_command())
-    app.command("factors")(factors)
+    app.command("factors")(make_factors_command())
     app.command("resume")(resume)
     return app
 

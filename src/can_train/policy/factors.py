@@ -99,6 +99,9 @@ def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) ->
             readings.append(Reading(*point.settled, weight))
     return readings
 
+    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns the half-width of the factor's 95 % interval."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumPolicy(FactorPolicy):
@@ -147,6 +150,11 @@ class MomentumPolicy(FactorPolicy):
         reaches = self._bounded(line.reaching(self.target))
         aim = min(self.target, line.peak(reaches)) if history and reaches == self.maximum else self.target
         return Decision(factor, aim, "target" if aim == self.target else "maximum", line.interval(reaches))
+
+    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns twice the last step: the policy knows no spread, and steps of this size are what is left to make."""
+        before = self.next_factor(history[:-1], first=first)
+        return 2 * abs(self.next_factor(history, first=first) - before)
 
     def _step(self, point: FactorPoint, factor: float) -> float:
         if point.peak is None:

@@ -1,42 +1,32 @@
-"""The learned safety factors: which observations count for a configuration on a kind of device, in which order, and
-what the policy makes of them. Nothing here is stored but observations; the export is remade from them.
+"""The factor store: one state folder's observations and events, asked what the next run's factor is, told what a person
+decides. Nothing is stored but those files; the export is remade from them.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from statistics import fmean, pvariance
+from statistics import median
 from typing import Any, Final
 
-from can_train.errors import ConfigError, StateError, unknown_name
-from can_train.policy.factors import FactorPoint, FactorPolicy
-from can_train.policy.policies import POLICIES, make_policy
+from can_train.errors import ArgumentError, ConfigError, StateError
+from can_train.policy.factors import FactorPolicy
 from can_train.state.atomic import write_json_atomic
+from can_train.state.documents import utc_text
+from can_train.state.events import Event, entries_of, read_events, standing, write_event
+from can_train.state.export import export_of
 from can_train.state.folders import state_folder
+from can_train.state.history import TEACHING
+from can_train.state.importing import read_import
 from can_train.state.observations import Observation, read_observations
+from can_train.state.records import FactorRecord, find_record, record_of, records_of, variant_like
 
 EXPORT_NAME: Final = "batch_size_factors.json"
 
-_TEACHING: Final = ("ok", "rescued", "interrupted")
-"""Outcomes whose peak is believed: an attempt that was interrupted had measured real steps, one that failed may have
-failed at anything."""
-
-_SETTLED_RUNS: Final = 5
-"""Runs before a factor can have converged, and runs whose factors its variance is taken over."""
-
-_IN_BAND_RUNS: Final = 3
-"""Last runs whose peaks must lie in the band."""
-
-_BAND: Final = 0.05
-"""Distance of a peak from the target that counts as in band: within it the momentum rule only makes its small steps."""
-
-_LOWERED: Final = 0.01
-"""Distance of the aim from the target that is worth a word."""
-
-_SETTLED_VARIANCE: Final = 0.01
-"""Variance of the factors below which they count as settled."""
+_ELSEWHERE_RUNS: Final = 10
+"""Last runs on another device whose measured-to-predicted ratio is asked; their median stands for them."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +44,13 @@ class FactorChoice:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What another device taught of a configuration."""
+    """What another kind of device taught of a configuration.
+
+    Attributes:
+        ratio: Measured ÷ predicted peak, in bytes.
+        runs: Runs that say so.
+        device: Where they ran.
+    """
 
     ratio: float
     runs: int
@@ -63,58 +59,19 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a configuration on a device."""
+    """What planning may know before a run.
+
+    Attributes:
+        choice: The factor that was pinned, learned here or imported; None where nothing of that is there.
+        target: Peak that the user wants, as a share of the capacity.
+        aim: Peak that the policy goes for: less than the target where that is too great a risk.
+        elsewhere: Without a choice, what the device seen last has taught; None where none has.
+    """
 
     choice: FactorChoice | None
     target: float
     aim: float
     elsewhere: Elsewhere | None
-
-
-@dataclass(frozen=True)
-class FactorRecord:
-    """All that is known of one configuration on one kind of device.
-
-    Attributes:
-        key: Configuration key.
-        device: Kind of device.
-        factor: Factor of the next run.
-        target: Peak that the user wants.
-        aim: Peak that the policy goes for: less than the target where that is too great a risk.
-        reason: Where the first run's factor came from, in words.
-        runs: Observations, oldest first; at least one.
-        peaks: Peak ÷ capacity of the runs that measured one, oldest first.
-        ooms: Runs in which memory ran out.
-        factor_variance: Variance of the last runs' factors.
-        converged: Whether peaks and factors have settled.
-    """
-
-    key: str
-    device: str
-    factor: float
-    target: float
-    aim: float
-    reason: str
-    runs: tuple[Observation, ...]
-    peaks: tuple[float, ...]
-    ooms: int
-    factor_variance: float
-    converged: bool
-
-    @property
-    def mean_peak(self) -> float | None:
-        """Mean peak ÷ capacity; None where nothing was measured."""
-        return fmean(self.peaks) if self.peaks else None
-
-    @property
-    def max_peak(self) -> float | None:
-        """Largest peak ÷ capacity; None where nothing was measured."""
-        return max(self.peaks, default=None)
-
-    @property
-    def last_peak(self) -> float | None:
-        """Latest peak ÷ capacity; None where nothing was measured."""
-        return self.peaks[-1] if self.peaks else None
 
 
 @dataclass(frozen=True)
@@ -140,7 +97,7 @@ class FactorStore:
         Raises:
             StateError: The folder cannot be read.
         """
-        return records_of(read_observations(self.state).finished, self.policy)
+        return records_of(read_observations(self.state).finished, read_events(self.state).events, self.policy)
 
     def get_factor(self, key: str, device: str | None = None) -> float:
         """The factor of the next run.
@@ -150,14 +107,19 @@ class FactorStore:
             device: Kind of device; None means the one seen last.
 
         Raises:
-            ConfigError: Nothing was learned under that key on that device; the message lists what was.
+            ConfigError: Nothing was learned under that key on that device; the message lists what was. Or it was reset,
+                and no run has begun since.
             StateError: The folder cannot be read.
         """
-        return find_record(self.records(), key, device).factor
+        record = find_record(self.records(), key, device)
+        if record.factor is None:
+            raise ConfigError("The factor was reset", value=record.key, remedy="Train: the next run is a first one")
+        return record.factor
 
     def get_stats(self, key: str, device: str | None = None) -> dict[str, Any]:
         """Figures of past runs: `num_runs`, `avg_memory_pct`, `max_memory_pct` (shares of the capacity, None before any
-        peak was measured), `factor_variance`, `converged`. Arguments and errors are those of `get_factor`.
+        peak was measured), `factor_variance`, `converged`. Arguments and errors are those of `get_factor`, which a
+        reset does not stop here.
         """
         record = find_record(self.records(), key, device)
         return {
@@ -168,37 +130,97 @@ class FactorStore:
             "converged": record.converged,
         }
 
-    def choose_factor(self, key: str, device: str, *, prior: FactorChoice) -> FactorChoice:
-        """The factor of the next run, and why; the prior where nothing was learned yet.
+    def known(self, key: str, device: str, fingerprint: Mapping[str, Any] = {}) -> Known:
+        """What is known before a run of a configuration on a kind of device.
+
+        Args:
+            key: Configuration key.
+            device: Kind of device.
+            fingerprint: The settings that change memory, as the run's observation will have them.
 
         Raises:
-            StateError: The folder cannot be read.
+            StateError: The folder cannot be read, or the fingerprint is nothing that an observation can hold.
         """
-        for record in self.records():
-            if (record.key, record.device) == (key, device):
-                return FactorChoice(record.factor, _learned(record))
-        return prior
+        events = read_events(self.state).events
+        of_key = [run for run in read_observations(self.state).finished if run.key == key]
+        runs = variant_like(of_key, _plain(fingerprint))
+        here = [run for run in runs if run.device.key == device]
+        record = record_of((key, device), here, standing(events, key, device), self.policy)
+        if record.factor is None or record.state == "first":
+            others = [run for run in runs if run.device.key != device and _counts(run, events)]
+            return Known(None, record.target, record.target, _elsewhere(others))
+        return Known(FactorChoice(record.factor, record.why), record.target, record.aim, None)
 
-    def known(self, key: str, device: str, fingerprint: Mapping[str, Any] = {}) -> Known:
-        for record in self.records():
-            if (record.key, record.device) == (key, device) and history_of(record.runs):
-                return Known(FactorChoice(record.factor, _learned(record)), record.target, record.aim, None)
-        return Known(None, 0.9, 0.9, None)
+    def reset(self, key: str | None, device: str | None = None) -> Path:
+        """Lets the runs so far teach nothing any more; they stay. Both None: of every key, on every device.
+
+        Raises:
+            StateError: The event cannot be written.
+        """
+        return self._write(Event(kind="reset", time=next_time(self.state), key=key, device=device))
+
+    def pin(self, key: str, value: float, device: str | None = None) -> Path:
+        """Fixes the factor, whatever was learned and will be.
+
+        Args:
+            key: Configuration key; no run need have it.
+            value: The factor, in (0, 1].
+            device: Kind of device; None means all of them.
+
+        Raises:
+            ArgumentError: The value is none.
+            StateError: The event cannot be written.
+        """
+        if not 0 < value <= 1:
+            remedy = "Give a share of the tuned limit: 0.5 is half of it"
+            raise ArgumentError("A factor lies in (0, 1]", value=f"{value:g}", remedy=remedy)
+        return self._write(Event(kind="pin", time=next_time(self.state), key=key, device=device, value=value))
+
+    def unpin(self, key: str, device: str | None = None) -> Path:
+        """Lets the learned factor hold again.
+
+        Raises:
+            StateError: The event cannot be written.
+        """
+        return self._write(Event(kind="unpin", time=next_time(self.state), key=key, device=device))
+
+    def import_file(self, file: Path) -> tuple[Path, list[str]]:
+        """Takes over the factors of a file, all of them or none: for each key and device in it, earlier runs teach
+        nothing any more, and the imported factor is the first.
+
+        Args:
+            file: In one of the shapes that `can_train.state.importing` reads, or several of them.
+
+        Returns:
+            The event's file, and the keys.
+
+        Raises:
+            DataError: The file cannot be read as factors.
+            StateError: The event cannot be written.
+        """
+        entries = entries_of(read_import(file))
+        source = os.fsencode(file).decode(errors="replace")
+        event = Event(kind="import", time=next_time(self.state), source=source, entries=entries)
+        return self._write(event), list(entries)
 
     def refresh_export(self) -> None:
-        """Remakes the export from the observations.
+        """Remakes the export from observations and events.
 
         Raises:
             StateError: It cannot be written. No reason to stop a training.
         """
+        records, events = self.records(), read_events(self.state).events
         try:
-            write_json_atomic(self.db_path, export_of(self.records()))
-        except OSError as error:
+            write_json_atomic(self.db_path, export_of(records, events))
+        except (OSError, ValueError) as error:
             raise StateError(
                 "The export of learned factors cannot be written",
                 value=f"{self.db_path}: {error}",
                 remedy="Choose another state folder with --state-dir, or mend this one",
             ) from error
+
+    def _write(self, event: Event) -> Path:
+        return write_event(self.state, event)
 
 
 def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorPolicy | None = None) -> FactorStore:
@@ -211,179 +233,45 @@ def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorP
     return FactorStore(state_folder(None if state_dir is None else Path(state_dir)), policy)
 
 
-def find_record(records: Sequence[FactorRecord], key: str, device: str | None = None) -> FactorRecord:
-    """Finds a configuration on a device, or on the one seen last.
+def next_time(state: Path) -> str:
+    """The time for a new record: the clock's, or just after the latest that the folder holds.
 
-    Raises:
-        ConfigError: There is none; the message lists those there are.
+    What comes later must not look earlier, or a clock that was set back would put an out-of-memory before the runs that
+    led to it, and a reset before what it resets. Where the folder cannot be read, the clock has to do.
     """
-    found = find_records(records, key, device)
-    return max(found, key=lambda record: record.runs[-1].ended)
+    now = datetime.now(UTC)
+    try:
+        log, events = read_observations(state), read_events(state).events
+    except StateError:
+        return utc_text(now)
+    times = [run.ended for run in log.finished]
+    times += [started.started for started in log.unfinished] + [event.moment for event in events]
+    return utc_text(max([now, *(time + timedelta(microseconds=1) for time in times)]))
 
 
-def find_records(records: Sequence[FactorRecord], key: str | None, device: str | None = None) -> list[FactorRecord]:
-    """Finds a configuration on every device. A key without its size is understood where only one size is known.
-
-    Args:
-        records: Where to look.
-        key: Configuration key; None means all of them.
-        device: Kind of device; None means all of them.
-
-    Raises:
-        ConfigError: There is none, or there are several sizes; the message lists those there are.
-    """
-    if not records:
-        raise ConfigError("Nothing has been learned yet", value=key or "", remedy="Train first: every run teaches")
-    known = {record.key for record in records}
-    keys = known if key is None else {key} & known or {r.key for r in records if r.runs[-1].key_without_size == key}
-    if key is not None and len(keys) > 1:
-        raise ConfigError("Several sizes were trained, so the key must name one", value=key, remedy=_listed(keys))
-    if key is not None and not keys:
-        raise unknown_name("configuration key", key, known)
-    found = [record for record in records if record.key in keys]
-    devices = {record.device for record in found}
-    if device is not None and device not in devices:
-        raise unknown_name("device", device, devices)
-    return [record for record in found if device in (None, record.device)]
+def _plain(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The fingerprint as it is read back from an observation: tuples are lists there."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(fingerprint), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StateError("A fingerprint holds what JSON can hold", value=str(error)) from error
+    return plain
 
 
-def records_of(observations: Sequence[Observation], policy: FactorPolicy | None = None) -> list[FactorRecord]:
-    """Groups observations by key and device and learns from each group.
-
-    Args:
-        observations: By the time their attempts began.
-        policy: How observations become the next factor; None: as each group's latest run had it.
-    """
-
-    def group(observation: Observation) -> tuple[str, str]:
-        return observation.key, observation.device.key
-
-    return [
-        _record(key, device, tuple(runs), policy)
-        for (key, device), runs in groupby(sorted(observations, key=group), key=group)
-    ]
+def _counts(run: Observation, events: Iterable[Event]) -> bool:
+    """Whether a run's measured and predicted peaks can be compared, and nothing since has reset it."""
+    since = standing(events, run.key, run.device.key).since
+    clean = run.outcome in TEACHING and not run.ran_out_of_memory and not run.ooms_rescued and not run.foreign_bytes
+    return clean and bool(run.peak_allocated_bytes and run.predicted_peak_bytes) and (
+        since is None or run.started >= since.moment
+    )  # fmt: skip
 
 
-def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
-    """What runs teach, oldest first.
-
-    An out-of-memory silences every run that overlaps it in time: those began before its lesson was known, so that their
-    success at the old factor must not undo it, nor their failure repeat it. Runs without a search, or that ended before
-    a peak was measured or by an error, teach nothing.
-
-    Args:
-        runs: One configuration's runs on one kind of device, by the time their attempts began.
-    """
-    lessons = _lessons(runs)
-    starts = [lesson.started for lesson in lessons]
-    points = []
-    for run in runs:
-        # Lessons do not overlap one another: the last that began before the run ended is also the last of those to end.
-        begun = bisect_left(starts, run.ended)
-        lesson = lessons[begun - 1] if begun else None
-        if run is lesson:
-            points.append(FactorPoint(used=run.used or run.factor, peak=None))
-        elif lesson is None or run.started >= lesson.ended:
-            points += _success(run)
-    return points
-
-
-def _lessons(runs: Sequence[Observation]) -> list[Observation]:
-    """The runs whose out-of-memory counts: of several that overlap, the one that began first."""
-    lessons: list[Observation] = []
-    for run in runs:
-        if run.ran_out_of_memory and (not lessons or run.started >= lessons[-1].ended):
-            lessons.append(run)
-    return lessons
-
-
-def _success(run: Observation) -> list[FactorPoint]:
-    if run.outcome not in _TEACHING or run.ran_out_of_memory or run.used is None or run.peak is None:
-        return []
-    return [FactorPoint(used=run.used, peak=run.peak)]
-
-
-def export_of(records: Sequence[FactorRecord]) -> dict[str, Any]:
-    """The learned factors in the shape that earlier tools read: per key the figures of the device seen last, and beside
-    them, under `devices`, those of every device.
-    """
-    export: dict[str, Any] = {}
-    for key, group in groupby(records, key=lambda record: record.key):
-        devices = list(group)
-        latest = max(devices, key=lambda record: record.runs[-1].ended)
-        export[key] = {"config_key": key, **_exported(latest), "devices": {r.device: _exported(r) for r in devices}}
-    return export
-
-
-def _record(key: str, device: str, runs: tuple[Observation, ...], given: FactorPolicy | None) -> FactorRecord:
-    policy = policy_of(runs[-1]) if given is None else given
-    history, first = history_of(runs), runs[0].factor
-    aim = policy.aim(history, first=first)
-    peaks = tuple(run.peak for run in runs if run.peak is not None)
-    variance = pvariance([run.factor for run in runs[-_SETTLED_RUNS:]])
-    in_band = [not run.ran_out_of_memory and _in_band(run, aim) for run in runs[-_IN_BAND_RUNS:]]
-    return FactorRecord(
-        key=key,
-        device=device,
-        factor=policy.next_factor(history, first=first),
-        target=policy.target,
-        aim=aim,
-        reason=runs[0].factor_reason,
-        runs=runs,
-        peaks=peaks,
-        ooms=sum(run.ran_out_of_memory for run in runs),
-        factor_variance=variance,
-        converged=len(runs) >= _SETTLED_RUNS and all(in_band) and variance < _SETTLED_VARIANCE,
-    )
-
-
-def policy_of(run: Observation) -> FactorPolicy:
-    """The policy that a run was set to; of one that says nothing, or names one that is not known here, the default."""
-    name, options = str(run.policy.get("name")), run.policy.get("options")
-    numbers = {k: v for k, v in options.items() if isinstance(v, float)} if isinstance(options, dict) else {}
-    return make_policy(name if name in POLICIES else next(iter(POLICIES)), numbers)
-
-
-def _learned(record: FactorRecord) -> str:
-    count = len(record.runs)
-    said = f"learned from {count} run{'s' if count > 1 else ''}"
-    if record.aim > record.target - _LOWERED:
-        return said
-    return f"{said}; aims at {record.aim:.0%} instead of {record.target:.0%}: the next peak is not known well enough"
-
-
-def _in_band(run: Observation, target: float) -> bool:
-    return run.peak is not None and abs(run.peak - target) <= _BAND
-
-
-def _listed(keys: Iterable[str]) -> str:
-    return f"Valid: {', '.join(sorted(keys))}"
-
-
-def _exported(record: FactorRecord) -> dict[str, Any]:
-    return {
-        "safety_factor": record.factor,
-        "initial_factor_reason": record.reason,
-        "last_updated": max(run.ended for run in record.runs).isoformat(timespec="microseconds"),
-        "runs": [
-            {
-                "run_id": run.run_id,
-                "timestamp": run.end_time,
-                "peak_memory_pct": run.peak,
-                "batch_size": run.logical_batch,
-                "success": run.outcome in ("ok", "rescued"),
-                "notes": run_notes(run),
-            }
-            for run in record.runs
-        ],
-    }
-
-
-def run_notes(run: Observation) -> str:
-    """What is worth knowing of a run beside its figures, in words; empty where nothing is."""
-    notes = [] if run.outcome in ("ok", "rescued") else [run.outcome.replace("oom", "out of memory")]
-    if run.ooms_rescued:
-        notes.append(f"{run.ooms_rescued} out-of-memory rescued")
-    if run.foreign_bytes:
-        notes.append(f"other processes took {run.foreign_bytes / 2**20:.0f} MiB")
-    return "; ".join(notes)
+def _elsewhere(runs: list[Observation]) -> Elsewhere | None:
+    if not runs:
+        return None
+    device = max(runs, key=lambda run: run.ended).device.key
+    recent = [run for run in runs if run.device.key == device][-_ELSEWHERE_RUNS:]
+    ratios = [run.peak_allocated_bytes / run.predicted_peak_bytes for run in recent
+              if run.peak_allocated_bytes and run.predicted_peak_bytes]  # fmt: skip
+    return Elsewhere(median(ratios), len(ratios), device)

@@ -3,29 +3,36 @@ ends, never rewritten by anybody, so that there is nothing to lock and nothing t
 next run is the factor store's matter.
 """
 
-import json
-import math
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from datetime import UTC, datetime
-from functools import cache
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, cast, get_args
+from typing import Any, Final, Literal, get_args
 
-from can_train.errors import StateError
-from can_train.state.atomic import write_json_atomic
-
-SCHEMA: Final = 1
-"""Version of the files' shape; raised when a field changes its meaning, not when one with a default is added."""
+from can_train.state.documents import (
+    DOCUMENT_SUFFIX,
+    SetAside,
+    check_counts,
+    check_time,
+    list_names,
+    read_documents,
+    write_document,
+)
 
 _FOLDER: Final = "observations"
-_FINISHED_SUFFIX: Final = ".json"
-_STARTED_SUFFIX: Final = ".started.json"
+_STARTED_SUFFIX: Final = f".started{DOCUMENT_SUFFIX}"
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]+")
 """What a run's id may hold and a portable file name may not."""
 
+_MOST_BYTES: Final = 2**20
+"""Largest file that is taken for an observation; they have a few thousand bytes."""
+
+_MOST_SHARE: Final = 1e6
+"""Largest share of a limit or of the capacity that is believed; beyond it squares lose their meaning."""
+
 Outcome = Literal["ok", "rescued", "oom", "interrupted", "error"]
+_OUTCOMES: Final = get_args(Outcome)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +62,36 @@ class Started:
     device: Device
     """The device."""
     start_time: str
-    """When the attempt began (`utc_now`)."""
+    """When the attempt began (`next_time`)."""
+    host: str = ""
+    """Name of the machine; empty where an older version wrote this."""
+    pid: int = 0
+    """The process there; 0 likewise."""
+
+    def __post_init__(self) -> None:
+        check_time("start_time", self.start_time)
+        check_counts(attempt=self.attempt, pid=self.pid)
+
+    @property
+    def started(self) -> datetime:
+        """When the attempt began."""
+        return datetime.fromisoformat(self.start_time)
+
+    def is_lost(self, host: str | None = None) -> bool:
+        """Whether its process is known to be gone; False where nobody here can know.
+
+        Args:
+            host: Name of this machine; None asks it.
+        """
+        if self.pid < 1 or self.host != (this_host() if host is None else host):
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, OverflowError):
+            return False
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +107,7 @@ class Observation:
     device: Device
     """The device."""
     start_time: str
-    """When the attempt began (`utc_now`)."""
+    """When the attempt began (`next_time`)."""
     end_time: str
     """When it ended."""
     outcome: str
@@ -122,16 +158,35 @@ class Observation:
     """How the attempt's user wants factors learned: the policy's name, and its options."""
 
     def __post_init__(self) -> None:
-        if self.outcome not in get_args(Outcome):
-            raise ValueError(f"outcome {self.outcome!r} is not one of {', '.join(get_args(Outcome))}")
-        if self.capacity_bytes < 1:
-            raise ValueError(f"capacity_bytes {self.capacity_bytes} is below 1")
+        if self.outcome not in _OUTCOMES:
+            raise ValueError(f"outcome {self.outcome!r} is not one of {', '.join(_OUTCOMES)}")
         if not 0 < self.factor <= 1:
             raise ValueError(f"factor {self.factor} is not in (0, 1]")
-        if self.used is not None and not 0 <= self.used < math.inf:
-            raise ValueError(f"used {self.used} is not a share")
-        if self.started.tzinfo is None or self.ended.tzinfo is None:
-            raise ValueError("start_time and end_time must name their time zone")
+        for used in (self.used, self.oom_used, self.settled_used):
+            if used is not None and not 0 <= used <= _MOST_SHARE:
+                raise ValueError(f"used {used} is not a share")
+        check_time("start_time", self.start_time)
+        check_time("end_time", self.end_time)
+        self._check_counts()
+
+    def _check_counts(self) -> None:
+        if self.capacity_bytes < 1:
+            raise ValueError(f"capacity_bytes {self.capacity_bytes} is below 1")
+        check_counts(
+            attempt=self.attempt,
+            capacity_bytes=self.capacity_bytes,
+            peak_allocated_bytes=self.peak_allocated_bytes,
+            peak_reserved_bytes=self.peak_reserved_bytes,
+            predicted_peak_bytes=self.predicted_peak_bytes,
+            tuned_limit=self.tuned_limit,
+            safe_limit=self.safe_limit,
+            logical_batch=self.logical_batch,
+            largest_micro_batch=self.largest_micro_batch,
+            settled_peak_bytes=self.settled_peak_bytes,
+            ooms_rescued=self.ooms_rescued,
+            allocator_retries=self.allocator_retries,
+            foreign_bytes=self.foreign_bytes,
+        )
 
     @property
     def started(self) -> datetime:
@@ -140,8 +195,8 @@ class Observation:
 
     @property
     def ended(self) -> datetime:
-        """When it ended."""
-        return datetime.fromisoformat(self.end_time)
+        """When it ended; no earlier than it began, though the clock may have been set back in between."""
+        return max(datetime.fromisoformat(self.end_time), self.started)
 
     @property
     def key_without_size(self) -> str:
@@ -163,16 +218,8 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class SetAside:
-    """A file that could not be read as an observation. It stays where it is."""
-
-    path: Path
-    reason: str
-
-
-@dataclass(frozen=True)
 class ObservationLog:
-    """Everything in a state folder.
+    """All attempts in a state folder.
 
     Attributes:
         finished: Observations, by the time their attempts began.
@@ -185,9 +232,10 @@ class ObservationLog:
     set_aside: list[SetAside]
 
 
-def utc_now() -> str:
-    """The time, as the files have it: ISO 8601 in UTC, to the microsecond."""
-    return datetime.now(UTC).isoformat(timespec="microseconds")
+def this_host() -> str:
+    """The name of this machine, as `Started` has it."""
+    # What socket.gethostname() says too, without an import that would be a tenth of the command line's start.
+    return os.uname().nodename
 
 
 def write_started(state: Path, started: Started) -> Path:
@@ -205,7 +253,7 @@ def write_observation(state: Path, observation: Observation) -> Path:
     Raises:
         StateError: The file cannot be written, or is there already. No reason to stop a training.
     """
-    return _write(state, observation, _FINISHED_SUFFIX)
+    return _write(state, observation, DOCUMENT_SUFFIX)
 
 
 def read_observations(state: Path) -> ObservationLog:
@@ -214,102 +262,28 @@ def read_observations(state: Path) -> ObservationLog:
     Raises:
         StateError: The folder cannot be listed.
     """
-    try:
-        names = sorted(path.name for path in (state / _FOLDER).iterdir())
-    except FileNotFoundError:
-        names = []
-    except OSError as error:
-        raise _unusable("read", state, error) from error
     folder = state / _FOLDER
-    log = ObservationLog([], [], [])
-    finished_names = {name for name in names if name.endswith(_FINISHED_SUFFIX) and not name.endswith(_STARTED_SUFFIX)}
-    for name in sorted(finished_names):
-        _read_into(log.finished, log.set_aside, folder / name, Observation)
-    for name in names:
-        if (
-            name.endswith(_STARTED_SUFFIX)
-            and name.removesuffix(_STARTED_SUFFIX) + _FINISHED_SUFFIX not in finished_names
-        ):
-            _read_into(log.unfinished, log.set_aside, folder / name, Started)
+    names = list_names(folder)
+    finished = {name for name in names if name.endswith(DOCUMENT_SUFFIX) and not name.endswith(_STARTED_SUFFIX)}
+    unfinished = [
+        name
+        for name in names
+        if name.endswith(_STARTED_SUFFIX) and name.removesuffix(_STARTED_SUFFIX) + DOCUMENT_SUFFIX not in finished
+    ]
+    set_aside: list[SetAside] = []
+    log = ObservationLog(
+        read_documents(folder, sorted(finished), Observation, set_aside, most_bytes=_MOST_BYTES),
+        read_documents(folder, unfinished, Started, set_aside, most_bytes=_MOST_BYTES),
+        set_aside,
+    )
     log.finished.sort(key=lambda observation: observation.started)
-    log.unfinished.sort(key=lambda started: started.start_time)
+    log.unfinished.sort(key=lambda started: started.started)
     return log
-
-
-_Record = TypeVar("_Record", Observation, Started)
 
 
 def _write(state: Path, record: Observation | Started, suffix: str) -> Path:
     # Unique without a counter or a lock: two attempts alike in all three parts are the same attempt.
     stamp = re.sub(r"\D", "", record.start_time)[:20]
     path = state / _FOLDER / f"{stamp}-{_UNSAFE.sub('-', record.run_id)[:150]}-{record.attempt}{suffix}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            raise FileExistsError("an observation of this attempt exists")
-        write_json_atomic(path, {"schema": SCHEMA, **asdict(record)})
-    except (OSError, ValueError, TypeError) as error:
-        raise _unusable("written", path, error) from error
+    write_document(path, record)
     return path
-
-
-def _unusable(verb: str, path: Path, error: Exception) -> StateError:
-    remedy = "Choose another state folder with --state-dir, or mend this one"
-    return StateError(f"The state folder cannot be {verb}", value=f"{path}: {error}", remedy=remedy)
-
-
-def _read_into(records: list[_Record], set_aside: list[SetAside], path: Path, kind: type[_Record]) -> None:
-    try:
-        records.append(_parse(path.read_bytes(), kind))
-    except (OSError, ValueError, RecursionError) as error:
-        set_aside.append(SetAside(path, str(error)))
-
-
-def _parse(data: bytes, kind: type[_Record]) -> _Record:
-    """Turns a file's content into a record.
-
-    Raises:
-        ValueError: It is none, or one of a shape that a newer can-train wrote.
-    """
-    if not data:
-        raise ValueError("empty")
-    values = json.loads(data)
-    if not isinstance(values, dict) or not isinstance(values.get("schema"), int):
-        raise ValueError("not an observation of can-train")
-    if values["schema"] > SCHEMA:
-        raise ValueError(f"written by a newer can-train (schema {values['schema']}, this one knows {SCHEMA})")
-    return _build(kind, values)
-
-
-_Built = TypeVar("_Built", Observation, Started, Device)
-
-
-def _build(kind: type[_Built], values: Mapping[str, Any]) -> _Built:
-    """Makes a record of plain values; values that it has no field for come from a later version and are passed over."""
-    arguments: dict[str, Any] = {}
-    for name, expected, required in _expected(cast("Any", kind)):
-        if name in values:
-            value = values[name]
-            # Most are what they should be: thousands of files are read at a time.
-            arguments[name] = value if type(value) is expected else _checked(name, value, expected)
-        elif required:
-            raise ValueError(f"{name} is missing")
-    return kind(**arguments)
-
-
-@cache
-def _expected(kind: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
-    """Each field's name, type, and whether it must be there."""
-    return tuple(
-        (item.name, item.type, item.default is MISSING and item.default_factory is MISSING) for item in fields(kind)
-    )
-
-
-def _checked(name: str, value: Any, kind: Any) -> Any:
-    if kind is Device and isinstance(value, dict):
-        return _build(Device, value)
-    if kind in (float, float | None) and isinstance(value, int):
-        return float(value)
-    if not isinstance(value, dict if kind == dict[str, Any] else kind) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r:.40}")
-    return value

@@ -9,7 +9,8 @@ import torch
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError, StateError
 from can_train.memory.out_of_memory import is_out_of_memory
-from can_train.state.observations import Device, Observation, Started, utc_now, write_observation, write_started
+from can_train.state.documents import utc_now
+from can_train.state.observations import Device, Observation, Started, write_observation, write_started
 from can_train.training.effective_factor import memory_fingerprint, policy_options, store_of
 from can_train.training.folders import state_dir
 from can_train.training.run_folder import RunFolder

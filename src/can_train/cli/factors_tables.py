@@ -1,0 +1,234 @@
+"""Makes the tables and the plain values that `can-train factors` prints, from the store's records."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from can_train.cli.factors_plot import PlotPoint, plot_lines
+from can_train.cli.tables import TextTable
+from can_train.state.events import ANY_DEVICE, EventLog
+from can_train.state.export import run_notes
+from can_train.state.observations import Observation, ObservationLog
+from can_train.state.records import FactorRecord
+from can_train.state.replay import Replay
+
+_COLUMNS: Final = (
+    "key",
+    "device",
+    "factor",
+    "runs",
+    "mean peak",
+    "max peak",
+    "last peak",
+    "OOMs",
+    "converged",
+    "reason",
+)
+_RUN_COLUMNS: Final = ("run", "attempt", "ended", "factor", "used", "peak", "batch", "micro-batch", "outcome", "notes")
+_FORGOTTEN: Final = "before the reset"
+
+
+def factors_table(records: Sequence[FactorRecord], notes: Sequence[str] = ()) -> TextTable:
+    """Makes the overview: one row a configuration and kind of device."""
+    rows = [
+        (
+            record.key,
+            shown_device(record.device),
+            _factor(record),
+            str(len(record.runs)),
+            _percent(record.mean_peak),
+            _percent(record.max_peak),
+            _percent(record.last_peak),
+            str(record.ooms),
+            "yes" if record.converged else "no",
+            "; ".join([_reason(record), *_hidden(record)]),
+        )
+        for record in records
+    ]
+    return TextTable("Safety factors of the next runs", _COLUMNS, rows, notes)
+
+
+def runs_tables(record: FactorRecord) -> list[TextTable]:
+    """Makes the list of a configuration's runs on one kind of device, oldest first, with their plot; then those of
+    other settings.
+    """
+    plot = plot_lines([_plot_point(run) for run in record.runs], target=record.aim)
+    name = f"{record.key} on {shown_device(record.device)}"
+    *settings, last = settings_apart([other.fingerprint for other in record.others] + [record.fingerprint])
+    tables = [TextTable(f"{name}{f', {last}' if last else ''}", _RUN_COLUMNS, _run_rows(record), plot)]
+    for other, differing in zip(record.others, settings, strict=True):
+        tables.append(TextTable(f"{name}, {differing}", _RUN_COLUMNS, _run_rows(other), [_learned(other)]))
+    return tables
+
+
+def settings_apart(fingerprints: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describes each of several groups of settings by those in which they differ."""
+    flat = [dict(_flat(fingerprint)) for fingerprint in fingerprints]
+    names = [name for name in dict.fromkeys(name for one in flat for name in one)
+             if any(one.get(name) != flat[0].get(name) for one in flat)]  # fmt: skip
+    return [" ".join(f"{name}={one[name]}" if name in one else f"no {name}" for name in names) for one in flat]
+
+
+def replay_table(done: Replay, name: str) -> TextTable:
+    """Makes the list of a configuration's runs with the factor that another policy would have set before each."""
+    record = done.record
+    rows = [
+        (run.run_id, str(run.attempt), _minute(run.ended), f"{run.factor:.4f}", f"{factor:.4f}", _percent(run.peak),
+         run.outcome)
+        for run, factor in zip(record.runs, done.factors, strict=True)
+    ]  # fmt: skip
+    next_factor = "–" if done.next_factor is None else f"{done.next_factor:.4f}"
+    in_force = "–" if record.factor is None else f"{record.factor:.4f}"
+    note = f"next: {name} {next_factor}; in force {in_force} ({record.why})"
+    title = f"{record.key} on {shown_device(record.device)}, replayed with {name}"
+    return TextTable(title, ("run", "attempt", "ended", "factor", name, "peak", "outcome"), rows, [note])
+
+
+def log_notes(log: ObservationLog, events: EventLog) -> list[str]:
+    """Says what the state folder holds beside observations and events."""
+    unfinished = [
+        f"no result: {started.run_id} (attempt {started.attempt}, {started.key}), begun {_minute(started.started)}, "
+        + ("lost: its process is gone" if started.is_lost() else "still runs or was lost")
+        for started in log.unfinished
+    ]
+    return unfinished + [f"set aside: {aside.shown}: {aside.reason}" for aside in log.set_aside + events.set_aside]
+
+
+def factors_json(
+    records: Sequence[FactorRecord], log: ObservationLog, events: EventLog, *, show: bool
+) -> dict[str, Any]:
+    """Makes the same as plain values; peaks are shares of the capacity."""
+    return {
+        "factors": [_record_json(record, show=show) for record in records],
+        "unfinished": [{**asdict(started), "lost": started.is_lost()} for started in log.unfinished],
+        "set_aside": [{"path": aside.shown, "reason": aside.reason} for aside in log.set_aside + events.set_aside],
+    }
+
+
+def replay_json(done: Replay, name: str) -> dict[str, Any]:
+    """Makes a replay as plain values."""
+    runs = [
+        {"run_id": run.run_id, "attempt": run.attempt, "end_time": run.end_time, "factor": run.factor,
+         "replayed_factor": factor, "peak_memory_pct": run.peak, "outcome": run.outcome}
+        for run, factor in zip(done.record.runs, done.factors, strict=True)
+    ]  # fmt: skip
+    return {"config_key": done.record.key, "device": done.record.device, "policy": name,
+            "safety_factor": done.record.factor, "replayed_safety_factor": done.next_factor, "runs": runs}  # fmt: skip
+
+
+def shown_device(device: str) -> str:
+    """A kind of device as people read it."""
+    return "any other" if device == ANY_DEVICE else device
+
+
+def _record_json(record: FactorRecord, *, show: bool) -> dict[str, Any]:
+    figures = {
+        "config_key": record.key,
+        "device": record.device,
+        "state": record.state,
+        "safety_factor": record.factor,
+        "learned_factor": record.learned,
+        "interval": record.interval,
+        "target": record.target,
+        "aim": record.aim,
+        "reason": record.why,
+        "initial_factor_reason": record.reason,
+        "num_runs": len(record.runs),
+        "runs_before_reset": len(record.forgotten),
+        "runs_with_other_settings": _other_runs(record),
+        "avg_memory_pct": record.mean_peak,
+        "max_memory_pct": record.max_peak,
+        "last_memory_pct": record.last_peak,
+        "ooms": record.ooms,
+        "factor_variance": record.factor_variance,
+        "converged": record.converged,
+    }
+    if not show:
+        return figures
+    others = [_record_json(other, show=True) for other in record.others]
+    return {**figures, "fingerprint": record.fingerprint, "runs": _runs_json(record), "other_settings": others}
+
+
+def _runs_json(record: FactorRecord) -> list[dict[str, Any]]:
+    parts = ((record.forgotten, True), (record.runs, False))
+    return [
+        {**asdict(run), "peak_memory_pct": run.peak, "before_reset": forgotten}
+        for runs, forgotten in parts
+        for run in runs
+    ]
+
+
+def _run_rows(record: FactorRecord) -> list[tuple[str, ...]]:
+    return [_run_row(run, [_FORGOTTEN]) for run in record.forgotten] + [_run_row(run, []) for run in record.runs]
+
+
+def _run_row(run: Observation, marks: list[str]) -> tuple[str, ...]:
+    return (
+        run.run_id,
+        str(run.attempt),
+        _minute(run.ended),
+        f"{run.factor:.4f}",
+        "–" if run.used is None else f"{run.used:.3f}",
+        _percent(run.peak),
+        str(run.logical_batch),
+        str(run.largest_micro_batch),
+        run.outcome,
+        "; ".join(marks + [note for note in [run_notes(run)] if note]),
+    )
+
+
+def _plot_point(run: Observation) -> PlotPoint:
+    return PlotPoint(run.factor, run.peak, run.ran_out_of_memory)
+
+
+def _factor(record: FactorRecord) -> str:
+    if record.factor is None:
+        return "–"
+    if record.state == "pinned" or record.interval is None:
+        return f"{record.factor:.3f}"
+    return f"{record.factor:.3f} ± {record.interval:.3f}"
+
+
+def _learned(record: FactorRecord) -> str:
+    return f"factor {_factor(record)}, {record.why}"
+
+
+def _reason(record: FactorRecord) -> str:
+    if record.state == "learned":
+        return f"{record.why}; first: {record.reason}"
+    if record.state == "pinned" and record.interval is not None:
+        return f"{record.why}; learned: {record.learned:.3f} ± {record.interval:.3f}"
+    return record.why
+
+
+def _hidden(record: FactorRecord) -> Iterable[str]:
+    """What a row says nothing of but how much it is."""
+    if record.forgotten:
+        yield f"+{_runs(len(record.forgotten))} {_FORGOTTEN}"
+    if record.others:
+        yield f"+{_runs(_other_runs(record))} with other settings"
+
+
+def _other_runs(record: FactorRecord) -> int:
+    return sum(len(other.runs) + len(other.forgotten) for other in record.others)
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'' if count == 1 else 's'}"
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _minute(time: datetime) -> str:
+    return f"{time.astimezone(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
