@@ -1,9 +1,10 @@
 """The measurements behind `scripts/bench/learning`: real runs in a row on a simulated GPU where memory binds, each of
-which starts from what those before it taught. Then the same where training takes 12 % of the GPU that neither probes nor
-trials have seen; and the momentum rule after an out-of-memory that nobody rescues.
+which starts from what those before it taught. Then the same where training takes 12 % of the GPU that neither probes
+nor trials have seen; and the momentum rule after an out-of-memory that nobody rescues.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import SimulatedMeter
 from can_train.reporter import SilentReporter
+from can_train.state.factor_store import get_safety_factor_db
 from can_train.state.observations import Observation, read_observations
 from can_train.training import loop
 from can_train.training.run import train_new
@@ -115,7 +117,9 @@ def measure(scenario: Scenario, seconds: float) -> tuple[list[str], bool]:
     with tempfile.TemporaryDirectory() as folder:
         run = resolved(scenario, Path(folder), seconds)
         if scenario.first is not None:
-            know(Path(folder) / "state", run.key, scenario.first)
+            file = Path(folder) / "factors.json"
+            file.write_text(json.dumps({run.key: scenario.first}), encoding="utf-8")
+            get_safety_factor_db(Path(folder) / "state").import_file(file)
         targets = [attempt(run, hidden) for hidden in scenario.hidden]
         observed = read_observations(Path(folder) / "state").finished
     near = [peak_of(one) is not None and abs(peak_of(one) - target) <= BAND

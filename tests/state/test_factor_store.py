@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import ConfigError, StateError
-from can_train.policy.factors import FactorPoint, MomentumPolicy
+from can_train.policy.factors import Decision, FactorPoint, MomentumPolicy
 from can_train.state.factor_store import Elsewhere, Known, get_safety_factor_db
 from can_train.state.history import history_of
 from can_train.state.observations import Observation, write_observation
@@ -24,13 +24,15 @@ def remember(state: Path, *observations: Observation) -> None:
 
 
 def converging(**changed: Any) -> list[Observation]:
+    law = ((0.66, 7_310), (0.75, 8_200), (0.81, 8_790), (0.83, 9_000), (0.83, 9_010), (0.83, 8_990))
     return [
-        observation(n, peak_allocated_bytes=peak, **changed) for n, peak in enumerate((7000, 8000, 8700, 8900, 9000))
+        observation(n, used=used, peak_allocated_bytes=peak, **({"factor": 0.8} | changed))
+        for n, (used, peak) in enumerate(law)
     ]
 
 
 def test_nothing_is_known_before_the_first_run(tmp_path: Path) -> None:
-    assert get_safety_factor_db(tmp_path).known(KEY, "v100-16gb") == Known(None, 0.9, 0.9, None)
+    assert get_safety_factor_db(tmp_path).known(KEY, "v100-16gb") == Known(None, 0.9, 0.9, "", None)
 
 
 def test_the_next_run_has_what_was_learned(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_a_factor_converges_after_five_runs_the_last_three_in_band() -> None:
 
     runs = converging()
     assert converged(runs)
-    assert not converged(runs[1:])
+    assert not converged(runs[2:])
     assert not converged([*runs, observation(9, peak_allocated_bytes=8_400)])
     assert not converged([*runs, out_of_memory(9, peak_allocated_bytes=9_000)])
     assert not converged([observation(n, peak_allocated_bytes=9_000, factor=0.3 + 0.1 * n) for n in range(5)])
@@ -112,8 +114,8 @@ def test_a_factor_converges_after_five_runs_the_last_three_in_band() -> None:
 class Unsure(MomentumPolicy):
     half_width: float = 0.0
 
-    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        return self.half_width
+    def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
+        return replace(super().decide(history, first=first), factor=0.5, interval=self.half_width)
 
 
 def test_a_factor_whose_interval_is_wide_has_not_converged() -> None:

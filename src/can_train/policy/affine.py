@@ -13,6 +13,10 @@ from can_train.policy.line import BELIEFS, Line, LinePrior
 BACK_OFF: Final = 0.99
 """Share of the factor that is kept in each step of the search for one whose risk is small enough."""
 
+PREDICTED_SD: Final = 0.06
+"""Standard deviation of a measured peak around what a cost model predicts, as a share of capacity. Predictions from
+probes lie within a few thousandths; this is for what no probe sees (another library's tensors, a workspace)."""
+
 _IN_A_ROW: Final = 20
 """Out-of-memories in a row that are gone back over, one fit each."""
 
@@ -65,6 +69,12 @@ class AffinePolicy(FactorPolicy):
     z: float = 2.6
     step_up: float = 1.6
     oom_share: float = 0.85
+
+    def believing(self, base: float, full: float) -> "AffinePolicy":
+        """Returns the policy with a line that a cost model predicts as its belief."""
+        return replace(
+            self, prior=replace(self.prior, base=base, base_sd=PREDICTED_SD, full=full, full_sd=PREDICTED_SD)
+        )
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
         """Returns the factor of the next run, in [minimum, maximum], and what it goes for."""

@@ -70,6 +70,12 @@ class FactorPolicy(Protocol):
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
         """Returns the factor of the next run, and what it goes for."""
 
+    def believing(self, base: float, full: float) -> "FactorPolicy":
+        """Returns the policy with what a cost model predicts: the peak of a run that uses nothing, and of one that uses
+        the whole tuned limit, as shares of capacity. A policy that has no beliefs is as before.
+        """
+        return self
+
     def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
         """Returns the factor of the next run."""
         return self.decide(history, first=first).factor
@@ -98,9 +104,6 @@ def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) ->
         if point.settled is not None:
             readings.append(Reading(*point.settled, weight))
     return readings
-
-    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Returns the half-width of the factor's 95 % interval."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,11 @@ class Observation:
     """Measured peak of what the allocator held. Recorded, never learned from."""
     predicted_peak_bytes: int | None = None
     """Peak that the plan predicted."""
+    predicted_base_bytes: int | None = None
+    """Of that, what weights, gradients and optimizer state take."""
+    predicted_full_bytes: int | None = None
+    """Peak that the plan predicted of a micro-batch at the tuned limit; None where that was not searched for to the
+    end."""
     tuned_limit: int | None
     """Largest cost in bytes that fits; None without a search."""
     safe_limit: int | None
@@ -209,6 +214,13 @@ class Observation:
     def peak(self) -> float | None:
         """Peak memory ÷ capacity; None where nothing was measured."""
         return None if self.peak_allocated_bytes is None else self.peak_allocated_bytes / self.capacity_bytes
+
+    @property
+    def predicted_line(self) -> tuple[float, float] | None:
+        """Predicted peaks ÷ capacity of a run that uses nothing, and of one that uses the whole tuned limit."""
+        if self.predicted_base_bytes is None or self.predicted_full_bytes is None:
+            return None
+        return self.predicted_base_bytes / self.capacity_bytes, self.predicted_full_bytes / self.capacity_bytes
 
     @property
     def ran_out_of_memory(self) -> bool:

@@ -10,7 +10,7 @@ from statistics import fmean, pvariance
 from typing import Any, Final, Literal
 
 from can_train.errors import ConfigError, unknown_name
-from can_train.policy.factors import FactorPolicy
+from can_train.policy.factors import FactorPolicy, Holds
 from can_train.policy.policies import POLICIES, make_policy
 from can_train.state.events import ANY_DEVICE, Event, Imported, Standing, standing
 from can_train.state.history import history_of
@@ -43,6 +43,13 @@ TORCH_VERSION: Final = "torch_version"
 """The part of a fingerprint that is recorded and makes no difference: memory laws drift slowly with versions, and a
 policy forgets."""
 
+_AIM_REASONS: Final[Mapping[Holds, str]] = {
+    "target": "",
+    "noise": "the next peak is not known well enough",
+    "ceiling": "memory ran out below the capacity",
+    "maximum": "the largest factor leads no further",
+}
+
 State = Literal["pinned", "learned", "imported", "first", "reset"]
 
 
@@ -60,7 +67,8 @@ class FactorRecord:
         learned: The same without the pin.
         interval: Half-width of the 95 % interval of `learned`; None where nothing was learned.
         target: Peak that the user wants.
-        aim: Peak that the policy goes for: less than the target where that is too great a risk.
+        aim: Peak that the policy goes for: less than the target where that cannot or must not be reached.
+        aim_reason: Why it is less, in words; empty where it is not.
         reason: Where the first run's factor came from, in words.
         why: Where the next run's factor comes from, in words.
         updated: When the last run ended, or else the last event was.
@@ -80,6 +88,7 @@ class FactorRecord:
     interval: float | None
     target: float
     aim: float
+    aim_reason: str
     reason: str
     why: str
     updated: datetime
@@ -159,10 +168,11 @@ def record_of(
     policy = given or (policy_of(all_runs[-1]) if all_runs else make_policy(_DEFAULT_POLICY, {}))
     runs = tuple(run for run in all_runs if in_force.since is None or run.started >= in_force.since.moment)
     history, imported = history_of(runs), _imported(in_force, name)
-    first = imported.safety_factor if imported else runs[0].factor if runs else None
-    learned = first if first is None or (imported and not history) else policy.next_factor(history, first=first)
-    interval = policy.interval(history, first=first) if history and first is not None else None
-    aim = policy.target if first is None else policy.aim(history, first=first)
+    first = imported.safety_factor if imported else _first_factor(runs)
+    decision = None if first is None else _informed(policy, runs).decide(history, first=first)
+    learned = first if decision is None or (imported and not history) else decision.factor
+    interval = decision.interval if history and decision else None
+    aim, holds = (decision.aim, decision.holds) if decision else (policy.target, "target")
     variance = pvariance([run.factor for run in runs[-_SETTLED_RUNS:]]) if runs else 0.0
     state: State = "learned" if history else "imported" if imported else "first" if runs else "reset"
     record = FactorRecord(
@@ -176,7 +186,8 @@ def record_of(
         target=policy.target,
         aim=aim,
         reason=_first_reason(in_force, imported, runs),
-        why=_why(state, len(history), aim, policy.target),
+        aim_reason=_AIM_REASONS[holds] if aim < policy.target - _LOWERED else "",
+        why=f"learned from {len(history)} run{'s' if len(history) > 1 else ''}" if history else "",
         updated=_updated(all_runs, in_force),
         runs=runs,
         forgotten=tuple(all_runs[: len(all_runs) - len(runs)]),
@@ -307,13 +318,17 @@ def _first_reason(in_force: Standing, imported: Imported | None, runs: Sequence[
     return f"reset on {in_force.since.moment:%Y-%m-%d}; the next run is a first one" if in_force.since else ""
 
 
-def _why(state: State, taught: int, aim: float, target: float) -> str:
-    if state != "learned":
-        return ""
-    said = f"learned from {taught} run{'s' if taught > 1 else ''}"
-    if aim > target - _LOWERED:
-        return said
-    return f"{said}; aims at {aim:.0%} instead of {target:.0%}: the next peak is not known well enough"
+def _first_factor(runs: Sequence[Observation]) -> float | None:
+    """The factor that learning starts from: of the first run in which one was in use."""
+    searched = (run.factor for run in runs if run.tuned_limit is not None)
+    return next(searched, runs[0].factor if runs else None)
+
+
+def _informed(policy: FactorPolicy, runs: Sequence[Observation]) -> FactorPolicy:
+    """Tells the policy what the latest run's cost model predicted."""
+    lines = (run.predicted_line for run in reversed(runs))
+    line = next((line for line in lines if line is not None), None)
+    return policy if line is None else policy.believing(*line)
 
 
 def _pinned(record: FactorRecord, pin: Event | None) -> FactorRecord:

@@ -108,7 +108,7 @@ def _rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> FactorRule:
     first = _first(run)
     if known.choice is None:
         return replace(first, elsewhere=known.elsewhere, known=None if known.elsewhere else first.known)
-    aim = first.aim if known.aim >= known.target else Aim(known.aim, "as far as earlier runs let it go")
+    aim = Aim(known.aim, known.aim_reason)
     return replace(first, known=known.choice, aim=aim, after_oom=_died_of_memory(state_dir(run.paths), run_id))
 
 

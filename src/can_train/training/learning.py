@@ -1,16 +1,19 @@
 """What a run leaves to later ones: one observation an attempt. Learning that fails never stops a training."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError, StateError
 from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.policy.device_limits import DeviceLimits
 from can_train.state.documents import utc_now
-from can_train.state.observations import Device, Observation, Started, write_observation, write_started
+from can_train.state.observations import Device, Observation, Started, this_host, write_observation, write_started
 from can_train.training.effective_factor import memory_fingerprint, policy_options, store_of
 from can_train.training.folders import state_dir
 from can_train.training.run_folder import RunFolder
@@ -36,6 +39,8 @@ class Attempt:
             key=self.run.key,
             device=Device(key=meter.key, name=meter.name, total_bytes=meter.total_bytes, driver=meter.driver),
             start_time=utc_now(),
+            host=this_host(),
+            pid=os.getpid(),
         )
         self._unless_it_fails(lambda: write_started(state_dir(self.run.paths), self._started))
         return self
@@ -69,12 +74,14 @@ class Attempt:
             peak_allocated_bytes=session.peak_bytes or None,
             peak_reserved_bytes=session.peak_reserved_bytes or None,
             predicted_peak_bytes=None if predicted is None else round(predicted),
+            **_predicted_line(limits if searched else None),
             tuned_limit=round(limits.training.tuned_limit) if limits is not None and searched else None,
             safe_limit=round(plan.rules.safe_limit) if searched else None,
             used=session.run_plan.used(session.largest_cost or plan.largest_cost),
             logical_batch=plan.logical_batch,
             largest_micro_batch=session.largest_micro_batch or plan.largest_micro_batch,
             binding_limit=plan.binding_limit,
+            **_memory_lesson(session),
             ooms_rescued=session.batcher.ooms,
             allocator_retries=meter.retries(),
             foreign_bytes=session.foreign_bytes,
@@ -98,6 +105,27 @@ class Attempt:
             write()
         except StateError as error:
             self.session.reporter.notice(f"This run teaches nothing. {error}")
+
+
+def _predicted_line(limits: DeviceLimits | None) -> dict[str, Any]:
+    """What the cost model predicts of any share of the tuned limit."""
+    if limits is None or limits.training.capped:
+        return {}
+    training = limits.training
+    full = training.peak_bytes(training.tuned_limit)
+    return {"predicted_base_bytes": round(training.model.base_bytes), "predicted_full_bytes": round(full)}
+
+
+def _memory_lesson(session: Session) -> dict[str, Any]:
+    """What ran out of memory, and what ran from then on."""
+    if session.oom_cost is None:
+        return {}
+    used, settled = session.run_plan.used, session.settled_cost
+    return {
+        "oom_used": used(session.oom_cost),
+        "settled_used": used(settled) if settled else None,
+        "settled_peak_bytes": session.settled_peak_bytes if settled else None,
+    }
 
 
 def _outcome(error: BaseException | None) -> str:
