@@ -6,7 +6,7 @@ Shapes: B graphs of a batch, R rows (windows), N nodes, Z latent width.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -20,8 +20,6 @@ from can_train.reporter import Reporter
 from can_train.tasks.can.dataset import CanData, prepare
 from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.gather import Gatherer
-from can_train.tasks.can.judgement_table import FolderTable, judgement_table
-from can_train.tasks.can.judging import JudgingOptions, ModelScores, judge
 from can_train.tasks.can.layout import TEST, find_logs
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
@@ -29,6 +27,9 @@ from can_train.tasks.can.sampling import sample_data
 from can_train.tasks.can.settings import CanDatasetSettings, GatSettings
 from can_train.tasks.can.splits import Split
 from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder
+
+if TYPE_CHECKING:
+    from can_train.tasks.can.judgement_table import FolderTable
 
 SUPERVISED: Final = "normal"
 """The mode that learns from attack labels."""
@@ -150,6 +151,9 @@ class CanTask:
 
     def judge(self, score: Callable[[NDArray[np.int64]], NDArray[np.float64]]) -> Mapping[str, Any]:
         """Judges each test folder by itself, beside the floors; thresholds come from validation."""
+        # Sees scikit-learn, which takes a second to import: only a run that ends pays.
+        from can_train.tasks.can.judging import JudgingOptions, ModelScores, judge
+
         split, mode = self._data.split, self._run.mode
         validation = score(split.validation)
         combine = (
@@ -166,8 +170,10 @@ class CanTask:
         )
         return dict(judge(self._data.flat, split, scores, options))
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[FolderTable]:
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
         """Writes a judgement as one table a test folder."""
+        from can_train.tasks.can.judgement_table import judgement_table
+
         return judgement_table(judgement)  # type: ignore[arg-type]
 
     def _gatherer_to(self, device: torch.device, dtype: torch.dtype) -> Callable[[NDArray[np.int64]], Any]:
