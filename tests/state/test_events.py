@@ -102,6 +102,7 @@ def test_a_pin_of_one_device_leaves_the_others_alone(tmp_path: Path) -> None:
 def test_an_import_is_a_first_factor_that_runs_teach_on_from() -> None:
     record = only([out_of_memory(1)], imported(30, v100_16gb=0.7))
     assert (record.state, record.factor, record.why) == ("imported", 0.7, "imported from old.json")
+    assert only([], imported(30, v100_16gb=0.01)).factor == 0.01
     record = only([out_of_memory(1), observation(4, used=0.7)], imported(30, v100_16gb=0.7))
     assert (record.state, record.factor) == ("learned", pytest.approx(0.7 + 0.3 * 0.3 * 0.28))
     assert record.reason == "imported from old.json"

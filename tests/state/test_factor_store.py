@@ -230,6 +230,8 @@ def test_an_out_of_memory_teaches_though_the_clock_was_set_back_before_its_end()
         FactorPoint(0.489, 0.62), FactorPoint(0.489, None), FactorPoint(0.489, 0.62),
     ]  # fmt: skip
     assert history_of([observation(2, end_time=at(1))]) == [FactorPoint(0.489, 0.62)]
+    under_way = observation(2, start_time=at(25), end_time=at(40))
+    assert history_of([under_way, backwards]) == [FactorPoint(0.489, None)]
 
 
 def test_rescued_and_interrupted_runs_teach() -> None:

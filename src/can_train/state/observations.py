@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -193,12 +194,12 @@ class Observation:
             foreign_bytes=self.foreign_bytes,
         )
 
-    @property
+    @cached_property
     def started(self) -> datetime:
         """When the attempt began."""
         return datetime.fromisoformat(self.start_time)
 
-    @property
+    @cached_property
     def ended(self) -> datetime:
         """When it ended; no earlier than it began, though the clock may have been set back in between."""
         return max(datetime.fromisoformat(self.end_time), self.started)

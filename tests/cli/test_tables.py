@@ -1,0 +1,39 @@
+from dataclasses import dataclass
+
+import pytest
+from rich.console import Console
+
+from can_train.cli.tables import print_tables
+
+
+@dataclass(frozen=True)
+class Two:
+    title: str = "Title"
+    columns: tuple[str, ...] = ("key", "factor", "runs", "reason")
+    rows: tuple[tuple[str, ...], ...] = (("a_long_configuration_key", "0.871 ± 0.012", "5", "learned from 5 runs"),)
+    notes: tuple[str, ...] = ("a note",)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert Console().is_terminal
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_table_too_wide_for_its_terminal_becomes_paragraphs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    print_tables([Two()])
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("a_long_configuration_key")
+    assert lines[start + 1 : start + 3] == ["  factor 0.871 ± 0.012  runs 5", "  reason learned from 5 runs"]
+    assert max(map(len, lines)) <= 40
+
+
+def test_a_pipe_gets_a_row_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_tables([Two()])
+    assert "a_long_configuration_key 0.871 ± 0.012    5 learned from 5 runs" in capsys.readouterr().out
