@@ -2,15 +2,12 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import typer
 
-from can_train.cli.factors import make_factors_command
 from can_train.cli.flags import canonical_arguments
-from can_train.cli.resume import resume
-from can_train.cli.train import make_train_command
 from can_train.errors import CanTrainError
 
 _HELP: Final = """Launches PyTorch training that fits. A line that starts with an option trains:
@@ -36,17 +33,46 @@ _STYLE: Final[dict[str, Any]] = {
 def make_commands() -> typer.Typer:
     """Builds the application of named commands; `train` is there too, hidden."""
     app = typer.Typer(help=_HELP, **_STYLE)
-    app.command("train", hidden=True, epilog=_COMMANDS, help=_HELP)(make_train_command())
-    app.command("factors")(make_factors_command())
-    app.command("resume")(resume)
+    app.command("train", hidden=True, epilog=_COMMANDS, help=_HELP)(_training())
+    for name, make in _NAMED.items():
+        app.command(name)(make())
+    return app
+
+
+def make_command(name: str) -> typer.Typer:
+    """Builds the application of one named command: the others' parameters take longer to build than it does to run."""
+    app = typer.Typer(**_STYLE)
+    app.command()(_NAMED[name]())
     return app
 
 
 def make_training() -> typer.Typer:
     """Builds the application of a line without a command name."""
     app = typer.Typer(**_STYLE)
-    app.command(epilog=_COMMANDS, help=_HELP)(make_train_command())
+    app.command(epilog=_COMMANDS, help=_HELP)(_training())
     return app
+
+
+def _training() -> Callable[..., None]:
+    from can_train.cli.train import make_train_command
+
+    return make_train_command()
+
+
+def _factors() -> Callable[..., None]:
+    from can_train.cli.factors import make_factors_command
+
+    return make_factors_command()
+
+
+def _resume() -> Callable[..., None]:
+    from can_train.cli.resume import resume
+
+    return resume
+
+
+_NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {"factors": _factors, "resume": _resume}
+"""What makes each command; a line of one of them does not import the others."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,6 +87,8 @@ def main(arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments
     try:
         words = canonical_arguments([argument for argument in arguments if argument != "--debug"])
+        if words and words[0] in _NAMED:
+            make_command(words[0])(words[1:], prog_name=f"can-train {words[0]}")
         names_command = bool(words) and not words[0].startswith("-")
         app = make_commands() if names_command else make_training()
         app(words or ["--help"], prog_name="can-train")

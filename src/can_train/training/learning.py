@@ -13,6 +13,7 @@ from can_train.errors import DoesNotFitError, StateError
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.policy.device_limits import DeviceLimits
 from can_train.state.documents import utc_now
+from can_train.state.factor_store import next_time
 from can_train.state.observations import Device, Observation, Started, this_host, write_observation, write_started
 from can_train.training.effective_factor import memory_fingerprint, policy_options, store_of
 from can_train.training.folders import state_dir
@@ -38,7 +39,7 @@ class Attempt:
             attempt=self.folder.begin_attempt(utc_now()),
             key=self.run.key,
             device=Device(key=meter.key, name=meter.name, total_bytes=meter.total_bytes, driver=meter.driver),
-            start_time=utc_now(),
+            start_time=next_time(state_dir(self.run.paths)),
             host=this_host(),
             pid=os.getpid(),
         )
@@ -66,7 +67,7 @@ class Attempt:
         return Observation(
             **{name: getattr(self._started, name) for name in ("run_id", "attempt", "key", "device", "start_time")},
             size=self.run.size,
-            end_time=utc_now(),
+            end_time=next_time(state_dir(self.run.paths)),
             outcome=outcome,
             factor=session.run_plan.factor.factor,
             factor_reason=session.run_plan.factor.reason,
@@ -103,7 +104,7 @@ class Attempt:
             return
         try:
             write()
-        except StateError as error:
+        except (StateError, ValueError) as error:
             self.session.reporter.notice(f"This run teaches nothing. {error}")
 
 
