@@ -122,7 +122,7 @@ def _recorded(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
         if log is not None
     ]
     sizes = {hashed.size for hashed in kept}
-    return kept if len(kept) == len(sources) and all(state.st_size in sizes for state in states.values()) else []
+    return kept if all(state.st_size in sizes for state in states.values()) else []
 
 
 def _split(

@@ -2,17 +2,18 @@
 where there are some; whole where it is small; else parts of some training logs, and what the whole would hold.
 """
 
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from can_train.errors import DataError
-from can_train.reporter import Reporter
+from can_train.reporter import Reporter, SilentReporter
 from can_train.tasks.can.cache import CacheContent, CacheWriter
 from can_train.tasks.can.dataset import CanData, DataSample, prepare, recall
 from can_train.tasks.can.flat import FlatGraphs, SourceFile
@@ -51,6 +52,9 @@ REACH_BYTES: Final = 64 * 2**20
 """Text of all compressed logs together that is decompressed on the way to the pieces: in 0.3 s. A later part of such a
 log is out of reach."""
 
+_COMPARED_BYTES: Final = 2**14
+"""At either end of logs of one size, to tell copies."""
+
 SYNTHETIC_SECONDS: Final = 5.0
 """Length of the simulated drives of a sample: the shortest there are."""
 
@@ -81,17 +85,18 @@ def sample_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, r
     training = [log for log in logs if log.role != TEST]
     if sum(map(_text_bytes, training)) <= WHOLE_BYTES:
         return _whole(dataset, training, reporter)
-    return _in_pieces(dataset, training, reporter)
+    return _in_pieces(dataset, without_likely_copies(training), reporter)
 
 
 def _simulated(dataset: CanDatasetSettings, reporter: Reporter) -> CanData:
-    """Simulates short drives in place of those that were asked for."""
+    """Simulates short drives in place of those that were asked for; what is unusual about them is nothing to say."""
     wanted_s = dataset.synthetic.seconds
     short = replace(dataset.synthetic, seconds=min(wanted_s, SYNTHETIC_SECONDS))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / synthetic_folder_name(short)
         write_synthetic(folder, short, reporter)
-        data = sample_data(replace(dataset, path=str(folder)), folder, Path(scratch) / "cache", reporter)
+        logs = [log for log in find_logs(replace(dataset, path=str(folder)), folder) if log.role != TEST]
+        data = _whole(dataset, logs, SilentReporter())
     if short.seconds == wanted_s:
         return data
     sampled = len(data.split.train)
@@ -127,6 +132,9 @@ def _in_pieces(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: R
             value=f"none of {len(chosen)} logs has one of {dataset.window} in the parts that were read",
             remedy="Use longer logs or smaller windows: --set dataset.window=…",
         )
+    if (flat.label > 0).all():
+        # A model knows a vehicle by its benign windows; what a window takes does not depend on its label.
+        flat = replace(flat, label=np.zeros_like(flat.label))
     # A sample tells what windows are like, not which of them train.
     rows = np.arange(len(flat))
     split = Split(train=rows, validation=rows, test={})
@@ -149,6 +157,31 @@ def chosen_logs(logs: Sequence[LogFile]) -> list[LogFile]:
         earlier[family] += 1
     order = sorted(range(len(logs)), key=lambda index: turns[index])
     return [logs[index] for index in sorted(order[:SAMPLED_LOGS])]
+
+
+def without_likely_copies(logs: Sequence[LogFile]) -> list[LogFile]:
+    """Leaves out logs that have the size, the beginning and the end of an earlier one: training leaves out copies."""
+    sizes = Counter(log.path.stat().st_size for log in logs)
+    seen: set[tuple[int, bytes]] = set()
+    kept = []
+    for log in logs:
+        size = log.path.stat().st_size
+        mark = (size, _ends(log.path) if sizes[size] > 1 else b"")
+        if mark not in seen:
+            kept.append(log)
+            seen.add(mark)
+    return kept
+
+
+def _ends(path: Path) -> bytes:
+    """Returns the first and the last bytes of a file; its name where it cannot be read, which is said elsewhere."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(_COMPARED_BYTES)
+            file.seek(-len(begin), os.SEEK_END)
+            return begin + file.read()
+    except OSError:
+        return os.fsencode(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +285,6 @@ def _text_bytes(log: LogFile) -> int:
 
 def _in_memory(flat: FlatGraphs) -> FlatGraphs:
     """Copies graphs off the disk: the files may then go, on a network file system too."""
-    values = {field.name: getattr(flat, field.name) for field in fields(FlatGraphs)}
-    return FlatGraphs(
-        **{name: value.copy() if isinstance(value, np.ndarray) else value for name, value in values.items()}
-    )
+    names = (field.name for field in fields(FlatGraphs) if isinstance(getattr(flat, field.name), np.ndarray))
+    copies: dict[str, Any] = {name: getattr(flat, name).copy() for name in names}
+    return replace(flat, **copies)

@@ -18,14 +18,12 @@ from can_train.errors import DataError
 from can_train.policy.features import Feature
 from can_train.reporter import Reporter
 from can_train.tasks.can.dataset import CanData, prepare
-from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.gather import Gatherer
 from can_train.tasks.can.layout import TEST, find_logs
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 from can_train.tasks.can.sampling import sample_data
 from can_train.tasks.can.settings import CanDatasetSettings, GatSettings
-from can_train.tasks.can.splits import Split
 from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder
 
 if TYPE_CHECKING:
@@ -89,19 +87,14 @@ class CanTask:
         self._gather = Gatherer(data.flat)
         self._supervised = run.mode.name == SUPERVISED
         split, is_attack = data.split, data.flat.label > 0
-        if self._supervised and (data.sample is None or data.sample.every_log):
-            _check_labelled(data.flat)
-        # Windows that a sample lacks may be in the rest.
-        if data.sample is None:
-            _check_classes(split, is_attack, supervised=self._supervised)
         if self._supervised:
             self.train_rows, self.validation_rows = split.train, split.validation
+            _check_classes(data, is_attack[self.train_rows])
             self._class_weights = _class_weights(is_attack[self.train_rows])
             self.loss_weights: Mapping[str, float] = {"classification": 1.0}
         else:
-            self.train_rows, self.validation_rows = (
-                _benign(rows, is_attack) for rows in (split.train, split.validation)
-            )
+            self.train_rows = _benign(split.train, is_attack, "training")
+            self.validation_rows = _benign(split.validation, is_attack, "validation")
             self.loss_weights = {"node": 1.0, "edge": 1.0, "can_id": run.mode.can_id_weight, "kl": run.mode.kl_weight}
         self.sample_note = "" if data.sample is None else data.sample.note
         train_windows = len(split.train) if data.sample is None else data.sample.train_windows
@@ -210,41 +203,32 @@ def _load(dataset: CanDatasetSettings, data_root: Path, cache: Path, reporter: R
     return prepare(dataset, logs, cache, reporter)
 
 
-def _check_classes(split: Split, is_attack: NDArray[np.bool_], *, supervised: bool) -> None:
-    """Refuses windows that cannot train: a supervised mode needs both classes, an autoencoder benign ones.
+def _benign(rows: NDArray[np.int64], is_attack: NDArray[np.bool_], part: str) -> NDArray[np.int64]:
+    benign = rows[~is_attack[rows]]
+    if not len(benign):
+        raise DataError(f"The autoencoder learns from benign windows, and the {part} part has none",
+                        remedy="Use a log with attack-free driving, or --model gat")  # fmt: skip
+    return benign
+
+
+def _check_classes(data: CanData, is_attack: NDArray[np.bool_]) -> None:
+    """Refuses data without labels, or with windows of one class only; what a sample lacks may be in the rest.
 
     Raises:
-        DataError: They are missing.
+        DataError: They cannot train a supervised mode.
     """
-    if supervised:
-        _check_both(is_attack[split.train])
-        return
-    for rows, part in ((split.train, "training"), (split.validation, "validation")):
-        if is_attack[rows].all():
-            raise DataError(f"The autoencoder learns from benign windows, and the {part} part has none",
-                            remedy="Use a log with attack-free driving, or --model gat")  # fmt: skip
-
-
-def _benign(rows: NDArray[np.int64], is_attack: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Returns the benign ones; all of a sample that happens to have none."""
-    benign = rows[~is_attack[rows]]
-    return benign if len(benign) else rows
-
-
-def _check_labelled(flat: FlatGraphs) -> None:
-    if not any(source.labelled for source in flat.sources if source.role != TEST):
+    remedy = "Use a labelled log, or train an autoencoder: --model vgae"
+    training = [source for source in data.flat.sources if source.role != TEST]
+    if (data.sample is None or data.sample.every_log) and not any(source.labelled for source in training):
         raise DataError("A supervised mode learns from labels, and no training log has any",
-                        value=", ".join(source.path for source in flat.sources[:MAX_NAMED_LOGS]),
-                        remedy="Use a labelled log, or train an autoencoder: --model vgae")  # fmt: skip
-
-
-def _check_both(is_attack: NDArray[np.bool_]) -> None:
+                        value=", ".join(source.path for source in data.flat.sources[:MAX_NAMED_LOGS]),
+                        remedy=remedy)  # fmt: skip
     attacks = int(is_attack.sum())
-    if attacks in (0, len(is_attack)):
+    if data.sample is None and attacks in (0, len(is_attack)):
         missing = "no attack" if attacks == 0 else "no benign"
         raise DataError("A supervised mode learns from both classes, and the training part is one-sided",
                         value=f"{missing} window among {len(is_attack)}",
-                        remedy="Use a labelled log, or train an autoencoder: --model vgae")  # fmt: skip
+                        remedy=remedy)  # fmt: skip
 
 
 def _class_weights(is_attack: NDArray[np.bool_]) -> NDArray[np.float64]:
