@@ -38,7 +38,7 @@ class AffinePolicy(FactorPolicy):
 
     >>> rescued = FactorPoint(used=0.87, peak=None, settled=(0.72, 0.89))
     >>> round(policy.next_factor([rescued], first=0.87), 2)
-    0.72
+    0.73
 
     Where memory ran out at a peak that ought to have fitted, that peak is a ceiling:
 
@@ -63,7 +63,7 @@ class AffinePolicy(FactorPolicy):
     half_life: float = HALF_LIFE
     prior: LinePrior = BELIEFS
     z: float = 2.6
-    step_up: float = 1.6
+    step_up: float = 2.0
     oom_share: float = 0.85
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
@@ -83,13 +83,11 @@ class AffinePolicy(FactorPolicy):
         if not history:
             return Decision(self._bounded(first), self.target, "target", line.interval(reaches))
         goal = self._risked(line, ceiling, reaches)
-        aim = min(self.target, line.peak(goal))
-        holds: Holds = "target" if aim == self.target or reaches < self.maximum else "maximum"
-        if goal < reaches:
-            holds = "noise" if ceiling == 1 else "ceiling"
+        aim = self.target if goal == reaches < self.maximum else min(self.target, line.peak(goal))
+        lowered: Holds = "maximum" if goal == reaches else "noise" if ceiling == 1 else "ceiling"
         highest = max([first, *(reading.used for reading in readings if reading.peak is not None)])
         factor = min(goal, self.step_up * highest, self._after(history[-1]))
-        return Decision(self._bounded(factor), aim, holds, line.interval(goal))
+        return Decision(self._bounded(factor), aim, lowered if aim < self.target else "target", line.interval(goal))
 
     def _after(self, last: FactorPoint) -> float:
         """Returns the most that the run after the last may use."""
