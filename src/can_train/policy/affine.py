@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from can_train.policy.ceiling import learn
-from can_train.policy.factors import HALF_LIFE, Decision, FactorPoint, FactorPolicy, Holds, readings_of
+from can_train.policy.factors import HALF_LIFE, Decision, FactorPoint, FactorPolicy, Holds, readings_of, remembered
 from can_train.policy.line import BELIEFS, Line, LinePrior
 
 BACK_OFF: Final = 0.99
@@ -25,9 +25,9 @@ class AffinePolicy(FactorPolicy):
     With one run at 62 %, the line's base is still a guess, so the step stops short of the target:
 
     >>> policy = AffinePolicy()
-    >>> first = policy.next_factor([FactorPoint(used=0.489, peak=0.62)], first=0.489)
-    >>> 0.62 < first < 0.78
-    True
+    >>> decision = policy.decide([FactorPoint(used=0.489, peak=0.62)], first=0.489)
+    >>> round(decision.factor, 2), round(decision.aim, 2), decision.holds
+    (0.78, 0.85, 'noise')
 
     An out-of-memory is a point somewhere above the capacity:
 
@@ -68,6 +68,7 @@ class AffinePolicy(FactorPolicy):
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
         """Returns the factor of the next run, in [minimum, maximum], and what it goes for."""
+        history = remembered(history, self.half_life)
         decision = self._weighed(history, first)
         # However the fit takes it, an out-of-memory never raises the factor, unless it was seen what fits instead.
         for end in range(len(history) - 1, max(len(history) - _IN_A_ROW, 0) - 1, -1):

@@ -83,15 +83,19 @@ class FactorPolicy(Protocol):
         return self.decide(history, first=first).interval
 
 
+def remembered(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> Sequence[FactorPoint]:
+    """Returns the runs that still count."""
+    return history[-round(MEMORY_HALF_LIVES * half_life) :]
+
+
 def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> list[Reading]:
-    """Returns all that was measured within memory: what ran on after an out-of-memory is one reading more.
+    """Returns all that was measured by the runs that still count: after an out-of-memory, what ran on is one more.
 
     Args:
         history: What the runs taught, oldest first.
         half_life: Runs after which a run weighs half.
     """
-    recent = history[-round(MEMORY_HALF_LIVES * half_life) :]
-    readings = []
+    recent, readings = remembered(history, half_life), []
     for age, point in zip(range(len(recent) - 1, -1, -1), recent, strict=True):
         weight = 0.5 ** (age / half_life)
         readings.append(Reading(point.used, point.peak, weight))

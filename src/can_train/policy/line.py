@@ -129,8 +129,12 @@ class LinePrior:
             a, b, c = a + precision, b + precision * used, c + precision * used**2
             d, e = d + precision * peak, e + precision * peak * used
         determinant = a * c - b * b
+        base, slope = (c * d - b * e) / determinant, (a * e - b * d) / determinant
         # Neither can be negative: what a run uses adds to its peak, and so do its weights.
-        base, slope = max((c * d - b * e) / determinant, 0.0), max((a * e - b * d) / determinant, 0.0)
+        if slope < 0:
+            base, slope = max(d / a, 0.0), 0.0
+        elif base < 0:
+            base, slope = 0.0, max(e / c, 0.0)
         variances = (c / determinant, a / determinant, -b / determinant)
         return Line(base, slope, variances, self._noise(readings, base, slope))
 
