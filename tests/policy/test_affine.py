@@ -105,6 +105,13 @@ def test_a_rescued_run_at_102_percent_shows_the_next_run_the_target() -> None:
     assert 0.89 + 0.13 / 0.15 * (POLICY.next_factor([rescued], first=0.87) - 0.72) == pytest.approx(0.9, abs=0.03)
 
 
+def test_what_was_seen_to_fit_may_be_used_again_at_once() -> None:
+    fitted = along(0.12, 1.0, 0.6, 0.7, 0.75)
+    assert POLICY.next_factor([*fitted, FactorPoint(0.8, None)], first=0.6) <= 0.85 * 0.8
+    rescued = FactorPoint(0.8, None, settled=(0.77, 0.89))
+    assert POLICY.next_factor([*fitted, rescued], first=0.6) > 0.74
+
+
 @pytest.mark.parametrize("base", [0.17, 0.3, 0.4])
 @pytest.mark.parametrize("share", [0.5, 0.83, None])
 def test_a_hidden_constant_is_absorbed_by_the_third_run(base: float, share: float | None) -> None:

@@ -52,6 +52,13 @@ def test_the_interval_holds_the_truth_in_19_of_20_cases() -> None:
     assert 0.90 <= held / 400 <= 0.99
 
 
+def test_a_line_does_not_fall_with_use_nor_begin_below_zero() -> None:
+    falling = VAGUE.fit([Reading(used, 0.9 - used) for used in (0.2, 0.5, 0.8)])
+    assert (falling.base, falling.slope) == (pytest.approx(0.4, abs=0.01), 0.0)
+    steep = VAGUE.fit([Reading(used, 2 * used - 0.4) for used in (0.3, 0.5, 0.65)])
+    assert (steep.base, steep.peak(0.5)) == (0.0, pytest.approx(0.6, abs=0.05))
+
+
 def test_where_use_does_not_show_in_the_peak_nothing_is_known_of_the_factor() -> None:
     line = VAGUE.fit([Reading(used, 0.5) for used in (0.2, 0.5, 0.9)] + [Reading(0.95, 0.3)])
     assert line.slope == 0
