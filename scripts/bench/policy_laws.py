@@ -1,19 +1,27 @@
 """Made-up memory laws, and runs under them: what a policy leads to when its runs are lived one after another."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from can_train.policy.factors import FactorPoint, FactorPolicy
+from can_train.policy.factors import FactorPoint
 
 TABLE = (0.34, 0.38, 0.45, 0.489, 0.55, 0.65)
 """First factors, as experience tables give them."""
 
 
+class NextFactor(Protocol):
+    """What is asked of a policy here."""
+
+    def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
+        """Returns the factor of the next run."""
+
+
 @dataclass(frozen=True)
 class Law:
-    """`peak = base + (1 - base) · fill · ((1 - bend) · used + bend · used²)`, with noise.
+    """`peak = base + hidden + (1 - base) · fill · ((1 - bend) · used + bend · used²)`, with noise.
 
     Attributes:
         base: Peak of a run that uses nothing.
@@ -21,6 +29,9 @@ class Law:
         bend: Curvature.
         noise: Relative standard deviation of a run's peak.
         first: The first run's factor.
+        hidden: Peak that no prediction knows of.
+        ceiling: Where memory runs out, as a share of capacity: less than 1 where it is fragmented.
+        rescued: Whether a run that ran out of memory goes on with half as much.
     """
 
     base: float
@@ -28,10 +39,13 @@ class Law:
     bend: float
     noise: float
     first: float
+    hidden: float = 0.0
+    ceiling: float = 1.0
+    rescued: bool = False
 
     def peak(self, used: float) -> float:
         """Returns the noise-free peak."""
-        return self.base + (1 - self.base) * self.fill * ((1 - self.bend) * used + self.bend * used**2)
+        return self.base + self.hidden + (1 - self.base) * self.fill * ((1 - self.bend) * used + self.bend * used**2)
 
 
 def draw_laws(count: int, *, noise: float, bend: float, seed: int = 0) -> list[Law]:
@@ -47,6 +61,25 @@ def draw_laws(count: int, *, noise: float, bend: float, seed: int = 0) -> list[L
         )
         for _ in range(count)
     ]
+
+
+def fragmented(laws: Sequence[Law], *, ceilings: tuple[float, float], seed: int = 0) -> list[Law]:
+    """Has memory run out below the capacity, between two shares of it."""
+    draw = np.random.default_rng(seed)
+    return [replace(law, ceiling=float(draw.uniform(*ceilings))) for law in laws]
+
+
+def with_hidden(laws: Sequence[Law], *, hidden: float, target: float = 0.90) -> list[Law]:
+    """Adds what the cost model does not know of. The first run is where that meets the target; runs are rescued."""
+    return [replace(law, first=_meets(law, target), hidden=hidden, rescued=True) for law in laws]
+
+
+def _meets(law: Law, target: float) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if law.peak(middle) < target else (low, middle)
+    return high
 
 
 @dataclass(frozen=True)
@@ -70,17 +103,22 @@ class Life:
         return None
 
 
-def live(policy: FactorPolicy, law: Law, *, runs: int = 60, seed: int = 0) -> Life:
+def live(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> Life:
     """Runs a configuration many times, each run with what the earlier ones taught."""
     draw, history, peaks = np.random.default_rng(seed), [], []
     for _ in range(runs):
         used = policy.next_factor(history, first=law.first)
         peaks.append(law.peak(used))
-        measured = peaks[-1] * (1 + draw.normal(0, law.noise))
-        history.append(FactorPoint(used, None if measured > 1 else measured))
+        noise = 1 + draw.normal(0, law.noise)
+        if peaks[-1] * noise <= law.ceiling:
+            history.append(FactorPoint(used, peaks[-1] * noise))
+        elif law.rescued:
+            history.append(FactorPoint(used, None, (used / 2, law.peak(used / 2) * noise)))
+        else:
+            history.append(FactorPoint(used, None))
     return Life(tuple(peaks), sum(point.peak is None for point in history))
 
 
-def live_all(policy: FactorPolicy, laws: Sequence[Law]) -> list[Life]:
+def live_all(policy: NextFactor, laws: Sequence[Law]) -> list[Life]:
     """Runs one configuration a law."""
     return [live(policy, law, seed=index) for index, law in enumerate(laws)]

@@ -5,10 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.policy import factors
+from can_train.policy.affine import AffinePolicy
 from can_train.policy.factors import FactorPoint, MomentumPolicy
 
 shares = st.floats(0.0, 1.0)
-points = st.lists(st.builds(FactorPoint, used=shares, peak=st.none() | st.floats(0.0, 1.2)), max_size=30)
+settled = st.none() | st.tuples(shares, shares)
+points = st.lists(
+    st.builds(FactorPoint, used=shares, peak=st.none() | st.floats(0.0, 1.2), settled=settled), max_size=30
+)
 
 
 def after(peak: float | None, *, old: float) -> float:
@@ -17,7 +21,7 @@ def after(peak: float | None, *, old: float) -> float:
 
 def test_the_worked_examples_in_the_docstring_hold() -> None:
     result = doctest.testmod(factors)
-    assert (result.attempted, result.failed) == (4, 0)
+    assert (result.attempted, result.failed) == (7, 0)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,27 @@ def test_a_run_teaches_from_nine_tenths_of_the_factor_on() -> None:
 
 def test_an_out_of_memory_teaches_whatever_was_used() -> None:
     assert MomentumPolicy().next_factor([FactorPoint(0.1, None)], first=0.5) == pytest.approx(0.35)
+
+
+def test_what_ran_on_after_an_out_of_memory_changes_nothing() -> None:
+    rescued = FactorPoint(0.427, None, settled=(0.2, 0.3))
+    assert MomentumPolicy().next_factor([rescued], first=0.427) == pytest.approx(0.277)
+
+
+def test_the_aim_is_the_target_unless_the_largest_factor_leads_no_further() -> None:
+    short = [FactorPoint(used, 0.04 + 0.8 * used) for used in (0.6, 0.7, 0.8, 0.9, 1.0, 1.0)]
+    decision = MomentumPolicy().decide(short, first=0.6)
+    assert (decision.holds, decision.aim) == ("maximum", pytest.approx(0.84, abs=0.005))
+    assert MomentumPolicy().decide([FactorPoint(0.5, 0.6)], first=0.5).holds == "target"
+    assert MomentumPolicy(maximum=0.5).aim([], first=0.5) == 0.9
+
+
+@given(history=points, first=st.floats(0.05, 1.0))
+def test_both_policies_know_the_factor_equally_well(history: list[FactorPoint], first: float) -> None:
+    interval = MomentumPolicy().interval(history, first=first)
+    assert 0 < interval <= 1
+    momentum, affine = MomentumPolicy().decide(history, first=first), AffinePolicy().decide(history, first=first)
+    assert (momentum.interval == affine.interval) or affine.holds in ("noise", "ceiling")
 
 
 @given(history=points, first=st.floats(0.01, 1.0))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from can_train.policy.ceiling import learn
-from can_train.policy.factors import HALF_LIFE, Decision, FactorPoint, FactorPolicy, Holds, readings_of
+from can_train.policy.factors import HALF_LIFE, Decision, FactorPoint, FactorPolicy, Holds, readings_of, remembered
 from can_train.policy.line import BELIEFS, Line, LinePrior
 
 BACK_OFF: Final = 0.99
@@ -29,9 +29,9 @@ class AffinePolicy(FactorPolicy):
     With one run at 62 %, the line's base is still a guess, so the step stops short of the target:
 
     >>> policy = AffinePolicy()
-    >>> first = policy.next_factor([FactorPoint(used=0.489, peak=0.62)], first=0.489)
-    >>> 0.62 < first < 0.78
-    True
+    >>> decision = policy.decide([FactorPoint(used=0.489, peak=0.62)], first=0.489)
+    >>> round(decision.factor, 2), round(decision.aim, 2), decision.holds
+    (0.78, 0.85, 'noise')
 
     An out-of-memory is a point somewhere above the capacity:
 
@@ -42,7 +42,7 @@ class AffinePolicy(FactorPolicy):
 
     >>> rescued = FactorPoint(used=0.87, peak=None, settled=(0.72, 0.89))
     >>> round(policy.next_factor([rescued], first=0.87), 2)
-    0.72
+    0.73
 
     Where memory ran out at a peak that ought to have fitted, that peak is a ceiling:
 
@@ -67,7 +67,7 @@ class AffinePolicy(FactorPolicy):
     half_life: float = HALF_LIFE
     prior: LinePrior = BELIEFS
     z: float = 2.6
-    step_up: float = 1.6
+    step_up: float = 2.0
     oom_share: float = 0.85
 
     def believing(self, base: float, full: float) -> "AffinePolicy":
@@ -78,6 +78,7 @@ class AffinePolicy(FactorPolicy):
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
         """Returns the factor of the next run, in [minimum, maximum], and what it goes for."""
+        history = remembered(history, self.half_life)
         decision = self._weighed(history, first)
         # However the fit takes it, an out-of-memory never raises the factor, unless it was seen what fits instead.
         for end in range(len(history) - 1, max(len(history) - _IN_A_ROW, 0) - 1, -1):
@@ -93,13 +94,11 @@ class AffinePolicy(FactorPolicy):
         if not history:
             return Decision(self._bounded(first), self.target, "target", line.interval(reaches))
         goal = self._risked(line, ceiling, reaches)
-        aim = min(self.target, line.peak(goal))
-        holds: Holds = "target" if aim == self.target or reaches < self.maximum else "maximum"
-        if goal < reaches:
-            holds = "noise" if ceiling == 1 else "ceiling"
+        aim = self.target if goal == reaches < self.maximum else min(self.target, line.peak(goal))
+        lowered: Holds = "maximum" if goal == reaches else "noise" if ceiling == 1 else "ceiling"
         highest = max([first, *(reading.used for reading in readings if reading.peak is not None)])
         factor = min(goal, self.step_up * highest, self._after(history[-1]))
-        return Decision(self._bounded(factor), aim, holds, line.interval(goal))
+        return Decision(self._bounded(factor), aim, lowered if aim < self.target else "target", line.interval(goal))
 
     def _after(self, last: FactorPoint) -> float:
         """Returns the most that the run after the last may use."""

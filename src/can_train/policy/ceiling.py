@@ -12,7 +12,7 @@ from can_train.policy.line import Line, LinePrior, Reading
 _LEVELS: Final = tuple(level / 100 for level in range(100, 49, -1))
 """Ceilings that are considered, as shares of capacity, the one believed in without evidence first."""
 
-_ODDS: Final = 10.0
+_ODDS: Final = 12.0
 """How much less likely a ceiling far below the capacity is, in nats a unit of capacity."""
 
 _SOFTNESS: Final = 0.01
@@ -48,7 +48,8 @@ def learn(readings: Sequence[Reading], prior: LinePrior) -> tuple[Line, float]:
     if len(measured) == len(recent):
         return line, 1.0
     ceiling = max(_LEVELS, key=lambda level: _evidence(level, recent, line)) if measured else 1.0
-    return prior.fit([r for r in recent if r.peak is not None or _explains(line, r.used, ceiling)], ceiling), ceiling
+    telling = [r for r in recent if r.peak is not None or _explains(line, r.used, ceiling)]
+    return prior.refit(line, telling, ceiling=ceiling), ceiling
 
 
 def _measured(readings: Sequence[Reading]) -> list[Reading]:

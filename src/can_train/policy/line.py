@@ -13,6 +13,9 @@ FIT_ROUNDS: Final = 6
 NORMAL_95: Final = 1.96
 """Standard deviations to either side that hold 95 % of a normal distribution."""
 
+_DEGREES: Final = 4
+"""Degrees of freedom of what is believed of a whole tuned limit: one that data, not memory, ended may be far off."""
+
 _LEAST_SLOPE: Final = 1e-6
 """Slope below which nothing that is used shows in the peak."""
 
@@ -95,22 +98,27 @@ class LinePrior:
         of_base, of_full = self.base_sd**2, self.full_sd**2
         return Line(self.base, self.full - self.base, (of_base, of_base + of_full, -of_base), self.noise)
 
-    def fit(self, readings: Sequence[Reading], ceiling: float = 1.0) -> Line:
-        """Fits the line: Bayesian least squares with normal beliefs of base and slope, the noise from the residuals.
+    def fit(self, readings: Sequence[Reading]) -> Line:
+        """Fits the line: Bayesian least squares with normal beliefs, the noise from the residuals."""
+        return self.refit(self.line(), readings)
+
+    def refit(self, line: Line, readings: Sequence[Reading], *, ceiling: float = 1.0) -> Line:
+        """Fits the line, starting from another.
 
         Args:
+            line: Through some of the readings: it says how far above the ceiling an out-of-memory was.
             readings: What was measured.
-            ceiling: Where memory runs out, as a share of capacity: an out-of-memory was somewhere above.
+            ceiling: Where memory runs out, as a share of capacity.
         """
-        line = self.line()
         for _ in range(FIT_ROUNDS if readings else 0):
             line = self._refit(readings, line, ceiling)
         return line
 
     def _refit(self, readings: Sequence[Reading], line: Line, ceiling: float) -> Line:
         # Normal equations of (base, slope): precision matrix [[a, b], [b, c]] and right-hand side (d, e).
-        # Beliefs are as good as readings at 0 and at 1.
-        b = c = 1 / self.full_sd**2
+        # Beliefs are as good as readings at 0 and at 1. The one at 1 has the tails of Student's distribution.
+        surprise = (line.peak(1.0) - self.full) / self.full_sd
+        b = c = (_DEGREES + 1) / (_DEGREES + surprise**2) / self.full_sd**2
         a = b + 1 / self.base_sd**2
         e = self.full * c
         d = e + self.base / self.base_sd**2
@@ -121,8 +129,12 @@ class LinePrior:
             a, b, c = a + precision, b + precision * used, c + precision * used**2
             d, e = d + precision * peak, e + precision * peak * used
         determinant = a * c - b * b
+        base, slope = (c * d - b * e) / determinant, (a * e - b * d) / determinant
         # Neither can be negative: what a run uses adds to its peak, and so do its weights.
-        base, slope = max((c * d - b * e) / determinant, 0.0), max((a * e - b * d) / determinant, 0.0)
+        if slope < 0:
+            base, slope = max(d / a, 0.0), 0.0
+        elif base < 0:
+            base, slope = 0.0, max(e / c, 0.0)
         variances = (c / determinant, a / determinant, -b / determinant)
         return Line(base, slope, variances, self._noise(readings, base, slope))
 
