@@ -48,8 +48,8 @@ GOAL: Final = 0.01
 NOTES: Final = f"""\
 The steps are GAT's through the engine, {BATCH} windows a batch; the device is the CPU or a GPU simulated on it. Medians
 over pairs of steps, one without a monitor and one that it measures; *measured* is the median of the pairs' own
-differences over the median step without a monitor, *not measured* the mean of {EMPTY_STEPS:,} steps in which nothing else
-happens. *Amortised*: over an interval of {INTERVAL} steps, of which one is measured. One thread."""
+differences over the median step without a monitor, *not measured* the mean of {EMPTY_STEPS:,} steps in which nothing
+else happens. *Amortised*: over an interval of {INTERVAL} steps, of which one is measured. One thread."""
 
 
 class Added(NamedTuple):
