@@ -16,7 +16,7 @@ from can_train.engine.micro_batcher import Losses, MicroBatcher
 from can_train.engine.rescue import Part, PartDoesNotFitError, Rescue, RescueSettings
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import SimulatedMeter
-from can_train.policy.backoff import QUIET_STEPS
+from can_train.policy.backoff import QUIET_STEPS, Backoff
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
 from can_train.policy.features import Feature
@@ -332,9 +332,9 @@ def test_a_plan_is_rescued_beyond_its_number_of_splits() -> None:
     assert len(gpu.step()) > 2
 
 
-def tuned_gpu() -> SmallGpu:
+def tuned_gpu(**settings: Any) -> SmallGpu:
     """200 MiB, of which a search found 180 to be fillable; a sample costs 6."""
-    gpu = SmallGpu(200)
+    gpu = SmallGpu(200, **settings)
     training = phase(0, tuned_limit=180 * MIB)
     limits = DeviceLimits(
         device_key="sim", capacity_bytes=200 * MIB, training=training, evaluation=training, optimizer_peak_bytes=0
@@ -370,6 +370,9 @@ def test_the_smallest_cost_that_ran_out_within_the_plan_is_known() -> None:
     device = Device(BatchCosts.uniform(64), fits=10)
     device.run(limit=PartLimit(cost=40))
     assert device.rescue.oom_cost == 16
+    device.rescue.backoff, device.fits = Backoff(), 30
+    list(device.rescue.run(device.batch, PartLimit(cost=32), device.attempt, Noted))
+    assert device.rescue.oom_cost == 16
 
 
 def test_where_nothing_is_rescued_the_cost_that_ran_out_is_known_too() -> None:
@@ -394,14 +397,21 @@ def test_memory_that_others_took_says_nothing_of_the_plan() -> None:
     assert gpu.batcher.oom_cost is None
 
 
+def test_where_nothing_is_rescued_others_memory_is_an_error_too() -> None:
+    gpu = tuned_gpu(adaptive=False)
+    gpu.others_take(100)
+    with pytest.raises(DoesNotFitError, match="adaptive_micro_batch is off"):
+        gpu.step()
+
+
 def test_who_watches_is_called_when_memory_is_free_again() -> None:
     gpu = tuned_gpu()
     gpu.model.more_bytes = 40 * MIB
     held: list[int] = []
-    gpu.batcher.watch(lambda: held.append(gpu.meter.allocated_bytes()))
+    gpu.batcher.watch(lambda: held.append(gpu.meter.gpu.allocator.reserved_bytes))
     gpu.step()
     assert len(held) == gpu.batcher.ooms == 1
-    assert held[0] < MIB
+    assert held[0] < 5 * MIB
     assert gpu.batcher.oom_cost == 180 * MIB
 
 

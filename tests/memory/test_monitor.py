@@ -150,15 +150,17 @@ def test_the_peak_of_a_step_that_failed_counts() -> None:
     assert monitor.peak_bytes == 10 * MIB
 
 
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "sim:1GiB"])
-def test_a_measured_step_adds_to_what_is_held(device: str | torch.device) -> None:
+@pytest.mark.parametrize(
+    ("device", "warmup"), [("cpu", 0), (torch.device("cpu"), 0), ("sim:1GiB", 0), ("sim:1GiB", 20)]
+)
+def test_what_is_held_is_part_of_the_peak(device: str | torch.device, warmup: int) -> None:
     model = nn.Linear(1024, 1024, bias=False)
     model.register_buffer("more", torch.zeros(1024, 1024))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
     beside = [take(1)]
-    monitor = MemoryMonitor(device, warmup=0)
+    monitor = MemoryMonitor(device, warmup=warmup)
     with monitor.step(model, optimizer, beside):
         take(16)
     # Weight, buffer, gradient, two moments, Adam's count of steps, and what was taken beside.

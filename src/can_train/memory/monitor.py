@@ -3,7 +3,7 @@ resets the meter in between. What peaks mean for the next run is the factor poli
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -93,12 +93,15 @@ class MemoryMonitor:
         measured = self.due
         counted = measured or self.meter.counts_always
         self._steps += 1
-        if not self._counts:
+        begins = not self._counts
+        if begins:
             # What ran before is not training's: probes, say, or another loop.
             self.meter.reset_peak()
             self._counts = True
+        # A device that counts always is told what is held at first, and now and then: telling it takes time.
+        told = counted and (begins or measured)
         try:
-            with self.meter.measuring(_tensors(held)) if counted else nullcontext():
+            with self.meter.measuring(_tensors(held)) if told else self.meter.active():
                 yield counted
         finally:
             if measured:

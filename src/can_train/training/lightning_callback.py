@@ -75,12 +75,11 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # what it is depe
         self._warmup = warmup
         self._device = device
         self._safety_factor = safety_factor
-        self._training = ExitStack()
         self._batch = ExitStack()
         self._due = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Opens the device."""
+        """Makes the monitor, unless this is a second training."""
         if self.monitor is None:
             self.monitor = MemoryMonitor(
                 pl_module.device if self._device == "auto" else self._device,
@@ -88,7 +87,6 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # what it is depe
                 warmup=self._warmup,
                 total_steps=_steps_to_come(trainer),
             )
-        self._training.enter_context(self.monitor.meter.active())
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Opens a step."""
@@ -117,7 +115,6 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # what it is depe
         if self.monitor is not None:
             self.monitor.pause()
             self._log(trainer)
-        self._training.close()
 
     def _log(self, trainer: Any) -> None:
         assert self.monitor is not None, "there is something to log"

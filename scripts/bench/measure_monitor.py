@@ -1,0 +1,150 @@
+"""The measurements behind `scripts/bench/monitor`: optimizer steps of real models, one without a monitor beside one
+that it measures, so that other work on the machine disturbs both alike; and what a step costs that is not measured.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from statistics import median
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from results_file import environment, markdown, write_section
+
+from can_train.config.compose import RunRequest, resolve
+from can_train.engine.micro_batcher import Losses, MicroBatcher
+from can_train.memory.meters import Meter, open_meter
+from can_train.memory.monitor import INTERVAL, Held, MemoryMonitor
+from can_train.policy.packing import BatchCosts
+from can_train.reporter import SilentReporter
+from can_train.training.optimization import make_optimizer
+from can_train.training.run import load_task
+
+CASES: Final = (
+    ("teacher", "cpu", 40),
+    ("student", "cpu", 200),
+    ("teacher", "sim:4GiB", 40),
+    ("student", "sim:4GiB", 200),
+)
+"""Size of the GAT, device, and pairs of steps that count."""
+
+BATCH: Final = 64
+"""Samples in a logical batch."""
+
+WARM_PAIRS: Final = 5
+
+EMPTY_STEPS: Final = 2000
+"""Steps in which nothing happens, to see what one costs that is not measured: too little to show beside a real one."""
+
+NEVER: Final = 10**9
+"""Steps of a warm-up that does not end."""
+
+GOAL: Final = 0.01
+"""Largest share of a step that the monitor may add, over an interval."""
+
+NOTES: Final = f"""\
+The steps are GAT's through the engine, {BATCH} windows a batch; the device is the CPU or a GPU simulated on it. Medians
+over pairs of steps, one without a monitor and one that it measures; *measured* is the median of the pairs' own
+differences over the median step without a monitor, *not measured* the mean of {EMPTY_STEPS:,} steps in which nothing
+else happens. *Amortised*: over an interval of {INTERVAL} steps, of which one is measured. One thread."""
+
+
+class Added(NamedTuple):
+    """One case's figures."""
+
+    step_s: float
+    unmeasured: float
+    measured: float
+
+    @property
+    def amortised(self) -> float:
+        """Share that the monitor adds over an interval."""
+        return (self.measured + (INTERVAL - 1) * self.unmeasured) / INTERVAL
+
+
+def main() -> None:
+    """Measures, prints the table and writes it into RESULTS.md; exit status 1 where the goal is missed."""
+    parser = argparse.ArgumentParser(prog="scripts/bench/monitor", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="take a tenth of the pairs, and write nothing")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    rows, worst = [["GAT", "device", "step, ms", "not measured", "measured", "amortised"]], 0.0
+    for size, device, pairs in CASES:
+        added = measure(size, device, pairs // 10 if quick else pairs)
+        worst = max(worst, added.amortised)
+        shares = [f"{added.unmeasured:.3%}", f"{added.measured:.1%}", f"{added.amortised:.2%}"]
+        rows.append([size, device, f"{added.step_s * 1e3:.1f}", *shares])
+        print(" | ".join(rows[-1]), flush=True)
+    head = environment({"torch": version("torch"), "torch_geometric": version("torch_geometric")})
+    text = "\n\n".join([head, markdown(rows), NOTES])
+    if not quick:
+        write_section("monitor", "What looking at memory adds to a step (`scripts/bench/monitor`)", text)
+    if worst > GOAL:
+        sys.exit(f"missed: the monitor adds up to {worst:.2%}, more than {GOAL:.0%}")
+
+
+def measure(size: str, device: str, pairs: int) -> Added:
+    """Times pairs of steps, the order of the two turning round from pair to pair, and empty steps."""
+    meter = open_meter(device)
+    with meter.active():
+        steps, held = make_steps(size, meter)
+        seconds = []
+        for pair in range(WARM_PAIRS + pairs):
+            order = (0, 1) if pair % 2 else (1, 0)
+            timed = {index: _timed(steps[index]) for index in order}
+            seconds.append((timed[0], timed[1]))
+        unmeasured_s = _timed(lambda: _take_empty_steps(MemoryMonitor(meter=meter, warmup=NEVER), held)) / EMPTY_STEPS
+    counted = seconds[WARM_PAIRS:]
+    step_s = median(bare for bare, _ in counted)
+    return Added(step_s, unmeasured_s / step_s, median(measured - bare for bare, measured in counted) / step_s)
+
+
+def _take_empty_steps(monitor: MemoryMonitor, held: tuple[Held, ...]) -> None:
+    for _ in range(EMPTY_STEPS):
+        with monitor.step(*held):
+            pass
+
+
+def _timed(step: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
+
+
+def make_steps(size: str, meter: Meter) -> tuple[tuple[Callable[[], None], Callable[[], None]], tuple[Held, ...]]:
+    """Makes the step without a monitor and the one that is measured, of one model; and what they hold."""
+    run = resolve(RunRequest(model="gat", dataset="synthetic", size=size))
+    with meter.host():
+        task = load_task(run, SilentReporter())
+    rows = task.train_rows[:BATCH]
+    torch.manual_seed(0)
+    model = task.build_model().train()
+    optimizer = make_optimizer(list(model.parameters()), run.training, run.training.lr, meter.device)
+    batcher = MicroBatcher(model, meter=meter)
+    costs = BatchCosts(task.batch_features(rows), task.features, np.ones(len(task.features)))
+
+    def step() -> None:
+        batch = task.logical_batch(rows, meter.device, torch.float32, torch.Generator().manual_seed(0))
+
+        def losses_of(start: int, stop: int) -> Losses:
+            return batch.losses(model, start, stop)
+
+        batcher.run(losses_of, costs, denominators=batch.denominators, weights=task.loss_weights)
+        optimizer.step()
+        batcher.stepped()
+        optimizer.zero_grad()
+
+    monitor = MemoryMonitor(meter=meter, interval=1, warmup=0)
+
+    def measured_step() -> None:
+        with monitor.step(model, optimizer):
+            step()
+
+    return (step, measured_step), (model, optimizer)
+
+
+if __name__ == "__main__":
+    main()
