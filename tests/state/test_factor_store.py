@@ -32,7 +32,7 @@ def converging(**changed: Any) -> list[Observation]:
 
 
 def test_nothing_is_known_before_the_first_run(tmp_path: Path) -> None:
-    assert get_safety_factor_db(tmp_path).known(KEY, "v100-16gb") == Known(None, 0.9, 0.9, "", None)
+    assert get_safety_factor_db(tmp_path).known(KEY, "v100-16gb") == Known(None, 0.9, None, "", None)
 
 
 def test_the_next_run_has_what_was_learned(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """How a run comes to its factor: what is known comes first, then what another device taught, then the probes."""
 
+from dataclasses import replace
+
 import pytest
 
 from can_train.policy.first_factor import Aim
@@ -15,6 +17,12 @@ def test_what_is_known_needs_no_limits() -> None:
     rule = FactorRule(known=known, aim=TARGET)
     assert rule.provisional == 0.7
     assert rule.decide(None).choice == rule.decide(limits(0.1, 0.95)).choice == known
+
+
+def test_what_runs_have_shown_to_fit_is_not_lowered_by_a_search() -> None:
+    rule = FactorRule(known=FactorChoice(0.7, "learned"), aim=TARGET)
+    assert rule.decide(limits(0.1, 0.85)).aim.share == pytest.approx(0.85)
+    assert replace(rule, aim_is_learned=True).decide(limits(0.1, 0.85)).aim == TARGET
 
 
 def test_the_first_factor_meets_the_target_by_prediction() -> None:

@@ -64,14 +64,15 @@ class Known:
     Attributes:
         choice: The factor that was pinned, learned here or imported; None where nothing of that is there.
         target: Peak that the user wants, as a share of the capacity.
-        aim: Peak that the policy goes for: less than the target where that cannot or must not be reached.
+        aim: Peak that the policy goes for, less than the target where that cannot or must not be reached; None where
+            no run here has taught.
         aim_reason: Why it is less, in words; empty where it is not.
         elsewhere: Without a choice, what the device seen last has taught; None where none has.
     """
 
     choice: FactorChoice | None
     target: float
-    aim: float
+    aim: float | None
     aim_reason: str
     elsewhere: Elsewhere | None
 
@@ -150,8 +151,9 @@ class FactorStore:
         record = record_of((key, device), here, standing(events, key, device), self.policy)
         if record.factor is None or record.state == "first":
             others = [run for run in runs if run.device.key != device and _counts(run, events)]
-            return Known(None, record.target, record.target, "", _elsewhere(others))
-        return Known(FactorChoice(record.factor, record.why), record.target, record.aim, record.aim_reason, None)
+            return Known(None, record.target, None, "", _elsewhere(others))
+        aim = None if record.interval is None else record.aim
+        return Known(FactorChoice(record.factor, record.why), record.target, aim, record.aim_reason, None)
 
     def reset(self, key: str | None, device: str | None = None) -> Path:
         """Lets the runs so far teach nothing any more; they stay. Both None: of every key, on every device.

@@ -108,8 +108,8 @@ def _rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> FactorRule:
     first = _first(run)
     if known.choice is None:
         return replace(first, elsewhere=known.elsewhere, known=None if known.elsewhere else first.known)
-    aim = Aim(known.aim, known.aim_reason)
-    return replace(first, known=known.choice, aim=aim, after_oom=_died_of_memory(state_dir(run.paths), run_id))
+    rule = replace(first, known=known.choice, after_oom=_died_of_memory(state_dir(run.paths), run_id))
+    return rule if known.aim is None else replace(rule, aim=Aim(known.aim, known.aim_reason), aim_is_learned=True)
 
 
 def _first(run: ResolvedRun) -> FactorRule:

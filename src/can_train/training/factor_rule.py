@@ -40,6 +40,7 @@ class FactorRule:
     Attributes:
         known: The factor, where it is known before the device is looked at; None: it follows from the limits.
         aim: The peak to go for, as far as it is known before.
+        aim_is_learned: Whether runs have shown that the aim fits; else what the limits show lowers it.
         minimum, maximum: Bounds of a factor that follows from the limits.
         elsewhere: What another device taught of the configuration; None: nothing.
         after_oom: Whether the run's last attempt died of an out-of-memory, so that its plan gives way to `known`.
@@ -47,6 +48,7 @@ class FactorRule:
 
     known: FactorChoice | None
     aim: Aim
+    aim_is_learned: bool = False
     minimum: float = 0.05
     maximum: float = 1.0
     elsewhere: Elsewhere | None = None
@@ -62,7 +64,7 @@ class FactorRule:
         if limits is None:
             return Decided(self.known or UNUSED, self.aim)
         if self.known is not None:
-            return Decided(self.known, aim_within(limits, self.aim))
+            return Decided(self.known, self.aim if self.aim_is_learned else aim_within(limits, self.aim))
         width = interval_share(limits)
         aim = aim_within(limits, self._certain(width), margin=width)
         return Decided(self._closed_form(limits, aim.share), aim)
