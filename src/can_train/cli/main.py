@@ -1,5 +1,6 @@
 """The command line: which command an argument list means, and how errors reach a person."""
 
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -108,4 +109,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run() -> None:
     """Entry point of the console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An encoding without `±` (PYTHONIOENCODING=ascii, a bare C locale) costs a character, not the table.
+        sys.stdout.reconfigure(errors="replace")
     sys.exit(main(sys.argv[1:]))

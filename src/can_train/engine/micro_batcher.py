@@ -221,6 +221,7 @@ class MicroBatcher:
         """Takes other rules and limits from now on: the device was looked at anew."""
         self.rules = rules
         self._rescue.phase = None if limits is None else limits.training
+        self._rescue.oom_cost = math.inf
         self._evaluation.phase = None if limits is None else limits.evaluation
 
     def _undoable(self) -> "_GradientsAside":

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 from can_train.errors import ArgumentError, ConfigError, StateError
@@ -278,4 +277,4 @@ def _elsewhere(runs: list[Observation]) -> Elsewhere | None:
     recent = [run for run in runs if run.device.key == device][-_ELSEWHERE_RUNS:]
     ratios = [run.peak_allocated_bytes / run.predicted_peak_bytes for run in recent
               if run.peak_allocated_bytes and run.predicted_peak_bytes]  # fmt: skip
-    return Elsewhere(median(ratios), len(ratios), device)
+    return Elsewhere(sorted(ratios)[len(ratios) // 2], len(ratios), device)

@@ -32,6 +32,10 @@ _MOST_BYTES: Final = 2**20
 _MOST_SHARE: Final = 1e6
 """Largest share of a limit or of the capacity that is believed; beyond it squares lose their meaning."""
 
+FOREIGN_SHARE: Final = 0.01
+"""Share of the capacity that may go without anybody else: libraries load kernels beside the allocator when they are
+first used."""
+
 Outcome = Literal["ok", "rescued", "oom", "interrupted", "error"]
 _OUTCOMES: Final = get_args(Outcome)
 
@@ -227,7 +231,8 @@ class Observation:
     def ran_out_of_memory(self) -> bool:
         """Whether memory ran out, rescued or not, at a cost that a search had shown safe, and by this run's doing."""
         failed = self.outcome == "oom" or self.ooms_rescued > 0
-        return failed and self.tuned_limit is not None and self.foreign_bytes == 0
+        others = self.foreign_bytes > FOREIGN_SHARE * self.capacity_bytes
+        return failed and self.tuned_limit is not None and not others
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
@@ -49,6 +50,8 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
     Raises:
         CanTrainError: The data cannot be read.
     """
+    # On one thread: on a login node's many, tiny batches wait for threads longer than they compute.
+    torch.set_num_threads(1)
     task = sample_task(run, reporter)
     # A sample stands for the whole: an epoch has as many of its like as there are estimated to be.
     task.train_rows = np.resize(task.train_rows, task.estimated_train_rows)

@@ -33,7 +33,7 @@ class Attempt:
     session: Session
 
     def __enter__(self) -> "Attempt":
-        meter = self.session.meter
+        meter, self._ooms_before = self.session.meter, self.session.batcher.ooms
         self._started = Started(
             run_id=self.folder.run_id,
             attempt=self.folder.begin_attempt(utc_now()),
@@ -50,11 +50,16 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         outcome = _outcome(error)
-        if outcome == "ok" and self.session.batcher.ooms:
+        if outcome == "ok" and self._ooms:
             outcome = "rescued"
         self._unless_it_fails(lambda: self._record(outcome))
         if outcome == "oom" and not isinstance(error, DoesNotFitError):
             raise self._does_not_fit() from error
+
+    @property
+    def _ooms(self) -> int:
+        """Out-of-memories that this attempt survived; a resumed one starts with those before it."""
+        return self.session.batcher.ooms - self._ooms_before
 
     def _record(self, outcome: str) -> None:
         write_observation(state_dir(self.run.paths), self._observation(outcome))
@@ -83,7 +88,8 @@ class Attempt:
             largest_micro_batch=session.largest_micro_batch or plan.largest_micro_batch,
             binding_limit=plan.binding_limit,
             **_memory_lesson(session),
-            ooms_rescued=session.batcher.ooms,
+            # In evaluation, or where others took the memory, they teach nothing of the plan's limit.
+            ooms_rescued=0 if session.oom_cost is None else self._ooms,
             allocator_retries=meter.retries(),
             foreign_bytes=session.foreign_bytes,
             torch_version=torch.__version__,

@@ -126,6 +126,8 @@ class Session:
                 rule = FactorRule(known=self.run_plan.factor, aim=self.run_plan.aim)
                 self.run_plan = self.planner.make_again(self.run_plan, rule, held_bytes=held_bytes)
                 self.batcher.use(self.plan.rules, self.run_plan.limits)
+                # In bytes of another tuned limit.
+                self.largest_cost = self.settled_cost = 0.0
             self.reserve.expect(self.planner.optimizer_memory(), held_bytes=held_bytes)
             self.reserve.hold()
         self.trainable = trainable
