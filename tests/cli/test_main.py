@@ -87,17 +87,18 @@ def test_a_dry_run_prints_configuration_and_plan_and_writes_nothing(
     assert main((*TRAIN, "--device", "cpu", "--dry-run")) == 0
     shown = capsys.readouterr().out
     assert "hidden: 64" in shown
-    assert "safety factor  0.6: other dataset 0.6" in shown
+    assert "safety factor  1: from the probes: (90.0% − " in shown
     assert list(tmp_path.iterdir()) == []
 
 
 def test_lists_make_one_run_of_each_combination(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    line = ("--model", "gat,vgae", "--dataset", "synthetic,set_01", "--state-dir", str(tmp_path), "--dry-run")
-    assert main(line) == 0
+    datasets = "synthetic,synthetic_large"
+    line = ("--model", "gat,vgae", "--size", "student", "--dataset", datasets, "--state-dir", str(tmp_path))
+    assert main((*line, "--dry-run")) == 0
     keys = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  key ")]
     assert keys == [
-        "synthetic_gat_teacher_normal", "set_01_gat_teacher_normal",
-        "synthetic_vgae_teacher_autoencoder", "set_01_vgae_teacher_autoencoder",
+        "synthetic_gat_student_normal", "synthetic_large_gat_student_normal",
+        "synthetic_vgae_student_autoencoder", "synthetic_large_vgae_student_autoencoder",
     ]  # fmt: skip
 
 

@@ -201,7 +201,8 @@ def test_the_clock_is_written_to_the_microsecond_and_in_utc() -> None:
 def test_an_out_of_memory_beside_other_processes_is_not_the_configurations_fault() -> None:
     assert out_of_memory().ran_out_of_memory
     assert observation(outcome="rescued", ooms_rescued=1).ran_out_of_memory
-    assert not out_of_memory(foreign_bytes=1).ran_out_of_memory
+    assert not out_of_memory(foreign_bytes=101).ran_out_of_memory
+    assert out_of_memory(foreign_bytes=100).ran_out_of_memory
     assert not observation().ran_out_of_memory
 
 

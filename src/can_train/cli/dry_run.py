@@ -53,7 +53,7 @@ def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"]) -> None:
     from can_train.config.plain_text import plain_to_yaml
     from can_train.training.dry_report import COLUMNS, data_text, dry_lines, dry_row, warnings_of
 
-    lines = dry_lines(plans[0]) if len(plans) == 1 else []
+    lines = dry_lines(run.key, plans[0]) if len(plans) == 1 else []
     print(plain_to_yaml(run.config))
     if lines:
         print("\n".join(lines))

@@ -190,11 +190,6 @@ class MomentumPolicy(FactorPolicy):
         aim = min(self.target, line.peak(reaches)) if history and reaches == self.maximum else self.target
         return Decision(factor, aim, "target" if aim == self.target else "maximum", line.interval(reaches))
 
-    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Returns twice the last step: the policy knows no spread, and steps of this size are what is left to make."""
-        before = self.next_factor(history[:-1], first=first)
-        return 2 * abs(self.next_factor(history, first=first) - before)
-
     def _step(self, point: FactorPoint, factor: float) -> float:
         if point.peak is None:
             return -self.oom_cut

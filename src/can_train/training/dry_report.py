@@ -13,8 +13,12 @@ COLUMNS = ("device", "usable", "factor", "batch", "parts", "steps", "predicted p
 """Headings of the table over several devices."""
 
 
-def dry_lines(dry: DryPlan) -> list[str]:
+def dry_lines(key: str, dry: DryPlan) -> list[str]:
     """Writes a plan as aligned lines, its warnings below.
+
+    Args:
+        key: Configuration key.
+        dry: The plan.
 
     Raises:
         DoesNotFitError: The training does not fit on the device.
@@ -23,7 +27,7 @@ def dry_lines(dry: DryPlan) -> list[str]:
         raise dry.error or AssertionError("a target without a plan has a reason")
     head, *lines = plan_lines(dry.plan, dry.target.key, dry.target.capacity_bytes)
     notes = [f"note: {text}" for text in warnings_of(dry)]
-    return [head, *_device_lines(dry), *lines, *notes]
+    return [head, f"  key            {key}", *_device_lines(dry), *lines, *notes]
 
 
 def warnings_of(dry: DryPlan) -> list[str]:

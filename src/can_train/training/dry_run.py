@@ -4,6 +4,7 @@ see what they cost; what would fit is predicted. Writes nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from can_train.training.effective_factor import factor_rule
 from can_train.training.factor_rule import PROVISIONAL
 from can_train.training.loading import fresh_model, sample_task
 from can_train.training.planning import Planner, RunPlan, plan_request
+
+_LITTLE_IN_USE: Final = 0.7
+"""Share of an allocator's memory that is in use where there are many gaps; the simulated GPU had 0.83 and more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +64,11 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
                       verify=False)  # fmt: skip
     request = plan_request(run.training)
     limits = planner.explore(request, PROVISIONAL)
+    share = _share_in_use(planner, limits, targets)
     plans = []
     for target in targets:
-        plan, error = _planned(replace(planner, meter=TargetMeter(target)), limits, target)
+        here = _on(target, limits, share)
+        plan, error = _planned(replace(planner, meter=TargetMeter(target)), here)
         plans.append(
             DryPlan(
                 target=target,
@@ -75,13 +81,25 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
     return plans
 
 
-def _planned(planner: Planner, limits: DeviceLimits, target: Usable) -> tuple[RunPlan | None, DoesNotFitError | None]:
+def _share_in_use(planner: Planner, limits: DeviceLimits, targets: Sequence[Usable]) -> float:
+    """Measures the allocator's gaps where they may decide: where the batch needs most of a GPU."""
+    if all(_on(target, limits, _LITTLE_IN_USE).training.capped for target in targets):
+        return 1.0
+    return planner.share_in_use(limits)
+
+
+def _on(target: Usable, limits: DeviceLimits, share: float) -> DeviceLimits:
+    """Says what is predicted of a target whose allocator has no more than a share of its memory in use."""
+    room = min(share * target.capacity_bytes, predicted_room(target.capacity_bytes))
+    return limits.predicted_on(target.key, target.capacity_bytes, room)
+
+
+def _planned(planner: Planner, limits: DeviceLimits) -> tuple[RunPlan | None, DoesNotFitError | None]:
     """Resolves the plan for one target, or says why there is none."""
-    here = limits.predicted_on(target.key, target.capacity_bytes, predicted_room(target.capacity_bytes))
-    rule = factor_rule(planner.run, target.key, planner.reporter)
+    rule = factor_rule(planner.run, limits.device_key, planner.reporter)
     try:
-        _check_optimizer(here)
-        return planner.resolve(plan_request(planner.run.training), here, rule), None
+        _check_optimizer(limits)
+        return planner.resolve(plan_request(planner.run.training), limits, rule), None
     except DoesNotFitError as error:
         return None, error
 

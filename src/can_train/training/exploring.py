@@ -2,7 +2,8 @@
 the optimizer's step, training apart from evaluation. Leaves model, generators, buffers and gradients as they were.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,14 +14,15 @@ from torch import Tensor, nn
 from can_train.config.training import TrainingSettings
 from can_train.engine.coupling import SPLIT, Coupling, measure_coupling
 from can_train.engine.micro_batcher import Losses
-from can_train.engine.phase_finder import Peak, Room, find_phase_limit, predict_phase_limit
+from can_train.engine.phase_finder import Peak, Room, find_phase_limit, pack_worst_case, predict_phase_limit
 from can_train.engine.snapshot import Snapshot
 from can_train.errors import DoesNotFitError
 from can_train.memory.blocks import LARGE_PAGE_BYTES
+from can_train.memory.gaps import GAP_PROBE_BYTES, share_in_use
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
-from can_train.memory.probes import fit_by_probes
+from can_train.memory.probes import Probed, fit_by_probes
 from can_train.policy.cards import cards_that_hold, predicted_room
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
@@ -31,6 +33,9 @@ from can_train.training.task import LogicalBatch, Task
 
 Upper = Callable[[BatchCosts], float]
 """From the priced training samples to the largest cost worth trying."""
+
+Run = Callable[[NDArray[np.int64]], None]
+"""Runs a batch of some rows."""
 
 
 @dataclass(kw_only=True)
@@ -67,11 +72,8 @@ class Explorer:
             upper: Largest cost worth trying.
             held_bytes: Optimizer state that is on the device already.
         """
-        snapshot, gradients = Snapshot(self.model, self.meter.device), [p.grad for p in self._parameters]
-        optimizer = self.optimizer_memory()
-        for parameter in self._parameters:
-            parameter.grad = None
-        try:
+        with self._left_as_it_is():
+            optimizer = self.optimizer_memory()
             state, aside = self._resident(optimizer, held_bytes)
             training = self._phase(self._train_step, [*state, *aside], upper, gradients=optimizer.parameter_bytes)
             del aside
@@ -79,13 +81,6 @@ class Explorer:
             # Evaluation gains nothing from parts larger than what training takes at a time.
             needed = min(training.tuned_limit / max(upper(training.costs(self._counts)), 1.0), 1.0)
             evaluation = self._phase(self._evaluate, state, lambda costs: needed * upper(costs))
-        finally:
-            self.model.train()
-            snapshot.restore()
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-            self.meter.release()
-            self.meter.reset_peak()
         return DeviceLimits(
             device_key=self.meter.key,
             capacity_bytes=self.meter.capacity_bytes,
@@ -94,6 +89,34 @@ class Explorer:
             optimizer_peak_bytes=self._resident_bytes(optimizer) + optimizer.transient_bytes,
             gradient_bytes=optimizer.parameter_bytes,
         )
+
+    def share_in_use(self, training: PhaseLimit) -> float:
+        """Measures what share of what a GPU's allocator holds is in use, at the peak of a batch of training.
+
+        Args:
+            training: What batches cost.
+        """
+        with self._left_as_it_is():
+            state, aside = self._resident(self.optimizer_memory(), 0)
+            batch = pack_worst_case(training.costs(self._counts), GAP_PROBE_BYTES)
+            resident = [*self.model.parameters(), *self.model.buffers(), *state, *aside]
+            return share_in_use(lambda: self._train_step(self.rows[batch]), resident) if len(batch) else 1.0
+
+    @contextmanager
+    def _left_as_it_is(self) -> Iterator[None]:
+        """Sets gradients aside for the block, and leaves everything as it was."""
+        snapshot, gradients = Snapshot(self.model, self.meter.device), [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            self.model.train()
+            snapshot.restore()
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self.meter.release()
+            self.meter.reset_peak()
 
     def optimizer_memory(self) -> OptimizerMemory:
         """Measures, on the host, what the optimizer will take."""
@@ -144,18 +167,34 @@ class Explorer:
         model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
         return model + optimizer.parameter_bytes + optimizer.state_bytes
 
-    def _phase(
-        self, run: Callable[[NDArray[np.int64]], None], beside: list[Tensor], upper: Upper, *, gradients: int = 0
-    ) -> PhaseLimit:
-        resident = [*self.model.parameters(), *self.model.buffers(), *beside]
-
+    def _phase(self, run: Run, beside: list[Tensor], upper: Upper, *, gradients: int = 0) -> PhaseLimit:
         def peak(positions: NDArray[np.int64], steps: int) -> Peak:
             self.meter.reset_peak()
             for _ in range(steps):
-                with self.meter.measuring(resident):
+                with self.meter.measuring([*self.model.parameters(), *self.model.buffers(), *beside]):
                     run(self.rows[positions])
             return Peak(self.meter.peak_bytes(), self.meter.peak_reserved_bytes())
 
+        probed, slack = self._probed(peak, gradients)
+        capacity, model = self.meter.capacity_bytes, probed.model
+        costs = BatchCosts(self._counts, model.features, model.coefficients)
+        highest = _worthwhile(upper(costs), model)
+        if not self.verify:
+            return predict_phase_limit(probed, costs, upper=highest, room_bytes=predicted_room(capacity))
+
+        def trial(positions: NDArray[np.int64]) -> Peak:
+            self.tried(costs.chosen(positions).cost(0, len(positions)))
+            self.meter.release()
+            return peak(positions, self.training.find_batch_size_steps_per_trial)
+
+        room = Room(capacity_bytes=capacity, slack_bytes=slack)
+        return find_phase_limit(probed, trial, costs, upper=highest, room=room)
+
+    def _probed(self, peak: Callable[[NDArray[np.int64], int], Peak], gradients: int) -> tuple[Probed, int]:
+        """Fits the cost model, and sees what the allocator holds beyond what is in use.
+
+        That grows little with the batch: gaps between blocks, and a last page that must fit whole.
+        """
         slack = 0
 
         def probe(positions: NDArray[np.int64]) -> int:
@@ -172,21 +211,7 @@ class Explorer:
             capacity_bytes=self.meter.capacity_bytes,
             gradient_bytes=gradients,
         )
-        model = probed.model
-        costs = BatchCosts(self._counts, model.features, model.coefficients)
-
-        def trial(positions: NDArray[np.int64]) -> Peak:
-            self.tried(costs.chosen(positions).cost(0, len(positions)))
-            self.meter.release()
-            return peak(positions, self.training.find_batch_size_steps_per_trial)
-
-        # What the allocator holds beyond what is in use grows little with the batch: gaps between blocks, and a last
-        # page that must fit whole.
-        room = Room(capacity_bytes=self.meter.capacity_bytes, slack_bytes=slack)
-        highest = _worthwhile(upper(costs), model)
-        if not self.verify:
-            return predict_phase_limit(probed, costs, upper=highest, room_bytes=predicted_room(room.capacity_bytes))
-        return find_phase_limit(probed, trial, costs, upper=highest, room=room)
+        return probed, slack
 
     def _train_step(self, rows: NDArray[np.int64]) -> None:
         """Runs forward and backward; its gradients are dropped, also where it fails."""

@@ -205,6 +205,10 @@ class Planner:
         kept = {name: getattr(frozen.plan, name) for name in ("binding_limit", "lr_factor")}
         return replace(again, plan=replace(again.plan, **kept))
 
+    def share_in_use(self, limits: DeviceLimits) -> float:
+        """Measures, on the host, what share of what a GPU's allocator holds is in use when a batch takes most."""
+        return self._explorer(lambda cost: None).share_in_use(limits.training)
+
     def optimizer_memory(self) -> OptimizerMemory:
         """Measures, on the host, what the optimizer takes of the parameters trained by now."""
         return self._explorer(lambda cost: None).optimizer_memory()
