@@ -1,5 +1,7 @@
 """What a person meets who types something: help, errors, exit codes. In this process, on real commands."""
 
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,13 @@ def test_help_shows_the_first_line_to_type_and_every_setting(
         (("--model", "gat", "--dataset", "/no/such/file.csv"), "/no/such/file.csv"),
         (("--model", "gat,vgea", "--dataset", "synthetic"), "vgea"),
         (("resume", "no-such-run"), "no-such-run"),
+        ((*TRAIN, "--state-dir", ""), "--state-dir is empty"),
+        ((*TRAIN, "--target-gpu", ""), "--target-gpu is empty"),
+        ((*TRAIN, "--dry-run", "--target-gpu", ","), "--target-gpu names no GPU"),
+        ((*TRAIN, "--target-gpu", "t4"), "--target-gpu plans and does not train"),
+        ((*TRAIN, "--dry-run", "--target-gpu", "a100"), "Say a100-40gb or a100-80gb"),
+        ((*TRAIN, "--dry-run", "--target-memory", "16"), "A size is a number above zero with its unit"),
+        ((*TRAIN, "--dry-run", "--target-memory", "600MiB"), "of which 1.62 GiB never reach a training: 600MiB"),
     ],
 )
 def test_what_is_wrong_is_said_in_words_with_exit_code_2(
@@ -84,11 +93,16 @@ def test_a_dry_run_prints_configuration_and_plan_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # As in a fresh process: what torch_geometric has made already it does not write again.
+    for name in [name for name in sys.modules if name.startswith("torch_geometric.nn.conv.gat_conv_")]:
+        monkeypatch.delitem(sys.modules, name)
     assert main((*TRAIN, "--device", "cpu", "--dry-run")) == 0
     shown = capsys.readouterr().out
     assert "hidden: 64" in shown
     assert "safety factor  1: from the probes: (90.0% − " in shown
     assert list(tmp_path.iterdir()) == []
+    assert tempfile.gettempdir() == str(tmp_path)
 
 
 def test_lists_make_one_run_of_each_combination(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def test_the_factor_of_the_closed_form_meets_the_aim(base: float, fills: float, 
 
 def test_what_was_not_seen_to_fit_is_not_aimed_at() -> None:
     assert aim_within(limits(0.1, 0.84), Aim(0.9)) == Aim(pytest.approx(0.84), "no more was seen to fit")
+    assert aim_within(limits(0.1, 0.84, trials=0), Aim(0.9)).why == "no more is predicted to fit"
     assert aim_within(limits(0.1, 0.84), Aim(0.9), margin=0.01).share == pytest.approx(0.83)
 
 

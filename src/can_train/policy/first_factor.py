@@ -42,7 +42,7 @@ def aim_within(limits: DeviceLimits, wanted: Aim, *, margin: float = 0.0) -> Aim
     highest = max(fits - margin, 0.0)
     if highest >= wanted.share:
         return wanted
-    return Aim(highest, "no more was seen to fit")
+    return Aim(highest, "no more was seen to fit" if training.trials else "no more is predicted to fit")
 
 
 def interval_share(limits: DeviceLimits) -> float:

@@ -5,11 +5,12 @@ from typing import Any
 
 from can_train.errors import DoesNotFitError
 from can_train.policy.device_limits import DeviceLimits
+from can_train.policy.sizes import size_text
 from can_train.training.dry_run import DryPlan
 from can_train.training.planning import RunPlan
-from can_train.training.report import plan_lines, size_text
+from can_train.training.report import plan_lines
 
-COLUMNS = ("device", "usable", "factor", "batch", "parts", "steps", "predicted peak", "binding limit")
+COLUMNS = ("device", "usable", "factor", "batch", "micro-batches", "steps", "predicted peak", "binding limit")
 """Headings of the table over several devices."""
 
 

@@ -2,8 +2,12 @@
 see what they cost; what would fit is predicted. Writes nothing.
 """
 
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
@@ -12,8 +16,9 @@ import torch
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import TargetMeter
-from can_train.policy.cards import GIB, Usable, cards_that_hold, predicted_room
+from can_train.policy.cards import Usable, cards_that_hold, predicted_room
 from can_train.policy.device_limits import DeviceLimits
+from can_train.policy.sizes import size_text
 from can_train.reporter import Reporter
 from can_train.training.effective_factor import factor_rule
 from can_train.training.factor_rule import PROVISIONAL
@@ -22,6 +27,9 @@ from can_train.training.planning import Planner, RunPlan, plan_request
 
 _LITTLE_IN_USE: Final = 0.7
 """Share of an allocator's memory that is in use where there are many gaps; the simulated GPU had 0.83 and more."""
+
+
+_TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,23 @@ class DryPlan:
     error: DoesNotFitError | None
     num_samples: int
     sample_note: str
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Gives libraries a temporary folder of their own and removes it: torch_geometric leaves the source of each kind of
+    layer there, torch an empty cache.
+    """
+    with TemporaryDirectory(prefix="can-train-", ignore_cleanup_errors=True) as folder:
+        before, had_cache = tempfile.tempdir, _TORCH_CACHE in os.environ
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            # Torch sets it to the folder it made.
+            if not had_cache:
+                os.environ.pop(_TORCH_CACHE, None)
 
 
 def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -> list[DryPlan]:
@@ -109,6 +134,6 @@ def _check_optimizer(limits: DeviceLimits) -> None:
     if need > capacity:
         raise DoesNotFitError(
             "Weights, gradients and optimizer state must fit on the device",
-            value=f"they need {need / GIB:.2f} GiB of {capacity / GIB:.2f}",
+            value=f"they need {size_text(need)} of {size_text(capacity)}",
             remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need)})",
         )
