@@ -4,6 +4,7 @@ from typing import Final
 
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits
+from can_train.policy.first_factor import ANY_PEAK
 from can_train.policy.plan import Plan
 from can_train.policy.sizes import size_text
 from can_train.training.planning import RunPlan
@@ -34,6 +35,7 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
     if plan.safety_factor is not None:
         lines.append(f"  tuned limit    {_tuned(limits)}")
         lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor_reason}")
+    if plan.safety_factor is not None and run_plan.aim != ANY_PEAK:
         lines.append(f"  target         {_target(run_plan)}")
     share = peak / limits.capacity_bytes
     width = _half_width(run_plan) / limits.capacity_bytes
