@@ -1,7 +1,8 @@
 """What a person meets who types something: help, errors, exit codes. In this process, on real commands."""
 
+import os
+import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -93,16 +94,18 @@ def test_a_dry_run_prints_configuration_and_plan_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    # As in a fresh process: what torch_geometric has made already it does not write again.
-    for name in [name for name in sys.modules if name.startswith("torch_geometric.nn.conv.gat_conv_")]:
-        monkeypatch.delitem(sys.modules, name)
     assert main((*TRAIN, "--device", "cpu", "--dry-run")) == 0
     shown = capsys.readouterr().out
     assert "hidden: 64" in shown
     assert "safety factor  1: from the probes: (90.0% − " in shown
     assert list(tmp_path.iterdir()) == []
-    assert tempfile.gettempdir() == str(tmp_path)
+
+
+def test_a_dry_run_leaves_nothing_of_the_libraries_in_the_temporary_folder(tmp_path: Path) -> None:
+    # In a process of its own: what torch_geometric has written once it does not write again.
+    line = [sys.executable, "-m", "can_train", *TRAIN, "--device", "cpu", "--dry-run", "--state-dir", str(tmp_path)]
+    subprocess.run(line, env={**os.environ, "TMPDIR": str(tmp_path)}, cwd=tmp_path, check=True, capture_output=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_lists_make_one_run_of_each_combination(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
