@@ -7,7 +7,9 @@ from can_train.policy.features import Feature
 CAPACITY = 10**9
 
 
-def limits(base: float, fills: float, *, measured_ratio: float = 1.0, capped: bool = False) -> DeviceLimits:
+def limits(
+    base: float, fills: float, *, measured_ratio: float = 1.0, capped: bool = False, trials: int = 1
+) -> DeviceLimits:
     """A device on which weights take a share of the capacity, and the tuned limit fills it up to another."""
     model = CostModel(
         features=(Feature("units"),), coefficients=(1.0,), base_bytes=base * CAPACITY, sigma_bytes=512.0,
@@ -18,7 +20,7 @@ def limits(base: float, fills: float, *, measured_ratio: float = 1.0, capped: bo
         model=model,
         tuned_limit=tuned,
         capped=capped,
-        trials=1,
+        trials=trials,
         ooms=0,
         measured_ratio=measured_ratio,
         mean_totals=(1.0,),

@@ -29,7 +29,7 @@ def state(tmp_path: Path) -> Path:
 def run(state: Path, *arguments: str) -> Result:
     app = typer.Typer()
     app.command()(make_factors_command())
-    return CliRunner().invoke(app, [*arguments, "--state-dir", str(state)])
+    return CliRunner().invoke(app, ["--state-dir", str(state), *arguments])
 
 
 def shown(state: Path, *arguments: str) -> list[list[str]]:
@@ -74,7 +74,7 @@ def test_a_key_without_its_size_and_a_device_narrow_it_down(state: Path) -> None
 def test_json_has_every_figure_by_name(state: Path) -> None:
     record = as_json(state, "--device", "v100-16gb")["factors"][0]
     assert record == {
-        "config_key": KEY, "device": "v100-16gb", "state": "learned", "target": 0.9, "aim": 0.9,
+        "config_key": KEY, "device": "v100-16gb", "state": "learned", "target": 0.9, "aim": 0.9, "aim_reason": "",
         "safety_factor": pytest.approx(0.5172, abs=5e-5), "learned_factor": record["safety_factor"],
         "interval": pytest.approx(0.168, abs=1e-3), "reason": "learned from 2 runs",
         "runs_before_reset": 0, "runs_with_other_settings": 0,
@@ -218,7 +218,7 @@ def test_a_replay_shows_what_another_policy_would_have_set(state: Path) -> None:
         ([KEY, "--import", "x"], "takes all of a file"), (["--import", "x", "--device", "d"], "takes all of a file"),
         (["--replay", "affin"], "Unknown policy: 'affin'.\nValid, nearest first: affine"), ([""], "KEY is empty"),
         (["nobody", "--reset", "--yes"], "Unknown configuration key"), (["--device", "v1"], "Unknown device"),
-        (["--export", "/dev/null/x"], "export cannot be written"), (["--import", "/none"], "cannot|can be read whole"),
+        (["--export", "/dev/null/x"], "export cannot be written"), (["--import", "/none"], "able: /none: No such file"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_an_error_and_changes_nothing(state: Path, arguments: list[str], rule: str) -> None:
@@ -252,3 +252,27 @@ def test_an_attempt_whose_process_is_gone_is_called_lost(state: Path) -> None:
     write_started(state, started(9, host=socket.gethostname(), pid=gone.pid))
     assert "lost: its process is gone" in run(state).stdout
     assert as_json(state)["unfinished"][0]["lost"] is True
+
+
+def test_an_empty_state_folder_is_an_error_and_not_the_one_at_hand(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(state)
+    result = run(state, KEY, "--pin", "0.5", "--state-dir", "")
+    assert "--state-dir is empty" in str(result.exception)
+    assert {path.name for path in state.iterdir()} == {"observations"}
+
+
+def test_a_pin_without_a_run_is_exported_with_its_own_reason(state: Path) -> None:
+    run(state, "--reset", "--yes")
+    done(state, KEY, "--pin", "0.5", "--device", "t4-16gb")
+    exported = json.loads(run(state, KEY, "--device", "t4-16gb", "--export", "-").stdout)
+    assert exported[KEY]["initial_factor_reason"].startswith("pinned at 0.5 by hand")
+    assert "run  attempt" not in run(state, KEY, "--device", "t4-16gb").stdout
+
+
+def test_a_reset_of_what_was_imported_names_no_runs(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text(json.dumps({KEY: 0.5}))
+    run(tmp_path, "--import", str(tmp_path / "file.json"))
+    said = run(tmp_path, "--reset", "--yes").stdout
+    assert said == f"{KEY}: no run teaches; the next run is a first one.\n"

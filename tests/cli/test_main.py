@@ -1,5 +1,8 @@
 """What a person meets who types something: help, errors, exit codes. In this process, on real commands."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,13 @@ def test_help_shows_the_first_line_to_type_and_every_setting(
         (("--model", "gat", "--dataset", "/no/such/file.csv"), "/no/such/file.csv"),
         (("--model", "gat,vgea", "--dataset", "synthetic"), "vgea"),
         (("resume", "no-such-run"), "no-such-run"),
+        ((*TRAIN, "--state-dir", ""), "--state-dir is empty"),
+        ((*TRAIN, "--target-gpu", ""), "--target-gpu is empty"),
+        ((*TRAIN, "--dry-run", "--target-gpu", ","), "--target-gpu names no GPU"),
+        ((*TRAIN, "--target-gpu", "t4"), "--target-gpu plans and does not train"),
+        ((*TRAIN, "--dry-run", "--target-gpu", "a100"), "Say a100-40gb or a100-80gb"),
+        ((*TRAIN, "--dry-run", "--target-memory", "16"), "A size is a number above zero with its unit"),
+        ((*TRAIN, "--dry-run", "--target-memory", "600MiB"), "of which 1.62 GiB never reach a training: 600MiB"),
     ],
 )
 def test_what_is_wrong_is_said_in_words_with_exit_code_2(
@@ -88,6 +98,13 @@ def test_a_dry_run_prints_configuration_and_plan_and_writes_nothing(
     shown = capsys.readouterr().out
     assert "hidden: 64" in shown
     assert "safety factor  1: from the probes: (90.0% − " in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_leaves_nothing_of_the_libraries_in_the_temporary_folder(tmp_path: Path) -> None:
+    # In a process of its own: what torch_geometric has written once it does not write again.
+    line = [sys.executable, "-m", "can_train", *TRAIN, "--device", "cpu", "--dry-run", "--state-dir", str(tmp_path)]
+    subprocess.run(line, env={**os.environ, "TMPDIR": str(tmp_path)}, cwd=tmp_path, check=True, capture_output=True)
     assert list(tmp_path.iterdir()) == []
 
 

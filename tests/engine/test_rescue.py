@@ -156,7 +156,7 @@ def test_a_sample_that_does_not_fit_is_named_with_need_capacity_and_cards() -> N
         device.run(RescueSettings(retries=0))
     message = str(caught.value)
     assert "sample 1 of the batch" in message
-    assert "40.06 GiB are needed, 0.06 GiB are there" in message
+    assert "40.06 GiB are needed, 64.0 MiB are there" in message
     assert "48gb" in message
 
 

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.policy.first_factor import Aim, aim_within, closed_form_factor, closed_form_words, interval_share
+from can_train.policy.first_factor import (
+    ANY_PEAK,
+    Aim,
+    aim_within,
+    closed_form_factor,
+    closed_form_words,
+    interval_share,
+)
 from found_limits import CAPACITY, limits
 
 shares = st.floats(0.0, 0.6)
@@ -22,7 +29,12 @@ def test_the_factor_of_the_closed_form_meets_the_aim(base: float, fills: float, 
 
 def test_what_was_not_seen_to_fit_is_not_aimed_at() -> None:
     assert aim_within(limits(0.1, 0.84), Aim(0.9)) == Aim(pytest.approx(0.84), "no more was seen to fit")
+    assert aim_within(limits(0.1, 0.84, trials=0), Aim(0.9)).why == "no more is predicted to fit"
     assert aim_within(limits(0.1, 0.84), Aim(0.9), margin=0.01).share == pytest.approx(0.83)
+
+
+def test_where_nobody_aims_nothing_is_lowered() -> None:
+    assert aim_within(limits(0.1, 0.84), ANY_PEAK) == ANY_PEAK
 
 
 def test_a_target_that_fits_stays() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from can_train.errors import CheckpointError, DoesNotFitError, StateError
+from can_train.policy.first_factor import ANY_PEAK
 from can_train.state.factor_store import get_safety_factor_db
 from can_train.state.observations import read_observations
 from can_train.training import loop
@@ -169,3 +170,10 @@ def test_planning_leaves_model_and_generators_as_they_were(tmp_path: Path) -> No
     for one, other in zip(session.model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(one, other)
         assert one.grad is None
+
+
+def test_a_pinned_factor_aims_at_no_peak(tmp_path: Path) -> None:
+    parts = line_parts(tmp_path, batch_size=20)
+    get_safety_factor_db(tmp_path / "state").pin(KEY, 0.25)
+    pinned = factor_rule(parts.run, parts.meter.key, parts.reporter)
+    assert (pinned.known.factor if pinned.known else None, pinned.aim) == (0.25, ANY_PEAK)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_planning_flags(flags: dict[str, Any]) -> None:
-    """Refuses flags that only plans understand where nothing is planned.
+    """Refuses flags that only plans understand where nothing is planned, and targets that are none.
 
     Raises:
         ConfigError: There is such a flag.
@@ -23,6 +23,9 @@ def check_planning_flags(flags: dict[str, Any]) -> None:
     for name in ("target_gpu", "target_memory", "json"):
         if flags[name] and not flags["dry_run"]:
             raise ConfigError(f"--{name.replace('_', '-')} plans and does not train", remedy="Add --dry-run")
+    gpus = flags["target_gpu"]
+    if gpus is not None and not split_list(gpus):
+        raise ConfigError("--target-gpu names no GPU", value=repr(gpus), remedy="Name one: --target-gpu h100-80gb")
 
 
 def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> None:
@@ -32,13 +35,14 @@ def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> None
         CanTrainError: A target is unknown, the data cannot be read, or the training does not fit on the only target.
     """
     from can_train.training.dry_report import dry_json
-    from can_train.training.dry_run import dry_plans
+    from can_train.training.dry_run import dry_plans, nothing_left_behind
     from can_train.training.targets import find_targets
 
     reporter, found = make_reporter(), []
     for run in runs:
         gpus = split_list(flags["target_gpu"] or "", existing=[])
-        plans = dry_plans(run, find_targets(run, gpus, flags["target_memory"], reporter), reporter)
+        with nothing_left_behind():
+            plans = dry_plans(run, find_targets(run, gpus, flags["target_memory"], reporter), reporter)
         if flags["json"]:
             found.append(dry_json(run.config, run.key, plans))
         else:

@@ -41,7 +41,8 @@ _OPTIONS: Final[dict[str, Any]] = {
     "as_json": Annotated[bool, typer.Option("--json", help="Print JSON.")],
     "yes": Annotated[bool, typer.Option("--yes", help="Do not ask before --reset.")],
     "state_dir": Annotated[
-        Path | None, typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]")
+        str | None,
+        typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER"),
     ],
 }
 _ACTIONS: Final = ("reset", "pin", "unpin", "export", "import", "replay", "show")
@@ -95,9 +96,9 @@ def _action(request: Request) -> str | None:
     if asked == ["import"] and (request.key is not None or request.device is not None):
         what = "a KEY" if request.key is not None else "--device"
         raise ConfigError("--import takes all of a file", value=what, remedy=f"Leave {what} out")
-    for name, value in (("KEY", request.key), ("--device", request.device)):
+    for name, value in (("KEY", request.key), ("--device", request.device), ("--state-dir", request.state_dir)):
         if value == "":
-            raise ConfigError(f"{name} is empty", remedy="can-train factors lists keys and devices")
+            raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
     return asked[0] if asked else None
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import typer
 
-from can_train.cli.factors_tables import shown_device
+from can_train.cli.factors_tables import named_device
 from can_train.errors import ConfigError, StateError, nearest_first
 from can_train.state.atomic import json_text, write_text_atomic
 from can_train.state.events import Event
@@ -38,7 +38,7 @@ class Request:
     device: str | None = None
     as_json: bool = False
     yes: bool = False
-    state_dir: Path | None = None
+    state_dir: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,12 @@ def reset(request: Request, store: Store) -> Done:
     if not request.yes:
         _ask(f"Shall {what} teach nothing any more? Their history stays.")
     path = store.files.reset(None if request.key is None else keys[0], request.device)
-    pinned = [f"{one.key} on {shown_device(one.device)} is {one.why}: --unpin removes that" for one in found
+    pinned = [f"{one.key} on {named_device(one.device)} is {one.why}: --unpin removes that" for one in found
               if one.state == "pinned"]  # fmt: skip
-    text = f"{what} teach nothing any more; the next run is a first one. Their history stays."
+    if runs:
+        text = f"{what} teach nothing any more; the next run is a first one. Their history stays."
+    else:
+        text = f"{', '.join(keys)}: no run teaches{_on(request)}; the next run is a first one."
     return Done(text, {"config_keys": keys, "device": request.device, "runs": runs, "event": str(path)}, pinned)
 
 

@@ -51,10 +51,14 @@ def factors_table(records: Sequence[FactorRecord], notes: Sequence[str] = ()) ->
 
 def runs_tables(record: FactorRecord) -> list[TextTable]:
     """Makes the list of a configuration's runs on one kind of device, oldest first, with their plot; then those of
-    other settings.
+    other settings. Without a run there is no list.
     """
+    if not (record.runs or record.forgotten or record.others):
+        return []
     plot = plot_lines([_plot_point(run) for run in record.runs], target=record.aim)
-    name = f"{record.key} on {shown_device(record.device)}"
+    name = f"{record.key} on {named_device(record.device)}"
+    if record.aim_reason:
+        plot.append(f"aims at {record.aim:.1%} instead of {record.target:.1%}: {record.aim_reason}")
     *settings, last = settings_apart([other.fingerprint for other in record.others] + [record.fingerprint])
     tables = [TextTable(f"{name}{f', {last}' if last else ''}", _RUN_COLUMNS, _run_rows(record), plot)]
     for other, differing in zip(record.others, settings, strict=True):
@@ -81,7 +85,7 @@ def replay_table(done: Replay, name: str) -> TextTable:
     next_factor = "–" if done.next_factor is None else f"{done.next_factor:.4f}"
     in_force = "–" if record.factor is None else f"{record.factor:.4f}"
     note = f"next: {name} {next_factor}; in force {in_force} ({record.why})"
-    title = f"{record.key} on {shown_device(record.device)}, replayed with {name}"
+    title = f"{record.key} on {named_device(record.device)}, replayed with {name}"
     return TextTable(title, ("run", "attempt", "ended", "factor", name, "peak", "outcome"), rows, [note])
 
 
@@ -122,6 +126,11 @@ def shown_device(device: str) -> str:
     return "any other" if device == ANY_DEVICE else device
 
 
+def named_device(device: str) -> str:
+    """The same within a sentence or a title."""
+    return "any other device" if device == ANY_DEVICE else device
+
+
 def _record_json(record: FactorRecord, *, show: bool) -> dict[str, Any]:
     figures = {
         "config_key": record.key,
@@ -132,6 +141,7 @@ def _record_json(record: FactorRecord, *, show: bool) -> dict[str, Any]:
         "interval": record.interval,
         "target": record.target,
         "aim": record.aim,
+        "aim_reason": record.aim_reason,
         "reason": record.why,
         "initial_factor_reason": record.reason,
         "num_runs": len(record.runs),

@@ -80,6 +80,10 @@ def _train(flags: dict[str, Any]) -> None:
     for name in ("model", "dataset"):
         if not flags[name]:
             raise ConfigError(f"--{name} is missing", remedy="Try: can-train --model gat --dataset synthetic")
+    for name, value in flags.items():
+        # An unset variable of a script; `--model-args` may well be empty.
+        if value == "" and name != "model_args":
+            raise ConfigError(f"--{name.replace('_', '-')} is empty", remedy="Give a value, or leave the flag out")
     if flags["submit"] and not flags["cluster"]:
         raise ConfigError(
             "--submit needs --cluster NAME", remedy="--cluster local trains in the background of this machine"

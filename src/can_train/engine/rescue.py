@@ -13,9 +13,10 @@ from can_train.errors import DoesNotFitError
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import headline, is_out_of_memory
 from can_train.policy.backoff import Backoff
-from can_train.policy.cards import GIB, cards_that_hold
+from can_train.policy.cards import cards_that_hold
 from can_train.policy.device_limits import PhaseLimit
 from can_train.policy.packing import ROUNDING, BatchCosts, PartLimit, cut
+from can_train.policy.sizes import size_text
 
 FIRST_WAIT_S: Final = 0.1
 """Pause before what cannot be split is run again, doubling each time. Another process may give memory back."""
@@ -245,8 +246,8 @@ class Rescue:
         if self._meter.foreign_bytes() > 0:
             return f"Another process holds memory (nvidia-smi): try again, or {smaller}"
         if need_bytes is None or need_bytes <= capacity:
-            return f"Take a device of more than {capacity / GIB:.2f} GiB ({cards_that_hold(capacity)}), or {smaller}"
-        need = f"{need_bytes / GIB:.2f} GiB are needed, {capacity / GIB:.2f} GiB are there"
+            return f"Take a device of more than {size_text(capacity)} ({cards_that_hold(capacity)}), or {smaller}"
+        need = f"{size_text(need_bytes)} are needed, {size_text(capacity)} are there"
         return f"{need}: take a larger card ({cards_that_hold(need_bytes)}), or {smaller}"
 
 

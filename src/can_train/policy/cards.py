@@ -10,7 +10,7 @@ from can_train.policy.gpu_constants import GpuConstants
 
 GIB: Final = 2**30
 
-ASSUMED: Final = "assumed"
+ASSUMED: Final = "assumed, on the safe side"
 """Source of figures that nobody has measured."""
 
 

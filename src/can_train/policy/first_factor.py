@@ -33,16 +33,16 @@ def aim_within(limits: DeviceLimits, wanted: Aim, *, margin: float = 0.0) -> Aim
 
     Args:
         limits: What the device was found to hold.
-        wanted: The aim so far.
+        wanted: The aim so far; `ANY_PEAK` stays.
         margin: Share of the capacity to stay below what was seen.
     """
     training = limits.training
     # A search that stopped where memory decides nothing has not seen how much fits.
     fits = 1.0 if training.capped else training.peak_bytes(training.tuned_limit) / limits.capacity_bytes
     highest = max(fits - margin, 0.0)
-    if highest >= wanted.share:
+    if wanted == ANY_PEAK or highest >= wanted.share:
         return wanted
-    return Aim(highest, "no more was seen to fit")
+    return Aim(highest, "no more was seen to fit" if training.trials else "no more is predicted to fit")
 
 
 def interval_share(limits: DeviceLimits) -> float:

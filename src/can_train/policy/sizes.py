@@ -15,6 +15,9 @@ _UNIT_BYTES: Final = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)},
 }
 
+_THREE_DIGITS: Final = 100
+"""MiB from which a fraction of one is no longer worth a digit."""
+
 _SIZE: Final = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?)\s*([a-z]+)\s*", re.IGNORECASE)
 _RULE: Final = "A size is a number above zero with its unit"
 _REMEDY: Final = "Write it as 512MiB, 1.5GiB or 2GB"
@@ -47,3 +50,15 @@ def exact_size(size_bytes: int) -> str:
         if size_bytes % 1024**power == 0:
             return f"{size_bytes // 1024**power}{_PREFIXES[power - 1]}ib"
     return f"{size_bytes}b"
+
+
+def size_text(size_bytes: float) -> str:
+    """Writes a size for people, to three digits or a hundredth of a GiB.
+
+    >>> size_text(3 * 2**29), size_text(2**28), size_text(2**24)
+    ('1.50 GiB', '256 MiB', '16.0 MiB')
+    """
+    if size_bytes >= _UNIT_BYTES["gib"]:
+        return f"{size_bytes / _UNIT_BYTES['gib']:.2f} GiB"
+    size_mib = size_bytes / _UNIT_BYTES["mib"]
+    return f"{size_mib:.0f} MiB" if size_mib >= _THREE_DIGITS else f"{size_mib:.1f} MiB"

@@ -67,6 +67,7 @@ class Known:
             no run here has taught.
         aim_reason: Why it is less, in words; empty where it is not.
         elsewhere: Without a choice, what the device seen last has taught; None where none has.
+        pinned: Whether a person has fixed the factor, so that it aims at nothing.
     """
 
     choice: FactorChoice | None
@@ -74,6 +75,7 @@ class Known:
     aim: float | None
     aim_reason: str
     elsewhere: Elsewhere | None
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,8 @@ class FactorStore:
             others = [run for run in runs if run.device.key != device and _counts(run, events)]
             return Known(None, record.target, None, "", _elsewhere(others))
         aim = None if record.interval is None else record.aim
-        return Known(FactorChoice(record.factor, record.why), record.target, aim, record.aim_reason, None)
+        choice, pinned = FactorChoice(record.factor, record.why), record.state == "pinned"
+        return Known(choice, record.target, aim, record.aim_reason, None, pinned)
 
     def reset(self, key: str | None, device: str | None = None) -> Path:
         """Lets the runs so far teach nothing any more; they stay. Both None: of every key, on every device.

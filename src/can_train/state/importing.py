@@ -33,7 +33,10 @@ def read_import(file: Path) -> Entries:
     """
     try:
         text = file.read_bytes().decode()
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        rule, remedy = "The file to import must be readable", "Name a file that can-train factors --export wrote"
+        raise DataError(rule, value=f"{file}: {error.strerror or error}", remedy=remedy) from error
+    except ValueError as error:
         raise _wrong(file, str(error)) from error
     try:
         return parse_import(json.loads(text))

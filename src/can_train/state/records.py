@@ -341,7 +341,9 @@ def _pinned(record: FactorRecord, pin: Event | None) -> FactorRecord:
     if pin is None:
         return record
     why = f"pinned at {pin.value:g} by hand on {pin.moment:%Y-%m-%d}"
-    return replace(record, state="pinned", factor=pin.value, why=why)
+    # Where nothing is known but the pin, it is the reason that an export hands on.
+    reason = why if record.state == "reset" else record.reason
+    return replace(record, state="pinned", factor=pin.value, reason=reason, why=why)
 
 
 def _settled(runs: Sequence[Observation], aim: float, variance: float) -> bool:

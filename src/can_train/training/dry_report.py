@@ -5,11 +5,13 @@ from typing import Any
 
 from can_train.errors import DoesNotFitError
 from can_train.policy.device_limits import DeviceLimits
+from can_train.policy.first_factor import ANY_PEAK
+from can_train.policy.sizes import size_text
 from can_train.training.dry_run import DryPlan
 from can_train.training.planning import RunPlan
-from can_train.training.report import plan_lines, size_text
+from can_train.training.report import plan_lines
 
-COLUMNS = ("device", "usable", "factor", "batch", "parts", "steps", "predicted peak", "binding limit")
+COLUMNS = ("device", "usable", "factor", "batch", "micro-batches", "steps", "predicted peak", "binding limit")
 """Headings of the table over several devices."""
 
 
@@ -95,7 +97,7 @@ def _error_json(error: DoesNotFitError) -> dict[str, Any]:
 
 
 def _decision_json(run_plan: RunPlan) -> dict[str, Any]:
-    plan = run_plan.plan
+    plan, searched = run_plan.plan, run_plan.plan.safety_factor is not None
     return {
         "logical_batch": plan.logical_batch,
         "binding_limit": plan.binding_limit,
@@ -108,8 +110,8 @@ def _decision_json(run_plan: RunPlan) -> dict[str, Any]:
         },
         "lr_factor": plan.lr_factor,
         "safety_factor": plan.safety_factor,
-        "safety_factor_reason": run_plan.factor_reason if plan.safety_factor is not None else "",
-        "target_peak_pct": run_plan.aim.share,
+        "safety_factor_reason": run_plan.factor_reason if searched else "",
+        "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != ANY_PEAK else None,
         "target_reason": run_plan.aim.why,
     }
 

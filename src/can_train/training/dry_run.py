@@ -2,8 +2,12 @@
 see what they cost; what would fit is predicted. Writes nothing.
 """
 
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
@@ -11,9 +15,11 @@ import torch
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
+from can_train.memory.gaps import GAP_PROBE_BYTES
 from can_train.memory.meters import TargetMeter
-from can_train.policy.cards import GIB, Usable, cards_that_hold, predicted_room
+from can_train.policy.cards import Usable, cards_that_hold, predicted_room
 from can_train.policy.device_limits import DeviceLimits
+from can_train.policy.sizes import size_text
 from can_train.reporter import Reporter
 from can_train.training.effective_factor import factor_rule
 from can_train.training.factor_rule import PROVISIONAL
@@ -22,6 +28,12 @@ from can_train.training.planning import Planner, RunPlan, plan_request
 
 _LITTLE_IN_USE: Final = 0.7
 """Share of an allocator's memory that is in use where there are many gaps; the simulated GPU had 0.83 and more."""
+
+_TRIALS: Final = 4
+"""Batches that are tried for a small GPU: the room is then known to 2 % of it."""
+
+_TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch puts what it compiles; it makes a folder of its own where nothing is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +53,23 @@ class DryPlan:
     error: DoesNotFitError | None
     num_samples: int
     sample_note: str
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Gives libraries a temporary folder of their own and removes it: torch_geometric leaves the source of each kind of
+    layer there, torch an empty cache.
+    """
+    with TemporaryDirectory(prefix="can-train-", ignore_cleanup_errors=True) as folder:
+        before, had_cache = tempfile.tempdir, _TORCH_CACHE in os.environ
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            # Torch sets it to the folder it made.
+            if not had_cache:
+                os.environ.pop(_TORCH_CACHE, None)
 
 
 def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -> list[DryPlan]:
@@ -64,12 +93,11 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
                       verify=False)  # fmt: skip
     request = plan_request(run.training)
     limits = planner.explore(request, PROVISIONAL)
-    share = _share_in_use(planner, limits, targets)
+    gaps = _Gaps(planner, limits)
     planner.measured_coupling()
     plans = []
     for target in targets:
-        here = _on(target, limits, share)
-        plan, error = _planned(replace(planner, meter=TargetMeter(target)), here)
+        plan, error = _planned(replace(planner, meter=TargetMeter(target)), gaps.on(target))
         plans.append(
             DryPlan(
                 target=target,
@@ -82,17 +110,43 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
     return plans
 
 
-def _share_in_use(planner: Planner, limits: DeviceLimits, targets: Sequence[Usable]) -> float:
-    """Measures the allocator's gaps where they may decide: where the batch needs most of a GPU."""
-    if all(_on(target, limits, _LITTLE_IN_USE).training.capped for target in targets):
-        return 1.0
-    return planner.share_in_use(limits)
+class _Gaps:
+    """Measures the allocator's gaps where they may decide."""
 
+    def __init__(self, planner: Planner, limits: DeviceLimits) -> None:
+        self._planner = planner
+        self._limits = limits
+        self._share: float | None = None
 
-def _on(target: Usable, limits: DeviceLimits, share: float) -> DeviceLimits:
-    """Says what is predicted of a target whose allocator has no more than a share of its memory in use."""
-    room = min(share * target.capacity_bytes, predicted_room(target.capacity_bytes))
-    return limits.predicted_on(target.key, target.capacity_bytes, room)
+    def on(self, target: Usable) -> DeviceLimits:
+        """Says what is predicted of a target."""
+        if self._within(target, _LITTLE_IN_USE * target.capacity_bytes).training.capped:
+            return self._within(target, predicted_room(target.capacity_bytes))
+        return self._within(target, self._room(target.capacity_bytes))
+
+    def _within(self, target: Usable, room_bytes: float) -> DeviceLimits:
+        return self._limits.predicted_on(target.key, target.capacity_bytes, room_bytes)
+
+    def _room(self, capacity_bytes: int) -> float:
+        """Returns what may be in use before the allocator holds more than a capacity."""
+        room = predicted_room(capacity_bytes)
+        if self._limits.training.cost_within(room) <= GAP_PROBE_BYTES:
+            return self._tried_room(room, capacity_bytes)
+        if self._share is None:
+            held = self._planner.held_by(self._limits, GAP_PROBE_BYTES)
+            self._share = held.allocated / max(held.reserved, 1)
+        return min(room, self._share * capacity_bytes)
+
+    def _tried_room(self, room: float, capacity_bytes: int) -> float:
+        """Halves its way to the room of a small GPU, of which pages take a share that depends on its size."""
+        low, high = _LITTLE_IN_USE * room, room
+        for _ in range(_TRIALS):
+            middle = (low + high) / 2
+            if self._planner.fits(self._limits, max(self._limits.training.cost_within(middle), 0.0), capacity_bytes):
+                low = middle
+            else:
+                high = middle
+        return low
 
 
 def _planned(planner: Planner, limits: DeviceLimits) -> tuple[RunPlan | None, DoesNotFitError | None]:
@@ -110,6 +164,6 @@ def _check_optimizer(limits: DeviceLimits) -> None:
     if need > capacity:
         raise DoesNotFitError(
             "Weights, gradients and optimizer state must fit on the device",
-            value=f"they need {need / GIB:.2f} GiB of {capacity / GIB:.2f}",
+            value=f"they need {size_text(need)} of {size_text(capacity)}",
             remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need)})",
         )

@@ -109,6 +109,8 @@ def _rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> FactorRule:
     if known.choice is None:
         return replace(first, elsewhere=known.elsewhere, known=None if known.elsewhere else first.known)
     rule = replace(first, known=known.choice, after_oom=_died_of_memory(state_dir(run.paths), run_id))
+    if known.pinned:
+        return replace(rule, aim=ANY_PEAK)
     return rule if known.aim is None else replace(rule, aim=Aim(known.aim, known.aim_reason), aim_is_learned=True)
 
 

@@ -18,7 +18,7 @@ from can_train.engine.phase_finder import Peak, Room, find_phase_limit, pack_wor
 from can_train.engine.snapshot import Snapshot
 from can_train.errors import DoesNotFitError
 from can_train.memory.blocks import LARGE_PAGE_BYTES
-from can_train.memory.gaps import GAP_PROBE_BYTES, share_in_use
+from can_train.memory.gaps import Held, fits, measure_held
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
@@ -90,17 +90,29 @@ class Explorer:
             gradient_bytes=optimizer.parameter_bytes,
         )
 
-    def share_in_use(self, training: PhaseLimit) -> float:
-        """Measures what share of what a GPU's allocator holds is in use, at the peak of a batch of training.
+    def held_by(self, training: PhaseLimit, cost: float) -> Held:
+        """Measures, on the host, what a GPU's allocator would hold for a worst-case batch of training.
 
         Args:
             training: What batches cost.
+            cost: Of the batch, in bytes.
         """
+        with self._worst_case(training, cost) as (run, resident):
+            return measure_held(run, resident)
+
+    def fits(self, training: PhaseLimit, cost: float, capacity_bytes: int) -> bool:
+        """Tries, on the host, whether a worst-case batch of training would run on a GPU of a capacity."""
+        with self._worst_case(training, cost) as (run, resident):
+            return fits(run, resident, capacity_bytes)
+
+    @contextmanager
+    def _worst_case(self, training: PhaseLimit, cost: float) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
+        """Makes a worst-case batch of training and what is resident beside it."""
         with self._left_as_it_is():
             state, aside = self._resident(self.optimizer_memory(), 0)
-            batch = pack_worst_case(training.costs(self._counts), GAP_PROBE_BYTES)
+            batch = pack_worst_case(training.costs(self._counts), cost)
             resident = [*self.model.parameters(), *self.model.buffers(), *state, *aside]
-            return share_in_use(lambda: self._train_step(self.rows[batch]), resident) if len(batch) else 1.0
+            yield (lambda: self._train_step(self.rows[batch]) if len(batch) else None), resident
 
     @contextmanager
     def _left_as_it_is(self) -> Iterator[None]:

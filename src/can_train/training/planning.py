@@ -14,15 +14,17 @@ from can_train.config.resolved import ResolvedRun
 from can_train.config.training import TrainingSettings
 from can_train.engine.coupling import Coupling
 from can_train.errors import DoesNotFitError
+from can_train.memory.gaps import Held
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory
-from can_train.policy.cards import GIB, cards_that_hold
+from can_train.policy.cards import cards_that_hold
 from can_train.policy.cost_model import EXPLAINED
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
 from can_train.policy.first_factor import ANY_PEAK, Aim
 from can_train.policy.limits import SplitRules
 from can_train.policy.packing import ROUNDING, BatchCosts, PartLimit
 from can_train.policy.plan import Plan, PlanRequest, resolve_mode, resolve_plan, search_upper
+from can_train.policy.sizes import size_text
 from can_train.reporter import Reporter
 from can_train.state.factor_store import FactorChoice
 from can_train.training import randomness
@@ -211,9 +213,13 @@ class Planner:
             self.coupling = self._explorer(lambda cost: None).coupling()
         return self.coupling
 
-    def share_in_use(self, limits: DeviceLimits) -> float:
-        """Measures, on the host, what share of what a GPU's allocator holds is in use when a batch takes most."""
-        return self._explorer(lambda cost: None).share_in_use(limits.training)
+    def held_by(self, limits: DeviceLimits, cost: float) -> Held:
+        """Measures, on the host, what a GPU's allocator would hold for a batch of a cost."""
+        return self._explorer(lambda cost: None).held_by(limits.training, cost)
+
+    def fits(self, limits: DeviceLimits, cost: float, capacity_bytes: int) -> bool:
+        """Tries, on the host, whether a batch of a cost would run on a GPU of a capacity."""
+        return self._explorer(lambda cost: None).fits(limits.training, cost, capacity_bytes)
 
     def optimizer_memory(self) -> OptimizerMemory:
         """Measures, on the host, what the optimizer takes of the parameters trained by now."""
@@ -256,7 +262,7 @@ class Planner:
     def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
         said = self.measured_coupling().sentences(split=plan.most_parts > 1)
         if limits is not None:
-            said += _unexplained("training", limits.training) + _unexplained("evaluation", limits.evaluation)
+            said += [text for name in ("training", "evaluation") for text in _unexplained(name, getattr(limits, name))]
         if skipped:
             said.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return said
@@ -287,7 +293,7 @@ class Planner:
         need = phase.peak_bytes(float(each[over[0]]))
         raise DoesNotFitError(
             f"Every training sample must fit on the device by itself, and {len(over)} of {len(rows)} do not",
-            value=f"{named}{more}; they need up to {need / GIB:.2f} GiB of {self.meter.capacity_bytes / GIB:.2f}",
+            value=f"{named}{more}; they need up to {size_text(need)} of {size_text(self.meter.capacity_bytes)}",
             remedy=f"--oversize skip leaves them out; cards that would hold them: {cards_that_hold(need)}",
         )
 
@@ -313,8 +319,9 @@ def _unexplained(what: str, phase: PhaseLimit) -> list[str]:
     """Says where the features do not account for the memory that was seen."""
     names = ", ".join(feature.name for feature in phase.model.features)
     if not phase.model.explains:
+        rest = "sizes rest on trials" if phase.trials else "a training tries what is only predicted here"
         off = f"the probes lie up to {phase.model.relative_residual:.0%} off"
-        return [f"The memory of {what} does not follow its features ({names}): {off}; sizes rest on trials"]
+        return [f"The memory of {what} does not follow its features ({names}): {off}; {rest}"]
     if abs(phase.measured_ratio - 1) > EXPLAINED:
         measured = f"{phase.measured_ratio:.1%} of what the probes predicted"
         return [f"A full batch of {what} measured {measured} from its features ({names}); sizes rest on that trial"]

@@ -4,7 +4,9 @@ from typing import Final
 
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits
+from can_train.policy.first_factor import ANY_PEAK
 from can_train.policy.plan import Plan
+from can_train.policy.sizes import size_text
 from can_train.training.planning import RunPlan
 
 _WHY: Final = {
@@ -14,18 +16,18 @@ _WHY: Final = {
     "min_steps": "a larger one would leave too few steps an epoch",
 }
 
-_GIB: Final = 2**30
-_MIB: Final = 2**20
-
 
 def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
     """Writes a plan as aligned lines."""
     plan = run_plan.plan
+    steps = _counted(plan.steps_per_epoch, "step")
     lines = [
         f"plan for {device_key} ({size_text(capacity_bytes)} usable):",
-        f"  logical batch  {plan.logical_batch} ({_WHY[plan.binding_limit]}), {plan.steps_per_epoch} steps an epoch",
-        f"  micro-batches  {_parts(plan)} a step, of up to {plan.largest_micro_batch} samples",
+        f"  logical batch  {plan.logical_batch} ({_WHY[plan.binding_limit]}), {steps} an epoch",
+        f"  micro-batches  {_parts(plan)} a step, of up to {_counted(plan.largest_micro_batch, 'sample')}",
     ]
+    if plan.lr_factor != 1:
+        lines.append(f"  learning rate  × {plan.lr_factor:.3g}, as the batch is not the preset's")
     limits, peak = run_plan.limits, run_plan.predicted_peak_bytes
     if limits is None or peak is None:
         return lines
@@ -33,6 +35,7 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
     if plan.safety_factor is not None:
         lines.append(f"  tuned limit    {_tuned(limits)}")
         lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor_reason}")
+    if plan.safety_factor is not None and run_plan.aim != ANY_PEAK:
         lines.append(f"  target         {_target(run_plan)}")
     share = peak / limits.capacity_bytes
     width = _half_width(run_plan) / limits.capacity_bytes
@@ -40,9 +43,8 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
     return lines
 
 
-def size_text(size: float) -> str:
-    """Writes a number of bytes for people: GiB from a tenth of one on, else MiB."""
-    return f"{size / _GIB:.2f} GiB" if size >= _GIB / 10 else f"{size / _MIB:.1f} MiB"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _parts(plan: Plan) -> str:
@@ -74,9 +76,8 @@ def _tuned(limits: DeviceLimits) -> str:
     more = "; more was not needed" if training.capped else ""
     if not training.trials and not training.ooms:
         return f"{size_text(training.tuned_limit)} of batch is predicted to fit{more}"
-    trials = "1 trial" if training.trials == 1 else f"{training.trials} trials"
     ran_out = f", {training.ooms} ran out of memory" if training.ooms else ""
-    return f"{size_text(training.tuned_limit)} of batch fits ({trials}{ran_out}{more})"
+    return f"{size_text(training.tuned_limit)} of batch fits ({_counted(training.trials, 'trial')}{ran_out}{more})"
 
 
 def _half_width(run_plan: RunPlan) -> float:

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 from can_train.config.resolved import ResolvedRun
+from can_train.errors import ConfigError
 from can_train.memory.devices import is_simulated, simulated_bytes
 from can_train.memory.meters import open_meter
+from can_train.policy.card_catalogue import Card
 from can_train.policy.card_names import find_card
 from can_train.policy.cards import Taken, Usable, other_card, usable
-from can_train.policy.sizes import parse_size
+from can_train.policy.sizes import parse_size, size_text
 from can_train.reporter import Reporter
 from can_train.state.gpu_constants import read_gpu_constants
 from can_train.training.folders import state_dir
@@ -32,10 +34,22 @@ def find_targets(run: ResolvedRun, gpus: Sequence[str], memory: str | None, repo
         ConfigError: A name or a size is not understood.
         DeviceError: The run's device cannot be used.
     """
-    cards = [find_card(name) for name in gpus] + ([other_card(parse_size(memory))] if memory else [])
+    cards = [find_card(name) for name in gpus] + ([_other_card(memory)] if memory else [])
     targets = [usable(card, read_gpu_constants(state_dir(run.paths), card.key, reporter)) for card in cards]
     # One card by two spellings is one target.
     return list({target.key: target for target in targets}.values()) or [_device_here(run.device)]
+
+
+def _other_card(memory: str) -> Card:
+    card = other_card(parse_size(memory))
+    kept = sum(taken.num_bytes for taken in usable(card).taken)
+    if kept >= card.total_bytes:
+        raise ConfigError(
+            f"--target-memory is the whole memory of a GPU, of which {size_text(kept)} never reach a training",
+            value=memory,
+            remedy="Give a larger one: 16GiB; --device sim:512MiB is what a training can use",
+        )
+    return card
 
 
 def _device_here(device: str) -> Usable:
