@@ -105,7 +105,7 @@ def test_a_plan_that_needs_no_limit_tries_nothing_but_whether_samples_are_couple
 
 def test_oversize_samples_are_named_with_need_and_cards(tmp_path: Path) -> None:
     with pytest.raises(
-        DoesNotFitError, match=r"1 of 60 do not: point 7; they need .* 0\.10\.\n.*--oversize skip.*cards"
+        DoesNotFitError, match=r"1 of 60 do not: point 7; they need .* of 100 MiB\.\n.*--oversize skip.*cards"
     ):
         planned(tmp_path, HungryTask(largest=64), 100)
 
