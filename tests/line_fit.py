@@ -110,9 +110,11 @@ def fixed(factor: float) -> FactorRule:
     return FactorRule(known=FactorChoice(factor, "for a test"), aim=Aim(0.9))
 
 
-def line_parts(folder: Any, task: LineTask | None = None, **training: Any) -> Parts:
+def line_parts(
+    folder: Any, task: LineTask | None = None, *, settings: Mapping[str, Any] = {}, **training: Any
+) -> Parts:
     """Makes everything a session needs, under a temporary folder."""
-    run = line_run(folder, **training)
+    run = line_run(folder, settings=settings, **training)
     existing = list((folder / "runs").glob("*"))
     created = RunFolder(existing[0]) if existing else RunFolder.create(folder / "runs", run.key, run.config)
     return Parts(
@@ -120,9 +122,9 @@ def line_parts(folder: Any, task: LineTask | None = None, **training: Any) -> Pa
     )
 
 
-def line_run(folder: Any, **training: Any) -> ResolvedRun:
+def line_run(folder: Any, *, settings: Mapping[str, Any] = {}, **training: Any) -> ResolvedRun:
     """Resolves a run with some training settings; its first factor is that of the table, which data do not change."""
     values: dict[str, Any] = {"factor.prior": "table"}
     values |= {f"training.{name}": value for name, value in ({"epochs": 2} | training).items()}
     paths = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
-    return resolve(RunRequest(model="gat", dataset="synthetic", values=values | paths))
+    return resolve(RunRequest(model="gat", dataset="synthetic", values=values | paths | settings))

@@ -122,7 +122,7 @@ def measure(scenario: Scenario, seconds: float) -> tuple[list[str], bool]:
             get_safety_factor_db(Path(folder) / "state").import_file(file)
         targets = [attempt(run, hidden) for hidden in scenario.hidden]
         observed = read_observations(Path(folder) / "state").finished
-    near = [peak_of(one) is not None and abs(peak_of(one) - target) <= BAND
+    near = [abs(peak_of(one) - target) <= BAND
             for one, target in zip(observed, targets, strict=True)]  # fmt: skip
     first = next((i + 1 for i in range(RUNS) if all(near[i:])), 0)
     cells = [
@@ -185,10 +185,8 @@ def hiding(share: float) -> Iterator[list[Session]]:
 
 
 def peak_of(observed: Observation) -> float:
-    """Returns the peak that the run settled at: after an out-of-memory, that of what ran since."""
-    settled = observed.settled_peak_bytes
-    measured = observed.peak_allocated_bytes if settled is None else settled
-    return (measured or 0) / observed.capacity_bytes
+    """Returns the largest peak of the run."""
+    return observed.peak or 0.0
 
 
 if __name__ == "__main__":

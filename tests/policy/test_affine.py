@@ -184,7 +184,7 @@ def test_a_lower_peak_of_the_first_run_never_lowers_the_factor(
     used: float, peak: float, less: float, first: float
 ) -> None:
     factor, raised = (POLICY.next_factor([FactorPoint(used, p)], first=first) for p in (peak, peak * less))
-    assert raised >= factor - 0.01
+    assert raised >= factor - 0.03
 
 
 @given(history=st.lists(POINTS, min_size=1, max_size=40), first=FIRSTS)

@@ -92,7 +92,18 @@ def test_opt_with_divisors_says_what_they_cost() -> None:
 def test_a_batch_larger_than_the_data_set_is_the_data_set() -> None:
     plan = resolve_plan(request(mode="off", requested_batch=512), uniform(100))
     assert (plan.logical_batch, plan.binding_limit, plan.steps_per_epoch) == (100, "dataset", 1)
-    assert plan.notices == ("The data set has 100 samples: a batch of 512 is the whole of it",)
+    assert plan.notices[0] == "The data set has 100 samples: a batch of 512 is the whole of it"
+
+
+def test_an_epoch_that_is_hardly_one_is_named() -> None:
+    def notices(samples: int, batch: int) -> str:
+        return "; ".join(resolve_plan(request(mode="off", requested_batch=batch), uniform(samples)).notices)
+
+    assert "only 1 optimizer step:" in notices(100, 100)
+    assert "only 4 optimizer steps:" in notices(100, 25)
+    assert notices(100, 20) == ""
+    assert "A batch is a single sample" in notices(100, 1)
+    assert "The last step of the first epoch sees a single sample" in notices(101, 10)
 
 
 def test_off_runs_each_loader_batch_uncut() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from can_train.errors import DoesNotFitError, StateError
+from can_train.errors import CheckpointError, DoesNotFitError, StateError
 from can_train.state.factor_store import get_safety_factor_db
 from can_train.state.observations import read_observations
 from can_train.training import loop
@@ -70,6 +70,14 @@ def test_what_was_learned_since_leaves_a_frozen_plan_alone(tmp_path: Path) -> No
     first = make_session(line_parts(tmp_path, batch_size=30), fixed(0.6))
     again = make_session(line_parts(tmp_path, batch_size=30), fixed(0.3))
     assert again.run_plan == first.run_plan
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "not json", '{"limits": null}'])
+def test_a_plan_of_another_version_is_named(tmp_path: Path, text: str) -> None:
+    parts = line_parts(tmp_path, batch_size=30)
+    parts.folder.plan_path.write_text(text)
+    with pytest.raises(CheckpointError, match="this version cannot read"):
+        make_session(parts, fixed(0.6))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,9 @@ class AffinePolicy(FactorPolicy):
         """Returns the most that the run after the last may use."""
         if last.peak is not None:
             return self.maximum
-        return max(self.oom_share * last.used, last.settled[0] if last.settled else 0.0)
+        # Where the run went on and was measured, half-way back to what failed is not too far.
+        halfway = (last.settled[0] + last.used) / 2 if last.settled else 0.0
+        return max(self.oom_share * last.used, halfway)
 
     def _risked(self, line: Line, ceiling: float, factor: float) -> float:
         """Goes back from a factor until an out-of-memory is unlikely enough."""

@@ -5,12 +5,15 @@ caller has searched for the tuned limit, priced the samples and looked the safet
 import math
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from can_train.policy.limits import SplitRules, optimizer_batches
 from can_train.policy.packing import BatchCosts, cut, largest_typical_batch
+
+FEW_STEPS: Final = 5
+"""Optimizer steps an epoch below which schedules, early stopping and averages over an epoch lose their meaning."""
 
 Mode = Literal["max", "opt", "off"]
 BindingLimit = Literal["requested", "memory", "dataset", "min_steps"]
@@ -161,7 +164,8 @@ def cut_plan(
     steps = [step for batch in batches for step in _steps(batch, request.preflight_threshold)]
     sizes = [cut(step, rules.limit_for(step)) for step in steps]
     costs = [_part_costs(step, parts) for step, parts in zip(steps, sizes, strict=True)]
-    notices = _notices(request, logical) + _cut_notices(request, sizes, steps, rules, len(batches))
+    notices = _notices(request, logical) + _epoch_notices(steps, logical)
+    notices += _cut_notices(request, sizes, steps, rules, len(batches))
     return Plan(
         logical_batch=logical,
         rules=rules,
@@ -244,6 +248,21 @@ def _notices(request: PlanRequest, logical_batch: int) -> list[str]:
         notices.append(f"{fixed}, so find_batch_size=max has nothing to search; the batch is {logical_batch}")
     if logical_batch < (wanted := _wanted_batch(request)):
         notices.append(f"The data set has {logical_batch} samples: a batch of {wanted} is the whole of it")
+    return notices
+
+
+def _epoch_notices(steps: list[BatchCosts], logical_batch: int) -> list[str]:
+    """Says where an epoch is hardly one: weights move a few times only, or by single samples."""
+    notices = []
+    if len(steps) < FEW_STEPS:
+        many = "1 optimizer step" if len(steps) == 1 else f"{len(steps)} optimizer steps"
+        notices.append(f"An epoch has only {many}: smaller batches, or more epochs, move the weights more often")
+    if logical_batch == 1:
+        notices.append(
+            "A batch is a single sample: gradients are as noisy as they can be, and BatchNorm has no statistics"
+        )
+    elif len(steps) > 1 and len(steps[-1]) == 1:
+        notices.append("The last step of the first epoch sees a single sample")
     return notices
 
 

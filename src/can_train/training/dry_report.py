@@ -32,7 +32,12 @@ def dry_lines(key: str, dry: DryPlan) -> list[str]:
 
 def warnings_of(dry: DryPlan) -> list[str]:
     """Lists what the user should know, as sentences."""
-    return [] if dry.plan is None else [*dry.plan.plan.notices, *dry.plan.notices]
+    if dry.plan is None:
+        return []
+    peak = dry.plan.predicted_peak_bytes or 0.0
+    beyond = ["The predicted peak is more than what is usable: memory would run out"]
+    too_much = beyond if peak > dry.target.capacity_bytes else []
+    return [*too_much, *dry.plan.plan.notices, *dry.plan.notices]
 
 
 def data_text(dry: DryPlan) -> str:

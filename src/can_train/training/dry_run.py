@@ -65,6 +65,7 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
     request = plan_request(run.training)
     limits = planner.explore(request, PROVISIONAL)
     share = _share_in_use(planner, limits, targets)
+    planner.measured_coupling()
     plans = []
     for target in targets:
         here = _on(target, limits, share)

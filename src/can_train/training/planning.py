@@ -205,6 +205,12 @@ class Planner:
         kept = {name: getattr(frozen.plan, name) for name in ("binding_limit", "lr_factor")}
         return replace(again, plan=replace(again.plan, **kept))
 
+    def measured_coupling(self) -> Coupling:
+        """Measures, once, how samples of a batch influence each other."""
+        if self.coupling is None:
+            self.coupling = self._explorer(lambda cost: None).coupling()
+        return self.coupling
+
     def share_in_use(self, limits: DeviceLimits) -> float:
         """Measures, on the host, what share of what a GPU's allocator holds is in use when a batch takes most."""
         return self._explorer(lambda cost: None).share_in_use(limits.training)
@@ -248,9 +254,7 @@ class Planner:
         )
 
     def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
-        if self.coupling is None:
-            self.coupling = self._explorer(lambda cost: None).coupling()
-        said = self.coupling.sentences(split=plan.most_parts > 1)
+        said = self.measured_coupling().sentences(split=plan.most_parts > 1)
         if limits is not None:
             said += _unexplained("training", limits.training) + _unexplained("evaluation", limits.evaluation)
         if skipped:

@@ -11,6 +11,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.engine.micro_batcher import MicroBatcher
 from can_train.engine.rescue import RescueSettings
 from can_train.engine.reserve import OptimizerReserve
+from can_train.errors import CheckpointError
 from can_train.memory.meters import Meter
 from can_train.memory.monitor import MemoryMonitor
 from can_train.reporter import Reporter
@@ -143,11 +144,22 @@ def _plan(given: Parts, planner: Planner, factor: FactorRule) -> RunPlan:
 
 
 def _frozen_plan(path: Path) -> RunPlan | None:
+    """Reads a plan that was frozen; None where none was.
+
+    Raises:
+        CheckpointError: It is not one that this version wrote.
+    """
     try:
         plain: dict[str, Any] = json.loads(path.read_text())
+        return RunPlan.from_plain(plain)
     except FileNotFoundError:
         return None
-    return RunPlan.from_plain(plain)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "A run goes on by the plan in its folder, which this version cannot read",
+            value=f"{path}: {type(error).__name__} {error}",
+            remedy="Go on with the version that began the run, or train anew",
+        ) from error
 
 
 def _within(frozen: RunPlan, choice: FactorChoice) -> RunPlan:

@@ -1,0 +1,113 @@
+"""`--dry-run`: plans for the device here and for GPUs elsewhere, on real data, as text and as JSON."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from can_train.cli.main import main
+from can_train.policy.gpu_constants import GpuConstants
+from can_train.state.factor_store import get_safety_factor_db
+from can_train.state.gpu_constants import write_gpu_constants
+
+KEY = "synthetic_gat_student_normal"
+LINE = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--dry-run")
+GIB = 2**30
+
+
+def planned(capsys: pytest.CaptureFixture[str], state: Path, *flags: str) -> dict[str, Any]:
+    """Plans and returns the JSON."""
+    assert main((*LINE, "--state-dir", str(state), "--json", *flags)) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_json_names_every_figure_and_the_figures_add_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = planned(capsys, tmp_path, "--batch-size", "64", "--target-gpu", "h100-80gb")
+    assert (found["config_key"], found["config"]["training"]["batch_size"]) == (KEY, 64)
+    assert found["data"]["is_estimate"]
+    assert found["data"]["num_train_samples"] > 1000
+    (plan,) = found["plans"]
+    target = plan["target"]
+    assert target["capacity_bytes"] == target["total_bytes"] - sum(taken["bytes"] for taken in target["subtracted"])
+    assert (target["key"], target["source"]) == ("h100-80gb", "assumed")
+    assert (plan["fits"], plan["logical_batch"], plan["binding_limit"]) == (True, 64, "requested")
+    parts = plan["micro_batches"]
+    assert (parts["fewest"], parts["most"], parts["largest_samples"]) == (1, 1, 64)
+    assert 0 < parts["largest_cost_bytes"] < plan["safe_limit_bytes"]
+    assert plan["safe_limit_bytes"] == pytest.approx(plan["safety_factor"] * plan["tuned_limit_bytes"], abs=1)
+    low, high = plan["predicted_peak_interval_bytes"]
+    assert low < plan["predicted_peak_bytes"] < high < target["capacity_bytes"]
+    assert plan["cost_model"]["relative_error"] < 0.01
+    assert set(plan["cost_model"]["bytes_per_unit"]) == {"nodes", "edges", "graphs"}
+
+
+def test_several_targets_share_one_look_at_the_data_and_make_a_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main((*LINE, "--state-dir", str(tmp_path / "s"), "--target-gpu", "v100-16gb,a100-40gb,h100-80gb")) == 0
+    shown = capsys.readouterr()
+    rows = [
+        line.split() for line in shown.out.splitlines() if line.startswith(("v100", "a100", "h100")) and "GiB" in line
+    ]
+    assert [row[0] for row in rows] == ["v100-16gb", "a100-40gb", "h100-80gb"]
+    assert all(row[-1] == "min_steps" for row in rows)
+    assert shown.err.count("simulating the synthetic data set") == 1
+    assert not (tmp_path / "s").exists()
+
+
+def test_memory_decides_on_a_small_gpu_and_what_was_learned_there_holds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = ("--batch-size", "512", "--device", "sim:128MiB")
+    (first,) = planned(capsys, tmp_path, *flags)["plans"]
+    assert first["micro_batches"]["most"] > 1
+    assert first["safety_factor_reason"].startswith("from the probes")
+    get_safety_factor_db(tmp_path).pin(KEY, 0.4, "sim-128mib")
+    (pinned,) = planned(capsys, tmp_path, *flags)["plans"]
+    assert (pinned["safety_factor"], pinned["safety_factor_reason"][:13]) == (0.4, "pinned at 0.4")
+    assert pinned["micro_batches"]["most"] > first["micro_batches"]["most"]
+
+
+def test_a_training_that_does_not_fit_is_an_error_and_in_a_table_a_row(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = (*LINE, "--state-dir", str(tmp_path), "--target-memory", "1100MiB")
+    assert main((*line, "--model-args", "hidden=512")) == 2
+    said = capsys.readouterr()
+    assert "must fit" in said.err
+    assert "Traceback" not in said.err
+    assert main((*line, "--model-args", "hidden=512", "--target-gpu", "h100")) == 0
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_what_gpu_check_measured_replaces_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    measured = GpuConstants(
+        key="t4-16gb", total_bytes=15 * GIB, outside_bytes=GIB // 2, workspace_bytes=GIB // 4,
+        date="2026-01-31", driver="550.54", torch="2.6.0",
+    )  # fmt: skip
+    write_gpu_constants(tmp_path, measured)
+    (plan,) = planned(capsys, tmp_path, "--target-gpu", "Tesla T4")["plans"]
+    assert plan["target"]["capacity_bytes"] == 15 * GIB - 3 * GIB // 4
+    assert plan["target"]["source"] == "measured on 2026-01-31 with driver 550.54, torch 2.6.0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dry-run", "--target-gpu", "h1000"), "h100-80gb"),
+        (("--dry-run", "--target-gpu", "a100"), "a100-40gb"),
+        (("--dry-run", "--target-memory", "16"), "number above zero with its unit"),
+        (("--target-gpu", "h100"), "Add --dry-run"),
+        (("--target-memory", "16GiB"), "Add --dry-run"),
+        (("--json",), "Add --dry-run"),
+    ],
+)
+def test_a_target_that_is_none_is_said_in_words(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
+    assert main(("--model", "gat", "--dataset", "synthetic", "--state-dir", str(tmp_path), *flags)) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert not said.out
