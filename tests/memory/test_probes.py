@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from can_train.errors import DoesNotFitError
 from can_train.memory.probes import PROBE_SHARE, Probed, fit_by_probes
 from can_train.policy.features import Feature, batch_totals
-from can_train.policy.probe_choice import ROUNDS, SMALLEST_PROBE
+from can_train.policy.probe_choice import LATER_ROUNDS, ROUNDS, SMALLEST_PROBE
 
 GIB = 2**30
 GRAPHS = (Feature("nodes"), Feature("edges"))
@@ -91,6 +91,14 @@ def test_peaks_that_never_grow_are_given_up_after_the_last_round() -> None:
     probed = device.probed()
     assert max(device.sizes) == 2 * SMALLEST_PROBE * ROUNDS[-1]
     assert (*probed.model.coefficients, probed.model.base_bytes) == pytest.approx((1.0, 1.0, 500e6))
+
+
+def test_gradients_that_hide_the_law_of_a_thousand_samples_are_left_behind() -> None:
+    hidden = 800 * A_NODE * float(COUNTS[:, 0].mean())
+    device = Device(lambda positions: max(straight(positions), BASE + hidden + 0.1 * (straight(positions) - BASE)))
+    assert device.probed().model.base_bytes != pytest.approx(BASE, rel=0.01)
+    assert_law_found(fit_by_probes(device, GRAPHS, COUNTS, capacity_bytes=16 * GIB, gradient_bytes=hidden / 3))
+    assert max(device.sizes) <= 2 * SMALLEST_PROBE * LATER_ROUNDS[-1]
 
 
 @pytest.mark.parametrize("spread", [0.5, 1.5])

@@ -16,7 +16,7 @@ from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
 from can_train.policy.cards import cards_that_hold
 from can_train.policy.cost_model import ALLOCATION_QUANTUM, EXPLAINED, CostModel, fit_cost_model
 from can_train.policy.features import Feature, batch_totals
-from can_train.policy.probe_choice import ROUNDS, SMALLEST_PROBE, extreme_samples
+from can_train.policy.probe_choice import LATER_ROUNDS, ROUNDS, SMALLEST_PROBE, extreme_samples
 
 AGREED: Final = 0.005
 """Relative residual of the probes' costs at which they end: the law shows."""
@@ -24,6 +24,10 @@ AGREED: Final = 0.005
 BEYOND_GRADIENTS: Final = 4.0
 """Cost of the largest probe in units of the gradients' size: a law that holds below bends where activations outgrow
 them, later the less it bends."""
+
+WORTH_GROWING: Final = 8 * BEYOND_GRADIENTS
+"""The same up to which probes without a law grow beyond `ROUNDS`: a bend at `BEYOND_GRADIENTS` shows in three sizes of
+batches after it."""
 
 PROBE_SHARE: Final = 0.5
 """Share of the capacity that probes stay below: they are to be tiny."""
@@ -60,7 +64,7 @@ def fit_by_probes(
         DoesNotFitError: Not even the smallest probe fits.
     """
     readings: list[_Reading] = []
-    for multiple in ROUNDS:
+    for multiple in ROUNDS + LATER_ROUNDS:
         before = len(readings)
         complete = _round(measure, features, counts, SMALLEST_PROBE * multiple, readings)
         if not readings:
@@ -71,8 +75,11 @@ def fit_by_probes(
         smallest, largest = min(peak for _, peak in readings), max(peak for _, peak in readings)
         # Peaks that do not grow at all agree on nothing: what does grow is still hidden.
         agreed = before > 0 and largest > smallest and model.relative_residual <= AGREED
-        agreed = agreed and largest - model.base_bytes >= BEYOND_GRADIENTS * gradient_bytes
+        largest_cost = max(largest - model.base_bytes, 0.0)
+        agreed = agreed and largest_cost >= BEYOND_GRADIENTS * gradient_bytes
         if not complete or agreed or (before > 0 and largest > PROBE_SHARE * capacity_bytes):
+            break
+        if multiple >= ROUNDS[-1] and largest_cost >= WORTH_GROWING * gradient_bytes:
             break
     totals, peak = max(readings, key=lambda reading: reading[1])
     return Probed(model=model, largest_cost=float(totals @ np.asarray(model.coefficients)), largest_peak=peak)

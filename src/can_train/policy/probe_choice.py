@@ -13,6 +13,10 @@ ROUNDS: Final = (1, 2, 4, 8, 16, 32, 64)
 """Multiples of the first probes' size. Probes grow until two rounds agree: below that, memory that does not grow with
 the batch (workspaces, gradients of weights) hides what does."""
 
+LATER_ROUNDS: Final = (128, 256, 512, 1024)
+"""The same where weights are so large, and samples so cheap, that gradients still hide the law: of a wide multilayer
+perceptron hundreds of samples take less than its weights."""
+
 SMALLEST_PROBE: Final = 4
 """Samples of a first probe; of fewer, one sample's shape would decide."""
 

@@ -1,11 +1,14 @@
 """Makes what a run trains from its configuration: the task with its data, and the model with fresh weights."""
 
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch import nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_object, load_task_settings
+from can_train.errors import StateError
 from can_train.memory.meters import Meter
 from can_train.reporter import Reporter
 from can_train.training import randomness
@@ -15,9 +18,23 @@ from can_train.training.task import SampledTask, Task
 
 
 def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
-    """Makes the task of a run, its data prepared."""
+    """Makes the task of a run, its data prepared. Where they cannot be kept for later runs, this one trains all the same.
+
+    Raises:
+        StateError: Nor can they be written to the folder of temporary files.
+    """
     factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
-    return factory(run, data_root(run.paths), cache_folder(run.paths), reporter)
+    try:
+        return factory(run, data_root(run.paths), cache_folder(run.paths), reporter)
+    except StateError as error:
+        try:
+            scratch = TemporaryDirectory(prefix="can-train-")
+        except OSError:
+            raise error from None
+        reporter.notice(f"Prepared data are not kept. {error}")
+    # Tasks map what they read: it stays readable after its files are gone.
+    with scratch as folder:
+        return factory(run, data_root(run.paths), Path(folder), reporter)
 
 
 def sample_task(run: ResolvedRun, reporter: Reporter) -> SampledTask:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.errors import ConfigError, DataError
+from can_train.errors import ConfigError, StateError
 from can_train.reporter import SilentReporter, Stage
 from can_train.tasks.can.frames import Frames
 from can_train.tasks.can.layout import find_logs
@@ -213,14 +213,14 @@ def test_of_two_runs_the_first_to_finish_stays(folder: Path) -> None:
 def test_a_foreign_folder_is_left_alone_and_reported(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "thesis.txt").touch()
-    with pytest.raises(DataError, match=r"must be writable to .*data"):
+    with pytest.raises(StateError, match=r"must be writable to .*data"):
         write_synthetic(tmp_path / "data", SHORTEST, SilentReporter())
     assert [path.name for path in tmp_path.rglob("*")] == ["data", "thesis.txt"]
 
 
 def test_a_place_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="must be writable to"):
+    with pytest.raises(StateError, match="must be writable to"):
         write_synthetic(tmp_path / "file" / "data", SHORTEST, SilentReporter())
 
 

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.errors import DataError
+from can_train.errors import StateError
 from can_train.reporter import Reporter
 from can_train.tasks.can.settings import CanDatasetSettings, SyntheticSettings
 from can_train.tasks.can.synthetic.attacks import attack
@@ -102,7 +102,7 @@ def synthetic_folder(cache: Path, settings: SyntheticSettings, reporter: Reporte
     """Returns the data set's folder below `cache`, simulating and writing it the first time.
 
     Raises:
-        DataError: It cannot be written.
+        StateError: It cannot be written.
     """
     folder = cache / synthetic_folder_name(settings)
     if not folder.is_dir():
@@ -119,7 +119,7 @@ def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporte
         reporter: Where progress goes.
 
     Raises:
-        DataError: It cannot be written.
+        StateError: It cannot be written.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporte
             _write_drives(staged, settings, reporter)
             _publish(staged, folder)
     except OSError as error:
-        raise DataError(
+        raise StateError(
             f"The synthetic data set must be writable to {folder}",
             value=error.strerror or str(error),
             remedy="Make room there or choose another folder",
