@@ -76,6 +76,22 @@ def test_a_uniform_batch_is_predicted_within_three_per_cent(
     assert found.peak_bytes == pytest.approx(measured(model, loss_of, np.arange(size), make), rel=0.03)
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("size", [30, 200, 500, 1_600, 40_000])
+@pytest.mark.parametrize("width", [256, 1024])
+def test_neither_large_weights_nor_small_batches_lead_a_prediction_astray(
+    width: int, size: int, make: Callable[..., Any]
+) -> None:
+    model, x = nn.Sequential(nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)), torch.randn(64, 64)
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        out: Tensor = model(x[rows % 64])
+        return out.square().sum()
+
+    found = predict_peak(model, size, loss_of=loss_of, optimizer=make)
+    assert found.peak_bytes == pytest.approx(measured(model, loss_of, np.arange(size), make), rel=0.01)
+
+
 def test_a_ragged_batch_is_predicted_from_its_counts() -> None:
     model, lengths = Tokens(), np.random.default_rng(0).integers(1, 60, size=3_000)
 

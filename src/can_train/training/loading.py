@@ -18,7 +18,7 @@ from can_train.training.task import SampledTask, Task
 
 
 def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
-    """Makes the task of a run, its data prepared. Where they cannot be kept for later runs, this one trains all the same.
+    """Makes the task of a run, its data prepared; where they cannot be kept for later runs, for this one alone.
 
     Raises:
         StateError: Nor can they be written to the folder of temporary files.

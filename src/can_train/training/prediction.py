@@ -3,7 +3,8 @@
 Shapes: R samples, F features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,8 +20,8 @@ from can_train.errors import ArgumentError
 from can_train.memory.live_storage import LiveStorage
 from can_train.memory.meters import CpuMeter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
-from can_train.memory.probes import fit_by_probes
-from can_train.policy.cost_model import CostModel
+from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
+from can_train.memory.probes import Probed, fit_by_probes
 from can_train.policy.features import Feature, batch_totals
 from can_train.training.exploring import Explorer
 from can_train.training.task import Task
@@ -63,7 +64,8 @@ def predict_peak(
     optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
     training: TrainingSettings | None = None,
 ) -> PeakPrediction:
-    """Predicts the peak of a training step without running it, and without a GPU.
+    """Predicts the peak of a training step from small ones, without a GPU. A model's batch that is itself no larger than
+    those is run: where so little is computed, gradients decide the peak and no law holds yet.
 
     A model of your own, here with a batch far larger than the data at hand:
 
@@ -124,12 +126,17 @@ def _of_model(
     optimizer = measure_optimizer(parameters, make)
     features = [Feature(f"feature {i}") for i in range(counts.shape[1])]
     step = _Step(model, parameters, optimizer, loss_of)
-    fitted = step.probed(features, counts)
     batch = totals(features)
+    with step.left_as_it_was():
+        probed = step.probed(features, counts)
+        fitted = probed.model
+        cost = float(batch @ np.asarray(fitted.coefficients))
+        # Each sample counts as one in the last feature.
+        run = step.ran(round(batch[-1])) if cost <= probed.largest_cost else None
     resident = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     optimizer_step = resident + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
     return PeakPrediction(
-        peak_bytes=max(fitted.base_bytes + float(batch @ np.asarray(fitted.coefficients)), float(optimizer_step)),
+        peak_bytes=max(fitted.base_bytes + cost if run is None else run, float(optimizer_step)),
         half_width_bytes=fitted.half_width(batch),
         base_bytes=fitted.base_bytes,
         explains=fitted.explains,
@@ -145,22 +152,33 @@ class _Step:
     optimizer: OptimizerMemory
     loss_of: LossOf
 
-    def probed(self, features: Sequence[Feature], counts: NDArray[np.float64]) -> CostModel:
-        """Fits the cost model to tiny batches; the model is left as it was."""
+    @contextmanager
+    def left_as_it_was(self) -> Iterator[None]:
+        """Leaves model and gradients, after the block, as they were."""
         snapshot, gradients = Snapshot(self.model, _CPU), [parameter.grad for parameter in self.parameters]
-        capacity_bytes = CpuMeter().capacity_bytes
         try:
-            return fit_by_probes(
-                lambda positions: self._peak(positions, capacity_bytes),
-                features,
-                counts,
-                capacity_bytes=capacity_bytes,
-                gradient_bytes=self.optimizer.parameter_bytes,
-            ).model
+            yield
         finally:
             snapshot.restore()
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
+
+    def probed(self, features: Sequence[Feature], counts: NDArray[np.float64]) -> Probed:
+        """Fits the cost model to tiny batches."""
+        capacity_bytes = CpuMeter().capacity_bytes
+        return fit_by_probes(
+            lambda positions: self._peak(positions, capacity_bytes),
+            features,
+            counts,
+            capacity_bytes=capacity_bytes,
+            gradient_bytes=self.optimizer.parameter_bytes,
+        )
+
+    def ran(self, num_samples: int) -> float | None:
+        """Returns the peak of the batch's first samples; None where they need more than this machine has."""
+        with OutOfMemoryEndsQuietly():
+            return float(self._peak(np.arange(num_samples), CpuMeter().capacity_bytes))
+        return None
 
     def _peak(self, positions: NDArray[np.int64], limit_bytes: int) -> int:
         for parameter in self.parameters:
