@@ -64,8 +64,9 @@ def predict_peak(
     optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
     training: TrainingSettings | None = None,
 ) -> PeakPrediction:
-    """Predicts the peak of a training step from small ones, without a GPU. A model's batch that is itself no larger than
-    those is run: where so little is computed, gradients decide the peak and no law holds yet.
+    """Predicts the peak of a training step from small ones, without a GPU.
+
+    A model's batch that is itself no larger than those is run: gradients decide its peak, and no law holds yet.
 
     A model of your own, here with a batch far larger than the data at hand:
 
