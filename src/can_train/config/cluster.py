@@ -1,10 +1,12 @@
-"""Names and defaults of where a submitted run goes."""
+"""Names and defaults of where a submitted run goes, and what it asks for there."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from can_train.config.checks import check_choice, check_range
 
-EXECUTORS = ("local",)
+EXECUTORS = ("slurm", "local", "debug")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,10 +14,44 @@ class ClusterSettings:
     """One place that `--submit` can send a run to."""
 
     executor: str = "local"
-    """How jobs are started: local is a background process of this machine."""
-    time_min: int = 7 * 24 * 60
-    """Longest run time in minutes."""
+    """How jobs are started: slurm, local (a background process of this machine) or debug (in this process)."""
+    partition: str = ""
+    """Partition; empty: the cluster's default."""
+    account: str = ""
+    """Account that is charged; empty: the user's default."""
+    qos: str = ""
+    """Quality of service; empty: the default."""
+    time: str = ""
+    """Time limit as SLURM writes it (90, 1:30:00, 2-12); empty: a day, or the partition's limit if that is less."""
+    nodes: int = 1
+    """Nodes."""
+    gpus: str = "auto"
+    """GPUs of each node, one rank each: a number, type:number, or auto: one where the run's device is a GPU."""
+    cpus: int = 0
+    """Processors of each rank; 0: a share of the node."""
+    mem: str = ""
+    """Memory of each node (16G, 900M); empty: a share of the node."""
+    constraint: str = ""
+    """Features that nodes must have."""
+    gres: str = ""
+    """Generic resources of each node, as SLURM writes them."""
+    exclude: str = ""
+    """Nodes that are not to be used."""
+    additional: Mapping[str, Any] = field(default_factory=dict)
+    """Any other option of sbatch, by its long name."""
+    setup: Sequence[str] = ()
+    """Lines of shell that the job runs first (module load, conda activate)."""
+    signal_delay_s: int = 120
+    """Seconds before the time limit at which a job is warned, saves and is put back into the queue."""
+    max_restarts: int = 100
+    """Times that a job is put back into the queue for the time limit or a killed process."""
+    oom_resubmits: int = 2
+    """Times that a run is submitted again after it ran out of memory."""
+    max_parallel: int = 0
+    """Jobs of an array that run at once; 0: any number."""
 
     def __post_init__(self) -> None:
         check_choice("cluster.executor", self.executor, EXECUTORS)
-        check_range("cluster.time_min", self.time_min, low=1)
+        check_range("cluster.nodes", self.nodes, low=1)
+        for name in ("cpus", "max_restarts", "oom_resubmits", "max_parallel", "signal_delay_s"):
+            check_range(f"cluster.{name}", getattr(self, name), low=0)

@@ -17,9 +17,11 @@ from can_train.memory.out_of_memory import headline, is_out_of_memory
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import loop
+from can_train.training.attempts import Attempts
 from can_train.training.effective_factor import factor_rule
 from can_train.training.learning import Attempt
 from can_train.training.loading import load_task
+from can_train.training.new_run import make_run
 from can_train.training.run_folder import RunFolder
 from can_train.training.session import Parts, make_session
 from can_train.training.signals import StopRequests
@@ -53,9 +55,9 @@ def train_new(run: ResolvedRun, reporter: Reporter) -> Outcome:
     with stops.installed():
         meter = open_meter(run.device)
         task = load_task(run, reporter)
-        folder = RunFolder.create(run.runs_dir, run.key, run.config)
+        folder = make_run(run, reporter)
         reporter.notice(f"run {folder.run_id}")
-        with folder.locked():
+        with folder.locked(), Attempts(folder.path).recorded():
             return _train(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops))
 
 
@@ -73,7 +75,8 @@ def train_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter) -> Outcome
         finished = folder.result()
         if finished is not None:
             return _outcome(task, folder, finished)
-        return _train(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops))
+        with Attempts(folder.path).recorded():
+            return _train(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops))
 
 
 def _train(parts: Parts) -> Outcome:

@@ -1,5 +1,5 @@
-"""SIGTERM and SIGINT as orderly exits: during training they wait until the step is done and saved, elsewhere they stop
-the process at once. A second signal does not wait.
+"""SIGTERM, SIGINT and SIGUSR2 (a scheduler's warning) as orderly exits: during training they wait until the step is done
+and saved, elsewhere they stop the process at once. A second signal does not wait.
 """
 
 import signal
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
-_HANDLED: Final = (signal.SIGTERM, signal.SIGINT)
+_HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 class StopRequests:
-    """Turns signals into `SystemExit(128 + signal)`: 143 for SIGTERM, 130 for SIGINT."""
+    """Turns signals into `SystemExit(128 + signal)`: 143 for SIGTERM, 130 for SIGINT, 140 for SIGUSR2."""
 
     def __init__(self) -> None:
         self.received: int | None = None
