@@ -4,11 +4,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import submitit
 
 from can_train.config.cluster import ClusterSettings
 from can_train.errors import RunError
+
+_TIMEOUT_MIN: Final = 7 * 24 * 60
+"""Longest run; submitit wants a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,7 @@ def _submit_detached(
             os.dup2(null, standard_stream)
         executor = submitit.LocalExecutor(folder)
         executor.update_parameters(
-            timeout_min=cluster.time_min, stderr_to_stdout=True, gpus_per_node=len(_gpus()), visible_gpus=_gpus()
+            timeout_min=_TIMEOUT_MIN, stderr_to_stdout=True, gpus_per_node=len(_gpus()), visible_gpus=_gpus()
         )
         job = executor.submit(entry, str(run_path.resolve()))
         os.write(writing, job.job_id.encode())

@@ -1,5 +1,5 @@
-"""SIGTERM, SIGINT and SIGUSR2 (a scheduler's warning) as orderly exits: during training they wait until the step is done
-and saved, elsewhere they stop the process at once. A second signal does not wait.
+"""SIGTERM, SIGINT and SIGUSR2 (a scheduler's warning) as orderly exits: during training they wait until the step is
+done and saved, elsewhere they stop the process at once. A second signal does not wait.
 """
 
 import signal
