@@ -92,6 +92,8 @@ class TrainingSettings:
     """Epochs between validations."""
     checkpoint_every: int = 100
     """Optimizer steps between checkpoints, beside the one after each epoch."""
+    start_from: str = ""
+    """Finished run, by its folder, whose best weights training starts from; empty: fresh weights."""
     use_adaptive_batch_size_factor: bool = True
     """Learn the safety factor from every run; off, graph_memory_safety_factor is used and nothing learned."""
     graph_memory_safety_factor: float = 0.6

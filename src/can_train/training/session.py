@@ -27,6 +27,7 @@ from can_train.training.planning import Planner, RunPlan, still_fits
 from can_train.training.report import plan_lines
 from can_train.training.run_folder import MetricsLog, RunFolder
 from can_train.training.signals import StopRequests
+from can_train.training.starting import start_from
 from can_train.training.state import Session
 from can_train.training.task import Task
 
@@ -59,6 +60,8 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
     saved = checkpoints.load(given.reporter)
     precision = Precision.named(run.training.precision)
     model = fresh_model(run, given.task, meter)
+    if saved is None and run.training.start_from:
+        start_from(model, Path(run.training.start_from))
     planner = Planner(run=run, task=given.task, model=model, meter=meter, reporter=given.reporter)
     plan = _plan(given, planner, factor)
     epochs = _epochs(given, plan)

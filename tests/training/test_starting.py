@@ -1,0 +1,47 @@
+"""A run may start from the best weights of a finished one, and from nothing else."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from can_train.errors import CheckpointError
+from can_train.state.atomic import write_json_atomic
+from can_train.training.checkpoints import Checkpoints
+from can_train.training.run_folder import RunFolder
+from can_train.training.starting import start_from
+
+
+def finished_run(path: Path, model: nn.Module) -> Path:
+    Checkpoints(RunFolder(path).checkpoints_path.absolute()).save({"best": model.state_dict()}, step=1)
+    write_json_atomic(RunFolder(path).result_path, {"status": "finished"})
+    return path
+
+
+def test_training_starts_from_the_best_weights(tmp_path: Path) -> None:
+    teacher, fresh = nn.Linear(3, 2), nn.Linear(3, 2)
+    start_from(fresh, finished_run(tmp_path, teacher))
+    assert torch.equal(fresh.weight, teacher.weight)
+
+
+def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
+    path = finished_run(tmp_path, nn.Linear(3, 2))
+    RunFolder(path).result_path.unlink()
+    with pytest.raises(CheckpointError, match=r"finished run.*\n.*can-train resume"):
+        start_from(nn.Linear(3, 2), path)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="finished run"):
+        start_from(nn.Linear(3, 2), tmp_path / "nowhere")
+
+
+def test_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
+    other = nn.ModuleDict({"weight": nn.Linear(3, 4), "head": nn.Linear(1, 1)})
+    path = finished_run(tmp_path, other)
+    mine = nn.ModuleDict({"weight": nn.Linear(3, 2), "tail": nn.Linear(1, 1)})
+    with pytest.raises(CheckpointError, match=r"tail.weight is not in it.*head.weight is only in it"):
+        start_from(mine, path)
+    with pytest.raises(CheckpointError, match="weight.weight is 4 × 3, not 2 × 3"):
+        start_from(nn.ModuleDict({"weight": nn.Linear(3, 2), "head": nn.Linear(1, 1)}), path)
