@@ -19,26 +19,11 @@ from can_train.training import loop
 from can_train.training.session import make_session
 from can_train.training.state import Session
 from can_train.training.step import take_step
-from costly import Costly
+from costly import CostlyNet
 from line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
 MIB = 2**20
 FACTOR = fixed(0.9)
-
-
-class CostlyNet(nn.Module):
-    """An inner and an outer layer; the memory is what the inner one's backward pass needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, num_bytes: int) -> Tensor:
-        hidden = self.inner(x)
-        if hidden.requires_grad:
-            hidden = Costly.apply(hidden, num_bytes)
-        out: Tensor = self.outer(torch.tanh(hidden))
-        return out
 
 
 class CostlyTask(LineTask):

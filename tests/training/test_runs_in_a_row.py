@@ -21,24 +21,12 @@ from can_train.training.effective_factor import factor_rule
 from can_train.training.learning import Attempt
 from can_train.training.run_folder import RunFolder
 from can_train.training.session import make_session
-from costly import Costly
+from costly import CostlyNet
 from line_fit import SAMPLES, LineBatch, LineTask, line_parts
 
 MIB = 2**20
 CAPACITY = 400 * MIB
 KEY = "synthetic_gat_teacher_normal"
-
-
-class CostlyNet(nn.Module):
-    """An inner and an outer layer; the memory is what the inner one's backward pass needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, num_bytes: int) -> Tensor:
-        out: Tensor = self.outer(torch.tanh(Costly.apply(self.inner(x), num_bytes)))
-        return out
 
 
 class CostlyTask(LineTask):

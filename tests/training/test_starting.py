@@ -43,5 +43,5 @@ def test_another_model_is_refused_field_by_field(tmp_path: Path) -> None:
     mine = nn.ModuleDict({"weight": nn.Linear(3, 2), "tail": nn.Linear(1, 1)})
     with pytest.raises(CheckpointError, match=r"tail.weight is not in it.*head.weight is only in it"):
         start_from(mine, path)
-    with pytest.raises(CheckpointError, match="weight.weight is 4 × 3, not 2 × 3"):
+    with pytest.raises(CheckpointError, match=r"weight\.weight is 4 × 3, not 2 × 3"):
         start_from(nn.ModuleDict({"weight": nn.Linear(3, 2), "head": nn.Linear(1, 1)}), path)

@@ -4,6 +4,7 @@ or a reason why it is none. What the records are, others say.
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -54,6 +55,11 @@ def utc_now() -> str:
 def utc_text(time: datetime) -> str:
     """A time as the files have it."""
     return time.astimezone(UTC).isoformat(timespec="microseconds")
+
+
+def time_stamp(time: str) -> str:
+    """The digits of a time, for the name of a file: names are then in the order of times."""
+    return re.sub(r"\D", "", time)[:20]
 
 
 def check_time(name: str, text: str) -> None:

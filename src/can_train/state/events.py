@@ -3,7 +3,6 @@ is ever rewritten or undone by an older event that arrives later; what events me
 """
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,6 +16,7 @@ from can_train.state.documents import (
     list_names,
     read_documents,
     record_from,
+    time_stamp,
     write_document,
 )
 
@@ -164,7 +164,7 @@ def write_event(state: Path, event: Event) -> Path:
     Raises:
         StateError: The file cannot be written.
     """
-    stamp = re.sub(r"\D", "", event.time)[:20]
+    stamp = time_stamp(event.time)
     path = state / _FOLDER / f"{stamp}-{event.kind}-{os.urandom(4).hex()}{DOCUMENT_SUFFIX}"
     write_document(path, event)
     return path

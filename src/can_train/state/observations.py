@@ -18,6 +18,7 @@ from can_train.state.documents import (
     check_time,
     list_names,
     read_documents,
+    time_stamp,
     write_document,
 )
 
@@ -301,7 +302,7 @@ def read_observations(state: Path) -> ObservationLog:
 
 def _write(state: Path, record: Observation | Started, suffix: str) -> Path:
     # Unique without a counter or a lock: two attempts alike in all three parts are the same attempt.
-    stamp = re.sub(r"\D", "", record.start_time)[:20]
+    stamp = time_stamp(record.start_time)
     path = state / _FOLDER / f"{stamp}-{_UNSAFE.sub('-', record.run_id)[:150]}-{record.attempt}{suffix}"
     write_document(path, record)
     return path

@@ -15,6 +15,7 @@ from can_train.state.documents import (
     check_time,
     list_names,
     read_documents,
+    time_stamp,
     write_document,
 )
 
@@ -144,8 +145,4 @@ def _file_name(record: RunRecord | JobRecord | CancelRecord) -> str:
         return f"run{DOCUMENT_SUFFIX}"
     kind = "job" if isinstance(record, JobRecord) else "cancel"
     # Of two machines in the same moment neither may lose.
-    return f"{kind}-{_digits(record.time)}-{os.getpid()}-{secrets.token_hex(2)}{DOCUMENT_SUFFIX}"
-
-
-def _digits(time: str) -> str:
-    return "".join(character for character in time if character.isdigit())[:20]
+    return f"{kind}-{time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}{DOCUMENT_SUFFIX}"

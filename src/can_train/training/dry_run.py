@@ -17,11 +17,11 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
 from can_train.memory.gaps import GAP_PROBE_BYTES
 from can_train.memory.meters import TargetMeter
-from can_train.policy.cards import Usable, cards_that_hold, predicted_room
+from can_train.policy.cards import Usable, predicted_room
 from can_train.policy.device_limits import DeviceLimits
-from can_train.policy.sizes import size_text
 from can_train.reporter import Reporter
 from can_train.training.effective_factor import factor_rule
+from can_train.training.exploring import model_does_not_fit
 from can_train.training.factor_rule import PROVISIONAL
 from can_train.training.loading import fresh_model, sample_task
 from can_train.training.planning import Planner, RunPlan, plan_request
@@ -153,17 +153,8 @@ def _planned(planner: Planner, limits: DeviceLimits) -> tuple[RunPlan | None, Do
     """Resolves the plan for one target, or says why there is none."""
     rule = factor_rule(planner.run, limits.device_key, planner.reporter)
     try:
-        _check_optimizer(limits)
+        if limits.optimizer_peak_bytes > limits.capacity_bytes:
+            raise model_does_not_fit(limits.optimizer_peak_bytes, limits.capacity_bytes)
         return planner.resolve(plan_request(planner.run.training), limits, rule), None
     except DoesNotFitError as error:
         return None, error
-
-
-def _check_optimizer(limits: DeviceLimits) -> None:
-    need, capacity = limits.optimizer_peak_bytes, limits.capacity_bytes
-    if need > capacity:
-        raise DoesNotFitError(
-            "Weights, gradients and optimizer state must fit on the device",
-            value=f"they need {size_text(need)} of {size_text(capacity)}",
-            remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need)})",
-        )

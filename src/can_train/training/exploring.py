@@ -27,6 +27,7 @@ from can_train.policy.cards import cards_that_hold, predicted_room
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
 from can_train.policy.packing import BatchCosts
+from can_train.policy.sizes import size_text
 from can_train.training import randomness
 from can_train.training.optimization import Precision, make_optimizer
 from can_train.training.task import LogicalBatch, Task
@@ -168,12 +169,7 @@ class Explorer:
         with OutOfMemoryEndsQuietly():
             state = [torch.empty(missing, dtype=torch.uint8, device=self.meter.device)]
             return state, [torch.zeros_like(parameter) for parameter in self._parameters]
-        need = self._resident_bytes(optimizer)
-        raise DoesNotFitError(
-            "Weights, gradients and optimizer state must fit on the device",
-            value=f"they need {need / 2**20:.1f} MiB of {self.meter.capacity_bytes / 2**20:.1f}",
-            remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need)})",
-        )
+        raise model_does_not_fit(self._resident_bytes(optimizer), self.meter.capacity_bytes)
 
     def _resident_bytes(self, optimizer: OptimizerMemory) -> int:
         model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
@@ -249,10 +245,16 @@ class Explorer:
         with self._precision.context(self.meter.device):
             return batch.losses(self.model, start, stop)
 
-    def _place(self, size: int) -> list[Tensor]:
-        return [torch.empty(size, dtype=torch.uint8, device=self.meter.device)]
-
 
 def _worthwhile(upper: float, model: CostModel) -> float:
     """Where the features cost nothing, any batch is as good as any other, and a trial of one sample ends the search."""
     return upper if any(model.coefficients) else 1.0
+
+
+def model_does_not_fit(need_bytes: int, capacity_bytes: int) -> DoesNotFitError:
+    """Makes the error for a model that leaves no room for a batch."""
+    return DoesNotFitError(
+        "Weights, gradients and optimizer state must fit on the device",
+        value=f"they need {size_text(need_bytes)} of {size_text(capacity_bytes)}",
+        remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need_bytes)})",
+    )

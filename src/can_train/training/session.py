@@ -59,9 +59,7 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
     checkpoints = Checkpoints(given.folder.checkpoints_path)
     saved = checkpoints.load(given.reporter)
     precision = Precision.named(run.training.precision)
-    model = fresh_model(run, given.task, meter)
-    if saved is None and run.training.start_from:
-        start_from(model, Path(run.training.start_from))
+    model = _model(given, begins=saved is None)
     planner = Planner(run=run, task=given.task, model=model, meter=meter, reporter=given.reporter)
     plan = _plan(given, planner, factor)
     epochs = _epochs(given, plan)
@@ -96,6 +94,14 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
         loop.restore(session, saved)
         given.reporter.notice(f"Continuing at step {session.progress.step}")
     return session
+
+
+def _model(given: Parts, *, begins: bool) -> nn.Module:
+    """Makes the model; in a run that begins, with the weights that it is to start from."""
+    model = fresh_model(given.run, given.task, given.meter)
+    if begins and given.run.training.start_from:
+        start_from(model, Path(given.run.training.start_from))
+    return model
 
 
 def _epochs(given: Parts, plan: RunPlan) -> Epochs:
