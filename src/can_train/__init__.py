@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from can_train.engine.finder import SizeSearch, find_max_size
     from can_train.engine.batch_result import BatchResult
+    from can_train.engine.finder import SizeSearch, find_max_size
     from can_train.engine.micro_batcher import MicroBatcher
     from can_train.errors import CanTrainError
     from can_train.memory.monitor import MemoryMonitor

@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # no __all__
 
 from can_train.errors import CanTrainError, DoesNotFitError, RunError
 
@@ -64,6 +65,13 @@ class Failure:
     rank: int
     message: str
     did_not_fit: bool
+
+
+@dataclass(frozen=True)
+class _Done(Generic[T]):
+    """That a rank's work is done, and what it returned."""
+
+    result: T
 
 
 class RankFailedError(CanTrainError):
@@ -124,6 +132,12 @@ class Ranks:
         results = self.together(lambda: work() if self.is_first else None)
         result: T = results[0]  # type: ignore[assignment]  # rank 0's is never the None of those that did not work
         return result
+
+    def each(self, work: Callable[[], T]) -> T:
+        """Does some work on every rank that makes something for that rank only. Raises as `together` does."""
+        made: list[T] = []
+        self.together(lambda: made.append(work()))
+        return made[0]
 
     def first_then_others(self, work: Callable[[], T]) -> T:
         """Does some work on rank 0, and then on the others, which find what it has prepared. Raises as `together`."""
@@ -195,13 +209,13 @@ class ConnectedRanks(Ranks):
             failure = Failure(self.rank, _in_words(error), isinstance(error, DoesNotFitError))
             # What failed here says more than that another one has ended, too.
             with suppress(RankGoneError):
-                self._gather((None, failure))
+                self._gather(failure)
             raise
-        reports = self._gather((result, None))
-        failures = [failure for _, failure in reports if failure is not None]
+        reports: list[_Done[T] | Failure] = self._gather(_Done(result))
+        failures = [report for report in reports if isinstance(report, Failure)]
         if failures:
             raise RankFailedError(failures)
-        return [other for other, _ in reports]
+        return [report.result for report in reports if isinstance(report, _Done)]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: D102
         def reduce() -> None:
@@ -231,7 +245,7 @@ class ConnectedRanks(Ranks):
     def close(self) -> None:  # noqa: D102
         self._talk(dist.destroy_process_group)
 
-    def _gather(self, value: T) -> list[T]:
+    def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         self._talk(lambda: dist.all_gather_object(values, value))
         return values
@@ -281,32 +295,34 @@ def join_ranks(place: RankPlace | None, device: str) -> Ranks:
 
     Args:
         place: Where this process stands; None: alone.
-        device: As `rank_device` has it.
+        device: As `--device` has it.
 
     Raises:
         RunError: The others cannot be reached.
     """
     if place is None or place.size == 1:
         return Ranks()
-    return ConnectedRanks(place, torch.device(device if device.startswith("cuda") else "cpu"))
+    own = rank_device(device, place)
+    is_gpu = own.startswith("cuda") and torch.cuda.is_available()
+    return ConnectedRanks(place, torch.device(own if is_gpu else "cpu"))
 
 
-def rank_device(device: str, place: RankPlace | None) -> str:
-    """Decides which device a rank uses where `--device` leaves it open: each its own GPU of the machine's. A scheduler
-    may also show every process one GPU only.
+def rank_device(device: str, place: RankPlace | Ranks) -> str:
+    """Decides which device a rank uses where `--device` leaves it open: each its own GPU of the machine's. Where a
+    scheduler shows every process one GPU only, it is that one.
 
     Args:
-        device: As asked for.
-        place: Where this process stands; None: alone.
+        device: As `--device` has it.
+        place: Where this process stands.
     """
-    if place is None or place.size == 1 or device not in ("auto", "cuda") or not torch.cuda.is_available():
+    if place.size == 1 or device not in ("auto", "cuda") or not torch.cuda.is_available():
         return device
     return f"cuda:{place.local_rank if torch.cuda.device_count() > 1 else 0}"
 
 
 def _connect(place: RankPlace) -> None:
     try:
-        store = dist.TCPStore(place.address, place.port, place.size, place.rank == 0, JOINING)
+        store = TCPStore(place.address, place.port, place.size, place.rank == 0, JOINING)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=WAITING)
     except RuntimeError as error:
         raise RunError(
@@ -316,11 +332,11 @@ def _connect(place: RankPlace) -> None:
         ) from error
 
 
-def _tensor_group(device: torch.device) -> dist.ProcessGroup | None:
+def _tensor_group(device: torch.device) -> ProcessGroup | None:
     """Makes the group that tensors are exchanged in; None is the one for everything."""
     if device.type != "cuda":
         return None
-    group = dist.new_group(backend="nccl", timeout=REDUCING)
+    group: ProcessGroup = dist.new_group(backend="nccl", timeout=REDUCING)
     # The first exchange is what makes the connection, and takes its buffers.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     torch.cuda.synchronize(device)

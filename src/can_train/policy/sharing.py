@@ -1,4 +1,4 @@
-"""How a logical batch is shared out among processes: by cost, not by count. How each cuts its share is decided elsewhere.
+"""How a logical batch is shared out among processes: by cost, not by count. How each cuts its share, others decide.
 
 Shapes: R samples.
 """
@@ -35,11 +35,6 @@ def share_out(batch: BatchCosts, shares: int) -> tuple[int, ...]:
     sizes = _within(batch, shares, high)
     assert sizes is not None, "one share can keep to the whole's cost"
     return sizes
-
-
-def fits_shared(batch: BatchCosts, shares: int, limit: float) -> bool:
-    """Tells whether a batch can be shared out so that none of the shares costs more than `limit`."""
-    return _within(batch, shares, limit) is not None
 
 
 def _within(batch: BatchCosts, shares: int, limit: float) -> tuple[int, ...] | None:
