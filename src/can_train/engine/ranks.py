@@ -3,6 +3,7 @@ of them becomes known to all, so that nobody waits for ever. What they compute, 
 """
 
 import socket
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -29,6 +30,9 @@ since its connections close."""
 
 REDUCING: Final = timedelta(minutes=10)
 """Longest wait for gradients between GPUs, which all ranks begin to exchange at the same moment."""
+
+PACK_BYTES: Final = 2**20
+"""Small tensors that are exchanged at once: a network of 10 Gbit/s carries so much in the time of a few exchanges."""
 
 T = TypeVar("T")
 
@@ -219,25 +223,24 @@ class ConnectedRanks(Ranks):
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: D102
         def reduce() -> None:
-            counts = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-            dist.all_reduce(counts, dist.ReduceOp.MAX)
-            gradients = [_gradient(parameter) for parameter, some in zip(parameters, counts, strict=True) if some]
-            self._in_place(gradients, lambda tensor: dist.all_reduce(tensor, group=self._tensors, async_op=True))
+            present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+            dist.all_reduce(present, dist.ReduceOp.MAX)
+            gradients = [_gradient(parameter) for parameter, some in zip(parameters, present, strict=True) if some]
+            _packed(gradients, lambda tensor: dist.all_reduce(tensor, group=self._tensors))
 
         self._talk(reduce)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:  # noqa: D102
         listed = [tensor.detach() for tensor in tensors]
-        self._talk(lambda: self._in_place(
-            listed, lambda tensor: dist.broadcast(tensor, 0, group=self._tensors, async_op=True)
-        ))  # fmt: skip
+        self._talk(lambda: _packed(listed, lambda tensor: dist.broadcast(tensor, 0, group=self._tensors)))
 
     def broadcast_buffers(self, model: nn.Module) -> None:  # noqa: D102
         buffers = {(name, buffer.shape, buffer.dtype): buffer for name, buffer in model.named_buffers()}
-        having = Counter(kind for kinds in self._gather(tuple(buffers)) for kind in kinds)
-        shared = [buffers[kind] for kind, ranks in having.items() if ranks == self.size]
-        if shared:
-            self.broadcast(shared)
+        shared = list(buffers.values())
+        if not self._alike(tuple(buffers)):
+            having = Counter(kind for kinds in self._gather(tuple(buffers)) for kind in kinds)
+            shared = [buffers[kind] for kind, ranks in having.items() if ranks == self.size]
+        self.broadcast(shared)
 
     def sharing_host(self) -> int:  # noqa: D102
         return self._gather(socket.gethostname()).count(socket.gethostname())
@@ -254,14 +257,18 @@ class ConnectedRanks(Ranks):
         with _others_are_there():
             self._calls.run(call)
 
-    def _in_place(self, tensors: Sequence[Tensor], begin: Callable[[Tensor], Any]) -> None:
-        """Runs a collective on tensors one by one: together they would take their size once more on the device."""
-        dense = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-        for work in [begin(tensor) for tensor in dense]:
-            work.wait()
-        for tensor, changed in zip(tensors, dense, strict=True):
-            if changed is not tensor:
-                tensor.copy_(changed)
+    def _alike(self, value: object) -> bool:
+        """Tells whether a value reads the same on every rank; for less than it takes to exchange it."""
+        mark, alike = zlib.crc32(repr(value).encode()), False
+
+        def extremes() -> None:
+            nonlocal alike
+            highest = torch.tensor([mark, -mark])
+            dist.all_reduce(highest, dist.ReduceOp.MAX)
+            alike = int(highest.sum()) == 0
+
+        self._talk(extremes)
+        return alike
 
 
 class _Calls(Generic[T]):
@@ -341,6 +348,33 @@ def _tensor_group(device: torch.device) -> ProcessGroup | None:
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     torch.cuda.synchronize(device)
     return group
+
+
+def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -> None:
+    """Runs a collective on tensors: large ones in place, since all together would take their size once more on the
+    device; small ones by the pack, since each exchange takes its time, however little it carries.
+    """
+    for pack in _packs(tensors):
+        if len(pack) == 1 and pack[0].is_contiguous():
+            collective(pack[0])
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in pack])
+        collective(flat)
+        for tensor, changed in zip(pack, flat.split([tensor.numel() for tensor in pack]), strict=True):
+            tensor.copy_(changed.view(tensor.shape))
+
+
+def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Puts tensors of one type that follow one another together, up to a pack's size."""
+    packs: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not packs or packs[-1][-1].dtype != tensor.dtype or tensor.nbytes > room:
+            packs.append([])
+            room = PACK_BYTES
+        packs[-1].append(tensor)
+        room -= tensor.nbytes
+    return packs
 
 
 @contextmanager
