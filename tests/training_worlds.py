@@ -27,14 +27,16 @@ MIB = 2**20
 class TroubledTask(LineTask):
     """Points, some of which are dropped; from the moment it is armed something happens at its `at`th batch."""
 
-    def __init__(self, *, dropout: float, how: str, at: int) -> None:
+    def __init__(self, *, dropout: float, norm: bool, how: str, at: int) -> None:
         super().__init__()
-        self.dropout, self.how, self.at = dropout, how, at
+        self.dropout, self.norm, self.how, self.at = dropout, norm, how, at
         self.armed = False
         self.asked = 0
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(super().build_model(), nn.Dropout(self.dropout))
+        return nn.Sequential(
+            nn.BatchNorm1d(4) if self.norm else nn.Identity(), super().build_model(), nn.Dropout(self.dropout)
+        )
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
@@ -91,6 +93,7 @@ def fit_line(
     *,
     trouble: tuple[int, str, int] = (0, "", 0),
     dropout: float = 0.0,
+    norm: bool = False,
     capacities_mib: tuple[int, ...] = (),
     **training: Any,
 ) -> None:
@@ -101,13 +104,14 @@ def fit_line(
         folder: Of the run; what each rank came to is in its `rank-<rank>.pt`.
         trouble: The rank that something happens to, what, and at which batch.
         dropout: Of the model.
+        norm: Whether it has a BatchNorm.
         capacities_mib: Of each rank's device, on which each point takes 1 MiB.
         training: Settings.
     """
     torch.use_deterministic_algorithms(True)
     unlucky, how, at = trouble
     kind = HungryTask if capacities_mib else TroubledTask
-    task = kind(dropout=dropout, how=how if unlucky == ranks.rank else "", at=at)
+    task = kind(dropout=dropout, norm=norm, how=how if unlucky == ranks.rank else "", at=at)
     parts = ranks.first_then_others(lambda: line_parts(folder, task, **training))
     parts = replace(parts, ranks=ranks)
     if capacities_mib:
@@ -122,6 +126,7 @@ def fit_line(
     assert isinstance(parts.reporter, Notices)
     told = {
         "weights": torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()]),
+        "buffers": dict(session.model.named_buffers()),
         "best": session.best,
         "step": session.progress.step,
         "ooms": (session.batcher.ooms, session.ooms_elsewhere),

@@ -5,6 +5,7 @@ from can_train.launch.ranks import FIRST_PORT, PORTS, rank_place
 
 STEP = {
     "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "1",
     "SLURM_JOB_ID": "1234567",
@@ -43,8 +44,8 @@ def test_ports_are_free_for_everybody_and_given_to_nobody(job: int) -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [{}, {"PATH": "/bin"}, STEP | {"SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "gpu07"}],
-    ids=["none", "no scheduler", "one task", "a shell of an allocation"],
+    [{}, {"PATH": "/bin"}, STEP | {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}],
+    ids=["none", "no scheduler", "one task", "the shell of a job"],
 )
 def test_a_process_by_itself_has_no_place(environment: dict[str, str]) -> None:
     assert rank_place(environment) is None

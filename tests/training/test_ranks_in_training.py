@@ -185,6 +185,15 @@ def test_a_plan_that_one_rank_lacks_is_made_for_it_alone(tmp_path: Path) -> None
     assert again[1]["plan"]["plan"]["logical_batch"] == first[1]["plan"]["plan"]["logical_batch"] == 30
 
 
+def test_running_statistics_are_those_of_rank_0(tmp_path: Path) -> None:
+    one, other = fitted(tmp_path, 2, **{**EXACT, "epochs": 1, "norm": True})
+    assert (
+        one["buffers"].keys() == other["buffers"].keys() == {"0.running_mean", "0.running_var", "0.num_batches_tracked"}
+    )
+    assert all(torch.equal(one["buffers"][name], other["buffers"][name]) for name in one["buffers"])
+    assert checkpoint(tmp_path)["model"]["0.running_mean"].abs().sum() > 0
+
+
 @pytest.mark.parametrize("model", ["gat", "vgae"])
 def test_a_whole_training_on_two_ranks_ends_as_on_one(tmp_path: Path, model: str) -> None:
     for name, ranks in (("alone", 1), ("several", 2)):

@@ -13,7 +13,7 @@ PORTS: Final = 17_000
 
 
 def rank_place(environment: Mapping[str, str]) -> RankPlace | None:
-    """Tells where this process stands; None where it is the only one.
+    """Tells where this process stands; None where it is the only one, as in the shell of a job of several tasks.
 
     MASTER_ADDR and MASTER_PORT decide where rank 0 listens where they are set, else it is the step's first node, and a
     port that follows from the job's number.
@@ -21,8 +21,9 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace | None:
     Args:
         environment: Variables as `srun` sets them.
     """
-    size = int(environment.get("SLURM_NTASKS", "1"))
-    if size == 1 or "SLURM_PROCID" not in environment:
+    # SLURM_NTASKS is set in that shell too, with a SLURM_PROCID of 0: it would wait for ranks that nobody starts.
+    size = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if size == 1:
         return None
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
     return RankPlace(
