@@ -117,7 +117,9 @@ def ask(job_ids: Iterable[str]) -> Answer:
     if not jobs:
         return Answer(queue=(), accounts=())
     # Of all states: jobs that ended minutes ago are still there, sooner than in the accounting and where there is none.
-    queue = _output(["squeue", "--all", "--array", "--noheader", "--states=all", f"--jobs={jobs}", "-o", _SQUEUE_FIELDS])
+    queue = _output(
+        ["squeue", "--all", "--array", "--noheader", "--states=all", f"--jobs={jobs}", "-o", _SQUEUE_FIELDS]
+    )
     if queue is None:
         # A controller that is down, or no SLURM at all: the accounting would only repeat what it last heard.
         return Answer()
@@ -203,7 +205,13 @@ def _output(command: list[str]) -> str | None:
     """Runs a program; None where it is not there, fails, or does not answer in time."""
     try:
         done = subprocess.run(
-            command, env=_environment(), capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
+            command,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
