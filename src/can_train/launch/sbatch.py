@@ -88,7 +88,10 @@ def parameters(cluster: ClusterSettings, text: JobText) -> dict[str, Any]:
     options = {name: _directive(f"cluster.{name}", value) for name, value in _options(cluster).items()}
     additional = {name: _directive(f"cluster.additional.{name}", value) for name, value in _additional(cluster).items()}
     if text.dependency:
-        additional["dependency"] = text.dependency
+        # A person's own condition holds as well.
+        additional["dependency"] = ",".join(
+            [text.dependency, *([str(d)] if (d := additional.get("dependency")) else [])]
+        )
     return {
         **options,
         "job_name": _directive("dataset.name", text.name),

@@ -1,7 +1,6 @@
 """What every way of starting jobs is told beside what is asked for, and the record it leaves of each job."""
 
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ class Started:
     executor: str
     job_id: str
     log_path: str
-    resources: Mapping[str, Any] = field(default_factory=dict)
+    resources: dict[str, Any] = field(default_factory=dict)
 
 
 def enter_job(folder: RunFolder, started: Started, submission: Submission) -> JobRecord:
