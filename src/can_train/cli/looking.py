@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -40,12 +41,21 @@ class Place:
     state_dir: str | None
 
     @property
-    def registry(self) -> Registry:
-        """The registry of the state folder."""
+    def state_folder(self) -> Path:
+        """The state folder.
+
+        Raises:
+            ConfigError: A flag is there without a value: an unset variable of a script.
+        """
         for flag, value in (("--runs-dir", self.runs_dir), ("--state-dir", self.state_dir)):
             if value == "":
                 raise ConfigError(f"{flag} is empty", remedy="Give a value, or leave the flag out")
-        return Registry(state_folder(None if self.state_dir is None else Path(self.state_dir)))
+        return state_folder(None if self.state_dir is None else Path(self.state_dir))
+
+    @property
+    def registry(self) -> Registry:
+        """The registry in it."""
+        return Registry(self.state_folder)
 
     def runs(self) -> list[KnownRun]:
         """Lists the runs that are known there, the newest first."""
@@ -78,7 +88,7 @@ def duration(seconds: float) -> str:
         ('8 s', '12 min', '7 h 4 min', '2 d 7 h')
     """
     whole = max(0, int(seconds))
-    for (size, unit), (smaller, smaller_unit) in zip(_UNITS, _UNITS[1:], strict=False):
+    for (size, unit), (smaller, smaller_unit) in pairwise(_UNITS):
         if whole >= size:
             rest = whole % size // smaller
             return f"{whole // size} {unit}" + (f" {rest} {smaller_unit}" if whole < 10 * size and rest else "")

@@ -72,9 +72,9 @@ def _factors() -> Callable[..., None]:
 
 
 def _runs() -> Callable[..., None]:
-    from can_train.cli.runs import runs
+    from can_train.cli.runs import make_runs_command
 
-    return runs
+    return make_runs_command()
 
 
 def _status() -> Callable[..., None]:
@@ -102,9 +102,9 @@ def _resume() -> Callable[..., None]:
 
 
 def _resubmit() -> Callable[..., None]:
-    from can_train.cli.resubmit import resubmit
+    from can_train.cli.resubmit import make_resubmit_command
 
-    return resubmit
+    return make_resubmit_command()
 
 
 _NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {

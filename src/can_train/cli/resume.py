@@ -1,6 +1,7 @@
 """`can-train resume RUN`: continues a run from its last checkpoint, bit by bit: where it ran before, or here."""
 
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -44,7 +45,6 @@ def _go_on(found: Surveyed) -> None:
 
 def _submit(found: Surveyed, place: Place) -> None:
     from can_train.cli.attempt import go_on_in_job
-    from can_train.cli.resubmit import asked_last
     from can_train.config.compose import from_plain
     from can_train.launch.slurm import submit_jobs
     from can_train.launch.submission import Submission
@@ -52,6 +52,8 @@ def _submit(found: Surveyed, place: Place) -> None:
 
     run = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
+    # It may have been submitted again with more memory since its configuration was written.
+    cluster = replace(run.cluster, mem=str(found.evidence.jobs[-1].resources.get("mem", run.cluster.mem)))
     submission = Submission(name=run.key, state_dir=place.state_folder, reason="resumed")
-    job = submit_jobs(go_on_in_job, [folder], asked_last(run.cluster, found.evidence.jobs[-1]), submission)[0]
+    job = submit_jobs(go_on_in_job, [folder], cluster, submission)[0]
     print(f"Run {job.run_id} goes on as job {job.job_id}.")

@@ -5,12 +5,14 @@ torch nor Hydra, so that it answers at once.
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import typer
 
 from can_train.cli.looking import AsJson, Place, RunsDir, StateDir, told
+from can_train.cli.requests import command_of
 from can_train.cli.runs_tables import run_json, runs_table, strict
 from can_train.cli.tables import TextTable, print_tables
 from can_train.errors import ConfigError
@@ -27,24 +29,34 @@ _CLEAR: Final = "\x1b[H\x1b[2J"
 """What makes a terminal empty."""
 
 
-def runs(
-    limit: Annotated[int, typer.Option(help="Newest runs that are listed; 0: all.", min=0)] = _SHOWN,
-    best: Annotated[str | None, typer.Option(help="Rank finished runs by a metric: mcc.", metavar="METRIC")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until Ctrl-C.")] = False,
-    as_json: AsJson = False,
-    runs_dir: RunsDir = "runs",
-    state_dir: StateDir = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RunsRequest:
+    """What is asked for."""
+
+    limit: Annotated[int, typer.Option(help="Newest runs that are listed; 0: all.", min=0)] = _SHOWN
+    best: Annotated[str | None, typer.Option(help="Rank finished runs by a metric: mcc.", metavar="METRIC")] = None
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until Ctrl-C.")] = False
+    as_json: AsJson = False
+    runs_dir: RunsDir = "runs"
+    state_dir: StateDir = None
+
+
+def make_runs_command() -> Callable[..., None]:
+    """Makes the command."""
+    return command_of(RunsRequest, _runs)
+
+
+def _runs(request: RunsRequest) -> None:
     """List runs, the newest first, with what became of them."""
-    place = Place(runs_dir, state_dir)
-    if watch and (as_json or best is not None):
-        other = "--json" if as_json else "--best"
+    place, limit = Place(request.runs_dir, request.state_dir), request.limit
+    if request.watch and (request.as_json or request.best is not None):
+        other = "--json" if request.as_json else "--best"
         raise ConfigError("--watch shows the table", value=f"--watch {other}", remedy="Give one of them")
-    if best is not None:
-        _best(place, best, limit, as_json=as_json)
-    elif watch:
+    if request.best is not None:
+        _best(place, request.best, limit, as_json=request.as_json)
+    elif request.watch:
         _watch(place, limit)
-    elif as_json:
+    elif request.as_json:
         print(json.dumps([run_json(each) for each in _looked(place, limit)[0]], indent=2, ensure_ascii=False))
     else:
         _print(*_looked(place, limit), place)

@@ -3,7 +3,7 @@ configuration has.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -13,7 +13,7 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import ConfigError, nearest_first
 
-_NAMED = 5
+_NAMED: Final = 5
 """Settings that a message names."""
 
 

@@ -19,7 +19,6 @@ from can_train.launch.states import (
     TIME_LIMIT,
     RunState,
 )
-from can_train.policy.cards import cards_that_hold
 from can_train.training.attempts import Ended
 
 _FROM_OUTSIDE: Final[Mapping[str, str]] = {
@@ -37,6 +36,8 @@ _SAID: Final[Mapping[str, tuple[str, str]]] = {
     "finished": (FINISHED, ""),
     "failed": (FAILED, ""),
     "gpu_oom": (GPU_OOM, ""),
+    "host_oom": (HOST_OOM, ""),
+    "killed": (FAILED, "killed by somebody or something that SLURM does not name"),
     "time_limit": (TIME_LIMIT, "warned and saved"),
     "terminated": (CANCELLED, "by SIGTERM, saved"),
     "interrupted": (CANCELLED, "interrupted (Ctrl-C), saved"),
@@ -55,6 +56,12 @@ _LOG_MARKS: Final[Sequence[tuple[str, str]]] = (
 )
 """What slurmstepd and srun write into a log; the more exact comes before the less."""
 
+_EXACT: Final = ("finished", "gpu_oom", "host_oom")
+"""What nobody else can know better."""
+
+_CONSEQUENCES: Final = (None, "failed", "killed")
+"""What is said, or not, of an attempt of which the kernel killed one process: the others fail for want of it."""
+
 _OOM: Final = "OUT_OF_MEMORY"
 """SLURM's state of a step, or of a job, that the kernel killed for its memory."""
 
@@ -68,21 +75,19 @@ def how_it_ended(ended: Ended | None, row: AccountRow | None, log: str, *, asked
         log: The end of what it printed; empty where that is not its own.
         asked: Whether a person asked can-train to cancel it.
     """
-    if ended is not None and ended.ending in ("finished", "gpu_oom"):
+    if ended is not None and ended.ending in _EXACT:
         return _by_itself(ended)
     written = log_cause(log)
     states = (row.state, *(step.state for step in row.steps)) if row else ()
     outside = _FROM_OUTSIDE.get(row.state) if row else None
-    # The kernel kills one process, and the others fail: what they say of it is a consequence.
-    if (ended is None or ended.ending == "failed") and outside != TIME_LIMIT and (
-        _OOM in states or written == HOST_OOM
-    ):  # fmt: skip
+    said = ended.ending if ended else None
+    if said in _CONSEQUENCES and outside != TIME_LIMIT and (_OOM in states or written == HOST_OOM):
         return RunState(state=HOST_OOM, sentence=_memory_words(row))
     if row is not None and outside is not None:
         return RunState(state=outside, sentence=_outside_words(outside, row, ended))
-    if row is not None and row.state == "REQUEUED" and (ended is None or ended.ending == "terminated"):
+    if row is not None and row.state == "REQUEUED" and said in (None, "terminated"):
         return RunState(state=REQUEUED)
-    if written and (ended is None or ended.ending == "terminated"):
+    if written and said in (None, "terminated"):
         return RunState(state=written, sentence="as its log says")
     if ended is not None:
         return _by_itself(ended)
@@ -120,14 +125,14 @@ def _is_error(line: str) -> bool:
 
 def _by_itself(ended: Ended) -> RunState:
     state, words = _SAID.get(ended.ending, (FAILED, ""))
-    return RunState(state=state, sentence=_gpu_oom_words(ended) if state == GPU_OOM else ended.message or words)
+    return RunState(state=state, sentence=_oom_words(ended) if state == GPU_OOM else ended.message or words)
 
 
-def _gpu_oom_words(ended: Ended) -> str:
-    need = ended.details.get("need_bytes")
-    if not ended.details.get("one_sample") or not isinstance(need, int | float):
-        return ended.message
-    return "; ".join(filter(None, [ended.message, f"one sample does not fit here: {cards_that_hold(int(need))}"]))
+def _oom_words(ended: Ended) -> str:
+    """The error, and where one sample is too much the cards that would hold it."""
+    cards = ended.details.get("cards")
+    named = f"cards that would hold it: {cards}" if ended.details.get("one_sample") and cards else ""
+    return "; ".join(filter(None, [ended.message, named if str(cards) not in ended.message else ""]))
 
 
 def _memory_words(row: AccountRow | None) -> str:

@@ -1,5 +1,6 @@
 """Which of several finished runs is best by a metric of their results, and which metrics there are."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -79,5 +80,5 @@ def _ranking(metrics: Any) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in metrics.items()
-        if name in _HIGHER | _LOWER and isinstance(value, int | float) and value == value  # noqa: PLR0124 - not NaN
+        if name in _HIGHER | _LOWER and isinstance(value, int | float) and math.isfinite(value)
     }
