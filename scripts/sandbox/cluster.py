@@ -67,14 +67,17 @@ class Cluster:
 
     @property
     def node_ports(self) -> list[int]:
+        """Where the nodes' daemons listen."""
         return [self.port + 10 + number for number in range(NUM_NODES)]
 
     @property
     def accounting_port(self) -> int:
+        """Where slurmdbd listens."""
         return self.port + 1
 
     @property
     def database_port(self) -> int:
+        """Where MariaDB listens."""
         return self.port + 2
 
     @property
@@ -84,15 +87,19 @@ class Cluster:
 
     @property
     def munge_key(self) -> Path:
+        """What the daemons know each other by."""
         return self.folder / "etc" / "munge.key"
 
     @property
     def munge_socket(self) -> Path:
+        """Where munged signs what SLURM's commands and daemons send."""
         return self.folder / "run" / "munge.socket"
 
     @property
     def database_socket(self) -> Path:
+        """Where root administers the database."""
         return self.folder / "run" / "database.socket"
 
     def log(self, daemon: str) -> Path:
+        """The log of a daemon; a node's has the node's name."""
         return self.folder / "log" / f"{daemon}.log"

@@ -10,7 +10,7 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -22,6 +22,9 @@ START_LIMIT_S: Final = 60
 """Seconds that a daemon may take to answer: ten times what the slowest, a new database, takes on two busy cores."""
 
 STOP_LIMIT_S: Final = 10
+RESTART_PAUSE_S: Final = 2.1
+"""A slurmd refuses a job that was requeued and starts again within the same second ("Job credential revoked")."""
+
 LOOK_INTERVAL_S: Final = 0.05
 
 _MARK: Final = "SLURM_SANDBOX_DAEMON_OF"
@@ -48,7 +51,7 @@ def start(cluster: Cluster) -> None:
         _start_controller(cluster)
         for node in cluster.nodes:
             _start_node(cluster, node)
-        _wait(lambda: _all_idle(cluster), f"the nodes do not get ready; see {cluster.folder}/log")
+        _wait(lambda: _in_service(cluster), f"the nodes do not get ready; see {cluster.folder}/log")
 
 
 def stop(cluster: Cluster) -> None:
@@ -58,10 +61,31 @@ def stop(cluster: Cluster) -> None:
             _stop(cluster)
 
 
+def clear(cluster: Cluster) -> None:
+    """Ends all jobs, and puts every node into service."""
+    _end_jobs(cluster)
+    if not _in_service(cluster):
+        for node in cluster.nodes:  # SLURM refuses to resume a node in service
+            _answers(cluster, "scontrol", "update", f"NodeName={node}", "State=RESUME")
+    _wait(lambda: _in_service(cluster), f"the nodes do not get ready; see {cluster.folder}/log")
+
+
 def wipe(cluster: Cluster) -> None:
     """Stops the daemons and removes the folder."""
     stop(cluster)
     shutil.rmtree(cluster.folder, ignore_errors=True)
+
+
+def kick(cluster: Cluster, job: str) -> None:
+    """Starts a requeued job, once it is held back, instead of after REQUEUE_HOLD_S.
+
+    Raises:
+        SandboxError: SLURM does not hold it back.
+    """
+    held = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %r")
+    _wait(lambda: _run(cluster, *held).strip() == "PENDING BeginTime", f"job {job} is not held back")
+    time.sleep(RESTART_PAUSE_S)
+    _run(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
 def environment(cluster: Cluster) -> dict[str, str]:
@@ -99,7 +123,7 @@ def _own_folder(cluster: Cluster) -> None:
     cluster.folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     if cluster.folder.is_symlink() or cluster.folder.stat().st_uid != os.getuid():
         raise SandboxError(f"{cluster.folder} belongs to somebody else")
-    for name in _FOLDERS:
+    for name in (*_FOLDERS, *(f"spool/{node}" for node in cluster.nodes)):
         (cluster.folder / name).mkdir(exist_ok=True)
 
 
@@ -124,7 +148,7 @@ def _write_files(cluster: Cluster) -> bool:
 def _make_device(file: Path) -> None:
     """Makes another /dev/null: SLURM numbers devices only, not plain files."""
     if not file.exists():
-        os.mknod(file, stat.S_IFCHR | 0o666, os.stat(os.devnull).st_rdev)
+        os.mknod(file, stat.S_IFCHR | 0o666, Path(os.devnull).stat().st_rdev)
 
 
 def _write(file: Path, text: str) -> bool:
@@ -178,23 +202,23 @@ def _start_database(cluster: Cluster) -> None:
 
 
 def _start_accounting(cluster: Cluster) -> None:
-    _launch(cluster, "slurmdbd", ["slurmdbd", "-D"], lambda: _answers(cluster, "sacctmgr", "-n", "list", "cluster"))
+    _launch(cluster, "slurmdbd", ["slurmdbd"], lambda: _answers(cluster, "sacctmgr", "-n", "list", "cluster"))
     if files.CLUSTER_NAME not in _run(cluster, "sacctmgr", "-n", "list", "cluster", "format=cluster").split():
         _run(cluster, "sacctmgr", "-i", "add", "cluster", files.CLUSTER_NAME)
 
 
 def _start_controller(cluster: Cluster) -> None:
-    _launch(cluster, "slurmctld", ["slurmctld", "-D"], lambda: _answers(cluster, "scontrol", "ping"))
+    _launch(cluster, "slurmctld", ["slurmctld"], lambda: _answers(cluster, "scontrol", "ping"))
 
 
 def _start_node(cluster: Cluster, node: str) -> None:
     # A host name of its own, so that a job finds on each node what it finds on a real one.
-    command = ["unshare", "--uts", "sh", "-c", f"hostname {node} && exec slurmd -D -N {node}"]
+    command = ["unshare", "--uts", "sh", "-c", f"hostname {node} && exec slurmd -N {node}"]
     _launch(cluster, node, command, lambda: node in running(cluster))
 
 
 def _launch(cluster: Cluster, name: str, command: list[str], ready: Callable[[], bool]) -> None:
-    """Starts a daemon that does not run yet, attached to nothing of the caller's, and waits for it."""
+    """Starts a daemon that does not run yet, attached to nothing of the caller's, and waits until it is ready."""
     if name in running(cluster):
         return
     with cluster.log(name).open("ab") as log:
@@ -207,8 +231,9 @@ def _launch(cluster: Cluster, name: str, command: list[str], ready: Callable[[],
             cwd=cluster.folder,
             env={**_variables(cluster), _MARK: str(cluster.folder)},
         )
-    _wait(lambda: process.poll() is not None or ready(), f"{name} does not answer; see {cluster.log(name)}")
-    if process.poll() is not None:
+    # SLURM's daemons leave to run in the background: status 0 is no failure.
+    _wait(lambda: process.poll() or ready(), f"{name} does not answer; see {cluster.log(name)}")
+    if process.poll():
         raise SandboxError(f"{name} ended with status {process.returncode}; see {cluster.log(name)}")
 
 
@@ -217,14 +242,16 @@ def _variables(cluster: Cluster) -> dict[str, str]:
     return {"PATH": machine.search_path(), "LANG": "C.UTF-8", **environment(cluster)}
 
 
-def _all_idle(cluster: Cluster) -> bool:
+def _in_service(cluster: Cluster) -> bool:
     states = _run(cluster, "sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split()
-    return states == ["idle"] * len(cluster.nodes)
+    return len(states) == len(cluster.nodes) and {*states} <= _IN_SERVICE
+
+
+_IN_SERVICE: Final = {"idle", "mixed", "allocated", "completing"}
 
 
 def _answers(cluster: Cluster, *command: str) -> bool:
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.run(command, env=_variables(cluster), check=False, **quiet).returncode == 0
+    return subprocess.run(command, env=_variables(cluster), capture_output=True, check=False).returncode == 0
 
 
 def _run(cluster: Cluster, *command: str) -> str:
@@ -234,12 +261,12 @@ def _run(cluster: Cluster, *command: str) -> str:
     return ended.stdout
 
 
-def _wait(done: Callable[[], bool], otherwise: str) -> None:
+def _wait(done: Callable[[], object], otherwise: str) -> None:
     if not _within(START_LIMIT_S, done):
         raise SandboxError(otherwise)
 
 
-def _within(limit_s: float, done: Callable[[], bool]) -> bool:
+def _within(limit_s: float, done: Callable[[], object]) -> bool:
     deadline = time.monotonic() + limit_s
     while not done():
         if time.monotonic() > deadline:
@@ -255,8 +282,8 @@ def _stop(cluster: Cluster) -> None:
     if "slurmctld" in running(cluster):  # what a job started would outlive the daemons
         _end_jobs(cluster)
     for names in (cluster.nodes, *([daemon] for daemon in reversed(_DAEMONS))):
-        _end(cluster, lambda name, names=names: name in names)
-    _end(cluster, lambda name: True)  # what they leave behind
+        _end(cluster, names)
+    _end(cluster, running(cluster))  # what they left behind
     machine.remove_from_hosts(cluster)
     machine.remove_cgroups(cluster)
 
@@ -269,15 +296,15 @@ def _end_jobs(cluster: Cluster) -> None:
         _within(STOP_LIMIT_S, lambda: not _run(cluster, "squeue", "--noheader"))
 
 
-def _end(cluster: Cluster, chosen: Callable[[str], bool]) -> None:
-    """Ends the chosen daemons, those that do not listen by force."""
+def _end(cluster: Cluster, names: Collection[str]) -> None:
+    """Ends the daemons of these names, those that do not listen by force."""
 
-    def chosen_ones() -> list[int]:
-        return [number for name, number in running(cluster).items() if chosen(name)]
+    def left() -> list[int]:
+        return [process for name, process in running(cluster).items() if name in names]
 
     for kind in (signal.SIGTERM, signal.SIGKILL):
-        for number in chosen_ones():
+        for process in left():
             with suppress(ProcessLookupError):
-                os.kill(number, kind)
-        if _within(STOP_LIMIT_S, lambda: not chosen_ones()):
+                os.kill(process, kind)
+        if _within(STOP_LIMIT_S, lambda: not left()):
             return

@@ -10,12 +10,12 @@ DATABASE: Final = "slurm_accounting"
 DATABASE_USER: Final = "slurm"
 """Also the password: the database listens on loopback, and holds what tests did."""
 
-REQUEUE_HOLD_S: Final = 5
-"""SLURM calls it the lifetime of a job's credential, and holds a requeued job back for a second longer, so that no
-slurmd meets two valid ones. Its default of 120 s is for clusters whose nodes answer late; a launch here takes 0.1 s."""
+KILL_WAIT_S: Final = 5
+"""Between SIGTERM and SIGKILL: enough to save on a busy machine. 30 is SLURM's default."""
 
-KILL_WAIT_S: Final = 2
-"""Between SIGTERM and SIGKILL; 30 is SLURM's default."""
+REQUEUE_HOLD_S: Final = 15
+"""SLURM calls it the lifetime of a job's credential, and holds a requeued job back for a second longer; its default is
+120. A node that was set down may keep a step for KILL_WAIT_S + 6 s, and is drained where its job comes back sooner."""
 
 
 def slurm_conf(cluster: Cluster, *, host: str, cgroups: bool) -> str:
@@ -41,6 +41,8 @@ StateSaveLocation={cluster.folder}/state
 SlurmdSpoolDir={cluster.folder}/spool/%n
 SlurmctldPidFile={cluster.folder}/run/slurmctld.pid
 SlurmdPidFile={cluster.folder}/run/slurmd.%n.pid
+SlurmctldLogFile={cluster.log("slurmctld")}
+SlurmdLogFile={cluster.log("%n")}
 MpiDefault=none
 ReturnToService=2
 
@@ -128,6 +130,7 @@ DbdPort={cluster.accounting_port}
 CommunicationParameters=NoInAddrAny
 SlurmUser=root
 PidFile={cluster.folder}/run/slurmdbd.pid
+LogFile={cluster.log("slurmdbd")}
 StorageType=accounting_storage/mysql
 StorageHost=127.0.0.1
 StoragePort={cluster.database_port}

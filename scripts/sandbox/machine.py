@@ -34,11 +34,13 @@ def install() -> None:
     """Installs the packages where one is missing; their own services stay off.
 
     Raises:
-        SandboxError: The process is not root's, or apt failed.
+        SandboxError: This is no Debian, the process is not root's, or apt failed.
     """
+    if shutil.which("apt-get") is None:
+        raise SandboxError("only Debian's packages are known here, and there is no apt-get")
     with alone(Path(tempfile.gettempdir(), "can-train-slurm.install")):
-        known = subprocess.run(["dpkg-query", "-W", "-f", "${db:Status-Status}\n", *PACKAGES], **_QUIET)
-        if known.stdout.split() == ["installed"] * len(PACKAGES):
+        _, known = _run("dpkg-query", "-W", "-f", "${db:Status-Status}\n", *PACKAGES)
+        if known.split() == ["installed"] * len(PACKAGES):
             return
         if os.geteuid() != 0:
             raise SandboxError("only root can install the packages: " + " ".join(PACKAGES))
@@ -47,14 +49,18 @@ def install() -> None:
             _apt("install", "--yes", "--no-install-recommends", *PACKAGES)
 
 
-_QUIET: Final = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "check": False}
+def _apt(verb: str, *arguments: str) -> None:
+    status, output = _run("apt-get", "-q", verb, *arguments)
+    if status != 0:
+        raise SandboxError(f"apt-get {verb} failed:\n" + "\n".join(output.splitlines()[-10:]))
 
 
-def _apt(*arguments: str) -> None:
+def _run(*command: str) -> tuple[int, str]:
     variables = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    ended = subprocess.run(["apt-get", "-q", *arguments], env=variables, **_QUIET)
-    if ended.returncode != 0:
-        raise SandboxError(f"apt-get {arguments[0]} failed:\n" + "\n".join(ended.stdout.splitlines()[-10:]))
+    ended = subprocess.run(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return ended.returncode, ended.stdout
 
 
 @contextmanager
