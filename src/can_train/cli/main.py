@@ -20,7 +20,12 @@ _COMMANDS: Final = """Other commands, each with its own --help:
 
 \b
   factors [KEY]  what earlier runs taught; reset, pin, export, import it
+  runs           the runs there are, with their states; --best METRIC ranks them
+  status RUN     what state a run is in and why; its jobs and attempts
+  logs RUN       what a run prints; -f follows it to its end
+  cancel RUN     stop a run, which saves itself first
   resume RUN     continue a run from its last checkpoint
+  resubmit RUN   the same run again with other settings: --set training.lr=0.01
 """
 
 _STYLE: Final[dict[str, Any]] = {
@@ -66,13 +71,51 @@ def _factors() -> Callable[..., None]:
     return make_factors_command()
 
 
+def _runs() -> Callable[..., None]:
+    from can_train.cli.runs import make_runs_command
+
+    return make_runs_command()
+
+
+def _status() -> Callable[..., None]:
+    from can_train.cli.status import status
+
+    return status
+
+
+def _logs() -> Callable[..., None]:
+    from can_train.cli.logs import logs
+
+    return logs
+
+
+def _cancel() -> Callable[..., None]:
+    from can_train.cli.cancel import cancel
+
+    return cancel
+
+
 def _resume() -> Callable[..., None]:
     from can_train.cli.resume import resume
 
     return resume
 
 
-_NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {"factors": _factors, "resume": _resume}
+def _resubmit() -> Callable[..., None]:
+    from can_train.cli.resubmit import make_resubmit_command
+
+    return make_resubmit_command()
+
+
+_NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {
+    "factors": _factors,
+    "runs": _runs,
+    "status": _status,
+    "logs": _logs,
+    "cancel": _cancel,
+    "resume": _resume,
+    "resubmit": _resubmit,
+}
 """What makes each command; a line of one of them does not import the others."""
 
 

@@ -1,19 +1,59 @@
-"""`can-train resume RUN`: continues a run where its last checkpoint is, bit by bit."""
+"""`can-train resume RUN`: continues a run from its last checkpoint, bit by bit: where it ran before, or here."""
 
-from pathlib import Path
+import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
+from can_train.cli.looking import Place, Run, RunsDir, StateDir, told
+from can_train.errors import RunError
+from can_train.launch.states import FINISHED
+from can_train.launch.survey import Surveyed
+
 
 def resume(
-    run: Annotated[str, typer.Argument(help="Run id, an unambiguous beginning of it, or its folder.", metavar="RUN")],
-    runs_dir: Annotated[str, typer.Option(help="Folder of run folders.")] = "runs",
+    run: Run,
+    here: Annotated[bool, typer.Option("--here", help="Train in this process, wherever the run was before.")] = False,
+    runs_dir: RunsDir = "runs",
+    state_dir: StateDir = None,
 ) -> None:
-    """Continue a run from its last checkpoint."""
+    """Continue a run from its last checkpoint, where it ran before: one of SLURM is submitted again."""
+    place = Place(runs_dir, state_dir)
+    found = place.look(place.find(run))
+    if not found.evidence.present:
+        raise RunError("A run goes on from what is in its folder", value=f"{found.known.folder.path} is gone",
+                       remedy="Train anew")  # fmt: skip
+    if found.state.live and found.state.certain:
+        raise RunError("A run that is queued or running goes on by itself", value=told(found.state),
+                       remedy=f"Follow it with can-train logs -f, or end it: can-train cancel {run}")  # fmt: skip
+    if not found.state.certain:
+        print(f"note: {told(found.state)}", file=sys.stderr)
+    jobs = found.evidence.jobs
+    if here or found.state.state == FINISHED or not jobs or jobs[-1].executor != "slurm":
+        _go_on(found)
+    else:
+        _submit(found, place)
+
+
+def _go_on(found: Surveyed) -> None:
     from can_train.cli.attempt import go_on
     from can_train.config.compose import from_plain
+
+    go_on(from_plain(found.known.folder.config()), found.known.folder)
+
+
+def _submit(found: Surveyed, place: Place) -> None:
+    from can_train.cli.attempt import go_on_in_job
+    from can_train.config.compose import from_plain
+    from can_train.launch.slurm import submit_jobs
+    from can_train.launch.submission import Submission
     from can_train.training.run_folder import RunFolder
 
-    folder = RunFolder.find(Path(runs_dir), run)
-    go_on(from_plain(folder.config()), folder)
+    run = from_plain(found.known.folder.config())
+    folder = RunFolder(found.known.folder.path.resolve())
+    # It may have been submitted again with more memory since its configuration was written.
+    cluster = replace(run.cluster, mem=str(found.evidence.jobs[-1].resources.get("mem", run.cluster.mem)))
+    submission = Submission(name=run.key, state_dir=place.state_folder, reason="resumed")
+    job = submit_jobs(go_on_in_job, [folder], cluster, submission)[0]
+    print(f"Run {job.run_id} goes on as job {job.job_id}.")

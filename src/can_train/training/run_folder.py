@@ -45,16 +45,23 @@ class RunFolder:
         Raises:
             RunError: The folder cannot be written.
         """
-        run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{key}-{secrets.token_hex(2)}"
-        folder = cls(runs_dir / run_id)
-        try:
-            folder.path.mkdir(parents=True)
-            write_text_atomic(folder.path / _CONFIG, plain_to_yaml(config))
-            write_json_atomic(folder.path / "environment.json", _environment())
-        except OSError as error:
-            raise RunError("The run folder cannot be written", value=f"{folder.path}: {error.strerror}",
-                           remedy="Give another place with --runs-dir") from error  # fmt: skip
+        folder = cls(runs_dir / new_run_id(key))
+        folder.make(config)
         return folder
+
+    def make(self, config: Mapping[str, Any]) -> None:
+        """Makes the folder and writes the run's configuration and environment.
+
+        Raises:
+            RunError: It cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True)
+            write_text_atomic(self.path / _CONFIG, plain_to_yaml(config))
+            write_json_atomic(self.path / "environment.json", _environment())
+        except OSError as error:
+            raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
+                           remedy="Give another place with --runs-dir") from error  # fmt: skip
 
     @classmethod
     def find(cls, runs_dir: Path, name: str) -> "RunFolder":
@@ -117,6 +124,11 @@ class RunFolder:
             except OSError as error:
                 raise RunError("The run is being trained by another process", value=self.run_id) from error
             yield
+
+
+def new_run_id(key: str) -> str:
+    """Makes the name of a new run: when, what, and four digits that tell it from others of the same second."""
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{key}-{secrets.token_hex(2)}"
 
 
 class MetricsLog:

@@ -1,0 +1,59 @@
+"""`can-train resubmit RUN --set …`: a new run of another's configuration with changes, started as that one was."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import typer
+
+from can_train.cli.looking import Place, Run, RunsDir, StateDir
+from can_train.cli.requests import command_of
+
+_CLUSTER: Final = "Of the new job; as before without."
+
+_CLUSTER_FLAGS: Final = ("partition", "time", "mem", "gpus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResubmitRequest:
+    """What is asked for."""
+
+    run: Run
+    set: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="What is to differ, in Hydra's grammar. Repeatable.", metavar="GROUP.KEY=VALUE"),
+    ] = None
+    partition: Annotated[str | None, typer.Option(help=_CLUSTER)] = None
+    time: Annotated[str | None, typer.Option(help=_CLUSTER)] = None
+    mem: Annotated[str | None, typer.Option(help=_CLUSTER)] = None
+    gpus: Annotated[str | None, typer.Option(help=_CLUSTER)] = None
+    force: Annotated[bool, typer.Option("--force", help="Also if an identical run is there already.")] = False
+    runs_dir: RunsDir = "runs"
+    state_dir: StateDir = None
+
+
+def make_resubmit_command() -> Callable[..., None]:
+    """Makes the command."""
+    return command_of(ResubmitRequest, _resubmit)
+
+
+def _resubmit(request: ResubmitRequest) -> None:
+    """Start a new run with another's configuration and some changes, where that one ran."""
+    place = Place(request.runs_dir, request.state_dir)
+    found = place.look(place.find(request.run))
+    from can_train.config.changes import changed
+
+    given = {name: getattr(request, name) for name in _CLUSTER_FLAGS}
+    values = {f"cluster.{name}": value for name, value in given.items() if value is not None}
+    # Not where it was written down: the registry that was asked is the one that gets the new run.
+    values["paths.state_dir"] = str(place.state_folder)
+    run = changed(found.known.folder.config(), request.set or (), values)
+    if not found.evidence.jobs:
+        from can_train.cli.attempt import start
+
+        start(run)
+        return
+    from can_train.cli.submit import submit_runs
+    from can_train.launch.order import Wanted
+
+    submit_runs([run], Wanted(force=request.force))
