@@ -1,34 +1,20 @@
-"""What a job of the scheduler does: trains one run, and has itself put back into the queue when its time is up."""
+"""What a job of the scheduler does: trains one run, records how that ended, and has itself put back into the queue when
+its time is up.
+"""
 
 import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
 
-from can_train.training.attempts import scheduler_job
+from can_train.config.cluster import ClusterSettings
+from can_train.errors import RunError
+from can_train.launch.queue import job_facts, requeue
+from can_train.policy.restarts import may_restart
+from can_train.training.attempts import Place
+from can_train.training.run_folder import RunFolder
+from can_train.training.signals import WARNED, StopRequests
 
-_WARNED: Final = 128 + 12
-"""Exit status of a training that saved itself for SIGUSR2."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A job, as submitit keeps it.
-
-    Args:
-        entry: Trains the run in a folder.
-        run_path: The folder.
-    """
-
-    entry: Callable[[str], None]
-    run_path: str
-
-    def __call__(self) -> None:
-        """Trains."""
-        try:
-            self.entry(self.run_path)
-        except SystemExit as stop:
-            if stop.code != _WARNED:
-                raise
-            subprocess.run(["scontrol", "requeue", scheduler_job(os.environ)], check=True)
+Entry = Callable[[RunFolder, StopRequests], None]
+"""Trains the run in a folder; what it imports that takes long, it imports when it is called."""

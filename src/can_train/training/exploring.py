@@ -16,7 +16,7 @@ from can_train.engine.coupling import SPLIT, Coupling, measure_coupling
 from can_train.engine.micro_batcher import Losses
 from can_train.engine.phase_finder import Peak, Room, find_phase_limit, pack_worst_case, predict_phase_limit
 from can_train.engine.snapshot import Snapshot
-from can_train.errors import DoesNotFitError
+from can_train.errors import DoesNotFitError, Shortage
 from can_train.memory.blocks import LARGE_PAGE_BYTES
 from can_train.memory.gaps import Held, fits, measure_held
 from can_train.memory.meters import Meter
@@ -173,6 +173,7 @@ class Explorer:
             "Weights, gradients and optimizer state must fit on the device",
             value=f"they need {need / 2**20:.1f} MiB of {self.meter.capacity_bytes / 2**20:.1f}",
             remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need)})",
+            shortage=Shortage(need_bytes=need),
         )
 
     def _resident_bytes(self, optimizer: OptimizerMemory) -> int:

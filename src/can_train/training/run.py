@@ -3,7 +3,7 @@ what the attempt taught.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import open_meter
-from can_train.memory.out_of_memory import headline, is_out_of_memory
+from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory
+from can_train.memory.shortage import shortage_on
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import loop
-from can_train.training.attempts import Attempts
 from can_train.training.effective_factor import factor_rule
 from can_train.training.learning import Attempt
 from can_train.training.loading import load_task
@@ -57,40 +57,51 @@ def train_new(run: ResolvedRun, reporter: Reporter) -> Outcome:
         task = load_task(run, reporter)
         folder = make_run(run, reporter)
         reporter.notice(f"run {folder.run_id}")
-        with folder.locked(), Attempts(folder.path).recorded():
+        with folder.locked(), folder.attempts.recorded(stops):
             return _train(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops))
 
 
-def train_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter) -> Outcome:
+def train_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter, stops: StopRequests) -> Outcome:
     """Trains a run that has a folder to its end, from its last checkpoint if it has one; shows one that has ended.
+
+    Args:
+        run: The resolved run.
+        folder: Its folder.
+        reporter: Where it says what it does.
+        stops: Of the process.
 
     Raises:
         CanTrainError: Something that the user can mend.
         SystemExit: A signal ended it; what was trained is saved.
     """
-    stops = StopRequests()
     with stops.installed(), folder.locked():
         meter = open_meter(run.device)
         task = load_task(run, reporter)
         finished = folder.result()
         if finished is not None:
             return _outcome(task, folder, finished)
-        with Attempts(folder.path).recorded():
+        with folder.attempts.recorded(stops):
             return _train(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops))
 
 
 def _train(parts: Parts) -> Outcome:
     try:
         return _attempt(parts)
+    except DoesNotFitError as error:
+        if error.shortage.capacity_bytes is None:
+            error.shortage = shortage_on(parts.meter, error.shortage.need_bytes, known=error.shortage)
+        raise
     except Exception as error:
         # Within micro-batches it is rescued; what runs out elsewhere (weights, a copy of them) cannot be.
         if not is_out_of_memory(error):
             raise
-        message = headline(error)
+        message, of_host = headline(error), is_host_memory(error)
+    shortage = shortage_on(parts.meter, None)
     raise DoesNotFitError(
         "What a run keeps on the device must fit beside its micro-batches",
         value=message,
         remedy="Another process may hold the memory (nvidia-smi); else choose a smaller model or a larger device",
+        shortage=replace(shortage, of_host=shortage.of_host or of_host),
     )
 
 
