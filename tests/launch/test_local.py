@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from can_train.state.registry import Registry
+
 pytestmark = pytest.mark.slow
 
 TIMEOUT_S = 120
@@ -20,10 +22,9 @@ def submitted(folder: Path, *arguments: str) -> tuple[Path, Path]:
                "--runs-dir", str(folder / "runs"), "--state-dir", str(folder / "state"), *arguments]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
-    words = done.stdout.split()
-    log = Path(words[words.index("-f") + 1])
-    result = next(Path(word) for word in words if word.endswith("result.json"))
-    return log, result
+    run_id = done.stdout.split()[0]
+    (job,) = Registry(folder / "state").jobs(run_id)
+    return Path(job.log_path), folder / "runs" / run_id / "result.json"
 
 
 def wait_for(path: Path, text: str = "") -> str:

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from can_train.cli.reporters import LineReporter, make_reporter
 from can_train.cli.tables import print_tables
@@ -9,17 +10,24 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import CanTrainError
 from can_train.reporter import Reporter
-from can_train.training.run import Outcome, train_new, train_on
 from can_train.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from can_train.training.run import Outcome
 
 
 def start(run: ResolvedRun) -> None:
     """Trains a new run and shows what came of it."""
+    # torch, which a submission need not wait for, though it names what the job is to call.
+    from can_train.training.run import train_new
+
     _show(train_new(run, make_reporter()))
 
 
 def go_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter | None = None) -> None:
     """Continues a run, or shows one that has ended."""
+    from can_train.training.run import train_on
+
     _show(train_on(run, folder, reporter or make_reporter()))
 
 
@@ -33,7 +41,7 @@ def go_on_in_job(path: str) -> None:
         raise SystemExit(error.exit_code) from error
 
 
-def _show(outcome: Outcome) -> None:
+def _show(outcome: "Outcome") -> None:
     print_tables(outcome.tables)
     print(f"\nRun {outcome.folder.run_id}: {outcome.summary}")
     print(f"Result: {outcome.folder.result_path}")

@@ -84,23 +84,20 @@ def _train(flags: dict[str, Any]) -> None:
         # An unset variable of a script; `--model-args` may well be empty.
         if value == "" and name != "model_args":
             raise ConfigError(f"--{name.replace('_', '-')} is empty", remedy="Give a value, or leave the flag out")
-    if flags["submit"] and not flags["cluster"]:
-        raise ConfigError(
-            "--submit needs --cluster NAME", remedy="--cluster local trains in the background of this machine"
-        )
     check_planning_flags(flags)
     # Composition imports Hydra, training imports torch: neither is paid for by a line that is wrong before them.
     from can_train.config.compose import resolve
+    from can_train.training.folders import settled_paths
 
-    runs = [resolve(request) for request in _requests(flags)]
+    runs = [settled_paths(resolve(request)) for request in _requests(flags)]
     if flags["dry_run"]:
         print_dry_runs(runs, flags)
         return
+    if flags["submit"]:
+        _submit(runs)
+        return
     for run in runs:
-        if flags["submit"]:
-            _submit(run)
-        else:
-            _run_here(run)
+        _run_here(run)
 
 
 def _requests(flags: dict[str, Any]) -> list["RunRequest"]:
@@ -117,7 +114,7 @@ def _requests(flags: dict[str, Any]) -> list["RunRequest"]:
             mode=mode,
             task=flags["task"],
             size=flags["size"],
-            cluster=flags["cluster"] or "local",
+            cluster=flags["cluster"] or ("slurm" if flags["submit"] else "local"),
             memory=flags["memory"],
             device=flags["device"],
             sets=tuple(flags["set_"] or ()),
@@ -139,14 +136,7 @@ def _run_here(run: "ResolvedRun") -> None:
     start(run)
 
 
-def _submit(run: "ResolvedRun") -> None:
-    from can_train.cli.attempt import go_on_in_job
-    from can_train.launch.local import submit
-    from can_train.training.run_folder import RunFolder
+def _submit(runs: Sequence["ResolvedRun"]) -> None:
+    from can_train.cli.submit import submit_runs
 
-    folder = RunFolder.create(run.runs_dir, run.key, run.config)
-    submitted = submit(go_on_in_job, folder.path, run.cluster)
-    print(f"Submitted {folder.run_id} as process {submitted.job_id}.")
-    print(f"Follow it:      tail -f {submitted.log_path}")
-    print(f"Its result:     {folder.result_path}")
-    print(f"If it is ended: can-train resume {folder.run_id}")
+    submit_runs(runs)

@@ -1,10 +1,13 @@
 """Names and defaults of where a submitted run goes, and what it asks for there."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from can_train.config.checks import check_choice, check_range
+from can_train.errors import ConfigError
+from can_train.policy.slurm_units import parse_memory_mib, parse_time_min
 
 EXECUTORS = ("slurm", "local", "debug")
 
@@ -55,3 +58,38 @@ class ClusterSettings:
         check_range("cluster.nodes", self.nodes, low=1)
         for name in ("cpus", "max_restarts", "oom_resubmits", "max_parallel", "signal_delay_s"):
             check_range(f"cluster.{name}", getattr(self, name), low=0)
+        self._check_resources()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Processes of each node: one a GPU, and at least one."""
+        return max(1, self.num_gpus or _gpus_of_gres(self.gres))
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of each node that `gpus` names; 0 where it leaves that to the partition."""
+        return 0 if self.gpus == "auto" else int(self.gpus.rpartition(":")[2])
+
+    @property
+    def gpu_type(self) -> str:
+        """Their kind, by the cluster's name for it; empty: any."""
+        return self.gpus.rpartition(":")[0]
+
+    def _check_resources(self) -> None:
+        if self.time:
+            parse_time_min(self.time)
+        if self.mem:
+            parse_memory_mib(self.mem)
+        if self.gpus != "auto" and not re.fullmatch(r"(?:[\w.-]+:)?\d{1,4}", self.gpus, re.ASCII):
+            raise ConfigError(
+                "cluster.gpus is a number, type:number or auto", value=repr(self.gpus), remedy="Write it as 2 or a100:2"
+            )
+        if self.num_gpus and _gpus_of_gres(self.gres):
+            raise ConfigError("GPUs are asked for once", value=f"gpus {self.gpus}, gres {self.gres}",
+                              remedy="Leave one of them out")  # fmt: skip
+
+
+def _gpus_of_gres(gres: str) -> int:
+    """Counts the GPUs among generic resources: gpu:2, gpu:a100:2, gpu."""
+    found = re.findall(r"(?:^|,)gpu(?::[^,:()]*[^,:()\d][^,:()]*)?(?::(\d+))?(?=[,(]|$)", gres)
+    return sum(int(number or 1) for number in found)

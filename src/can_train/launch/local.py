@@ -1,47 +1,68 @@
-"""Runs a job in the background of this machine, through submitit's local executor."""
+"""Starts jobs without a scheduler: in the background of this machine through submitit's local executor, or in this
+process, to be looked at.
+"""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import submitit
 
-from can_train.config.cluster import ClusterSettings
 from can_train.errors import RunError
+from can_train.launch.code import code_of
+from can_train.launch.environment import job_environment
+from can_train.launch.job import Job
+from can_train.launch.submission import Started, Submission, enter_job
+from can_train.state.registry import JobRecord
+from can_train.training.run_folder import RunFolder
+
+BACKGROUND: Final = "local"
+FOREGROUND: Final = "debug"
 
 _TIMEOUT_MIN: Final = 7 * 24 * 60
 """Longest run; submitit wants a limit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Submitted:
-    """A job that has been started.
+def submit_processes(
+    entry: Callable[[str], None], folders: Sequence[RunFolder], submission: Submission
+) -> list[JobRecord]:
+    """Starts a process for each run that outlives this one and its terminal, and enters them into the registry.
 
-    Attributes:
-        job_id: The process that controls it.
-        log_path: What it prints.
-    """
-
-    job_id: str
-    log_path: Path
-
-
-def submit(entry: Callable[[str], None], run_path: Path, cluster: ClusterSettings) -> Submitted:
-    """Starts `entry(run_path)` in a process that outlives this one and its terminal.
+    Args:
+        entry: Trains the run in a folder.
+        folders: Of the runs, which have a snapshot of the code.
+        submission: What else is said of them.
 
     Raises:
-        RunError: The job could not be started.
+        RunError: A job could not be started.
+        StateError: The registry cannot be written.
     """
-    folder = run_path.resolve() / "submitit"
+    return [enter_job(folder, _start(entry, folder), submission) for folder in folders]
+
+
+def run_here(entry: Callable[[str], None], folder: RunFolder, submission: Submission) -> None:
+    """Does in this process what a job does; enters it into the registry first.
+
+    Raises:
+        SystemExit: As in a job.
+        StateError: The registry cannot be written.
+    """
+    enter_job(folder, Started(executor=FOREGROUND, job_id=str(os.getpid()), log_path=""), submission)
+    Job(entry, str(folder.path))()
+
+
+def _start(entry: Callable[[str], None], run: RunFolder) -> Started:
+    folder = run.path / "submitit"
+    source = code_of(run.path) / "src"
     reading, writing = os.pipe()
     # submitit starts its controller in our session, where closing the terminal would end it: a child that has left the
     # session starts it instead.
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _submit_detached(entry, run_path, folder, cluster, writing)
+        with job_environment(source):
+            _start_detached(Job(entry, str(run.path)), folder, writing)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         job_id = pipe.read()
@@ -50,12 +71,10 @@ def submit(entry: Callable[[str], None], run_path: Path, cluster: ClusterSetting
         raise RunError(
             "The job could not be started", value=str(folder), remedy="Train in the foreground: leave out --submit"
         )
-    return Submitted(job_id=job_id, log_path=folder / f"{job_id}_0_log.out")
+    return Started(executor=BACKGROUND, job_id=job_id, log_path=str(folder / f"{job_id}_0_log.out"))
 
 
-def _submit_detached(
-    entry: Callable[[str], None], run_path: Path, folder: Path, cluster: ClusterSettings, writing: int
-) -> None:
+def _start_detached(job: Job, folder: Path, writing: int) -> None:
     """Runs in the child: leaves the session, submits, reports the job id through the pipe, and ends."""
     try:
         os.setsid()
@@ -63,11 +82,11 @@ def _submit_detached(
         for standard_stream in (0, 1):
             os.dup2(null, standard_stream)
         executor = submitit.LocalExecutor(folder)
+        gpus = _gpus()
         executor.update_parameters(
-            timeout_min=_TIMEOUT_MIN, stderr_to_stdout=True, gpus_per_node=len(_gpus()), visible_gpus=_gpus()
+            timeout_min=_TIMEOUT_MIN, stderr_to_stdout=True, gpus_per_node=len(gpus), visible_gpus=gpus
         )
-        job = executor.submit(entry, str(run_path.resolve()))
-        os.write(writing, job.job_id.encode())
+        os.write(writing, executor.submit(job).job_id.encode())
     finally:
         # Not sys.exit: the parent's cleanup must not run twice.
         os._exit(0)

@@ -1,45 +1,232 @@
-"""What a job asks of SLURM: the parameters that submitit makes the batch script of, and that script."""
+"""What a job asks of SLURM: the parameters that submitit makes the batch script of, and that script. Every
+value of a person's arrives as it stands, or is refused: none becomes shell.
+"""
 
-import os
 import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from submitit.slurm.slurm import SlurmExecutor
 
 from can_train.config.cluster import ClusterSettings
+from can_train.errors import ConfigError
+from can_train.policy.slurm_units import parse_time_min
+
+WARNING_SIGNAL: Final = "USR2"
+"""What a job is sent before its time is up."""
+
+_MANAGED: Final[Mapping[str, str]] = {
+    "array": "Sweep a setting: --set 'training.seed=range(0,3)'",
+    "error": "A run's output stays in its folder: --runs-dir",
+    "input": "A run reads nothing from its standard input",
+    "job-name": "A job is named after its run's configuration",
+    "no-requeue": "Give --set cluster.max_restarts=0",
+    "ntasks": "Give --gpus: one rank each",
+    "ntasks-per-node": "Give --gpus: one rank each",
+    "open-mode": "A job that continues must append to its log",
+    "output": "A run's output stays in its folder: --runs-dir",
+    "requeue": "Give --set cluster.max_restarts",
+    "signal": "Give --set cluster.signal_delay_s",
+    "wait": "Follow the run: can-train logs RUN -f",
+    "wrap": "A job runs can-train; --set 'cluster.setup=[...]' adds lines before it",
+    **{
+        name: f"Give --{name}" for name in ("partition", "account", "qos", "time", "nodes", "mem", "constraint", "gres")
+    },
+    "cpus-per-task": "Give --cpus",
+    "gpus-per-node": "Give --gpus",
+    "exclude": "Give --set cluster.exclude",
+}
+"""Options of sbatch that `cluster.additional` may not set, with the way to what they are for."""
+
+_OWN_DEFAULTS: Final[Mapping[str, str]] = {
+    "partition": "SBATCH_PARTITION",
+    "account": "SBATCH_ACCOUNT",
+    "qos": "SBATCH_QOS",
+    "constraint": "SBATCH_CONSTRAINT",
+}
+"""Settings that a user or a site may have given a default by a variable of sbatch."""
+_ALL: Final = 10**6
+"""Jobs of an array at once where nothing limits them."""
 
 
-def parameters(cluster: ClusterSettings, *, name: str, code: Path) -> dict[str, Any]:
-    """Returns submitit's parameters of a job.
+@dataclass(frozen=True, kw_only=True)
+class JobText:
+    """What a job's script is made of, beside what is asked for.
 
-    Args:
-        cluster: What is asked for.
+    Attributes:
         name: Of the job.
         code: Folder whose `src` is imported.
+        state_dir: Where the registry is, absolute.
+        dependency: As sbatch writes it; empty: none.
     """
-    wanted = {
-        "name": name,
-        "partition": cluster.partition,
-        "time": 60,
-        "nodes": cluster.nodes,
-        "mem": cluster.mem,
-        "signal_delay_s": cluster.signal_delay_s,
-        "setup": [f"export PYTHONPATH={shlex.quote(str(code / 'src'))}", "export PYTHONSAFEPATH=1", *cluster.setup],
-        "srun_args": ["--kill-on-bad-exit=1"],
-        "additional_parameters": {"requeue": True, "kill-on-invalid-dep": "yes", **cluster.additional},
-        "stderr_to_stdout": True,
+
+    name: str
+    code: Path
+    state_dir: Path
+    dependency: str = ""
+
+
+def with_own_defaults(cluster: ClusterSettings, environment: Mapping[str, str]) -> ClusterSettings:
+    """Writes what a user's own variables of sbatch say into settings that say nothing."""
+    given: dict[str, Any] = {
+        name: environment[variable]
+        for name, variable in _OWN_DEFAULTS.items()
+        if not getattr(cluster, name) and environment.get(variable)
     }
-    return {("job_name" if key == "name" else key): value for key, value in wanted.items() if value not in ("", None)}
+    return replace(cluster, **given)
 
 
-def executor(folder: Path, wanted: dict[str, Any]) -> SlurmExecutor:
-    """Opens submitit's executor."""
+def parameters(cluster: ClusterSettings, text: JobText) -> dict[str, Any]:
+    """Returns submitit's parameters of a job.
+
+    Raises:
+        ConfigError: A value cannot be written into a script.
+    """
+    options = {name: _directive(f"cluster.{name}", value) for name, value in _options(cluster).items()}
+    additional = {name: _directive(f"cluster.additional.{name}", value) for name, value in _additional(cluster).items()}
+    if text.dependency:
+        additional["dependency"] = text.dependency
+    return {
+        **options,
+        "job_name": _directive("dataset.name", text.name),
+        "signal_delay_s": cluster.signal_delay_s,
+        "array_parallelism": cluster.max_parallel or _ALL,
+        "setup": [*_setup(cluster.setup), *_exports(text.code)],
+        "teardown": _teardown(text.state_dir),
+        "srun_args": ["--kill-on-bad-exit=1", *_step(cluster)],
+        "stderr_to_stdout": True,
+        "wckey": None,
+        "additional_parameters": {
+            "kill-on-invalid-dep": "yes",
+            ("requeue" if cluster.max_restarts else "no-requeue"): True,
+            # submitit's own is another where a variable says so.
+            "signal": f"{WARNING_SIGNAL}@{cluster.signal_delay_s}",
+            **additional,
+        },
+    }
+
+
+def resources(cluster: ClusterSettings) -> dict[str, Any]:
+    """Returns what is asked for, by sbatch's names."""
+    return {name.replace("_", "-"): value for name, value in _options(cluster).items()} | _additional(cluster)
+
+
+def script(folder: Path, wanted: Mapping[str, Any], count: int) -> str:
+    """Writes the batch script of a job, or of an array of `count` jobs.
+
+    Args:
+        folder: Where submitit keeps the job's files.
+        wanted: From `parameters`.
+        count: Jobs.
+    """
+    executor = _Scribe(folder)
+    executor.parameters.update(wanted)
+    if count > 1:
+        executor.parameters["map_count"] = count
+    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
+    return text
+
+
+def open_executor(folder: Path, wanted: Mapping[str, Any]) -> SlurmExecutor:
+    """Opens submitit's executor.
+
+    Raises:
+        ConfigError: The folder's path cannot be written into a script.
+    """
+    check_folder(folder)
     made = SlurmExecutor(folder)
     made.parameters.update(wanted)
     return made
 
 
-def job_environment() -> dict[str, str]:
-    """Returns the variables that a job is submitted with: none of an enclosing job's, but where the cluster is."""
-    return {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith("SLURM_")}
+def check_folder(folder: Path) -> None:
+    """Checks that SLURM can write a log into a folder: it expands `%`, and drops backslashes.
+
+    Raises:
+        ConfigError: The path holds one of them, or a character that ends a line.
+    """
+    text = str(folder)
+    if "%" in text or "\\" in text or not text.isprintable():
+        raise ConfigError(
+            "SLURM cannot write a log into a folder with %, a backslash or a control character in its path",
+            value=repr(text),
+            remedy="Give another folder with --runs-dir",
+        )
+
+
+class _Scribe(SlurmExecutor):
+    """Writes scripts, also where there is no SLURM to send them to."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 1
+
+
+def _options(cluster: ClusterSettings) -> dict[str, Any]:
+    """What is asked for, by submitit's names; nothing that is not."""
+    gpus = "" if cluster.gpus in ("auto", "0") else cluster.gpus
+    wanted = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "time": parse_time_min(cluster.time) if cluster.time else "",
+        "nodes": cluster.nodes,
+        "ntasks_per_node": cluster.ranks_per_node,
+        "gpus_per_node": gpus,
+        "cpus_per_task": cluster.cpus or "",
+        "mem": cluster.mem,
+        "constraint": cluster.constraint,
+        "gres": cluster.gres,
+        "exclude": cluster.exclude,
+    }
+    return {name: value for name, value in wanted.items() if value != ""}
+
+
+def _additional(cluster: ClusterSettings) -> dict[str, Any]:
+    """Further options of sbatch; a switch that is off is not there."""
+    options = {str(name).replace("_", "-"): value for name, value in cluster.additional.items()}
+    for name in options:
+        if name in _MANAGED:
+            raise ConfigError("can-train sets this option of sbatch itself", value=name, remedy=_MANAGED[name])
+        if not name.replace("-", "").isalnum() or not name.isascii():
+            raise ConfigError("An option of sbatch is named by letters and hyphens", value=repr(name))
+    return {name: value for name, value in options.items() if value is not False and value is not None}
+
+
+def _directive(name: str, value: Any) -> Any:
+    """Prepares a value for submitit, which quotes it as a shell would read it: sbatch, unlike a shell, takes a
+    backslash for an escape also between single quotes.
+    """
+    if not isinstance(value, str):
+        return value
+    if not value.isprintable():
+        raise ConfigError("A job's option is one line of printable characters", value=f"{name}: {value!r}")
+    return value.replace("\\", "\\\\")
+
+
+def _setup(lines: Sequence[str]) -> list[str]:
+    """A person's own lines of shell: theirs to write, and one line each."""
+    for line in lines:
+        if not line.isprintable() and "\t" not in line:
+            raise ConfigError("cluster.setup has one line of shell in each item", value=repr(line))
+    return list(lines)
+
+
+def _exports(code: Path) -> list[str]:
+    """Lines that make the job import its own copy of the code; after `setup`, whose modules may change the path too."""
+    source = shlex.quote(str(code / "src"))
+    return [f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
+
+
+def _step(cluster: ClusterSettings) -> list[str]:
+    """Since SLURM 22.05 a step does not take its processors over from the job."""
+    return [f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else []
+
+
+def _teardown(state_dir: Path) -> list[str]:
+    """Lines that look at what became of the job while it still exists; its status stays what it was."""
+    command = shlex.join([sys.executable, "-m", "can_train", "after-job", "--state-dir", str(state_dir), "--status"])
+    return ["status=$?", f'{command} "$status"', 'exit "$status"']

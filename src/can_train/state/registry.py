@@ -4,7 +4,6 @@ folder, one immutable file a fact. What became of the jobs is asked elsewhere.
 
 import os
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -71,7 +70,7 @@ class JobRecord:
     host: str
     log_path: str
     reason: str = ""
-    resources: Mapping[str, Any] = field(default_factory=dict)
+    resources: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_time("time", self.time)

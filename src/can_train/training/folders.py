@@ -1,9 +1,10 @@
 """Where a run's inputs and caches are: the folders that settings, environment or defaults name."""
 
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from can_train.config.resolved import PathSettings
+from can_train.config.resolved import PathSettings, ResolvedRun
 from can_train.state.folders import state_folder
 
 
@@ -20,3 +21,25 @@ def state_dir(paths: PathSettings) -> Path:
 def cache_folder(paths: PathSettings) -> Path:
     """Returns the folder of prepared data, which may be deleted at any time."""
     return state_dir(paths) / "cache"
+
+
+def settled_paths(run: ResolvedRun) -> ResolvedRun:
+    """Writes out the folders that a run reads and writes, so that it finds them from anywhere, also where defaults that
+    come from the environment have changed.
+    """
+    paths = PathSettings(
+        runs_dir=_absolute(Path(run.paths.runs_dir)),
+        data_root=_absolute(data_root(run.paths)),
+        state_dir=str(state_dir(run.paths)),
+    )
+    dataset = replace(run.dataset, path=_absolute(Path(run.dataset.path)) if run.dataset.path else "")
+    config = {
+        **run.config,
+        "paths": {**run.config["paths"], **asdict(paths)},
+        "dataset": {**run.config["dataset"], "path": dataset.path},
+    }
+    return replace(run, paths=paths, dataset=dataset, config=config)
+
+
+def _absolute(path: Path) -> str:
+    return str(path.expanduser().absolute())

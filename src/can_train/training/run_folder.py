@@ -47,8 +47,7 @@ class RunFolder:
         Raises:
             RunError: The folder cannot be written.
         """
-        run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{key}-{secrets.token_hex(2)}"
-        folder = cls(runs_dir / run_id)
+        folder = cls(runs_dir / new_run_id(key))
         try:
             folder.path.mkdir(parents=True)
             write_text_atomic(folder.path / _CONFIG, plain_to_yaml(config))
@@ -111,6 +110,11 @@ class RunFolder:
             except OSError as error:
                 raise RunError("The run is being trained by another process", value=self.run_id) from error
             yield
+
+
+def new_run_id(key: str) -> str:
+    """Makes the name of a new run: when, what, and four digits that tell it from others of the same second."""
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{key}-{secrets.token_hex(2)}"
 
 
 class MetricsLog:

@@ -1,0 +1,77 @@
+"""Submits runs to SLURM, through submitit: one job for one run, one array for several. What a job asks for is written
+by `sbatch`; what is checked before, by `checks`.
+"""
+
+import io
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Final
+
+from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+from can_train.config.cluster import ClusterSettings
+from can_train.errors import RunError
+from can_train.launch.code import code_of
+from can_train.launch.environment import job_environment
+from can_train.launch.job import Job
+from can_train.launch.sbatch import JobText, open_executor, parameters, resources
+from can_train.launch.submission import Started, Submission, enter_job
+from can_train.state.registry import JobRecord
+from can_train.training.run_folder import RunFolder
+
+EXECUTOR: Final = "slurm"
+
+
+def submit_jobs(
+    entry: Callable[[str], None], folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission
+) -> list[JobRecord]:
+    """Submits one job for one run, or one array for several that ask for the same, and enters them into the registry.
+
+    Args:
+        entry: Trains the run in a folder.
+        folders: Of the runs, which have a snapshot of the code.
+        cluster: What each job asks for.
+        submission: What else is said of them.
+
+    Returns:
+        Their jobs, in the order of the folders.
+
+    Raises:
+        RunError: SLURM refused.
+        ConfigError: A value cannot be written into a script.
+        StateError: The registry cannot be written.
+    """
+    text = JobText(
+        name=submission.name,
+        code=code_of(folders[0].path),
+        state_dir=submission.state_dir,
+        dependency=submission.dependency,
+    )
+    executor = open_executor(submission_folder(folders, submission.sweep), parameters(cluster, text))
+    tasks = [Job(entry, str(folder.path)) for folder in folders]
+    try:
+        # submitit prints what sbatch says; it is in the error too.
+        with job_environment(), redirect_stderr(io.StringIO()):
+            jobs = executor.submit_array(tasks)
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise RunError("SLURM refused the job", value=_said(error)) from error
+    asked = resources(cluster)
+    started = [
+        Started(executor=EXECUTOR, job_id=job.job_id, log_path=str(job.paths.stdout), resources=asked) for job in jobs
+    ]
+    return [enter_job(folder, job, submission) for folder, job in zip(folders, started, strict=True)]
+
+
+def submission_folder(folders: Sequence[RunFolder], sweep: str) -> Path:
+    """Names the folder where submitit keeps the files of jobs: the run's, or for an array one beside the runs."""
+    if len(folders) == 1:
+        return folders[0].path / "slurm"
+    return folders[0].path.parent / "sweeps" / sweep
+
+
+def _said(error: Exception) -> str:
+    """What sbatch said, without what Python says of it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in lines if line.startswith("sbatch:")]
+    return "; ".join(said) or next((line for line in reversed(lines) if line), "no reason given")

@@ -1,0 +1,96 @@
+"""Reads and writes times and amounts of memory as SLURM spells them: `90` minutes, `1:30:00`, `2-12`; `16G`, `900M`."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from can_train.errors import ConfigError
+
+_DAY_S: Final = 24 * 3600
+
+_WORDED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)", re.IGNORECASE)
+_UNIT_S: Final[Mapping[str, int]] = {"s": 1, "min": 60, "h": 3600, "d": _DAY_S}
+
+_COLONS: Final = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})", re.ASCII)
+
+_MEMORY: Final = re.compile(r"(\d{1,12})([KMGT]?)B?", re.IGNORECASE | re.ASCII)
+_UNIT_KIB: Final[Mapping[str, int]] = {"K": 1, "": 2**10, "M": 2**10, "G": 2**20, "T": 2**30}
+
+
+def parse_time_min(text: str) -> int:
+    """Reads a time limit as whole minutes, a part of one counted as one, as SLURM does.
+
+    Args:
+        text: Minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
+            days-hours:minutes:seconds; beyond SLURM also a number with its unit: 90s, 90min, 12h, 2d.
+
+    >>> parse_time_min("90"), parse_time_min("1:30:00"), parse_time_min("2-12"), parse_time_min("12h")
+    (90, 90, 3600, 720)
+
+    Raises:
+        ConfigError: It is none of these, or no time at all.
+    """
+    minutes = math.ceil(_seconds(text.strip()) / 60)
+    if minutes < 1:
+        raise ConfigError(
+            "A time limit is a number of minutes, or as SLURM writes it",
+            value=repr(text),
+            remedy="Write it as 90, 1:30:00 or 2-12 (days-hours), or with a unit: 90min, 12h, 2d",
+        )
+    return minutes
+
+
+def time_text(minutes: int) -> str:
+    """Writes a time limit as SLURM does.
+
+    >>> time_text(90), time_text(3600)
+    ('1:30:00', '2-12:00:00')
+    """
+    days, rest = divmod(minutes, 24 * 60)
+    clock = f"{rest // 60}:{rest % 60:02d}:00"
+    return f"{days}-{clock}" if days else clock
+
+
+def parse_memory_mib(text: str) -> int:
+    """Reads memory as SLURM counts it: whole MiB, a part of one counted as one; 0 stands for a node's whole memory.
+
+    >>> parse_memory_mib("900"), parse_memory_mib("16G"), parse_memory_mib("1K")
+    (900, 16384, 1)
+
+    Raises:
+        ConfigError: It is not a number with K, M, G or T behind it.
+    """
+    found = _MEMORY.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(
+            "Memory is a whole number of MiB, or has K, M, G or T behind it",
+            value=repr(text),
+            remedy="Write it as 900M or 16G",
+        )
+    return math.ceil(int(found[1]) * _UNIT_KIB[found[2].upper()] / 2**10)
+
+
+def memory_text(mib: int) -> str:
+    """Writes memory as SLURM does.
+
+    >>> memory_text(16384), memory_text(2000)
+    ('16G', '2000M')
+    """
+    return f"{mib // 2**10}G" if mib and mib % 2**10 == 0 else f"{mib}M"
+
+
+def _seconds(text: str) -> float:
+    """Reads seconds; 0 where the text is no time."""
+    worded = _WORDED.fullmatch(text)
+    if worded is not None:
+        return float(worded[1]) * _UNIT_S[worded[2].lower()]
+    colons = _COLONS.fullmatch(text)
+    if colons is None:
+        return 0
+    parts = [int(part) for part in colons["parts"].split(":")]
+    if colons["days"] is not None:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        return int(colons["days"]) * _DAY_S + hours * 3600 + minutes * 60 + seconds
+    hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return hours * 3600 + minutes * 60 + seconds
