@@ -36,7 +36,7 @@ def make_commands() -> typer.Typer:
     app = typer.Typer(help=_HELP, **_STYLE)
     app.command("train", hidden=True, epilog=_COMMANDS, help=_HELP)(_training())
     for name, make in _NAMED.items():
-        app.command(name)(make())
+        app.command(name, hidden=name in _HIDDEN)(make())
     return app
 
 
@@ -72,8 +72,19 @@ def _resume() -> Callable[..., None]:
     return resume
 
 
-_NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {"factors": _factors, "resume": _resume}
+def _after_job() -> Callable[..., None]:
+    from can_train.cli.after_job import after_job
+
+    return after_job
+
+
+_NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {
+    "factors": _factors, "resume": _resume, "after-job": _after_job,
+}  # fmt: skip
 """What makes each command; a line of one of them does not import the others."""
+
+_HIDDEN: Final = ("after-job",)
+"""Commands that no person gives."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -12,8 +12,6 @@ def resume(
 ) -> None:
     """Continue a run from its last checkpoint."""
     from can_train.cli.attempt import go_on
-    from can_train.config.compose import from_plain
     from can_train.training.run_folder import RunFolder
 
-    folder = RunFolder.find(Path(runs_dir), run)
-    go_on(from_plain(folder.config()), folder)
+    go_on(RunFolder.find(Path(runs_dir), run))

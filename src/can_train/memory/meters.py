@@ -20,7 +20,6 @@ from can_train.policy.card_names import gpu_key
 from can_train.policy.cards import Usable
 from can_train.policy.sizes import exact_size
 
-
 _OWN_MOST_BYTES: Final = 2**30
 """Most that this process's own context and kernels take of a GPU outside the allocator: what is missing beyond that,
 others hold. The driver counts both alike."""
@@ -35,7 +34,7 @@ class Meter(Protocol):
         key: Kind of device in the factor store, `h100-80gb`.
         total_bytes: Its whole memory.
         capacity_bytes: What PyTorch's allocator may use of it.
-        taken_bytes: What others held of it at the start, which is not in the capacity; at least, as far as one can tell.
+        taken_bytes: What others held of it at the start, which is not in the capacity; as far as one can tell.
         driver: Version of the driver; empty where there is none.
         counts_always: Whether a peak is that of everything since the last reset; else of measured spans alone.
     """

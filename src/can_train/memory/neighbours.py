@@ -1,5 +1,5 @@
-"""Other processes on a simulated GPU: what they hold of it stands in a file, so that whoever writes the file plays them,
-on the machine that is to be crowded and at the moment that it is to be.
+"""Other processes on a simulated GPU: what they hold of it stands in a file, so that whoever writes the file plays
+them, on the machine that is to be crowded and at the moment that it is to be.
 """
 
 import os

@@ -30,6 +30,9 @@ _TELLING: Final = (
 """Endings, the one first that says most: a rank that ran out of memory takes the others with it, which then are
 terminated, or fail for want of it."""
 
+RESTARTED: Final = ("time_limit", "killed")
+"""Endings after which can-train puts a job back into the queue."""
+
 _LONGEST: Final = 500
 """Characters of an error that are kept in one line."""
 
@@ -64,10 +67,10 @@ class Ended:
         ending: finished, failed, gpu_oom, host_oom, time_limit (it was warned, and saved what it had), terminated
             (SIGTERM; likewise), interrupted (SIGINT; likewise), or killed, which others found out.
         message: The error, in one line; empty where there is none.
-        details: Of an out-of-memory, what is known of it (see `Shortage`); where another found it out, `by`.
+        details: Of an out-of-memory, what is known of it (see `Shortage`).
         time: When.
-        rank: Which of the run's processes this is of.
-        host: Machine.
+        rank: Which of the run's processes says so; None: none, it was found out after the job.
+        host: Machine, by the scheduler's name where it has one.
     """
 
     attempt: int
@@ -75,7 +78,7 @@ class Ended:
     message: str
     details: Mapping[str, Any]
     time: str
-    rank: int = 0
+    rank: int | None = 0
     host: str = ""
 
 
@@ -124,12 +127,18 @@ class Attempts:
     def ended(self, attempt: int) -> Ended | None:
         """Reads how an attempt ended, of several ranks the one whose ending says most; None where none did say."""
         found = [Ended(**_read(path)) for path in self._folder.glob(f"{attempt:04d}-ended*.json")]
-        return min(found, key=lambda record: (_TELLING.index(record.ending), record.time), default=None)
+        return min(found, key=_little_said, default=None)
 
-    def of_job(self, job_id: str, restarts: int) -> int | None:
-        """Finds the last attempt that began in a job since it was put back into the queue so many times."""
-        found = [record.attempt for record in self.began() if (record.job_id, record.restarts) == (job_id, restarts)]
-        return max(found, default=None)
+    def ended_of_job(self, place: Place) -> Ended | None:
+        """Reads how the attempt in a place ended; None where it did not say, or did not come to begin."""
+        attempt = self._of(place)
+        return None if attempt is None else self.ended(attempt)
+
+    def restarts_of(self, job_id: str) -> int:
+        """Counts the attempts of a job, but for the last, that it was put back into the queue after by can-train."""
+        attempts = [record.attempt for record in self.began() if record.job_id == job_id]
+        endings = [self.ended(attempt) for attempt in attempts[:-1]]
+        return sum(ended is not None and ended.ending in RESTARTED for ended in endings)
 
     @property
     def current(self) -> int:
@@ -155,39 +164,46 @@ class Attempts:
             yield
         except BaseException as error:
             with stops.deferred():
-                self.end(error)
+                self._end(error)
             raise
         with stops.deferred():
-            self.end(None)
+            self._end(None)
 
-    def end(self, error: BaseException | None) -> None:
-        """Writes down how this process's attempt ends."""
-        self.close(_ending(error), _message(error), _details(error))
+    def witness(self, ending: str, message: str, details: Mapping[str, Any]) -> None:
+        """Writes down how the attempt in this place ended, as others have found out."""
+        attempt = self._number()
+        self._write("-job", Ended(
+            attempt=attempt, ending=ending, message=message, details=details, time=utc_now(), rank=None,
+            host=this_machine(),
+        ))  # fmt: skip
 
-    def close(self, ending: str, message: str, details: Mapping[str, Any]) -> None:
-        """Writes down the ending of this process's attempt, or of the one in its place that could not say."""
-        record = Ended(
-            attempt=self._found(),
-            ending=ending,
-            message=message,
-            details=details,
-            time=utc_now(),
-            rank=self._place.rank,
-            host=socket.gethostname(),
-        )
-        rank = f"-rank{record.rank}" if record.rank else ""
-        write_json_atomic(self._folder / f"{record.attempt:04d}-ended{rank}.json", asdict(record))
+    def _end(self, error: BaseException | None) -> None:
+        rank = self._place.rank
+        self._write(f"-rank{rank}" if rank else "", Ended(
+            attempt=self._number(), ending=_ending(error), message=_message(error), details=_details(error),
+            time=utc_now(), rank=rank, host=this_machine(),
+        ))  # fmt: skip
+
+    def _write(self, who: str, record: Ended) -> None:
+        write_json_atomic(self._folder / f"{record.attempt:04d}-ended{who}.json", asdict(record))
 
     def _join(self) -> None:
         """Begins an attempt; ranks but the first take part in that one's."""
         if self._place.rank == 0:
             self._current = self._begin()
 
-    def _found(self) -> int:
-        """The attempt that the ending is of."""
+    def _number(self) -> int:
+        """The attempt that an ending is of; it begins now, where its process did not come to that."""
         if self._current is not None:
             return self._current
-        return self.of_job(self._place.job_id, self._place.restarts) or self._begin()
+        return self._of(self._place) or self._begin()
+
+    def _of(self, place: Place) -> int | None:
+        """Finds the last attempt that began in a place, on whichever rank."""
+        where = (place.job_id, place.restarts)
+        return max(
+            (record.attempt for record in self.began() if (record.job_id, record.restarts) == where), default=None
+        )
 
     def _begin(self) -> int:
         self._folder.mkdir(exist_ok=True)
@@ -214,6 +230,16 @@ def scheduler_job(environment: Mapping[str, str]) -> str:
     return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment.get("SLURM_JOB_ID", "")
 
 
+def this_machine() -> str:
+    """Names this machine as the scheduler does, where there is one."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _little_said(record: Ended) -> tuple[int, bool, str]:
+    """Orders endings: first the one that says most; what was found out after the job says more than its ranks."""
+    return _TELLING.index(record.ending), record.rank is not None, record.time
+
+
 def _read(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(path.read_text())
     return values
@@ -223,7 +249,7 @@ def _ending(error: BaseException | None) -> str:
     if error is None:
         return "finished"
     if isinstance(error, SystemExit):
-        if error.code in _LEFT:
+        if isinstance(error.code, int) and error.code in _LEFT:
             return _LEFT[error.code]
         # The command line leaves with a status for what it has said already.
         return _ending(error.__cause__) if error.__cause__ else "failed"
