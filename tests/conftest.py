@@ -23,6 +23,13 @@ def pytest_report_header() -> str:
     return ", ".join(f"{package} {version(package)}" for package in packages)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [report for report in terminalreporter.getreports("skipped") if "slurm" in report.keywords]
+    if skipped:
+        lack = f"{len(skipped)} tests need a SLURM: skipped, since CAN_TRAIN_SLURM_SANDBOX=1 is not set"
+        terminalreporter.write_line(f"{lack} (it installs Debian packages, as root)", yellow=True)
+
+
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
