@@ -10,10 +10,9 @@ import torch
 
 from can_train.config.resolved import ResolvedRun
 from can_train.engine.ranks import RankFailedError, RankGoneError
-from can_train.errors import DoesNotFitError, StateError
+from can_train.errors import DoesNotFitError, Shortage, StateError
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.policy.device_limits import DeviceLimits
-from can_train.state.documents import utc_now
 from can_train.state.factor_store import next_time
 from can_train.state.observations import Device, Observation, Started, this_host, write_observation, write_started
 from can_train.training.effective_factor import memory_fingerprint, policy_options, store_of
@@ -40,7 +39,7 @@ class Attempt:
         meter, self._ooms_before = self.session.meter, self.session.batcher.ooms
         self._started = Started(
             run_id=self.folder.run_id,
-            attempt=self.session.ranks.first(lambda: self.folder.begin_attempt(utc_now())),
+            attempt=self.session.ranks.first(lambda: self.folder.attempts.current),
             rank=self.session.ranks.rank,
             key=self.run.key,
             device=Device(key=meter.key, name=meter.name, total_bytes=meter.total_bytes, driver=meter.driver),
@@ -108,6 +107,7 @@ class Attempt:
             "Memory ran out where nothing could be undone (an optimizer step, or code outside the micro-batches)",
             value=f"step {step}, micro-batches of up to {largest} samples",
             remedy=f"The run goes on from its last checkpoint: can-train resume {self.folder.run_id}",
+            shortage=Shortage(should_fit=True),
         )
 
     def _unless_it_fails(self, write: Callable[[], object]) -> None:

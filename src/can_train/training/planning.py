@@ -13,7 +13,7 @@ from torch import nn
 from can_train.config.resolved import ResolvedRun
 from can_train.config.training import TrainingSettings
 from can_train.engine.coupling import Coupling
-from can_train.errors import DoesNotFitError
+from can_train.errors import DoesNotFitError, Shortage
 from can_train.memory.gaps import Held
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory
@@ -325,6 +325,7 @@ class Planner:
             f"Every training sample must fit on the device by itself, and {len(over)} of {len(rows)} do not",
             value=f"{named}{more}; they need up to {size_text(need)} of {size_text(self.meter.capacity_bytes)}",
             remedy=f"--oversize skip leaves them out; cards that would hold them: {cards_that_hold(need)}",
+            shortage=Shortage(need_bytes=round(need)),
         )
 
 

@@ -4,7 +4,7 @@ what the attempt taught.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,11 @@ from can_train.config.resolved import ResolvedRun
 from can_train.engine.ranks import Ranks, rank_device
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import CpuMeter, Meter, open_meter
-from can_train.memory.out_of_memory import headline, is_out_of_memory
+from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory
+from can_train.memory.shortage import shortage_on
 from can_train.reporter import Reporter, SilentReporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import loop
-from can_train.training.attempts import Attempts
 from can_train.training.effective_factor import factor_rule
 from can_train.training.learning import Attempt
 from can_train.training.loading import load_task
@@ -65,26 +65,29 @@ def train_new(run: ResolvedRun, reporter: Reporter, ranks: Ranks | None = None) 
         task = ranks.first_then_others(lambda: load_task(run, reporter))
         folder = RunFolder(ranks.first(lambda: make_run(run, reporter).path))
         reporter.notice(f"run {folder.run_id}")
-        with _locked(folder, ranks), Attempts(folder.path).recorded():
+        with _locked(folder, ranks), folder.attempts.recorded(stops, rank=ranks.rank):
             return _train(
                 Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops, ranks=ranks)
             )
 
 
-def train_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter, ranks: Ranks | None = None) -> Outcome:
+def train_on(
+    run: ResolvedRun, folder: RunFolder, reporter: Reporter, stops: StopRequests, ranks: Ranks | None = None
+) -> Outcome:
     """Trains a run that has a folder to its end, from its last checkpoint if it has one; shows one that has ended.
 
     Args:
         run: The resolved run.
         folder: Its folder.
         reporter: Where rank 0 says what it does; the others are silent.
+        stops: Of the process.
         ranks: The processes that train it; None: this one.
 
     Raises:
         CanTrainError: Something that the user can mend.
         SystemExit: A signal ended it; what was trained is saved.
     """
-    stops, ranks = StopRequests(), ranks or Ranks()
+    ranks = ranks or Ranks()
     reporter = reporter if ranks.is_first else SilentReporter()
     with stops.installed(), _locked(folder, ranks):
         meter = _meter(run, ranks)
@@ -92,7 +95,7 @@ def train_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter, ranks: Ran
         finished = ranks.first(folder.result)
         if finished is not None:
             return _outcome(task, folder, finished)
-        with Attempts(folder.path).recorded():
+        with folder.attempts.recorded(stops, rank=ranks.rank):
             return _train(
                 Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops, ranks=ranks)
             )
@@ -117,15 +120,21 @@ def _meter(run: ResolvedRun, ranks: Ranks) -> Meter:
 def _train(parts: Parts) -> Outcome:
     try:
         return _attempt(parts)
+    except DoesNotFitError as error:
+        if error.shortage.capacity_bytes is None:
+            error.shortage = shortage_on(parts.meter, error.shortage.need_bytes, known=error.shortage)
+        raise
     except Exception as error:
         # Within micro-batches it is rescued; what runs out elsewhere (weights, a copy of them) cannot be.
         if not is_out_of_memory(error):
             raise
-        message = headline(error)
+        message, of_host = headline(error), is_host_memory(error)
+    shortage = shortage_on(parts.meter, None)
     raise DoesNotFitError(
         "What a run keeps on the device must fit beside its micro-batches",
         value=message,
         remedy="Another process may hold the memory (nvidia-smi); else choose a smaller model or a larger device",
+        shortage=replace(shortage, of_host=shortage.of_host or of_host),
     )
 
 

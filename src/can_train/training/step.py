@@ -125,7 +125,7 @@ def with_samples(error: DoesNotFitError, task: Task, rows: NDArray[np.int64]) ->
         start, stop = error.part
         more = f" and {stop - start - 1} more" if stop - start > 1 else ""
         value = f"{task.describe(int(rows[start]))}{more}; {value}"
-    return DoesNotFitError(error.rule, value=value, remedy=error.remedy)
+    return DoesNotFitError(error.rule, value=value, remedy=error.remedy, shortage=error.shortage)
 
 
 def _tend_memory(session: Session, result: BatchResult) -> None:
