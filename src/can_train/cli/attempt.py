@@ -1,6 +1,8 @@
 """Trains one run and shows what came of it; the common end of `train`, `resume` and a submitted job."""
 
+import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from can_train.cli.reporters import LineReporter, make_reporter
@@ -25,24 +27,32 @@ def start(run: "ResolvedRun") -> None:
 
 def go_on(folder: "RunFolder") -> None:
     """Continues a run, or shows one that has ended."""
-    _go_on(folder, make_reporter(), StopRequests())
+    _go_on(folder, make_reporter(), StopRequests(), {})
 
 
 def go_on_in_job(folder: "RunFolder", stops: StopRequests) -> None:
     """Does the same in a job, where nobody watches: plain lines, and an exit code for the scheduler."""
     try:
-        _go_on(folder, LineReporter(sys.stderr), stops)
+        _go_on(folder, LineReporter(sys.stderr), stops, os.environ)
     except CanTrainError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from error
 
 
-def _go_on(folder: "RunFolder", reporter: "Reporter", stops: StopRequests) -> None:
+def _go_on(folder: "RunFolder", reporter: "Reporter", stops: StopRequests, environment: Mapping[str, str]) -> None:
+    """Trains as one of the processes that the environment tells of."""
     # A job handles signals by now, which the seconds that these imports take may bring.
     from can_train.config.compose import from_plain
+    from can_train.engine.ranks import join_ranks
+    from can_train.launch.ranks import rank_place
     from can_train.training.run import train_on
 
-    _show(train_on(from_plain(folder.config()), folder, reporter, stops))
+    run = from_plain(folder.config())
+    ranks = join_ranks(rank_place(environment), run.device)
+    outcome = train_on(run, folder, reporter, stops, ranks)
+    if ranks.is_first:
+        _show(outcome)
+    ranks.close()
 
 
 def _show(outcome: "Outcome") -> None:
