@@ -25,6 +25,8 @@ GPUS_PER_NODE: Final = 2
 PORTS: Final = 20
 """Ports that one sandbox may take, counted from its own."""
 
+HIGHEST_PORT: Final = 65535
+
 LONGEST_SOCKET_PATH: Final = 107
 """Bytes that Linux allows for a Unix socket's name."""
 
@@ -56,9 +58,16 @@ class Cluster:
 
     @classmethod
     def named_by(cls, variables: Mapping[str, str]) -> "Cluster":
-        """Reads folder and port from environment variables."""
+        """Reads folder and port from environment variables.
+
+        Raises:
+            SandboxError: The port is none, or the folder's path too long.
+        """
         folder = variables.get(FOLDER_VARIABLE) or Path(tempfile.gettempdir(), DEFAULT_FOLDER)
-        return cls(folder=Path(folder).absolute(), port=int(variables.get(PORT_VARIABLE) or DEFAULT_PORT))
+        port = variables.get(PORT_VARIABLE) or str(DEFAULT_PORT)
+        if not port.isdecimal() or not 0 < int(port) <= HIGHEST_PORT - PORTS:
+            raise SandboxError(f"{PORT_VARIABLE}={port} is no port that has {PORTS - 1} more above it")
+        return cls(folder=Path(folder).absolute(), port=int(port))
 
     @property
     def nodes(self) -> list[str]:

@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -104,20 +104,29 @@ def _found(command: str) -> bool:
 
 def add_to_hosts(cluster: Cluster) -> None:
     """Makes the nodes' names resolve to this machine."""
-    _rewrite_hosts(cluster, [f"127.0.0.1 {node}" for node in cluster.nodes])
+    _rewrite_hosts(lambda text: hosts_with(cluster.nodes, hosts_without(cluster.nodes, text)))
 
 
 def remove_from_hosts(cluster: Cluster) -> None:
     """Takes the nodes' names back."""
-    _rewrite_hosts(cluster, [])
+    _rewrite_hosts(lambda text: hosts_without(cluster.nodes, text))
 
 
-def _rewrite_hosts(cluster: Cluster, added: list[str]) -> None:
+def hosts_with(nodes: Sequence[str], text: str) -> str:
+    """Adds the nodes to the text of /etc/hosts, a line each."""
+    return "".join([text, *(f"127.0.0.1 {node}\n" for node in nodes)])
+
+
+def hosts_without(nodes: Sequence[str], text: str) -> str:
+    """Removes the nodes' lines from the text of /etc/hosts; those of others stay as they are."""
+    return "".join(f"{line}\n" for line in text.splitlines() if not {*line.split()} & {*nodes})
+
+
+def _rewrite_hosts(change: Callable[[str], str]) -> None:
     with _HOSTS.open("r+") as file:  # in place: a container's is mounted, and cannot be replaced
         fcntl.flock(file, fcntl.LOCK_EX)
         old = file.read()
-        others = [line for line in old.splitlines() if not {*line.split()} & {*cluster.nodes}]
-        new = "\n".join([*others, *added, ""])
+        new = change(old)
         if new != old:
             file.seek(0)
             file.write(new)

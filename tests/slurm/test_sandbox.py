@@ -9,7 +9,7 @@ from sandbox import machine
 from sandbox.cluster import FOLDER_VARIABLE, PORT_VARIABLE
 from slurm.on_slurm import Slurm
 
-ALLOCATE = "python3 -c 'bytearray(300 << 20)'"
+ALLOCATE = "python3 -c 'import time; kept = bytearray(300 << 20); time.sleep(60)'"
 TASK = "echo rank $SLURM_PROCID of $SLURM_NTASKS, $SLURM_LOCALID on $(hostname): gpu $CUDA_VISIBLE_DEVICES"
 
 
@@ -53,7 +53,7 @@ def test_a_preempted_job_makes_room_and_comes_back(slurm: Slurm) -> None:
 
 
 def test_memory_is_limited(slurm: Slurm) -> None:
-    job = slurm.sbatch(f"srun {ALLOCATE}; sleep 2")
+    job = slurm.sbatch(f"srun {ALLOCATE}")
     slurm.ended(job)
     [state] = [state for step, state in slurm.accounts(job, "jobid", "state") if step == f"{job}.0"]
     assert state == ("OUT_OF_MEMORY" if machine.cgroups_usable() else "CANCELLED by 0")
