@@ -1,6 +1,7 @@
 """scripts/slurm-sandbox, as far as it can be tried without installing SLURM; tests/slurm has the rest."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,15 +48,12 @@ def test_a_folder_too_deep_for_a_socket_is_refused() -> None:
         cluster("/" + "deep/" * 30)
 
 
-def test_all_files_of_a_sandbox_lie_in_its_folder() -> None:
-    one, other = cluster("/one"), cluster("/other")
-    for text in (
-        lambda which: slurm_conf(which, host="h", cgroups=True),
-        gres_conf,
-        lambda which: slurmdbd_conf(which, host="h"),
-    ):
-        assert "/one/" in text(one)
-        assert text(one).replace("/one/", "/other/") == text(other)
+def test_all_that_a_sandbox_writes_lies_in_its_folder() -> None:
+    one = cluster("/one")
+    for text in (slurm_conf(one, host="h", cgroups=True), gres_conf(one), slurmdbd_conf(one, host="h")):
+        paths = re.findall(r"(?<=[=@])/\S+", text)
+        assert paths
+        assert [path for path in paths if not path.startswith("/one/")] == []
 
 
 def test_without_cgroups_memory_is_looked_at() -> None:
@@ -64,8 +62,6 @@ def test_without_cgroups_memory_is_looked_at() -> None:
 
 
 OTHERS = ["127.0.0.1 localhost", "# a remark", "", "10.0.0.1 n27000-11", "127.0.0.1 n27000-1x"]
-    st.sampled_from(["127.0.0.1 localhost", "# a remark", "", "10.0.0.1 n27000-11", "127.0.0.1 n27000-1x"])
-)
 
 
 @given(st.lists(st.sampled_from(OTHERS)))

@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slurm")
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, trylast=True)  # before pytest makes skips of expected failures
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     return judged((yield))
 
@@ -93,7 +93,7 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 def judged(report: Report) -> Report:
     """Makes a skip a failure where SLURM is wanted: a check that was not made has not passed."""
-    if wanted() and report.skipped and not hasattr(report, "wasxfail"):
+    if wanted() and report.skipped:
         report.outcome = "failed"
         report.longrepr = f"skipped, though {VARIABLE}=1: {report.longrepr}"
     return report
