@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from can_train.config.compose import RunRequest, resolve
 from can_train.engine.ranks import Ranks
-from can_train.policy.features import Feature
 from can_train.training import loop, randomness
 from can_train.training.learning import Attempt
 from can_train.training.run import train_new
 from can_train.training.session import make_session
-from line_fit import LineBatch, LineTask, Notices, fixed, line_parts
+from line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
 MIB = 2**20
 
@@ -32,6 +31,7 @@ class TroubledTask(LineTask):
         self.dropout, self.norm, self.how, self.at = dropout, norm, how, at
         self.armed = False
         self.asked = 0
+        self.validated = 0
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(
@@ -42,7 +42,9 @@ class TroubledTask(LineTask):
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> LineBatch:
         self.asked += 1
-        if self.armed and generator is not None:
+        if self.armed and generator is None:
+            self.validated += len(rows)
+        elif self.armed:
             self.at -= 1
             if self.at == 0:
                 self._happen()
@@ -62,27 +64,28 @@ class TroubledTask(LineTask):
 
 
 class HungryTask(TroubledTask):
-    """Points of which each takes 1 MiB."""
+    """Points of which each takes 1 MiB; to the odd ones among the ranks, as many bytes by its position."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, *, odd: bool, **given: Any) -> None:
         super().__init__(**given)
-        self.features = (Feature("points"),)
-
-    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.ones((len(rows), 1))
+        self.odd = odd
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> LineBatch:
-        self.asked += 1
-        return HungryBatch(self._x[rows].to(device, dtype), self.fail_above)
+        points = super().logical_batch(rows, device, dtype, generator)
+        return HungryBatch(points._x, (rows + 1) / SAMPLES * 2 if self.odd else np.ones(len(rows)))
 
 
 class HungryBatch(LineBatch):
-    """Some of them."""
+    """Some of them, and the MiB that each takes."""
+
+    def __init__(self, x: Tensor, mib: NDArray[np.float64]) -> None:
+        super().__init__(x, 10**9)
+        self._mib = mib
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
-        held = torch.ones((stop - start) * MIB // 4, requires_grad=True)
+        held = torch.ones(int(self._mib[start:stop].sum() * MIB / 4), requires_grad=True)
         total, denominator = super().losses(model, start, stop)["error"]
         return {"error": (total + 0 * held.square().sum(), denominator)}
 
@@ -95,6 +98,7 @@ def fit_line(
     dropout: float = 0.0,
     norm: bool = False,
     capacities_mib: tuple[int, ...] = (),
+    odd: bool = False,
     **training: Any,
 ) -> None:
     """Trains as a run does, from the plan to the last step.
@@ -105,13 +109,14 @@ def fit_line(
         trouble: The rank that something happens to, what, and at which batch.
         dropout: Of the model.
         norm: Whether it has a BatchNorm.
-        capacities_mib: Of each rank's device, on which each point takes 1 MiB.
+        capacities_mib: Of each rank's device, on which points take memory.
+        odd: Whether they take it otherwise on every other rank.
         training: Settings.
     """
     torch.use_deterministic_algorithms(True)
     unlucky, how, at = trouble
-    kind = HungryTask if capacities_mib else TroubledTask
-    task = kind(dropout=dropout, norm=norm, how=how if unlucky == ranks.rank else "", at=at)
+    given = {"dropout": dropout, "norm": norm, "how": how if unlucky == ranks.rank else "", "at": at}
+    task = HungryTask(odd=odd and ranks.rank % 2 == 1, **given) if capacities_mib else TroubledTask(**given)
     parts = ranks.first_then_others(lambda: line_parts(folder, task, **training))
     parts = replace(parts, ranks=ranks)
     if capacities_mib:
@@ -133,6 +138,7 @@ def fit_line(
         "plan": session.run_plan.to_plain(),
         "notices": parts.reporter.texts,
         "asked in planning": planning,
+        "validated": task.validated,
         "drawn": drawn,
     }
     torch.save(told, folder / f"rank-{ranks.rank}.pt")

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ requests = st.builds(
     requested_batch=st.none() | st.integers(1, 500),
     preset_batch=st.integers(1, 500),
     min_steps_per_epoch=st.integers(1, 200),
+    ranks=st.integers(1, 4),
     rules=st.builds(SplitRules, equal=st.booleans()),
 )
 sample_costs = st.lists(st.floats(0.5, 50.0), min_size=1, max_size=300)
@@ -42,6 +44,18 @@ def test_max_takes_the_safe_share_of_what_fits() -> None:
     plan = resolve_plan(request(), uniform(), tuned_limit=101, factor=0.5)
     assert (plan.logical_batch, plan.rules.safe_limit, plan.most_parts) == (50, 50.5, 1)
     assert (plan.binding_limit, plan.steps_per_epoch, plan.largest_cost) == ("memory", 200, 50)
+
+
+def test_max_takes_what_all_ranks_together_hold() -> None:
+    plan = resolve_plan(request(ranks=3), uniform(), tuned_limit=101, factor=0.5)
+    assert (plan.logical_batch, plan.binding_limit) == (150, "memory")
+    assert (plan.most_parts, plan.largest_micro_batch, plan.largest_cost) == (1, 50, 50)
+
+
+def test_ranks_that_share_a_batch_cut_it_less() -> None:
+    asked = request(mode="opt", requested_batch=64)
+    parts = [resolve_plan(replace(asked, ranks=ranks), uniform(), tuned_limit=20).most_parts for ranks in (1, 2, 4)]
+    assert parts == [4, 2, 1]
 
 
 def test_max_leaves_enough_steps_in_an_epoch() -> None:

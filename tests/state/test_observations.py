@@ -28,7 +28,7 @@ text = st.text(st.characters(codec="utf-8"))
 counts = st.integers(0, 2**60)
 some_observations = st.builds(
     observation,
-    run_id=text, attempt=counts, key=text, size=text, factor=st.floats(0.01, 1.0), factor_reason=text,
+    run_id=text, attempt=counts, rank=counts, key=text, size=text, factor=st.floats(0.01, 1.0), factor_reason=text,
     outcome=st.sampled_from(["ok", "rescued", "oom", "interrupted", "error"]),
     capacity_bytes=st.integers(1, 2**60), peak_allocated_bytes=st.none() | counts, used=st.none() | st.floats(0, 9),
     tuned_limit=st.none() | counts, fingerprint=st.dictionaries(text, st.none() | text | counts | st.booleans()),
@@ -49,6 +49,24 @@ def damaged(state: Path, content: bytes | str, name: str = "foreign.json") -> st
 
 def as_json(**changed: Any) -> str:
     return json.dumps({"schema": SCHEMA, **asdict(observation()), **changed})
+
+
+def test_each_rank_of_an_attempt_has_files_of_its_own(tmp_path: Path) -> None:
+    for rank in range(3):
+        write_started(tmp_path, started(rank=rank))
+    for rank in range(2):
+        write_observation(tmp_path, observation(rank=rank))
+    log = read_observations(tmp_path)
+    assert sorted(one.rank for one in log.finished) == [0, 1]
+    assert [one.rank for one in log.unfinished] == [2]
+
+
+def test_a_file_from_before_there_were_ranks_is_of_rank_0(tmp_path: Path) -> None:
+    path = write_observation(tmp_path, observation(rank=0))
+    old = {name: value for name, value in json.loads(path.read_text()).items() if name != "rank"}
+    path.unlink()
+    path.write_text(json.dumps(old))
+    assert read_observations(tmp_path).finished == [observation()]
 
 
 @given(record=some_observations)

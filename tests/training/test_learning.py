@@ -9,7 +9,7 @@ import torch
 from can_train.errors import CheckpointError, DoesNotFitError, StateError
 from can_train.policy.first_factor import ANY_PEAK
 from can_train.state.factor_store import get_safety_factor_db
-from can_train.state.observations import read_observations
+from can_train.state.observations import read_observations, write_observation
 from can_train.training import loop
 from can_train.training.effective_factor import factor_rule, get_effective_safety_factor
 from can_train.training.learning import Attempt
@@ -177,3 +177,15 @@ def test_a_pinned_factor_aims_at_no_peak(tmp_path: Path) -> None:
     get_safety_factor_db(tmp_path / "state").pin(KEY, 0.25)
     pinned = factor_rule(parts.run, parts.meter.key, parts.reporter)
     assert (pinned.known.factor if pinned.known else None, pinned.aim) == (0.25, ANY_PEAK)
+
+
+def test_an_out_of_memory_of_any_rank_in_the_last_attempt_cuts_finer(tmp_path: Path) -> None:
+    parts = line_parts(tmp_path, batch_size=20)
+    attempt(tmp_path, batch_size=20)
+    (first,) = read_observations(tmp_path / "state").finished
+    for number, outcomes in ((2, ("oom", "interrupted")), (3, ("ok", "ok"))):
+        for rank, outcome in enumerate(outcomes):
+            ended = replace(first, attempt=number, rank=rank, outcome=outcome)
+            write_observation(tmp_path / "state", ended)
+        rule = factor_rule(parts.run, parts.meter.key, parts.reporter, run_id=parts.folder.run_id)
+        assert rule.after_oom == ("oom" in outcomes)

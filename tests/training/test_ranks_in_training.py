@@ -58,6 +58,7 @@ def test_three_ranks_train_the_weights_of_one_process(tmp_path: Path) -> None:
     assert relative_error(several[0]["weights"], alone["weights"]) <= 1e-10
     assert all(torch.equal(rank["weights"], several[0]["weights"]) for rank in several)
     assert [bool(rank["best"]) for rank in several] == [True, False, False]
+    assert sum(rank["validated"] for rank in several) == alone["validated"] == EXACT["epochs"] * 10
     for one, other in zip(records(tmp_path / "several"), records(tmp_path / "alone"), strict=True):
         assert one.keys() == other.keys()
         assert losses(one) == pytest.approx(losses(other), rel=1e-10)
@@ -173,6 +174,17 @@ def test_the_device_that_holds_least_decides_a_batch_for_all(tmp_path: Path) -> 
     assert all(rank["asked in planning"] > 0 for rank in first)
     again = fitted(tmp_path, 2, capacities_mib=(80, 40), **settings)
     assert [rank["asked in planning"] for rank in again] == [0, 0]
+    third = fitted(tmp_path, 3, capacities_mib=(80, 40, 40), **settings)
+    assert [rank["plan"]["plan"]["logical_batch"] for rank in third] == [plans[0]["logical_batch"]] * 3
+
+
+def test_ranks_whose_devices_price_samples_differently_share_them_alike(tmp_path: Path) -> None:
+    settings = {**EXACT, "find_batch_size": "opt", "micro_batch_size": 0}
+    (alone,) = fitted(tmp_path / "alone", 1, **settings)
+    several = fitted(tmp_path / "several", 2, capacities_mib=(80, 80), odd=True, **settings)
+    coefficients = [rank["plan"]["limits"]["training"]["model"]["coefficients"] for rank in several]
+    assert coefficients[0] != pytest.approx(coefficients[1], rel=0.5)
+    assert relative_error(several[0]["weights"], alone["weights"]) <= 1e-10
 
 
 def test_a_plan_that_one_rank_lacks_is_made_for_it_alone(tmp_path: Path) -> None:

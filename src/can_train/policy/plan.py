@@ -119,8 +119,11 @@ def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> f
         needed = min(limit for limit, _ in _limits_beside_memory(request, len(order)))
     else:
         needed = _asked_batch(request, len(order))
-    # Trials, and shares, are made of whole samples: up to one of them may be missing from what was asked for.
-    return costliest(order, needed) / request.ranks / factor + float(order.each().max())
+    largest, ranks = float(order.each().max()), request.ranks
+    # Shares are made of whole samples: the costliest may be above the mean by all but an equal part of one.
+    share = costliest(order, needed) / ranks + (1 - 1 / ranks) * largest
+    # Trials are, too: up to one sample may be missing from what was asked for.
+    return share / factor + largest
 
 
 def costliest(order: BatchCosts, size: int) -> float:

@@ -36,13 +36,17 @@ def settle_plans(planner: Planner, ranks: Ranks, factor: FactorRule, first_path:
     path = first_path if ranks.is_first else first_path.with_name(f"{first_path.stem}-rank-{ranks.rank}.json")
     frozen = ranks.together(lambda: _frozen_plan(path))
     settled = _settled(planner, ranks, factor, frozen)
-    own = settled[ranks.rank]
-    if own != frozen[ranks.rank]:
-        # All of them, or an attempt that is killed here leaves some: the next one makes the others again.
-        write_json_atomic(path, own.to_plain())
-    elif factor.after_oom and factor.known is not None:
-        own = _within(own, factor.known)
-    return ranks.together(lambda: own)
+
+    def freeze() -> RunPlan:
+        own = settled[ranks.rank]
+        if own != frozen[ranks.rank]:
+            # An attempt that is killed here leaves some of them: the next one makes the others again.
+            write_json_atomic(path, own.to_plain())
+        elif factor.after_oom and factor.known is not None:
+            return _within(own, factor.known)
+        return own
+
+    return ranks.together(freeze)
 
 
 def _settled(planner: Planner, ranks: Ranks, factor: FactorRule, frozen: Sequence[RunPlan | None]) -> list[RunPlan]:
