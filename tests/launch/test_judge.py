@@ -56,8 +56,8 @@ CASES: dict[str, tuple[Evidence, str, str]] = {
     "memory of the GPU": (
         of_job("fail", begun("fail", "gpu_oom", message="needs 3 GiB")), "CUDA out-of-memory", "needs 3 GiB"),
     "memory of the GPU for one sample": (
-        of_job("fail", begun("fail", "gpu_oom", message="too big", details={"one_sample": True, "cards": "T4 (16 GB)"})),
-        "CUDA out-of-memory", "would hold it: T4 (16 GB)"),
+        of_job("fail", begun("fail", "gpu_oom", message="too big", details={"one_sample": True, "cards": "T4, L4"})),
+        "CUDA out-of-memory", "would hold it: T4, L4"),
     "memory of the GPU, then its job was cancelled": (
         of_job("crun", begun("crun", "gpu_oom", message="needs 3 GiB")), "CUDA out-of-memory", ""),
     "a limit without an ending": (of_job("timeout", begun("timeout")), "time limit", "its limit of 00:01:00 was up"),
@@ -75,7 +75,8 @@ CASES: dict[str, tuple[Evidence, str, str]] = {
         of_job("node2", begun("node2"), answer=FORGOTTEN, log_tail=text_of("node_failure")), "node failure", ""),
     "cancelled, as the log says": (
         of_job("crun", begun("crun"), answer=FORGOTTEN, log_tail=text_of("cancelled")), "cancelled", ""),
-    "put back after a preemption": (of_job("preempt", begun("preempt", "terminated")), "queued", "before that: preempted"),
+    "put back after a preemption": (
+        of_job("preempt", begun("preempt", "terminated")), "queued", "before that: preempted"),
     "put back after its node failed": (of_job("node", begun("node")), "queued", "before that: node failure"),
     "warned, and not put back": (
         of_job("fail", begun("fail", "time_limit")), "time limit", "warned"),
@@ -83,9 +84,11 @@ CASES: dict[str, tuple[Evidence, str, str]] = {
     "finished, and its result gone": (of_job("ok", begun("ok", "finished")), "finished", "result.json is gone"),
     "a job that SLURM has forgotten, which printed nothing": (
         of_job("ok", answer=FORGOTTEN), "never started", "no longer knows"),
-    "a job that SLURM has forgotten, which began": (of_job("ok", begun("ok"), answer=FORGOTTEN), "failed", "without a word"),
+    "a job that SLURM has forgotten, which began": (
+        of_job("ok", begun("ok"), answer=FORGOTTEN), "failed", "without a word"),
     "cancelled by can-train, and SLURM has forgotten it": (
-        of_job("ok", begun("ok"), answer=FORGOTTEN, cancels=[CancelRecord(run_id="r", time=minute(20))]), "cancelled", ""),
+        of_job("ok", begun("ok"), answer=FORGOTTEN, cancels=[CancelRecord(run_id="r", time=minute(20))]),
+        "cancelled", ""),
     "a process that works": (
         Evidence(run=RUN, attempts=[attempt(1, alive=True)]), "running", "process 7 of this machine"),
     "a process that is gone": (Evidence(run=RUN, attempts=[attempt(1, alive=False)]), "failed", "without a word"),

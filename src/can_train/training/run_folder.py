@@ -19,7 +19,9 @@ from can_train.config.plain_text import plain_from_yaml, plain_to_yaml
 from can_train.errors import RunError, nearest_first
 from can_train.state.atomic import write_json_atomic, write_text_atomic
 
-_CONFIG: Final = "config.yaml"
+CONFIG: Final = "config.yaml"
+"""The file that makes a folder one of a run."""
+
 _LIBRARIES: Final = ("can-train", "torch", "torch_geometric", "numpy", "polars", "scikit-learn", "hydra-core")
 
 
@@ -57,7 +59,7 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True)
-            write_text_atomic(self.path / _CONFIG, plain_to_yaml(config))
+            write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
             write_json_atomic(self.path / "environment.json", _environment())
         except OSError as error:
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
@@ -70,9 +72,9 @@ class RunFolder:
         Raises:
             RunError: There is no such run, or several begin like this; the message lists them.
         """
-        if (Path(name) / _CONFIG).is_file():
+        if (Path(name) / CONFIG).is_file():
             return cls(Path(name))
-        runs = sorted(path.parent.name for path in runs_dir.glob(f"*/{_CONFIG}"))
+        runs = sorted(path.parent.name for path in runs_dir.glob(f"*/{CONFIG}"))
         matching = [run for run in runs if run == name] or [run for run in runs if run.startswith(name)]
         if len(matching) == 1:
             return cls(runs_dir / matching[0])
@@ -89,9 +91,9 @@ class RunFolder:
             RunError: It cannot be read.
         """
         try:
-            return plain_from_yaml((self.path / _CONFIG).read_text())
+            return plain_from_yaml((self.path / CONFIG).read_text())
         except (OSError, ValueError) as error:
-            raise RunError("The run's configuration cannot be read", value=str(self.path / _CONFIG)) from error
+            raise RunError("The run's configuration cannot be read", value=str(self.path / CONFIG)) from error
 
     def result(self) -> dict[str, Any] | None:
         """Reads the result; None where the run has not finished."""
