@@ -4,8 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from can_train.engine.batch_result import BatchResult
     from can_train.engine.finder import SizeSearch, find_max_size
-    from can_train.engine.micro_batcher import BatchResult, MicroBatcher
+    from can_train.engine.micro_batcher import MicroBatcher
     from can_train.errors import CanTrainError
     from can_train.memory.monitor import MemoryMonitor
     from can_train.memory.out_of_memory import is_out_of_memory
@@ -40,7 +41,7 @@ __all__ = [
 
 _HOMES: Final = {
     "AffinePolicy": "policy.affine",
-    "BatchResult": "engine.micro_batcher",
+    "BatchResult": "engine.batch_result",
     "CanTrainError": "errors",
     "FactorPoint": "policy.factors",
     "MemoryMonitor": "memory.monitor",

@@ -14,6 +14,7 @@ CanTrainError
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Final
 
@@ -76,8 +77,42 @@ class DeviceError(CanTrainError):
     """A device that does not exist or cannot be used."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """What is known of memory that ran out, for who decides whether to try again, and where.
+
+    Attributes:
+        one_sample: Whether what cannot be split further does not fit even where nobody else uses the device.
+        should_fit: Whether by all that is known it fits: tries ran out, or nothing could be tried again.
+        of_host: Whether it is the host's memory, not a GPU's.
+        need_bytes: What is needed; None: unknown.
+        capacity_bytes: What the device has for one process; None: unknown.
+        foreign_bytes: What others held of the device.
+        cards: Common GPUs that would hold it, in words; empty where that is not the question.
+    """
+
+    one_sample: bool = False
+    should_fit: bool = False
+    of_host: bool = False
+    need_bytes: int | None = None
+    capacity_bytes: int | None = None
+    foreign_bytes: int = 0
+    cards: str = ""
+
+
 class DoesNotFitError(CanTrainError):
-    """What was asked for needs more memory than the device has."""
+    """What was asked for needs more memory than the device has.
+
+    Args:
+        rule: As for every error.
+        value: Likewise.
+        remedy: Likewise.
+        shortage: What is known of it; None: nothing.
+    """
+
+    def __init__(self, rule: str, *, value: str = "", remedy: str = "", shortage: Shortage | None = None) -> None:
+        super().__init__(rule, value=value, remedy=remedy)
+        self.shortage = shortage or Shortage()
 
 
 def nearest_first(name: str, valid: Iterable[str]) -> list[str]:

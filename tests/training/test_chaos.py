@@ -250,7 +250,7 @@ def live(seed: int, run: ResolvedRun, folder: Path) -> Told:
 
 def watch(session: Session, meter: SimulatedMeter, task: HeavyTask, told: Told) -> None:
     """Notes what each step took."""
-    run = session.batcher.run
+    run = session.batcher.run_share
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
         before = meter.available_bytes()
@@ -262,7 +262,7 @@ def watch(session: Session, meter: SimulatedMeter, task: HeavyTask, told: Told) 
         told.steps.append(Step(need=need, available=available, peak=meter.peak_bytes(), parts=parts))
         return result
 
-    session.batcher.run = noted  # type: ignore[method-assign]
+    session.batcher.run_share = noted  # type: ignore[method-assign]
 
 
 def distance(session: Session, task: HeavyTask) -> float:

@@ -1,22 +1,23 @@
 """Trains one run and shows what came of it; the common end of `train`, `resume` and a submitted job."""
 
+import os
 import sys
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from can_train.cli.reporters import LineReporter, make_reporter
 from can_train.cli.tables import print_tables
-from can_train.config.compose import from_plain
-from can_train.config.resolved import ResolvedRun
 from can_train.errors import CanTrainError
-from can_train.reporter import Reporter
-from can_train.training.run_folder import RunFolder
+from can_train.training.signals import StopRequests
 
 if TYPE_CHECKING:
+    from can_train.config.resolved import ResolvedRun
+    from can_train.reporter import Reporter
     from can_train.training.run import Outcome
+    from can_train.training.run_folder import RunFolder
 
 
-def start(run: ResolvedRun) -> None:
+def start(run: "ResolvedRun") -> None:
     """Trains a new run and shows what came of it."""
     # torch, which a submission need not wait for, though it names what the job is to call.
     from can_train.training.run import train_new
@@ -24,21 +25,34 @@ def start(run: ResolvedRun) -> None:
     _show(train_new(run, make_reporter()))
 
 
-def go_on(run: ResolvedRun, folder: RunFolder, reporter: Reporter | None = None) -> None:
+def go_on(folder: "RunFolder") -> None:
     """Continues a run, or shows one that has ended."""
-    from can_train.training.run import train_on
-
-    _show(train_on(run, folder, reporter or make_reporter()))
+    _go_on(folder, make_reporter(), StopRequests(), {})
 
 
-def go_on_in_job(path: str) -> None:
+def go_on_in_job(folder: "RunFolder", stops: StopRequests) -> None:
     """Does the same in a job, where nobody watches: plain lines, and an exit code for the scheduler."""
-    folder = RunFolder(Path(path))
     try:
-        go_on(from_plain(folder.config()), folder, LineReporter(sys.stderr))
+        _go_on(folder, LineReporter(sys.stderr), stops, os.environ)
     except CanTrainError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from error
+
+
+def _go_on(folder: "RunFolder", reporter: "Reporter", stops: StopRequests, environment: Mapping[str, str]) -> None:
+    """Trains as one of the processes that the environment tells of."""
+    # A job handles signals by now, which the seconds that these imports take may bring.
+    from can_train.config.compose import from_plain
+    from can_train.engine.ranks import join_ranks
+    from can_train.launch.ranks import rank_place
+    from can_train.training.run import train_on
+
+    run = from_plain(folder.config())
+    ranks = join_ranks(rank_place(environment), run.device)
+    outcome = train_on(run, folder, reporter, stops, ranks)
+    if ranks.is_first:
+        _show(outcome)
+    ranks.close()
 
 
 def _show(outcome: "Outcome") -> None:

@@ -41,7 +41,7 @@ def make_commands() -> typer.Typer:
     app = typer.Typer(help=_HELP, **_STYLE)
     app.command("train", hidden=True, epilog=_COMMANDS, help=_HELP)(_training())
     for name, make in _NAMED.items():
-        app.command(name)(make())
+        app.command(name, hidden=name in _HIDDEN)(make())
     return app
 
 
@@ -107,6 +107,12 @@ def _resubmit() -> Callable[..., None]:
     return make_resubmit_command()
 
 
+def _after_job() -> Callable[..., None]:
+    from can_train.cli.after_job import after_job
+
+    return after_job
+
+
 _NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {
     "factors": _factors,
     "runs": _runs,
@@ -115,8 +121,12 @@ _NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {
     "cancel": _cancel,
     "resume": _resume,
     "resubmit": _resubmit,
+    "after-job": _after_job,
 }
 """What makes each command; a line of one of them does not import the others."""
+
+_HIDDEN: Final = ("after-job",)
+"""Commands that no person gives."""
 
 
 def main(arguments: Sequence[str]) -> int:

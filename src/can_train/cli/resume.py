@@ -38,9 +38,8 @@ def resume(
 
 def _go_on(found: Surveyed) -> None:
     from can_train.cli.attempt import go_on
-    from can_train.config.compose import from_plain
 
-    go_on(from_plain(found.known.folder.config()), found.known.folder)
+    go_on(found.known.folder)
 
 
 def _submit(found: Surveyed, place: Place) -> None:

@@ -1,6 +1,7 @@
 """`can-train --model … --dataset …`: trains here, submits, or says what would be done."""
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -11,7 +12,7 @@ import typer
 from can_train.cli.dry_run import check_planning_flags, print_dry_runs
 from can_train.cli.flags import training_parameters
 from can_train.config.assignments import split_list
-from can_train.errors import ConfigError
+from can_train.errors import CanTrainError, ConfigError, RunError
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
@@ -109,17 +110,17 @@ def _train(flags: dict[str, Any]) -> None:
     check_planning_flags(flags)
     # Composition imports Hydra, training imports torch: neither is paid for by a line that is wrong before them.
     from can_train.config.compose import resolve
+    from can_train.config.sweeps import expand
     from can_train.training.folders import settled_paths
 
-    runs = [settled_paths(resolve(request)) for request in _requests(flags)]
+    runs = [settled_paths(resolve(request)) for request in expand(_requests(flags))]
     if flags["dry_run"]:
         print_dry_runs(runs, flags)
         return
     if flags["submit"]:
         _submit(runs, flags)
         return
-    for run in runs:
-        _run_here(run)
+    _run_here(runs)
 
 
 def _check_submitting_flags(flags: dict[str, Any]) -> None:
@@ -159,10 +160,28 @@ def _split(text: str) -> Sequence[str]:
     return split_list(text, existing=[text] if Path(text).expanduser().exists() else [])
 
 
-def _run_here(run: "ResolvedRun") -> None:
+def _run_here(runs: Sequence["ResolvedRun"]) -> None:
+    """Trains one run after another; one that fails does not keep the others from being trained.
+
+    Raises:
+        CanTrainError: The only run failed, or some of several.
+    """
     from can_train.cli.attempt import start
 
-    start(run)
+    if len(runs) == 1:
+        start(runs[0])
+        return
+    failed = []
+    for number, run in enumerate(runs, start=1):
+        print(f"run {number} of {len(runs)}: {run.key}", file=sys.stderr)
+        try:
+            start(run)
+        except CanTrainError as error:
+            print(f"error: {error}", file=sys.stderr)
+            failed.append(number)
+    if failed:
+        raise RunError("Some runs failed", value=f"{', '.join(map(str, failed))} of {len(runs)}",
+                       remedy="Their errors stand above")  # fmt: skip
 
 
 def _submit(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> None:

@@ -6,13 +6,14 @@ parts' sizes. Where to cut is policy's decision, stepping the optimizer the call
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Final, TypeVar
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from can_train.engine.batch_result import BatchResult, Sums, check_denominators
 from can_train.engine.rescue import Rescue, RescueSettings
 from can_train.engine.snapshot import Snapshot
 from can_train.errors import ArgumentError
@@ -25,34 +26,10 @@ from can_train.policy.packing import BatchCosts, PartLimit
 Losses = Mapping[str, tuple[Tensor, float]]
 """Loss terms of a part: the sum over the part, and the part's own denominator."""
 
-_DENOMINATOR_TOLERANCE: Final = 1e-6
-"""Relative difference of the parts' denominators from the whole batch's that is round-off."""
+_Added = tuple[dict[str, Tensor], dict[str, float]]
+"""What a part adds: per term, its sum ÷ the whole's denominator, and its own denominator."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchResult:
-    """What computing a logical batch gave, beside its gradient.
-
-    Attributes:
-        means: Each term's mean over the logical batch.
-        micro_batches: Sizes in samples, in order, as they were run in the end.
-        largest_cost: Cost of the costliest of them.
-        settled_cost: Cost of the costliest of those that were run after the last out-of-memory.
-        ooms: Out-of-memories that were survived.
-    """
-
-    means: dict[str, float]
-    micro_batches: tuple[int, ...]
-    largest_cost: float
-    settled_cost: float
-    ooms: int
-
-    @property
-    def loss(self) -> float:
-        """Sum of the means, unweighted: the loss, where there is one term."""
-        return sum(self.means.values())
 
 
 class MicroBatcher:
@@ -127,10 +104,39 @@ class MicroBatcher:
                 computed before it.
         """
         costs = _as_costs(batch)
-        self._renew_if_thawed()
-        sums = _Sums(denominators, len(costs))
+        result = self.run_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
+        check_denominators(result, denominators, size=len(costs))
+        return result
 
-        def attempt(start: int, stop: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def run_share(
+        self,
+        losses_of: Callable[[int, int], Losses],
+        costs: BatchCosts,
+        *,
+        denominators: Mapping[str, float] | None,
+        weights: Mapping[str, float] | None = None,
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> BatchResult:
+        """Adds the gradient of some samples of a logical batch to `.grad`; others run elsewhere, or none do.
+
+        Args:
+            losses_of: As for `run`; the share's first sample is 0.
+            costs: What the share's samples cost; it may have none.
+            denominators: Per term, of the whole logical batch. That the shares' own add up to them is for
+                `check_denominators` to see, once all are there.
+            weights: As for `run`.
+            scale: Likewise.
+
+        Raises:
+            DoesNotFitError: As `run` does.
+            ArgumentError: Likewise.
+        """
+        if not len(costs):
+            return BatchResult()
+        self._renew_if_thawed()
+        sums = Sums(denominators, len(costs))
+
+        def attempt(start: int, stop: int) -> _Added:
             losses = _checked(losses_of(start, stop), weights)
             parts = {term: total / sums.denominator(term) for term, (total, _) in losses.items()}
             weighted = [part if weights is None else weights[term] * part for term, part in parts.items()]
@@ -138,6 +144,10 @@ class MicroBatcher:
             own = {term: denominator for term, (_, denominator) in losses.items()}
             return {term: part.detach() for term, part in parts.items()}, own
 
+        return self._in_parts(costs, attempt, sums)
+
+    def _in_parts(self, costs: BatchCosts, attempt: Callable[[int, int], _Added], sums: Sums) -> BatchResult:
+        """Runs samples in parts that fit, and adds up what they give."""
         limit = self.rules.limit_for(costs)
         before = ooms = self._rescue.ooms
         sizes: list[int] = []
@@ -152,6 +162,7 @@ class MicroBatcher:
         self._pressure.largest_cost = largest
         return BatchResult(
             means=sums.means(),
+            denominators=sums.own,
             micro_batches=tuple(sizes),
             largest_cost=largest,
             settled_cost=settled,
@@ -293,40 +304,6 @@ def _checked(losses: Any, weights: Mapping[str, float] | None) -> Losses:
 
 def _trainable(parameters: Sequence[nn.Parameter]) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for parameter in parameters)
-
-
-class _Sums:
-    """Adds up the terms of a logical batch on the device: reading a number from it would make the host wait."""
-
-    def __init__(self, denominators: Mapping[str, float] | None, size: int) -> None:
-        self._given = denominators
-        self._size = float(size)
-        self._means: dict[str, Tensor] = {}
-        self._own: dict[str, float] = {}
-
-    def denominator(self, term: str) -> float:
-        """A term whose denominator is zero has nothing in this batch: its sum is zero too."""
-        if self._given is None:
-            return self._size
-        if term not in self._given:
-            raise ArgumentError("Every term has a denominator", value=f"{term!r} is not in {sorted(self._given)}")
-        return self._given[term] or 1.0
-
-    def add(self, means: Mapping[str, Tensor], own: Mapping[str, float]) -> None:
-        for term, mean in means.items():
-            self._means[term] = self._means[term] + mean if term in self._means else mean
-            self._own[term] = self._own.get(term, 0.0) + own[term]
-
-    def means(self) -> dict[str, float]:
-        for term, own in self._own.items():
-            whole = self._size if self._given is None else self._given[term]
-            if not math.isclose(own, whole, rel_tol=_DENOMINATOR_TOLERANCE, abs_tol=_DENOMINATOR_TOLERANCE):
-                raise ArgumentError(
-                    f"The parts' denominators of {term!r} must add up to the whole batch's",
-                    value=f"{own:g} against {whole:g}",
-                    remedy="Compute denominators on the logical batch, before it is split",
-                )
-        return {term: float(mean) for term, mean in self._means.items()}
 
 
 class _Pressure:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Generic, Protocol, TypeVar
 
-from can_train.errors import DoesNotFitError
+from can_train.errors import DoesNotFitError, Shortage
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import headline, is_out_of_memory
+from can_train.memory.shortage import shortage_on
 from can_train.policy.backoff import Backoff
 from can_train.policy.cards import cards_that_hold
 from can_train.policy.device_limits import PhaseLimit
@@ -84,11 +85,14 @@ class PartDoesNotFitError(DoesNotFitError):
         rule: As for every error.
         value: Likewise.
         remedy: Likewise.
+        shortage: Likewise.
         part: (start, stop) of the samples in their batch.
     """
 
-    def __init__(self, rule: str, *, value: str = "", remedy: str = "", part: tuple[int, int] = (0, 0)) -> None:
-        super().__init__(rule, value=value, remedy=remedy)
+    def __init__(
+        self, rule: str, *, shortage: Shortage, value: str = "", remedy: str = "", part: tuple[int, int] = (0, 0)
+    ) -> None:
+        super().__init__(rule, value=value, remedy=remedy, shortage=shortage)
         self.part = part
 
 
@@ -227,11 +231,16 @@ class Rescue:
 
     def _does_not_fit(self, batch: BatchCosts, start: int, stop: int, failure: "_OutOfMemory") -> DoesNotFitError:
         need_bytes = None if self.phase is None else self.phase.peak_bytes(batch.cost(start, stop))
+        shortage = shortage_on(self._meter, need_bytes)
+        if not (self._settings.adaptive or shortage.foreign_bytes):
+            # It was forbidden to try, and will be again.
+            shortage = replace(shortage, should_fit=False)
         return PartDoesNotFitError(
             _WHY[self._settings.adaptive].format(times=_times(self._settings.retries + 1)),
             value=f"{_samples(start, stop)}; the device said: {failure.message}",
             remedy=self._remedy(need_bytes, stop - start),
             part=(start, stop),
+            shortage=shortage,
         )
 
     def _remedy(self, need_bytes: float | None, samples: int) -> str:

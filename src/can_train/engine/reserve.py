@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from can_train.engine.rescue import FIRST_WAIT_S
-from can_train.errors import DoesNotFitError
+from can_train.errors import DoesNotFitError, Shortage
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory
 from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
@@ -86,6 +86,8 @@ class OptimizerReserve:
             "The optimizer's step must fit beside weights and gradients",
             value=f"{need / 2**20:.1f} MiB cannot be had",
             remedy="Another process may hold the memory (nvidia-smi); --optimizer sgd takes less",
+            # A run that failed here goes on with smaller micro-batches.
+            shortage=Shortage(should_fit=True),
         )
 
     def _attempt(self, sizes: Sequence[int]) -> list[Tensor]:

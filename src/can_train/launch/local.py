@@ -3,7 +3,7 @@ process, to be looked at.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +12,7 @@ import submitit
 from can_train.errors import RunError
 from can_train.launch.code import code_of
 from can_train.launch.environment import job_environment
-from can_train.launch.job import Job
+from can_train.launch.job import Entry, Job
 from can_train.launch.submission import Started, Submission, enter_job
 from can_train.state.registry import JobRecord
 from can_train.training.run_folder import RunFolder
@@ -24,9 +24,7 @@ _TIMEOUT_MIN: Final = 7 * 24 * 60
 """Longest run; submitit wants a limit."""
 
 
-def submit_processes(
-    entry: Callable[[str], None], folders: Sequence[RunFolder], submission: Submission
-) -> list[JobRecord]:
+def submit_processes(entry: Entry, folders: Sequence[RunFolder], submission: Submission) -> list[JobRecord]:
     """Starts a process for each run that outlives this one and its terminal, and enters them into the registry.
 
     Args:
@@ -41,7 +39,7 @@ def submit_processes(
     return [enter_job(folder, _start(entry, folder), submission) for folder in folders]
 
 
-def run_here(entry: Callable[[str], None], folder: RunFolder, submission: Submission) -> JobRecord:
+def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobRecord:
     """Does in this process what a job does; enters it into the registry first.
 
     Raises:
@@ -53,7 +51,7 @@ def run_here(entry: Callable[[str], None], folder: RunFolder, submission: Submis
     return job
 
 
-def _start(entry: Callable[[str], None], run: RunFolder) -> Started:
+def _start(entry: Entry, run: RunFolder) -> Started:
     folder = run.path / "submitit"
     source = code_of(run.path) / "src"
     reading, writing = os.pipe()

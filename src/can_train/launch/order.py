@@ -5,6 +5,7 @@ that need not be submitted, and what they wait for.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from can_train.config.cluster import ClusterSettings
@@ -17,12 +18,16 @@ from can_train.launch.sbatch import check_folder, with_own_defaults
 from can_train.launch.shares import settled
 from can_train.state.registry import Registry, RunRecord
 from can_train.training.folders import state_dir
+from can_train.training.run_folder import RunFolder
 
 _NAMED: Final = 5
 """Runs that a message names."""
 
 _SETTLED: Final = ("partition", "account", "qos", "constraint", "gpus", "time", "cpus", "mem")
 """Settings that a submission decides where a person leaves them open."""
+
+_SAME_MODEL: Final = ("task", "model_name", "size", "model")
+"""What runs have in common whose weights fit each other; whether they really do, the job sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +93,10 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
     """
     registry = Registry(state_dir(runs[0].paths))
     known, states = registry.runs(), RunStates(registry)
+    parent = find_run(wanted.after, known) if wanted.after else None
     ordered, twins, notices = [], [], []
     for index, run in enumerate(runs):
-        ready, said = _ready(run, partitions)
+        ready, said = _ready(run if parent is None else starting_from(run, parent), partitions)
         notices += said
         digest = identity(ready, code, data_files(ready))
         twin = None if wanted.force else find_twin(digest, known, states)
@@ -98,7 +104,6 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
             ordered.append(Ordered(index=index, run=ready, identity=digest))
         else:
             twins.append(twin)
-    parent = find_run(wanted.after, known) if wanted.after else None
     return Order(
         groups=_grouped(ordered),
         twins=twins,
@@ -121,6 +126,21 @@ def find_run(name: str, runs: Sequence[RunRecord]) -> RunRecord:
     if matching:
         raise RunError("Several runs begin like this", value=repr(name), remedy=_listed(matching))
     raise RunError("There is no such run", value=repr(name), remedy=_listed(nearest_first(name, known)))
+
+
+def starting_from(run: ResolvedRun, parent: RunRecord) -> ResolvedRun:
+    """Has a run start from the weights of the one that it waits for, where that trains the same model.
+
+    Raises:
+        RunError: The configuration of the run to wait for cannot be read.
+    """
+    config = RunFolder(Path(parent.path)).config()
+    same = all(config.get(name) == run.config[name] for name in _SAME_MODEL)
+    if run.training.start_from or not same:
+        return run
+    training = replace(run.training, start_from=parent.path)
+    plain = {**run.config, "training": {**run.config["training"], "start_from": parent.path}}
+    return replace(run, training=training, config=plain)
 
 
 def _ready(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedRun, list[str]]:

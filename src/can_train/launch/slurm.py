@@ -3,7 +3,7 @@ by `sbatch`; what is checked before, by `checks`.
 """
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Final
@@ -14,7 +14,7 @@ from can_train.config.cluster import ClusterSettings
 from can_train.errors import RunError
 from can_train.launch.code import code_of
 from can_train.launch.environment import job_environment
-from can_train.launch.job import Job
+from can_train.launch.job import Entry, Job
 from can_train.launch.sbatch import JobText, open_executor, parameters, resources, script
 from can_train.launch.submission import Started, Submission, enter_job
 from can_train.state.registry import JobRecord
@@ -24,7 +24,7 @@ EXECUTOR: Final = "slurm"
 
 
 def submit_jobs(
-    entry: Callable[[str], None], folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission
+    entry: Entry, folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission
 ) -> list[JobRecord]:
     """Submits one job for one run, or one array for several that ask for the same, and enters them into the registry.
 

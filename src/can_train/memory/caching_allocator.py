@@ -4,9 +4,11 @@ allocation goes, what is reserved for it, and when the device is full. It holds 
 Source: c10/cuda/CUDACachingAllocator.cpp (torch 2.6 to 2.13); names of its constants are given in blocks.py.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 from can_train.memory.blocks import LARGE_PAGE_BYTES, MIN_BLOCK_BYTES, SMALL_BYTES, SMALL_PAGE_BYTES, Block, Pool
+from can_train.memory.neighbours import nobody
 
 _MIN_OWN_SEGMENT_BYTES: Final = 10 * 2**20
 """From here on an allocation gets a segment of its own size (`kMinLargeAlloc`)."""
@@ -34,18 +36,18 @@ class CachingAllocator:
     Args:
         capacity_bytes: Memory of the device that can be reserved.
         expandable: Whether segments expand (`expandable_segments:True`).
+        others: Tells what other processes hold of the capacity.
 
     Attributes:
-        foreign_bytes: What other processes hold of the capacity; may be set at any time.
         allocated_bytes: Sum of the blocks in use.
         reserved_bytes: Sum of the segments, or of their mapped pages.
         num_alloc_retries: How often the cache was released because an allocation did not fit.
     """
 
-    def __init__(self, capacity_bytes: int, *, expandable: bool) -> None:
+    def __init__(self, capacity_bytes: int, *, expandable: bool, others: Callable[[], int] = nobody) -> None:
         self.capacity_bytes = capacity_bytes
         self.expandable = expandable
-        self.foreign_bytes = 0
+        self._others = others
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
@@ -53,6 +55,15 @@ class CachingAllocator:
         self.num_alloc_retries = 0
         self._pools = (Pool(SMALL_PAGE_BYTES), Pool(LARGE_PAGE_BYTES))
         self._next_address = 0
+
+    @property
+    def foreign_bytes(self) -> int:
+        """What other processes hold of the capacity; may be set at any time."""
+        return self._others()
+
+    @foreign_bytes.setter
+    def foreign_bytes(self, held_bytes: int) -> None:
+        self._others = lambda: held_bytes
 
     @property
     def free_bytes(self) -> int:

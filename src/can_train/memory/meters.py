@@ -3,9 +3,9 @@ shape; what the figures mean for a batch is decided elsewhere.
 """
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,15 @@ from can_train.memory import host
 from can_train.memory.allocator_settings import expand_cuda_segments, segments_expand
 from can_train.memory.devices import is_simulated, resolve_device, simulated_bytes
 from can_train.memory.live_storage import LiveStorage
+from can_train.memory.neighbours import neighbours, nobody
 from can_train.memory.simulated_gpu import SimulatedGpu
 from can_train.policy.card_names import gpu_key
 from can_train.policy.cards import Usable
 from can_train.policy.sizes import exact_size
+
+_OWN_MOST_BYTES: Final = 2**30
+"""Most that this process's own context and kernels take of a GPU outside the allocator: what is missing beyond that,
+others hold. The driver counts both alike."""
 
 
 class Meter(Protocol):
@@ -29,6 +34,7 @@ class Meter(Protocol):
         key: Kind of device in the factor store, `h100-80gb`.
         total_bytes: Its whole memory.
         capacity_bytes: What PyTorch's allocator may use of it.
+        taken_bytes: What others held of it at the start, which is not in the capacity; as far as one can tell.
         driver: Version of the driver; empty where there is none.
         counts_always: Whether a peak is that of everything since the last reset; else of measured spans alone.
     """
@@ -38,6 +44,7 @@ class Meter(Protocol):
     key: str
     total_bytes: int
     capacity_bytes: int
+    taken_bytes: int
     driver: str
     counts_always: bool
 
@@ -87,6 +94,7 @@ class CpuMeter:
         self.driver = ""
         self.total_bytes = host.total_bytes()
         self.capacity_bytes = host.available_bytes()
+        self.taken_bytes = 0
         self.key = f"cpu-{_gigabytes(self.total_bytes)}gb"
         self.counts_always = False
         self._open: list[LiveStorage] = []
@@ -196,7 +204,9 @@ class CudaMeter:
         self.name = properties.name
         self.driver = host.nvidia_driver_version()
         _, self.total_bytes = torch.cuda.mem_get_info(device)
-        self.capacity_bytes = min(self._obtainable_bytes(), int(_memory_fraction(device) * self.total_bytes))
+        obtainable = self._obtainable_bytes()
+        self.capacity_bytes = min(obtainable, int(_memory_fraction(device) * self.total_bytes))
+        self.taken_bytes = max(0, self.total_bytes - obtainable - _OWN_MOST_BYTES)
         self.key = gpu_key(properties.name, self.total_bytes)
         self.counts_always = True
 
@@ -256,21 +266,27 @@ class CudaMeter:
 
 
 class SimulatedMeter:
-    """Reads a simulated GPU, whose whole memory PyTorch's allocator may use.
+    """Reads a simulated GPU, whose memory PyTorch's allocator may use as far as others leave it.
+
+    Args:
+        total_bytes: Its memory.
+        expandable: Whether the allocator's segments expand.
+        others: Tells what other processes hold of it.
 
     Attributes:
         gpu: The simulated GPU.
     """
 
-    def __init__(self, capacity_bytes: int, *, expandable: bool) -> None:
+    def __init__(self, total_bytes: int, *, expandable: bool, others: Callable[[], int] = nobody) -> None:
         self.device = torch.device("cpu")
         self.name = "Simulated GPU"
         self.driver = ""
-        self.total_bytes = capacity_bytes
-        self.capacity_bytes = capacity_bytes
-        self.key = f"sim-{exact_size(capacity_bytes)}"
+        self.total_bytes = total_bytes
+        self.gpu = SimulatedGpu(total_bytes, expandable=expandable, others=others)
+        self.capacity_bytes = self.gpu.allocator.available_bytes
+        self.taken_bytes = total_bytes - self.capacity_bytes
+        self.key = f"sim-{exact_size(total_bytes)}"
         self.counts_always = True
-        self.gpu = SimulatedGpu(capacity_bytes, expandable=expandable)
         self._is_active = False
 
     @contextmanager
@@ -346,7 +362,7 @@ def open_meter(text: str) -> Meter:
     """
     device = resolve_device(text)
     if is_simulated(text):
-        return SimulatedMeter(simulated_bytes(text), expandable=segments_expand())
+        return SimulatedMeter(simulated_bytes(text), expandable=segments_expand(), others=neighbours())
     if device.type == "cpu":
         return CpuMeter()
     expand_cuda_segments()

@@ -40,6 +40,12 @@ memory of one kernel), and the shared memory of a data loader, which no smaller 
 
 _OUT_OF_MEMORY: Final = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _PATTERNS), re.MULTILINE)
 
+_HOST: Final = re.compile(
+    r"\bDefaultCPUAllocator: |\bposix_memalign\(|\$ Torch: not enough memory: |^std::bad_alloc$|_OUT_OF_HOST_MEMORY\b",
+    re.MULTILINE,
+)
+"""Those wordings that mean the host's memory."""
+
 _TRIED: Final = re.compile(r".*?Tried to allocate [\d.]+ (?:[KMGTP]iB|bytes)")
 _LONGEST: Final = 160
 """Characters of a message that are quoted where it does not say what was asked for."""
@@ -55,6 +61,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, CanTrainError) or not isinstance(error, Exception):
         return False
     return any(_is_failed_allocation(link) for link in _chain(error))
+
+
+def is_host_memory(error: BaseException) -> bool:
+    """Tells of an out-of-memory whether it is the host's memory that ran out."""
+    return any(isinstance(link, MemoryError) or _HOST.search(str(link)) is not None for link in _chain(error))
 
 
 class OutOfMemoryEndsQuietly(AbstractContextManager[None]):

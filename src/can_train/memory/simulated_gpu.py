@@ -2,7 +2,7 @@
 its allocator, which decides when it is full. Work on it fails in the way, and with the words, that CUDA's does.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from can_train.memory.blocks import Block
 from can_train.memory.caching_allocator import CachingAllocator, segment_bytes
+from can_train.memory.neighbours import nobody
 from can_train.memory.storage_mode import StorageMode
 
 
@@ -23,14 +24,22 @@ class SimulatedGpu(StorageMode[Block]):
         capacity_bytes: Memory of the GPU that PyTorch's allocator may have.
         expandable: Whether the allocator's segments expand (`expandable_segments:True`).
         resident: Tensors that are on it from the start.
+        others: Tells what other processes hold of it.
 
     Raises:
         torch.OutOfMemoryError: `resident` does not fit.
     """
 
-    def __init__(self, capacity_bytes: int, *, expandable: bool = True, resident: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        expandable: bool = True,
+        resident: Iterable[Tensor] = (),
+        others: Callable[[], int] = nobody,
+    ) -> None:
         super().__init__()
-        self._allocator = CachingAllocator(capacity_bytes, expandable=expandable)
+        self._allocator = CachingAllocator(capacity_bytes, expandable=expandable, others=others)
         self.seed_resident(resident)
 
     @property

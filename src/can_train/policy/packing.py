@@ -180,22 +180,32 @@ def _equal(batch: BatchCosts, limit: PartLimit, most: int) -> tuple[int, ...]:
     return (width,) * (size // width)
 
 
-def largest_typical_batch(order: BatchCosts, limit: float, *, upper: int, fitting_share: float = 0.95) -> int:
-    """Returns the largest batch of which all but a few fit whole.
+def largest_typical_batch(
+    order: BatchCosts, limit: float, *, upper: int, shares: int = 1, fitting_share: float = 0.95
+) -> int:
+    """Returns the largest batch of which all but a few fit whole, or in as many shares as there are.
 
     Args:
         order: The samples of an epoch, in its order.
         limit: What one micro-batch may cost.
         upper: Largest batch to consider, in samples.
-        fitting_share: Share of the epoch's batches that must fit; the others run in two parts.
+        shares: Contiguous parts of a batch that run at the same time, on a device each.
+        fitting_share: Share of the epoch's batches that must fit; the others run in more parts.
 
     Returns:
         Samples; at least 1.
     """
 
+    def is_over(start: int, stop: int) -> bool:
+        if shares == 1:
+            return order.cost(start, stop) > limit * (1 + ROUNDING)
+        for _ in range(shares):
+            start = order.reach(start, limit)
+        return start < stop
+
     def fits(size: int) -> bool:
         stops = range(size, len(order) + 1, size)
-        over = sum(order.cost(stop - size, stop) > limit * (1 + ROUNDING) for stop in stops)
+        over = sum(is_over(stop - size, stop) for stop in stops)
         return over <= (1 - fitting_share) * len(stops)
 
     low, high = 1, upper + 1

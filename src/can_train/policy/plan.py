@@ -11,6 +11,7 @@ import numpy as np
 
 from can_train.policy.limits import SplitRules, optimizer_batches
 from can_train.policy.packing import BatchCosts, cut, largest_typical_batch
+from can_train.policy.sharing import share_out
 
 FEW_STEPS: Final = 5
 """Optimizer steps an epoch below which schedules, early stopping and averages over an epoch lose their meaning."""
@@ -33,6 +34,7 @@ class PlanRequest:
         micro_batch_size: Fixed micro-batch in samples, without a search; 0 searches.
         lr_scale: Learning rate against logical ÷ preset batch; `auto` is `sqrt` under `max`, else `none`.
         rules: The accumulation options; the limits in them are not known yet.
+        ranks: Processes that share a logical batch, each on a device of its own.
         preflight_threshold: Units of the main feature above which a batch becomes several optimizer steps; infinite:
             never.
     """
@@ -45,6 +47,7 @@ class PlanRequest:
     micro_batch_size: int = 0
     lr_scale: LrScale = "auto"
     rules: SplitRules = field(default_factory=SplitRules)
+    ranks: int = 1
     preflight_threshold: float = math.inf
 
     @property
@@ -71,7 +74,7 @@ class Plan:
         logical_batch: Samples that one optimizer step sees.
         rules: How it is cut, limits included.
         steps_per_epoch: Optimizer steps of the first epoch, the last one perhaps on fewer samples.
-        fewest_parts, most_parts: Micro-batches of a step, over the first epoch.
+        fewest_parts, most_parts: Micro-batches of a step, over the first epoch; on one device, where several share it.
         largest_micro_batch: Samples of the largest micro-batch of the first epoch.
         largest_cost: Cost of the costliest one.
         largest_later_cost: Likewise of those that are not the first of their step, beside which the gradients so far
@@ -105,7 +108,7 @@ def resolve_mode(find_batch_size: str, *, batch_size_given: bool) -> Mode:
 
 
 def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> float:
-    """Returns the largest cost that the finder need try: from there on memory no longer decides anything.
+    """Returns the largest cost that a device's finder need try: from there on memory no longer decides anything.
 
     Args:
         request: What was asked for.
@@ -116,8 +119,8 @@ def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> f
         needed = min(limit for limit, _ in _limits_beside_memory(request, len(order)))
     else:
         needed = _asked_batch(request, len(order))
-    # Trials are made of whole samples: up to one of them may be missing from what was asked for.
-    return costliest(order, needed) / factor + float(order.each().max())
+    # Trials, and shares, are made of whole samples: up to one of them may be missing from what was asked for.
+    return costliest(order, needed) / request.ranks / factor + float(order.each().max())
 
 
 def costliest(order: BatchCosts, size: int) -> float:
@@ -162,10 +165,11 @@ def cut_plan(
     """
     logical, binding = decided
     steps = [step for batch in batches for step in _steps(batch, request.preflight_threshold)]
-    sizes = [cut(step, rules.limit_for(step)) for step in steps]
-    costs = [_part_costs(step, parts) for step, parts in zip(steps, sizes, strict=True)]
+    shares = [share for step in steps for share in _shares(step, request.ranks)]
+    sizes = [cut(share, rules.limit_for(share)) for share in shares]
+    costs = [_part_costs(share, parts) for share, parts in zip(shares, sizes, strict=True)]
     notices = _notices(request, logical) + _epoch_notices(steps, logical)
-    notices += _cut_notices(request, sizes, steps, rules, len(batches))
+    notices += _preflight_notices(request, len(steps), len(batches)) + _cut_notices(sizes, shares, rules)
     return Plan(
         logical_batch=logical,
         rules=rules,
@@ -198,6 +202,14 @@ def _steps(batch: BatchCosts, threshold: float) -> list[BatchCosts]:
     return steps
 
 
+def _shares(step: BatchCosts, ranks: int) -> list[BatchCosts]:
+    """Shares a step out; a rank whose share is empty has nothing to cut."""
+    if ranks == 1:
+        return [step]
+    stops = np.cumsum(share_out(step, ranks)).tolist()
+    return [step.part(start, stop) for start, stop in pairwise([0, *stops]) if stop > start]
+
+
 def _part_costs(step: BatchCosts, sizes: tuple[int, ...]) -> list[float]:
     starts = np.concatenate([[0], np.cumsum(sizes)])
     return [step.cost(int(start), int(stop)) for start, stop in pairwise(starts)]
@@ -207,7 +219,7 @@ def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -
     if request.takes_what_fits:
         limits = _limits_beside_memory(request, len(order))
         upper = min(limit for limit, _ in limits)
-        by_memory = largest_typical_batch(order, safe_limit, upper=upper)
+        by_memory = largest_typical_batch(order, safe_limit, upper=upper, shares=request.ranks)
         # Memory comes last: a search that stopped at its upper end ties with what bounded it, and did not bind.
         return min([*limits, (by_memory, "memory")], key=lambda limit: limit[0])
     logical = _asked_batch(request, len(order))
@@ -266,19 +278,19 @@ def _epoch_notices(steps: list[BatchCosts], logical_batch: int) -> list[str]:
     return notices
 
 
-def _cut_notices(
-    request: PlanRequest, sizes: list[tuple[int, ...]], steps: list[BatchCosts], rules: SplitRules, batches: int
-) -> list[str]:
-    notices = []
-    if len(steps) > batches:
-        notices.append(
-            f"preflight_threshold={request.preflight_threshold:g} makes {len(steps)} optimizer steps of {batches} "
-            "batches in the first epoch: the optimizer sees smaller batches than asked for"
-        )
-    if rules.equal:
-        even = SplitRules(safe_limit=rules.safe_limit, samples=rules.samples)
-        fewest = max(len(cut(step, even.limit_for(step))) for step in steps)
-        most = max(len(parts) for parts in sizes)
-        if most > fewest:
-            notices.append(f"accumulation=divisor cuts a batch into up to {most} micro-batches; even needs {fewest}")
-    return notices
+def _preflight_notices(request: PlanRequest, steps: int, batches: int) -> list[str]:
+    if steps == batches:
+        return []
+    made = f"preflight_threshold={request.preflight_threshold:g} makes {steps} optimizer steps of {batches} batches"
+    return [f"{made} in the first epoch: the optimizer sees smaller batches than asked for"]
+
+
+def _cut_notices(sizes: list[tuple[int, ...]], shares: list[BatchCosts], rules: SplitRules) -> list[str]:
+    if not rules.equal:
+        return []
+    even = SplitRules(safe_limit=rules.safe_limit, samples=rules.samples)
+    fewest = max(len(cut(share, even.limit_for(share))) for share in shares)
+    most = max(len(parts) for parts in sizes)
+    if most <= fewest:
+        return []
+    return [f"accumulation=divisor cuts a batch into up to {most} micro-batches; even needs {fewest}"]

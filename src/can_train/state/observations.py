@@ -69,6 +69,8 @@ class Started:
     """The device."""
     start_time: str
     """When the attempt began (`next_time`)."""
+    rank: int = 0
+    """Which of the run's processes, counted from 0."""
     host: str = ""
     """Name of the machine; empty where an older version wrote this."""
     pid: int = 0
@@ -76,7 +78,7 @@ class Started:
 
     def __post_init__(self) -> None:
         check_time("start_time", self.start_time)
-        check_counts(attempt=self.attempt, pid=self.pid)
+        check_counts(attempt=self.attempt, rank=self.rank, pid=self.pid)
 
     @property
     def started(self) -> datetime:
@@ -118,6 +120,8 @@ class Observation:
     """When it ended."""
     outcome: str
     """A name of `Outcome`."""
+    rank: int = 0
+    """Which of the run's processes, counted from 0; each has a device of its own."""
     size: str = ""
     """The model's size in the key; empty where it has one only."""
     factor: float
@@ -185,6 +189,7 @@ class Observation:
             raise ValueError(f"capacity_bytes {self.capacity_bytes} is below 1")
         check_counts(
             attempt=self.attempt,
+            rank=self.rank,
             capacity_bytes=self.capacity_bytes,
             peak_allocated_bytes=self.peak_allocated_bytes,
             peak_reserved_bytes=self.peak_reserved_bytes,
@@ -301,8 +306,9 @@ def read_observations(state: Path) -> ObservationLog:
 
 
 def _write(state: Path, record: Observation | Started, suffix: str) -> Path:
-    # Unique without a counter or a lock: two attempts alike in all three parts are the same attempt.
+    # Unique without a counter or a lock: two attempts alike in all parts are the same process of the same attempt.
     stamp = time_stamp(record.start_time)
-    path = state / _FOLDER / f"{stamp}-{_UNSAFE.sub('-', record.run_id)[:150]}-{record.attempt}{suffix}"
+    process = f"{record.attempt}.{record.rank}" if record.rank else f"{record.attempt}"
+    path = state / _FOLDER / f"{stamp}-{_UNSAFE.sub('-', record.run_id)[:150]}-{process}{suffix}"
     write_document(path, record)
     return path

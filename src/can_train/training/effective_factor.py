@@ -125,6 +125,7 @@ def _first(run: ResolvedRun) -> FactorRule:
 
 
 def _died_of_memory(state: Path, run_id: str) -> bool:
-    """Tells whether the last attempt of a run ended by an out-of-memory."""
+    """Tells whether the last attempt of a run ended by an out-of-memory, on any of its ranks."""
     attempts = [run for run in read_observations(state).finished if run.run_id == run_id] if run_id else []
-    return bool(attempts) and attempts[-1].outcome == "oom"
+    last = max((run.attempt for run in attempts), default=0)
+    return any(run.outcome == "oom" for run in attempts if run.attempt == last)

@@ -16,7 +16,7 @@ from can_train.engine.coupling import SPLIT, Coupling, measure_coupling
 from can_train.engine.micro_batcher import Losses
 from can_train.engine.phase_finder import Peak, Room, find_phase_limit, pack_worst_case, predict_phase_limit
 from can_train.engine.snapshot import Snapshot
-from can_train.errors import DoesNotFitError
+from can_train.errors import DoesNotFitError, Shortage
 from can_train.memory.blocks import LARGE_PAGE_BYTES
 from can_train.memory.gaps import Held, fits, measure_held
 from can_train.memory.meters import Meter
@@ -257,4 +257,5 @@ def model_does_not_fit(need_bytes: int, capacity_bytes: int) -> DoesNotFitError:
         "Weights, gradients and optimizer state must fit on the device",
         value=f"they need {size_text(need_bytes)} of {size_text(capacity_bytes)}",
         remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need_bytes)})",
+        shortage=Shortage(need_bytes=need_bytes),
     )

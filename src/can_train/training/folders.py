@@ -33,12 +33,15 @@ def settled_paths(run: ResolvedRun) -> ResolvedRun:
         state_dir=str(state_dir(run.paths)),
     )
     dataset = replace(run.dataset, path=_absolute(Path(run.dataset.path)) if run.dataset.path else "")
+    start_from = _absolute(Path(run.training.start_from)) if run.training.start_from else ""
     config = {
         **run.config,
         "paths": {**run.config["paths"], **asdict(paths)},
         "dataset": {**run.config["dataset"], "path": dataset.path},
+        "training": {**run.config["training"], "start_from": start_from},
     }
-    return replace(run, paths=paths, dataset=dataset, config=config)
+    training = replace(run.training, start_from=start_from)
+    return replace(run, paths=paths, dataset=dataset, training=training, config=config)
 
 
 def _absolute(path: Path) -> str:

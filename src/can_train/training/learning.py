@@ -4,21 +4,24 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from can_train.config.resolved import ResolvedRun
-from can_train.errors import DoesNotFitError, StateError
+from can_train.engine.ranks import RankFailedError, RankGoneError
+from can_train.errors import DoesNotFitError, Shortage, StateError
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.policy.device_limits import DeviceLimits
-from can_train.state.documents import utc_now
 from can_train.state.factor_store import next_time
 from can_train.state.observations import Device, Observation, Started, this_host, write_observation, write_started
 from can_train.training.effective_factor import memory_fingerprint, policy_options, store_of
 from can_train.training.folders import state_dir
 from can_train.training.run_folder import RunFolder
 from can_train.training.state import Session
+
+_IDENTITY: Final = ("run_id", "attempt", "rank", "key", "device", "start_time")
+"""What an observation has in common with the record that its attempt began."""
 
 
 @dataclass(kw_only=True)
@@ -36,7 +39,8 @@ class Attempt:
         meter, self._ooms_before = self.session.meter, self.session.batcher.ooms
         self._started = Started(
             run_id=self.folder.run_id,
-            attempt=self.folder.begin_attempt(utc_now()),
+            attempt=self.session.ranks.first(lambda: self.folder.attempts.current),
+            rank=self.session.ranks.rank,
             key=self.run.key,
             device=Device(key=meter.key, name=meter.name, total_bytes=meter.total_bytes, driver=meter.driver),
             start_time=next_time(state_dir(self.run.paths)),
@@ -70,7 +74,7 @@ class Attempt:
         limits, predicted = session.run_plan.limits, session.run_plan.predicted_peak_bytes
         searched = limits is not None and plan.safety_factor is not None
         return Observation(
-            **{name: getattr(self._started, name) for name in ("run_id", "attempt", "key", "device", "start_time")},
+            **{name: getattr(self._started, name) for name in _IDENTITY},
             size=self.run.size,
             end_time=next_time(state_dir(self.run.paths)),
             outcome=outcome,
@@ -103,6 +107,7 @@ class Attempt:
             "Memory ran out where nothing could be undone (an optimizer step, or code outside the micro-batches)",
             value=f"step {step}, micro-batches of up to {largest} samples",
             remedy=f"The run goes on from its last checkpoint: can-train resume {self.folder.run_id}",
+            shortage=Shortage(should_fit=True),
         )
 
     def _unless_it_fails(self, write: Callable[[], object]) -> None:
@@ -138,6 +143,7 @@ def _memory_lesson(session: Session) -> dict[str, Any]:
 def _outcome(error: BaseException | None) -> str:
     if error is None:
         return "ok"
-    if isinstance(error, SystemExit | KeyboardInterrupt):
+    # What another rank failed at says nothing of the device here.
+    if isinstance(error, SystemExit | KeyboardInterrupt | RankFailedError | RankGoneError):
         return "interrupted"
     return "oom" if isinstance(error, DoesNotFitError) or is_out_of_memory(error) else "error"

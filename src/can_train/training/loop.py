@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from can_train.engine.batch_result import added
 from can_train.errors import DoesNotFitError
 from can_train.training import randomness
 from can_train.training.state import Progress, Session, save
@@ -27,7 +28,7 @@ def train(session: Session) -> None:
     progress = session.progress
     epochs = session.training.epochs
     total = session.epochs.total_steps(epochs)
-    session.reserve.hold()
+    session.ranks.each(session.reserve.hold)
     with session.stops.deferred(), session.reporter.stage("training", total=total, unit="steps") as stage:
         stage.advance(progress.step)
         while not progress.trained:
@@ -39,6 +40,7 @@ def train(session: Session) -> None:
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience
             progress.trained = progress.epoch >= epochs or stopped_early
             save(session)
+            session.hear(session.ranks.together(lambda: session.stops.received))
             _leave_if_asked(session)
             if stopped_early:
                 session.reporter.notice(
@@ -46,11 +48,14 @@ def train(session: Session) -> None:
                 )
     # Judging has a peak of its own, from which nothing is learned.
     session.monitor.pause()
+    ooms = session.ranks.together(lambda: session.batcher.ooms)
+    session.ooms_elsewhere = sum(ooms) - session.batcher.ooms
 
 
 def _leave_if_asked(session: Session) -> None:
-    """Ends the process for a signal that arrived; the caller has just saved."""
-    if session.stops.received:
+    """Ends the process for a signal that arrived on some rank; the caller has just saved."""
+    if session.stop_signal:
+        session.stops.received = session.stops.received or session.stop_signal
         session.reporter.notice(f"Stopped by a signal; saved at step {session.progress.step}")
         session.stops.exit()
 
@@ -65,13 +70,21 @@ def release_training_memory(session: Session) -> None:
 def restore(session: Session, state: Mapping[str, Any]) -> None:
     """Continues from a checkpoint's state, bit by bit."""
     session.model.load_state_dict(state["model"])
-    session.best = state["best"]
+    session.best = state["best"] if session.ranks.is_first else {}
     session.optimization.load_state_dict(state["optimization"])
     session.reserve.expect(session.planner.optimizer_memory(), held_bytes=session.optimization.state_bytes)
-    session.batcher.load_state_dict(state["micro_batches"])
     session.progress = Progress(**state["progress"])
-    randomness.restore(state["randomness"])
-    session.metrics.rewind(state["metrics_lines"])
+    of_ranks = [state, *state.get("other_ranks", ())]
+    if len(of_ranks) == session.ranks.size:
+        own = of_ranks[session.ranks.rank]
+        session.batcher.load_state_dict(own["micro_batches"])
+        randomness.restore(own["randomness"])
+    elif session.ranks.is_first:
+        randomness.restore(state["randomness"])
+    else:
+        rank, step = session.ranks.rank, session.progress.step
+        randomness.seed_rank(seed=session.training.seed, rank=rank, step=step)
+    session.rewind_metrics(state["metrics_lines"])
 
 
 def _train_epoch(session: Session, stage: Any) -> None:
@@ -83,11 +96,11 @@ def _train_epoch(session: Session, stage: Any) -> None:
         ends_epoch = progress.step_in_epoch + 1 == len(steps)
         means = take_step(session, steps[progress.step_in_epoch], ends_epoch=ends_epoch)
         stage.advance(1, loss=_weighted(means, session.task.loss_weights))
-        if session.stops.received or progress.step % training.checkpoint_every == 0:
+        if session.stop_signal or progress.step % training.checkpoint_every == 0:
             save(session)
         _leave_if_asked(session)
     seconds, peak = time.perf_counter() - started, session.peak_share
-    session.metrics.append(
+    session.log(
         step=progress.step,
         epoch=progress.epoch + 1,
         train={term: total / progress.epoch_samples for term, total in progress.epoch_sums.items()},
@@ -108,18 +121,33 @@ def _validate(session: Session) -> None:
     """Computes the validation loss; keeps the weights if they are the best so far."""
     progress = session.progress
     loss = validation_loss(session)
-    session.metrics.append(step=progress.step, epoch=progress.epoch, validation_loss=loss)
-    if loss < progress.best_loss or not session.best:
+    session.log(step=progress.step, epoch=progress.epoch, validation_loss=loss)
+    if loss < progress.best_loss or progress.best_epoch == 0:
         progress.best_loss, progress.best_epoch, progress.epochs_without_gain = loss, progress.epoch, 0
-        with session.meter.host():
-            session.best = {name: value.detach().cpu().clone() for name, value in session.model.state_dict().items()}
+        if session.ranks.is_first:
+            session.best = _on_host(session)
     else:
         progress.epochs_without_gain += 1
 
 
+def _on_host(session: Session) -> dict[str, Any]:
+    """Copies the weights off the device."""
+    with session.meter.host():
+        return {name: value.detach().cpu().clone() for name, value in session.model.state_dict().items()}
+
+
 def validation_loss(session: Session) -> float:
-    """Returns the weighted loss over the validation samples, computed in parts that fit."""
-    rows, device = session.task.validation_rows, session.meter.device
+    """Returns the weighted loss over the validation samples, of which each rank computes a share."""
+    rows = session.task.validation_rows
+    share = session.share(rows, session.shared_plan.evaluation_costs)
+    of_ranks = session.ranks.together(lambda: _validation_sums(session, rows[share]))
+    sums, denominators = (added(terms) for terms in zip(*of_ranks, strict=True))
+    return _weighted({term: sums[term] / (denominators[term] or 1.0) for term in sums}, session.task.loss_weights)
+
+
+def _validation_sums(session: Session, rows: NDArray[np.int64]) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns each term's sum and denominator over some samples, computed in parts that fit."""
+    device = session.meter.device
     session.model.eval()
 
     def losses_of(start: int, stop: int) -> dict[str, tuple[float, float]]:
@@ -128,13 +156,11 @@ def validation_loss(session: Session) -> float:
             losses = batch.losses(session.model, 0, stop - start)
         return {term: (float(total), denominator) for term, (total, denominator) in losses.items()}
 
-    sums: dict[str, float] = {}
-    denominators: dict[str, float] = {}
-    for losses in _in_parts(session, rows, losses_of):
-        for term, (total, denominator) in losses.items():
-            sums[term] = sums.get(term, 0.0) + total
-            denominators[term] = denominators.get(term, 0.0) + denominator
-    return _weighted({term: sums[term] / (denominators[term] or 1.0) for term in sums}, session.task.loss_weights)
+    parts = _in_parts(session, rows, losses_of) if len(rows) else []
+    sums, denominators = (
+        added([{term: pair[which] for term, pair in part.items()} for part in parts]) for which in (0, 1)
+    )
+    return sums, denominators
 
 
 def score(session: Session, rows: NDArray[np.int64]) -> NDArray[np.float64]:

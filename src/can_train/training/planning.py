@@ -13,7 +13,7 @@ from torch import nn
 from can_train.config.resolved import ResolvedRun
 from can_train.config.training import TrainingSettings
 from can_train.engine.coupling import Coupling
-from can_train.errors import DoesNotFitError
+from can_train.errors import DoesNotFitError, Shortage
 from can_train.memory.gaps import Held
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory
@@ -47,6 +47,7 @@ class RunPlan:
         factor_reason: Where the safety factor comes from, in words.
         aim: The peak that it goes for.
         skipped: Rows of training samples that are left out because they do not fit.
+        ranks: Processes that share the logical batch.
         notices: What else the user should know, as sentences.
     """
 
@@ -55,7 +56,12 @@ class RunPlan:
     factor_reason: str = ""
     aim: Aim = ANY_PEAK
     skipped: tuple[int, ...] = ()
+    ranks: int = 1
     notices: tuple[str, ...] = ()
+
+    def shares_with(self, other: "RunPlan") -> bool:
+        """Tells whether two ranks' plans are of the same samples and the same logical batch."""
+        return self.plan.logical_batch == other.plan.logical_batch and self.skipped == other.skipped
 
     @property
     def factor(self) -> FactorChoice:
@@ -115,12 +121,14 @@ class RunPlan:
             factor_reason=plain["factor_reason"],
             aim=Aim(**plain["aim"]),
             skipped=tuple(plain["skipped"]),
+            # Runs that began when there was one only do not say so.
+            ranks=plain.get("ranks", 1),
             notices=tuple(plain["notices"]),
         )
 
 
-def plan_request(training: TrainingSettings) -> PlanRequest:
-    """Writes down what the settings ask of a plan."""
+def plan_request(training: TrainingSettings, *, ranks: int = 1) -> PlanRequest:
+    """Writes down what the settings ask of a plan that some ranks share."""
     requested = training.batch_size * training.gradient_accumulation_steps
     return PlanRequest(
         mode=resolve_mode(training.find_batch_size, batch_size_given=training.batch_size > 0),
@@ -137,6 +145,7 @@ def plan_request(training: TrainingSettings) -> PlanRequest:
             target=training.target_mib * _MIB,
             max_splits=training.accumulation_max_splits,
         ),
+        ranks=ranks,
         preflight_threshold=training.preflight_units,
     )
 
@@ -153,6 +162,7 @@ class Planner:
         reporter: Where trials are shown.
         verify: Whether limits are tried on the device; else they are predicted.
         coupling: What is known of how samples of a batch influence each other; None: it is measured when asked for.
+        ranks: Processes that train the run; a plan made here takes all of them for alike.
     """
 
     run: ResolvedRun
@@ -162,6 +172,7 @@ class Planner:
     reporter: Reporter
     verify: bool = True
     coupling: Coupling | None = None
+    ranks: int = 1
 
     def make(self, factor: FactorRule) -> RunPlan:
         """Explores the device where the plan depends on it, and resolves the plan.
@@ -172,7 +183,7 @@ class Planner:
         Raises:
             DoesNotFitError: Not even one sample fits, or some do not and may not be skipped.
         """
-        request = plan_request(self.run.training)
+        request = plan_request(self.run.training, ranks=self.ranks)
         if not request.needs_costs:
             return self._resolved(request, None, (), factor)
         return self.resolve(request, self.explore(request, factor.provisional), factor)
@@ -196,14 +207,32 @@ class Planner:
         Raises:
             DoesNotFitError: Some samples do not fit here.
         """
-        batch = frozen.plan.logical_batch
-        request = replace(
-            plan_request(self.run.training), mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0
-        )
-        limits = self.explore(request, factor.provisional, held_bytes=held_bytes)
+        limits = self.explore(self._same_batch(frozen), factor.provisional, held_bytes=held_bytes)
         over = set(self._oversize(limits.training, skip=False)) - set(frozen.skipped)
         assert not over, "samples that do not fit raise"
-        again = self._resolved(request, limits, frozen.skipped, factor)
+        return self._again(frozen, limits, factor)
+
+    def common(self, plans: Sequence[RunPlan], own: RunPlan, factor: FactorRule) -> RunPlan:
+        """Takes the logical batch that every rank can hold its share of, and leaves out what is too large for any.
+
+        Args:
+            plans: What each rank has decided for itself.
+            own: This rank's.
+            factor: How the safety factor is decided.
+        """
+        least = min(plans, key=lambda plan: plan.plan.logical_batch)
+        agreed = replace(least, skipped=tuple(sorted({row for plan in plans for row in plan.skipped})))
+        if own.limits is None or own.shares_with(agreed):
+            return own
+        return self._again(agreed, own.limits, factor)
+
+    def _same_batch(self, frozen: RunPlan) -> PlanRequest:
+        request = plan_request(self.run.training, ranks=self.ranks)
+        batch = frozen.plan.logical_batch
+        return replace(request, mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0)
+
+    def _again(self, frozen: RunPlan, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
+        again = self._resolved(self._same_batch(frozen), limits, frozen.skipped, factor)
         kept = {name: getattr(frozen.plan, name) for name in ("binding_limit", "lr_factor")}
         return replace(again, plan=replace(again.plan, **kept))
 
@@ -256,6 +285,7 @@ class Planner:
             factor_reason=decided.choice.reason,
             aim=decided.aim,
             skipped=skipped,
+            ranks=self.ranks,
             notices=tuple(self._notices(plan, limits, skipped)),
         )
 
@@ -295,6 +325,7 @@ class Planner:
             f"Every training sample must fit on the device by itself, and {len(over)} of {len(rows)} do not",
             value=f"{named}{more}; they need up to {size_text(need)} of {size_text(self.meter.capacity_bytes)}",
             remedy=f"--oversize skip leaves them out; cards that would hold them: {cards_that_hold(need)}",
+            shortage=Shortage(need_bytes=round(need)),
         )
 
 

@@ -14,6 +14,18 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_rank(*, seed: int, rank: int, step: int) -> None:
+    """Seeds the global generators of one of several ranks, so that each drops other units; rank 0's go on as they are.
+
+    Args:
+        seed: Of the run.
+        rank: From 0.
+        step: Steps done: ranks that join later do not draw again what was drawn.
+    """
+    if rank:
+        seed_everything(int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint32)[0]))
+
+
 def capture() -> dict[str, Any]:
     """Returns the state of every global generator in types that `torch.load(weights_only=True)` accepts."""
     version, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002

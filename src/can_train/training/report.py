@@ -26,6 +26,8 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
         f"  logical batch  {plan.logical_batch} ({_WHY[plan.binding_limit]}), {steps} an epoch",
         f"  micro-batches  {_parts(plan)} a step, of up to {_counted(plan.largest_micro_batch, 'sample')}",
     ]
+    if run_plan.ranks > 1:
+        lines.append(f"  processes      {run_plan.ranks}, each with a share of every batch; rank 0's is shown")
     if plan.lr_factor != 1:
         lines.append(f"  learning rate  × {plan.lr_factor:.3g}, as the batch is not the preset's")
     limits, peak = run_plan.limits, run_plan.predicted_peak_bytes

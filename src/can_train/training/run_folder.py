@@ -18,6 +18,7 @@ from typing import Any, Final
 from can_train.config.plain_text import plain_from_yaml, plain_to_yaml
 from can_train.errors import RunError, nearest_first
 from can_train.state.atomic import write_json_atomic, write_text_atomic
+from can_train.training.attempts import Attempts
 
 CONFIG: Final = "config.yaml"
 """The file that makes a folder one of a run."""
@@ -39,6 +40,7 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
         self.result_path = path / "result.json"
         self.plan_path = path / "plan.json"
+        self.attempts = Attempts(path)
 
     @classmethod
     def create(cls, runs_dir: Path, key: str, config: Mapping[str, Any]) -> "RunFolder":
@@ -104,14 +106,6 @@ class RunFolder:
         except ValueError as error:
             raise RunError("The run's result cannot be read", value=str(self.result_path)) from error
         return result
-
-    def begin_attempt(self, start_time: str) -> int:
-        """Notes that an attempt begins; returns its number, from 1."""
-        path = self.path / "attempts.jsonl"
-        number = len(path.read_text().splitlines()) + 1 if path.exists() else 1
-        with path.open("a") as handle:
-            handle.write(json.dumps({"attempt": number, "start_time": start_time}) + "\n")
-        return number
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Puts together everything one attempt trains with: fresh, or as the last checkpoint left it."""
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +8,21 @@ from torch import nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.engine.micro_batcher import MicroBatcher
+from can_train.engine.ranks import Ranks
 from can_train.engine.rescue import RescueSettings
 from can_train.engine.reserve import OptimizerReserve
 from can_train.errors import CheckpointError
 from can_train.memory.meters import Meter
 from can_train.memory.monitor import MemoryMonitor
 from can_train.reporter import Reporter
-from can_train.state.atomic import write_json_atomic
-from can_train.state.factor_store import FactorChoice
-from can_train.training import loop
+from can_train.training import loop, randomness
 from can_train.training.checkpoints import Checkpoints
 from can_train.training.epochs import Epochs
 from can_train.training.factor_rule import FactorRule
+from can_train.training.frozen_plan import settle_plans
 from can_train.training.loading import fresh_model
 from can_train.training.optimization import Precision, make_optimization
-from can_train.training.planning import Planner, RunPlan, still_fits
+from can_train.training.planning import Planner, RunPlan
 from can_train.training.report import plan_lines
 from can_train.training.run_folder import MetricsLog, RunFolder
 from can_train.training.signals import StopRequests
@@ -42,6 +41,7 @@ class Parts:
     meter: Meter
     reporter: Reporter
     stops: StopRequests
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def make_session(given: Parts, factor: FactorRule) -> Session:
@@ -54,14 +54,30 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
     Raises:
         DoesNotFitError: Not even one sample fits.
         CheckpointError: No checkpoint of the run is whole.
+        RankFailedError: So it is on another rank.
     """
-    run, meter = given.run, given.meter
-    checkpoints = Checkpoints(given.folder.checkpoints_path)
-    saved = checkpoints.load(given.reporter)
-    precision = Precision.named(run.training.precision)
-    model = _model(given, begins=saved is None)
-    planner = Planner(run=run, task=given.task, model=model, meter=meter, reporter=given.reporter)
-    plan = _plan(given, planner, factor)
+    run, ranks = given.run, given.ranks
+    saved = _saved(given)
+    model = ranks.each(lambda: _model(given, begins=saved is None))
+    # The same seed may give other bits on another processor.
+    ranks.broadcast([*model.parameters(), *model.buffers()])
+    planner = Planner(
+        run=run, task=given.task, model=model, meter=given.meter, reporter=given.reporter, ranks=ranks.size
+    )
+    plans = _plans(given, planner, factor)
+    randomness.seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
+    session = _put_together(given, planner, plans, steps_done=0 if saved is None else saved["progress"]["step"])
+    if saved is None:
+        session.rewind_metrics(0)
+    else:
+        loop.restore(session, saved)
+        given.reporter.notice(f"Continuing at step {session.progress.step}")
+    return session
+
+
+def _put_together(given: Parts, planner: Planner, plans: list[RunPlan], *, steps_done: int) -> Session:
+    """Makes what trains by a plan, as it is before the first step."""
+    run, meter, model, plan = given.run, given.meter, planner.model, plans[given.ranks.rank]
     epochs = _epochs(given, plan)
     optimization = make_optimization(
         model,
@@ -70,30 +86,26 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
         total_steps=epochs.total_steps(run.training.epochs),
         device=meter.device,
     )
-    session = Session(
+    return Session(
         task=given.task,
         model=model,
         optimization=optimization,
-        precision=precision,
+        precision=Precision.named(run.training.precision),
         training=run.training,
         run_plan=plan,
+        shared_plan=plans[0],
         epochs=epochs,
         meter=meter,
-        monitor=_monitor(given, epochs, steps_done=0 if saved is None else saved["progress"]["step"]),
+        monitor=_monitor(given, epochs, steps_done=steps_done),
         batcher=_batcher(given, plan, model),
         planner=planner,
         reserve=OptimizerReserve(planner.optimizer_memory(), meter, retries=run.training.oom_retries),
-        checkpoints=checkpoints,
+        checkpoints=Checkpoints(given.folder.checkpoints_path),
         metrics=MetricsLog(given.folder.metrics_path),
         stops=given.stops,
         reporter=given.reporter,
+        ranks=given.ranks,
     )
-    if saved is None:
-        session.metrics.rewind(0)
-    else:
-        loop.restore(session, saved)
-        given.reporter.notice(f"Continuing at step {session.progress.step}")
-    return session
 
 
 def _model(given: Parts, *, begins: bool) -> nn.Module:
@@ -133,48 +145,29 @@ def _monitor(given: Parts, epochs: Epochs, *, steps_done: int) -> MemoryMonitor:
     return MemoryMonitor(meter=given.meter, interval=settings.interval, warmup=settings.warmup, total_steps=total_steps)
 
 
-def _plan(given: Parts, planner: Planner, factor: FactorRule) -> RunPlan:
-    """Reads the plan that an earlier attempt froze, or resolves and freezes one; shows it."""
-    path = given.folder.plan_path
-    plan = _frozen_plan(path)
-    if plan is None:
-        plan = planner.make(factor)
-        write_json_atomic(path, plan.to_plain())
-    elif not still_fits(plan, given.meter):
-        given.reporter.notice("The plan was made for another device: its batch is kept, and cut as this one needs")
-        plan = planner.make_again(plan, factor)
-        write_json_atomic(path, plan.to_plain())
-    elif factor.after_oom and factor.known is not None:
-        plan = _within(plan, factor.known)
+def _plans(given: Parts, planner: Planner, factor: FactorRule) -> list[RunPlan]:
+    """Settles every rank's plan; shows rank 0's."""
+    plans = settle_plans(planner, given.ranks, factor, given.folder.plan_path)
+    plan = plans[given.ranks.rank]
     given.reporter.notice("\n".join(plan_lines(plan, given.meter.key, given.meter.capacity_bytes)))
     for notice in (*plan.plan.notices, *plan.notices):
         given.reporter.notice(notice)
-    return plan
+    return plans
 
 
-def _frozen_plan(path: Path) -> RunPlan | None:
-    """Reads a plan that was frozen; None where none was.
+def _saved(given: Parts) -> dict[str, Any] | None:
+    """Reads the last checkpoint; None where there is none.
 
     Raises:
-        CheckpointError: It is not one that this version wrote.
+        CheckpointError: None of them is whole, or the ranks do not see the same one.
     """
-    try:
-        plain: dict[str, Any] = json.loads(path.read_text())
-        return RunPlan.from_plain(plain)
-    except FileNotFoundError:
-        return None
-    except (KeyError, TypeError, ValueError) as error:
+    checkpoints = Checkpoints(given.folder.checkpoints_path)
+    saved = given.ranks.each(lambda: checkpoints.load(given.reporter))
+    steps = given.ranks.together(lambda: None if saved is None else saved["progress"]["step"])
+    if len(set(steps)) > 1:
         raise CheckpointError(
-            "A run goes on by the plan in its folder, which this version cannot read",
-            value=f"{path}: {type(error).__name__} {error}",
-            remedy="Go on with the version that began the run, or train anew",
-        ) from error
-
-
-def _within(frozen: RunPlan, choice: FactorChoice) -> RunPlan:
-    """Keeps the logical batch and cuts it finer: the attempt before ran out of memory and lowered the factor."""
-    if frozen.plan.safety_factor is None or choice.factor >= frozen.plan.safety_factor:
-        return frozen
-    rules = replace(frozen.plan.rules, safe_limit=choice.factor * frozen.plan.rules.tuned_limit)
-    plan = replace(frozen.plan, rules=rules, safety_factor=choice.factor)
-    return replace(frozen, plan=plan, factor_reason=choice.reason)
+            "Every rank goes on from the same checkpoint",
+            value=f"they see those of steps {', '.join(map(str, steps))}",
+            remedy="All nodes must share the run folder; if they do, resume once they see the same files",
+        )
+    return saved

@@ -1,5 +1,5 @@
 """SIGTERM, SIGINT and SIGUSR2 (a scheduler's warning) as orderly exits: during training they wait until the step is
-done and saved, elsewhere they stop the process at once. A second signal does not wait.
+done and saved, elsewhere they stop the process at once. The first one decides; only a second Ctrl-C does not wait.
 """
 
 import signal
@@ -10,12 +10,24 @@ from typing import Any, Final
 
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
+WARNED: Final = 128 + signal.SIGUSR2
+"""Exit status of a process that left because its time is nearly up."""
+
+TERMINATED: Final = 128 + signal.SIGTERM
+"""Exit status of a process that was asked to leave."""
+
 
 class StopRequests:
-    """Turns signals into `SystemExit(128 + signal)`: 143 for SIGTERM, 130 for SIGINT, 140 for SIGUSR2."""
+    """Turns signals into `SystemExit(128 + signal)`: 143 for SIGTERM, 130 for SIGINT, 140 for SIGUSR2.
+
+    Attributes:
+        received: The first signal; None: none yet.
+        terminated: Whether SIGTERM arrived, first or later.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.terminated = False
         self._deferring = False
 
     @contextmanager
@@ -30,17 +42,18 @@ class StopRequests:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside the block the first signal is only noted in `received`; it ends the process at the block's end.
+        """Inside the block a signal is only noted in `received`; it ends the process at the block's end.
 
         Raises:
             SystemExit: A signal arrived that the block left unanswered.
         """
+        before, outer = self.received, self._deferring
         self._deferring = True
         try:
             yield
         finally:
-            self._deferring = False
-        if self.received is not None:
+            self._deferring = outer
+        if self.received != before and not outer:
             self.exit()
 
     def exit(self) -> None:
@@ -53,6 +66,12 @@ class StopRequests:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self.received is None
-        self.received = number
-        if not (self._deferring and first):
+        if first:
+            self.received = number
+        self.terminated |= number == signal.SIGTERM
+        if first and not self._deferring:
             self.exit()
+        # A scheduler sends SIGTERM twice, and again after its warning: what is being saved for the first must not be
+        # cut short. If it is in earnest it kills. Nobody but a person sends SIGINT.
+        if not first and number == signal.SIGINT:
+            raise SystemExit(128 + number)

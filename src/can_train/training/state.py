@@ -1,18 +1,25 @@
 """What one attempt of a run trains with, and how far it is."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.training import TrainingSettings
-from can_train.engine.micro_batcher import BatchResult, MicroBatcher
+from can_train.engine.batch_result import BatchResult
+from can_train.engine.micro_batcher import MicroBatcher
+from can_train.engine.ranks import Ranks
 from can_train.engine.reserve import OptimizerReserve
 from can_train.memory.meters import Meter
 from can_train.memory.monitor import MemoryMonitor
 from can_train.policy.leak import LeakWatch
+from can_train.policy.packing import BatchCosts
 from can_train.policy.plan import Plan
+from can_train.policy.sharing import share_out
 from can_train.reporter import Reporter
 from can_train.training import randomness
 from can_train.training.checkpoints import Checkpoints
@@ -63,7 +70,11 @@ class Session:
     """Everything one attempt of a run trains with.
 
     Attributes:
-        best: Weights of the lowest validation loss.
+        shared_plan: Rank 0's, by whose prices all ranks share work out alike.
+        best: Weights of the lowest validation loss; on rank 0 alone.
+        ranks: The processes that train the run.
+        stop_signal: A signal that some rank has received, known to all of them; None: none.
+        ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
         planner: Finds out anew what fits.
         trainable: Which parameters were trained at the last step; None before the first.
         monitor: Measures the attempt's peaks.
@@ -79,6 +90,7 @@ class Session:
     precision: Precision
     training: TrainingSettings
     run_plan: RunPlan
+    shared_plan: RunPlan
     epochs: Epochs
     meter: Meter
     monitor: MemoryMonitor
@@ -88,9 +100,12 @@ class Session:
     metrics: MetricsLog
     stops: StopRequests
     reporter: Reporter
+    ranks: Ranks = field(default_factory=Ranks)
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Any] = field(default_factory=dict)
     planner: Planner
+    stop_signal: int | None = None
+    ooms_elsewhere: int = 0
     trainable: tuple[bool, ...] | None = None
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
     largest_cost: float = 0.0
@@ -103,7 +118,7 @@ class Session:
 
     def note_run(self, result: BatchResult, *, counted: bool) -> None:
         """Remembers what ran, and what it cost where its memory was counted."""
-        self.largest_micro_batch = max(self.largest_micro_batch, *result.micro_batches)
+        self.largest_micro_batch = max((self.largest_micro_batch, *result.micro_batches))
         if counted:
             self.largest_cost = max(self.largest_cost, result.largest_cost)
             self.settled_cost = max(self.settled_cost, result.settled_cost)
@@ -124,13 +139,47 @@ class Session:
             self.monitor.pause()
             if self.plan.safety_factor is not None:
                 rule = FactorRule(known=self.run_plan.factor, aim=self.run_plan.aim)
-                self.run_plan = self.planner.make_again(self.run_plan, rule, held_bytes=held_bytes)
+                plans = self.ranks.together(lambda: self._again(rule, held_bytes))
+                self.run_plan, self.shared_plan = plans[self.ranks.rank], plans[0]
                 self.batcher.use(self.plan.rules, self.run_plan.limits)
                 # In bytes of another tuned limit.
                 self.largest_cost = self.settled_cost = 0.0
             self.reserve.expect(self.planner.optimizer_memory(), held_bytes=held_bytes)
             self.reserve.hold()
         self.trainable = trainable
+
+    def _again(self, rule: FactorRule, held_bytes: int) -> RunPlan:
+        return self.planner.make_again(self.run_plan, rule, held_bytes=held_bytes)
+
+    def share(self, rows: NDArray[np.int64], priced: Callable[[Task, NDArray[np.int64]], BatchCosts]) -> slice:
+        """Decides which of some samples this rank computes.
+
+        Args:
+            rows: The samples.
+            priced: Of `shared_plan`.
+        """
+        if self.ranks.size == 1:
+            return slice(0, len(rows))
+        stops = np.cumsum([0, *share_out(priced(self.task, rows), self.ranks.size)])
+        return slice(int(stops[self.ranks.rank]), int(stops[self.ranks.rank + 1]))
+
+    def training_share(self, rows: NDArray[np.int64]) -> slice:
+        """Decides which samples of a logical batch this rank computes."""
+        return self.share(rows, self.shared_plan.training_costs)
+
+    def hear(self, signals: Sequence[int | None]) -> None:
+        """Takes note of the signals that each rank has received."""
+        self.stop_signal = next((signal for signal in signals if signal is not None), None)
+
+    def rewind_metrics(self, lines: int) -> None:
+        """Keeps so many lines of the metrics, of which rank 0 has the only book."""
+        if self.ranks.is_first:
+            self.metrics.rewind(lines)
+
+    def log(self, **record: Any) -> None:
+        """Adds a line to the metrics."""
+        if self.ranks.is_first:
+            self.metrics.append(**record)
 
     @property
     def plan(self) -> Plan:
@@ -164,15 +213,26 @@ class Session:
 
 
 def save(session: Session) -> None:
-    """Writes a checkpoint of everything that the next step depends on."""
-    state = {
+    """Writes a checkpoint of everything that the next step depends on, on every rank.
+
+    Raises:
+        CheckpointError: It could not be written.
+        RankFailedError: Rank 0 could not write it.
+    """
+    of_ranks = session.ranks.together(
+        lambda: {"randomness": randomness.capture(), "micro_batches": session.batcher.state_dict()}
+    )
+    session.ranks.first(lambda: session.checkpoints.save(_state(session, of_ranks), step=session.progress.step))
+
+
+def _state(session: Session, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
         "model": session.model.state_dict(),
         "best": session.best,
         "optimization": session.optimization.state_dict(),
-        "randomness": randomness.capture(),
         "progress": asdict(session.progress),
         "metrics_lines": session.metrics.lines,
         "logical_batch": session.plan.logical_batch,
-        "micro_batches": session.batcher.state_dict(),
+        **of_ranks[0],
+        "other_ranks": list(of_ranks[1:]),
     }
-    session.checkpoints.save(state, step=session.progress.step)

@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from can_train.engine.micro_batcher import BatchResult, Losses
+from can_train.engine.batch_result import BatchResult, check_denominators, whole
+from can_train.engine.micro_batcher import Losses
+from can_train.engine.ranks import RankFailedError
 from can_train.engine.rescue import PartDoesNotFitError
 from can_train.engine.snapshot import Snapshot
 from can_train.errors import CanTrainError, DoesNotFitError
@@ -23,57 +26,96 @@ def take_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) ->
     session.renew_if_thawed()
     held = session.model, session.optimization.optimizer, session.reserve.tensors
     with session.monitor.step(*held) as counted:
-        result = _guarded_step(session, rows, ends_epoch=ends_epoch)
+        own, result = _guarded_step(session, rows, ends_epoch=ends_epoch)
     for term, mean in result.means.items():
         progress.epoch_sums[term] = progress.epoch_sums.get(term, 0.0) + mean * len(rows)
     progress.epoch_samples += len(rows)
     progress.epoch_parts += len(result.micro_batches)
-    progress.epoch_largest = max(progress.epoch_largest, *result.micro_batches)
+    progress.epoch_largest = max((progress.epoch_largest, *result.micro_batches))
     progress.epoch_ooms += result.ooms
     progress.step_in_epoch += 1
     progress.step += 1
-    session.note_run(result, counted=counted)
+    session.note_run(own, counted=counted)
     _tend_memory(session, result)
     return result.means
 
 
-def _guarded_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) -> BatchResult:
+def _guarded_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) -> tuple[BatchResult, BatchResult]:
     """Takes the step, or saves the run as it was before it and names the samples that do not fit."""
     snapshot = Snapshot(session.model, session.meter.device)
     try:
         return _optimizer_step(session, rows, ends_epoch=ends_epoch)
     except DoesNotFitError as error:
-        session.optimization.optimizer.zero_grad(set_to_none=True)
-        snapshot.restore()
-        save(session)
-        raise with_samples(error, session.task, rows) from None
+        _save_as_before(session, snapshot)
+        raise with_samples(error, session.task, rows[session.training_share(rows)]) from None
+    except RankFailedError as error:
+        if error.did_not_fit:
+            _save_as_before(session, snapshot)
+        raise
 
 
-def _optimizer_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) -> BatchResult:
-    """Accumulates the gradient of a logical batch and moves the weights."""
-    training, optimization, device = session.training, session.optimization, session.meter.device
-    generator = randomness.step_generator(seed=training.seed, step=session.progress.step)
+def _save_as_before(session: Session, snapshot: Snapshot) -> None:
+    session.optimization.optimizer.zero_grad(set_to_none=True)
+    snapshot.restore()
+    save(session)
+
+
+def _optimizer_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) -> tuple[BatchResult, BatchResult]:
+    """Accumulates the gradient of a logical batch and moves the weights.
+
+    Returns:
+        What this rank computed of the batch, and the whole.
+    """
+    ranks = session.ranks
+    reports = ranks.together(lambda: _own_share(session, rows))
+    own, denominators = reports[ranks.rank]
+    result = whole([share for share, _ in reports])
+    check_denominators(result, denominators, size=len(rows))
+    _check_finite(result.means, session.progress.step)
+    ranks.reduce_gradients(session.optimization.parameters)
+    session.hear(ranks.together(lambda: _move(session, ends_epoch=ends_epoch)))
+    ranks.broadcast_buffers(session.model)
+    return own, result
+
+
+def _own_share(session: Session, rows: NDArray[np.int64]) -> tuple[BatchResult, dict[str, float]]:
+    """Accumulates the gradient of this rank's share, and makes room for the step.
+
+    Returns:
+        What came of it, and the denominators of the whole logical batch.
+    """
+    optimization, device = session.optimization, session.meter.device
+    generator = randomness.step_generator(seed=session.training.seed, step=session.progress.step)
+    # The whole batch, so that what couples its samples is drawn alike on all ranks; it gathers what is asked of it.
     batch = session.task.logical_batch(rows, device, session.precision.dtype, generator)
+    share = session.training_share(rows)
 
     def losses_of(start: int, stop: int) -> Losses:
         with session.precision.context(device):
-            return batch.losses(session.model, start, stop)
+            return batch.losses(session.model, share.start + start, share.start + stop)
 
-    result = session.batcher.run(
+    if share.start == share.stop:
+        # A scaler that has never scaled refuses to step.
+        optimization.scaler.scale(torch.zeros((), device=device))
+    result = session.batcher.run_share(
         losses_of,
-        session.run_plan.training_costs(session.task, rows),
+        session.run_plan.training_costs(session.task, rows[share]),
         denominators=batch.denominators,
         weights=session.task.loss_weights,
         scale=optimization.scaler.scale,
     )
-    _check_finite(result.means, session.progress.step)
     session.reserve.before_step()
-    moved = optimization.step()
+    return result, dict(batch.denominators)
+
+
+def _move(session: Session, *, ends_epoch: bool) -> int | None:
+    """Moves weights and schedule; returns the signal that this rank has received."""
+    moved = session.optimization.step()
     session.batcher.stepped()
     # The schedule moves within the step, by epoch too, so that a checkpoint has both or neither.
-    if ends_epoch if training.scheduler_interval == "epoch" else moved:
-        optimization.scheduler.step()
-    return result
+    if ends_epoch if session.training.scheduler_interval == "epoch" else moved:
+        session.optimization.scheduler.step()
+    return session.stops.received
 
 
 def with_samples(error: DoesNotFitError, task: Task, rows: NDArray[np.int64]) -> DoesNotFitError:
@@ -83,7 +125,7 @@ def with_samples(error: DoesNotFitError, task: Task, rows: NDArray[np.int64]) ->
         start, stop = error.part
         more = f" and {stop - start - 1} more" if stop - start > 1 else ""
         value = f"{task.describe(int(rows[start]))}{more}; {value}"
-    return DoesNotFitError(error.rule, value=value, remedy=error.remedy)
+    return DoesNotFitError(error.rule, value=value, remedy=error.remedy, shortage=error.shortage)
 
 
 def _tend_memory(session: Session, result: BatchResult) -> None:

@@ -1,0 +1,261 @@
+"""The measurements behind `scripts/bench/slurm`: what the commands around a submitted run take beyond their imports,
+and a soak: many short runs on a real SLURM, some of them killed, put back into the queue or preempted at any moment.
+Every one must finish, with the weights of a run that nobody disturbed, and every attempt must have left its record.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from results_file import environment, markdown, write_section
+
+SANDBOX: Final = Path(__file__).resolve().parents[1] / "slurm-sandbox"
+
+TRAINING: Final = (
+    "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-floors",
+    "--epochs", "2", "--min-steps-per-epoch", "20", "--checkpoint-every", "5", "--device", "cpu", "--mem", "1200M",
+    "--cpus", "1", "--time", "30",
+)  # fmt: skip
+"""A short run: most of its time goes into imports, as with most that die early."""
+
+MODELS: Final = ("gat", "vgae")
+
+DISTURBANCES: Final = ("kill", "requeue", "preempt")
+
+PREEMPTING: Final = ("--partition=main", "--nodes=1", "--exclusive", "--time=1", "--output=/dev/null", "--wrap=sleep 3")
+"""A job of higher priority than those of the other partition."""
+
+PAUSE_S: Final = 3.0
+"""Between two disturbances."""
+
+POLL_S: Final = 2.0
+
+REPEATS: Final = 5
+"""Times that a command is timed."""
+
+FOLLOWED: Final = 4
+"""Runs whose weights are compared with those of undisturbed ones."""
+
+IMPORTS: Final[Mapping[str, str]] = {
+    "submit": "import typer, submitit, can_train.cli.submit, can_train.config.compose, can_train.config.sweeps",
+    "runs": "import typer, rich.table, can_train.cli.runs, can_train.launch.states",
+    "status": "import typer, rich.table, can_train.cli.status, can_train.launch.states",
+}
+"""What each command imports, to be timed by itself."""
+
+NOTES: Final = """\
+A SLURM of two nodes on one machine (`scripts/slurm-sandbox`), so that absolute times are those of two shared cores.
+*Beyond imports* is the median of the command less that of a Python that only imports what the command does. The soak
+kills training processes (SIGKILL), puts jobs back (`scontrol requeue`) and starts jobs of higher priority, one every
+few seconds, at random; runs go half to a partition that may be preempted."""
+
+
+@dataclass
+class Cluster:
+    """The runs of a soak and what was done to them.
+
+    Attributes:
+        folder: Where run folders and state are.
+        done: Disturbances by kind.
+    """
+
+    folder: Path
+    done: Counter[str] = field(default_factory=Counter)
+
+    def can_train(self, *arguments: str) -> str:
+        """Runs a command line and returns what it printed.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        places = ["--runs-dir", str(self.folder / "runs"), "--state-dir", str(self.folder / "state")]
+        command = [sys.executable, "-m", "can_train", *arguments, *places]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{ran.stdout}{ran.stderr}")
+        return ran.stdout
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Returns every run, as `can-train runs --json` has it."""
+        listed: list[dict[str, Any]] = json.loads(self.can_train("runs", "--json", "--limit", "0"))
+        return listed
+
+    def disturb(self, kind: str, running: Sequence[Mapping[str, Any]], rng: random.Random) -> None:
+        """Does something to one run that is running."""
+        if not running:
+            return
+        run = rng.choice(running)
+        acts = {
+            "kill": lambda: self._kill(Path(run["path"])),
+            "requeue": lambda: _succeeds("scontrol", "requeue", run["job_id"]),
+            "preempt": lambda: _succeeds("sbatch", *PREEMPTING),
+        }
+        self.done[kind] += acts[kind]()
+
+    @staticmethod
+    def _kill(path: Path) -> bool:
+        began = sorted((path / "attempts").glob("*-began.json"))
+        if not began:
+            return False
+        try:
+            os.kill(json.loads(began[-1].read_text())["pid"], signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def submit(cluster: Cluster, count: int) -> None:
+    """Submits the soak's runs: one array a model and partition."""
+    for index, model in enumerate(MODELS):
+        seeds = f"training.seed=range({0},{count // len(MODELS)})"
+        partition = ("main", "scavenge")[index % 2]
+        cluster.can_train("--model", model, *TRAINING, "--set", seeds, "--submit", "--partition", partition)
+
+
+def soak(cluster: Cluster, options: argparse.Namespace) -> float:
+    """Submits and disturbs until everything has ended; returns the seconds that it took."""
+    rng, started = random.Random(options.seed), time.monotonic()
+    submit(cluster, options.runs)
+    disturbed = 0.0
+    while (live := [run for run in cluster.runs() if run["state"] in ("queued", "running")]) and (
+        time.monotonic() - started < options.minutes * 60
+    ):
+        running = [run for run in live if run["state"] == "running"]
+        if sum(cluster.done.values()) < options.disturbances and time.monotonic() - disturbed > PAUSE_S:
+            cluster.disturb(rng.choice(DISTURBANCES), running, rng)
+            disturbed = time.monotonic()
+        left = options.disturbances - sum(cluster.done.values())
+        print(
+            f"{len(live)} of {options.runs} not ended, {len(running)} running, {left} disturbances to come", flush=True
+        )
+        time.sleep(POLL_S)
+    return time.monotonic() - started
+
+
+def undisturbed_equal(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> Iterator[bool]:
+    """Trains some of the runs again in one piece, those with most attempts, and compares the weights."""
+    import torch
+
+    attempts = {run["run_id"]: len(list((Path(run["path"]) / "attempts").glob("*-began.json"))) for run in runs}
+    for run in sorted(runs, key=lambda run: -attempts[run["run_id"]])[:FOLLOWED]:
+        again = Cluster(Path(tempfile.mkdtemp(dir=cluster.folder)))
+        config = json.loads(cluster.can_train("status", run["run_id"], "--json"))["config"]
+        model, seed = config["model_name"], config["training"]["seed"]
+        local = [word for word in TRAINING if word not in ("--mem", "1200M", "--cpus", "1", "--time", "30")]
+        again.can_train("--model", model, *local, "--seed", str(seed))
+        (path,) = (again.folder / "runs").iterdir()
+        one, other = _weights(Path(run["path"]), torch.load), _weights(path, torch.load)
+        yield one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _succeeds(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _weights(path: Path, load: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    manifest = json.loads((path / "checkpoints" / "manifest.json").read_text())
+    weights: dict[str, Any] = load(path / "checkpoints" / manifest["checkpoints"][0]["file"], weights_only=True)[
+        "model"
+    ]
+    return weights
+
+
+def recorded(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Counts the observations of finished runs, and those that there should be: one a run that finished."""
+    folder = cluster.folder / "state" / "observations"
+    found = {json.loads(path.read_text())["run_id"] for path in folder.glob("*.json")
+             if not path.name.endswith(".started.json")}  # fmt: skip
+    return len(found & {run["run_id"] for run in runs}), len(runs)
+
+
+def beyond_imports(cluster: Cluster) -> list[tuple[str, float, float]]:
+    """Times the commands: what they take, and what they take beyond their imports, in seconds."""
+    lines = {
+        "submit": ("--model", "gat", *TRAINING, "--submit", "--force"),
+        "runs": ("runs",),
+        "status": ("status", cluster.runs()[0]["run_id"]),
+    }
+    times = []
+    for name, line in lines.items():
+        whole, imports = [], []
+        for _ in range(REPEATS):
+            whole.append(_seconds(cluster.can_train, *line))
+            imports.append(_seconds(subprocess.run, [sys.executable, "-c", IMPORTS[name]], check=True))
+        times.append((name, median(whole), median(whole) - median(imports)))
+    return times
+
+
+def _seconds(call: Callable[..., object], *arguments: object, **options: object) -> float:
+    started = time.monotonic()
+    call(*arguments, **options)
+    return time.monotonic() - started
+
+
+def report(cluster: Cluster, seconds: float, times: Sequence[tuple[str, float, float]]) -> tuple[str, bool]:
+    """Writes the section, and tells whether everything held."""
+    runs = [run for run in cluster.runs() if run["sweep"]]
+    states = Counter(run["state"] for run in runs)
+    attempts = [len(list((Path(run["path"]) / "attempts").glob("*-began.json"))) for run in runs]
+    finished = [run for run in runs if run["state"] == "finished"]
+    same = list(undisturbed_equal(cluster, finished))
+    written, expected = recorded(cluster, finished)
+    disturbed = ", ".join(f"{count} × {kind}" for kind, count in sorted(cluster.done.items()))
+    rows = [
+        ("what", "seen"),
+        ("runs submitted", str(len(runs))),
+        ("disturbances", disturbed),
+        ("attempts", f"{sum(attempts)}, at most {max(attempts)} a run"),
+        ("ended as", ", ".join(f"{count} {state}" for state, count in states.items())),
+        ("observations of finished runs", f"{written} of {expected}"),
+        ("most disturbed runs equal to undisturbed ones, bitwise", f"{sum(same)} of {len(same)}"),
+        ("time", f"{seconds / 60:.1f} min"),
+        *((f"`{name}`", f"{whole:.2f} s, beyond imports {beyond:.2f} s") for name, whole, beyond in times),
+    ]
+    held = len(finished) == len(runs) and written == expected and all(same)
+    return "\n\n".join(
+        [NOTES, markdown(rows), environment({"torch": version("torch"), "submitit": version("submitit")})]
+    ), held
+
+
+def start_sandbox() -> None:
+    """Starts the project's SLURM, where no other answers already."""
+    if subprocess.run(["scontrol", "ping"], capture_output=True, check=False).returncode == 0:
+        return
+    subprocess.run([SANDBOX, "start"], check=True)
+    line = subprocess.run([SANDBOX, "env"], capture_output=True, text=True, check=True).stdout
+    os.environ["SLURM_CONF"] = line.strip().partition("=")[2]
+
+
+def main() -> int:
+    """Runs the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=50, help="runs of the soak")
+    parser.add_argument("--disturbances", type=int, default=40, help="kills, requeues and preemptions")
+    parser.add_argument("--minutes", type=float, default=30.0, help="after which the soak has failed")
+    parser.add_argument("--seed", type=int, default=0, help="of what is done to which run")
+    options = parser.parse_args()
+    start_sandbox()
+    with tempfile.TemporaryDirectory(prefix="can-train-soak-") as folder:
+        cluster = Cluster(Path(folder))
+        seconds = soak(cluster, options)
+        text, held = report(cluster, seconds, beyond_imports(cluster))
+    write_section("slurm", "Runs on a SLURM cluster", text)
+    print(text)
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""What happens right after a job, in the batch shell that outlives its processes: finds out how the training ended
+where it could not say so itself, and has the run go on where that makes sense. What makes sense `policy` decides.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from can_train.config.cluster import ClusterSettings
+from can_train.errors import RunError
+from can_train.launch.job import Entry, cluster_of, limits_of
+from can_train.launch.slurm_job import (
+    host_memory_ran_out,
+    is_running,
+    last_line,
+    memory_mib,
+    move_dependents,
+    node_names,
+    put_back,
+    tail,
+    usable_nodes,
+)
+from can_train.launch.submission import Submission
+from can_train.policy.restarts import (
+    Aftermath,
+    Decision,
+    Leave,
+    Requeue,
+    Resubmit,
+    decide,
+    ending_of,
+    is_after_oom,
+)
+from can_train.state.registry import JobRecord, Registry, RunRecord
+from can_train.training.attempts import Attempts, Ended, Place, this_machine
+from can_train.training.run_folder import RunFolder
+
+_REGISTERED_WITHIN_S: Final = 10.0
+"""A job that fails at once may be over before the submitting process has entered it into the registry."""
+
+_LOOK_EVERY_S: Final = 0.5
+
+_CARRIED: Final = ("partition", "account", "qos", "time", "mem", "exclude")
+"""Resources that the next job asks for as the last one did, whatever the run's configuration says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Over:
+    """A job that is over.
+
+    Attributes:
+        run: Its run.
+        job: Its entry in the registry.
+        place: Which attempt of it this was.
+        state_dir: State folder.
+    """
+
+    run: RunRecord
+    job: JobRecord
+    place: Place
+    state_dir: Path
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        return RunFolder(Path(self.run.path))
+
+    @property
+    def attempts(self) -> Attempts:
+        """The run's attempts, as seen from the job."""
+        return Attempts(Path(self.run.path), self.place)
+
+
+def after_job(entry: Entry, state_dir: Path, *, status: int) -> str:
+    """Does what is to be done after the job around this process.
+
+    Args:
+        entry: Trains the run in a folder, for a job that is submitted again.
+        state_dir: State folder, where the registry is.
+        status: Exit status of the job step.
+
+    Returns:
+        What was done, in words; empty: nothing that needs to be said.
+    """
+    place = replace(Place.here(), rank=0)
+    found = _find(Registry(state_dir), place.job_id)
+    if found is None:
+        return ""
+    over = _Over(run=found[0], job=found[1], place=place, state_dir=state_dir)
+    log = tail(Path(over.job.log_path))
+    said = over.attempts.ended_of_job(place)
+    ending = ending_of(said.ending if said else "", status=status, host_oom=host_memory_ran_out(place.job_id, log))
+    decision = _decide(over, said, ending)
+    _record(over, said, _Finding(ending, _message(ending, status, log), decision))
+    if isinstance(decision, Leave) or not is_running(place.job_id):
+        return decision.reason if isinstance(decision, Leave) else ""
+    return _do(over, decision, entry)
+
+
+def _find(registry: Registry, job_id: str) -> tuple[RunRecord, JobRecord] | None:
+    """Finds the run that a job was started for; the newest, since SLURM may have begun to count anew."""
+    until = time.monotonic() + _REGISTERED_WITHIN_S
+    while True:
+        for run in reversed(registry.runs()):
+            for job in reversed(registry.jobs(run.run_id)):
+                if (job.executor, job.job_id) == ("slurm", job_id):
+                    return run, job
+        if time.monotonic() > until:
+            return None
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _decide(over: _Over, said: Ended | None, ending: str) -> Decision:
+    nodes = usable_nodes(os.environ.get("SLURM_JOB_PARTITION", ""))
+    avoided = {*_avoided(over, said)}
+    details: Mapping[str, Any] = said.details if said and ending == "gpu_oom" else {}
+    facts = Aftermath(
+        ending=ending,
+        restarts=over.attempts.restarts_of(over.place.job_id),
+        resubmits=_resubmits(Registry(over.state_dir).jobs(over.run.run_id)),
+        **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
+        memory_mib=memory_mib(os.environ),
+        most_memory_mib=max((node.memory_mib for node in nodes), default=None),
+        has_other_nodes=len({node.name for node in nodes} - avoided) >= cluster_of(over.folder).nodes,
+    )
+    return decide(facts, limits_of(over.folder))
+
+
+def _resubmits(jobs: list[JobRecord]) -> int:
+    """Counts the last jobs that were submitted for an out-of-memory: one that a person submits begins anew."""
+    count = 0
+    for job in reversed(jobs):
+        if not is_after_oom(job.reason):
+            break
+        count += 1
+    return count
+
+
+def _avoided(over: _Over, said: Ended | None) -> list[str]:
+    """Nodes that the next job is not to have: those that this one avoided, and the one that memory ran out on."""
+    before = node_names(str(over.job.resources.get("exclude", "")))
+    return list(dict.fromkeys([*before, said.host if said else this_machine()]))
+
+
+@dataclass(frozen=True)
+class _Finding:
+    ending: str
+    message: str
+    decision: Decision
+
+
+def _record(over: _Over, said: Ended | None, finding: _Finding) -> None:
+    """Writes down what the processes of the attempt could not know, or had no time to say."""
+    left = finding.decision.reason if isinstance(finding.decision, Leave) else ""
+    if said is not None and said.ending == finding.ending and (not left or said.ending == "time_limit"):
+        return
+    own = said.message if said and said.ending == finding.ending else finding.message
+    message = ". ".join(part for part in (left, own) if part)
+    over.attempts.witness(finding.ending, message, said.details if said else {})
+
+
+def _message(ending: str, status: int, log: str) -> str:
+    """Says in one line what is to be seen from outside."""
+    if ending == "failed":
+        return last_line(log) or f"exit status {status}"
+    return {
+        "killed": "A process was killed (SIGKILL)",
+        "host_oom": "The system killed a process for want of memory",
+    }.get(ending, "")
+
+
+def _do(over: _Over, decision: Requeue | Resubmit, entry: Entry) -> str:
+    if isinstance(decision, Requeue):
+        done = put_back(over.place.job_id)
+        return f"{decision.reason}: {'put back into the queue' if done else 'SLURM refuses to put the job back'}"
+    try:
+        job = _submit_again(over, decision, entry)
+    except RunError as error:
+        return f"{decision.reason}: could not be submitted again. {error}"
+    move_dependents(over.place.job_id, job.job_id)
+    return f"{decision.reason}: submitted again as job {job.job_id}"
+
+
+def _submit_again(over: _Over, decision: Resubmit, entry: Entry) -> JobRecord:
+    from can_train.launch.slurm import submit_jobs
+
+    submission = Submission(name=over.run.key, state_dir=over.state_dir, reason=decision.reason)
+    folder, cluster = over.folder, next_cluster(cluster_of(over.folder), over.job.resources, decision)
+    if not decision.elsewhere:
+        return submit_jobs(entry, [folder], cluster, submission)[0]
+    avoiding = replace(cluster, exclude=",".join(_avoided(over, over.attempts.ended_of_job(over.place))))
+    try:
+        return submit_jobs(entry, [folder], avoiding, submission)[0]
+    except RunError:
+        # What else is asked for, no other node has.
+        return submit_jobs(entry, [folder], cluster, submission)[0]
+
+
+def next_cluster(cluster: ClusterSettings, last: Mapping[str, Any], decision: Resubmit) -> ClusterSettings:
+    """Says what the next job asks for.
+
+    Args:
+        cluster: What the run's configuration says.
+        last: Resources of its last job.
+        decision: What is to be different.
+    """
+    carried: dict[str, Any] = {name: str(last[name]) for name in _CARRIED if name in last}
+    if decision.memory_mib is not None:
+        additional = {name: value for name, value in cluster.additional.items() if not _is_memory(name)}
+        carried |= {"mem": f"{decision.memory_mib}M", "additional": additional}
+    elif not decision.elsewhere:
+        # Nodes that were avoided may be tried again, for want of others; a person's own exclusions stay.
+        carried["exclude"] = cluster.exclude
+    return replace(cluster, **carried)
+
+
+def _is_memory(option: str) -> bool:
+    return option.replace("_", "-").startswith("mem-per-")

@@ -1,0 +1,157 @@
+"""What ranks do in the tests of training: a line is fitted together, and something may happen to one of them."""
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.config.compose import RunRequest, resolve
+from can_train.engine.ranks import Ranks
+from can_train.policy.features import Feature
+from can_train.training import loop, randomness
+from can_train.training.learning import Attempt
+from can_train.training.run import train_new
+from can_train.training.session import make_session
+from line_fit import LineBatch, LineTask, Notices, fixed, line_parts
+
+MIB = 2**20
+
+
+class TroubledTask(LineTask):
+    """Points, some of which are dropped; from the moment it is armed something happens at its `at`th batch."""
+
+    def __init__(self, *, dropout: float, norm: bool, how: str, at: int) -> None:
+        super().__init__()
+        self.dropout, self.norm, self.how, self.at = dropout, norm, how, at
+        self.armed = False
+        self.asked = 0
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.BatchNorm1d(4) if self.norm else nn.Identity(), super().build_model(), nn.Dropout(self.dropout)
+        )
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LineBatch:
+        self.asked += 1
+        if self.armed and generator is not None:
+            self.at -= 1
+            if self.at == 0:
+                self._happen()
+        return super().logical_batch(rows, device, dtype, generator)
+
+    def _happen(self) -> None:
+        if self.how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "bug":
+            raise ValueError("a bug")
+        elif self.how == "little memory":
+            self.fail_above = 2
+        elif self.how == "no memory":
+            self.fail_above = 0
+
+
+class HungryTask(TroubledTask):
+    """Points of which each takes 1 MiB."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.features = (Feature("points"),)
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.ones((len(rows), 1))
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LineBatch:
+        self.asked += 1
+        return HungryBatch(self._x[rows].to(device, dtype), self.fail_above)
+
+
+class HungryBatch(LineBatch):
+    """Some of them."""
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
+        held = torch.ones((stop - start) * MIB // 4, requires_grad=True)
+        total, denominator = super().losses(model, start, stop)["error"]
+        return {"error": (total + 0 * held.square().sum(), denominator)}
+
+
+def fit_line(
+    ranks: Ranks,
+    folder: Path,
+    *,
+    trouble: tuple[int, str, int] = (0, "", 0),
+    dropout: float = 0.0,
+    norm: bool = False,
+    capacities_mib: tuple[int, ...] = (),
+    **training: Any,
+) -> None:
+    """Trains as a run does, from the plan to the last step.
+
+    Args:
+        ranks: Who trains.
+        folder: Of the run; what each rank came to is in its `rank-<rank>.pt`.
+        trouble: The rank that something happens to, what, and at which batch.
+        dropout: Of the model.
+        norm: Whether it has a BatchNorm.
+        capacities_mib: Of each rank's device, on which each point takes 1 MiB.
+        training: Settings.
+    """
+    torch.use_deterministic_algorithms(True)
+    unlucky, how, at = trouble
+    kind = HungryTask if capacities_mib else TroubledTask
+    task = kind(dropout=dropout, norm=norm, how=how if unlucky == ranks.rank else "", at=at)
+    parts = ranks.first_then_others(lambda: line_parts(folder, task, **training))
+    parts = replace(parts, ranks=ranks)
+    if capacities_mib:
+        parts.meter.capacity_bytes = capacities_mib[ranks.rank] * MIB
+    session = make_session(parts, fixed(0.5))
+    planning, generators = task.asked, randomness.capture()
+    drawn = torch.rand(3)
+    randomness.restore(generators)
+    task.armed = True
+    with parts.stops.installed(), Attempt(run=parts.run, folder=parts.folder, session=session):
+        loop.train(session)
+    assert isinstance(parts.reporter, Notices)
+    told = {
+        "weights": torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()]),
+        "buffers": dict(session.model.named_buffers()),
+        "best": session.best,
+        "step": session.progress.step,
+        "ooms": (session.batcher.ooms, session.ooms_elsewhere),
+        "plan": session.run_plan.to_plain(),
+        "notices": parts.reporter.texts,
+        "asked in planning": planning,
+        "drawn": drawn,
+    }
+    torch.save(told, folder / f"rank-{ranks.rank}.pt")
+    ranks.close()
+
+
+def train_windows(ranks: Ranks, folder: Path, *, model: str, state: Path) -> None:
+    """Trains a small model on simulated windows, from the data to the judgement."""
+    values = {
+        "dataset.synthetic.seconds": 5,
+        "training.epochs": 1,
+        "training.precision": "fp64",
+        "training.batch_size": 40,
+        "model.dropout": 0.0,
+        "mode.floors": False,
+        "paths.runs_dir": str(folder / "runs"),
+        "paths.state_dir": str(state),
+    }
+    run = resolve(RunRequest(model=model, dataset="synthetic", size="student", device="cpu", values=values))
+    reporter = Notices()
+    outcome = train_new(run, reporter, ranks)
+    torch.save((outcome.summary, reporter.texts), folder / f"outcome-{ranks.rank}.pt")
