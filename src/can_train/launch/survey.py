@@ -23,6 +23,7 @@ from can_train.training.run_folder import CONFIG, RunFolder
 
 _STAMP: Final = "%Y%m%d-%H%M%S"
 _STAMP_LENGTH: Final = 15
+_YEAR_LENGTH: Final = 4
 _TAIL_LENGTH: Final = 4
 """A run id is a time, a key, and four digits."""
 
@@ -82,13 +83,13 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
 
 
 def short_name(run_id: str) -> str:
-    """Shortens a run id to its time and its last digits, which tell it from others of the same second.
+    """Shortens a run id to the day, the time and its last digits, which tell it from others of the same second.
 
     Example:
         >>> short_name("20260728-101500-hcrl_ch_gat_student_normal-3fa9")
-        '20260728-101500-3fa9'
+        '0728-101500-3fa9'
     """
-    return f"{run_id[:_STAMP_LENGTH]}-{run_id[-_TAIL_LENGTH:]}" if _made(run_id) else run_id
+    return f"{run_id[_YEAR_LENGTH:_STAMP_LENGTH]}-{run_id[-_TAIL_LENGTH:]}" if _made(run_id) else run_id
 
 
 def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
