@@ -47,7 +47,6 @@ def test_help_shows_the_first_line_to_type_and_every_setting(
         ((*TRAIN, "--max_epochs", "3", "--epochs", "4"), "--epochs has two different values"),
         ((*TRAIN, "--accum_steps=2", "--accumulate-grad-batches", "3"), "two different values"),
         ((*TRAIN, "--set", "training.lr"), "--set takes group.key=value"),
-        ((*TRAIN, "--submit"), "--cluster"),
         ((*TRAIN, "--submit", "--cluster", "nowhere"), "Unknown cluster"),
         ((*TRAIN, "--device", "gpu", "--dry-run"), "Unknown device"),
         (("--model", "gat", "--dataset", "/no/such/file.csv"), "/no/such/file.csv"),

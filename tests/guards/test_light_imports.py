@@ -12,6 +12,7 @@ from guards.sources import PACKAGE
 
 FRAMEWORKS = {"torch", "torch_geometric", "hydra", "hydra_zen", "omegaconf", "submitit"}
 LIBRARIES = {"numpy", "polars", "scipy", "sklearn"}
+ABOUT_RUNS = ("runs", "status", "logs", "cancel", "resume", "resubmit")
 
 CALL = """
 import json, sys
@@ -52,13 +53,19 @@ def packages_imported_by(statement: str, *arguments: str, home: Path) -> set[str
         (COMMAND_LINE, ["--help"], FRAMEWORKS | LIBRARIES),
         (COMMAND_LINE, ["factors"], FRAMEWORKS),
         (COMMAND_LINE, ["factors", "--help"], FRAMEWORKS),
-        (COMMAND_LINE, ["resume", "--help"], FRAMEWORKS | LIBRARIES),
+        *((COMMAND_LINE, [command, "--help"], FRAMEWORKS | LIBRARIES) for command in ABOUT_RUNS),
+        (COMMAND_LINE, ["runs"], FRAMEWORKS | LIBRARIES),
+        (COMMAND_LINE, ["status", "made-here"], FRAMEWORKS | LIBRARIES),
+        (COMMAND_LINE, ["cancel", "made-here"], FRAMEWORKS | LIBRARIES),
     ],
-    ids=["import can_train", "can-train", "--help", "factors", "factors --help", "resume --help"],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_what_must_start_at_once_imports_nothing_heavy(
     tmp_path: Path, statement: str, arguments: list[str], heavy: set[str]
 ) -> None:
+    run = tmp_path / "runs" / "made-here"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
     assert packages_imported_by(statement, *arguments, home=tmp_path) & heavy == set()
 
 

@@ -95,6 +95,11 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def in_one_unit(seconds: float) -> str:
+    """Writes a duration in its largest unit only, for a column."""
+    return " ".join(duration(seconds).split()[:2])
+
+
 def moment(time: str) -> str:
     """Writes a time of the files in this machine's time zone, to the second."""
     return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M:%S}"

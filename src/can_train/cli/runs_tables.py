@@ -4,14 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from can_train.cli.looking import duration, moment, seconds_between, shown, told
+from can_train.cli.looking import duration, in_one_unit, moment, seconds_between, shown, told
 from can_train.cli.tables import TextTable
 from can_train.launch.judge import judge_attempt, live_row
 from can_train.launch.progress import Progress
 from can_train.launch.states import QUEUED, RUNNING
 from can_train.launch.survey import Surveyed, log_of, short_name
 
-_COLUMNS: Final = ("run", "configuration", "state", "time", "step", "loss")
+_COLUMNS: Final = ("run", "configuration", "state", "time", "epoch", "loss")
+"""They fit a terminal of 80 columns; steps and all else are in `status` and in the JSON."""
 
 
 def runs_table(runs: Sequence[Surveyed], older: int) -> TextTable:
@@ -26,8 +27,8 @@ def runs_table(runs: Sequence[Surveyed], older: int) -> TextTable:
             short_name(each.known.run_id),
             each.known.record.key,
             shown(each.state),
-            duration(seconds) if (seconds := seconds_of(each)) is not None else "",
-            _of(each.progress.step, each.progress.steps),
+            in_one_unit(seconds) if (seconds := seconds_of(each)) is not None else "",
+            _epochs(each.progress),
             _figure(each.progress.best_validation_loss),
         )
         for each in runs
@@ -158,7 +159,11 @@ def _of(done: int | None, total: int | None) -> str:
 
 
 def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else f"{value:.3g}"
+
+
+def _epochs(progress: Progress) -> str:
+    return _of(progress.epoch if progress.epoch is not None or not progress.epochs else 0, progress.epochs)
 
 
 def _progress(progress: Progress) -> str:

@@ -20,6 +20,7 @@ from can_train.launch.local import run_here, submit_processes
 from can_train.launch.order import Order, Ordered, Wanted, make_order
 from can_train.launch.slurm import script_text, submit_jobs
 from can_train.launch.submission import Submission
+from can_train.policy.slurm_units import parse_time_min, time_text
 from can_train.state.registry import JobRecord, Registry
 from can_train.training.folders import state_dir
 from can_train.training.new_run import enter
@@ -176,7 +177,7 @@ def _asked(run: ResolvedRun) -> str:
         f"{cluster.num_gpus} × {cluster.gpu_type or 'GPU'}" if cluster.num_gpus else cluster.gres,
         f"{cluster.cpus} processors a rank" if cluster.cpus else "",
         cluster.mem,
-        cluster.time,
+        f"at most {time_text(parse_time_min(cluster.time))}",
     ]
     return ", ".join(part for part in parts if part)
 

@@ -40,7 +40,13 @@ def changed(plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[str, 
         _put(result, assignment.key, _parsed(assignment, parser))
     for assignment in flags:
         _put(result, assignment.key, assignment.value)
-    return from_plain(result)
+    try:
+        return from_plain(result)
+    except ConfigError as error:
+        if error.__cause__ is None:
+            raise
+        # Only what was changed can be of the wrong form: the rest was read before.
+        raise ConfigError("A setting does not have the right form", value=error.value) from error
 
 
 def _parsed(assignment: Assignment, parser: OverridesParser) -> Any:

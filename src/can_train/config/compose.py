@@ -120,7 +120,7 @@ def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
     try:
         merged = OmegaConf.merge(schema, _literal(dict(plain)))
     except OmegaConfBaseException as error:
-        raise ConfigError("The saved configuration does not fit this version", value=_first_line(error)) from error
+        raise ConfigError("The saved configuration does not fit this version", value=_named_line(error)) from error
     assert isinstance(merged, DictConfig)
     return _instantiated(merged, task, spec)
 
@@ -198,6 +198,8 @@ def _literal(value: Any) -> Any:
     """Escapes what OmegaConf would take for an interpolation: a value given by a flag is meant as it stands."""
     if isinstance(value, dict):
         return {key: _literal(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_literal(inner) for inner in value]
     if not isinstance(value, str):
         return value
     # Backslashes before `${` escape it and each other; all others stand for themselves.
@@ -281,6 +283,12 @@ def _named(names: Iterable[str]) -> list[str]:
 def _slug(path: Path) -> str:
     stem = path.resolve().name.split(".")[0] if not path.is_dir() else path.resolve().name
     return re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "log"
+
+
+def _named_line(error: BaseException) -> str:
+    """What is wrong, with the setting that it is about where the error tells."""
+    key = re.search(r"full_key: (\S+)", str(error))
+    return f"{key.group(1)}: {_first_line(error)}" if key else _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Final
 from can_train.errors import CanTrainError
 from can_train.policy.slurm_units import parse_time_min
 
-ANSWER_S: Final = 15.0
+ANSWER_S: Final = 10.0
 """Seconds that a controller may take to answer: a busy one needs some, a dead one none."""
 
 _FIELD: Final = re.compile(r"(?:^|\s)([A-Z][A-Za-z/:]*)=")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from can_train.launch.endings import how_it_ended
-from can_train.launch.slurm_query import AT_WORK, WAITING, AccountRow, QueueRow
+from can_train.launch.slurm_query import AT_WORK, UNFINISHED, WAITING, AccountRow, QueueRow
 from can_train.launch.slurm_reasons import NEVER_SATISFIED, reason_in_words
 from can_train.launch.states import (
     CANCELLED,
@@ -76,12 +76,12 @@ def judge_attempt(attempt: AttemptFacts, evidence: Evidence) -> RunState:
         return RunState(state=RUNNING)
     if last and attempt.ended is None and not job_id and attempt.alive is not False:
         return _of_process(attempt, evidence)
-    rows = [
-        row for row in evidence.answer.accounts or () if row.job_id == job_id and row.state not in WAITING | AT_WORK
-    ]
+    rows = [row for row in evidence.answer.accounts or () if row.job_id == job_id]
     found = rows[attempt.began.restarts] if attempt.began.restarts < len(rows) else None
-    return how_it_ended(attempt.ended, found or (_final_row(job_id, evidence) if last else None),
-                        evidence.log_tail if last and job_id else "", asked=_asked(attempt, evidence))  # fmt: skip
+    if found is None or found.state in UNFINISHED:
+        found = _final_row(job_id, evidence) if last else None
+    log = evidence.log_tail if last and job_id else ""
+    return how_it_ended(attempt.ended, found, log, asked=_asked(attempt, evidence))
 
 
 def slurm_jobs(evidence: Evidence) -> list[str]:
@@ -131,7 +131,7 @@ def _running(row: QueueRow, evidence: Evidence) -> RunState:
 
 def _anew(evidence: Evidence) -> str:
     reason = evidence.jobs[-1].reason if evidence.jobs else ""
-    return f"submitted again: {reason}" if reason else ""
+    return f"submitted again ({reason})" if reason else ""
 
 
 def _of_slurm(job_id: str, attempt: AttemptFacts | None, evidence: Evidence) -> RunState:
@@ -160,7 +160,7 @@ def _unbegun(row: AccountRow | None, evidence: Evidence) -> RunState:
     unmet = not row.by_person and row.reason.startswith("Dependency")
     if row.state == "CANCELLED" and not unmet:
         why = reason_in_words(row.reason)
-        return RunState(state=CANCELLED, sentence="before it started" + (f" ({why})" if why else ""))
+        return RunState(state=CANCELLED, sentence="before it started" + (f"; then, {why}" if why else ""))
     reason = NEVER_SATISFIED if unmet else _UNLAUNCHED if unopened else row.reason
     return RunState(state=NEVER_STARTED, sentence=reason_in_words(reason))
 
@@ -168,7 +168,7 @@ def _unbegun(row: AccountRow | None, evidence: Evidence) -> RunState:
 def _final_row(job_id: str, evidence: Evidence) -> AccountRow | None:
     """Finds what SLURM says of the end of a job that is not in the queue any more."""
     rows = [row for row in evidence.answer.accounts or () if row.job_id == job_id]
-    if rows and rows[-1].state not in WAITING | AT_WORK:
+    if rows and rows[-1].state not in UNFINISHED:
         return rows[-1]
     # The accounting lags by seconds, and may be off altogether: the controller remembers its last minutes.
     left = [row for row in evidence.answer.queue or () if row.job_id == job_id and row.state not in WAITING | AT_WORK]

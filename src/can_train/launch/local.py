@@ -78,7 +78,8 @@ def _start_detached(job: Job, folder: Path, writing: int) -> None:
     try:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
-        for standard_stream in (0, 1):
+        # Also the errors: whoever reads them through a pipe would wait for the run's end.
+        for standard_stream in (0, 1, 2):
             os.dup2(null, standard_stream)
         executor = submitit.LocalExecutor(folder)
         gpus = _gpus()

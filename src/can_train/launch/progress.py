@@ -1,13 +1,16 @@
 """How far a run has come, from what is in its folder; whatever is missing or damaged there is simply not known."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from can_train.errors import RunError
-from can_train.training.run_folder import RunFolder
+from can_train.training.run_folder import CONFIG, RunFolder
+
+_EPOCHS: Final = re.compile(r"^training:\n(?:  .*\n)*?  epochs: (\d+)$", re.MULTILINE)
+"""The setting, as `plain_to_yaml` writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +83,12 @@ def _of_result(result: Mapping[str, Any]) -> Progress:
 
 
 def _epochs(folder: RunFolder) -> int | None:
+    """Finds the one number in the configuration; reading all of it takes as long as all else of a run together."""
     try:
-        return _whole(_nested(folder.config(), "training").get("epochs"))
-    except RunError:
+        found = _EPOCHS.search((folder.path / CONFIG).read_text())
+    except (OSError, ValueError):
         return None
+    return int(found[1]) if found else None
 
 
 def _saved_step(checkpoints: Path) -> int | None:

@@ -32,6 +32,9 @@ AT_WORK: Final = frozenset(
 )
 """States of a job that has nodes."""
 
+UNFINISHED: Final = AT_WORK | {"PENDING"}
+"""States in the accounting of an attempt that goes on; REQUEUED, there, is one that has ended."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class QueueRow:

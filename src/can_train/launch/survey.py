@@ -19,13 +19,11 @@ from can_train.launch.states import AttemptFacts, Evidence, RunState
 from can_train.state.documents import utc_text
 from can_train.state.registry import JobRecord, Registry, RunRecord
 from can_train.training.attempts import Attempts
-from can_train.training.run_folder import RunFolder
-
-_CONFIG: Final = "config.yaml"
-"""What makes a folder one of a run."""
+from can_train.training.run_folder import CONFIG, RunFolder
 
 _STAMP: Final = "%Y%m%d-%H%M%S"
 _STAMP_LENGTH: Final = 15
+_YEAR_LENGTH: Final = 4
 _TAIL_LENGTH: Final = 4
 """A run id is a time, a key, and four digits."""
 
@@ -78,20 +76,20 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
         StateError: The registry cannot be read.
     """
     records = {record.run_id: record for record in registry.runs()}
-    folders = {path.parent.name: path.parent for path in runs_dir.glob(f"*/{_CONFIG}")}
+    folders = {path.parent.name: path.parent for path in runs_dir.glob(f"*/{CONFIG}")}
     found = [_registered(record, folders) for record in records.values()]
     found += [_unregistered(path) for run_id, path in folders.items() if run_id not in records]
     return sorted(found, key=lambda known: (known.record.time, known.run_id), reverse=True)
 
 
 def short_name(run_id: str) -> str:
-    """Shortens a run id to its time and its last digits, which tell it from others of the same second.
+    """Shortens a run id to the day, the time and its last digits, which tell it from others of the same second.
 
     Example:
         >>> short_name("20260728-101500-hcrl_ch_gat_student_normal-3fa9")
-        '20260728-101500-3fa9'
+        '0728-101500-3fa9'
     """
-    return f"{run_id[:_STAMP_LENGTH]}-{run_id[-_TAIL_LENGTH:]}" if _made(run_id) else run_id
+    return f"{run_id[_YEAR_LENGTH:_STAMP_LENGTH]}-{run_id[-_TAIL_LENGTH:]}" if _made(run_id) else run_id
 
 
 def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
@@ -101,7 +99,7 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
         RunError: There is no such run, or several begin like this; the message lists them, nearest first.
     """
     path = Path(name)
-    if (path / _CONFIG).is_file():
+    if (path / CONFIG).is_file():
         here = path.resolve()
         return next((known for known in runs if known.folder.path.resolve() == here), None) or _unregistered(here)
     exact = [known for known in runs if name in (known.run_id, short_name(known.run_id))]
@@ -162,7 +160,7 @@ def _unregistered(path: Path) -> KnownRun:
     run_id = path.name
     time = datetime.strptime(run_id[:_STAMP_LENGTH], _STAMP) if _made(run_id) else None
     if time is None:
-        time = datetime.fromtimestamp((path / _CONFIG).stat().st_mtime)
+        time = datetime.fromtimestamp((path / CONFIG).stat().st_mtime)
     key = run_id[_STAMP_LENGTH + 1 : -_TAIL_LENGTH - 1] if _made(run_id) else run_id
     record = RunRecord(run_id=run_id, path=str(path.resolve()), key=key, time=utc_text(time.astimezone()))
     return KnownRun(record=record, folder=RunFolder(path))

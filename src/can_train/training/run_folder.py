@@ -1,6 +1,4 @@
-"""The folder of one run, `runs/<run id>/`: resolved configuration, environment, metrics, checkpoints and result; and
-how a name given by a person becomes such a folder.
-"""
+"""The folder of one run, `runs/<run id>/`: resolved configuration, environment, metrics, checkpoints and result."""
 
 import fcntl
 import json
@@ -16,11 +14,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.plain_text import plain_from_yaml, plain_to_yaml
-from can_train.errors import RunError, nearest_first
+from can_train.errors import RunError
 from can_train.state.atomic import write_json_atomic, write_text_atomic
 from can_train.training.attempts import Attempts
 
-_CONFIG: Final = "config.yaml"
+CONFIG: Final = "config.yaml"
+"""The file that makes a folder one of a run."""
+
 _LIBRARIES: Final = ("can-train", "torch", "torch_geometric", "numpy", "polars", "scikit-learn", "hydra-core")
 
 
@@ -59,30 +59,11 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True)
-            write_text_atomic(self.path / _CONFIG, plain_to_yaml(config))
+            write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
             write_json_atomic(self.path / "environment.json", _environment())
         except OSError as error:
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
                            remedy="Give another place with --runs-dir") from error  # fmt: skip
-
-    @classmethod
-    def find(cls, runs_dir: Path, name: str) -> "RunFolder":
-        """Finds a run by its id, an unambiguous beginning of it, or its path.
-
-        Raises:
-            RunError: There is no such run, or several begin like this; the message lists them.
-        """
-        if (Path(name) / _CONFIG).is_file():
-            return cls(Path(name))
-        runs = sorted(path.parent.name for path in runs_dir.glob(f"*/{_CONFIG}"))
-        matching = [run for run in runs if run == name] or [run for run in runs if run.startswith(name)]
-        if len(matching) == 1:
-            return cls(runs_dir / matching[0])
-        if matching:
-            raise RunError("Several runs begin like this", value=repr(name), remedy=f"One of: {', '.join(matching)}")
-        known = ", ".join(nearest_first(name, runs)[:5])
-        remedy = f"Nearest: {known}" if known else "No run is there yet; --runs-dir names another folder"
-        raise RunError(f"There is no such run in {runs_dir}", value=repr(name), remedy=remedy)
 
     def config(self) -> dict[str, Any]:
         """Reads the resolved configuration.
@@ -91,9 +72,9 @@ class RunFolder:
             RunError: It cannot be read.
         """
         try:
-            return plain_from_yaml((self.path / _CONFIG).read_text())
+            return plain_from_yaml((self.path / CONFIG).read_text())
         except (OSError, ValueError) as error:
-            raise RunError("The run's configuration cannot be read", value=str(self.path / _CONFIG)) from error
+            raise RunError("The run's configuration cannot be read", value=str(self.path / CONFIG)) from error
 
     def result(self) -> dict[str, Any] | None:
         """Reads the result; None where the run has not finished."""

@@ -1,0 +1,121 @@
+"""A run of this machine from its submission to its end: followed, cancelled, resumed, submitted again; all with real
+processes and signals.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 180
+
+
+class Line:
+    """Calls can-train with folders of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.flags = ("--runs-dir", str(folder / "runs"), "--state-dir", str(folder / "state"))
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        line = [sys.executable, "-m", "can_train", *arguments, *self.flags]
+        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        with self.start(*arguments) as process:
+            out, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == code, out + err
+        return out + err
+
+    def status(self, run: str) -> dict[str, Any]:
+        with self.start("status", run, "--json") as process:
+            out, _ = process.communicate(timeout=TIMEOUT_S)
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    def wait(self, run: str, found: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        limit = time.monotonic() + TIMEOUT_S
+        while not found(status := self.status(run)):
+            assert time.monotonic() < limit, status
+            time.sleep(0.2)
+        return status
+
+
+def training(epochs: int, *more: str) -> tuple[str, ...]:
+    return ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
+            "--device", "cpu", "--no-floors", "--epochs", str(epochs), *more)  # fmt: skip
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Line:
+    return Line(tmp_path)
+
+
+def submitted(line: Line, epochs: int) -> str:
+    out = line(*training(epochs, "--submit", "--cluster", "local"))
+    return next(word for word in out.split() if "synthetic_gat" in word)
+
+
+def test_a_run_is_followed_to_its_end_and_its_like_is_submitted_with_a_change(line: Line) -> None:
+    run = submitted(line, 1)
+    followed = line("logs", run, "-f")
+    assert "Result: " in followed
+    assert f"Run {run}: finished" in followed
+    assert "Result: " in line("logs", run)
+    out = line("resubmit", run, "--set", "training.seed=7", "--set", "training.epochs=2")
+    again = next(word for word in out.split() if "synthetic_gat" in word)
+    assert line.wait(again, lambda status: not status["live"])["epoch"] == 2
+    assert "epochs: 2" in (Path(line.status(again)["path"]) / "config.yaml").read_text()
+
+
+def test_a_run_is_cancelled_saved_and_goes_on_from_there(line: Line) -> None:
+    run = submitted(line, 5000)
+    line.wait(run, lambda status: (status["step"] or 0) > 0)
+    assert "is queued or running" in line("resume", run, code=2)
+    assert "cancelled" in line("cancel", run)
+    cancelled = line.status(run)
+    assert (cancelled["state"], cancelled["live"]) == ("cancelled", False)
+    assert cancelled["saved_step"] == cancelled["step"]
+    assert "has ended already" in line("cancel", run)
+    with line.start("resume", run) as resumed:
+        working = line.wait(run, lambda status: status["state"] == "running" and len(status["attempts"]) == 2)
+        assert working["step"] >= cancelled["step"]
+        resumed.send_signal(signal.SIGTERM)
+        resumed.communicate(timeout=TIMEOUT_S)
+    assert resumed.returncode == 128 + signal.SIGTERM
+
+
+def test_a_run_that_was_killed_in_its_terminal_is_seen_to_be(line: Line) -> None:
+    with line.start(*training(5000)) as process:
+        limit = time.monotonic() + TIMEOUT_S
+        while not (found := json.loads(line("runs", "--json"))):
+            assert time.monotonic() < limit
+            time.sleep(0.2)
+        assert found[0]["state"] == "running"
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=TIMEOUT_S)
+    killed = line.status(found[0]["run_id"])
+    assert (killed["state"], killed["certain"]) == ("failed", True)
+    assert "without a word" in killed["why"]
+
+
+def test_watching_through_a_pipe_writes_a_line_for_each_change_until_ctrl_c(line: Line) -> None:
+    run = submitted(line, 1)
+    with line.start("runs", "--watch") as watching:
+        assert watching.stdout is not None
+        seen = [watching.stdout.readline()]
+        while "finished" not in seen[-1]:
+            seen.append(watching.stdout.readline())
+        watching.send_signal(signal.SIGINT)
+        watching.communicate(timeout=TIMEOUT_S)
+    assert watching.returncode == 0
+    assert all(each.startswith(run) for each in seen)
+    assert len(seen) == len(set(seen))

@@ -1,0 +1,178 @@
+"""`runs` and `status` on made runs: tables that fit, JSON that any parser takes, the best run, and what is wrong."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from can_train.cli.looking import duration
+from can_train.cli.main import main
+from launch.made_runs import KEY, RESULT, Runs, begin, end
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    # No SLURM, whichever this machine may have.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return Runs(tmp_path)
+
+
+def said(capsys: pytest.CaptureFixture[str], *line: str, code: int = 0) -> str:
+    assert main(line) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return captured.out if code == 0 else captured.err
+
+
+def strictly(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_without_runs_it_says_how_to_start_one(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "can-train --help" in said(capsys, "runs", *runs.flags)
+    assert strictly(said(capsys, "runs", "--json", *runs.flags)) == []
+
+
+def test_runs_are_listed_the_newest_first_with_state_progress_and_loss(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(path := runs.add(1, RESULT))
+    end(path, "finished")
+    begin(path := runs.add(2))
+    end(path, "failed", message="no such data")
+    rows = said(capsys, "runs", *runs.flags).splitlines()[3:]
+    assert [row.split() for row in rows] == [
+        ["0101-000002-0002", KEY, "failed", "10", "s"],
+        ["0101-000001-0001", KEY, "finished", "10", "s", "4/4", "0.5"],
+    ]
+
+
+def test_a_limit_leaves_out_older_ones_and_says_so(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(5):
+        runs.add(number, RESULT)
+    shown = said(capsys, "runs", "--limit", "2", *runs.flags)
+    assert shown.count("finished") == 2
+    assert "3 older: can-train runs --limit 5" in shown
+    assert said(capsys, "runs", "--limit", "0", *runs.flags).count("finished") == 5
+
+
+def test_json_has_everything_and_no_figure_that_is_none(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    path = runs.add(1, {**RESULT, "best_validation_loss": float("nan")})
+    runs.submit(path, "12", resources={"mem": "1G"})
+    begin(path, job_id="12", restarts=2)
+    (shown,) = strictly(said(capsys, "runs", "--json", *runs.flags))
+    assert (shown["run_id"], shown["state"], shown["key"]) == (path.name, "finished", KEY)
+    assert (shown["best_validation_loss"], shown["restarts"], shown["step"]) == (None, 2, 40)
+    assert shown["jobs"][0]["resources"] == {"mem": "1G"}
+    assert shown == strictly(said(capsys, "status", path.name, "--json", *runs.flags))
+
+
+def test_the_best_comes_first(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, loss in enumerate((0.5, 0.25, 0.75)):
+        runs.add(number, {**RESULT, "best_validation_loss": loss})
+    line = ("runs", "--best", "best_validation_loss", *runs.flags)
+    rows = said(capsys, *line).splitlines()[3:]
+    assert [row.split()[-1] for row in rows] == ["0.25", "0.5", "0.75"]
+    assert [shown["value"] for shown in strictly(said(capsys, *line, "--json"))] == [0.25, 0.5, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (("runs", "--best", "best_loss"), "Valid, nearest first: best_validation_loss"),
+        (("runs", "--watch", "--json"), "--watch shows the table"),
+        (("runs", "--limit", "-1"), "--limit"),
+        (("runs", "--state-dir", ""), "--state-dir is empty"),
+        (("status", "20270101"), "Nearest: 20260101-000001"),
+        (("status",), "RUN"),
+        (("logs", "20260101"), "Only a submitted run has a log"),
+        (("resubmit", "20260101", "--set", "training.lrr=1"), "configuration cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(
+    runs: Runs, capsys: pytest.CaptureFixture[str], line: tuple[str, ...], message: str
+) -> None:
+    (runs.add(1, RESULT) / "config.yaml").write_text("[")
+    flags = runs.flags[:2] if "--state-dir" in line else runs.flags
+    assert message in said(capsys, *line, *flags, code=2)
+
+
+def test_nothing_is_best_before_a_run_has_finished(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.add(1)
+    assert "No run has finished yet" in said(capsys, "runs", "--best", "mcc", *runs.flags, code=2)
+
+
+def test_status_tells_why_a_run_ended_what_it_tried_and_how_it_goes_on(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    begin(path)
+    end(path, "failed", message="no more disk")
+    shown = said(capsys, "status", path.name, *runs.flags)
+    assert re.search(r"^state +failed: no more disk$", shown, re.MULTILINE)
+    assert "can-train resume 0101-000001-0001" in shown
+    assert re.search(r"^1 +process \d+ .* 10 s failed: no more disk", shown, re.MULTILINE)
+
+
+def test_a_run_whose_folder_is_gone_is_still_listed(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(runs.add(1))
+    assert "failed?" in said(capsys, "runs", *runs.flags)
+    assert "is gone" in said(capsys, "status", "0101-000001-0001", *runs.flags)
+    assert "is gone" in said(capsys, "resume", "0101-000001-0001", *runs.flags, code=2)
+
+
+def test_a_run_that_has_ended_is_not_cancelled(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    path = runs.add(1, RESULT)
+    assert "has ended already: finished" in said(capsys, "cancel", path.name, *runs.flags)
+    assert runs.registry.cancels(path.name) == []
+
+
+def test_a_run_of_another_machine_is_cancelled_there(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    begin(path := runs.add(1), host="another")
+    assert "a process of another machine: process" in said(capsys, "cancel", path.name, *runs.flags, code=2)
+
+
+def read_all(leader: int) -> bytes:
+    """Reads what a terminal gets, until the program at its other end has gone."""
+    shown = b""
+    try:
+        while data := os.read(leader, 2**16):
+            shown += data
+    except OSError:  # how Linux says so
+        os.close(leader)
+    return shown
+
+
+@pytest.mark.slow
+def test_the_table_fits_a_terminal_of_80_columns(runs: Runs) -> None:
+    for number in range(3):
+        begin(path := runs.add(number, RESULT))
+        end(path, "finished")
+    leader, follower = pty.openpty()
+    line = [sys.executable, "-m", "can_train", "runs", *runs.flags]
+    variables = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
+    with subprocess.Popen(line, stdout=follower, env=variables) as process:
+        os.close(follower)
+        text = re.sub(r"\x1b\[[0-9;]*m", "", read_all(leader).decode())
+    assert process.returncode == 0
+    rows = [row for row in text.splitlines() if row.lstrip().startswith("0101-")]
+    assert [row.split()[1] for row in rows] == [KEY] * 3
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (59.9, "59 s"), (60, "1 min"), (61, "1 min 1 s"), (754, "12 min"), (3600, "1 h"), (90_000, "1 d 1 h")],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

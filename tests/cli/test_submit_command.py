@@ -1,0 +1,185 @@
+"""`--submit` as a person meets it, on a SLURM of three scripts: what is printed, what is refused, what is imported."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from can_train.cli.main import main
+from can_train.config.plain_text import plain_from_yaml
+from can_train.state.registry import Registry
+
+TRAIN = ("--model", "gat", "--dataset", "synthetic")
+COMMANDS = {
+    "sbatch": 'cat "$1" >> "{folder}/sent"; echo Submitted batch job 41',
+    "scontrol": 'cat "{records}/$2s.txt"',
+    "squeue": "echo '41|PENDING'",
+    "srun": "exit 1",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Its `bin` is all of PATH, so that no real SLURM is found; `sent` is what sbatch got."""
+    (tmp_path / "bin").mkdir()
+    for name in ("cat", "git"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or "")
+    for name, script in COMMANDS.items():
+        command = tmp_path / "bin" / name
+        command.write_text("#!/bin/sh\n" + script.format(folder=tmp_path, records=repository / "tests/fixtures/slurm"))
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def submit(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main((*TRAIN, "--submit", *arguments)) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_a_submission_says_its_run_first_and_how_to_follow_it(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = submit(capsys, "--time", "90min").splitlines()
+    (run,) = Registry(slurm / "state").runs()
+    assert said == [
+        f"{run.run_id}  job 41",
+        "  asked for  1 × GPU, 2 processors a rank, 2000M, at most 1:30:00",
+        "  expected   No such run has finished yet: the job plans it on its device",
+        f"State: can-train status {run.run_id}",
+        f"Log:   can-train logs {run.run_id} -f",
+    ]
+    assert max(map(len, said)) <= 80
+    (job,) = Registry(slurm / "state").jobs(run.run_id)
+    assert (job.job_id, job.executor, job.resources["time"], job.resources["gpus-per-node"]) == ("41", "slurm", 90, "1")
+    assert f"#SBATCH --output={job.log_path.replace('41_0', '%j_0')}" in (slurm / "sent").read_text()
+
+
+def test_the_saved_configuration_finds_everything_from_anywhere(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "data").mkdir()
+    submit(capsys, "--runs-dir", "my runs", "--set", "cluster.additional.mail-type=END", "--cpus", "1")
+    (run,) = Registry(slurm / "state").runs()
+    config = plain_from_yaml((Path(run.path) / "config.yaml").read_text())
+    assert config["paths"] == {
+        "runs_dir": str(slurm / "my runs"), "data_root": str(slurm / "data"), "state_dir": str(slurm / "state"),
+    }  # fmt: skip
+    assert (config["cluster"]["cpus"], config["cluster"]["mem"]) == (1, "2000M")
+    assert config["cluster"]["additional"] == {"mail-type": "END"}
+    assert Path(run.path).parent == slurm / "my runs"
+
+
+def test_json_names_run_job_log_and_script(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = json.loads(submit(capsys, "--json"))
+    (run,) = first["submitted"]
+    assert (run["job_id"], run["executor"]) == ("41", "slurm")
+    assert Path(run["script"]).read_text() == (slurm / "sent").read_text()
+    again = json.loads(submit(capsys, "--json"))
+    assert again["submitted"] == []
+    assert [(twin["run_id"], twin["state"]) for twin in again["identical"]] == [(run["run_id"], "queued")]
+
+
+def test_an_identical_run_is_pointed_out_and_the_others_of_its_sweep_go_on(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = submit(capsys).split()[0]
+    said = submit(capsys, "--model", "gat,vgae").splitlines()
+    assert said[0] == f"{first}  is the same, and is queued"
+    assert "--force" in said[2]
+    assert "vgae" in said[3]
+    assert len(Registry(slurm / "state").runs()) == 2
+
+
+def test_several_runs_are_one_array(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = submit(capsys, "--model", "gat,vgae", "--max-parallel", "1").splitlines()
+    assert [line.split()[-1] for line in said[:2]] == ["41_0", "41_1"]
+    runs = Registry(slurm / "state").runs()
+    assert len({run.sweep for run in runs}) == 1
+    assert all(run.sweep and Path(run.path, "config.yaml").exists() for run in runs)
+    assert "#SBATCH --array=0-1%1" in (slurm / "sent").read_text()
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = submit(capsys, "--dry-run", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5")
+    script = said.partition("Script that --submit would send:\n\n")[2]
+    assert script.startswith("#!/bin/bash\n")
+    assert 'exit "$status"' in script
+    assert {path.name for path in slurm.iterdir()} == {"bin"}
+
+
+def test_a_dry_run_needs_no_slurm(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("sbatch", "scontrol", "srun", "squeue"):
+        (slurm / "bin" / command).rename(slurm / f"no-{command}")
+    assert main((*TRAIN, "--submit", "--dry-run", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5")) == 0
+    shown = capsys.readouterr()
+    assert "its limits are not checked" in shown.err
+    assert "#SBATCH --time=1440" in shown.out
+
+
+@pytest.mark.parametrize(("cluster", "place"), [("local", "background"), ("debug", "this process")])
+def test_a_dry_run_without_a_scheduler_says_what_would_be_started(
+    slurm: Path, capsys: pytest.CaptureFixture[str], cluster: str, place: str
+) -> None:
+    said = submit(
+        capsys, "--cluster", cluster, "--dry-run", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5"
+    )
+    assert f"No script: --cluster {cluster} trains in" in said
+    assert place in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--partition", "main"), "--partition is for a run that is submitted"),
+        (("--max-parallel", "2"), "Add --submit"),
+        (("--cluster", "slurm"), "Add --submit"),
+        (("--force",), "Add --submit"),
+        (("--submit", "--partition", "mian"), "nearest first: main"),
+        (("--submit", "--time", "soon"), "Write it as 90, 1:30:00 or 2-12"),
+        (("--submit", "--gpus", "many"), "cluster.gpus is a number"),
+        (("--submit", "--mem", "much"), "Write it as 900M or 16G"),
+        (("--submit", "--nodes", "0"), "cluster.nodes must be at least 1"),
+        (("--submit", "--partition", "short"), "signal_delay_s=15"),
+        (("--submit", "--partition", "big", "--gpus", "t4:1"), "Of this partition: "),
+        (("--submit", "--runs-dir", "50%"), "Give another folder with --runs-dir"),
+        (("--submit", "--account", "a\nb"), "one line of printable characters"),
+        (("--submit", "--after", "nothing"), "There is no such run"),
+        (("--submit", "--device", "cuda", "--gpus", "0"), "Give --gpus 1"),
+        (("--submit", "--dataset", "hcrl_ch"), "hcrl_ch must be in one of these folders"),
+    ],
+)
+def test_what_cannot_be_submitted_is_said_and_leaves_nothing(
+    slurm: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert main((*TRAIN, *arguments)) == 2
+    assert message in capsys.readouterr().err
+    assert not (slurm / "sent").exists()
+    assert not (slurm / "runs").exists() or not [*(slurm / "runs").iterdir()]
+    assert Registry(slurm / "state").runs() == []
+
+
+def test_what_slurm_refuses_is_said_in_its_words_once(slurm: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (slurm / "bin" / "sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: Batch job submission failed: No' >&2; exit 1"
+    )
+    assert main((*TRAIN, "--submit")) == 2
+    assert capfd.readouterr().err == "error: SLURM refused the job: Batch job submission failed: No.\n"
+    assert [*(slurm / "runs").iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_submission_does_not_wait_for_torch(slurm: Path, repository: Path) -> None:
+    statement = (
+        "import sys; from can_train.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", statement, *TRAIN, "--submit"],
+        env={**os.environ, "PYTHONPATH": str(repository / "src")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
