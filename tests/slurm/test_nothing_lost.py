@@ -181,7 +181,7 @@ def preemption(stage: Stage) -> Run:
         "--set",
         "cluster.partition=scavenge",
         "--set",
-        f"cluster.additional.nodelist={stage.events}",
+        f"cluster.additional={{nodelist:{stage.events}}}",
     )
     run.stop()
     every_cpu = ("--nodes=1", "--exclusive", f"--nodelist={stage.events}", "--time=1")
@@ -191,7 +191,7 @@ def preemption(stage: Stage) -> Run:
 
 
 def node_down(stage: Stage) -> Run:
-    run = stage.submit("downed", *SMALL, "--set", f"cluster.additional.nodelist={stage.events}")
+    run = stage.submit("downed", *SMALL, "--set", f"cluster.additional={{nodelist:{stage.events}}}")
     run.stop()
     stage.set_node("down")
     stage.slurm.wait_for(lambda: "PENDING" in stage.slurm.queue(run.job, "%T"))
@@ -201,7 +201,7 @@ def node_down(stage: Stage) -> Run:
 
 
 def node_drained(stage: Stage) -> Run:
-    run = stage.submit("drained", *SMALL, "--set", f"cluster.additional.nodelist={stage.events}")
+    run = stage.submit("drained", *SMALL, "--set", f"cluster.additional={{nodelist:{stage.events}}}")
     pid = run.stop()
     stage.set_node("drain")
     os.kill(pid, signal.SIGCONT)

@@ -21,7 +21,7 @@ def check_planning_flags(flags: dict[str, Any]) -> None:
         ConfigError: There is such a flag.
     """
     for name in ("target_gpu", "target_memory", "json"):
-        if flags[name] and not flags["dry_run"]:
+        if flags[name] and not flags["dry_run"] and not (name == "json" and flags["submit"]):
             raise ConfigError(f"--{name.replace('_', '-')} plans and does not train", remedy="Add --dry-run")
     gpus = flags["target_gpu"]
     if gpus is not None and not split_list(gpus):
@@ -38,6 +38,8 @@ def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> None
     from can_train.training.dry_run import dry_plans, nothing_left_behind
     from can_train.training.targets import find_targets
 
+    # First: what is wrong with the job is known at once, a plan takes seconds.
+    scripts = _scripts(runs, flags) if flags["submit"] else None
     reporter, found = make_reporter(), []
     for run in runs:
         gpus = split_list(flags["target_gpu"] or "", existing=[])
@@ -47,10 +49,29 @@ def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> None
             found.append(dry_json(run.config, run.key, plans))
         else:
             _print_plans(run, plans)
-        if flags["submit"] and not flags["json"]:
-            print(f"script: none; executor {run.cluster.executor} starts a process of this machine")
+    if scripts is not None:
+        found = [plan | {"script": script} for plan, script in zip(found, scripts, strict=False)]
     if flags["json"]:
         print(json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False))
+    elif scripts is not None:
+        _print_scripts(runs, scripts)
+
+
+def _scripts(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> list[str | None]:
+    from can_train.cli.submit import scripts
+    from can_train.launch.order import Wanted
+
+    return scripts(runs, Wanted(after=flags["after"] or ""))
+
+
+def _print_scripts(runs: Sequence["ResolvedRun"], scripts: Sequence[str | None]) -> None:
+    """Prints each script once: an array has one for all of its runs."""
+    for script in dict.fromkeys(scripts):
+        if script is not None:
+            print(f"\nScript that --submit would send:\n\n{script}")
+    for executor in sorted({run.cluster.executor for run in runs} - {"slurm"}):
+        place = "the background of this machine" if executor == "local" else "this process"
+        print(f"\nNo script: --cluster {executor} trains in {place}.")
 
 
 def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"]) -> None:

@@ -2,67 +2,203 @@
 them. Imports no torch: what a login node cannot know is found out in the job.
 """
 
+import json
 import shutil
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 from can_train.cli.attempt import go_on_in_job
-from can_train.launch.code import describe, keep, read_code
+from can_train.config.resolved import ResolvedRun
+from can_train.launch.cluster_info import NoControllerError, Partition, read_partitions
+from can_train.launch.code import Code, describe, keep, read_code
+from can_train.launch.expectation import expectation
+from can_train.launch.identity import FINISHED
+from can_train.launch.local import run_here, submit_processes
+from can_train.launch.order import Order, Ordered, Wanted, make_order
+from can_train.launch.slurm import script_text, submit_jobs
 from can_train.launch.submission import Submission
+from can_train.state.registry import JobRecord, Registry
 from can_train.training.folders import state_dir
 from can_train.training.new_run import enter
 from can_train.training.run_folder import RunFolder, new_run_id
 
-if TYPE_CHECKING:
-    from can_train.config.cluster import ClusterSettings
-    from can_train.config.resolved import ResolvedRun
-    from can_train.state.registry import JobRecord
+_LISTED: Final = 10
+"""Runs of an array that are listed; of more, the first ones and how many follow."""
 
 
-def submit_runs(runs: Sequence["ResolvedRun"]) -> None:
-    """Submits runs that ask for the same cluster."""
-    state = state_dir(runs[0].paths)
-    code = read_code()
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Runs that are submitted together."""
+
+    ordered: Sequence[Ordered]
+    folders: Sequence[RunFolder]
+    submission: Submission
+
+    @property
+    def run(self) -> ResolvedRun:
+        """The first one; the others ask for the same."""
+        return self.ordered[0].run
+
+
+def submit_runs(runs: Sequence[ResolvedRun], wanted: Wanted, *, as_json: bool = False) -> None:
+    """Submits runs, those that ask for the same as one array; points out those that are there already.
+
+    Args:
+        runs: At least one.
+        wanted: What else is wanted.
+        as_json: Whether to print JSON.
+
+    Raises:
+        CanTrainError: A run cannot be submitted; of those that ask for the same, none has been.
+    """
+    code, state = read_code(), state_dir(runs[0].paths)
+    order = make_order(runs, wanted, code.digest, read_partitions() if _on_slurm(runs) else [])
+    _note(order)
+    expected = [expectation(group[0].run, Registry(state).runs()) for group in order.groups]
     keep(code, state)
-    folders = [RunFolder.create(run.runs_dir, run.key, run.config) for run in runs]
-    for folder in folders:
-        describe(code, state, folder.path)
-    submission = Submission(name=runs[0].key, state_dir=state, sweep=new_run_id("sweep") if len(runs) > 1 else "")
-    if runs[0].cluster.executor == "debug":
-        _run_here(runs, folders, submission)
-        return
+    if not as_json:
+        _say_twins(order)
+    jobs: list[JobRecord] = []
+    for ordered, expects in zip(order.groups, expected, strict=True):
+        started = _submit(_group(ordered, order, state), order, code)
+        jobs += started
+        if not as_json:
+            _say(ordered[0].run, started, expects)
+    if as_json:
+        print(json.dumps(_as_json(jobs, order), indent=2, ensure_ascii=False))
+
+
+def scripts(runs: Sequence[ResolvedRun], wanted: Wanted) -> list[str | None]:
+    """Writes the batch scripts that would be sent: for each run its own, or that of the array it is in; None where it
+    would be a process of this machine. Nothing is written down or sent.
+
+    Raises:
+        CanTrainError: A run could not be submitted.
+    """
+    code, state = read_code(), state_dir(runs[0].paths)
+    order = make_order(runs, Wanted(after=wanted.after, force=True), code.digest, _partitions_if_any(runs))
+    _note(order)
+    texts: list[str | None] = [None] * len(runs)
+    for ordered in order.groups:
+        if ordered[0].run.cluster.executor == "slurm":
+            group = _group(ordered, order, state)
+            text = script_text(group.folders, group.run.cluster, group.submission, code.folder(state))
+            for one in ordered:
+                texts[one.index] = text
+    return texts
+
+
+def _on_slurm(runs: Sequence[ResolvedRun]) -> bool:
+    return any(run.cluster.executor == "slurm" for run in runs)
+
+
+def _partitions_if_any(runs: Sequence[ResolvedRun]) -> list[Partition]:
     try:
-        jobs = _start(runs[0].cluster, folders, submission)
+        return read_partitions() if _on_slurm(runs) else []
+    except NoControllerError as error:
+        print(f"note: {error.rule} ({error.value}): its limits are not checked", file=sys.stderr)
+        return []
+
+
+def _group(ordered: Sequence[Ordered], order: Order, state: Path) -> _Group:
+    """Names the runs of a group and their folders; makes none."""
+    first = ordered[0].run
+    return _Group(
+        ordered=ordered,
+        folders=[RunFolder(one.run.runs_dir / new_run_id(one.run.key)) for one in ordered],
+        submission=Submission(
+            name=first.key,
+            state_dir=state,
+            dependency=order.dependency,
+            sweep=new_run_id("sweep") if len(ordered) > 1 else "",
+        ),
+    )
+
+
+def _submit(group: _Group, order: Order, code: Code) -> list[JobRecord]:
+    try:
+        for one, folder in zip(group.ordered, group.folders, strict=True):
+            folder.make(one.run.config)
+            describe(code, group.submission.state_dir, folder.path)
+        if group.run.cluster.executor == "slurm":
+            jobs = submit_jobs(go_on_in_job, group.folders, group.run.cluster, group.submission)
+        elif group.run.cluster.executor == "local":
+            jobs = submit_processes(go_on_in_job, group.folders, group.submission)
+        else:
+            jobs = []
     except BaseException:
         # Nothing half-made is left of what was not accepted.
-        for folder in folders:
+        for folder in group.folders:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    for run, folder in zip(runs, folders, strict=True):
-        enter(run, folder, sweep=submission.sweep)
-    _say(jobs)
+    for one, folder in zip(group.ordered, group.folders, strict=True):
+        enter(one.run, folder, identity=one.identity, after=order.after, sweep=group.submission.sweep)
+    return jobs or [run_here(go_on_in_job, folder, group.submission) for folder in group.folders]
 
 
-def _start(cluster: "ClusterSettings", folders: Sequence[RunFolder], submission: Submission) -> Sequence["JobRecord"]:
-    if cluster.executor == "slurm":
-        from can_train.launch.slurm import submit_jobs
-
-        return submit_jobs(go_on_in_job, folders, cluster, submission)
-    from can_train.launch.local import submit_processes
-
-    return submit_processes(go_on_in_job, folders, submission)
+def _note(order: Order) -> None:
+    for notice in order.notices:
+        print(f"note: {notice}", file=sys.stderr)
 
 
-def _run_here(runs: Sequence["ResolvedRun"], folders: Sequence[RunFolder], submission: Submission) -> None:
-    from can_train.launch.local import run_here
+def _say_twins(order: Order) -> None:
+    for twin in order.twins:
+        verb = "has finished" if twin.state == FINISHED else f"is {twin.state}"
+        print(f"{twin.run.run_id}  is the same, and {verb}")
+        print(f"  its state: can-train status {twin.run.run_id}")
+    if order.twins:
+        print("Not submitted again; --force does so all the same.")
 
-    for run, folder in zip(runs, folders, strict=True):
-        enter(run, folder, sweep=submission.sweep)
-        run_here(go_on_in_job, folder, submission)
 
-
-def _say(jobs: Sequence["JobRecord"]) -> None:
-    for job in jobs:
-        print(f"{job.run_id}  {'job' if job.executor == 'slurm' else 'process'} {job.job_id}")
+def _say(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> None:
+    if run.cluster.executor == "debug":
+        return
+    kind = "job" if run.cluster.executor == "slurm" else "process"
+    for job in jobs[:_LISTED]:
+        print(f"{job.run_id}  {kind} {job.job_id}")
+    if len(jobs) > _LISTED:
+        print(f"... and {len(jobs) - _LISTED} more, to {kind} {jobs[-1].job_id}")
+    if run.cluster.executor == "slurm":
+        print(f"  asked for  {_asked(run)}")
+    print(f"  expected   {expects}")
     print(f"State: can-train status {jobs[0].run_id}")
     print(f"Log:   can-train logs {jobs[0].run_id} -f")
+
+
+def _asked(run: ResolvedRun) -> str:
+    cluster = run.cluster
+    parts = [
+        f"partition {cluster.partition}" if cluster.partition else "",
+        f"{cluster.nodes} nodes" if cluster.nodes > 1 else "",
+        f"{cluster.num_gpus} × {cluster.gpu_type or 'GPU'}" if cluster.num_gpus else cluster.gres,
+        f"{cluster.cpus} processors a rank" if cluster.cpus else "",
+        cluster.mem,
+        cluster.time,
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _as_json(jobs: Sequence[JobRecord], order: Order) -> dict[str, Any]:
+    return {
+        "submitted": [
+            {
+                "run_id": job.run_id,
+                "executor": job.executor,
+                "job_id": job.job_id,
+                "log": job.log_path,
+                "script": _script_path(job),
+            }
+            for job in jobs
+        ],
+        "identical": [{"run_id": twin.run.run_id, "path": twin.run.path, "state": twin.state} for twin in order.twins],
+    }
+
+
+def _script_path(job: JobRecord) -> str | None:
+    """Where submitit keeps what it sent; one for a whole array."""
+    if job.executor != "slurm":
+        return None
+    return str(Path(job.log_path).with_name(f"{job.job_id.partition('_')[0]}_submission.sh"))

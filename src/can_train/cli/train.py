@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 
 _PATHS: Final = ("runs_dir", "data_root", "state_dir")
 
+_JOB: Final = (
+    "partition", "account", "qos", "time", "nodes", "gpus", "cpus", "mem", "constraint", "gres", "max_parallel",
+)  # fmt: skip
+"""Flags that set a setting of the cluster's of the same name."""
+
+_SUBMITTING: Final = ("cluster", *_JOB, "after", "force")
+"""Flags that mean nothing where nothing is submitted."""
+
 _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "model": (str | None, None, "Model: gat or vgae. Several: gat,vgae."),
     "dataset": (str | None, None, "synthetic, a published data set (hcrl_ch, set_01, ...), a log or a folder of logs."),
@@ -27,12 +35,25 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "device": (str, "auto", "auto, cpu, cuda, cuda:1, or a simulated GPU: sim:2GiB."),
     "memory": (str | None, None, "Preset of what is done about memory: tight, muon or tracknet."),
     "task": (str | None, None, "Task, where several are installed."),
-    "submit": (bool, False, "Train in the background, on --cluster."),
-    "cluster": (str | None, None, "Where --submit sends the run: a preset of configs/cluster."),
+    "submit": (bool, False, "Train in the background: a job of SLURM, or as --cluster says."),
+    "cluster": (str | None, None, "Where --submit sends the run: slurm, local, debug or another preset. [slurm]"),
+    "partition": (str | None, None, "With --submit: partition. [the cluster's default]"),
+    "account": (str | None, None, "With --submit: account that is charged."),
+    "qos": (str | None, None, "With --submit: quality of service."),
+    "time": (str | None, None, "With --submit: time limit, as 90 (minutes), 1:30:00, 2-12 or 12h. [a day]"),
+    "nodes": (str | None, None, "With --submit: nodes. [1]"),
+    "gpus": (str | None, None, "With --submit: GPUs of each node, one rank each: 2, or a100:2. [auto]"),
+    "cpus": (str | None, None, "With --submit: processors of each rank. [a share of the node]"),
+    "mem": (str | None, None, "With --submit: memory of each node, as 16G. [a share of the node]"),
+    "constraint": (str | None, None, "With --submit: features that nodes must have."),
+    "gres": (str | None, None, "With --submit: generic resources of each node, as SLURM writes them."),
+    "max_parallel": (str | None, None, "With --submit: jobs of a sweep that run at once. [all]"),
+    "after": (str | None, None, "With --submit: wait until this run has finished."),
+    "force": (bool, False, "With --submit: submit also what is queued, running or finished already."),
     "dry_run": (bool, False, "Print configuration and plan, write nothing, and stop."),
     "target_gpu": (str | None, None, "With --dry-run: the GPU to plan for: h100-80gb. Several: a100-40gb,t4."),
     "target_memory": (str | None, None, "With --dry-run: plan for another GPU of this whole memory: 16GiB."),
-    "json": (bool, False, "With --dry-run: print JSON."),
+    "json": (bool, False, "With --dry-run or --submit: print JSON."),
     "model_args": (str, "", "Settings of the model or the training: hidden=32,lr=0.01."),
     "set": (list[str] | None, None, "Any setting, in Hydra's grammar: dataset.window=50. Repeatable."),
     "floors": (bool | None, None, "Judge the model beside simple detectors. [yes]"),
@@ -84,6 +105,7 @@ def _train(flags: dict[str, Any]) -> None:
         # An unset variable of a script; `--model-args` may well be empty.
         if value == "" and name != "model_args":
             raise ConfigError(f"--{name.replace('_', '-')} is empty", remedy="Give a value, or leave the flag out")
+    _check_submitting_flags(flags)
     check_planning_flags(flags)
     # Composition imports Hydra, training imports torch: neither is paid for by a line that is wrong before them.
     from can_train.config.compose import resolve
@@ -94,10 +116,16 @@ def _train(flags: dict[str, Any]) -> None:
         print_dry_runs(runs, flags)
         return
     if flags["submit"]:
-        _submit(runs)
+        _submit(runs, flags)
         return
     for run in runs:
         _run_here(run)
+
+
+def _check_submitting_flags(flags: dict[str, Any]) -> None:
+    for name in _SUBMITTING:
+        if flags[name] and not flags["submit"]:
+            raise ConfigError(f"--{name.replace('_', '-')} is for a run that is submitted", remedy="Add --submit")
 
 
 def _requests(flags: dict[str, Any]) -> list["RunRequest"]:
@@ -107,6 +135,7 @@ def _requests(flags: dict[str, Any]) -> list["RunRequest"]:
     modes = _split(flags["mode"]) if flags["mode"] else [None]
     values = {f"training.{p.name}": flags[p.name] for p in training_parameters()}
     values |= {f"paths.{name}": flags[name] for name in _PATHS} | {"mode.floors": flags["floors"]}
+    values |= {f"cluster.{name}": flags[name] for name in _JOB}
     return [
         RunRequest(
             model=model,
@@ -136,7 +165,8 @@ def _run_here(run: "ResolvedRun") -> None:
     start(run)
 
 
-def _submit(runs: Sequence["ResolvedRun"]) -> None:
+def _submit(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> None:
     from can_train.cli.submit import submit_runs
+    from can_train.launch.order import Wanted
 
-    submit_runs(runs)
+    submit_runs(runs, Wanted(after=flags["after"] or "", force=flags["force"]), as_json=flags["json"])

@@ -26,6 +26,9 @@ from can_train.errors import ConfigError, nearest_first, unknown_name
 
 _SCALARS = ("task", "model_name", "size", "device")
 
+_OPEN = "cluster.additional."
+"""Beginning of the keys that a person may add to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
@@ -97,7 +100,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
     check_contradictions([*given, *flags])
     _check_memory([request.memory, *(str(a.value) for a in given if a.key == "memory")])
     overrides = [f"{group}={choice}" for group, choice in choices.items()]
-    overrides += [f"{assignment.key}={assignment.value}" for assignment in given]
+    overrides += [f"{_adding(assignment.key)}{assignment.key}={assignment.value}" for assignment in given]
     config = _compose(task, spec, overrides)
     return _instantiated(_with_values(config, {**values, **request.values}), task, spec)
 
@@ -113,12 +116,18 @@ def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
     groups = {group: OmegaConf.structured(builds_of(cls)) for group, cls in _classes(task, spec).items()}
     schema = OmegaConf.create(dict.fromkeys(_SCALARS, "") | groups)
     OmegaConf.set_struct(schema, True)
+    OmegaConf.set_struct(schema.cluster.additional, False)
     try:
         merged = OmegaConf.merge(schema, _literal(dict(plain)))
     except OmegaConfBaseException as error:
         raise ConfigError("The saved configuration does not fit this version", value=_first_line(error)) from error
     assert isinstance(merged, DictConfig)
     return _instantiated(merged, task, spec)
+
+
+def _adding(key: str) -> str:
+    """What lets a key be new: any option of the scheduler's may be given."""
+    return "++" if key.startswith(_OPEN) else ""
 
 
 def builds_of(settings: type) -> Any:

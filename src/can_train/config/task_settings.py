@@ -42,6 +42,8 @@ class TaskSettings:
         sampler: Likewise, from what can be known of the data in seconds and without writing. Its task also has
             `sample_note` (what was sampled, empty where nothing had to be) and `estimated_train_rows` (training samples
             of the whole data set).
+        files: Import path of what lists a data set's files, in an order of their own, from its settings and the data
+            root: cheaply, without torch; none where the data are made. It raises MissingDataError where they are not.
         experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
     """
 
@@ -50,6 +52,7 @@ class TaskSettings:
     models: Mapping[str, ModelSpec]
     factory: str
     sampler: str
+    files: str
     experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]]
 
     def table(self) -> str:

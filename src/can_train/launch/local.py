@@ -39,15 +39,16 @@ def submit_processes(entry: Entry, folders: Sequence[RunFolder], submission: Sub
     return [enter_job(folder, _start(entry, folder), submission) for folder in folders]
 
 
-def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> None:
+def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobRecord:
     """Does in this process what a job does; enters it into the registry first.
 
     Raises:
         SystemExit: As in a job.
         StateError: The registry cannot be written.
     """
-    enter_job(folder, Started(executor=FOREGROUND, job_id=str(os.getpid()), log_path=""), submission)
+    job = enter_job(folder, Started(executor=FOREGROUND, job_id=str(os.getpid()), log_path=""), submission)
     Job(entry, str(folder.path))()
+    return job
 
 
 def _start(entry: Entry, run: RunFolder) -> Started:

@@ -15,7 +15,7 @@ from can_train.errors import RunError
 from can_train.launch.code import code_of
 from can_train.launch.environment import job_environment
 from can_train.launch.job import Entry, Job
-from can_train.launch.sbatch import JobText, open_executor, parameters, resources
+from can_train.launch.sbatch import JobText, open_executor, parameters, resources, script
 from can_train.launch.submission import Started, Submission, enter_job
 from can_train.state.registry import JobRecord
 from can_train.training.run_folder import RunFolder
@@ -42,13 +42,8 @@ def submit_jobs(
         ConfigError: A value cannot be written into a script.
         StateError: The registry cannot be written.
     """
-    text = JobText(
-        name=submission.name,
-        code=code_of(folders[0].path),
-        state_dir=submission.state_dir,
-        dependency=submission.dependency,
-    )
-    executor = open_executor(submission_folder(folders, submission.sweep), parameters(cluster, text))
+    wanted = parameters(cluster, _text(submission, code_of(folders[0].path)))
+    executor = open_executor(submission_folder(folders, submission.sweep), wanted)
     tasks = [Job(entry, str(folder.path)) for folder in folders]
     try:
         # submitit prints what sbatch says; it is in the error too.
@@ -63,11 +58,31 @@ def submit_jobs(
     return [enter_job(folder, job, submission) for folder, job in zip(folders, started, strict=True)]
 
 
+def script_text(folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission, code: Path) -> str:
+    """Writes the batch script that `submit_jobs` would send; nothing need be there.
+
+    Args:
+        folders: Of the runs.
+        cluster: What each job asks for.
+        submission: What else is said of them.
+        code: Folder of the code's snapshot.
+
+    Raises:
+        ConfigError: A value cannot be written into a script.
+    """
+    folder = submission_folder(folders, submission.sweep)
+    return script(folder, parameters(cluster, _text(submission, code)), len(folders))
+
+
 def submission_folder(folders: Sequence[RunFolder], sweep: str) -> Path:
     """Names the folder where submitit keeps the files of jobs: the run's, or for an array one beside the runs."""
     if len(folders) == 1:
         return folders[0].path / "slurm"
     return folders[0].path.parent / "sweeps" / sweep
+
+
+def _text(submission: Submission, code: Path) -> JobText:
+    return JobText(name=submission.name, code=code, state_dir=submission.state_dir, dependency=submission.dependency)
 
 
 def _said(error: Exception) -> str:

@@ -48,14 +48,22 @@ class RunFolder:
             RunError: The folder cannot be written.
         """
         folder = cls(runs_dir / new_run_id(key))
-        try:
-            folder.path.mkdir(parents=True)
-            write_text_atomic(folder.path / _CONFIG, plain_to_yaml(config))
-            write_json_atomic(folder.path / "environment.json", _environment())
-        except OSError as error:
-            raise RunError("The run folder cannot be written", value=f"{folder.path}: {error.strerror}",
-                           remedy="Give another place with --runs-dir") from error  # fmt: skip
+        folder.make(config)
         return folder
+
+    def make(self, config: Mapping[str, Any]) -> None:
+        """Makes the folder and writes the run's configuration and environment.
+
+        Raises:
+            RunError: It cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True)
+            write_text_atomic(self.path / _CONFIG, plain_to_yaml(config))
+            write_json_atomic(self.path / "environment.json", _environment())
+        except OSError as error:
+            raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
+                           remedy="Give another place with --runs-dir") from error  # fmt: skip
 
     @classmethod
     def find(cls, runs_dir: Path, name: str) -> "RunFolder":

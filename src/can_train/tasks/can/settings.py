@@ -188,5 +188,6 @@ TASK = TaskSettings(
     },
     factory="can_train.tasks.can.task:make_task",
     sampler="can_train.tasks.can.task:sample_task",
+    files="can_train.tasks.can.files:data_files",
     experience=experience,
 )
