@@ -90,10 +90,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Stage:
-    """A SLURM, on which many runs may be started at once; one node is there for what happens to nodes."""
+    """A SLURM, on which many runs may be started at once; what happens to nodes happens to the second one."""
 
     slurm: Slurm
-    events: str
+
+    @property
+    def quiet(self) -> str:
+        return self.slurm.nodes[0]
+
+    @property
+    def events(self) -> str:
+        return self.slurm.nodes[1]
 
     def set_node(self, state: str) -> None:
         self.slurm.command("scontrol", "update", f"NodeName={self.events}", f"State={state}", "Reason=a test")
@@ -181,7 +188,7 @@ def preemption(stage: Stage) -> Run:
         "--set",
         "cluster.partition=scavenge",
         "--set",
-        f"cluster.additional={{nodelist:{stage.events}}}",
+        f"cluster.exclude={stage.quiet}",
     )
     run.stop()
     every_cpu = ("--nodes=1", "--exclusive", f"--nodelist={stage.events}", "--time=1")
@@ -191,7 +198,7 @@ def preemption(stage: Stage) -> Run:
 
 
 def node_down(stage: Stage) -> Run:
-    run = stage.submit("downed", *SMALL, "--set", f"cluster.additional={{nodelist:{stage.events}}}")
+    run = stage.submit("downed", *SMALL, "--set", f"cluster.exclude={stage.quiet}")
     run.stop()
     stage.set_node("down")
     stage.slurm.wait_for(lambda: "PENDING" in stage.slurm.queue(run.job, "%T"))
@@ -201,7 +208,7 @@ def node_down(stage: Stage) -> Run:
 
 
 def node_drained(stage: Stage) -> Run:
-    run = stage.submit("drained", *SMALL, "--set", f"cluster.additional={{nodelist:{stage.events}}}")
+    run = stage.submit("drained", *SMALL, "--set", f"cluster.exclude={stage.quiet}")
     pid = run.stop()
     stage.set_node("drain")
     os.kill(pid, signal.SIGCONT)
@@ -220,7 +227,7 @@ Scenes = dict[str, Future[Any]]
 
 @pytest.fixture(scope="module")
 def stage(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    yield Stage(Slurm(sandbox, tmp_path_factory.mktemp("nothing-lost"), os.environ), events=sandbox.nodes[1])
+    yield Stage(Slurm(sandbox, tmp_path_factory.mktemp("nothing-lost"), os.environ))
     daemons.clear(sandbox)
 
 

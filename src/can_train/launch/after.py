@@ -4,7 +4,7 @@ where it could not say so itself, and has the run go on where that makes sense. 
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -124,7 +124,7 @@ def _decide(over: _Over, said: Ended | None, ending: str) -> Decision:
     facts = Aftermath(
         ending=ending,
         restarts=over.attempts.restarts_of(over.place.job_id),
-        resubmits=_resubmits(Registry(over.state_dir).jobs(over.run.run_id)),
+        resubmits=resubmits(Registry(over.state_dir).jobs(over.run.run_id)),
         **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
         memory_mib=memory_mib(os.environ),
         most_memory_mib=max((node.memory_mib for node in nodes), default=None),
@@ -133,7 +133,7 @@ def _decide(over: _Over, said: Ended | None, ending: str) -> Decision:
     return decide(facts, limits_of(over.folder))
 
 
-def _resubmits(jobs: list[JobRecord]) -> int:
+def resubmits(jobs: Sequence[JobRecord]) -> int:
     """Counts the last jobs that were submitted for an out-of-memory: one that a person submits begins anew."""
     count = 0
     for job in reversed(jobs):
