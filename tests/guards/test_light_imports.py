@@ -53,8 +53,9 @@ def packages_imported_by(statement: str, *arguments: str, home: Path) -> set[str
         (COMMAND_LINE, ["factors"], FRAMEWORKS),
         (COMMAND_LINE, ["factors", "--help"], FRAMEWORKS),
         (COMMAND_LINE, ["resume", "--help"], FRAMEWORKS | LIBRARIES),
+        (COMMAND_LINE, ["after-job", "--state-dir", "state", "--status", "0"], FRAMEWORKS | LIBRARIES),
     ],
-    ids=["import can_train", "can-train", "--help", "factors", "factors --help", "resume --help"],
+    ids=["import can_train", "can-train", "--help", "factors", "factors --help", "resume --help", "after-job"],
 )
 def test_what_must_start_at_once_imports_nothing_heavy(
     tmp_path: Path, statement: str, arguments: list[str], heavy: set[str]

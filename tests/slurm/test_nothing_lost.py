@@ -78,6 +78,10 @@ class Run:
         os.kill(pid, signal.SIGSTOP)
         return pid
 
+    def go_on(self) -> None:
+        """What a person does with a run that stays as it is."""
+        self.slurm.can_train("resume", str(self.path))
+
     def finish(self) -> None:
         """Waits until the run has finished, without the time that SLURM keeps a job back."""
         self.slurm.wait_for(self._finished)
@@ -104,6 +108,12 @@ class Stage:
 
     def set_node(self, state: str) -> None:
         self.slurm.command("scontrol", "update", f"NodeName={self.events}", f"State={state}", "Reason=a test")
+
+    def mend_node(self) -> None:
+        """A node that is down may come back by itself, once it has answered."""
+        state = self.slurm.command("sinfo", "--noheader", f"--nodes={self.events}", "--format=%T")
+        if "down" in state or "drain" in state:
+            self.set_node("resume")
 
     def submit(self, name: str, *arguments: str, device: str = "cpu") -> Run:
         runs = self.slurm.folder / name
@@ -132,6 +142,7 @@ def time_out(stage: Stage) -> Run:
     Thread(target=keep_stopped, args=(pid, over)).start()
     stage.slurm.wait_for(lambda: run.slurm.ended(run.job) == "TIMEOUT")
     over.set()
+    run.go_on()
     return run
 
 
@@ -146,6 +157,8 @@ def scancel(stage: Stage) -> Run:
     run.stop()
     stage.slurm.command("scancel", run.job)
     stage.slurm.ended(run.job)
+    assert run.step > ENOUGH_STEPS
+    run.go_on()
     return run
 
 
@@ -164,19 +177,36 @@ def kill(stage: Stage) -> Run:
     return run
 
 
-def host_oom(stage: Stage) -> Run:
-    run = stage.submit("host-oom", "--set", "cluster.mem=350M")
+def early_warning(stage: Stage) -> Run:
+    """Before the training has come to hear it, most likely."""
+    run = stage.submit("early", *SMALL)
+    stage.slurm.wait_until(run.job, "RUNNING")
+    stage.slurm.command("scancel", "--signal=USR2", run.job)
     run.finish()
+    return run
+
+
+def host_oom(stage: Stage) -> tuple[Run, str]:
+    """Another job waits for it to end well."""
+    run = stage.submit("host-oom", "--set", "cluster.mem=350M")
+    child = stage.slurm.sbatch("true", f"--dependency=afterok:{run.job}", "--kill-on-invalid-dep=yes")
+    run.finish()
+    return run, child
+
+
+def too_large(stage: Stage) -> Run:
+    run = stage.submit("too-large", *SMALL, device="sim:1MiB")
+    stage.slurm.ended(run.job)
     return run
 
 
 def foreign_oom(stage: Stage) -> Run:
     """Another process fills the GPU of the node that the job happens to come to first."""
     folder = stage.slurm.folder
-    (folder / "crowd").write_text("63MiB")
+    (folder / "crowd").write_text("255MiB")
     first = f'[ -e "{folder}/first" ] || echo $SLURMD_NODENAME > "{folder}/first"'
     crowd = f'[ $SLURMD_NODENAME != $(cat "{folder}/first") ] || export CAN_TRAIN_SIM_FOREIGN="{folder}/crowd"'
-    run = stage.submit("crowded", *SMALL, "--set", f"cluster.setup=['{first}', '{crowd}']", device="sim:64MiB")
+    run = stage.submit("crowded", *SMALL, "--set", f"cluster.setup=['{first}', '{crowd}']", device="sim:256MiB")
     run.finish()
     return run
 
@@ -202,7 +232,7 @@ def node_down(stage: Stage) -> Run:
     run.stop()
     stage.set_node("down")
     stage.slurm.wait_for(lambda: "PENDING" in stage.slurm.queue(run.job, "%T"))
-    stage.set_node("resume")
+    stage.mend_node()
     run.finish()
     return run
 
@@ -213,7 +243,7 @@ def node_drained(stage: Stage) -> Run:
     stage.set_node("drain")
     os.kill(pid, signal.SIGCONT)
     run.finish()
-    stage.set_node("resume")
+    stage.mend_node()
     return run
 
 
@@ -235,7 +265,7 @@ def stage(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def scenes(stage: Stage) -> Iterator[Scenes]:
     """Everything that happens, all at once, as far as the nodes have room."""
     acts: list[Callable[[Stage], Any]] = [
-        time_limit, time_out, node_events, host_oom, kill, requeue, scancel, foreign_oom,
+        time_limit, time_out, node_events, host_oom, kill, requeue, scancel, foreign_oom, early_warning, too_large,
     ]  # fmt: skip
     with ThreadPoolExecutor(len(acts)) as pool:
         yield {act.__name__: pool.submit(act, stage) for act in acts}
@@ -262,17 +292,14 @@ def test_a_job_whose_time_is_up_saves_and_goes_on(scenes: Scenes, undisturbed: P
 
 def test_a_job_that_cannot_answer_ends_and_goes_on_when_it_is_asked_to(scenes: Scenes, undisturbed: Path) -> None:
     run = scenes["time_out"].result()
-    assert run.endings == [""]
-    run.slurm.can_train("resume", str(run.path))
+    assert run.endings == ["", "finished"]
     assert_ends_like(run.path, undisturbed)
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(scenes: Scenes, undisturbed: Path) -> None:
     run = scenes["scancel"].result()
     assert run.slurm.attempts(run.job) == ["CANCELLED"]
-    assert run.endings == ["terminated"]
-    assert run.step > ENOUGH_STEPS
-    run.slurm.can_train("resume", str(run.path))
+    assert run.endings == ["terminated", "finished"]
     assert_ends_like(run.path, undisturbed)
 
 
@@ -290,24 +317,41 @@ def test_a_killed_process_is_started_again(scenes: Scenes, undisturbed: Path) ->
 
 
 def test_a_job_without_enough_memory_is_submitted_with_more(scenes: Scenes, undisturbed: Path) -> None:
-    run = scenes["host_oom"].result()
+    run, child = scenes["host_oom"].result()
     assert [job.reason for job in run.jobs] == ["", "host out-of-memory: 600M instead of 350M"]
     assert run.endings == ["host_oom", "finished"]
+    assert run.slurm.ended(child) == "COMPLETED"
     assert_ends_like(run.path, undisturbed)
 
 
-def test_a_job_whose_gpu_others_fill_is_submitted_to_another_node(scenes: Scenes, stage: Stage) -> None:
+def test_a_job_that_is_warned_at_once_begins_again(scenes: Scenes, undisturbed: Path) -> None:
+    run = scenes["early_warning"].result()
+    assert run.endings == ["time_limit", "finished"]
+    assert len(run.jobs) == 1
+    assert_ends_like(run.path, undisturbed)
+
+
+def test_a_job_that_fits_on_no_such_gpu_is_left_and_the_cards_are_named(scenes: Scenes) -> None:
+    run = scenes["too_large"].result()
+    assert (run.endings, len(run.jobs)) == (["gpu_oom"], 1)
+    assert run.last.details["one_sample"]
+    assert "gb" in run.last.details["cards"]
+
+
+def test_a_job_whose_gpu_others_fill_is_submitted_to_another_node(scenes: Scenes, undisturbed: Path) -> None:
     run = scenes["foreign_oom"].result()
-    assert [job.reason for job in run.jobs] == ["", "CUDA out-of-memory: others held 63 MiB; another node"]
+    assert [job.reason for job in run.jobs] == ["", "CUDA out-of-memory: others held 255 MiB; another node"]
     assert run.endings == ["gpu_oom", "finished"]
     assert run.attempts.began()[0].host != run.attempts.began()[1].host
-    assert_ends_like(run.path, stage.train("undisturbed-gpu", "sim:64MiB"))
+    assert_ends_like(run.path, undisturbed)
 
 
 def test_a_preempted_job_saves_and_comes_back(scenes: Scenes, undisturbed: Path) -> None:
     run = scenes["node_events"].result()[0]
-    assert run.slurm.attempts(run.job) == ["PREEMPTED", "COMPLETED"]
-    assert run.endings == ["terminated", "finished"]
+    # Until the whole node is free it may begin again, and be preempted again.
+    *preempted, last = run.slurm.attempts(run.job)
+    assert ({*preempted}, last) == ({"PREEMPTED"}, "COMPLETED")
+    assert {*run.endings[:-1]} == {"terminated"}
     assert_went_on(run, undisturbed)
 
 

@@ -90,7 +90,7 @@ def after_job(entry: Entry, state_dir: Path, *, status: int, began_with: Mapping
         What was done, in words; empty: nothing that needs to be said.
     """
     place = replace(Place.here(), rank=0)
-    found = _find(Registry(state_dir), place.job_id)
+    found = _find(Registry(state_dir), place.job_id) if place.job_id else None
     if found is None:
         return ""
     over = _Over(run=found[0], job=found[1], place=place, state_dir=state_dir, began_with=began_with)
