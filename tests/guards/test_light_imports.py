@@ -57,6 +57,7 @@ def packages_imported_by(statement: str, *arguments: str, home: Path) -> set[str
         (COMMAND_LINE, ["runs"], FRAMEWORKS | LIBRARIES),
         (COMMAND_LINE, ["status", "made-here"], FRAMEWORKS | LIBRARIES),
         (COMMAND_LINE, ["cancel", "made-here"], FRAMEWORKS | LIBRARIES),
+        (COMMAND_LINE, ["after-job", "--state-dir", "state", "--status", "0"], FRAMEWORKS | LIBRARIES),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

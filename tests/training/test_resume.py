@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+
+from bitwise import assert_ends_like
 
 pytestmark = pytest.mark.slow
 
@@ -74,35 +74,6 @@ def metrics_lines(folder: Path) -> int:
     return sum(path.read_text().count("\n") for path in folder.glob("*/metrics.jsonl"))
 
 
-def final_state(folder: Path) -> dict[str, Any]:
-    manifest = next(folder.glob("*/checkpoints/manifest.json"))
-    newest = json.loads(manifest.read_text())["checkpoints"][0]["file"]
-    state: dict[str, Any] = torch.load(manifest.parent / newest, weights_only=True)
-    return state
-
-
-def losses(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in next(folder.glob("*/metrics.jsonl")).read_text().splitlines()]
-    return [{name: line.get(name) for name in ("step", "epoch", "train", "lr", "validation_loss")} for line in lines]
-
-
-def assert_same(one: Any, other: Any, where: str = "") -> None:
-    """Compares two checkpoints bit by bit."""
-    assert type(one) is type(other), where
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_same(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), where
-        for index, (left, right) in enumerate(zip(one, other, strict=True)):
-            assert_same(left, right, f"{where}/{index}")
-    else:
-        assert one == other, where
-
-
 @pytest.fixture(scope="module")
 def left_alone(tmp_path_factory: pytest.TempPathFactory, state: Path) -> Undisturbed:
     @cache
@@ -114,14 +85,17 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory, state: Path) -> Undistu
     return run
 
 
-def assert_ends_like(folder: Path, undisturbed: Path) -> None:
-    assert_same(final_state(folder), final_state(undisturbed))
-    assert losses(folder) == losses(undisturbed)
+def assert_folder_ends_like(folder: Path, undisturbed: Path) -> None:
+    assert_ends_like(only_run(folder), only_run(undisturbed))
+
+
+def only_run(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
 
 
 def run_id(folder: Path) -> str:
-    (path,) = folder.iterdir()
-    return path.name
+    return only_run(folder).name
 
 
 def plan_exists(folder: Path) -> bool:
@@ -144,7 +118,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(
         time.sleep(delay_s)
         process.kill()
     finish(tmp_path, state, "resume", run_id(tmp_path))
-    assert_ends_like(tmp_path, left_alone(model))
+    assert_folder_ends_like(tmp_path, left_alone(model))
 
 
 @pytest.mark.parametrize("model", ["gat", "vgae"])
@@ -159,7 +133,7 @@ def test_a_run_ended_again_and_again_ends_with_the_same_weights(
             assert process.wait(TIMEOUT_S) == status
         arguments = ["resume", run_id(tmp_path)]
     finish(tmp_path, state, *arguments)
-    assert_ends_like(tmp_path, left_alone(model))
+    assert_folder_ends_like(tmp_path, left_alone(model))
 
 
 @pytest.mark.parametrize("prepared", [".synthetic-*/*/*/*.csv", "synthetic-*"], ids=["writing logs", "making graphs"])
@@ -172,7 +146,7 @@ def test_data_whose_preparation_was_killed_is_prepared_again(
         process.kill()
     assert not list(runs.glob("*"))
     finish(runs, state, "--model", "gat")
-    assert_ends_like(runs, left_alone("gat"))
+    assert_folder_ends_like(runs, left_alone("gat"))
 
 
 def test_a_run_that_ended_is_shown_again_unchanged(left_alone: Undisturbed, state: Path) -> None:

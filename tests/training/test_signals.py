@@ -22,7 +22,7 @@ def fail() -> None:
     raise ValueError("its own")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 140)])
 def test_a_signal_ends_the_process_at_once(number: int, status: int) -> None:
     with pytest.raises(SystemExit) as stop, StopRequests().installed():
         send(number)
@@ -51,7 +51,46 @@ def test_an_error_of_the_block_is_not_hidden_by_a_signal() -> None:
         run_deferred(StopRequests(), lambda: send(signal.SIGTERM), fail)
 
 
-def test_a_second_signal_does_not_wait() -> None:
+@pytest.mark.parametrize(("first", "status"), [(signal.SIGTERM, 143), (signal.SIGUSR2, 140)])
+def test_a_scheduler_that_says_it_twice_cuts_nothing_short(first: int, status: int) -> None:
+    stops = StopRequests()
+    reached: list[str] = []
+    with pytest.raises(SystemExit) as stop:
+        run_deferred(
+            stops, lambda: send(first), lambda: send(signal.SIGTERM), lambda: reached.append("saved"), stops.exit
+        )
+    assert (stop.value.code, reached, stops.terminated) == (status, ["saved"], True)
+
+
+def test_a_signal_during_the_exit_for_another_changes_nothing() -> None:
+    reached: list[str] = []
+
+    def leave() -> None:
+        try:
+            send(signal.SIGUSR2)
+        finally:
+            send(signal.SIGTERM)
+            reached.append("recorded")
+
+    with pytest.raises(SystemExit) as stop, StopRequests().installed():
+        leave()
+    assert (stop.value.code, reached) == (140, ["recorded"])
+
+
+def test_a_block_within_a_deferring_one_does_not_end_the_process() -> None:
+    stops = StopRequests()
+    reached: list[str] = []
+
+    def record() -> None:
+        with stops.deferred():
+            send(signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        run_deferred(stops, record, lambda: reached.append("the outer block's end"))
+    assert reached == ["the outer block's end"]
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
     with pytest.raises(SystemExit) as stop:
         run_deferred(StopRequests(), lambda: send(signal.SIGTERM), lambda: send(signal.SIGINT), fail)
     assert stop.value.code == 130

@@ -4,13 +4,14 @@ where it could not say so itself, and has the run go on where that makes sense. 
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.cluster import ClusterSettings
 from can_train.errors import RunError
+from can_train.launch.environment import environment
 from can_train.launch.job import Entry, cluster_of, limits_of
 from can_train.launch.slurm_job import (
     host_memory_ran_out,
@@ -56,12 +57,14 @@ class _Over:
         job: Its entry in the registry.
         place: Which attempt of it this was.
         state_dir: State folder.
+        began_with: Variables that it began with.
     """
 
     run: RunRecord
     job: JobRecord
     place: Place
     state_dir: Path
+    began_with: Mapping[str, str]
 
     @property
     def folder(self) -> RunFolder:
@@ -74,22 +77,23 @@ class _Over:
         return Attempts(Path(self.run.path), self.place)
 
 
-def after_job(entry: Entry, state_dir: Path, *, status: int) -> str:
+def after_job(entry: Entry, state_dir: Path, *, status: int, began_with: Mapping[str, str]) -> str:
     """Does what is to be done after the job around this process.
 
     Args:
         entry: Trains the run in a folder, for a job that is submitted again.
         state_dir: State folder, where the registry is.
         status: Exit status of the job step.
+        began_with: Variables that the job began with, before its script set any: those of a job in its place.
 
     Returns:
         What was done, in words; empty: nothing that needs to be said.
     """
     place = replace(Place.here(), rank=0)
-    found = _find(Registry(state_dir), place.job_id)
+    found = _find(Registry(state_dir), place.job_id) if place.job_id else None
     if found is None:
         return ""
-    over = _Over(run=found[0], job=found[1], place=place, state_dir=state_dir)
+    over = _Over(run=found[0], job=found[1], place=place, state_dir=state_dir, began_with=began_with)
     log = tail(Path(over.job.log_path))
     said = over.attempts.ended_of_job(place)
     ending = ending_of(said.ending if said else "", status=status, host_oom=host_memory_ran_out(place.job_id, log))
@@ -120,7 +124,7 @@ def _decide(over: _Over, said: Ended | None, ending: str) -> Decision:
     facts = Aftermath(
         ending=ending,
         restarts=over.attempts.restarts_of(over.place.job_id),
-        resubmits=_resubmits(Registry(over.state_dir).jobs(over.run.run_id)),
+        resubmits=resubmits(Registry(over.state_dir).jobs(over.run.run_id)),
         **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
         memory_mib=memory_mib(os.environ),
         most_memory_mib=max((node.memory_mib for node in nodes), default=None),
@@ -129,7 +133,7 @@ def _decide(over: _Over, said: Ended | None, ending: str) -> Decision:
     return decide(facts, limits_of(over.folder))
 
 
-def _resubmits(jobs: list[JobRecord]) -> int:
+def resubmits(jobs: Sequence[JobRecord]) -> int:
     """Counts the last jobs that were submitted for an out-of-memory: one that a person submits begins anew."""
     count = 0
     for job in reversed(jobs):
@@ -177,7 +181,8 @@ def _do(over: _Over, decision: Requeue | Resubmit, entry: Entry) -> str:
         done = put_back(over.place.job_id)
         return f"{decision.reason}: {'put back into the queue' if done else 'SLURM refuses to put the job back'}"
     try:
-        job = _submit_again(over, decision, entry)
+        with environment(over.began_with):
+            job = _submit_again(over, decision, entry)
     except RunError as error:
         return f"{decision.reason}: could not be submitted again. {error}"
     move_dependents(over.place.job_id, job.job_id)

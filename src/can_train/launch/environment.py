@@ -3,6 +3,7 @@ is asked for, and with the job's own copy of the code to import.
 """
 
 import os
+from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,11 +31,29 @@ def job_environment(source: Path | None = None) -> Iterator[None]:
             says so.
     """
     before = dict(os.environ)
+    with environment({**clean_environment(before), **(import_path(source, before) if source else {})}):
+        yield
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Makes some variables this process's whole environment, for the block."""
+    before = dict(os.environ)
     try:
-        _replace_environment({**clean_environment(before), **(import_path(source, before) if source else {})})
+        _replace_environment(variables)
         yield
     finally:
         _replace_environment(before)
+
+
+def remembered_environment(encoded: bytes) -> dict[str, str]:
+    """Reads what the first line of a job's script remembered: what `env -0` prints, in Base64.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    pairs = [os.fsdecode(pair) for pair in b64decode(encoded, validate=True).split(b"\0") if pair]
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

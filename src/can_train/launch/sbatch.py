@@ -52,6 +52,12 @@ _ALL: Final = 10**6
 """Jobs of an array at once where nothing limits them."""
 
 
+_REMEMBER: Final = "began_with=$(env -0 | base64 -w 0)"
+"""First line of a script: what a job that is submitted in this one's place begins with, as this one did. A variable of
+the shell, since there is a limit to what a process can be given and none to what can be piped into it.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobText:
     """What a job's script is made of, beside what is asked for.
@@ -97,7 +103,7 @@ def parameters(cluster: ClusterSettings, text: JobText) -> dict[str, Any]:
         "job_name": _directive("dataset.name", text.name),
         "signal_delay_s": cluster.signal_delay_s,
         "array_parallelism": cluster.max_parallel or _ALL,
-        "setup": [*_setup(cluster.setup), *_exports(text.code)],
+        "setup": [_REMEMBER, *_setup(cluster.setup), *_exports(text.code)],
         "teardown": _teardown(text.state_dir),
         "srun_args": ["--kill-on-bad-exit=1", *_step(cluster)],
         "stderr_to_stdout": True,
@@ -232,4 +238,4 @@ def _step(cluster: ClusterSettings) -> list[str]:
 def _teardown(state_dir: Path) -> list[str]:
     """Lines that look at what became of the job while it still exists; its status stays what it was."""
     command = shlex.join([sys.executable, "-m", "can_train", "after-job", "--state-dir", str(state_dir), "--status"])
-    return ["status=$?", f'{command} "$status"', 'exit "$status"']
+    return ["status=$?", f'printf %s "$began_with" | {command} "$status"', 'exit "$status"']

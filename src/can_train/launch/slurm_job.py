@@ -154,10 +154,11 @@ def _killed_in(counters: Path) -> bool:
         return False
 
 
-def _state(job_id: str) -> Sequence[str]:
+def _state(job_id: str) -> tuple[str, str]:
     """Asks for state and reason, in SLURM's words; empty where it does not answer."""
-    text = _output(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "-o", "%T|%r"]) or "|"
-    return text.splitlines()[0].split("|", 1)
+    text = _output(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "-o", "%T|%r"]) or ""
+    state, _, reason = text.partition("\n")[0].partition("|")
+    return state, reason
 
 
 def _output(command: Sequence[str]) -> str | None:
