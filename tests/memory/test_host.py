@@ -2,7 +2,15 @@ from pathlib import Path
 
 import pytest
 
-from can_train.memory.host import _cgroup_room, _meminfo_available, available_bytes, nvidia_driver_version, total_bytes
+from can_train.memory.host import (
+    _HIERARCHIES,
+    _cgroup_room,
+    _meminfo_available,
+    _own_groups,
+    available_bytes,
+    nvidia_driver_version,
+    total_bytes,
+)
 
 
 def written(path: Path, text: str) -> Path:
@@ -21,14 +29,30 @@ def test_an_old_kernel_does_not_say_what_is_available(tmp_path: Path, text: str)
     assert _meminfo_available(tmp_path / "none") is None
 
 
-@pytest.mark.parametrize(("limit", "room"), [("1000\n", 400), ("500\n", 0), ("max\n", None), ("", None)])
-def test_a_control_group_leaves_what_it_does_not_use(tmp_path: Path, limit: str, room: int | None) -> None:
-    usage = written(tmp_path / "current", "600\n")
-    assert _cgroup_room(written(tmp_path / "max", limit), usage) == room
+VERSION_2 = _HIERARCHIES[0]
+
+
+@pytest.mark.parametrize(("limit", "room"), [("1000\n", 450), ("500\n", 0), ("max\n", None), ("", None)])
+def test_a_control_group_leaves_what_it_does_not_use_for_good(tmp_path: Path, limit: str, room: int | None) -> None:
+    written(tmp_path / "memory.current", "600\n")
+    written(tmp_path / "memory.stat", "anon 550\ninactive_file 50\nactive_file 7\n")
+    written(tmp_path / "memory.max", limit)
+    assert _cgroup_room(tmp_path, VERSION_2) == room
 
 
 def test_without_a_control_group_there_is_no_limit(tmp_path: Path) -> None:
-    assert _cgroup_room(tmp_path / "max", tmp_path / "current") is None
+    assert _cgroup_room(tmp_path, VERSION_2) is None
+
+
+@pytest.mark.parametrize(("kind", "root"), [(0, "/sys/fs/cgroup"), (1, "/sys/fs/cgroup/memory")])
+def test_a_job_is_bound_by_its_own_group_and_by_those_above(tmp_path: Path, kind: int, root: str) -> None:
+    membership = written(tmp_path / "cgroup", "4:memory:/slurm/job_1\n3:cpu:/\n0::/slurm/job_1\n")
+    groups = [str(group) for group in _own_groups(_HIERARCHIES[kind], membership)]
+    assert groups == [f"{root}/slurm/job_1", f"{root}/slurm", root]
+
+
+def test_a_process_in_no_group_has_the_topmost_limit(tmp_path: Path) -> None:
+    assert _own_groups(VERSION_2, tmp_path / "none") == [VERSION_2.root]
 
 
 def test_no_more_is_available_than_there_is() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.cluster import ClusterSettings
-from can_train.errors import RunError
+from can_train.errors import CanTrainError, RunError
 from can_train.launch.environment import environment
 from can_train.launch.job import Entry, cluster_of, limits_of
 from can_train.launch.slurm_job import (
@@ -56,15 +56,15 @@ class _Over:
         run: Its run.
         job: Its entry in the registry.
         place: Which attempt of it this was.
+        said: How that ended, as its processes said; None: they could not.
         state_dir: State folder.
-        began_with: Variables that it began with.
     """
 
     run: RunRecord
     job: JobRecord
     place: Place
+    said: Ended | None
     state_dir: Path
-    began_with: Mapping[str, str]
 
     @property
     def folder(self) -> RunFolder:
@@ -75,6 +75,22 @@ class _Over:
     def attempts(self) -> Attempts:
         """The run's attempts, as seen from the job."""
         return Attempts(Path(self.run.path), self.place)
+
+    @property
+    def registry(self) -> Registry:
+        """Where the run and its jobs are."""
+        return Registry(self.state_dir)
+
+    @property
+    def was_cancelled(self) -> bool:
+        """Whether a person wants the job to end."""
+        return any(cancel.time > self.job.time for cancel in self.registry.cancels(self.run.run_id))
+
+    @property
+    def avoided(self) -> list[str]:
+        """Nodes that the next job is not to have: those that this one avoided, and the one that memory ran out on."""
+        before = node_names(str(self.job.resources.get("exclude", "")))
+        return list(dict.fromkeys([*before, self.said.host if self.said else this_machine()]))
 
 
 def after_job(entry: Entry, state_dir: Path, *, status: int, began_with: Mapping[str, str]) -> str:
@@ -89,19 +105,30 @@ def after_job(entry: Entry, state_dir: Path, *, status: int, began_with: Mapping
     Returns:
         What was done, in words; empty: nothing that needs to be said.
     """
+    over = _look(state_dir)
+    if over is None or (over.said and over.said.ending == "finished"):
+        return ""
+    log = tail(Path(over.job.log_path))
+    host_oom = host_memory_ran_out(over.place.job_id, log)
+    ending = ending_of(over.said.ending if over.said else "", status=status, host_oom=host_oom)
+    decision = _decide(over, ending)
+    _record(over, _Finding(ending, _message(ending, status, log), decision))
+    if isinstance(decision, Leave):
+        return decision.reason
+    if over.was_cancelled or not is_running(over.place.job_id):
+        return ""
+    return _do(over, decision, _Next(entry, began_with))
+
+
+def _look(state_dir: Path) -> _Over | None:
+    """Finds the run of the job around this process; None where there is none."""
     place = replace(Place.here(), rank=0)
     found = _find(Registry(state_dir), place.job_id) if place.job_id else None
     if found is None:
-        return ""
-    over = _Over(run=found[0], job=found[1], place=place, state_dir=state_dir, began_with=began_with)
-    log = tail(Path(over.job.log_path))
-    said = over.attempts.ended_of_job(place)
-    ending = ending_of(said.ending if said else "", status=status, host_oom=host_memory_ran_out(place.job_id, log))
-    decision = _decide(over, said, ending)
-    _record(over, said, _Finding(ending, _message(ending, status, log), decision))
-    if isinstance(decision, Leave) or not is_running(place.job_id):
-        return decision.reason if isinstance(decision, Leave) else ""
-    return _do(over, decision, entry)
+        return None
+    run, job = found
+    said = Attempts(Path(run.path), place).ended_of_job(place)
+    return _Over(run=run, job=job, place=place, said=said, state_dir=state_dir)
 
 
 def _find(registry: Registry, job_id: str) -> tuple[RunRecord, JobRecord] | None:
@@ -117,18 +144,18 @@ def _find(registry: Registry, job_id: str) -> tuple[RunRecord, JobRecord] | None
         time.sleep(_LOOK_EVERY_S)
 
 
-def _decide(over: _Over, said: Ended | None, ending: str) -> Decision:
-    nodes = usable_nodes(os.environ.get("SLURM_JOB_PARTITION", ""))
-    avoided = {*_avoided(over, said)}
-    details: Mapping[str, Any] = said.details if said and ending == "gpu_oom" else {}
+def _decide(over: _Over, ending: str) -> Decision:
+    details: Mapping[str, Any] = over.said.details if over.said and ending == "gpu_oom" else {}
+    nodes = usable_nodes(os.environ.get("SLURM_JOB_PARTITION", "")) if ending in ("host_oom", "gpu_oom") else []
+    others = {node.name for node in nodes}.difference(over.avoided if nodes else ())
     facts = Aftermath(
         ending=ending,
         restarts=over.attempts.restarts_of(over.place.job_id),
-        resubmits=resubmits(Registry(over.state_dir).jobs(over.run.run_id)),
+        resubmits=resubmits(over.registry.jobs(over.run.run_id)),
         **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
         memory_mib=memory_mib(os.environ),
         most_memory_mib=max((node.memory_mib for node in nodes), default=None),
-        has_other_nodes=len({node.name for node in nodes} - avoided) >= cluster_of(over.folder).nodes,
+        has_other_nodes=len(others) >= cluster_of(over.folder).nodes,
     )
     return decide(facts, limits_of(over.folder))
 
@@ -143,25 +170,30 @@ def resubmits(jobs: Sequence[JobRecord]) -> int:
     return count
 
 
-def _avoided(over: _Over, said: Ended | None) -> list[str]:
-    """Nodes that the next job is not to have: those that this one avoided, and the one that memory ran out on."""
-    before = node_names(str(over.job.resources.get("exclude", "")))
-    return list(dict.fromkeys([*before, said.host if said else this_machine()]))
-
-
 @dataclass(frozen=True)
 class _Finding:
+    """What was found out: how the attempt ended, that in words, and what is done about it."""
+
     ending: str
     message: str
     decision: Decision
 
 
-def _record(over: _Over, said: Ended | None, finding: _Finding) -> None:
+@dataclass(frozen=True)
+class _Next:
+    """What the next job is made of: what trains the run, and the variables that it begins with."""
+
+    entry: Entry
+    variables: Mapping[str, str]
+
+
+def _record(over: _Over, finding: _Finding) -> None:
     """Writes down what the processes of the attempt could not know, or had no time to say."""
-    left = finding.decision.reason if isinstance(finding.decision, Leave) else ""
-    if said is not None and said.ending == finding.ending and (not left or said.ending == "time_limit"):
+    said, left = over.said, finding.decision.reason if isinstance(finding.decision, Leave) else ""
+    is_said = said is not None and said.ending == finding.ending
+    if is_said and (not left or finding.ending == "time_limit"):
         return
-    own = said.message if said and said.ending == finding.ending else finding.message
+    own = said.message if said and is_said else finding.message
     message = ". ".join(part for part in (left, own) if part)
     over.attempts.witness(finding.ending, message, said.details if said else {})
 
@@ -176,32 +208,32 @@ def _message(ending: str, status: int, log: str) -> str:
     }.get(ending, "")
 
 
-def _do(over: _Over, decision: Requeue | Resubmit, entry: Entry) -> str:
+def _do(over: _Over, decision: Requeue | Resubmit, following: _Next) -> str:
     if isinstance(decision, Requeue):
         done = put_back(over.place.job_id)
         return f"{decision.reason}: {'put back into the queue' if done else 'SLURM refuses to put the job back'}"
     try:
-        with environment(over.began_with):
-            job = _submit_again(over, decision, entry)
-    except RunError as error:
+        job = _submit_again(over, decision, following)
+    except CanTrainError as error:
         return f"{decision.reason}: could not be submitted again. {error}"
     move_dependents(over.place.job_id, job.job_id)
     return f"{decision.reason}: submitted again as job {job.job_id}"
 
 
-def _submit_again(over: _Over, decision: Resubmit, entry: Entry) -> JobRecord:
+def _submit_again(over: _Over, decision: Resubmit, following: _Next) -> JobRecord:
     from can_train.launch.slurm import submit_jobs
 
     submission = Submission(name=over.run.key, state_dir=over.state_dir, reason=decision.reason)
-    folder, cluster = over.folder, next_cluster(cluster_of(over.folder), over.job.resources, decision)
-    if not decision.elsewhere:
-        return submit_jobs(entry, [folder], cluster, submission)[0]
-    avoiding = replace(cluster, exclude=",".join(_avoided(over, over.attempts.ended_of_job(over.place))))
-    try:
-        return submit_jobs(entry, [folder], avoiding, submission)[0]
-    except RunError:
-        # What else is asked for, no other node has.
-        return submit_jobs(entry, [folder], cluster, submission)[0]
+    cluster = next_cluster(cluster_of(over.folder), over.job.resources, decision)
+    avoiding = replace(cluster, exclude=",".join(over.avoided)) if decision.elsewhere else cluster
+    with environment(following.variables):
+        try:
+            return submit_jobs(following.entry, [over.folder], avoiding, submission)[0]
+        except RunError:
+            if avoiding == cluster:
+                raise
+            # What else is asked for, no other node has.
+            return submit_jobs(following.entry, [over.folder], cluster, submission)[0]
 
 
 def next_cluster(cluster: ClusterSettings, last: Mapping[str, Any], decision: Resubmit) -> ClusterSettings:
