@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import can_train
 from can_train.errors import RunError
 from can_train.state.atomic import write_bytes_atomic, write_json_atomic, write_text_atomic
 from can_train.state.documents import unusable
@@ -63,7 +62,7 @@ def read_code(package: Path | None = None) -> Code:
     Args:
         package: Its folder; None: the one that this process imported.
     """
-    package = package or Path(can_train.__file__).resolve().parent
+    package = package or Path(__file__).resolve().parents[1]
     if (package / "configs").is_dir():
         return _code(package, {f"src/{package.name}/{name}": package / name for name in _walk(package)})
     root = package.parents[1]
