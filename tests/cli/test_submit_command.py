@@ -14,6 +14,7 @@ from can_train.config.plain_text import plain_from_yaml
 from can_train.state.registry import Registry
 
 TRAIN = ("--model", "gat", "--dataset", "synthetic")
+DRY = ("--dry-run", "--size", "student", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5")
 COMMANDS = {
     "sbatch": 'cat "$1" >> "{folder}/sent"; echo Submitted batch job 41',
     "scontrol": 'cat "{records}/$2s.txt"',
@@ -105,7 +106,7 @@ def test_several_runs_are_one_array(slurm: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_dry_run_prints_the_script_and_leaves_nothing(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = submit(capsys, "--dry-run", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5")
+    said = submit(capsys, *DRY)
     script = said.partition("Script that --submit would send:\n\n")[2]
     assert script.startswith("#!/bin/bash\n")
     assert 'exit "$status"' in script
@@ -115,7 +116,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(slurm: Path, capsys: pyt
 def test_a_dry_run_needs_no_slurm(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("sbatch", "scontrol", "srun", "squeue"):
         (slurm / "bin" / command).rename(slurm / f"no-{command}")
-    assert main((*TRAIN, "--submit", "--dry-run", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5")) == 0
+    assert main((*TRAIN, "--submit", *DRY)) == 0
     shown = capsys.readouterr()
     assert "its limits are not checked" in shown.err
     assert "#SBATCH --time=1440" in shown.out
@@ -125,9 +126,7 @@ def test_a_dry_run_needs_no_slurm(slurm: Path, capsys: pytest.CaptureFixture[str
 def test_a_dry_run_without_a_scheduler_says_what_would_be_started(
     slurm: Path, capsys: pytest.CaptureFixture[str], cluster: str, place: str
 ) -> None:
-    said = submit(
-        capsys, "--cluster", cluster, "--dry-run", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5"
-    )
+    said = submit(capsys, "--cluster", cluster, *DRY)
     assert f"No script: --cluster {cluster} trains in" in said
     assert place in said.splitlines()[-1]
 

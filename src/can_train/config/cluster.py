@@ -43,7 +43,7 @@ class ClusterSettings:
     additional: Mapping[str, Any] = field(default_factory=dict)
     """Any other option of sbatch, by its long name."""
     setup: Sequence[str] = ()
-    """Lines of shell that the job runs first (module load, conda activate)."""
+    """Lines of shell that a job of SLURM runs first (module load, conda activate)."""
     signal_delay_s: int = 120
     """Seconds before the time limit at which a job is warned, saves and is put back into the queue."""
     max_restarts: int = 100
