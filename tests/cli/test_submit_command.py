@@ -105,6 +105,15 @@ def test_several_runs_are_one_array(slurm: Path, capsys: pytest.CaptureFixture[s
     assert "#SBATCH --array=0-1%1" in (slurm / "sent").read_text()
 
 
+def test_a_run_waits_for_another_job_and_only_for_one(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = submit(capsys).split()[0]
+    second = submit(capsys, "--seed", "1", "--after", first).split()[0]
+    assert "#SBATCH --dependency=afterok:41\n" in (slurm / "sent").read_text()
+    assert {run.run_id: run.after for run in Registry(slurm / "state").runs()} == {first: "", second: first}
+    assert main((*TRAIN, "--submit", "--cluster", "local", "--seed", "2", "--after", first)) == 2
+    assert "Only a job of SLURM can wait" in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_the_script_and_leaves_nothing(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = submit(capsys, *DRY)
     script = said.partition("Script that --submit would send:\n\n")[2]

@@ -2,7 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from can_train.config.cluster import ClusterSettings
@@ -74,6 +74,7 @@ def test_a_partition_that_is_down_is_said() -> None:
     assert "Partition wide is not up" in waits([WIDE])
 
 
+@example(5, 300 - EARLY_S - START_S)
 @given(st.integers(1, 3000), st.integers(0, 10**5))
 def test_a_warning_comes_after_the_start_or_is_refused_with_a_remedy_that_works(time_min: int, delay_s: int) -> None:
     try:

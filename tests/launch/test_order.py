@@ -154,13 +154,20 @@ def test_the_newest_finished_run_of_the_same_memory_says_what_to_expect(tmp_path
     mine = run(tmp_path)
     result = {"plan": {"plan": {"logical_batch": 512}}, "micro_batch_size": 64, "peak_memory_bytes": 3 * 2**29,
               "device": "t4"}  # fmt: skip
-    runs = []
+    older = {**result, "micro_batch_size": 1}
+    runs: list[RunRecord] = []
     other = replace(mine, config={**mine.config, "model": {}})
-    for name, settings, said in (("a", mine, result), ("b", other, result), ("c", mine, {}), ("d", mine, None)):
+    for name, settings, said in (
+        ("o", mine, older),
+        ("a", mine, result),
+        ("b", other, result),
+        ("c", mine, {}),
+        ("d", mine, None),
+    ):
         runs.append(entered(tmp_path, name, key=mine.key))
         Path(runs[-1].path, "config.yaml").write_text(plain_to_yaml(settings.config))
         if said is not None:
             Path(runs[-1].path, "result.json").write_text(json.dumps(said))
     assert expectation(mine, runs) == "a had batch 512, micro-batches of up to 64, peak 1.50 GiB on t4"
-    assert expectation(mine, runs[1:]) == UNKNOWN
+    assert expectation(mine, runs[2:]) == UNKNOWN
     assert expectation(run(tmp_path, model="vgae"), runs) == UNKNOWN

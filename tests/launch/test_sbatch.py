@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from can_train.config.cluster import ClusterSettings
@@ -50,6 +50,7 @@ def as_sbatch_reads(line: str) -> str:
     return re.sub(r"\\(.)", r"\1", word)
 
 
+@example("a\\b 'c\\\\d")
 @given(st.text(st.characters(exclude_categories=("C", "Z")) | st.sampled_from(" '\"$()\\`#;&|<>"), min_size=1))
 def test_a_value_arrives_as_it_stands(value: str) -> None:
     cluster = ClusterSettings(time="90", account=value, additional={"comment": value})

@@ -64,6 +64,7 @@ def test_what_was_said_stays() -> None:
 def test_a_job_has_a_day_or_what_the_partition_allows() -> None:
     assert asked().time == "1-0:00:00"
     assert asked(limit=90).time == "1:30:00"
+    assert asked(limit=5000).time == "1-0:00:00"
 
 
 def test_where_nothing_is_known_nothing_is_asked_for() -> None:

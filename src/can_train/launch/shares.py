@@ -40,7 +40,7 @@ def settled(cluster: ClusterSettings, partition: Partition | None, device: str) 
     if not nodes:
         return cluster
     said = {str(name).replace("_", "-") for name in cluster.additional}
-    cpus = cluster.cpus or (0 if said & _SHARING_CPUS else min(_cpus(cluster, node) for node in nodes))
+    cpus = cluster.cpus or (0 if said & _SHARING_CPUS else min(_cpus(node) for node in nodes))
     if cluster.mem or said & _SHARING_MEMORY:
         return replace(cluster, cpus=cpus)
     memory = min(_memory_mib(cluster, node) for node in nodes)
@@ -75,12 +75,10 @@ def _parts(node: Node) -> int:
     return max(1, node.num_gpus() or node.cpus // MOST_CPUS)
 
 
-def _cpus(cluster: ClusterSettings, node: Node) -> int:
-    parts = max(_parts(node), cluster.ranks_per_node)
-    return max(1, min(MOST_CPUS, node.cpus // parts))
+def _cpus(node: Node) -> int:
+    return max(1, min(MOST_CPUS, node.cpus // _parts(node)))
 
 
 def _memory_mib(cluster: ClusterSettings, node: Node) -> int:
     """Memory of a node's ranks together."""
-    parts = max(_parts(node), cluster.ranks_per_node)
-    return min(MOST_MEMORY_MIB, node.memory_mib // parts) * cluster.ranks_per_node
+    return min(MOST_MEMORY_MIB, node.memory_mib // _parts(node)) * cluster.ranks_per_node
