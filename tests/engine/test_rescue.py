@@ -64,6 +64,7 @@ class Device:
         self.batch, self.fits, self.after_wait = batch, fits, after_wait
         self.waits: list[float] = []
         self.noted = Noted()
+        self.meter = SimulatedMeter(64 * MIB, expandable=True)
 
     def attempt(self, start: int, stop: int) -> tuple[int, int]:
         if self.batch.cost(start, stop) > self.fits:
@@ -75,8 +76,7 @@ class Device:
         self.after_wait(self)
 
     def run(self, settings: RescueSettings | None = None, limit: PartLimit | None = None) -> list[Part[Any]]:
-        meter = SimulatedMeter(64 * MIB, expandable=True)
-        self.rescue = Rescue(meter, settings or RescueSettings(), phase=phase(60 * MIB), wait=self.wait)
+        self.rescue = Rescue(self.meter, settings or RescueSettings(), phase=phase(60 * MIB), wait=self.wait)
         return list(self.rescue.run(self.batch, limit or PartLimit(), self.attempt, lambda: self.noted))
 
 
@@ -148,6 +148,19 @@ def test_without_rescue_the_first_out_of_memory_is_an_error() -> None:
     with pytest.raises(DoesNotFitError, match=r"training.adaptive_micro_batch is off.*\n?.*smaller --micro-batch-size"):
         device.run(RescueSettings(adaptive=False))
     assert device.waits == []
+
+
+@pytest.mark.parametrize(("foreign_mib", "one_sample"), [(0, True), (40, False)])
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_an_error_knows_whether_another_device_would_help(foreign_mib: int, one_sample: bool, adaptive: bool) -> None:
+    device = Device(BatchCosts.uniform(1), fits=0)
+    device.meter.gpu.allocator.foreign_bytes = foreign_mib * MIB
+    rescue = Rescue(device.meter, RescueSettings(adaptive=adaptive, retries=0))
+    with pytest.raises(PartDoesNotFitError) as caught:
+        list(rescue.run(device.batch, PartLimit(), device.attempt, Noted))
+    shortage = caught.value.shortage
+    assert (shortage.one_sample, shortage.should_fit) == (one_sample, not one_sample)
+    assert (shortage.foreign_bytes, shortage.capacity_bytes) == (foreign_mib * MIB, 64 * MIB)
 
 
 def test_a_sample_that_does_not_fit_is_named_with_need_capacity_and_cards() -> None:

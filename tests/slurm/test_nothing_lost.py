@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
 TRAINING = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
             "--epochs", "2", "--checkpoint-every", "4", "--min-steps-per-epoch", "12", "--no-floors")  # fmt: skip
-JOB = ("--submit", "--set", "cluster.cpus=1", "--set", "cluster.signal_delay_s=5")
+JOB = ("--submit", "--force", "--set", "cluster.cpus=1", "--set", "cluster.signal_delay_s=5")
 SMALL = ("--set", "cluster.mem=900M")
 ENOUGH_STEPS = 4
 STOP_AGAIN_S = 0.01
@@ -188,7 +188,7 @@ def early_warning(stage: Stage) -> Run:
 
 def host_oom(stage: Stage) -> tuple[Run, str]:
     """Another job waits for it to end well."""
-    run = stage.submit("host-oom", "--set", "cluster.mem=350M")
+    run = stage.submit("host-oom", "--set", "cluster.mem=200M")
     child = stage.slurm.sbatch("true", f"--dependency=afterok:{run.job}", "--kill-on-invalid-dep=yes")
     run.finish()
     return run, child
@@ -262,18 +262,19 @@ def stage(sandbox: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def scenes(stage: Stage) -> Iterator[Scenes]:
+def undisturbed(stage: Stage) -> Path:
+    """Before all others, which so find the data prepared."""
+    return stage.train("undisturbed", "cpu")
+
+
+@pytest.fixture(scope="module")
+def scenes(stage: Stage, undisturbed: Path) -> Iterator[Scenes]:
     """Everything that happens, all at once, as far as the nodes have room."""
     acts: list[Callable[[Stage], Any]] = [
         time_limit, time_out, node_events, host_oom, kill, requeue, scancel, foreign_oom, early_warning, too_large,
     ]  # fmt: skip
     with ThreadPoolExecutor(len(acts)) as pool:
         yield {act.__name__: pool.submit(act, stage) for act in acts}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(scenes: Scenes, stage: Stage) -> Path:
-    return stage.train("undisturbed", "cpu")
 
 
 def assert_went_on(run: Run, undisturbed: Path) -> None:
@@ -318,8 +319,9 @@ def test_a_killed_process_is_started_again(scenes: Scenes, undisturbed: Path) ->
 
 def test_a_job_without_enough_memory_is_submitted_with_more(scenes: Scenes, undisturbed: Path) -> None:
     run, child = scenes["host_oom"].result()
-    assert [job.reason for job in run.jobs] == ["", "host out-of-memory: 600M instead of 350M"]
-    assert run.endings == ["host_oom", "finished"]
+    assert run.jobs[1].reason == "host out-of-memory: 300M instead of 200M"
+    # Whether the second one has enough depends on how much of the libraries the machine has in its cache.
+    assert {*run.endings[:-1]} == {"host_oom"}
     assert run.slurm.ended(child) == "COMPLETED"
     assert_ends_like(run.path, undisturbed)
 
