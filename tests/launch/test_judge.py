@@ -48,6 +48,10 @@ CASES: dict[str, tuple[Evidence, str, str]] = {
     "memory of the host, which only a step tells": (of_job("oom", begun("oom")), "host out-of-memory", "50M"),
     "the same where another rank failed of it": (
         of_job("oom", begun("oom", "failed", message="connection lost")), "host out-of-memory", ""),
+    "the same where another rank was terminated for it, and saved": (
+        of_job("oom", begun("oom", "terminated")), "host out-of-memory", ""),
+    "cancelled and saved, where the log remembers an earlier attempt": (
+        of_job("crun", begun("crun", "terminated"), log_tail=text_of("oom")), "cancelled", "saved"),
     "the same without accounting, as the log says": (
         of_job("oom", begun("oom"), answer=recorded("oom", sacct=False), log_tail=text_of("oom")),
         "host out-of-memory", ""),

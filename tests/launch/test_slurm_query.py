@@ -75,6 +75,11 @@ def test_sacct_tells_who_was_cancelled_by_somebody_and_what_never_started() -> N
     assert (child.by_person, child.reason) == (False, "Dependency")
 
 
+def test_a_step_without_its_job_is_nobodys() -> None:
+    (row,) = parse_sacct("1|FAILED|1:0|||n1|||\n2.0|OUT_OF_MEMORY|0:125|||n1|||\n")
+    assert row.steps == ()
+
+
 @given(st.text())
 def test_no_text_is_more_than_the_parsers_can_take(text: str) -> None:
     parse_squeue(text)

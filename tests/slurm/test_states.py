@@ -1,5 +1,5 @@
-"""What `runs` and `status` say is what a real SLURM did: with its accounting, and without. What the jobs do is a line
-of shell each; that a training's own endings reach the same commands, the last tests see.
+"""What `runs` and `status` say is what a real SLURM did: with its accounting, and without. What jobs do is a line of
+shell each; that a training's own endings reach the same commands, the last tests see.
 """
 
 import json

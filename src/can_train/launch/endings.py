@@ -81,7 +81,9 @@ def how_it_ended(ended: Ended | None, row: AccountRow | None, log: str, *, asked
     states = (row.state, *(step.state for step in row.steps)) if row else ()
     outside = _FROM_OUTSIDE.get(row.state) if row else None
     said = ended.ending if ended else None
-    if said in _CONSEQUENCES and outside != TIME_LIMIT and (_OOM in states or written == HOST_OOM):
+    # srun terminates the others, too, unless somebody else had them all terminated.
+    consequence = said in _CONSEQUENCES or (said == "terminated" and outside is None)
+    if consequence and outside != TIME_LIMIT and (_OOM in states or written == HOST_OOM):
         return RunState(state=HOST_OOM, sentence=_memory_words(row))
     if row is not None and outside is not None:
         return RunState(state=outside, sentence=_outside_words(outside, row, ended))
