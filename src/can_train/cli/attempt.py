@@ -52,7 +52,6 @@ def _go_on(folder: "RunFolder", reporter: "Reporter", stops: StopRequests, envir
     outcome = train_on(run, folder, reporter, stops, ranks)
     if ranks.is_first:
         _show(outcome)
-    ranks.close()
 
 
 def _show(outcome: "Outcome") -> None:
