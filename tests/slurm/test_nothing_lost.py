@@ -85,6 +85,7 @@ class Run:
     def finish(self) -> None:
         """Waits until the run has finished, without the time that SLURM keeps a job back."""
         self.slurm.wait_for(self._finished)
+        self.slurm.ended(self.job)
 
     def _finished(self) -> bool:
         if any(row == "PENDING BeginTime" for row in self.slurm.queue(self.job, "%T %r")):
@@ -232,8 +233,10 @@ def node_down(stage: Stage) -> Run:
     run.stop()
     stage.set_node("down")
     stage.slurm.wait_for(lambda: "PENDING" in stage.slurm.queue(run.job, "%T"))
-    stage.mend_node()
+    # It goes on where it was not allowed to begin.
+    stage.slurm.command("scontrol", "update", f"JobId={run.job}", "ExcNodeList=")
     run.finish()
+    stage.mend_node()
     return run
 
 
@@ -287,7 +290,7 @@ def assert_went_on(run: Run, undisturbed: Path) -> None:
 def test_a_job_whose_time_is_up_saves_and_goes_on(scenes: Scenes, undisturbed: Path) -> None:
     run = scenes["time_limit"].result()
     assert run.endings == ["time_limit", "finished"]
-    assert run.slurm.ended(run.job) == "COMPLETED"
+    assert run.slurm.attempts(run.job)[-1] == "COMPLETED"
     assert_went_on(run, undisturbed)
 
 
