@@ -16,10 +16,11 @@ from can_train.errors import MissingDataError, RunError
 from can_train.launch.cluster_info import Node, Partition
 from can_train.launch.expectation import UNKNOWN, expectation
 from can_train.launch.identity import ENDED, FINISHED, QUEUED, RUNNING, RunStates, data_files, find_twin, identity
-from can_train.launch.order import Wanted, find_run, make_order
+from can_train.launch.order import Wanted, make_order
 from can_train.state.documents import utc_now
 from can_train.state.registry import JobRecord, Registry, RunRecord
 from can_train.training.folders import settled_paths
+from can_train.training.run_folder import RunFolder
 
 MAIN = Partition(name="main", is_default=True, nodes=(Node(name="a", cpus=8, memory_mib=8000, gpus={"t4": 2}),))
 
@@ -33,7 +34,7 @@ def run(tmp_path: Path, **request: Any) -> ResolvedRun:
 
 def entered(tmp_path: Path, run_id: str, *jobs: str, **fields: Any) -> RunRecord:
     record = RunRecord(run_id=run_id, path=str(tmp_path / "runs" / run_id), **{"key": "k", "time": utc_now(), **fields})
-    Path(record.path).mkdir(parents=True)
+    RunFolder(Path(record.path)).make(run(tmp_path).config)
     registry = Registry(tmp_path / "state")
     registry.add(record)
     for job in jobs:
@@ -138,16 +139,19 @@ def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
             make_order([run(tmp_path)], Wanted(after="a"), "code", [MAIN])
 
 
-def test_a_run_is_found_by_the_beginning_of_its_id(tmp_path: Path) -> None:
-    runs = [entered(tmp_path, name) for name in ("aa", "ab", "abc")]
-    assert find_run("aa", runs) is runs[0]
-    assert find_run("ab", runs) is runs[1]
-    with pytest.raises(RunError, match=r"(?s)Several runs begin like this.*aa, ab, abc"):
-        find_run("a", runs)
-    with pytest.raises(RunError, match="There is no such run"):
-        find_run("x", runs)
-    with pytest.raises(RunError, match="The registry knows none yet"):
-        find_run("x", [])
+def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_the_same(tmp_path: Path) -> None:
+    parent = entered(tmp_path, "a")
+    Path(parent.path, "result.json").write_text("{}")
+
+    def started_from(**request: Any) -> str:
+        order = make_order([run(tmp_path, **request)], Wanted(after="a"), "code", [MAIN])
+        ((ordered,),) = order.groups
+        assert ordered.run.config["training"]["start_from"] == ordered.run.training.start_from
+        return ordered.run.training.start_from
+
+    assert started_from() == parent.path
+    assert started_from(size="student") == ""
+    assert started_from(values={"training.start_from": "/elsewhere"}) == "/elsewhere"
 
 
 def test_the_newest_finished_run_of_the_same_memory_says_what_to_expect(tmp_path: Path) -> None:

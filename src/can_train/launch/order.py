@@ -10,18 +10,16 @@ from typing import Final
 
 from can_train.config.cluster import ClusterSettings
 from can_train.config.resolved import ResolvedRun
-from can_train.errors import RunError, nearest_first
+from can_train.errors import RunError
 from can_train.launch.checks import check_device, check_disk, check_job, find_partitions, waits
 from can_train.launch.cluster_info import Partition
 from can_train.launch.identity import ENDED, FINISHED, RunStates, Twin, data_files, find_twin, identity
 from can_train.launch.sbatch import check_folder, with_own_defaults
 from can_train.launch.shares import settled
+from can_train.launch.survey import find_run, known_runs
 from can_train.state.registry import Registry, RunRecord
 from can_train.training.folders import state_dir
 from can_train.training.run_folder import RunFolder
-
-_NAMED: Final = 5
-"""Runs that a message names."""
 
 _SETTLED: Final = ("partition", "account", "qos", "constraint", "gpus", "time", "cpus", "mem")
 """Settings that a submission decides where a person leaves them open."""
@@ -35,7 +33,7 @@ class Wanted:
     """What a person wants of a submission, beside the runs.
 
     Attributes:
-        after: Run that they wait for, by its id or a beginning of it; empty: none.
+        after: Run that they wait for, by any of its names; empty: none.
         force: Whether to submit also what is there already.
     """
 
@@ -93,7 +91,7 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
     """
     registry = Registry(state_dir(runs[0].paths))
     known, states = registry.runs(), RunStates(registry)
-    parent = find_run(wanted.after, known) if wanted.after else None
+    parent = find_run(known_runs(registry, runs[0].runs_dir), wanted.after).record if wanted.after else None
     ordered, twins, notices = [], [], []
     for index, run in enumerate(runs):
         ready, said = _ready(run if parent is None else starting_from(run, parent), partitions)
@@ -111,21 +109,6 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
         dependency=_dependency(parent, states, runs[0].cluster.executor) if parent else "",
         notices=list(dict.fromkeys(notices)),
     )
-
-
-def find_run(name: str, runs: Sequence[RunRecord]) -> RunRecord:
-    """Finds a run in the registry by its id or an unambiguous beginning of it.
-
-    Raises:
-        RunError: There is no such run, or several begin like this.
-    """
-    known = {run.run_id: run for run in runs}
-    matching = [name] if name in known else [run_id for run_id in known if run_id.startswith(name)]
-    if len(matching) == 1:
-        return known[matching[0]]
-    if matching:
-        raise RunError("Several runs begin like this", value=repr(name), remedy=_listed(matching))
-    raise RunError("There is no such run", value=repr(name), remedy=_listed(nearest_first(name, known)))
 
 
 def starting_from(run: ResolvedRun, parent: RunRecord) -> ResolvedRun:
@@ -196,10 +179,3 @@ def _dependency(parent: RunRecord, states: RunStates, executor: str) -> str:
             remedy="Submit when that run has finished, or submit both to SLURM",
         )
     return f"afterok:{job}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    if not names:
-        return "The registry knows none yet; --state-dir names another"
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"Runs: {', '.join(names[:_NAMED])}{more}"
