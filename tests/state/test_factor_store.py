@@ -303,3 +303,12 @@ def test_the_order_in_which_files_were_written_does_not_matter(tmp_path: Path) -
     remember(tmp_path / "b", *random.Random(0).sample(runs, len(runs)))
     factors = [get_safety_factor_db(tmp_path / name).get_factor(KEY) for name in ("a", "b")]
     assert factors[0] == factors[1]
+
+
+def test_ranks_of_one_attempt_teach_once_by_the_highest_peak() -> None:
+    ranks = [observation(1, rank=rank, peak_allocated_bytes=6_000 + 100 * (rank % 3)) for rank in range(4)]
+    (record,) = records_of([*ranks, observation(2)])
+    assert [point.peak for point in history_of([*ranks, observation(2)])] == [0.62, 0.62]
+    assert record.why == "learned from 2 runs"
+    oom = out_of_memory(1, rank=3)
+    assert [point.peak for point in history_of([*ranks[:3], oom])] == [None]

@@ -19,6 +19,7 @@ BATCHES = 12
 pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings(r"ignore:.* does not have many workers"),
+    pytest.mark.filterwarnings(r"ignore:The `srun` command is available"),
 ]
 
 

@@ -28,7 +28,7 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
     starts = [lesson.started for lesson in lessons]
     identities = {id(lesson) for lesson in lessons}
     points = []
-    for run in runs:
+    for run in _once_an_attempt(runs):
         if id(run) in identities:
             points.append(_lesson(run))
             continue
@@ -37,6 +37,18 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
         if not begun or run.started >= lessons[begun - 1].ended:
             points += _success(run)
     return points
+
+
+def _once_an_attempt(runs: Sequence[Observation]) -> list[Observation]:
+    """Leaves out the ranks of an attempt whose memory peaked lower than another one's: they trained one run together,
+    which says one thing. An out-of-memory counts on any of them.
+    """
+    highest: dict[tuple[str, int], Observation] = {}
+    for run in runs:
+        before = highest.setdefault((run.run_id, run.attempt), run)
+        if (run.peak or 0.0) > (before.peak or 0.0):
+            highest[run.run_id, run.attempt] = run
+    return [run for run in runs if run.ran_out_of_memory or highest[run.run_id, run.attempt] is run]
 
 
 def _lessons(runs: Sequence[Observation]) -> list[Observation]:
