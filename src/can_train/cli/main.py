@@ -20,12 +20,12 @@ _COMMANDS: Final = """Other commands, each with its own --help:
 
 \b
   factors [KEY]  what earlier runs taught; reset, pin, export, import it
-  runs           the runs there are, with their states; --best METRIC ranks them
+  runs           all runs with their states; --best METRIC ranks them
   status RUN     what state a run is in and why; its jobs and attempts
   logs RUN       what a run prints; -f follows it to its end
   cancel RUN     stop a run, which saves itself first
   resume RUN     continue a run from its last checkpoint
-  resubmit RUN   the same run again with other settings: --set training.lr=0.01
+  resubmit RUN   a new run with other settings: --set training.lr=0.01
 """
 
 _STYLE: Final[dict[str, Any]] = {

@@ -52,6 +52,9 @@ _ALL: Final = 10**6
 """Jobs of an array at once where nothing limits them."""
 
 
+_GO_ON: Final = "set +e"
+"""What `setup` made of errors does not hold for the training: what follows a failed one must run."""
+
 _REMEMBER: Final = "began_with=$(env -0 | base64 -w 0)"
 """First line of a script: what a job that is submitted in this one's place begins with, as this one did. A variable of
 the shell, since there is a limit to what a process can be given and none to what can be piped into it.
@@ -103,7 +106,7 @@ def parameters(cluster: ClusterSettings, text: JobText) -> dict[str, Any]:
         "job_name": _directive("dataset.name", text.name),
         "signal_delay_s": cluster.signal_delay_s,
         "array_parallelism": cluster.max_parallel or _ALL,
-        "setup": [_REMEMBER, *_setup(cluster.setup), *_exports(text.code)],
+        "setup": [_REMEMBER, *_setup(cluster.setup), *_exports(text.code), _GO_ON],
         "teardown": _teardown(text.state_dir),
         "srun_args": ["--kill-on-bad-exit=1", *_step(cluster)],
         "stderr_to_stdout": True,
