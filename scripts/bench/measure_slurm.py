@@ -22,6 +22,8 @@ from typing import Any, Final
 
 from results_file import environment, markdown, write_section
 
+from can_train.training.run_folder import RunFolder
+
 SANDBOX: Final = Path(__file__).resolve().parents[1] / "slurm-sandbox"
 
 TRAINING: Final = (
@@ -35,13 +37,22 @@ MODELS: Final = ("gat", "vgae")
 
 DISTURBANCES: Final = ("kill", "requeue", "preempt")
 
-PREEMPTING: Final = ("--partition=main", "--nodes=1", "--exclusive", "--time=1", "--output=/dev/null", "--wrap=sleep 3")
+PREEMPTING: Final = (
+    "--partition=main",
+    "--nodes=1",
+    "--cpus-per-task=3",
+    "--mem=3000M",
+    "--time=1",
+    "--output=/dev/null",
+    "--wrap=sleep 3",
+)
 """A job of higher priority than those of the other partition."""
 
 PAUSE_S: Final = 3.0
 """Between two disturbances."""
 
-POLL_S: Final = 2.0
+POLL_S: Final = 5.0
+"""Between two looks at all runs; looking takes time from them."""
 
 REPEATS: Final = 5
 """Times that a command is timed."""
@@ -51,8 +62,8 @@ FOLLOWED: Final = 4
 
 IMPORTS: Final[Mapping[str, str]] = {
     "submit": "import typer, submitit, can_train.cli.submit, can_train.config.compose, can_train.config.sweeps",
-    "runs": "import typer, rich.table, can_train.cli.runs, can_train.launch.states",
-    "status": "import typer, rich.table, can_train.cli.status, can_train.launch.states",
+    "runs": "import typer, rich.table, can_train.cli.runs, can_train.launch.survey",
+    "status": "import typer, rich.table, can_train.cli.status, can_train.launch.survey",
 }
 """What each command imports, to be timed by itself."""
 
@@ -110,9 +121,13 @@ class Cluster:
         began = sorted((path / "attempts").glob("*-began.json"))
         if not began:
             return False
+        pid = json.loads(began[-1].read_text())["pid"]
         try:
-            os.kill(json.loads(began[-1].read_text())["pid"], signal.SIGKILL)
-        except ProcessLookupError:
+            # It may have ended, and somebody else may have its number.
+            if b"submitit" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return False
+            os.kill(pid, signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):
             return False
         return True
 
@@ -120,7 +135,7 @@ class Cluster:
 def submit(cluster: Cluster, count: int) -> None:
     """Submits the soak's runs: one array a model and partition."""
     for index, model in enumerate(MODELS):
-        seeds = f"training.seed=range({0},{count // len(MODELS)})"
+        seeds = f"training.seed=range(0,{count // len(MODELS)})"
         partition = ("main", "scavenge")[index % 2]
         cluster.can_train("--model", model, *TRAINING, "--set", seeds, "--submit", "--partition", partition)
 
@@ -147,12 +162,13 @@ def soak(cluster: Cluster, options: argparse.Namespace) -> float:
 
 def undisturbed_equal(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> Iterator[bool]:
     """Trains some of the runs again in one piece, those with most attempts, and compares the weights."""
+    # Nothing else here needs it, and timing commands beside it would make them wait.
     import torch
 
     attempts = {run["run_id"]: len(list((Path(run["path"]) / "attempts").glob("*-began.json"))) for run in runs}
     for run in sorted(runs, key=lambda run: -attempts[run["run_id"]])[:FOLLOWED]:
         again = Cluster(Path(tempfile.mkdtemp(dir=cluster.folder)))
-        config = json.loads(cluster.can_train("status", run["run_id"], "--json"))["config"]
+        config = RunFolder(Path(run["path"])).config()
         model, seed = config["model_name"], config["training"]["seed"]
         local = [word for word in TRAINING if word not in ("--mem", "1200M", "--cpus", "1", "--time", "30")]
         again.can_train("--model", model, *local, "--seed", str(seed))
@@ -184,7 +200,7 @@ def recorded(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> tuple[int, 
 def beyond_imports(cluster: Cluster) -> list[tuple[str, float, float]]:
     """Times the commands: what they take, and what they take beyond their imports, in seconds."""
     lines = {
-        "submit": ("--model", "gat", *TRAINING, "--submit", "--force"),
+        "submit": ("--model", "gat", *TRAINING, "--submit", "--force", "--set", "cluster.additional.hold=true"),
         "runs": ("runs",),
         "status": ("status", cluster.runs()[0]["run_id"]),
     }
@@ -195,6 +211,8 @@ def beyond_imports(cluster: Cluster) -> list[tuple[str, float, float]]:
             whole.append(_seconds(cluster.can_train, *line))
             imports.append(_seconds(subprocess.run, [sys.executable, "-c", IMPORTS[name]], check=True))
         times.append((name, median(whole), median(whole) - median(imports)))
+    for run in cluster.runs()[:REPEATS]:
+        cluster.can_train("cancel", run["run_id"])
     return times
 
 
