@@ -81,10 +81,12 @@ class Run:
     def go_on(self) -> None:
         """What a person does with a run that stays as it is."""
         self.slurm.can_train("resume", str(self.path))
+        self.finish()
 
     def finish(self) -> None:
-        """Waits until the run has finished, without the time that SLURM keeps a job back."""
+        """Waits until the run has finished and SLURM has noted it, without the time that it keeps a job back."""
         self.slurm.wait_for(self._finished)
+        self.slurm.ended(self.job)
         self.slurm.ended(self.job)
 
     def _finished(self) -> bool:
@@ -302,7 +304,7 @@ def test_a_job_that_cannot_answer_ends_and_goes_on_when_it_is_asked_to(scenes: S
 
 def test_a_cancelled_job_saves_and_stays_cancelled(scenes: Scenes, undisturbed: Path) -> None:
     run = scenes["scancel"].result()
-    assert run.slurm.attempts(run.job) == ["CANCELLED"]
+    assert run.slurm.attempts(run.jobs[0].job_id) == ["CANCELLED"]
     assert run.endings == ["terminated", "finished"]
     assert_ends_like(run.path, undisturbed)
 
