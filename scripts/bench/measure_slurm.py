@@ -265,12 +265,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="after which the soak has failed")
     parser.add_argument("--seed", type=int, default=0, help="of what is done to which run")
     options = parser.parse_args()
+    # Each run has one processor; threads that wait for each other's would make it several times slower.
+    os.environ["OMP_NUM_THREADS"] = "1"
     start_sandbox()
     with tempfile.TemporaryDirectory(prefix="can-train-soak-") as folder:
         cluster = Cluster(Path(folder))
         seconds = soak(cluster, options)
         text, held = report(cluster, seconds, beyond_imports(cluster))
-    write_section("slurm", "Runs on a SLURM cluster", text)
+    write_section("slurm", "Runs on a SLURM cluster (`scripts/bench/slurm`)", text)
     print(text)
     return 0 if held else 1
 

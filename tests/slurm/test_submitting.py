@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from bitwise import assert_same, final_state
+from can_train.state.observations import read_observations
 from slurm.on_slurm import Slurm
 
 TRAIN = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
@@ -90,17 +92,21 @@ def test_a_cancelled_run_is_no_reason_not_to_submit(slurm: Slurm) -> None:
     slurm.command("scancel", again["job_id"])
 
 
-def test_several_runs_are_one_array_of_runs_with_a_log_each(slurm: Slurm) -> None:
-    line = ["--model", "gat,vgae", *TRAIN[2:]]
-    first, second = submitted(slurm, *line, *JOB, "--max-parallel", "1")
-    array = first["job_id"].partition("_")[0]
-    assert [first["job_id"], second["job_id"]] == [f"{array}_0", f"{array}_1"]
-    assert "%1" in Path(first["script"]).read_text()
+def test_a_sweep_is_one_array_of_runs_with_a_log_each(slurm: Slurm) -> None:
+    line = ["--model", "gat,vgae", *TRAIN[2:], "--set", "training.seed=range(0,5)"]
+    runs = submitted(slurm, *line, *JOB, "--cpus", "1", "--max-parallel", "4")
+    array = runs[0]["job_id"].partition("_")[0]
+    assert [run["job_id"] for run in runs] == [f"{array}_{index}" for index in range(10)]
+    assert "%4" in Path(runs[0]["script"]).read_text()
     assert slurm.ended(array) == "COMPLETED"
-    assert {*slurm.attempts(array)} == {"COMPLETED"}
-    for run in (first, second):
+    assert slurm.attempts(array) == ["COMPLETED"] * 10
+    for run in runs:
         assert f"Run {run['run_id']}: 1 epochs" in Path(run["log"]).read_text()
-        assert (slurm.folder / "runs" / run["run_id"] / "result.json").exists()
+    assert read_observations(slurm.folder / "state").unfinished == []
+    assert len(read_observations(slurm.folder / "state").finished) == 10
+    slurm.can_train("--model", "vgae", *TRAIN[2:], "--seed", "4", "--runs-dir", "alone")
+    (alone,) = (slurm.folder / "alone").glob("2*")
+    assert_same(final_state(slurm.folder / "runs" / runs[9]["run_id"]), final_state(alone))
 
 
 def test_a_run_waits_for_another_and_is_cancelled_with_it(slurm: Slurm) -> None:
