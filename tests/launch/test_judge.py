@@ -1,5 +1,6 @@
 """What state a run is in: a table of what SLURM, the run's files and its processes may say together."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ def begun(example: str, ending: str | None = None, **values: Any) -> Any:
     return attempt(1, JOBS[example], ending, **values)
 
 
+def without_reasons(answer: Answer) -> Answer:
+    """What sacct says in the first seconds after a job's end."""
+    return replace(answer, accounts=[replace(row, reason="") for row in answer.accounts or ()])
+
+
 CASES: dict[str, tuple[Evidence, str, str]] = {
     # name: (what is known, state, part of the sentence)
     "a result counts, whatever the accounting says": (
@@ -29,6 +35,8 @@ CASES: dict[str, tuple[Evidence, str, str]] = {
     "its dependency never satisfied, and out of the queue": (of_job("child"), "never started", "did not finish"),
     "the same where squeue has forgotten it": (
         of_job("child", answer=recorded("child", squeue=False)), "never started", "did not finish"),
+    "the same where the accounting has not heard why": (
+        of_job("child", answer=without_reasons(recorded("child"))), "never started", "did not finish"),
     "the same without accounting": (
         of_job("child", answer=recorded("child", sacct=False)), "never started", "did not finish"),
     "cancelled while it waited": (of_job("cpend"), "cancelled", "before it started"),

@@ -52,7 +52,8 @@ def left_queue(slurm: Slurm, *jobs: str) -> None:
 
 @pytest.mark.parametrize("accounting", [True, False])
 def test_each_ending_is_told_with_its_cause(slurm: Slurm, runs: Runs, accounting: bool) -> None:
-    _, parent = ok = submit(slurm, runs, 1, "sleep 1; exit 1")
+    # It must not have failed before the job that depends on it is there.
+    _, parent = ok = submit(slurm, runs, 1, "exit 1", "--hold")
     cases = {
         submit(slurm, runs, 2, "echo 'ValueError: no such thing'; exit 3"): ("failed", "ValueError: no such thing"),
         submit(slurm, runs, 3, EATS_MEMORY): ("host out-of-memory", "memory"),
@@ -60,6 +61,7 @@ def test_each_ending_is_told_with_its_cause(slurm: Slurm, runs: Runs, accounting
             "never started", "did not finish"),
         submit(slurm, runs, 5, "exit 0", "--output=/no/such/folder/log"): ("never started", "log file"),
     }  # fmt: skip
+    slurm.command("scontrol", "release", parent)
     left_queue(slurm, *(job for _, job in (*cases, ok)))
     if accounting:
         for _, job in cases:

@@ -156,8 +156,9 @@ def _unbegun(row: AccountRow | None, evidence: Evidence) -> RunState:
     unopened = row is not None and (row.exit_code == _UNOPENED or row.reason == _UNLAUNCHED)
     if row is None or (row.nodes and not unopened):
         return how_it_ended(None, row, evidence.log_tail, asked=bool(evidence.cancels))
-    # What waits for a run that did not finish is cancelled by nobody.
-    unmet = not row.by_person and row.reason.startswith("Dependency")
+    # What waits for a run that did not finish is cancelled by nobody. The accounting hears why some seconds later.
+    reasons = [row.reason, *(queued.reason for queued in evidence.answer.queue or () if queued.job_id == row.job_id)]
+    unmet = not row.by_person and any(reason.startswith("Dependency") for reason in reasons)
     if row.state == "CANCELLED" and not unmet:
         why = reason_in_words(row.reason)
         return RunState(state=CANCELLED, sentence="before it started" + (f"; then, {why}" if why else ""))
