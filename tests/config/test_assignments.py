@@ -6,7 +6,7 @@ from can_train.config.aliases import ALIASES, canonical
 from can_train.config.assignments import check_contradictions, from_model_args, from_set, split_list
 from can_train.config.training import TrainingSettings
 from can_train.errors import ConfigError
-from can_train.tasks.can.settings import GatSettings
+from can_train.tasks.can.settings import CanModeSettings, GatSettings
 
 
 @pytest.mark.parametrize("alias", ALIASES)
@@ -36,18 +36,20 @@ def test_the_older_scheduler_switch_names_the_interval() -> None:
 
 
 def test_model_args_go_to_whoever_knows_them() -> None:
-    given = from_model_args("hidden=32,lr=0.01,max_epochs=4", GatSettings)
+    given = from_model_args("hidden=32,lr=0.01,max_epochs=4", GatSettings, CanModeSettings)
     keys = {assignment.key: assignment.value for assignment in given}
     assert keys == {"model.hidden": "32", "training.lr": "0.01", "training.epochs": "4"}
 
 
 def test_model_args_keep_lists_whole() -> None:
-    assert [assignment.value for assignment in from_model_args("hidden=[80,40],lr=1", GatSettings)] == ["[80,40]", "1"]
+    assert [
+        assignment.value for assignment in from_model_args("hidden=[80,40],lr=1", GatSettings, CanModeSettings)
+    ] == ["[80,40]", "1"]
 
 
 def test_an_unknown_model_arg_lists_the_nearest_first() -> None:
     with pytest.raises(ConfigError, match=r"'hiden'.*\n.*first: hidden"):
-        from_model_args("hiden=3", GatSettings)
+        from_model_args("hiden=3", GatSettings, CanModeSettings)
 
 
 def test_two_spellings_with_different_values_are_an_error() -> None:

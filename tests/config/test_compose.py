@@ -68,8 +68,11 @@ def test_hyphens_in_a_data_sets_name_are_underscores() -> None:
         ({"dataset": "synthetc"}, r"Unknown data set: 'synthetc'.*\n.*first: synthetic"),
         ({"mode": "nomal"}, r"no mode 'nomal'.*\n.*normal"),
         ({"mode": "autoencoder"}, r"no mode 'autoencoder'"),
-        ({"mode": "curriculum"}, r"not trained by this version yet.*\n(.*\n)*.*an autoencoder"),
-        ({"model": "fusion"}, r"not trained by this version yet"),
+        ({"mode": "knowledge_distillation", "size": "teacher"}, r"one size only: --size teacher.*\n.*--size student\n"),
+        (
+            {"mode": "knowledge_distillation", "size": None},
+            r"one size only: teacher, since no --size.*\n(.*\n)*.*a teacher",
+        ),
         ({"size": "big"}, r"Unknown size: 'big'.*\n.*student"),
         ({"cluster": "locl"}, r"Unknown cluster.*\n.*local"),
         ({"task": "cann"}, r"Unknown task.*\n.*can"),

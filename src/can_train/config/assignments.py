@@ -49,26 +49,26 @@ def from_set(text: str) -> Assignment:
     return Assignment(key=key, value=_translated(last, value), spelling=f"--set {name}", grammar=True)
 
 
-def from_model_args(text: str, model_settings: type) -> list[Assignment]:
-    """Reads `k=v,k=v`: each k is a training setting or a model setting, whichever knows it.
+def from_model_args(text: str, model_settings: type, mode_settings: type) -> list[Assignment]:
+    """Reads `k=v,k=v`: each k is a setting of the training, the model or the mode, the first that knows it.
 
     Raises:
         ConfigError: A part has no `=`, or nobody knows its name; the message lists the nearest.
     """
-    training = {field.name for field in fields(TrainingSettings)}
-    model = {field.name for field in fields(model_settings)}
+    groups = {"training": TrainingSettings, "model": model_settings, "mode": mode_settings}
+    # The first that knows a name has it.
+    owner = {field.name: group for group, cls in reversed(groups.items()) for field in fields(cls)}
     found = []
     for part in filter(None, _COMMA_OUTSIDE_BRACKETS.split(text)):
         name, separator, value = part.partition("=")
         if not separator:
             raise ConfigError("--model-args takes k=v,k=v", value=repr(part))
         key = canonical(name.strip())
-        if key not in training | model:
-            raise unknown_name("name in --model-args", name.strip(), training | model)
-        group = "training" if key in training else "model"
+        if key not in owner:
+            raise unknown_name("name in --model-args", name.strip(), owner)
         value = _translated(name.strip(), value)
         spelling = f"--model-args {name.strip()}"
-        found.append(Assignment(key=f"{group}.{key}", value=value, spelling=spelling, grammar=True))
+        found.append(Assignment(key=f"{owner[key]}.{key}", value=value, spelling=spelling, grammar=True))
     return found
 
 

@@ -83,7 +83,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
     task = load_task_settings(task_name)
     spec = _model_spec(task, request.model)
     mode = _mode(task, request.model, spec, request.mode)
-    size = _size(spec, request.size)
+    size = _size(task, request, spec, mode)
     dataset, dataset_values = _dataset(request.dataset)
     values = {**dataset_values, "task": task_name, "model_name": request.model, "size": size, "device": request.device}
     model_preset = f"{request.model}_{size}" if size else request.model
@@ -92,7 +92,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
     choices = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
     if request.memory is not None:
         choices["memory"] = request.memory
-    given = [*map(from_set, request.sets), *from_model_args(request.model_args, _settings(spec))]
+    given = [*map(from_set, request.sets), *from_model_args(request.model_args, spec.settings, task.modes[mode])]
     flags = [
         Assignment(key=key, value=value, spelling=f"--{key.rpartition('.')[2].replace('_', '-')}", grammar=False)
         for key, value in request.values.items()
@@ -101,8 +101,9 @@ def resolve(request: RunRequest) -> ResolvedRun:
     _check_memory([request.memory, *(str(a.value) for a in given if a.key == "memory")])
     overrides = [f"{group}={choice}" for group, choice in choices.items()]
     overrides += [f"{_adding(assignment.key)}{assignment.key}={assignment.value}" for assignment in given]
-    config = _compose(task, spec, overrides)
-    return _instantiated(_with_values(config, {**values, **request.values}), task, spec)
+    classes = _classes(task, spec, mode)
+    config = _compose(classes, overrides)
+    return _instantiated(_with_values(config, {**values, **request.values}), classes)
 
 
 def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
@@ -113,7 +114,10 @@ def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
     """
     task = load_task_settings(str(plain.get("task")))
     spec = _model_spec(task, str(plain.get("model_name")))
-    groups = {group: OmegaConf.structured(builds_of(cls)) for group, cls in _classes(task, spec).items()}
+    saved_mode = plain.get("mode")
+    mode = str(saved_mode.get("name")) if isinstance(saved_mode, Mapping) else ""
+    classes = _classes(task, spec, _mode(task, str(plain.get("model_name")), spec, mode))
+    groups = {group: OmegaConf.structured(builds_of(cls)) for group, cls in classes.items()}
     schema = OmegaConf.create(dict.fromkeys(_SCALARS, "") | groups)
     OmegaConf.set_struct(schema, True)
     OmegaConf.set_struct(schema.cluster.additional, False)
@@ -122,7 +126,7 @@ def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
     except OmegaConfBaseException as error:
         raise ConfigError("The saved configuration does not fit this version", value=_named_line(error)) from error
     assert isinstance(merged, DictConfig)
-    return _instantiated(merged, task, spec)
+    return _instantiated(merged, classes)
 
 
 def _adding(key: str) -> str:
@@ -135,41 +139,36 @@ def builds_of(settings: type) -> Any:
     return builds(settings, populate_full_signature=True)
 
 
-def _settings(spec: ModelSpec) -> type:
-    assert spec.settings is not None, "planned models are refused before their settings are needed"
-    return spec.settings
-
-
-def _classes(task: TaskSettings, spec: ModelSpec) -> dict[str, type]:
-    return {"dataset": task.dataset, "model": _settings(spec), "mode": task.mode, "training": TrainingSettings,
+def _classes(task: TaskSettings, spec: ModelSpec, mode: str) -> dict[str, type]:
+    return {"dataset": task.dataset, "model": spec.settings, "mode": task.modes[mode], "training": TrainingSettings,
             "factor": FactorSettings, "monitor": MonitorSettings, "cluster": ClusterSettings,
             "paths": PathSettings}  # fmt: skip
 
 
-def _root(task: TaskSettings, spec: ModelSpec) -> Any:
+def _root(classes: Mapping[str, type]) -> Any:
     chosen = ("dataset", "model", "mode", "cluster")
-    always = {name: builds_of(cls) for name, cls in _classes(task, spec).items() if name not in chosen}
+    always = {name: builds_of(cls) for name, cls in classes.items() if name not in chosen}
     # A memory preset changes training settings, so it stands behind them, and there need be none.
     defaults: list[Any] = ["_self_", *({name: "???"} for name in chosen), {"optional memory": None}]
     values: dict[str, Any] = {**dict.fromkeys(_SCALARS, ""), **dict.fromkeys(chosen), **always}
     return make_config(hydra_defaults=defaults, **values)
 
 
-def _compose(task: TaskSettings, spec: ModelSpec, overrides: list[str]) -> DictConfig:
+def _compose(classes: Mapping[str, type], overrides: list[str]) -> DictConfig:
     store = ZenStore(overwrite_ok=True)
     for group in ("dataset", "model", "mode", "cluster"):
-        store(builds_of(_classes(task, spec)[group]), group=group, name="schema")
-    store(_root(task, spec), name="root")
+        store(builds_of(classes[group]), group=group, name="schema")
+    store(_root(classes), name="root")
     store.add_to_hydra_store(overwrite_ok=True)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             return compose("root", overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise _composition_error(error, task, spec) from error
+        raise _composition_error(error, classes) from error
 
 
-def _composition_error(error: Exception, task: TaskSettings, spec: ModelSpec) -> ConfigError:
+def _composition_error(error: Exception, classes: Mapping[str, type]) -> ConfigError:
     text = str(error)
     missing = re.search(r"Could not override '([\w.]+)'", text)
     if missing is None:
@@ -180,7 +179,7 @@ def _composition_error(error: Exception, task: TaskSettings, spec: ModelSpec) ->
             "A setting does not have the right form", value=f"{key.group(1)}: {reason}" if key else reason
         )
     name = missing.group(1)
-    known = [f"{group}.{f.name}" for group, cls in _classes(task, spec).items() for f in fields(cls)]
+    known = [f"{group}.{f.name}" for group, cls in classes.items() for f in fields(cls)]
     names = nearest_first(name, known)[:5]
     return ConfigError("Unknown setting", value=repr(name), remedy=f"Nearest: {', '.join(names)}")
 
@@ -206,10 +205,10 @@ def _literal(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
 
 
-def _instantiated(config: DictConfig, task: TaskSettings, spec: ModelSpec) -> ResolvedRun:
+def _instantiated(config: DictConfig, classes: Mapping[str, type]) -> ResolvedRun:
     """Makes the settings objects, which check their values."""
     plain = _plain(config)
-    groups = {name: _made(cls, plain[name]) for name, cls in _classes(task, spec).items()}
+    groups = {name: _made(cls, plain[name]) for name, cls in classes.items()}
     scalars = {name: str(plain[name]) for name in _SCALARS}
     values: dict[str, Any] = {**scalars, **groups}
     return ResolvedRun(**values, config=plain)
@@ -243,17 +242,21 @@ def _mode(task: TaskSettings, model: str, spec: ModelSpec, mode: str | None) -> 
     if mode not in spec.modes:
         names = ", ".join(nearest_first(mode, spec.modes))
         raise ConfigError(f"Model {model} has no mode {mode!r}", remedy=f"Its modes: {names}\n{task.table()}")
-    if mode in spec.planned:
-        raise ConfigError(
-            f"Model {model} in mode {mode} is not trained by this version yet", remedy=task.table().lstrip()
-        )
     return mode
 
 
-def _size(spec: ModelSpec, size: str | None) -> str:
-    if size is not None and size not in spec.sizes:
-        raise unknown_name("size", size, spec.sizes)
-    return size or (spec.sizes[0] if spec.sizes else "")
+def _size(task: TaskSettings, request: RunRequest, spec: ModelSpec, mode: str) -> str:
+    if request.size is not None and request.size not in spec.sizes:
+        raise unknown_name("size", request.size, spec.sizes)
+    size = request.size or (spec.sizes[0] if spec.sizes else "")
+    possible = spec.only_sizes.get(mode, spec.sizes)
+    if size not in possible and spec.sizes:
+        given = f"--size {size}" if request.size else f"{size}, since no --size is given"
+        raise ConfigError(
+            f"Model {request.model} in mode {mode} comes in one size only", value=given,
+            remedy=f"Add --size {possible[0]}\n{task.table()}",
+        )  # fmt: skip
+    return size
 
 
 def _dataset(text: str) -> tuple[str, dict[str, Any]]:

@@ -61,3 +61,22 @@ class ResolvedRun:
     def runs_dir(self) -> Path:
         """Folder of run folders."""
         return Path(self.paths.runs_dir)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FinishedModel:
+    """A model that a finished run has trained.
+
+    Attributes:
+        run_id: Of the run.
+        run: Its settings.
+        weights: Its best weights by name, on the CPU.
+        result: What came of it, as in `result.json`.
+        sha256: Digest of the weights.
+    """
+
+    run_id: str
+    run: ResolvedRun
+    weights: Mapping[str, Any]
+    result: Mapping[str, Any]
+    sha256: str

@@ -12,22 +12,48 @@ from can_train.errors import unknown_name
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prerequisite:
+    """A finished run that a mode builds on. Its folder stands in the mode's settings, in the field of its role; the
+    flag is the role's name, too.
+
+    Attributes:
+        role: What it is to the mode: `teacher`.
+        what: The same in words.
+        models: Models that it may have trained.
+        modes: Modes that it may have trained in, the one that a command to make it names first.
+        sizes: Sizes that it may have, likewise; empty: any, and the model's default first.
+        same_model: Whether size and settings of its model must be those of the run that builds on it.
+        required: Whether the mode cannot do without it.
+    """
+
+    role: str
+    what: str
+    models: tuple[str, ...]
+    modes: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
+    same_model: bool = False
+    required: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One model of a task.
 
     Attributes:
-        settings: Its settings dataclass; None for a model of which every mode is planned.
+        settings: Its settings dataclass.
         modes: The modes it trains in, the default first.
         sizes: The sizes it comes in, the default first; empty where it has one.
         needs: What a mode needs beside data, in words, for the modes that need something.
-        planned: Modes that are part of the table but that this version does not train yet.
+        only_sizes: The sizes that a mode trains, for the modes that do not train all.
+        prerequisites: The finished runs that a mode builds on, for the modes that do.
     """
 
-    settings: type | None
+    settings: type
     modes: tuple[str, ...]
     sizes: tuple[str, ...] = ()
     needs: Mapping[str, str] = field(default_factory=dict)
-    planned: tuple[str, ...] = ()
+    only_sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    prerequisites: Mapping[str, tuple[Prerequisite, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +62,11 @@ class TaskSettings:
 
     Attributes:
         dataset: Settings dataclass of its data sets; has the fields `name` and `path`.
-        mode: Settings dataclass of its modes; has the field `name`.
+        inputs: Fields of it that decide what a model sees: a finished run that another one builds on agrees in them.
+        modes: Settings dataclass of each of its modes; has the field `name`, and one for each prerequisite's folder.
         models: Its models by name.
-        factory: Import path `module:function` of what makes the task from a resolved run, its data prepared.
+        factory: Import path `module:function` of what makes the task from a resolved run and the finished models that
+            it builds on (by role), its data prepared.
         sampler: Likewise, from what can be known of the data in seconds and without writing. Its task also has
             `sample_note` (what was sampled, empty where nothing had to be) and `estimated_train_rows` (training samples
             of the whole data set).
@@ -48,7 +76,8 @@ class TaskSettings:
     """
 
     dataset: type
-    mode: type
+    inputs: tuple[str, ...]
+    modes: Mapping[str, type]
     models: Mapping[str, ModelSpec]
     factory: str
     sampler: str
@@ -61,9 +90,14 @@ class TaskSettings:
         for name, spec in self.models.items():
             for mode in spec.modes:
                 default = " (default)" if mode == spec.modes[0] else ""
-                later = "; not trained by this version yet" if mode in spec.planned else ""
-                rows.append((name, mode + default, spec.needs.get(mode, "data only") + later))
+                rows.append((name, mode + default, spec.needs.get(mode, "data only")))
         return "\n".join(f"  {model:<9}{mode:<25}{needs}" for model, mode, needs in rows)
+
+    @property
+    def prerequisites(self) -> list[Prerequisite]:
+        """The finished runs that any of its modes builds on, those of one role once."""
+        found = [one for spec in self.models.values() for needed in spec.prerequisites.values() for one in needed]
+        return list({one.role: one for one in found}.values())
 
 
 def task_names() -> list[str]:

@@ -12,6 +12,7 @@ from can_train.errors import StateError
 from can_train.memory.meters import Meter
 from can_train.reporter import Reporter
 from can_train.training import randomness
+from can_train.training.finished import finished_models
 from can_train.training.folders import cache_folder, data_root
 from can_train.training.optimization import Precision
 from can_train.training.task import SampledTask, Task
@@ -22,10 +23,12 @@ def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
 
     Raises:
         StateError: Nor can they be written to the folder of temporary files.
+        CheckpointError: A model that it builds on is not there, or does not fit.
     """
     factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
+    finished = finished_models(run)
     try:
-        return factory(run, data_root(run.paths), cache_folder(run.paths), reporter)
+        return factory(run, finished, data_root(run.paths), cache_folder(run.paths), reporter)
     except StateError as error:
         try:
             scratch = TemporaryDirectory(prefix="can-train-")
@@ -34,13 +37,13 @@ def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
         reporter.notice(f"Prepared data are not kept. {error}")
     # Tasks map what they read: it stays readable after its files are gone.
     with scratch as folder:
-        return factory(run, data_root(run.paths), Path(folder), reporter)
+        return factory(run, finished, data_root(run.paths), Path(folder), reporter)
 
 
 def sample_task(run: ResolvedRun, reporter: Reporter) -> SampledTask:
     """Makes the task of a run from a bounded sample of its data, for a plan; writes nothing."""
     sampler: Callable[..., SampledTask] = load_object(load_task_settings(run.task).sampler)
-    return sampler(run, data_root(run.paths), cache_folder(run.paths), reporter)
+    return sampler(run, finished_models(run), data_root(run.paths), cache_folder(run.paths), reporter)
 
 
 def fresh_model(run: ResolvedRun, task: Task, meter: Meter) -> nn.Module:

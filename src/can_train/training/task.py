@@ -44,8 +44,45 @@ class Table(Protocol):
         """Sentences below it."""
 
 
+Answers = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]
+"""Returns what a companion says of some samples, by name of the output; an output's first dimension is as long as those
+samples have rows of it (one each, or one for each of their nodes)."""
+
+
+class Companion(Protocol):
+    """A finished model that a task asks and does not train: a teacher, say.
+
+    Attributes:
+        role: What it is to the task.
+        model: Frozen and in evaluation mode; on the CPU until it is moved.
+        rows: Samples that it is asked about in training and validation.
+        placements: Of `PLACEMENTS`, where its answers may come from, the one first that is taken if all are equal.
+        digest: Of its weights and of the data that it is asked about: the same digest, the same answers.
+    """
+
+    role: str
+    model: nn.Module
+    rows: NDArray[np.int64]
+    placements: Sequence[str]
+    digest: str
+
+    def answer(self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """Asks the model, where it is, about some samples; float32, whatever `dtype` it computes in."""
+
+    def lengths(self, rows: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
+        """Returns, for each output, how many rows of it each sample has."""
+
+    def scores(self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Computes what judging needs of each sample."""
+
+
 class Task(Protocol):
     """One task, with its data at hand.
+
+    A task may have more than what is asked here: `companions`, finished models that it asks, and `listen(role,
+    answers)`, which is called before training with each one's answers; `in_epoch(epoch, epochs)`, which returns the
+    task as it is in that epoch, of which `train_rows` and `logical_batch` are used; `before_step(model, rows, progress,
+    generator)`, which is called before each optimizer step with the share of the training that is done.
 
     Attributes:
         train_rows: Indices of the samples that are trained on.
@@ -76,8 +113,12 @@ class Task(Protocol):
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Computes what judging needs of each sample."""
 
-    def judge(self, score: Callable[[NDArray[np.int64]], NDArray[np.float64]]) -> Mapping[str, Any]:
-        """Judges a model by its scores; returns strict JSON."""
+    def judge(self, score: Callable[..., NDArray[np.float64]]) -> Mapping[str, Any]:
+        """Judges a model by its scores; returns strict JSON.
+
+        Args:
+            score: Scores samples, `score(rows)`; `score(rows, role)` asks the companion of that role.
+        """
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
         """Writes a judgement as tables of text."""

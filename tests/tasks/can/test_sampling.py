@@ -19,8 +19,9 @@ from can_train.errors import DataError
 from can_train.reporter import Reporter, SilentReporter, Stage
 from can_train.tasks.can.layout import LOG, LogFile
 from can_train.tasks.can.log_text import LogText, Spread
+from can_train.tasks.can.modes.windows import WindowTask
 from can_train.tasks.can.sampling import SAMPLED_LOGS, WHOLE_BYTES, chosen_logs, without_likely_copies
-from can_train.tasks.can.task import CanTask, make_task, sample_task
+from can_train.tasks.can.task import make_task, sample_task
 from random_bus import random_frames, write_log
 
 SHARED_LOGS = Path(__file__).parents[4] / "shared" / "data" / "can"
@@ -45,14 +46,14 @@ class Recorder(SilentReporter):
             yield stage
 
 
-Factory = Callable[..., CanTask]
+Factory = Callable[..., WindowTask]
 
 
 def task_by(factory: Factory, dataset: str, folder: Path, model: str = "gat", reporter: Reporter | None = None,
-            **values: object) -> CanTask:  # fmt: skip
+            **values: object) -> WindowTask:  # fmt: skip
     changed = {"mode.floors": False, **{name.replace("__", "."): value for name, value in values.items()}}
     run = resolve(RunRequest(model=model, size="student", dataset=dataset, values=changed))
-    return factory(run, folder / "data", folder / "state" / "cache", reporter or SilentReporter())
+    return factory(run, {}, folder / "data", folder / "state" / "cache", reporter or SilentReporter())
 
 
 def small_layout(folder: Path) -> Path:
@@ -82,7 +83,7 @@ def tree(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
 
 
-def assert_same_task(one: CanTask, other: CanTask) -> None:
+def assert_same_task(one: WindowTask, other: WindowTask) -> None:
     np.testing.assert_array_equal(one.batch_features(one.train_rows), other.batch_features(other.train_rows))
     assert one.estimated_train_rows == other.estimated_train_rows == len(one.train_rows)
     assert one.sample_note == other.sample_note == ""

@@ -14,7 +14,7 @@ from can_train.errors import DataError
 from can_train.reporter import SilentReporter
 from can_train.tasks.can.frames import Frames
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
-from can_train.tasks.can.task import CanTask, make_task
+from can_train.tasks.can.task import make_task
 from random_bus import random_frames, write_log
 
 CPU = torch.device("cpu")
@@ -22,11 +22,11 @@ WINDOW = 20
 WINDOWS = 150
 
 
-def task_of(folder: Path, frames: Frames, model: str = "gat") -> CanTask:
+def task_of(folder: Path, frames: Frames, model: str = "gat") -> Any:
     log = write_log(folder / "drive.csv", frames)
     values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.floors": False}
     run = resolve(RunRequest(model=model, size="student", dataset=str(log), values=values))
-    return make_task(run, folder, folder / "cache", SilentReporter())
+    return make_task(run, {}, folder, folder / "cache", SilentReporter())
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from can_train.config.checks import check_choice, check_range
-from can_train.config.task_settings import ModelSpec, TaskSettings
+from can_train.config.task_settings import ModelSpec, Prerequisite, TaskSettings
 from can_train.errors import ConfigError
 from can_train.tasks.can.experience import experience
 
@@ -140,6 +140,20 @@ class VgaeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FusionAgentSettings:
+    """Network that values mixing weights; the defaults are the teacher."""
+
+    hidden: int = 576
+    """Units of a hidden layer."""
+    layers: int = 3
+    """Hidden layers."""
+
+    def __post_init__(self) -> None:
+        check_range("model.hidden", self.hidden, low=1)
+        check_range("model.layers", self.layers, low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CanModeSettings:
     """What is optimised and how scores become alarms."""
 
@@ -160,30 +174,154 @@ class CanModeSettings:
         check_range("mode.kl_weight", self.kl_weight, low=0.0)
 
 
+PLACEMENTS = ("auto", "device", "cache", "offload")
+"""Where a teacher's outputs come from: it stays on the device; they are computed once and kept on disk; it stays and
+computes on the host. `auto`: the fastest that fits, as measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationSettings(CanModeSettings):
+    """A student learns from a teacher's outputs beside its own loss."""
+
+    name: str = "knowledge_distillation"
+    teacher: str = ""
+    """Folder of the teacher's run."""
+    without_teacher: str = ""
+    """Folder of a run of the same student without a teacher, to be compared with; may be empty."""
+    alpha: float = 0.7
+    """Weight of the teacher's part in the classifier's loss."""
+    temperature: float = 4.0
+    """Softening of both models' logits in the classifier's loss."""
+    teacher_placement: str = "auto"
+    """auto, device, cache or offload."""
+    offload_teacher_to_cpu: bool = False
+    """The same as `teacher_placement=offload`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("mode.alpha", self.alpha, low=0.0, high=1.0)
+        check_range("mode.temperature", self.temperature, above=0.0)
+        check_choice("mode.teacher_placement", self.teacher_placement, PLACEMENTS)
+        if self.offload_teacher_to_cpu and self.teacher_placement not in ("auto", "offload"):
+            both = f"offload_teacher_to_cpu and teacher_placement={self.teacher_placement}"
+            raise ConfigError("The teacher is in one place", value=both, remedy="Give one of the two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumSettings(CanModeSettings):
+    """Supervised, from the hardest benign windows to ever more of them."""
+
+    name: str = "curriculum"
+    autoencoder: str = ""
+    """Folder of the run whose reconstruction error tells which benign windows are hard."""
+    start_ratio: float = 1.0
+    """Benign windows for each attack in the first epochs."""
+    end_ratio: float = 10.0
+    """Benign windows for each attack in the last epoch."""
+    ratio_warmup: float = 0.1
+    """Share of the training before the ratio begins to rise."""
+    ratio_smoothing: float = 0.9
+    """Momentum of the ratio, a thousandth of the training at a time."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("mode.start_ratio", self.start_ratio, above=0.0)
+        check_range("mode.end_ratio", self.end_ratio, low=self.start_ratio)
+        check_range("mode.ratio_warmup", self.ratio_warmup, low=0.0, high=0.9)
+        check_range("mode.ratio_smoothing", self.ratio_smoothing, low=0.0, high=0.99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionSettings(CanModeSettings):
+    """An agent (DQN) mixes an autoencoder's anomaly score and a classifier's attack probability."""
+
+    name: str = "fusion"
+    autoencoder: str = ""
+    """Folder of the run whose anomaly score is mixed in."""
+    classifier: str = ""
+    """Folder of the run whose attack probability is mixed in."""
+    mixing_weights: int = 21
+    """Mixing weights that the agent chooses from, evenly spaced in [0, 1]."""
+    discount: float = 0.9
+    """Worth of the next window's value."""
+    epsilon_start: float = 0.9
+    """Share of random choices in the first step."""
+    epsilon_end: float = 0.2
+    """Share of random choices in the last step."""
+    replay_size: int = 100_000
+    """Choices that are remembered."""
+    target_every: int = 50
+    """Steps after which the target network becomes a copy of the trained one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("mode.mixing_weights", self.mixing_weights, low=2, high=1001)
+        check_range("mode.discount", self.discount, low=0.0, high=0.999)
+        check_range("mode.epsilon_end", self.epsilon_end, low=0.0, high=1.0)
+        check_range("mode.epsilon_start", self.epsilon_start, low=self.epsilon_end, high=1.0)
+        check_range("mode.replay_size", self.replay_size, low=1)
+        check_range("mode.target_every", self.target_every, low=1)
+
+
+def _teacher(model: str, modes: tuple[str, ...]) -> Prerequisite:
+    return Prerequisite(role="teacher", what="a teacher", models=(model,), modes=modes, sizes=("teacher",))
+
+
+def _without_teacher(model: str, mode: str) -> Prerequisite:
+    return Prerequisite(
+        role="without_teacher", what="the same student without a teacher", models=(model,), modes=(mode,),
+        same_model=True, required=False,
+    )  # fmt: skip
+
+
+_SUPERVISED = ("normal", "curriculum")
+_AUTOENCODER = Prerequisite(
+    role="autoencoder", what="an autoencoder", models=("vgae",), modes=("autoencoder", "knowledge_distillation")
+)
+_CLASSIFIER = Prerequisite(
+    role="classifier", what="a classifier", models=("gat",), modes=(*_SUPERVISED, "knowledge_distillation")
+)
+
 TASK = TaskSettings(
     dataset=CanDatasetSettings,
-    mode=CanModeSettings,
+    inputs=("name", "window", "identity", "validation_share", "test_share", "synthetic"),
+    modes={
+        "normal": CanModeSettings,
+        "autoencoder": CanModeSettings,
+        "curriculum": CurriculumSettings,
+        "knowledge_distillation": DistillationSettings,
+        "fusion": FusionSettings,
+    },
     models={
         "gat": ModelSpec(
             settings=GatSettings,
             modes=("normal", "curriculum", "knowledge_distillation"),
             sizes=SIZES,
             needs={"curriculum": "an autoencoder", "knowledge_distillation": "a teacher, and --size student"},
-            planned=("curriculum", "knowledge_distillation"),
+            only_sizes={"knowledge_distillation": ("student",)},
+            prerequisites={
+                "curriculum": (_AUTOENCODER,),
+                "knowledge_distillation": (_teacher("gat", _SUPERVISED), _without_teacher("gat", "normal")),
+            },
         ),
         "vgae": ModelSpec(
             settings=VgaeSettings,
             modes=("autoencoder", "knowledge_distillation"),
             sizes=SIZES,
             needs={"knowledge_distillation": "a teacher"},
-            planned=("knowledge_distillation",),
+            prerequisites={
+                "knowledge_distillation": (
+                    _teacher("vgae", ("autoencoder",)),
+                    _without_teacher("vgae", "autoencoder"),
+                ),
+            },
         ),
         "fusion": ModelSpec(
-            settings=None,
+            settings=FusionAgentSettings,
             modes=("fusion",),
             sizes=SIZES,
             needs={"fusion": "an autoencoder and a classifier"},
-            planned=("fusion",),
+            prerequisites={"fusion": (_AUTOENCODER, _CLASSIFIER)},
         ),
     },
     factory="can_train.tasks.can.task:make_task",

@@ -1,0 +1,21 @@
+"""Makes networks from their settings. A GAT sees torch_geometric, which takes seconds to import: each is imported where
+it is made.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from can_train.tasks.can.models.inputs import InputEncoder
+from can_train.tasks.can.settings import GatSettings
+
+
+def build_network(settings: Any, inputs: InputEncoder) -> nn.Module:
+    """Makes a classifier or an autoencoder, whichever the settings are of."""
+    if isinstance(settings, GatSettings):
+        from can_train.tasks.can.models.gat import GatClassifier
+
+        return GatClassifier(settings, inputs)
+    from can_train.tasks.can.models.vgae import Vgae
+
+    return Vgae(settings, inputs)

@@ -1,0 +1,103 @@
+"""What all modes of the CAN task have in common: windows with their counts, batches of them, and the judgement of the
+alarms that scores make. What is learned from windows is left to the modes.
+
+Shapes: R rows (windows).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from can_train.config.resolved import ResolvedRun
+from can_train.policy.features import Feature
+from can_train.tasks.can.dataset import CanData
+from can_train.tasks.can.gather import Gatherer, GraphBatch
+from can_train.tasks.can.models.building import build_network
+from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
+
+if TYPE_CHECKING:
+    from can_train.tasks.can.judgement_table import FolderTable
+    from can_train.tasks.can.judging import JudgingOptions
+
+Score = Callable[..., NDArray[np.float64]]
+"""Scores windows, `score(rows)`; `score(rows, role)` asks the companion of that role."""
+
+GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
+"""What the memory of a batch of windows grows with."""
+
+
+class WindowTask:
+    """The part of a task that no mode changes.
+
+    Args:
+        run: The resolved run.
+        data: The windows.
+        train_rows: Those that are trained on.
+        validation_rows: Those whose loss decides when to stop.
+
+    Attributes:
+        sample_note: What the windows are a sample of, as a sentence; empty where they are all there are.
+        estimated_train_rows: Training samples of the whole data set.
+    """
+
+    features: Sequence[Feature] = GRAPH_FEATURES
+
+    def __init__(
+        self, run: ResolvedRun, data: CanData, *, train_rows: NDArray[np.int64], validation_rows: NDArray[np.int64]
+    ) -> None:
+        self._run = run
+        self._data = data
+        self._gather = Gatherer(data.flat)
+        self.train_rows = train_rows
+        self.validation_rows = validation_rows
+        train_windows = len(data.split.train)
+        self.sample_note = "" if data.sample is None else data.sample.note
+        whole = train_windows if data.sample is None else data.sample.train_windows
+        self.estimated_train_rows = max(1, round(whole * len(train_rows) / train_windows))
+
+    def build_model(self) -> nn.Module:
+        """Makes the network; vocabulary and scale come from the training windows."""
+        return build_network(self._run.model, self._inputs())
+
+    def describe(self, row: int) -> str:
+        """Names a window."""
+        nodes, edges, _ = self._gather.batch_features(np.asarray([row]))[0]
+        return f"window {row} ({nodes:.0f} nodes, {edges:.0f} edges)"
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
+        return self._gather.batch_features(rows)
+
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
+        """Writes a judgement as one table a test folder."""
+        from can_train.tasks.can.judgement_table import judgement_table
+
+        return judgement_table(judgement)  # type: ignore[arg-type]
+
+    def _inputs(self) -> InputEncoder:
+        statistics = InputStatistics.fit(self._data.flat, self._data.split.train)
+        return InputEncoder(statistics, embedding=self._run.model.embedding, identity=self._run.dataset.identity)
+
+    def _gatherer_to(self, device: torch.device, dtype: torch.dtype) -> Callable[[NDArray[np.int64]], GraphBatch]:
+        return lambda rows: self._gather(rows).to(device, dtype)
+
+    def _is_attack(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns [R], whether a window is an attack."""
+        is_attack: NDArray[np.bool_] = self._data.flat.label[rows] > 0
+        return is_attack
+
+    def _options(self, *, supervised: bool) -> "JudgingOptions":
+        # Sees scikit-learn, which takes a second to import: only a run that ends pays.
+        from can_train.tasks.can.judging import JudgingOptions
+
+        mode = self._run.mode
+        return JudgingOptions(
+            supervised=supervised,
+            validation_fpr=mode.validation_fpr,
+            floors=mode.floors,
+            seed=self._run.training.seed,
+        )

@@ -1,0 +1,74 @@
+"""Reads what a finished run has trained: its settings, its best weights and its result, for runs that build on it and
+for those who look at it again.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from can_train.config.compose import from_plain
+from can_train.config.resolved import FinishedModel, ResolvedRun
+from can_train.config.task_settings import Prerequisite, load_task_settings
+from can_train.errors import CheckpointError, ConfigError
+from can_train.reporter import SilentReporter
+from can_train.training.checkpoints import Checkpoints
+from can_train.training.run_folder import RunFolder
+
+
+def load_finished(path: Path) -> FinishedModel:
+    """Reads the model that a run has trained.
+
+    Args:
+        path: Folder of the run.
+
+    Raises:
+        RunError: There is no run, or its files cannot be read.
+        CheckpointError: It has not finished, or its weights are not whole.
+    """
+    folder = RunFolder(path)
+    config = folder.config()
+    result, state = folder.result(), Checkpoints(folder.checkpoints_path).load(SilentReporter())
+    if result is None or state is None:
+        raise CheckpointError(
+            "Only a finished run has a model",
+            value=str(path),
+            remedy=f"Finish it first: can-train resume {folder.run_id}",
+        )
+    weights = state["best"]
+    return FinishedModel(
+        run_id=folder.run_id, run=from_plain(config), weights=weights, result=result, sha256=_digest(weights)
+    )
+
+
+def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
+    """Reads the finished models that a run builds on, by role.
+
+    Raises:
+        ConfigError: One that it needs is not named.
+        CheckpointError: One has not finished.
+    """
+    found = {}
+    for needed in prerequisites(run):
+        path = getattr(run.mode, needed.role)
+        if path:
+            found[needed.role] = load_finished(Path(path))
+        elif needed.required:
+            raise ConfigError(
+                f"Mode {run.mode.name} needs {needed.what}", remedy=f"Name its run: --{needed.role.replace('_', '-')}"
+            )
+    return found
+
+
+def prerequisites(run: ResolvedRun) -> tuple[Prerequisite, ...]:
+    """Lists the finished runs that a run builds on."""
+    return load_task_settings(run.task).models[run.model_name].prerequisites.get(run.mode.name, ())
+
+
+def _digest(weights: Mapping[str, Any]) -> str:
+    """Digests weights: names, types, shapes and bits."""
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.contiguous().view(-1).numpy().tobytes() if value.numel() else b"")
+    return digest.hexdigest()
