@@ -124,11 +124,11 @@ def test_a_twin_is_left_out_unless_it_is_forced(tmp_path: Path) -> None:
 def test_what_has_finished_is_not_waited_for_and_what_never_will_is_refused(tmp_path: Path) -> None:
     parent = entered(tmp_path, "20261121-a")
     with pytest.raises(RunError, match="ended without finishing") as error:
-        make_order([run(tmp_path)], Wanted(after="2026"), "code", [MAIN])
+        make_order([run(tmp_path)], Wanted(after=["2026"]), "code", [MAIN])
     assert "can-train resume 20261121-a" in error.value.remedy
     Path(parent.path, "result.json").write_text("{}")
-    order = make_order([run(tmp_path)], Wanted(after="2026"), "code", [MAIN])
-    assert (order.after, order.dependency) == ("20261121-a", "")
+    order = make_order([run(tmp_path)], Wanted(after=["2026"]), "code", [MAIN])
+    assert (order.after, order.dependency) == (["20261121-a"], "")
 
 
 def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
     with Path(parent.path, "lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(RunError, match="Only a job of SLURM can wait"):
-            make_order([run(tmp_path)], Wanted(after="a"), "code", [MAIN])
+            make_order([run(tmp_path)], Wanted(after=["a"]), "code", [MAIN])
 
 
 def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_the_same(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_t
     Path(parent.path, "result.json").write_text("{}")
 
     def started_from(**request: Any) -> str:
-        order = make_order([run(tmp_path, **request)], Wanted(after="a"), "code", [MAIN])
+        order = make_order([run(tmp_path, **request)], Wanted(after=["a"]), "code", [MAIN])
         ((ordered,),) = order.groups
         assert ordered.run.config["training"]["start_from"] == ordered.run.training.start_from
         return ordered.run.training.start_from

@@ -28,8 +28,13 @@ def check_planning_flags(flags: dict[str, Any]) -> None:
         raise ConfigError("--target-gpu names no GPU", value=repr(gpus), remedy="Name one: --target-gpu h100-80gb")
 
 
-def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> None:
+def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any], awaited: Sequence[str]) -> None:
     """Plans each run and prints what would be done; writes nothing.
+
+    Args:
+        runs: At least one.
+        flags: Of the line.
+        awaited: Runs that a submission would wait for.
 
     Raises:
         CanTrainError: A target is unknown, the data cannot be read, or the training does not fit on the only target.
@@ -39,7 +44,7 @@ def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> None
     from can_train.training.targets import find_targets
 
     # First: what is wrong with the job is known at once, a plan takes seconds.
-    scripts = _scripts(runs, flags) if flags["submit"] else None
+    scripts = _scripts(runs, awaited) if flags["submit"] else None
     reporter, found = make_reporter(), []
     for run in runs:
         gpus = split_list(flags["target_gpu"] or "", existing=[])
@@ -57,11 +62,11 @@ def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> None
         _print_scripts(runs, scripts)
 
 
-def _scripts(runs: Sequence["ResolvedRun"], flags: dict[str, Any]) -> list[str | None]:
+def _scripts(runs: Sequence["ResolvedRun"], awaited: Sequence[str]) -> list[str | None]:
     from can_train.cli.submit import scripts
     from can_train.launch.order import Wanted
 
-    return scripts(runs, Wanted(after=flags["after"] or ""))
+    return scripts(runs, Wanted(after=awaited))
 
 
 def _print_scripts(runs: Sequence["ResolvedRun"], scripts: Sequence[str | None]) -> None:

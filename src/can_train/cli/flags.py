@@ -14,6 +14,7 @@ import typer
 
 from can_train.config import training
 from can_train.config.aliases import ALIASES, canonical
+from can_train.config.task_settings import load_task_settings, task_names
 from can_train.config.training import TrainingSettings
 from can_train.errors import ConfigError
 
@@ -44,6 +45,12 @@ def _flag(type_name: str, help_text: str) -> Any:
     if type_name == "bool":
         return Annotated[bool | None, typer.Option(help=help_text, show_default=False)]
     return Annotated[str | None, typer.Option(help=help_text, metavar=_METAVARS[type_name], show_default=False)]
+
+
+def role_texts() -> dict[str, str]:
+    """Lists the roles that finished runs have for the tasks' modes, each with its flag's help."""
+    needed = [one for task in task_names() for one in load_task_settings(task).prerequisites]
+    return {one.role: f"Run that is {one.what}, by name or folder. [the newest that fits]" for one in needed}
 
 
 def field_texts(module: Path, class_name: str) -> dict[str, str]:

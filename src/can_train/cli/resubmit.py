@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from can_train.cli.looking import Place, Run, RunsDir, StateDir
 from can_train.cli.requests import command_of
+
+if TYPE_CHECKING:
+    from can_train.config.resolved import ResolvedRun
 
 _CLUSTER: Final = "Of the new job; as before without."
 
@@ -47,7 +51,7 @@ def _resubmit(request: ResubmitRequest) -> None:
     values = {f"cluster.{name}": value for name, value in given.items() if value is not None}
     # Not where it was written down: the registry that was asked is the one that gets the new run.
     values["paths.state_dir"] = str(place.state_folder)
-    run = changed(found.known.folder.config(), request.set or (), values)
+    run = _settled(changed(found.known.folder.config(), request.set or (), values), place)
     if not found.evidence.jobs:
         from can_train.cli.attempt import start
 
@@ -57,3 +61,13 @@ def _resubmit(request: ResubmitRequest) -> None:
     from can_train.launch.order import Wanted
 
     submit_runs([run], Wanted(force=request.force))
+
+
+def _settled(run: "ResolvedRun", place: Place) -> "ResolvedRun":
+    """Finds the runs that it builds on, which may have been changed, or be gone."""
+    from can_train.config.compose import RunRequest
+    from can_train.launch.prerequisites import PastRuns, settled_prerequisites
+
+    data = RunRequest(model=run.model_name, dataset=run.dataset.path or run.dataset.name, device=run.device)
+    past = PastRuns(place.state_folder, Path(place.runs_dir))
+    return settled_prerequisites(run, data, past)[0]

@@ -136,7 +136,7 @@ def _submit(group: _Group, order: Order, code: Code) -> list[JobRecord]:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
     for one, folder in zip(group.ordered, group.folders, strict=True):
-        enter(one.run, folder, identity=one.identity, after=order.after, sweep=group.submission.sweep)
+        enter(one.run, folder, identity=one.identity, after=",".join(order.after), sweep=group.submission.sweep)
     return jobs or [run_here(go_on_in_job, folder, group.submission) for folder in group.folders]
 
 

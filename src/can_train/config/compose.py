@@ -98,6 +98,7 @@ def resolve(request: RunRequest) -> ResolvedRun:
         for key, value in request.values.items()
     ]
     check_contradictions([*given, *flags])
+    _check_roles(task, request.model, mode, [*given, *flags])
     _check_memory([request.memory, *(str(a.value) for a in given if a.key == "memory")])
     overrides = [f"{group}={choice}" for group, choice in choices.items()]
     overrides += [f"{_adding(assignment.key)}{assignment.key}={assignment.value}" for assignment in given]
@@ -271,6 +272,17 @@ def _dataset(text: str) -> tuple[str, dict[str, Any]]:
     raise ConfigError(
         error.rule, value=error.value, remedy=f"{error.remedy}; or give the path of a log or a folder of logs"
     )
+
+
+def _check_roles(task: TaskSettings, model: str, mode: str, given: Iterable[Assignment]) -> None:
+    """Refuses a finished run for a mode that builds on none of its kind."""
+    mine = {needed.role for needed in task.models[model].prerequisites.get(mode, ())}
+    foreign = {f"mode.{needed.role}": needed.role for needed in task.prerequisites if needed.role not in mine}
+    for assignment in given:
+        if assignment.key in foreign:
+            having = ", ".join(f"{name} of {of}" for of, name in task.modes_with(foreign[assignment.key]))
+            raise ConfigError(f"Mode {mode} of {model} builds on no such run", value=assignment.spelling,
+                              remedy=f"Modes that do: {having}\n{task.table()}")  # fmt: skip
 
 
 def _check_memory(names: Iterable[str | None]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from can_train.config.cluster import ClusterSettings
 from can_train.config.factor import FactorSettings
 from can_train.config.monitor import MonitorSettings
+from can_train.config.task_settings import Prerequisite, load_task_settings
 from can_train.config.training import TrainingSettings
 
 
@@ -61,6 +62,11 @@ class ResolvedRun:
     def runs_dir(self) -> Path:
         """Folder of run folders."""
         return Path(self.paths.runs_dir)
+
+    @property
+    def prerequisites(self) -> tuple[Prerequisite, ...]:
+        """The finished runs that it builds on; the folder of each stands in the mode's setting of its role."""
+        return load_task_settings(self.task).models[self.model_name].prerequisites.get(self.mode.name, ())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

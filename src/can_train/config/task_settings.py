@@ -99,6 +99,15 @@ class TaskSettings:
         found = [one for spec in self.models.values() for needed in spec.prerequisites.values() for one in needed]
         return list({one.role: one for one in found}.values())
 
+    def modes_with(self, role: str) -> list[tuple[str, str]]:
+        """Lists the models and modes that build on a finished run of a role."""
+        return [
+            (model, mode)
+            for model, spec in self.models.items()
+            for mode, needed in spec.prerequisites.items()
+            if any(one.role == role for one in needed)
+        ]
+
 
 def task_names() -> list[str]:
     """Lists the tasks that are installed: the folders beside the package's other tasks that have a settings module."""

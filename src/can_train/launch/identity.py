@@ -7,16 +7,18 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_object, load_task_settings
+from can_train.errors import RunError
 from can_train.launch.cluster_info import ANSWER_S
 from can_train.state.registry import Registry, RunRecord
 from can_train.training.folders import data_root
+from can_train.training.run_folder import RunFolder
 
 _ELSEWHERE: Final = ("paths", "cluster")
 """Groups of settings that say where a run happens, not what it does."""
@@ -64,11 +66,23 @@ def identity(run: ResolvedRun, code: str, files: Sequence[Path]) -> str:
         code: Digest of the code.
         files: Of its data set.
     """
-    config = {name: value for name, value in run.config.items() if name not in _ELSEWHERE}
+    config = what_it_does(run.config, [needed.role for needed in run.prerequisites])
     common = Path(os.path.commonpath([file.parent for file in files])) if files else Path()
     data = [(file.relative_to(common).as_posix(), *_stamp(file)) for file in files]
     text = json.dumps([config, code, data], sort_keys=True)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:_DIGITS]
+
+
+def what_it_does(config: Mapping[str, Any], roles: Iterable[str]) -> dict[str, Any]:
+    """Leaves out of a configuration where a run happens; the runs that it builds on are named, wherever they lie.
+
+    Args:
+        config: Plain values.
+        roles: Settings of the mode that hold the folders of such runs.
+    """
+    mode = dict(config.get("mode") or {})
+    named = {role: _run_named(Path(mode[role])) for role in roles if mode.get(role)}
+    return {name: value for name, value in config.items() if name not in _ELSEWHERE} | {"mode": {**mode, **named}}
 
 
 def find_twin(digest: str, runs: Sequence[RunRecord], state_of: Callable[[RunRecord], str]) -> Twin | None:
@@ -125,6 +139,15 @@ def read_queue_states() -> dict[str, str]:
         return {}
     lines = [line.strip().partition("|") for line in done.stdout.splitlines()]
     return {job: state for job, _, state in lines}
+
+
+def _run_named(path: Path) -> str:
+    """Names the run in a folder: as its result says, since a copy's folder may be called anything."""
+    try:
+        result = RunFolder(path).result()
+    except (RunError, OSError):
+        result = None
+    return str(result["run_id"]) if isinstance(result, dict) and "run_id" in result else path.name
 
 
 def _stamp(file: Path) -> tuple[Any, ...]:

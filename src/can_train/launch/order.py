@@ -33,11 +33,11 @@ class Wanted:
     """What a person wants of a submission, beside the runs.
 
     Attributes:
-        after: Run that they wait for, by any of its names; empty: none.
+        after: Runs that they wait for, by any of their names.
         force: Whether to submit also what is there already.
     """
 
-    after: str = ""
+    after: Sequence[str] = ()
     force: bool = False
 
 
@@ -63,14 +63,14 @@ class Order:
     Attributes:
         groups: Runs to be submitted, those together that ask for the same.
         twins: Runs that are there already, and would do the same as others that were asked for.
-        after: Run id that they wait for; empty: none.
+        after: Ids of the runs that they wait for.
         dependency: The same as sbatch writes it; empty where there is nothing to wait for any more.
         notices: What a person should know, as sentences.
     """
 
     groups: Sequence[Sequence[Ordered]]
     twins: Sequence[Twin] = ()
-    after: str = ""
+    after: Sequence[str] = ()
     dependency: str = ""
     notices: Sequence[str] = ()
 
@@ -87,14 +87,14 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
     Raises:
         ConfigError: A run asks for what it would never get.
         DataError: Its data are not there.
-        RunError: There is no room, or the run to wait for will not finish.
+        RunError: There is no room, or a run to wait for will not finish.
     """
     registry = Registry(state_dir(runs[0].paths))
     known, states = registry.runs(), RunStates(registry)
-    parent = find_run(known_runs(registry, runs[0].runs_dir), wanted.after).record if wanted.after else None
+    parents = _parents(wanted.after, registry, runs[0].runs_dir)
     ordered, twins, notices = [], [], []
     for index, run in enumerate(runs):
-        ready, said = _ready(run if parent is None else starting_from(run, parent), partitions)
+        ready, said = _ready(starting_from(run, parents), partitions)
         notices += said
         digest = identity(ready, code, data_files(ready))
         twin = None if wanted.force else find_twin(digest, known, states)
@@ -105,25 +105,32 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
     return Order(
         groups=_grouped(ordered),
         twins=twins,
-        after=parent.run_id if parent else "",
-        dependency=_dependency(parent, states, runs[0].cluster.executor) if parent else "",
+        after=[parent.run_id for parent in parents],
+        dependency=",".join(filter(None, (_dependency(one, states, runs[0].cluster.executor) for one in parents))),
         notices=list(dict.fromkeys(notices)),
     )
 
 
-def starting_from(run: ResolvedRun, parent: RunRecord) -> ResolvedRun:
-    """Has a run start from the weights of the one that it waits for, where that trains the same model.
+def starting_from(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun:
+    """Has a run start from the weights of the first one that it waits for and that trains the same model; not from one
+    that it builds on.
 
     Raises:
-        RunError: The configuration of the run to wait for cannot be read.
+        RunError: The configuration of a run to wait for cannot be read.
     """
-    config = RunFolder(Path(parent.path)).config()
-    same = all(config.get(name) == run.config[name] for name in _SAME_MODEL)
-    if run.training.start_from or not same:
-        return run
-    training = replace(run.training, start_from=parent.path)
-    plain = {**run.config, "training": {**run.config["training"], "start_from": parent.path}}
-    return replace(run, training=training, config=plain)
+    built_on = {getattr(run.mode, needed.role) for needed in run.prerequisites}
+    for parent in parents:
+        config = RunFolder(Path(parent.path)).config()
+        same = all(config.get(name) == run.config[name] for name in _SAME_MODEL)
+        if same and not run.training.start_from and str(Path(parent.path).resolve()) not in built_on:
+            plain = {**run.config, "training": {**run.config["training"], "start_from": parent.path}}
+            return replace(run, training=replace(run.training, start_from=parent.path), config=plain)
+    return run
+
+
+def _parents(names: Sequence[str], registry: Registry, runs_dir: Path) -> list[RunRecord]:
+    known = known_runs(registry, runs_dir) if names else []
+    return [find_run(known, name).record for name in names]
 
 
 def _ready(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedRun, list[str]]:

@@ -33,7 +33,7 @@ class RunRecord:
         key: Its configuration's name in the factor store.
         time: When it was made.
         identity: Digest of resolved configuration, code and data: equal for runs that would do the same.
-        after: Run that it waits for; empty: none.
+        after: Runs that it waits for, by comma; empty: none.
         sweep: Name that the runs of one sweep share; empty: it is not of one.
     """
 
