@@ -174,7 +174,7 @@ def _values(flags: Flags) -> dict[str, Any]:
     """Returns the settings that flags give, by their dotted names."""
     values = {f"training.{p.name}": flags[p.name] for p in training_parameters()}
     values |= {f"paths.{name}": flags[name] for name in PATHS} | {"mode.floors": flags["floors"]}
-    values |= {f"cluster.{name}": flags[name] for name in JOB}
+    values |= {f"cluster.{name}": flags[name] for name in JOB if name in flags}
     values |= {f"mode.{role}": flags[role] for role in role_texts() if role in flags}
     return {key: value for key, value in values.items() if value is not None}
 

@@ -26,6 +26,7 @@ _COMMANDS: Final = """Other commands, each with its own --help:
   cancel RUN     stop a run, which saves itself first
   resume RUN     continue a run from its last checkpoint
   resubmit RUN   a new run with other settings: --set training.lr=0.01
+  pipeline       several runs, each building on those before it
 """
 
 _STYLE: Final[dict[str, Any]] = {
@@ -107,6 +108,12 @@ def _resubmit() -> Callable[..., None]:
     return make_resubmit_command()
 
 
+def _pipeline() -> Callable[..., None]:
+    from can_train.cli.pipeline import make_pipeline_command
+
+    return make_pipeline_command()
+
+
 def _after_job() -> Callable[..., None]:
     from can_train.cli.after_job import after_job
 
@@ -121,6 +128,7 @@ _NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {
     "cancel": _cancel,
     "resume": _resume,
     "resubmit": _resubmit,
+    "pipeline": _pipeline,
     "after-job": _after_job,
 }
 """What makes each command; a line of one of them does not import the others."""

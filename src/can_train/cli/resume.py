@@ -1,7 +1,6 @@
 """`can-train resume RUN`: continues a run from its last checkpoint, bit by bit: where it ran before, or here."""
 
 import sys
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -43,16 +42,12 @@ def _go_on(found: Surveyed) -> None:
 
 
 def _submit(found: Surveyed, place: Place) -> None:
-    from can_train.cli.attempt import go_on_in_job
+    from can_train.cli.submit import submit_again
     from can_train.config.compose import from_plain
-    from can_train.launch.slurm import submit_jobs
     from can_train.launch.submission import Submission
     from can_train.training.run_folder import RunFolder
 
     run = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
-    # It may have been submitted again with more memory since its configuration was written.
-    cluster = replace(run.cluster, mem=str(found.evidence.jobs[-1].resources.get("mem", run.cluster.mem)))
-    submission = Submission(name=run.key, state_dir=place.state_folder, reason="resumed")
-    job = submit_jobs(go_on_in_job, [folder], cluster, submission)[0]
+    job = submit_again(folder, run, Submission(name=run.key, state_dir=place.state_folder, reason="resumed"))
     print(f"Run {job.run_id} goes on as job {job.job_id}.")

@@ -5,21 +5,22 @@ them. Imports no torch: what a login node cannot know is found out in the job.
 import json
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from can_train.cli.attempt import go_on_in_job
 from can_train.config.resolved import ResolvedRun
+from can_train.errors import CanTrainError
 from can_train.launch.cluster_info import NoControllerError, Partition, read_partitions
 from can_train.launch.code import Code, describe, keep, read_code
 from can_train.launch.expectation import expectation
 from can_train.launch.identity import FINISHED
-from can_train.launch.local import run_here, submit_processes
+from can_train.launch.local import run_here, start_process
 from can_train.launch.order import Order, Ordered, Wanted, make_order
-from can_train.launch.slurm import script_text, submit_jobs
-from can_train.launch.submission import Submission
+from can_train.launch.slurm import script_text, start_jobs, submit_jobs
+from can_train.launch.submission import Started, Submission, enter_job
 from can_train.policy.slurm_units import parse_time_min, time_text
 from can_train.state.registry import JobRecord, Registry
 from can_train.training.folders import state_dir
@@ -31,8 +32,14 @@ _LISTED: Final = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Group:
-    """Runs that are submitted together."""
+class Group:
+    """Runs that are submitted together.
+
+    Attributes:
+        ordered: The runs.
+        folders: Of each its folder, which need not be there.
+        submission: What else is said of them.
+    """
 
     ordered: Sequence[Ordered]
     folders: Sequence[RunFolder]
@@ -57,14 +64,14 @@ def submit_runs(runs: Sequence[ResolvedRun], wanted: Wanted, *, as_json: bool = 
     """
     code, state = read_code(), state_dir(runs[0].paths)
     order = make_order(runs, wanted, code.digest, read_partitions() if _on_slurm(runs) else [])
-    _note(order)
+    note(order)
     expected = [expectation(group[0].run, Registry(state).runs()) for group in order.groups]
     keep(code, state)
     if not as_json:
         _say_twins(order)
     jobs: list[JobRecord] = []
     for ordered, expects in zip(order.groups, expected, strict=True):
-        started = _submit(_group(ordered, order, state), order, code)
+        started = start_group(make_group(ordered, order, state), order, code)
         jobs += started
         if not as_json:
             _say(ordered[0].run, started, expects)
@@ -81,11 +88,11 @@ def scripts(runs: Sequence[ResolvedRun], wanted: Wanted) -> list[str | None]:
     """
     code, state = read_code(), state_dir(runs[0].paths)
     order = make_order(runs, Wanted(after=wanted.after, force=True), code.digest, _partitions_if_any(runs))
-    _note(order)
+    note(order)
     texts: list[str | None] = [None] * len(runs)
     for ordered in order.groups:
         if ordered[0].run.cluster.executor == "slurm":
-            group = _group(ordered, order, state)
+            group = make_group(ordered, order, state)
             text = script_text(group.folders, group.run.cluster, group.submission, code.folder(state))
             for one in ordered:
                 texts[one.index] = text
@@ -104,10 +111,10 @@ def _partitions_if_any(runs: Sequence[ResolvedRun]) -> list[Partition]:
         return []
 
 
-def _group(ordered: Sequence[Ordered], order: Order, state: Path) -> _Group:
-    """Names the runs of a group and their folders; makes none."""
+def make_group(ordered: Sequence[Ordered], order: Order, state: Path) -> Group:
+    """Names the runs that are submitted together, and their folders; makes none."""
     first = ordered[0].run
-    return _Group(
+    return Group(
         ordered=ordered,
         folders=[RunFolder(one.run.runs_dir / new_run_id(one.run.key)) for one in ordered],
         submission=Submission(
@@ -119,28 +126,62 @@ def _group(ordered: Sequence[Ordered], order: Order, state: Path) -> _Group:
     )
 
 
-def _submit(group: _Group, order: Order, code: Code) -> list[JobRecord]:
+def start_group(group: Group, order: Order, code: Code) -> list[JobRecord]:
+    """Makes the folders of a group's runs, starts their jobs, and enters both into the registry.
+
+    Raises:
+        CanTrainError: They cannot be started; nothing half-made is left of what was not accepted.
+    """
+    after, jobs = ",".join(order.after), []
+    for one, folder, job in zip(group.ordered, group.folders, _started(group, code), strict=True):
+        enter(one.run, folder, identity=one.identity, after=after, sweep=group.submission.sweep)
+        jobs.append(
+            enter_job(folder, job, group.submission) if job else run_here(go_on_in_job, folder, group.submission)
+        )
+    return jobs
+
+
+def _started(group: Group, code: Code) -> Iterator[Started | None]:
+    """Starts the jobs, each yielded once it has been accepted; None is one for this process."""
+    waiting = [*group.folders]
     try:
         for one, folder in zip(group.ordered, group.folders, strict=True):
             folder.make(one.run.config)
             describe(code, group.submission.state_dir, folder.path)
         if group.run.cluster.executor == "slurm":
-            jobs = submit_jobs(go_on_in_job, group.folders, group.run.cluster, group.submission)
-        elif group.run.cluster.executor == "local":
-            jobs = submit_processes(go_on_in_job, group.folders, group.submission)
-        else:
-            jobs = []
-    except BaseException:
-        # Nothing half-made is left of what was not accepted.
-        for folder in group.folders:
+            jobs = start_jobs(go_on_in_job, group.folders, group.run.cluster, group.submission)
+            waiting.clear()
+            yield from jobs
+        for folder in [*waiting]:
+            job = start_process(go_on_in_job, folder) if group.run.cluster.executor == "local" else None
+            waiting.remove(folder)
+            yield job
+    except CanTrainError:
+        # Not for a Ctrl-C: sbatch may have accepted by then, and a job needs its folder.
+        for folder in waiting:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    for one, folder in zip(group.ordered, group.folders, strict=True):
-        enter(one.run, folder, identity=one.identity, after=",".join(order.after), sweep=group.submission.sweep)
-    return jobs or [run_here(go_on_in_job, folder, group.submission) for folder in group.folders]
 
 
-def _note(order: Order) -> None:
+def submit_again(folder: RunFolder, run: ResolvedRun, submission: Submission) -> JobRecord:
+    """Sends a run that has a folder to SLURM once more.
+
+    Args:
+        folder: Of the run, which has a snapshot of the code.
+        run: What its job asks for, but for memory where its last job had more.
+        submission: What else is said of it.
+
+    Raises:
+        RunError: SLURM refused.
+    """
+    jobs = Registry(submission.state_dir).jobs(folder.run_id)
+    # It may have been submitted again with more memory since its configuration was written.
+    memory = str(jobs[-1].resources.get("mem", run.cluster.mem)) if jobs else run.cluster.mem
+    return submit_jobs(go_on_in_job, [folder], replace(run.cluster, mem=memory), submission)[0]
+
+
+def note(order: Order) -> None:
+    """Says what a person should know of a submission."""
     for notice in order.notices:
         print(f"note: {notice}", file=sys.stderr)
 

@@ -3,7 +3,6 @@ process, to be looked at.
 """
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,34 +23,16 @@ _TIMEOUT_MIN: Final = 7 * 24 * 60
 """Longest run; submitit wants a limit."""
 
 
-def submit_processes(entry: Entry, folders: Sequence[RunFolder], submission: Submission) -> list[JobRecord]:
-    """Starts a process for each run that outlives this one and its terminal, and enters them into the registry.
+def start_process(entry: Entry, run: RunFolder) -> Started:
+    """Starts a process for a run that outlives this one and its terminal.
 
     Args:
         entry: Trains the run in a folder.
-        folders: Of the runs, which have a snapshot of the code.
-        submission: What else is said of them.
+        run: The folder, which has a snapshot of the code.
 
     Raises:
-        RunError: A job could not be started.
-        StateError: The registry cannot be written.
+        RunError: It could not be started.
     """
-    return [enter_job(folder, _start(entry, folder), submission) for folder in folders]
-
-
-def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobRecord:
-    """Does in this process what a job does; enters it into the registry first.
-
-    Raises:
-        SystemExit: As in a job.
-        StateError: The registry cannot be written.
-    """
-    job = enter_job(folder, Started(executor=FOREGROUND, job_id=str(os.getpid()), log_path=""), submission)
-    Job(entry, str(folder.path))()
-    return job
-
-
-def _start(entry: Entry, run: RunFolder) -> Started:
     folder = run.path / "submitit"
     source = code_of(run.path) / "src"
     reading, writing = os.pipe()
@@ -71,6 +52,18 @@ def _start(entry: Entry, run: RunFolder) -> Started:
             "The job could not be started", value=str(folder), remedy="Train in the foreground: leave out --submit"
         )
     return Started(executor=BACKGROUND, job_id=job_id, log_path=str(folder / f"{job_id}_0_log.out"))
+
+
+def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobRecord:
+    """Does in this process what a job does; enters it into the registry first.
+
+    Raises:
+        SystemExit: As in a job.
+        StateError: The registry cannot be written.
+    """
+    job = enter_job(folder, Started(executor=FOREGROUND, job_id=str(os.getpid()), log_path=""), submission)
+    Job(entry, str(folder.path))()
+    return job
 
 
 def _start_detached(job: Job, folder: Path, writing: int) -> None:

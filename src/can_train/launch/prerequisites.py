@@ -3,7 +3,7 @@ planned: from the files of runs alone, without torch. Whether their weights are 
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -72,7 +72,9 @@ class PastRuns:
         return next((known for known in self.awaited if not misfits(self.config(known), run, needed)), None)
 
 
-def settled_prerequisites(run: ResolvedRun, request: RunRequest, past: PastRuns) -> tuple[ResolvedRun, list[str]]:
+def settled_prerequisites(
+    run: ResolvedRun, request: RunRequest, past: PastRuns, *, later: Collection[str] = ()
+) -> tuple[ResolvedRun, list[str]]:
     """Finds the finished runs that a run builds on: those that it names, else those that it waits for, else the newest
     that fit.
 
@@ -80,6 +82,7 @@ def settled_prerequisites(run: ResolvedRun, request: RunRequest, past: PastRuns)
         run: Its paths are settled. The setting of each role names a run as a person does, or is empty.
         request: What the run was made of.
         past: The runs there are.
+        later: Roles of runs that are not known yet: they stay as they are.
 
     Returns:
         The run, the folder of each of them absolute in the mode's setting of its role; and what was chosen, as
@@ -91,7 +94,7 @@ def settled_prerequisites(run: ResolvedRun, request: RunRequest, past: PastRuns)
         CheckpointError: A run no longer has its weights.
     """
     folders, notices = {}, []
-    for needed in run.prerequisites:
+    for needed in (one for one in run.prerequisites if one.role not in later):
         name = getattr(run.mode, needed.role)
         if name:
             folders[needed.role] = _named(name, needed, run, request, past).folder.path

@@ -56,6 +56,11 @@ def rank(results: Sequence[Mapping[str, Any]], metric: str) -> list[Ranked]:
     return sorted(found, key=lambda ranked: ranked.value, reverse=metric.rpartition(".")[2] in _HIGHER)
 
 
+def by_test_set(result: Mapping[str, Any], metric: str) -> dict[str, float]:
+    """Returns a metric's value for each test set of a result that defines it."""
+    return _values(result).get(metric, {})
+
+
 def _values(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Returns each metric's values by test set."""
     found: dict[str, dict[str, float]] = {}

@@ -26,13 +26,7 @@ EXECUTOR: Final = "slurm"
 def submit_jobs(
     entry: Entry, folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission
 ) -> list[JobRecord]:
-    """Submits one job for one run, or one array for several that ask for the same, and enters them into the registry.
-
-    Args:
-        entry: Trains the run in a folder.
-        folders: Of the runs, which have a snapshot of the code.
-        cluster: What each job asks for.
-        submission: What else is said of them.
+    """Submits jobs as `start_jobs` does, and enters them into the registry.
 
     Returns:
         Their jobs, in the order of the folders.
@@ -41,6 +35,28 @@ def submit_jobs(
         RunError: SLURM refused.
         ConfigError: A value cannot be written into a script.
         StateError: The registry cannot be written.
+    """
+    started = start_jobs(entry, folders, cluster, submission)
+    return [enter_job(folder, job, submission) for folder, job in zip(folders, started, strict=True)]
+
+
+def start_jobs(
+    entry: Entry, folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission
+) -> list[Started]:
+    """Submits one job for one run, or one array for several that ask for the same.
+
+    Args:
+        entry: Trains the run in a folder.
+        folders: Of the runs, which have a snapshot of the code.
+        cluster: What each job asks for.
+        submission: What else is said of them.
+
+    Returns:
+        The jobs, in the order of the folders.
+
+    Raises:
+        RunError: SLURM refused.
+        ConfigError: A value cannot be written into a script.
     """
     wanted = parameters(cluster, _text(submission, code_of(folders[0].path)))
     executor = open_executor(submission_folder(folders, submission.sweep), wanted)
@@ -52,10 +68,9 @@ def submit_jobs(
     except (FailedJobError, FailedSubmissionError) as error:
         raise RunError("SLURM refused the job", value=_said(error)) from error
     asked = resources(cluster)
-    started = [
+    return [
         Started(executor=EXECUTOR, job_id=job.job_id, log_path=str(job.paths.stdout), resources=asked) for job in jobs
     ]
-    return [enter_job(folder, job, submission) for folder, job in zip(folders, started, strict=True)]
 
 
 def script_text(folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission, code: Path) -> str:

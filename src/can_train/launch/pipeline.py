@@ -1,0 +1,174 @@
+"""What becomes of each stage of a pipeline: a run that has done the same is used again, one that was interrupted goes
+on, anything else is trained. Decisions on what is known of earlier runs; nothing is written or started here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Final
+
+from can_train.config.compose import RunRequest
+from can_train.config.pipeline import Stage
+from can_train.config.resolved import ResolvedRun
+from can_train.config.task_settings import Prerequisite
+from can_train.errors import ConfigError
+from can_train.launch.identity import data_files, what_it_does
+from can_train.launch.prerequisites import PastRuns, is_whole, misfits, settled_prerequisites, with_folders
+from can_train.launch.states import RunState
+from can_train.launch.survey import KnownRun
+
+REUSED: Final = "reused"
+GOES_ON: Final = "goes on"
+AT_WORK: Final = "at work"
+NEW: Final = "new"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A stage as it is asked for.
+
+    Attributes:
+        stage: The stage.
+        request: What its run is to be.
+        run: The same, resolved, its paths settled.
+    """
+
+    stage: Stage
+    request: RunRequest
+    run: ResolvedRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What becomes of a stage.
+
+    Attributes:
+        stage: The stage.
+        run: Its run; the folders of runs that are yet to be made are missing.
+        sources: By role, the stages of this pipeline whose runs it builds on.
+        what: `REUSED`, `GOES_ON`, `AT_WORK` or `NEW`.
+        known: The run that is there already; None: it is new.
+        state: How that run stands; None where it has finished, or is new.
+        notices: What was chosen, as sentences.
+    """
+
+    stage: Stage
+    run: ResolvedRun
+    sources: Mapping[str, str]
+    what: str
+    known: KnownRun | None = None
+    state: RunState | None = None
+    notices: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the stage."""
+        return self.stage.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookout:
+    """What steps are decided on, beside what is asked for.
+
+    Attributes:
+        stages: All stages of the pipeline by name, also those that are not asked for.
+        past: The runs there are.
+        state_of: Finds out how a run stands.
+        force: Whether every stage is to be trained anew.
+    """
+
+    stages: Mapping[str, Stage]
+    past: PastRuns
+    state_of: Callable[[KnownRun], RunState]
+    force: bool = False
+
+
+def make_steps(asked: Sequence[Asked], lookout: Lookout) -> list[Step]:
+    """Decides what becomes of each stage.
+
+    Args:
+        asked: Each after those that it needs.
+        lookout: What is known of earlier runs.
+
+    Raises:
+        CanTrainError: A stage builds on a run that is not there, does not fit, or has not finished.
+    """
+    steps: dict[str, Step] = {}
+    for one in asked:
+        steps[one.stage.name] = _step(one, steps, lookout)
+    return list(steps.values())
+
+
+def _step(asked: Asked, before: Mapping[str, Step], lookout: Lookout) -> Step:
+    run, sources = asked.run, {}
+    for needed in run.prerequisites:
+        if getattr(run.mode, needed.role):
+            continue
+        source = _source(asked, needed, before, lookout)
+        if isinstance(source, Step):
+            _check(source, run, needed)
+            sources[needed.role] = source.name
+        elif source is not None:
+            run = with_folders(run, {needed.role: source.folder.path})
+    run, notices = settled_prerequisites(run, asked.request, lookout.past, later=sources)
+    made = {role: known for role, name in sources.items() if (known := before[name].known) is not None}
+    run = with_folders(run, {role: known.folder.path for role, known in made.items()})
+    step, since = Step(stage=asked.stage, run=run, sources=sources, what=NEW, notices=notices), _data_changed(run)
+    return step if lookout.force or len(made) < len(sources) else _again(step, since, lookout)
+
+
+def _source(asked: Asked, needed: Prerequisite, before: Mapping[str, Step], lookout: Lookout) -> Step | KnownRun | None:
+    """Finds where the run of a role comes from: the first of the stages that may supply it which is asked for, or which
+    has been trained before; None: anything else that fits may do.
+    """
+    for name in asked.stage.needs.get(needed.role, ()):
+        if name in before:
+            return before[name]
+        found = lookout.past.newest(asked.run, _narrowed(needed, lookout.stages[name]))
+        if found is not None:
+            return found
+    return None
+
+
+def _narrowed(needed: Prerequisite, stage: Stage) -> Prerequisite:
+    """The same as a certain stage makes it."""
+    modes, sizes = (stage.mode,) if stage.mode else needed.modes, (stage.size,) if stage.size else needed.sizes
+    return replace(needed, models=(stage.model,), modes=modes, sizes=sizes)
+
+
+def _check(source: Step, run: ResolvedRun, needed: Prerequisite) -> None:
+    """Checks that what a stage makes can be built on."""
+    different = misfits(source.run.config, run, needed)
+    if different:
+        raise ConfigError(f"What stage {source.name} makes does not fit as {needed.what}", value="; ".join(different),
+                          remedy="Give both stages the same data and settings")  # fmt: skip
+
+
+def _again(step: Step, since: float, lookout: Lookout) -> Step:
+    """Finds the run that has done the same since a time, or was about to."""
+    roles = [needed.role for needed in step.run.prerequisites]
+    wanted = what_it_does(step.run.config, roles)
+    same = [
+        known
+        for known in lookout.past.known
+        if known.record.key == step.run.key
+        and datetime.fromisoformat(known.record.time).timestamp() >= since
+        and what_it_does(lookout.past.config(known), roles) == wanted
+    ]
+    finished = next((known for known in same if is_whole(known.folder)), None)
+    if finished is not None:
+        return replace(step, what=REUSED, known=finished)
+    begun = next((known for known in same if not known.folder.result_path.exists()), None)
+    if begun is None:
+        return step
+    state = lookout.state_of(begun)
+    return replace(step, what=AT_WORK if state.live else GOES_ON, known=begun, state=state)
+
+
+def _data_changed(run: ResolvedRun) -> float:
+    """Returns when a data set's files last changed, in seconds of the epoch; 0 where they are made.
+
+    Raises:
+        MissingDataError: They are not there.
+    """
+    return max((file.stat().st_mtime for file in data_files(run)), default=0.0)
