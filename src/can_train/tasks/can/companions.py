@@ -24,7 +24,7 @@ from can_train.tasks.can.models.building import build_network
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 from can_train.tasks.can.settings import GatSettings
 
-ASKED_ONCE: Final = ("cache",)
+ASKED_ONCE: Final[tuple[str, ...]] = ("cache",)
 """Placements of a companion that is asked before training, and not during it."""
 
 _PROJECTION: Final = "projection.weight"
@@ -117,20 +117,20 @@ class WindowCompanion:
         role: What it is to the mode.
         network: The model on the data set.
         rows: [R] windows that it is asked about in training and validation.
+
+    Attributes:
         placements: Where its answers may come from.
     """
 
     output = ""
     """Name of what it answers, in digests."""
 
-    def __init__(
-        self, role: str, network: FinishedNetwork, data: CanData, rows: NDArray[np.int64], placements: tuple[str, ...]
-    ) -> None:
+    def __init__(self, role: str, network: FinishedNetwork, data: CanData, rows: NDArray[np.int64]) -> None:
         self.role = role
         self.network = network
         self.model = network.model
         self.rows = rows
-        self.placements = placements
+        self.placements = ASKED_ONCE
         self._flat = data.flat
 
     @property
@@ -210,20 +210,14 @@ class ReconstructionCompanion(WindowCompanion):
         return {"latent": decoded.mean.float(), "node": decoded.node.float(), "edge": decoded.edge.float()}
 
 
-_KINDS: Final[Mapping[str, type[Any]]] = {
+_KINDS: Final[Mapping[str, type[WindowCompanion]]] = {
     kind.output: kind for kind in (LogitsCompanion, ErrorsCompanion, ReconstructionCompanion)
 }
 
 
 def companion_of(
-    role: str,
-    finished: FinishedModel,
-    data: CanData,
-    rows: NDArray[np.int64],
-    *,
-    output: str,
-    placements: tuple[str, ...] = ASKED_ONCE,
-) -> Any:
+    role: str, finished: FinishedModel, data: CanData, rows: NDArray[np.int64], *, output: str
+) -> WindowCompanion:
     """Makes the companion that a finished model becomes.
 
     Args:
@@ -232,14 +226,13 @@ def companion_of(
         data: The windows.
         rows: [R] those that it is asked about in training and validation.
         output: What it is asked for: `logits`, `errors` or `reconstruction`.
-        placements: Where its answers may come from.
 
     Raises:
         CheckpointError: It does not fit the windows; said field by field.
     """
     network = FinishedNetwork(finished, data.flat)
     check_fit(role, network, data)
-    return _KINDS[output](role, network, data, rows, placements)
+    return _KINDS[output](role, network, data, rows)
 
 
 def check_fit(role: str, network: FinishedNetwork, data: CanData) -> None:
