@@ -58,6 +58,13 @@ class CompanionPlan:
     costs: tuple[PlacementCost, ...] = ()
     peak_bytes: float | None = None
 
+    def on(self, capacity_bytes: float, *, samples: int) -> "CompanionPlan":
+        """Chooses anew where the answers come from, for a device of another capacity (see `choose_placement`)."""
+        if not self.costs:
+            return self
+        chosen = choose_placement(self.costs, capacity_bytes=capacity_bytes, samples=samples)
+        return replace(self, placement=chosen.placement)
+
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "CompanionPlan":
         """Reads what `dataclasses.asdict` made, also after JSON."""
@@ -127,6 +134,20 @@ class Companions:
             resident += answers.resident
         return told, resident
 
+    def rehearse(self, plans: Sequence[CompanionPlan]) -> list[Tensor]:
+        """Has the task told answers from where the plans say, in a plan: those from disk say nothing.
+
+        Returns:
+            The tensors that stay on the device.
+        """
+        resident: list[Tensor] = []
+        for plan in plans:
+            companion = next(one for one in companions_of(self.task) if one.role == plan.role)
+            answers = self._source(companion, plan.placement)
+            self.task.listen(plan.role, answers)  # type: ignore[attr-defined]
+            resident += answers.resident
+        return resident
+
     def score(self, role: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Scores samples with a companion, in parts that fit."""
         companion = next(one for one in companions_of(self.task) if one.role == role)
@@ -154,9 +175,8 @@ class Companions:
         if not costs:
             # Planning says what does not fit, of the way that needs least.
             return replace(plan, placement="cache" if "cache" in companion.placements else plan.placement)
-        samples = len(self.task.train_rows) * self.training.epochs
-        chosen = choose_placement(costs, capacity_bytes=self.meter.capacity_bytes, samples=samples)
-        return replace(plan, placement=chosen.placement, costs=tuple(costs))
+        measured = replace(plan, costs=tuple(costs))
+        return measured.on(self.meter.capacity_bytes, samples=len(self.task.train_rows) * self.training.epochs)
 
     def _cost(self, companion: Companion, placement: str, model: nn.Module) -> PlacementCost:
         """Measures what one way costs."""
@@ -188,7 +208,9 @@ class Companions:
         source = FromDevice(companion, self.meter, self.dtype)
         sample = np.resize(companion.rows, TIMED_SAMPLES)
         seconds = seconds_of(lambda rows: _forget(source(rows)), sample, self.meter.device)
-        return replace(cost, disk_bytes=num_bytes, once_seconds=seconds / TIMED_SAMPLES * len(companion.rows))
+        # What a sample of the data stands for is asked about, too.
+        asked = max(len(companion.rows), len(self.task.train_rows))
+        return replace(cost, disk_bytes=num_bytes, once_seconds=seconds / TIMED_SAMPLES * asked)
 
     def _source(self, companion: Companion, placement: str) -> FromDevice | FromHost | FromTable:
         """Makes what answers in one way; from disk, what has the shape of an answer."""

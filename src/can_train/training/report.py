@@ -72,7 +72,7 @@ def _placement(cost: PlacementCost) -> str:
     memory = f"{size_text(cost.base_bytes)} + {cost.sample_bytes / 1024:.4g} KiB a sample"
     speed = f"{1 / cost.step_seconds:,.0f} samples/s"
     once = f" after {cost.once_seconds:.1f} s once" if cost.once_seconds else ""
-    return f"{memory}, {speed}{once}" + (f", {size_text(cost.disk_bytes)} on disk" if cost.disk_bytes else "")
+    return f"{memory}, {speed}{once}" + (f", {cost.disk_bytes / 2**20:.3g} MiB on disk" if cost.disk_bytes else "")
 
 
 def _counted(count: int, what: str) -> str:
