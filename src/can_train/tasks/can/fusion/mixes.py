@@ -6,7 +6,7 @@ Shapes: R windows, A mixing weights.
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -44,8 +44,8 @@ Scorer = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixes:
-    """Simple mixes of one data set.
+class ConstantMixes:
+    """Mixes with one weight for all windows.
 
     Attributes:
         scores: By name, in the order they are shown.
@@ -55,12 +55,12 @@ class Mixes:
 
     scores: Mapping[str, ModelScores]
     best_weight: float | None
-    absent: dict[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str]
 
 
 def constant_mixes(
     table: WindowScores, flat: FlatGraphs, split: Split, weights: NDArray[np.float64], fpr: float
-) -> Mixes:
+) -> ConstantMixes:
     """Mixes with one weight for all windows: each score alone, half of each, and the weight that validation likes best.
 
     Args:
@@ -82,7 +82,7 @@ def constant_mixes(
         name: _scored(split, lambda rows, weight=weight: table.fused(rows, weight))  # type: ignore[misc]
         for name, weight in named.items()
     }
-    return Mixes(scores=scores, best_weight=best, absent=absent)
+    return ConstantMixes(scores=scores, best_weight=best, absent=absent)
 
 
 def best_weight(
@@ -111,7 +111,7 @@ def best_weight(
     return max(map(float, weights), key=merit)
 
 
-def fitted_mixes(table: WindowScores, flat: FlatGraphs, split: Split, seed: int) -> Mixes:
+def fitted_mixes(table: WindowScores, flat: FlatGraphs, split: Split, seed: int) -> dict[str, ModelScores]:
     """Mixes that small models learn from training windows, of the same seven numbers that the agent sees.
 
     Args:
@@ -133,7 +133,7 @@ def fitted_mixes(table: WindowScores, flat: FlatGraphs, split: Split, seed: int)
             warnings.simplefilter("ignore", ConvergenceWarning)
             fitted.fit(table.states(rows), flat.label[rows] > 0)
         scores[name] = _scored(split, _predictor(fitted, table))
-    return Mixes(scores=scores, best_weight=None)
+    return scores
 
 
 def _predictor(fitted: Any, table: WindowScores) -> Scorer:

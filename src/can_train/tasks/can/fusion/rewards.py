@@ -15,7 +15,7 @@ RIGHT_SHARE: Final = 0.5
 """What full confidence adds where the agent is right."""
 
 WRONG_SHARE: Final = 0.3
-"""What full confidence takes away where it is wrong. Confidence pays for who is right more than three times in eight."""
+"""What full confidence takes away where it is wrong. It pays for who is right more than three times in eight."""
 
 LIMIT: Final = 1.5
 """Rewards are clipped to ± this, which is as far as a right choice of full confidence gets: at ± 1 no share of
