@@ -17,6 +17,7 @@ from can_train.errors import ConfigError
 from can_train.policy.features import Feature
 from can_train.tasks.can.companions import WindowCompanion, companion_of
 from can_train.tasks.can.dataset import CanData
+from can_train.tasks.can.fusion.acting import act, exploration
 from can_train.tasks.can.fusion.agent import FusionAgent
 from can_train.tasks.can.fusion.batch import MixingProblem, PolicyBatch, ReplayBatch, as_agent, numpy_generator
 from can_train.tasks.can.fusion.states import (
@@ -38,10 +39,6 @@ CLASSIFIER: Final = "classifier"
 
 ASKED_AT_ONCE: Final = 2**16
 """Windows whose answers are taken at a time: a megabyte, wherever they lie."""
-
-ACTED_AT_ONCE: Final = 64
-"""Windows that the agent acts on at a time. It does so between steps, when there are no gradients, and so few take less
-memory than those will."""
 
 
 class FusionTask(WindowTask):
@@ -124,15 +121,10 @@ class FusionTask(WindowTask):
             progress: Share of the training that is done, in [0, 1).
             generator: Where chance comes from.
         """
-        agent, mode, rng = as_agent(model), self._run.mode, numpy_generator(generator)
+        agent, mode = as_agent(model), self._run.mode
         agent.begin_step(mode.target_every)
-        actions = rng.integers(mode.mixing_weights, size=len(rows))
-        epsilon = mode.epsilon_start + (mode.epsilon_end - mode.epsilon_start) * progress
-        greedy = np.flatnonzero(rng.random(len(rows)) >= epsilon)
-        with torch.no_grad():
-            for part in np.split(greedy, range(ACTED_AT_ONCE, len(greedy), ACTED_AT_ONCE)):
-                actions[part] = self._problem.best_actions(agent, rows[part])
-        agent.memory.push(rows, actions)
+        epsilon = exploration(progress, start=mode.epsilon_start, end=mode.epsilon_end)
+        agent.memory.push(rows, act(agent, self._problem, rows, epsilon, numpy_generator(generator)))
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
