@@ -4,7 +4,7 @@ shape; what the figures mean for a batch is decided elsewhere.
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Final, Protocol
 
 import torch
@@ -189,6 +189,14 @@ class TargetMeter(CpuMeter):
     def _limit_bytes(self) -> int:
         # A probe that the GPU could not hold still tells what it costs.
         return self.host_bytes
+
+    @contextmanager
+    def host(self) -> Iterator[None]:
+        """Leaves what is made inside the block out of measured spans: it would not be on the GPU."""
+        with ExitStack() as stack:
+            for tracker in self._open:
+                stack.enter_context(tracker.host())
+            yield
 
     def free_bytes(self) -> int:
         """Returns the capacity: nobody is known to use the GPU."""

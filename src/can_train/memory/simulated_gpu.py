@@ -2,8 +2,7 @@
 its allocator, which decides when it is full. Work on it fails in the way, and with the words, that CUDA's does.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -47,18 +46,6 @@ class SimulatedGpu(StorageMode[Block]):
         """The allocator, all that has died until now given back to it."""
         self._settle()
         return self._allocator
-
-    @contextmanager
-    def host(self) -> Iterator[None]:
-        """Makes what operations make inside the block host memory: it takes nothing of the GPU, then or later.
-
-        Whatever is on the GPU already stays there. `seed_resident` moves a host tensor to the GPU.
-        """
-        before, self._outside = self._outside, True
-        try:
-            yield
-        finally:
-            self._outside = before
 
     def _take(self, size: int) -> Block:
         block = self._allocator.malloc(size)

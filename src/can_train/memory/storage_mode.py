@@ -5,7 +5,8 @@ optimizer alike. What a storage takes, and when there is no room for it, is deci
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeVar
 
 import torch
@@ -48,6 +49,18 @@ class StorageMode(TorchDispatchMode, Generic[Lease]):
         # Garbage may be collected at any moment, also while the books are being changed: the dead wait here until the
         # next operation or reading. A bound method of the deque does not keep the mode alive.
         self._dead: deque[_Life[Lease]] = deque()
+
+    @contextmanager
+    def host(self) -> Iterator[None]:
+        """Makes what operations make inside the block memory outside the device: it takes nothing, then or later.
+
+        Whatever is on the device already stays there. `seed_resident` moves a tensor from outside to it.
+        """
+        before, self._outside = self._outside, True
+        try:
+            yield
+        finally:
+            self._outside = before
 
     @abstractmethod
     def _take(self, size: int) -> Lease:

@@ -1,6 +1,7 @@
 """What a dry run says, as text and as plain values: every figure of the plan by name."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from can_train.errors import DoesNotFitError
@@ -9,7 +10,7 @@ from can_train.policy.first_factor import ANY_PEAK
 from can_train.policy.sizes import size_text
 from can_train.training.dry_run import DryPlan
 from can_train.training.planning import RunPlan
-from can_train.training.report import plan_lines
+from can_train.training.report import companion_lines, plan_lines
 
 COLUMNS = ("device", "usable", "factor", "batch", "micro-batches", "steps", "predicted peak", "binding limit")
 """Headings of the table over several devices."""
@@ -29,7 +30,7 @@ def dry_lines(key: str, dry: DryPlan) -> list[str]:
         raise dry.error or AssertionError("a target without a plan has a reason")
     head, *lines = plan_lines(dry.plan, dry.target.key, dry.target.capacity_bytes)
     notes = [f"note: {text}" for text in warnings_of(dry)]
-    return [head, f"  key            {key}", *_device_lines(dry), *lines, *notes]
+    return [head, f"  key            {key}", *_device_lines(dry), *lines, *companion_lines(dry.asked), *notes]
 
 
 def warnings_of(dry: DryPlan) -> list[str]:
@@ -88,6 +89,7 @@ def _plan_json(dry: DryPlan) -> dict[str, Any]:
         "fits": dry.plan is not None,
         "error": None if dry.error is None else _error_json(dry.error),
         "warnings": warnings_of(dry),
+        "companions": [asdict(plan) for plan in dry.asked],
         **({} if dry.plan is None else {**_decision_json(dry.plan), **_memory_json(dry.plan)}),
     }
 

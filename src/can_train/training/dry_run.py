@@ -20,9 +20,11 @@ from can_train.memory.meters import TargetMeter
 from can_train.policy.cards import Usable, predicted_room
 from can_train.policy.device_limits import DeviceLimits
 from can_train.reporter import Reporter
+from can_train.training.companions import CompanionPlan, Companions
 from can_train.training.effective_factor import factor_rule
 from can_train.training.exploring import model_does_not_fit
 from can_train.training.factor_rule import PROVISIONAL
+from can_train.training.folders import cache_folder
 from can_train.training.loading import fresh_model, sample_task
 from can_train.training.planning import Planner, RunPlan, plan_request
 
@@ -46,6 +48,7 @@ class DryPlan:
         error: Why not; None where it fits.
         num_samples: Training samples, estimated where only a part was read.
         sample_note: Says which part was read; empty where all was.
+        asked: How companions would be asked.
     """
 
     target: Usable
@@ -53,6 +56,7 @@ class DryPlan:
     error: DoesNotFitError | None
     num_samples: int
     sample_note: str
+    asked: tuple[CompanionPlan, ...] = ()
 
 
 @contextmanager
@@ -91,13 +95,19 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
     largest = TargetMeter(max(targets, key=lambda target: target.capacity_bytes))
     planner = Planner(run=run, task=task, model=fresh_model(run, task, largest), meter=largest, reporter=reporter,
                       verify=False)  # fmt: skip
-    request = plan_request(run.training)
-    limits = planner.explore(request, PROVISIONAL)
-    gaps = _Gaps(planner, limits)
-    planner.measured_coupling()
+    companions = Companions(
+        task=task, training=run.training, meter=largest, reporter=reporter, cache=cache_folder(run.paths), verify=False
+    )
+    asked = companions.decide(planner.model)
+    ways: dict[tuple[str, ...], _Way] = {}
     plans = []
     for target in targets:
-        plan, error = _planned(replace(planner, meter=TargetMeter(target)), gaps.on(target))
+        samples = len(task.train_rows) * run.training.epochs
+        here = tuple(plan.on(target.capacity_bytes, samples=samples) for plan in asked)
+        placed = tuple(plan.placement for plan in here)
+        if placed not in ways:
+            ways[placed] = _Way(replace(planner, beside=companions.rehearse(here)))
+        plan, error = ways[placed].planned(target)
         plans.append(
             DryPlan(
                 target=target,
@@ -105,9 +115,23 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
                 error=error,
                 num_samples=len(task.train_rows),
                 sample_note=task.sample_note,
+                asked=here,
             )
         )
     return plans
+
+
+class _Way:
+    """Plans for all targets on which companions are asked alike."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._gaps = _Gaps(planner, planner.explore(plan_request(planner.run.training), PROVISIONAL))
+        planner.measured_coupling()
+
+    def planned(self, target: Usable) -> tuple[RunPlan | None, DoesNotFitError | None]:
+        """Resolves the plan for a target, or says why there is none."""
+        return _planned(replace(self._planner, meter=TargetMeter(target)), self._gaps.on(target))
 
 
 class _Gaps:

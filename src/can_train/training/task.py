@@ -54,13 +54,17 @@ class Companion(Protocol):
 
     Attributes:
         role: What it is to the task.
+        name: The run that trained it.
+        features: What the memory of asking it grows with.
         model: Frozen and in evaluation mode, on the CPU.
-        rows: Samples that it is asked about in training and validation.
+        rows: Samples that it is asked about in training and validation, ascending.
         placements: Where its answers may come from, of `device`, `cache` and `offload`; of equally good ones the first
             is taken.
     """
 
     role: str
+    name: str
+    features: Sequence[Feature]
     model: nn.Module
     rows: NDArray[np.int64]
     placements: Sequence[str]
@@ -73,13 +77,16 @@ class Companion(Protocol):
     def widths(self) -> Mapping[str, int]:
         """Columns of each output."""
 
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [len(rows), len(features)]: what each sample has of them."""
+
     def lengths(self, rows: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
         """Returns, for each output, how many rows of it each sample has."""
 
     def answer(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
-        """Asks the model, or its copy on a device, about some samples; float32, whatever `dtype` it computes in."""
+        """Asks the model, or its copy on a device, about some samples, without mixed precision."""
 
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Computes what judging needs of each sample."""

@@ -5,6 +5,7 @@ Shapes: R rows (windows), N nodes, E edges, Z latent width.
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from can_train.errors import CheckpointError
 from can_train.tasks.can.anomaly import anomaly_scores
 from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.flat import EDGE_FEATURES, NODE_FEATURES, FlatGraphs
-from can_train.tasks.can.gather import Gatherer, GraphBatch
+from can_train.tasks.can.gather import GRAPH_FEATURES, Gatherer, GraphBatch
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models.building import build_network
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
@@ -55,6 +56,10 @@ class FinishedNetwork:
     def batch(self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> GraphBatch:
         """Gathers windows."""
         return self._gather(rows).to(device, dtype)
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
+        return self._gather.batch_features(rows)
 
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns [R, 1] attack logit differences, or [R, 3] node, edge and latent errors.
@@ -110,7 +115,7 @@ def _network(finished: FinishedModel) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-class WindowCompanion:
+class WindowCompanion(ABC):
     """A finished model that a mode asks about windows.
 
     Args:
@@ -125,9 +130,12 @@ class WindowCompanion:
     output = ""
     """Name of what it answers, in digests."""
 
+    features = GRAPH_FEATURES
+
     def __init__(self, role: str, network: FinishedNetwork, data: CanData, rows: NDArray[np.int64]) -> None:
         self.role = role
         self.network = network
+        self.name = network.finished.run_id
         self.model = network.model
         self.rows = rows
         self.placements = ASKED_ONCE
@@ -142,6 +150,21 @@ class WindowCompanion:
         for array in (rows, flat.source[rows], flat.first_frame[rows], flat.num_nodes[rows], flat.num_edges[rows]):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
+
+    @property
+    @abstractmethod
+    def widths(self) -> Mapping[str, int]:
+        """Columns of each output."""
+
+    @abstractmethod
+    def answer(
+        self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
+    ) -> Mapping[str, Tensor]:
+        """Asks the model, or its copy on a device."""
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
+        return self.network.batch_features(rows)
 
     def lengths(self, rows: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
         """Returns, for each output, how many rows of it each window has: one."""
@@ -165,8 +188,8 @@ class LogitsCompanion(WindowCompanion):
     def answer(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
-        """Returns [R, 2] logits (benign, attack), float32."""
-        return {"logits": model(self.network.batch(rows, device, dtype)).float()}
+        """Returns [R, 2] logits (benign, attack)."""
+        return {"logits": model(self.network.batch(rows, device, dtype))}
 
 
 class ErrorsCompanion(WindowCompanion):
@@ -182,7 +205,7 @@ class ErrorsCompanion(WindowCompanion):
     def answer(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
-        """Returns [R, 3] node, edge and latent errors, float32."""
+        """Returns [R, 3] node, edge and latent errors."""
         return {"errors": self.network.scores(model, rows, device, dtype)}
 
 
@@ -205,9 +228,9 @@ class ReconstructionCompanion(WindowCompanion):
     def answer(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
-        """Returns [N, Z] means of the latent, [N, 10] node and [E, 11] edge features as decoded from them, float32."""
+        """Returns [N, Z] means of the latent, [N, 10] node and [E, 11] edge features as decoded from them."""
         decoded = model.decode(self.network.batch(rows, device, dtype), None)  # type: ignore[operator]
-        return {"latent": decoded.mean.float(), "node": decoded.node.float(), "edge": decoded.edge.float()}
+        return {"latent": decoded.mean, "node": decoded.node, "edge": decoded.edge}
 
 
 _KINDS: Final[Mapping[str, type[WindowCompanion]]] = {
