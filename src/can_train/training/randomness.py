@@ -1,10 +1,13 @@
 """Every random number generator of a run: seeded once, captured into checkpoints, restored bit by bit."""
 
 import random
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+
+_BEFORE_STEP: Final = 1
+"""Tells what is drawn before a step apart from what is drawn in it."""
 
 
 def seed_everything(seed: int) -> None:
@@ -56,7 +59,16 @@ def epoch_order(
 
 def step_generator(*, seed: int, step: int) -> torch.Generator:
     """Makes the generator of a step's coupled randomness, likewise a pure function."""
-    mixed = np.random.SeedSequence([seed, step]).generate_state(2, np.uint32)
+    return _generator(np.random.SeedSequence([seed, step]))
+
+
+def before_step_generator(*, seed: int, step: int) -> torch.Generator:
+    """Makes the generator of what a task does before a step; the step's own draws the same with it and without."""
+    return _generator(np.random.SeedSequence([seed, step], spawn_key=(_BEFORE_STEP,)))
+
+
+def _generator(sequence: np.random.SeedSequence) -> torch.Generator:
+    mixed = sequence.generate_state(2, np.uint32)
     return torch.Generator().manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,11 @@ class Session:
         """Adds a line to the metrics."""
         if self.ranks.is_first:
             self.metrics.append(**record)
+
+    @cached_property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, unless it stops early."""
+        return self.epochs.total_steps(self.training.epochs)
 
     @property
     def plan(self) -> Plan:

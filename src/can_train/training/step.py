@@ -86,6 +86,7 @@ def _own_share(session: Session, rows: NDArray[np.int64]) -> tuple[BatchResult, 
         What came of it, and the denominators of the whole logical batch.
     """
     optimization, device = session.optimization, session.meter.device
+    _prepare(session, rows)
     generator = randomness.step_generator(seed=session.training.seed, step=session.progress.step)
     # The whole batch, so that what couples its samples is drawn alike on all ranks; it gathers what is asked of it.
     batch = session.task.logical_batch(rows, device, session.precision.dtype, generator)
@@ -107,6 +108,15 @@ def _own_share(session: Session, rows: NDArray[np.int64]) -> tuple[BatchResult, 
     )
     session.reserve.before_step()
     return result, dict(batch.denominators)
+
+
+def _prepare(session: Session, rows: NDArray[np.int64]) -> None:
+    """Lets the task do what it wants done before each step, alike on all ranks."""
+    before_step = getattr(session.task, "before_step", None)
+    if before_step is not None:
+        seed, step = session.training.seed, session.progress.step
+        generator = randomness.before_step_generator(seed=seed, step=step)
+        before_step(session.model, rows, step / session.total_steps, generator)
 
 
 def _move(session: Session, *, ends_epoch: bool) -> int | None:

@@ -30,6 +30,12 @@ def test_a_folder_becomes_a_table_with_the_model_first():
     )
 
 
+def test_what_the_model_is_seen_beside_stands_between_it_and_the_floors():
+    told = figures([1, 0], [1, 0])
+    (table,) = judgement_table(judgement_with(told, {"flag_nothing": told}, beside={"teacher": told}))
+    assert [row[0] for row in table.rows] == ["model", "teacher", "flag_nothing"]
+
+
 def test_what_is_undefined_is_a_dash():
     (table,) = judgement_table(judgement_with(figures([0, 0], [1, 0]), {}))
     assert table.rows == (("model", *"-------", "1.0"),)

@@ -22,12 +22,15 @@ def traffic(label=LABEL):
     return windows_of([FLOOD_WINDOW if code else BENIGN_WINDOW for code in label], label=label)
 
 
-def judged(score, *, flat=None, test=None, options=NO_FLOORS):
+def judged(score, *, flat=None, test=None, options=NO_FLOORS, beside=None):
     """Judges scores given for all windows: 8 windows to train on, 8 for validation, the rest for testing."""
     flat, test = flat or traffic(), TEST if test is None else test
     split = Split(train=np.arange(8), validation=np.arange(8, 16), test=test)
-    scores = ModelScores(validation=score[8:16], test={folder: score[rows] for folder, rows in test.items()})
-    return judge(flat, split, scores, options)
+
+    def parts(score):
+        return ModelScores(validation=score[8:16], test={folder: score[rows] for folder, rows in test.items()})
+
+    return judge(flat, split, parts(score), options, {name: parts(other) for name, other in (beside or {}).items()})
 
 
 def figures(is_attack, flagged):
@@ -74,6 +77,21 @@ def test_the_floors_are_judged_beside_the_model_and_named_where_it_does_not_beat
     assert list(told["floors"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
     assert told["floors"]["random_forest"]["mcc"] == 1.0
     assert told["remarks"] == ["does not beat id_lookup (1.000), random_forest (1.000) on MCC (0.577)"]
+
+
+def test_another_detector_is_judged_beside_the_model_with_a_threshold_of_its_own():
+    beside = {"rival": np.where(LABEL > 0, 30.0, 10.0), "stranger": np.where(LABEL > 0, -5.0, -6.0)}
+    told = judged((LABEL == 1).astype(float), options=OPTIONS, beside=beside)["test"]["test_01"]
+    assert {name: figures["mcc"] for name, figures in told["beside"].items()} == {"rival": 1.0, "stranger": 1.0}
+    assert list(told["floors"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+    unbeaten = "rival (1.000), stranger (1.000), id_lookup (1.000), random_forest (1.000)"
+    assert told["remarks"] == [f"does not beat {unbeaten} on MCC (0.577)"]
+
+
+def test_a_detector_beside_the_model_has_finite_scores_too():
+    broken = np.full(40, np.nan)
+    with pytest.raises(RunError, match="must be a finite number: 8 of 8 in validation are not"):
+        judged((LABEL > 0).astype(float), beside={"rival": broken})
 
 
 def test_without_floors_none_is_computed():

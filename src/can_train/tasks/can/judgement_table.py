@@ -24,7 +24,7 @@ class FolderTable:
 
     Attributes:
         title: The folder and what is in it.
-        rows: Cells under `COLUMNS`, the model first, then the floors.
+        rows: Cells under `COLUMNS`, the model first, then what it is to be seen beside, then the floors.
         notes: Recall by attack kind, and remarks.
         columns: The headings.
     """
@@ -42,7 +42,8 @@ def judgement_table(judgement: Judgement) -> list[FolderTable]:
 
 def _folder_table(folder: str, judged: FolderJudgement) -> FolderTable:
     model = judged["model"]
-    detectors = {"model": model, **judged["floors"]}
+    # Results of older versions have nothing beside the model.
+    detectors = {"model": model, **judged.get("beside", {}), **judged["floors"]}
     kinds = [f"{kind} {told['recall']:.3f} of {told['windows']:,}" for kind, told in judged["recall_by_kind"].items()]
     return FolderTable(
         title=f"{folder}: {model['windows']:,} windows, {model['attack_windows']:,} attacks",

@@ -7,6 +7,7 @@ Shapes: R chosen windows.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, TypedDict
 
 import numpy as np
@@ -27,6 +28,9 @@ INDISCRIMINATE_FPR: Final = 0.5
 flags nearly all of them too."""
 
 SECONDS_PER_HOUR: Final = 3600.0
+
+Judged = tuple[NDArray[np.float64], Threshold]
+"""Scores of some windows, and the threshold of the detector that they are from."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,9 +64,10 @@ class JudgingOptions:
 
 
 class FolderJudgement(TypedDict):
-    """What one test folder says about the model."""
+    """What one test folder says about the model, about detectors that it is to be seen beside, and about the floors."""
 
     model: Metrics
+    beside: dict[str, Metrics]
     floors: dict[str, Metrics]
     recall_by_kind: dict[str, KindRecall]
     remarks: list[str]
@@ -78,21 +83,29 @@ class Judgement(TypedDict):
     absent_floors: dict[str, str]
 
 
-def judge(flat: FlatGraphs, split: Split, scores: ModelScores, options: JudgingOptions) -> Judgement:
+def judge(
+    flat: FlatGraphs,
+    split: Split,
+    scores: ModelScores,
+    options: JudgingOptions,
+    beside: Mapping[str, ModelScores] = MappingProxyType({}),
+) -> Judgement:
     """Judges a model on every test folder.
+
+    Args:
+        flat: All windows.
+        split: Which of them validate and are judged.
+        scores: The model's.
+        options: How it is judged.
+        beside: Scores of other detectors that it is to be seen beside, by name; each gets a threshold by the same rule,
+            from validation scores of its own.
 
     Raises:
         RunError: A score is not a finite number.
         DataError: Validation allows no threshold.
     """
-    for name, values in {"validation": scores.validation, **scores.test}.items():
-        _check_finite(name, values)
-    threshold = choose_threshold(
-        flat.label[split.validation] > 0,
-        scores.validation,
-        supervised=options.supervised,
-        fpr=options.validation_fpr,
-    )
+    threshold = _threshold(flat, split, scores, options)
+    others = {name: _threshold(flat, split, other, options) for name, other in beside.items()}
     floors = Floors()
     if options.floors:
         floors = fit_floors(flat, split.train, split.validation, seed=options.seed, fpr=options.validation_fpr)
@@ -101,10 +114,28 @@ def judge(flat: FlatGraphs, split: Split, scores: ModelScores, options: JudgingO
         threshold_rule=threshold.rule,
         validation=_metrics(flat, split.validation, scores.validation, threshold),
         test={
-            folder: _judge_folder(flat, rows, scores.test[folder], threshold, floors)
+            folder: _judge_folder(
+                flat,
+                rows,
+                (scores.test[folder], threshold),
+                {name: (beside[name].test[folder], own) for name, own in others.items()},
+                floors,
+            )
             for folder, rows in split.test.items()
         },
         absent_floors=floors.absent,
+    )
+
+
+def _threshold(flat: FlatGraphs, split: Split, scores: ModelScores, options: JudgingOptions) -> Threshold:
+    """Chooses a detector's threshold from validation, once all of its scores are seen to be numbers."""
+    for name, values in {"validation": scores.validation, **scores.test}.items():
+        _check_finite(name, values)
+    return choose_threshold(
+        flat.label[split.validation] > 0,
+        scores.validation,
+        supervised=options.supervised,
+        fpr=options.validation_fpr,
     )
 
 
@@ -119,18 +150,21 @@ def _check_finite(name: str, score: NDArray[np.float64]) -> None:
 
 
 def _judge_folder(
-    flat: FlatGraphs, rows: NDArray[np.int64], score: NDArray[np.float64], threshold: Threshold, floors: Floors
+    flat: FlatGraphs, rows: NDArray[np.int64], judged: Judged, others: Mapping[str, Judged], floors: Floors
 ) -> FolderJudgement:
+    score, threshold = judged
     model = _metrics(flat, rows, score, threshold)
-    beside = {
+    beside = {name: _metrics(flat, rows, *other) for name, other in others.items()}
+    below = {
         floor.name: _metrics(flat, rows, floor.scorer.score(flat, rows), floor.threshold) for floor in floors.fitted
     }
     labelled = np.array([source.labelled for source in flat.sources])[flat.source[rows]]
     return FolderJudgement(
         model=model,
-        floors=beside,
+        beside=beside,
+        floors=below,
         recall_by_kind=recall_by_kind(flat.label[rows], score > threshold.value, flat.kinds),
-        remarks=remarks(model, beside, unlabelled_windows=int(np.count_nonzero(~labelled))),
+        remarks=remarks(model, {**beside, **below}, unlabelled_windows=int(np.count_nonzero(~labelled))),
     )
 
 
