@@ -24,7 +24,7 @@ from can_train.training.effective_factor import factor_rule
 from can_train.training.exploring import model_does_not_fit
 from can_train.training.factor_rule import PROVISIONAL
 from can_train.training.loading import fresh_model, sample_task
-from can_train.training.planning import Planner, RunPlan, plan_request
+from can_train.training.planning import Planner, RunPlan
 
 _LITTLE_IN_USE: Final = 0.7
 """Share of an allocator's memory that is in use where there are many gaps; the simulated GPU had 0.83 and more."""
@@ -91,7 +91,7 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
     largest = TargetMeter(max(targets, key=lambda target: target.capacity_bytes))
     planner = Planner(run=run, task=task, model=fresh_model(run, task, largest), meter=largest, reporter=reporter,
                       verify=False)  # fmt: skip
-    request = plan_request(run.training)
+    request = planner.request()
     limits = planner.explore(request, PROVISIONAL)
     gaps = _Gaps(planner, limits)
     planner.measured_coupling()
@@ -155,6 +155,6 @@ def _planned(planner: Planner, limits: DeviceLimits) -> tuple[RunPlan | None, Do
     try:
         if limits.optimizer_peak_bytes > limits.capacity_bytes:
             raise model_does_not_fit(limits.optimizer_peak_bytes, limits.capacity_bytes)
-        return planner.resolve(plan_request(planner.run.training), limits, rule), None
+        return planner.resolve(planner.request(), limits, rule), None
     except DoesNotFitError as error:
         return None, error

@@ -29,7 +29,7 @@ from can_train.training.optimization import Optimization, Precision
 from can_train.training.planning import Planner, RunPlan
 from can_train.training.run_folder import MetricsLog
 from can_train.training.signals import StopRequests
-from can_train.training.task import Task
+from can_train.training.task import Task, TaskInEpoch
 
 
 @dataclass(kw_only=True)
@@ -76,6 +76,7 @@ class Session:
         stop_signal: A signal that some rank has received, known to all of them; None: none.
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
         planner: Finds out anew what fits.
+        task_in_epoch: The task as it is in the current epoch.
         trainable: Which parameters were trained at the last step; None before the first.
         monitor: Measures the attempt's peaks.
         largest_cost: Of the costliest micro-batch whose memory was counted, in bytes: what `peak_bytes` belongs to.
@@ -114,6 +115,7 @@ class Session:
     foreign_bytes: int = 0
 
     def __post_init__(self) -> None:
+        self.task_in_epoch: TaskInEpoch = self.task
         self.batcher.watch(self.note_rescue)
 
     def note_run(self, result: BatchResult, *, counted: bool) -> None:

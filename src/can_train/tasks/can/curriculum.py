@@ -58,7 +58,7 @@ class RatioSchedule:
         """
         ticks = max(progress - self.warmup, 0.0) / TICK
         lag = self.smoothing / (1 - self.smoothing)
-        return ticks - lag * (1 - self.smoothing**ticks)
+        return ticks - lag * (1.0 - math.pow(self.smoothing, ticks))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,9 +90,7 @@ class Curriculum:
         difficulty: [H] of the benign windows, in the order of `rows`; of equally hard ones the first comes first.
     """
 
-    def __init__(
-        self, rows: NDArray[np.int64], is_attack: NDArray[np.bool_], difficulty: NDArray[np.float64]
-    ) -> None:
+    def __init__(self, rows: NDArray[np.int64], is_attack: NDArray[np.bool_], difficulty: NDArray[np.float64]) -> None:
         self._rows = rows
         self._place = np.full(len(rows), _ATTACK, dtype=np.int64)
         hardest_first = np.argsort(-difficulty, kind="stable")
