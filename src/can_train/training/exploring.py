@@ -2,7 +2,7 @@
 the optimizer's step, training apart from evaluation. Leaves model, generators, buffers and gradients as they were.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,29 +14,21 @@ from torch import Tensor, nn
 from can_train.config.training import TrainingSettings
 from can_train.engine.coupling import SPLIT, Coupling, measure_coupling
 from can_train.engine.micro_batcher import Losses
-from can_train.engine.phase_finder import Peak, Room, find_phase_limit, pack_worst_case, predict_phase_limit
+from can_train.engine.phase_finder import pack_worst_case
 from can_train.engine.snapshot import Snapshot
 from can_train.errors import DoesNotFitError, Shortage
-from can_train.memory.blocks import LARGE_PAGE_BYTES
 from can_train.memory.gaps import Held, fits, measure_held
 from can_train.memory.meters import Meter
 from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
 from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
-from can_train.memory.probes import Probed, fit_by_probes
-from can_train.policy.cards import cards_that_hold, predicted_room
+from can_train.policy.cards import cards_that_hold
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
-from can_train.policy.packing import BatchCosts
 from can_train.policy.sizes import size_text
 from can_train.training import randomness
 from can_train.training.optimization import Precision, make_optimizer
+from can_train.training.passes import Pass, Run, Trials, Upper, find_limit, probe, seconds_of
 from can_train.training.task import LogicalBatch, Task
-
-Upper = Callable[[BatchCosts], float]
-"""From the priced training samples to the largest cost worth trying."""
-
-Run = Callable[[NDArray[np.int64]], None]
-"""Runs a batch of some rows."""
 
 
 @dataclass(kw_only=True)
@@ -51,6 +43,7 @@ class Explorer:
         rows: [R] the training samples.
         tried: Called before each trial beside the probes, with the cost in bytes that it has.
         verify: Whether limits are tried; else they are what the probes predict, of a device that need not be there.
+        beside: Tensors on the device that training does not change: a companion's.
     """
 
     task: Task
@@ -60,6 +53,7 @@ class Explorer:
     rows: NDArray[np.int64]
     tried: Callable[[float], None]
     verify: bool = True
+    beside: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
         self._precision = Precision.named(self.training.precision)
@@ -76,12 +70,13 @@ class Explorer:
         with self._left_as_it_is():
             optimizer = self.optimizer_memory()
             state, aside = self._resident(optimizer, held_bytes)
-            training = self._phase(self._train_step, [*state, *aside], upper, gradients=optimizer.parameter_bytes)
-            del aside
+            step = self._pass(self._train_step, [*state, *aside], gradients=optimizer.parameter_bytes)
+            training = self._limit(step, upper)
+            del aside, step
             self.model.eval()
             # Evaluation gains nothing from parts larger than what training takes at a time.
             needed = min(training.tuned_limit / max(upper(training.costs(self._counts)), 1.0), 1.0)
-            evaluation = self._phase(self._evaluate, state, lambda costs: needed * upper(costs))
+            evaluation = self._limit(self._pass(self._evaluate, state), lambda costs: needed * upper(costs))
         return DeviceLimits(
             device_key=self.meter.key,
             capacity_bytes=self.meter.capacity_bytes,
@@ -90,6 +85,22 @@ class Explorer:
             optimizer_peak_bytes=self._resident_bytes(optimizer) + optimizer.transient_bytes,
             gradient_bytes=optimizer.parameter_bytes,
         )
+
+    def step_cost(self, sample: NDArray[np.int64]) -> tuple[CostModel, float]:
+        """Fits the cost model of training, and times a step.
+
+        Args:
+            sample: Rows of the step that is timed.
+
+        Returns:
+            The model, and the step's seconds.
+        """
+        with self._left_as_it_is():
+            optimizer = self.optimizer_memory()
+            state, aside = self._resident(optimizer, 0)
+            work = self._pass(self._train_step, [*state, *aside], gradients=optimizer.parameter_bytes)
+            probed, _ = probe(work, self.meter)
+            return probed.model, seconds_of(self._train_step, sample, self.meter.device)
 
     def held_by(self, training: PhaseLimit, cost: float) -> Held:
         """Measures, on the host, what a GPU's allocator would hold for a worst-case batch of training.
@@ -112,7 +123,7 @@ class Explorer:
         with self._left_as_it_is():
             state, aside = self._resident(self.optimizer_memory(), 0)
             batch = pack_worst_case(training.costs(self._counts), cost)
-            resident = [*self.model.parameters(), *self.model.buffers(), *state, *aside]
+            resident = [*self.model.parameters(), *self.model.buffers(), *self.beside, *state, *aside]
             yield (lambda: self._train_step(self.rows[batch]) if len(batch) else None), resident
 
     @contextmanager
@@ -172,54 +183,18 @@ class Explorer:
         raise model_does_not_fit(self._resident_bytes(optimizer), self.meter.capacity_bytes)
 
     def _resident_bytes(self, optimizer: OptimizerMemory) -> int:
-        model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers()])
+        model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers(), *self.beside])
         return model + optimizer.parameter_bytes + optimizer.state_bytes
 
-    def _phase(self, run: Run, beside: list[Tensor], upper: Upper, *, gradients: int = 0) -> PhaseLimit:
-        def peak(positions: NDArray[np.int64], steps: int) -> Peak:
-            self.meter.reset_peak()
-            for _ in range(steps):
-                with self.meter.measuring([*self.model.parameters(), *self.model.buffers(), *beside]):
-                    run(self.rows[positions])
-            return Peak(self.meter.peak_bytes(), self.meter.peak_reserved_bytes())
+    def _pass(self, run: Run, resident: Sequence[Tensor], *, gradients: int = 0) -> Pass:
+        return Pass(
+            run=run, rows=self.rows, counts=self._counts, features=self.task.features, gradient_bytes=gradients,
+            resident=[*self.model.parameters(), *self.model.buffers(), *self.beside, *resident],
+        )  # fmt: skip
 
-        probed, slack = self._probed(peak, gradients)
-        capacity, model = self.meter.capacity_bytes, probed.model
-        costs = BatchCosts(self._counts, model.features, model.coefficients)
-        highest = _worthwhile(upper(costs), model)
-        if not self.verify:
-            return predict_phase_limit(probed, costs, upper=highest, room_bytes=predicted_room(capacity))
-
-        def trial(positions: NDArray[np.int64]) -> Peak:
-            self.tried(costs.chosen(positions).cost(0, len(positions)))
-            self.meter.release()
-            return peak(positions, self.training.find_batch_size_steps_per_trial)
-
-        room = Room(capacity_bytes=capacity, slack_bytes=slack)
-        return find_phase_limit(probed, trial, costs, upper=highest, room=room)
-
-    def _probed(self, peak: Callable[[NDArray[np.int64], int], Peak], gradients: int) -> tuple[Probed, int]:
-        """Fits the cost model, and sees what the allocator holds beyond what is in use.
-
-        That grows little with the batch: gaps between blocks, and a last page that must fit whole.
-        """
-        slack = 0
-
-        def probe(positions: NDArray[np.int64]) -> int:
-            nonlocal slack
-            self.meter.release(collect=False)
-            seen = peak(positions, 1)
-            slack = max(slack, seen.reserved - seen.allocated + LARGE_PAGE_BYTES) if seen.reserved else 0
-            return seen.allocated
-
-        probed = fit_by_probes(
-            probe,
-            self.task.features,
-            self._counts,
-            capacity_bytes=self.meter.capacity_bytes,
-            gradient_bytes=gradients,
-        )
-        return probed, slack
+    def _limit(self, work: Pass, upper: Upper) -> PhaseLimit:
+        steps = self.training.find_batch_size_steps_per_trial
+        return find_limit(work, self.meter, upper, Trials(verify=self.verify, steps=steps, tried=self.tried))
 
     def _train_step(self, rows: NDArray[np.int64]) -> None:
         """Runs forward and backward; its gradients are dropped, also where it fails."""
@@ -244,11 +219,6 @@ class Explorer:
     def _losses(self, batch: LogicalBatch, start: int, stop: int) -> Losses:
         with self._precision.context(self.meter.device):
             return batch.losses(self.model, start, stop)
-
-
-def _worthwhile(upper: float, model: CostModel) -> float:
-    """Where the features cost nothing, any batch is as good as any other, and a trial of one sample ends the search."""
-    return upper if any(model.coefficients) else 1.0
 
 
 def model_does_not_fit(need_bytes: int, capacity_bytes: int) -> DoesNotFitError:

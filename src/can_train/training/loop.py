@@ -165,8 +165,11 @@ def _validation_sums(session: Session, rows: NDArray[np.int64]) -> tuple[dict[st
     return sums, denominators
 
 
-def score(session: Session, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Scores samples with the model as it is, in parts that fit."""
+def score(session: Session, rows: NDArray[np.int64], role: str = "") -> NDArray[np.float64]:
+    """Scores samples with the model as it is, or with the companion of a role, in parts that fit."""
+    if role:
+        assert session.companions is not None, "a task that asks for a role has companions"
+        return session.companions.score(role, rows)
     session.model.eval()
     device, dtype = session.meter.device, session.precision.dtype
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.training import TrainingSettings
@@ -162,6 +162,7 @@ class Planner:
         verify: Whether limits are tried on the device; else they are predicted.
         coupling: What is known of how samples of a batch influence each other; None: it is measured when asked for.
         ranks: Processes that train the run; a plan made here takes all of them for alike.
+        beside: Tensors on the device that training does not change: a companion's.
     """
 
     run: ResolvedRun
@@ -172,6 +173,7 @@ class Planner:
     verify: bool = True
     coupling: Coupling | None = None
     ranks: int = 1
+    beside: Sequence[Tensor] = ()
 
     def make(self, factor: FactorRule) -> RunPlan:
         """Explores the device where the plan depends on it, and resolves the plan.
@@ -305,7 +307,7 @@ class Planner:
     def _explorer(self, tried: Any) -> Explorer:
         return Explorer(
             task=self.task, model=self.model, training=self.run.training, meter=self.meter,
-            rows=self.task.train_rows, tried=tried, verify=self.verify,
+            rows=self.task.train_rows, tried=tried, verify=self.verify, beside=self.beside,
         )  # fmt: skip
 
     def _oversize(self, phase: PhaseLimit, *, skip: bool | None = None) -> tuple[int, ...]:

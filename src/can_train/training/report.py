@@ -1,11 +1,14 @@
 """What a run says of its plan, as text."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits
 from can_train.policy.first_factor import ANY_PEAK
+from can_train.policy.placement import PlacementCost
 from can_train.policy.sizes import size_text
+from can_train.training.companions import CompanionPlan
 from can_train.training.planning import RunPlan
 
 _WHY: Final = {
@@ -44,6 +47,33 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
     width = _half_width(run_plan) / limits.capacity_bytes
     lines.append(f"  predicted peak {size_text(peak)}, {share:.1%} ± {width:.1%} of what is usable")
     return lines
+
+
+def companion_lines(asked: Sequence[CompanionPlan]) -> list[str]:
+    """Writes how companions are asked as aligned lines: each one's run, then what each way costs that was measured."""
+    lines = []
+    for plan in asked:
+        lines.append(f"  {plan.role:<14} {plan.name}, {_ANSWERED[plan.placement]}{_asked_once(plan)}")
+        lines += [f"    {cost.placement:<12} {_placement(cost)}" for cost in plan.costs]
+    return lines
+
+
+_ANSWERED: Final = {
+    "device": "kept on the device",
+    "cache": "its answers are read from disk",
+    "offload": "kept on the host, where it computes",
+}
+
+
+def _asked_once(plan: CompanionPlan) -> str:
+    return "" if plan.peak_bytes is None else f" (asked once, with a peak of {size_text(plan.peak_bytes)})"
+
+
+def _placement(cost: PlacementCost) -> str:
+    memory = f"{size_text(cost.base_bytes)} + {cost.sample_bytes / 1024:.4g} KiB a sample"
+    speed = f"{1 / cost.step_seconds:,.0f} samples/s"
+    once = f" after {cost.once_seconds:.1f} s once" if cost.once_seconds else ""
+    return f"{memory}, {speed}{once}" + (f", {size_text(cost.disk_bytes)} on disk" if cost.disk_bytes else "")
 
 
 def _counted(count: int, what: str) -> str:

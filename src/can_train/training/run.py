@@ -4,7 +4,7 @@ what the attempt taught.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -162,8 +162,8 @@ def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, 
     session.model.load_state_dict(session.best)
     with session.reporter.stage("judging", unit="samples") as stage:
 
-        def score(rows: NDArray[np.int64]) -> NDArray[np.float64]:
-            scores = loop.score(session, rows)
+        def score(rows: NDArray[np.int64], role: str = "") -> NDArray[np.float64]:
+            scores = loop.score(session, rows, role)
             stage.advance(len(rows))
             return scores
 
@@ -177,9 +177,10 @@ def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, 
         "steps": progress.step,
         "best_epoch": progress.best_epoch,
         "best_validation_loss": progress.best_loss,
-        "parameters": sum(parameter.numel() for parameter in session.model.parameters()),
+        "parameters": sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad),
         "device": session.meter.key,
         "plan": session.run_plan.to_plain(),
+        "companions": [asdict(asked) for asked in session.asked],
         "ooms_rescued": session.batcher.ooms + session.ooms_elsewhere,
         "micro_batch_size": session.largest_micro_batch or None,
         "predicted_peak_bytes": session.run_plan.predicted_peak_bytes,

@@ -38,6 +38,7 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
         self.result_path = path / "result.json"
         self.plan_path = path / "plan.json"
+        self.companions_path = path / "companions.json"
         self.attempts = Attempts(path)
 
     @classmethod

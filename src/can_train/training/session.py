@@ -1,10 +1,11 @@
 """Puts together everything one attempt trains with: fresh, or as the last checkpoint left it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.engine.micro_batcher import MicroBatcher
@@ -17,13 +18,15 @@ from can_train.memory.monitor import MemoryMonitor
 from can_train.reporter import Reporter
 from can_train.training import loop, randomness
 from can_train.training.checkpoints import Checkpoints
+from can_train.training.companions import CompanionPlan, Companions, keep, kept
 from can_train.training.epochs import Epochs, rows_by_epoch
 from can_train.training.factor_rule import FactorRule
+from can_train.training.folders import cache_folder
 from can_train.training.frozen_plan import settle_plans
 from can_train.training.loading import fresh_model
 from can_train.training.optimization import Precision, make_optimization
 from can_train.training.planning import Planner, RunPlan
-from can_train.training.report import plan_lines
+from can_train.training.report import companion_lines, plan_lines
 from can_train.training.run_folder import MetricsLog, RunFolder
 from can_train.training.signals import StopRequests
 from can_train.training.starting import start_from
@@ -61,12 +64,22 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
     model = ranks.each(lambda: _model(given, begins=saved is None))
     # The same seed may give other bits on another processor.
     ranks.broadcast([*model.parameters(), *model.buffers()])
-    planner = Planner(
-        run=run, task=given.task, model=model, meter=given.meter, reporter=given.reporter, ranks=ranks.size
+    companions = Companions(
+        task=given.task,
+        training=run.training,
+        meter=given.meter,
+        reporter=given.reporter,
+        cache=cache_folder(run.paths),
     )
-    plans = _plans(given, planner, factor)
+    asked, beside = _ask(given, companions, model)
+    planner = Planner(
+        run=run, task=given.task, model=model, meter=given.meter, reporter=given.reporter, ranks=ranks.size,
+        beside=beside,
+    )  # fmt: skip
+    plans = _plans(given, planner, factor, asked)
     randomness.seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     session = _put_together(given, planner, plans, steps_done=0 if saved is None else saved["progress"]["step"])
+    session.companions, session.asked = companions, tuple(asked)
     if saved is None:
         session.rewind_metrics(0)
     else:
@@ -144,11 +157,27 @@ def _monitor(given: Parts, epochs: Epochs, *, steps_done: int) -> MemoryMonitor:
     return MemoryMonitor(meter=given.meter, interval=settings.interval, warmup=settings.warmup, total_steps=total_steps)
 
 
-def _plans(given: Parts, planner: Planner, factor: FactorRule) -> list[RunPlan]:
+def _ask(given: Parts, companions: Companions, model: nn.Module) -> tuple[list[CompanionPlan], list[Tensor]]:
+    """Asks the task's companions, from where an earlier attempt did or rank 0 decides; returns what stays beside."""
+    path = given.folder.companions_path
+
+    def decide() -> list[CompanionPlan]:
+        plans = kept(path, given.task)
+        return companions.decide(model) if plans is None else plans
+
+    plans = given.ranks.first(decide)
+    told, beside = given.ranks.first_then_others(lambda: companions.listen(plans))
+    if told:
+        given.ranks.first(lambda: keep(path, told))
+    return told, beside
+
+
+def _plans(given: Parts, planner: Planner, factor: FactorRule, asked: Sequence[CompanionPlan]) -> list[RunPlan]:
     """Settles every rank's plan; shows rank 0's."""
     plans = settle_plans(planner, given.ranks, factor, given.folder.plan_path)
     plan = plans[given.ranks.rank]
-    given.reporter.notice("\n".join(plan_lines(plan, given.meter.key, given.meter.capacity_bytes)))
+    lines = plan_lines(plan, given.meter.key, given.meter.capacity_bytes) + companion_lines(asked)
+    given.reporter.notice("\n".join(lines))
     for notice in (*plan.plan.notices, *plan.notices):
         given.reporter.notice(notice)
     return plans

@@ -23,6 +23,7 @@ from can_train.policy.sharing import share_out
 from can_train.reporter import Reporter
 from can_train.training import randomness
 from can_train.training.checkpoints import Checkpoints
+from can_train.training.companions import CompanionPlan, Companions
 from can_train.training.epochs import Epochs
 from can_train.training.factor_rule import FactorRule
 from can_train.training.optimization import Optimization, Precision
@@ -76,6 +77,8 @@ class Session:
         stop_signal: A signal that some rank has received, known to all of them; None: none.
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
         planner: Finds out anew what fits.
+        companions: Finished models that the task asks; None: nobody knows of any.
+        asked: How they are asked.
         task_in_epoch: The task as it is in the current epoch.
         trainable: Which parameters were trained at the last step; None before the first.
         monitor: Measures the attempt's peaks.
@@ -105,6 +108,8 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Any] = field(default_factory=dict)
     planner: Planner
+    companions: Companions | None = None
+    asked: tuple[CompanionPlan, ...] = ()
     stop_signal: int | None = None
     ooms_elsewhere: int = 0
     trainable: tuple[bool, ...] | None = None

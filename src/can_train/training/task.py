@@ -54,25 +54,41 @@ class Companion(Protocol):
 
     Attributes:
         role: What it is to the task.
-        model: Frozen and in evaluation mode; on the CPU until it is moved.
-        rows: Samples that it is asked about in training and validation.
-        placements: Of `PLACEMENTS`, where its answers may come from, the one first that is taken if all are equal.
-        digest: Of its weights and of the data that it is asked about: the same digest, the same answers.
+        name: The run that trained it.
+        features: What the memory of asking it grows with.
+        model: Frozen and in evaluation mode, on the CPU.
+        rows: Samples that it is asked about in training and validation, ascending.
+        placements: Where its answers may come from, of `device`, `cache` and `offload`; of equally good ones the first
+            is taken.
     """
 
     role: str
+    name: str
+    features: Sequence[Feature]
     model: nn.Module
     rows: NDArray[np.int64]
     placements: Sequence[str]
-    digest: str
 
-    def answer(self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Asks the model, where it is, about some samples; float32, whatever `dtype` it computes in."""
+    @property
+    def digest(self) -> str:
+        """Of its weights and of what it is asked: the same digest, the same answers."""
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """Columns of each output."""
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [len(rows), len(features)]: what each sample has of them."""
 
     def lengths(self, rows: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
         """Returns, for each output, how many rows of it each sample has."""
 
-    def scores(self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+    def answer(
+        self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
+    ) -> Mapping[str, Tensor]:
+        """Asks the model, or its copy on a device, about some samples, without mixed precision."""
+
+    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Computes what judging needs of each sample."""
 
 

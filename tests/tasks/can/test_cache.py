@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from can_train.errors import StateError
-from can_train.tasks.can.cache import CacheDamageError, CacheWriter, discard_cache, read_cache
+from can_train.state.array_folder import FolderDamageError, discard_folder
+from can_train.tasks.can.cache import CacheWriter, read_cache
 from can_train.tasks.can.flat import FlatGraphs
 from random_bus import cached_graphs, content_of, random_blocks
 
@@ -72,7 +73,7 @@ def test_any_flipped_bit_is_noticed(data: st.DataObject, tmp_path: Path) -> None
     damaged = bytearray(sound)
     damaged[data.draw(st.integers(0, len(sound) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     file.write_bytes(damaged)
-    with pytest.raises(CacheDamageError, match=r"."):
+    with pytest.raises(FolderDamageError, match=r"."):
         read_cache(folder)
     file.write_bytes(sound)
 
@@ -82,10 +83,10 @@ def test_a_truncated_or_missing_file_is_noticed(name: str, tmp_path: Path) -> No
     cached_graphs(tmp_path / "key", LOGS)
     file = tmp_path / "key" / name
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CacheDamageError, match=r"bytes instead of|Expecting"):
+    with pytest.raises(FolderDamageError, match=r"bytes instead of|Expecting"):
         read_cache(tmp_path / "key")
     file.unlink()
-    with pytest.raises(CacheDamageError, match="No such file"):
+    with pytest.raises(FolderDamageError, match="No such file"):
         read_cache(tmp_path / "key")
 
 
@@ -106,8 +107,8 @@ def test_two_writers_of_the_same_cache_both_succeed(tmp_path: Path) -> None:
 
 def test_a_discarded_cache_stays_readable_where_it_is_mapped(tmp_path: Path) -> None:
     flat = cached_graphs(tmp_path / "key", LOGS)
-    discard_cache(tmp_path / "key")
-    discard_cache(tmp_path / "key")
+    discard_folder(tmp_path / "key")
+    discard_folder(tmp_path / "key")
     assert not list(tmp_path.iterdir())
     assert flat.node_features.shape[0] == len(flat.node_code)
     assert flat.node_features.any()

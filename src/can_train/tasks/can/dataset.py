@@ -11,12 +11,11 @@ from typing import Final
 
 from can_train.errors import DataError
 from can_train.reporter import Reporter, Stage
+from can_train.state.array_folder import FolderDamageError, discard_folder
 from can_train.tasks.can.cache import (
     SCHEMA,
     CacheContent,
-    CacheDamageError,
     CacheWriter,
-    discard_cache,
     finished_ns,
     read_cache,
     read_content,
@@ -96,7 +95,7 @@ def recall(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path
         if kept and cache_key(dataset, kept) == folder.name:
             try:
                 graphs = read_cache(folder, verify=False)
-            except CacheDamageError:
+            except FolderDamageError:
                 return None
             return _split(dataset, kept, graphs, [], reporter)
     return None
@@ -109,7 +108,7 @@ def _recorded(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
     try:
         finished, sources = finished_ns(folder), read_content(folder).sources
         states = {log: log.path.stat() for log in logs}
-    except (OSError, CacheDamageError):
+    except (OSError, FolderDamageError):
         return []
     # No program can set the time of a change: a log that was replaced by an older one has changed, too.
     if any(max(state.st_mtime_ns, state.st_ctime_ns) > finished for state in states.values()):
@@ -164,9 +163,9 @@ def _cached(folder: Path, reporter: Reporter) -> tuple[FlatGraphs, CacheContent]
         return None
     try:
         return read_cache(folder)
-    except CacheDamageError as damage:
+    except FolderDamageError as damage:
         reporter.notice(f"The prepared graphs in {folder} are damaged and are made again: {damage}")
-        discard_cache(folder)
+        discard_folder(folder)
         return None
 
 

@@ -13,7 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from can_train.policy.features import Feature
 from can_train.tasks.can.flat import FlatGraphs
+
+GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
+"""What the memory of a batch of graphs grows with."""
 
 _COUNTED_GRAPHS: Final = 2**16
 """Graphs whose self-loops are counted at a time, so that the comparison needs little memory beside the mapped edges."""

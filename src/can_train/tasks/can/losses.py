@@ -3,8 +3,9 @@
 Shapes: R windows of the logical batch, B of a micro-batch, N nodes, E edges, Z latent width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,8 +16,13 @@ from torch_geometric.utils import scatter
 
 from can_train.tasks.can.gather import GraphBatch
 
+if TYPE_CHECKING:
+    from can_train.tasks.can.models.vgae import Reconstruction
+
 Gather = Callable[[NDArray[np.int64]], GraphBatch]
 Losses = dict[str, tuple[Tensor, float]]
+Answers = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]
+"""Returns a teacher's outputs for some windows."""
 
 
 class ClassifierBatch:
@@ -37,8 +43,11 @@ class ClassifierBatch:
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
         """Returns the weighted sum over windows `start:stop`."""
         batch = self._gather(self._rows[start:stop])
+        return self._classification(model(batch), batch, start, stop)
+
+    def _classification(self, logits: Tensor, batch: GraphBatch, start: int, stop: int) -> Losses:
         weights = torch.from_numpy(self._weights[start:stop]).to(batch.x)
-        each = F.cross_entropy(model(batch), batch.y, reduction="none")
+        each = F.cross_entropy(logits, batch.y, reduction="none")
         return {"classification": ((each * weights).sum(), float(self._weights[start:stop].sum()))}
 
     @staticmethod
@@ -46,6 +55,42 @@ class ClassifierBatch:
         """Returns [B, 1]: the attack logit minus the benign one, a monotone stand-in for p(attack)."""
         logits: Tensor = model(batch).float()
         return (logits[:, 1] - logits[:, 0]).unsqueeze(1)
+
+
+class DistilledClassifierBatch(ClassifierBatch):
+    """The classifier's cross-entropy, and the KL divergence of its softened probabilities from a teacher's; the
+    denominator of that is the number of windows.
+
+    Args:
+        rows: [R] the windows.
+        gather: Makes a batch of some of them.
+        weights: [R] each window's class weight.
+        answers: The teacher's logits.
+        temperature: Softens both models' logits.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[np.int64],
+        gather: Gather,
+        weights: NDArray[np.float64],
+        answers: Answers,
+        temperature: float,
+    ) -> None:
+        super().__init__(rows, gather, weights)
+        self._answers = answers
+        self._temperature = temperature
+        self.denominators["distillation"] = float(len(rows))
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
+        """Returns both terms' sums over windows `start:stop`."""
+        # The teacher first: what it computes with is gone again before the student's activations are there.
+        told = self._answers(self._rows[start:stop])["logits"]
+        batch = self._gather(self._rows[start:stop])
+        logits = model(batch)
+        mine, its = (F.log_softmax(either / self._temperature, dim=1) for either in (logits, told.to(logits.dtype)))
+        distance = F.kl_div(mine, its, reduction="sum", log_target=True)
+        return self._classification(logits, batch, start, stop) | {"distillation": (distance, float(stop - start))}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,18 +142,29 @@ class AutoencoderBatch:
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
         """Returns each term's sum over windows `start:stop`."""
-        nodes = slice(self.node_ptr[start], self.node_ptr[stop])
         batch = self.gather(self.rows[start:stop])
-        noise = None if self.noise is None else torch.from_numpy(self.noise[nodes]).to(batch.x)
-        errors = model(batch, noise)
-        num_nodes = float(self.node_ptr[stop] - self.node_ptr[start])
-        num_edges = float(self.edge_ptr[stop] - self.edge_ptr[start])
+        return self._own(model(batch, self._drawn(batch, start, stop)), start, stop)
+
+    def _own(self, errors: "Reconstruction", start: int, stop: int) -> Losses:
+        num_nodes, num_edges = self._counts(start, stop)
         terms = {
             "node": (errors.node.sum(), num_nodes),
             "edge": (errors.edge.sum(), num_edges),
             "kl": (errors.kl.sum(), num_nodes),
         }
         return terms if errors.can_id is None else terms | {"can_id": (errors.can_id.sum(), num_nodes)}
+
+    def _counts(self, start: int, stop: int) -> tuple[float, float]:
+        """Returns the nodes and edges of windows `start:stop`."""
+        return (
+            float(self.node_ptr[stop] - self.node_ptr[start]),
+            float(self.edge_ptr[stop] - self.edge_ptr[start]),
+        )
+
+    def _drawn(self, batch: GraphBatch, start: int, stop: int) -> Tensor | None:
+        """Returns the noise of windows `start:stop`."""
+        nodes = slice(self.node_ptr[start], self.node_ptr[stop])
+        return None if self.noise is None else torch.from_numpy(self.noise[nodes]).to(batch.x)
 
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:
@@ -120,6 +176,40 @@ class AutoencoderBatch:
             for error, graph in ((errors.node, batch.batch), (errors.edge, edge_graph), (errors.kl, batch.batch))
         ]
         return torch.stack(per_graph, dim=1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DistilledAutoencoderBatch(AutoencoderBatch):
+    """The autoencoder's terms, and how far its latents (projected) and reconstructions lie from a teacher's: mean
+    squared errors over nodes, nodes and edges.
+
+    Attributes:
+        answers: The teacher's latents and reconstructions.
+    """
+
+    answers: Answers
+
+    @property
+    def denominators(self) -> dict[str, float]:
+        """Nodes and edges of the whole batch."""
+        nodes, edges = float(self.node_ptr[-1]), float(self.edge_ptr[-1])
+        return {**super().denominators, "teacher_latent": nodes, "teacher_node": nodes, "teacher_edge": edges}
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
+        """Returns each term's sum over windows `start:stop`."""
+        # The teacher first: what it computes with is gone again before the student's activations are there.
+        told = self.answers(self.rows[start:stop])
+        batch = self.gather(self.rows[start:stop])
+        decoded = model.decode(batch, self._drawn(batch, start, stop))  # type: ignore[operator]
+        errors = model.errors(batch, decoded)  # type: ignore[operator]
+        mine = {"latent": model.projection(decoded.mean), "node": decoded.node, "edge": decoded.edge}  # type: ignore[operator]
+        num_nodes, num_edges = self._counts(start, stop)
+        counts = {"latent": num_nodes, "node": num_nodes, "edge": num_edges}
+        distances = {
+            f"teacher_{name}": ((part - told[name].to(part.dtype)).square().mean(dim=1).sum(), counts[name])
+            for name, part in mine.items()
+        }
+        return self._own(errors, start, stop) | distances
 
 
 def _normal(rows: int, columns: int, generator: torch.Generator) -> NDArray[np.float32]:

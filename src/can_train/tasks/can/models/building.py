@@ -10,12 +10,18 @@ from can_train.tasks.can.models.inputs import InputEncoder
 from can_train.tasks.can.settings import GatSettings
 
 
-def build_network(settings: Any, inputs: InputEncoder) -> nn.Module:
-    """Makes a classifier or an autoencoder, whichever the settings are of."""
+def build_network(settings: Any, inputs: InputEncoder, *, projected: int = 0) -> nn.Module:
+    """Makes a classifier or an autoencoder, whichever the settings are of.
+
+    Args:
+        settings: Of the model.
+        inputs: Encoder of IDs and features.
+        projected: Of an autoencoder that learns from a teacher: the width of the teacher's latent.
+    """
     if isinstance(settings, GatSettings):
         from can_train.tasks.can.models.gat import GatClassifier
 
         return GatClassifier(settings, inputs)
     from can_train.tasks.can.models.vgae import Vgae
 
-    return Vgae(settings, inputs)
+    return Vgae(settings, inputs, projected=projected)

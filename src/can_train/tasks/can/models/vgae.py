@@ -38,6 +38,25 @@ class Reconstruction:
     kl: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """What one pass makes of a batch.
+
+    Attributes:
+        mean: [N, Z] mean of the latent.
+        log_std: [N, Z] its log standard deviation.
+        node: [N, 10] the standardised node features, reconstructed.
+        edge: [E, 11] the standardised edge features, reconstructed.
+        id_logits: [N, V + 1] logits of the node's own ID; None where identity is off.
+    """
+
+    mean: Tensor
+    log_std: Tensor
+    node: Tensor
+    edge: Tensor
+    id_logits: Tensor | None
+
+
 class Vgae(nn.Module):
     r"""Attention encoder to a normal latent per node; decoders for node features, edge features and the node's CAN ID.
 
@@ -47,12 +66,13 @@ class Vgae(nn.Module):
     Args:
         settings: Widths.
         inputs: Encoder of IDs and features.
+        projected: Width of a teacher's latent that its own is projected to while it learns from it; 0: no teacher.
 
     Shapes:
         batch of N nodes and E edges, noise ε [N, Z] (None: the mean is decoded) → `Reconstruction`.
     """
 
-    def __init__(self, settings: VgaeSettings, inputs: InputEncoder) -> None:
+    def __init__(self, settings: VgaeSettings, inputs: InputEncoder, *, projected: int = 0) -> None:
         super().__init__()
         self.inputs = inputs
         self.dropout = settings.dropout
@@ -72,6 +92,7 @@ class Vgae(nn.Module):
         self.edge_decoder = nn.Sequential(
             _mlp([2 * settings.latent, mirrored[1]]), nn.Linear(mirrored[1], len(EDGE_FEATURES))
         )
+        self.projection = nn.Linear(settings.latent, projected) if projected else None
 
     def encode(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
         """Returns mean and log standard deviation of the latent, [N, Z] each."""
@@ -81,23 +102,37 @@ class Vgae(nn.Module):
             x = F.dropout(x, self.dropout, self.training)
         return self.mean(x), self.log_std(x).clamp(-MAX_LOG_STD, MAX_LOG_STD)
 
-    def forward(self, batch: GraphBatch, noise: Tensor | None) -> Reconstruction:
-        """Reconstructs a batch."""
+    def decode(self, batch: GraphBatch, noise: Tensor | None) -> Decoded:
+        """Encodes a batch and reconstructs it."""
         mean, log_std = self.encode(batch)
         latent = mean if noise is None else mean + noise.to(mean.dtype) * log_std.exp()
         hidden = self.decoder(latent)
-        node, edge = self.inputs.scaled(batch)
         source, destination = batch.edge_index
-        decoded_edge = self.edge_decoder(torch.cat([latent[source], latent[destination]], dim=1))
+        return Decoded(
+            mean=mean,
+            log_std=log_std,
+            node=self.node_head(hidden),
+            edge=self.edge_decoder(torch.cat([latent[source], latent[destination]], dim=1)),
+            id_logits=None if self.id_head is None else self.id_head(hidden),
+        )
+
+    def errors(self, batch: GraphBatch, decoded: Decoded) -> Reconstruction:
+        """Compares a reconstruction with the batch that it is of."""
+        node, edge = self.inputs.scaled(batch)
+        mean, log_std = decoded.mean, decoded.log_std
         can_id = None
-        if self.id_head is not None:
-            can_id = F.cross_entropy(self.id_head(hidden), self.inputs.id_index(batch.can_id), reduction="none")
+        if decoded.id_logits is not None:
+            can_id = F.cross_entropy(decoded.id_logits, self.inputs.id_index(batch.can_id), reduction="none")
         return Reconstruction(
-            node=(self.node_head(hidden) - node).square().mean(dim=1),
-            edge=(decoded_edge - edge).square().mean(dim=1),
+            node=(decoded.node - node).square().mean(dim=1),
+            edge=(decoded.edge - edge).square().mean(dim=1),
             can_id=can_id,
             kl=0.5 * (mean.square() + (2 * log_std).exp() - 2 * log_std - 1).sum(dim=1),
         )
+
+    def forward(self, batch: GraphBatch, noise: Tensor | None) -> Reconstruction:
+        """Reconstructs a batch; returns the errors."""
+        return self.errors(batch, self.decode(batch, noise))
 
 
 def _mlp(widths: list[int]) -> nn.Sequential:

@@ -5,7 +5,7 @@ Shapes: R rows (windows).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from can_train.config.resolved import ResolvedRun
 from can_train.policy.features import Feature
 from can_train.tasks.can.dataset import CanData
-from can_train.tasks.can.gather import Gatherer, GraphBatch
+from can_train.tasks.can.gather import GRAPH_FEATURES, Gatherer, GraphBatch
 from can_train.tasks.can.models.building import build_network
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 Score = Callable[..., NDArray[np.float64]]
 """Scores windows, `score(rows)`; `score(rows, role)` asks the companion of that role."""
-
-GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
-"""What the memory of a batch of windows grows with."""
 
 
 class WindowTask:

@@ -1,0 +1,323 @@
+"""The companions of a run: decides where the answers of each come from, asks those that are asked once, through the
+engine and within limits of their own, and scores with them. What is asked is the task's matter.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.config.training import TrainingSettings
+from can_train.engine.micro_batcher import MicroBatcher
+from can_train.errors import DoesNotFitError, StateError
+from can_train.memory.meters import Meter
+from can_train.policy.device_limits import DeviceLimits, PhaseLimit
+from can_train.policy.packing import BatchCosts, PartLimit
+from can_train.policy.placement import PlacementCost, choose_placement
+from can_train.reporter import Reporter
+from can_train.state.atomic import write_json_atomic
+from can_train.training import randomness
+from can_train.training.answers import AnswerBook, FromDevice, FromHost, FromTable, read_answers
+from can_train.training.exploring import Explorer
+from can_train.training.optimization import Precision
+from can_train.training.passes import Pass, Trials, find_limit, seconds_of
+from can_train.training.task import Companion, Task
+
+ASKED_SHARE: Final = 0.9
+"""Share of the tuned limit that a question's part may cost."""
+
+ASKED_AT_ONCE: Final = 4096
+"""Samples of a part beyond which it gains no more speed, and of a block whose answers wait in memory for the disk."""
+
+TIMED_SAMPLES: Final = 64
+"""Samples of a step that is timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompanionPlan:
+    """How a companion is asked.
+
+    Attributes:
+        role: What it is to the task.
+        name: The run that trained it.
+        placement: Where its answers come from.
+        costs: What each way costs that was measured.
+        peak_bytes: Predicted peak of asking it once; None where it is not.
+    """
+
+    role: str
+    name: str
+    placement: str
+    costs: tuple[PlacementCost, ...] = ()
+    peak_bytes: float | None = None
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "CompanionPlan":
+        """Reads what `dataclasses.asdict` made, also after JSON."""
+        return cls(**{**plain, "costs": tuple(PlacementCost(**cost) for cost in plain["costs"])})
+
+
+def companions_of(task: Task) -> Sequence[Companion]:
+    """Lists a task's companions."""
+    return getattr(task, "companions", ())
+
+
+@dataclass(kw_only=True)
+class Companions:
+    """A task's companions on one device.
+
+    Attributes:
+        task: Whose they are; it is told their answers.
+        training: Settings of the run.
+        meter: Of the device.
+        reporter: Where progress and notices go.
+        cache: Folder where answers are kept for later runs.
+        verify: Whether the device is at hand; else all is predicted and nobody is asked.
+    """
+
+    task: Task
+    training: TrainingSettings
+    meter: Meter
+    reporter: Reporter
+    cache: Path
+    verify: bool = True
+    _scorers: dict[str, "_Scorer"] = field(default_factory=dict)
+
+    def decide(self, model: nn.Module) -> list[CompanionPlan]:
+        """Decides where the answers of each come from; measures where there is a choice.
+
+        Args:
+            model: That is to be trained, on the device.
+        """
+        generators = randomness.capture()
+        plans = [self._decided(companion, model) for companion in companions_of(self.task) if companion.placements]
+        randomness.restore(generators)
+        return plans
+
+    def listen(self, plans: Sequence[CompanionPlan]) -> tuple[list[CompanionPlan], list[Tensor]]:
+        """Has the task told the answers, from where the plans say.
+
+        Returns:
+            The plans, with what asking was predicted to take; and the tensors that stay on the device.
+
+        Raises:
+            DoesNotFitError: A single sample does not fit.
+            StateError: Answers can be kept nowhere.
+        """
+        told: list[CompanionPlan] = []
+        resident: list[Tensor] = []
+        for plan in plans:
+            companion = next(one for one in companions_of(self.task) if one.role == plan.role)
+            answers: FromDevice | FromHost | FromTable
+            if plan.placement == "cache":
+                table, peak_bytes = self._table(companion)
+                answers = FromTable(companion, self.meter.device, table)
+                plan = replace(plan, peak_bytes=peak_bytes)
+            else:
+                answers = self._source(companion, plan.placement)
+            self.task.listen(plan.role, answers)  # type: ignore[attr-defined]
+            told.append(plan)
+            resident += answers.resident
+        return told, resident
+
+    def score(self, role: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Scores samples with a companion, in parts that fit."""
+        companion = next(one for one in companions_of(self.task) if one.role == role)
+        if role not in self._scorers:
+            self._scorers[role] = _Scorer(self, companion)
+        return self._scorers[role](rows)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of models on the device."""
+        return Precision.named(self.training.precision).dtype
+
+    def _decided(self, companion: Companion, model: nn.Module) -> CompanionPlan:
+        plan = CompanionPlan(role=companion.role, name=companion.name, placement=companion.placements[0])
+        if len(companion.placements) == 1:
+            return plan
+        with self.reporter.stage(f"placing the {companion.role}", unit="ways") as stage:
+            costs = []
+            for placement in companion.placements:
+                try:
+                    costs.append(self._cost(companion, placement, model))
+                except DoesNotFitError:
+                    self.meter.release()
+                stage.advance(1)
+        if not costs:
+            # Planning says what does not fit, of the way that needs least.
+            return replace(plan, placement="cache" if "cache" in companion.placements else plan.placement)
+        samples = len(self.task.train_rows) * self.training.epochs
+        chosen = choose_placement(costs, capacity_bytes=self.meter.capacity_bytes, samples=samples)
+        return replace(plan, placement=chosen.placement, costs=tuple(costs))
+
+    def _cost(self, companion: Companion, placement: str, model: nn.Module) -> PlacementCost:
+        """Measures what one way costs."""
+        answers = self._source(companion, placement)
+        self.task.listen(companion.role, answers)  # type: ignore[attr-defined]
+        rows = self.task.train_rows
+        explorer = Explorer(
+            task=self.task, model=model, training=self.training, meter=self.meter, rows=rows,
+            tried=lambda cost: None, verify=self.verify, beside=answers.resident,
+        )  # fmt: skip
+        sample = np.resize(rows, TIMED_SAMPLES)
+        cost_model, seconds = explorer.step_cost(sample)
+        each = self.task.batch_features(rows) @ np.asarray(cost_model.coefficients)
+        cost = PlacementCost(
+            placement=placement,
+            base_bytes=cost_model.base_bytes,
+            sample_bytes=float(each.mean()),
+            largest_bytes=float(each.max()),
+            step_seconds=seconds / TIMED_SAMPLES,
+        )
+        return self._with_asking(companion, cost) if placement == "cache" else cost
+
+    def _with_asking(self, companion: Companion, cost: PlacementCost) -> PlacementCost:
+        """Adds what it takes to write answers down, where that is still to be done."""
+        lengths = companion.lengths(companion.rows)
+        num_bytes = sum(4 * width * int(lengths[name].sum()) for name, width in companion.widths.items())
+        if self._folder(companion).is_dir():
+            return replace(cost, disk_bytes=num_bytes)
+        source = FromDevice(companion, self.meter, self.dtype)
+        sample = np.resize(companion.rows, TIMED_SAMPLES)
+        seconds = seconds_of(lambda rows: _forget(source(rows)), sample, self.meter.device)
+        return replace(cost, disk_bytes=num_bytes, once_seconds=seconds / TIMED_SAMPLES * len(companion.rows))
+
+    def _source(self, companion: Companion, placement: str) -> FromDevice | FromHost | FromTable:
+        """Makes what answers in one way; from disk, what has the shape of an answer."""
+        if placement == "device":
+            return FromDevice(companion, self.meter, self.dtype)
+        if placement == "offload":
+            return FromHost(companion, self.meter)
+        return FromTable.blank(companion, self.meter.device)
+
+    def _folder(self, companion: Companion) -> Path:
+        return self.cache / "answers" / companion.digest
+
+    def _table(self, companion: Companion) -> tuple[Mapping[str, Any], float | None]:
+        """Reads the answers from disk, or asks and writes them down; where they cannot be kept, for this run alone."""
+        folder = self._folder(companion)
+        table = read_answers(folder, companion, self.reporter)
+        if table is not None:
+            return table, None
+        try:
+            return self._asked(companion, folder)
+        except StateError as error:
+            self.reporter.notice(f"The {companion.role}'s answers are not kept. {error}")
+        # They are mapped: they stay readable after their files are gone.
+        with TemporaryDirectory(prefix="can-train-") as scratch:
+            return self._asked(companion, Path(scratch) / folder.name)
+
+    def _asked(self, companion: Companion, folder: Path) -> tuple[Mapping[str, Any], float]:
+        source = FromDevice(companion, self.meter, self.dtype)
+        question = _Question(self, companion, source.model, source)
+        rows = companion.rows
+        stage = self.reporter.stage(f"asking the {companion.role}", total=len(rows), unit="samples")
+        with AnswerBook(folder, companion) as book, stage as shown:
+            for start in range(0, len(rows), ASKED_AT_ONCE):
+                block = rows[start : start + ASKED_AT_ONCE]
+                for answers in question.answers(block):
+                    book.add(answers)
+                shown.advance(len(block))
+            return book.finish(), question.peak_bytes
+
+
+class _Question:
+    """Something that a companion is asked, in parts that fit.
+
+    Attributes:
+        peak_bytes: Predicted peak of the largest part so far.
+    """
+
+    def __init__(
+        self, desk: Companions, companion: Companion, model: nn.Module, ask: Callable[[NDArray[np.int64]], Any]
+    ) -> None:
+        self._companion = companion
+        self._ask = ask
+        self._limit = _limit_of(desk, companion, model, ask)
+        limits = DeviceLimits(
+            device_key=desk.meter.key,
+            capacity_bytes=desk.meter.capacity_bytes,
+            training=self._limit,
+            evaluation=self._limit,
+            optimizer_peak_bytes=0,
+        )
+        self._batcher = MicroBatcher(model, meter=desk.meter, limits=limits)
+        self.peak_bytes = 0.0
+
+    def answers(self, rows: NDArray[np.int64]) -> list[Any]:
+        """Asks about some samples; returns the parts' answers."""
+        costs = self._limit.costs(self._companion.batch_features(rows))
+
+        def ask(start: int, stop: int) -> Any:
+            self.peak_bytes = max(self.peak_bytes, self._limit.peak_bytes(costs.cost(start, stop)))
+            return self._ask(rows[start:stop])
+
+        return self._batcher.evaluate(ask, costs, PartLimit(cost=ASKED_SHARE * self._limit.tuned_limit))
+
+
+class _Scorer:
+    """Scores with a companion on the device."""
+
+    def __init__(self, desk: Companions, companion: Companion) -> None:
+        model = FromDevice(companion, desk.meter, desk.dtype).model
+        device, dtype = desk.meter.device, desk.dtype
+
+        def scores(rows: NDArray[np.int64]) -> NDArray[np.float64]:
+            with torch.inference_mode():
+                return np.asarray(companion.scores(model, rows, device, dtype).double().cpu())
+
+        self._question = _Question(desk, companion, model, scores)
+
+    def __call__(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.concatenate(self._question.answers(rows))
+
+
+def _limit_of(
+    desk: Companions, companion: Companion, model: nn.Module, ask: Callable[[NDArray[np.int64]], Any]
+) -> PhaseLimit:
+    """Finds out how much may be asked at once."""
+    work = Pass(
+        run=lambda rows: _forget(ask(rows)),
+        rows=companion.rows,
+        counts=companion.batch_features(companion.rows),
+        features=companion.features,
+        resident=[*model.parameters(), *model.buffers()],
+    )
+    trials = Trials(verify=desk.verify, steps=1, tried=lambda cost: None)
+    try:
+        return find_limit(work, desk.meter, _enough, trials)
+    finally:
+        desk.meter.release()
+        desk.meter.reset_peak()
+
+
+def _enough(costs: BatchCosts) -> float:
+    """Cost of as many mean samples as are worth asking about at once."""
+    return float(costs.each().mean()) * ASKED_AT_ONCE
+
+
+def _forget(answer: Any) -> None:
+    """Drops an answer: the work was to give it."""
+
+
+def keep(path: Path, plans: Sequence[CompanionPlan]) -> None:
+    """Writes plans down for later attempts."""
+    write_json_atomic(path, [asdict(plan) for plan in plans])
+
+
+def kept(path: Path, task: Task) -> list[CompanionPlan] | None:
+    """Reads the plans of an earlier attempt; None where there are none, or of other companions."""
+    try:
+        plans = [CompanionPlan.from_plain(plain) for plain in json.loads(path.read_text())]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    asked = [(one.role, one.name) for one in companions_of(task) if one.placements]
+    return plans if [(plan.role, plan.name) for plan in plans] == asked else None
