@@ -93,13 +93,11 @@ class Companion(Protocol):
 
 
 class TaskInEpoch(Protocol):
-    """What training asks of a task as it is in one epoch.
+    """What training asks of a task as it is in one epoch."""
 
-    Attributes:
-        train_rows: Indices of the samples that are trained on in it, ascending.
-    """
-
-    train_rows: NDArray[np.int64]
+    @property
+    def train_rows(self) -> NDArray[np.int64]:
+        """Indices of the samples that are trained on in it, ascending."""
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
