@@ -117,7 +117,7 @@ def test_an_epoch_that_is_hardly_one_is_named() -> None:
     assert "only 4 optimizer steps:" in notices(100, 25)
     assert notices(100, 20) == ""
     assert "A batch is a single sample" in notices(100, 1)
-    assert "The last step of the first epoch sees a single sample" in notices(101, 10)
+    assert "The last step of an epoch sees a single sample" in notices(101, 10)
 
 
 def test_off_runs_each_loader_batch_uncut() -> None:
@@ -170,3 +170,26 @@ def test_every_plan_fits_and_searching_further_would_not_change_it(
 
 def test_the_costliest_batch_holds_the_costliest_samples() -> None:
     assert costliest(BatchCosts.of_samples([1.0, 5.0, 2.0, 9.0]), 2) == 14.0
+
+
+def test_of_epochs_that_differ_the_smallest_has_enough_steps() -> None:
+    plan = resolve_plan(
+        request(min_steps_per_epoch=50, epoch_shares=(0.2, 0.6, 1.0)), uniform(1_000), tuned_limit=10_000
+    )
+    assert (plan.logical_batch, plan.binding_limit) == (4, "min_steps")
+    assert (plan.fewest_steps_per_epoch, plan.mean_steps_per_epoch, plan.steps_per_epoch) == (50, 150, 250)
+
+
+def test_of_epochs_that_differ_the_smallest_does_not_cut_a_batch_that_was_asked_for() -> None:
+    asked = request(mode="off", requested_batch=300, epoch_shares=(0.2, 1.0))
+    plan = resolve_plan(asked, uniform(1_000))
+    assert (plan.logical_batch, plan.binding_limit) == (300, "requested")
+    assert (plan.fewest_steps_per_epoch, plan.steps_per_epoch) == (1, 4)
+
+
+def test_the_costliest_micro_batch_of_any_epoch_is_planned_for() -> None:
+    heavy, light = BatchCosts.of_samples([10.0] * 20), BatchCosts.of_samples([1.0] * 80 + [10.0] * 20)
+    asked = request(mode="opt", requested_batch=10, epoch_shares=(0.2, 1.0))
+    plan = resolve_plan(asked, light, tuned_limit=70, beside=[heavy])
+    assert (plan.largest_cost, plan.most_parts) == (50, 2)
+    assert plan.steps_per_epoch == 10

@@ -11,8 +11,10 @@ ROWS = np.arange(100, 200)
 
 
 def epochs(**changed: Any) -> Epochs:
-    plain = {"main_feature": np.ones(len(ROWS)), "seed": 0, "logical_batch": 30, "preflight_units": np.inf}
-    return Epochs(ROWS, **{**plain, **changed})
+    sizes = changed.pop("main_feature", np.ones(len(ROWS)))
+    rows = changed.pop("rows", lambda epoch: ROWS)
+    plain = {"seed": 0, "logical_batch": 30, "preflight_units": np.inf}
+    return Epochs(rows, lambda some: sizes[some - ROWS[0]], **{**plain, **changed})
 
 
 def seen(epochs: Epochs, epoch: int) -> list[int]:
@@ -56,5 +58,11 @@ def test_a_schedule_is_as_long_as_the_steps_of_its_epochs(
     preflight_units: float, seed: int, logical_batch: int, count: int
 ) -> None:
     sizes = np.random.default_rng(seed).integers(1, 30, len(ROWS)).astype(np.float64)
-    run = epochs(main_feature=sizes, seed=seed, logical_batch=logical_batch, preflight_units=preflight_units)
+    run = epochs(
+        rows=lambda epoch: ROWS[: 100 - 23 * epoch],
+        main_feature=sizes,
+        seed=seed,
+        logical_batch=logical_batch,
+        preflight_units=preflight_units,
+    )
     assert run.total_steps(count) == sum(len(run.steps(epoch)) for epoch in range(count))

@@ -16,6 +16,7 @@ from can_train.memory.meters import CpuMeter
 from can_train.memory.probes import fit_by_probes
 from can_train.policy.features import Feature
 from can_train.policy.packing import BatchCosts
+from can_train.training.epochs import kept_rows
 from can_train.training.planning import Planner, RunPlan, plan_request, still_fits
 from can_train.training.session import make_session
 from line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts, line_run
@@ -113,7 +114,7 @@ def test_oversize_samples_are_named_with_need_and_cards(tmp_path: Path) -> None:
 def test_oversize_samples_are_skipped_where_asked_and_counted(tmp_path: Path) -> None:
     plan, _ = planned(tmp_path, HungryTask(largest=64), 100, oversize="skip", batch_size=20)
     assert plan.skipped == (7,)
-    assert 7 not in plan.train_rows(LineTask())
+    assert 7 not in kept_rows(LineTask(), plan.skipped)
     assert "oversize=skip leaves 1 of 60 training samples out" in plan.notices
 
 

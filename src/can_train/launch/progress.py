@@ -55,10 +55,10 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> Progre
     saved = _saved_step(folder.checkpoints_path)
     done = [step for step in (_whole(last.get("step")), saved) if step is not None]
     epochs = _epochs(folder) if plan else None
-    per_epoch = _whole(plan.get("steps_per_epoch"))
+    per_epoch = _number(plan.get("mean_steps_per_epoch", plan.get("steps_per_epoch")))
     return Progress(
         step=max(done, default=None),
-        steps=per_epoch * epochs if per_epoch and epochs else None,
+        steps=round(per_epoch * epochs) if per_epoch and epochs else None,
         epoch=_whole(last.get("epoch")),
         epochs=epochs,
         saved_step=saved,

@@ -3,6 +3,7 @@ caller has searched for the tuned limit, priced the samples and looked the safet
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Literal
@@ -37,6 +38,7 @@ class PlanRequest:
         ranks: Processes that share a logical batch, each on a device of its own.
         preflight_threshold: Units of the main feature above which a batch becomes several optimizer steps; infinite:
             never.
+        epoch_shares: Samples of each epoch ÷ those of the last, which has all; a single one where epochs are alike.
     """
 
     mode: Mode
@@ -49,6 +51,7 @@ class PlanRequest:
     rules: SplitRules = field(default_factory=SplitRules)
     ranks: int = 1
     preflight_threshold: float = math.inf
+    epoch_shares: tuple[float, ...] = (1.0,)
 
     @property
     def searches(self) -> bool:
@@ -65,6 +68,10 @@ class PlanRequest:
         """Whether the plan needs costs in bytes."""
         return self.searches or self.rules.target < math.inf
 
+    def epoch_sizes(self, dataset_size: int) -> list[int]:
+        """Returns the samples of each epoch."""
+        return [max(1, round(share * dataset_size)) for share in self.epoch_shares]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -73,9 +80,12 @@ class Plan:
     Attributes:
         logical_batch: Samples that one optimizer step sees.
         rules: How it is cut, limits included.
-        steps_per_epoch: Optimizer steps of the first epoch, the last one perhaps on fewer samples.
-        fewest_parts, most_parts: Micro-batches of a step, over the first epoch; on one device, where several share it.
-        largest_micro_batch: Samples of the largest micro-batch of the first epoch.
+        steps_per_epoch: Optimizer steps of the first epoch, the last one perhaps on fewer samples; of the last epoch,
+            where epochs differ.
+        fewest_steps_per_epoch, mean_steps_per_epoch: Likewise of the epoch that has fewest, and on average.
+        fewest_parts, most_parts: Micro-batches of a step, over the first epoch and, where epochs differ, the last; on
+            one device, where several share it.
+        largest_micro_batch: Samples of the largest micro-batch of these epochs.
         largest_cost: Cost of the costliest one.
         largest_later_cost: Likewise of those that are not the first of their step, beside which the gradients so far
             are there; 0 where a step has one only.
@@ -88,6 +98,8 @@ class Plan:
     logical_batch: int
     rules: SplitRules
     steps_per_epoch: int
+    fewest_steps_per_epoch: int
+    mean_steps_per_epoch: float
     fewest_parts: int
     most_parts: int
     largest_micro_batch: int
@@ -133,50 +145,60 @@ def costliest(order: BatchCosts, size: int) -> float:
 
 
 def resolve_plan(
-    request: PlanRequest, order: BatchCosts, *, tuned_limit: float | None = None, factor: float = 1.0
+    request: PlanRequest,
+    order: BatchCosts,
+    *,
+    tuned_limit: float | None = None,
+    factor: float = 1.0,
+    beside: Sequence[BatchCosts] = (),
 ) -> Plan:
     """Resolves a plan.
 
     Args:
         request: What was asked for.
-        order: The training samples in the first epoch's order; none of them costs more than the tuned limit.
+        order: The training samples in the first epoch's order, or in the last one's, where epochs differ; none of them
+            costs more than the tuned limit.
         tuned_limit: Largest cost that fits, searched for up to `search_upper`; None without a search.
         factor: Safety factor, in (0, 1].
+        beside: Orders of epochs with other samples.
     """
     rules = split_rules(request, tuned_limit=tuned_limit, factor=factor)
     logical, binding = _logical_batch(request, order, rules.safe_limit)
-    steps = [order.part(start, min(start + logical, len(order))) for start in range(0, len(order), logical)]
-    return cut_plan(request, steps, rules, factor=None if tuned_limit is None else factor, decided=(logical, binding))
+    epochs = [_batches(one, logical) for one in (order, *beside)]
+    return cut_plan(request, epochs, rules, factor=None if tuned_limit is None else factor, decided=(logical, binding))
 
 
 def cut_plan(
     request: PlanRequest,
-    batches: list[BatchCosts],
+    epochs: list[list[BatchCosts]],
     rules: SplitRules,
     *,
     factor: float | None,
     decided: tuple[int, BindingLimit],
 ) -> Plan:
-    """Works out what the decided logical batch means: how the first epoch's batches are cut.
+    """Works out what the decided logical batch means: how an epoch's batches are cut.
 
     Args:
         request: What was asked for.
-        batches: The first epoch's logical batches.
+        epochs: Logical batches of the epoch that the plan is made for, and of those with other samples.
         rules: How they are cut.
         factor: Safety factor; None without a search.
         decided: The logical batch in samples, and what decided it.
     """
     logical, binding = decided
-    steps = [step for batch in batches for step in _steps(batch, request.preflight_threshold)]
-    shares = [share for step in steps for share in _shares(step, request.ranks)]
+    by_epoch = [[step for batch in epoch for step in _steps(batch, request.preflight_threshold)] for epoch in epochs]
+    shares = [share for steps in by_epoch for step in steps for share in _shares(step, request.ranks)]
     sizes = [cut(share, rules.limit_for(share)) for share in shares]
     costs = [_part_costs(share, parts) for share, parts in zip(shares, sizes, strict=True)]
-    notices = _notices(request, logical) + _epoch_notices(steps, logical)
-    notices += _preflight_notices(request, len(steps), len(batches)) + _cut_notices(sizes, shares, rules)
+    counts = _step_counts(request, epochs[0], len(by_epoch[0]), logical)
+    notices = _notices(request, logical) + _epoch_notices(by_epoch[0], min(counts), logical)
+    notices += _preflight_notices(request, len(by_epoch[0]), len(epochs[0])) + _cut_notices(sizes, shares, rules)
     return Plan(
         logical_batch=logical,
         rules=rules,
-        steps_per_epoch=len(steps),
+        steps_per_epoch=len(by_epoch[0]),
+        fewest_steps_per_epoch=min(counts),
+        mean_steps_per_epoch=sum(counts) / len(counts),
         fewest_parts=min(len(parts) for parts in sizes),
         most_parts=max(len(parts) for parts in sizes),
         largest_micro_batch=max(max(parts) for parts in sizes),
@@ -195,6 +217,16 @@ def split_rules(request: PlanRequest, *, tuned_limit: float | None, factor: floa
         return replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
     samples = request.micro_batch_size or request.loader_batch
     return replace(request.rules, samples=samples)
+
+
+def _batches(order: BatchCosts, size: int) -> list[BatchCosts]:
+    return [order.part(start, min(start + size, len(order))) for start in range(0, len(order), size)]
+
+
+def _step_counts(request: PlanRequest, batches: list[BatchCosts], steps: int, logical: int) -> list[int]:
+    """Returns the steps of each epoch, taking it that preflight splits the batches of all of them alike."""
+    samples = sum(len(batch) for batch in batches)
+    return [round(-(-size // logical) * steps / len(batches)) for size in request.epoch_sizes(samples)]
 
 
 def _steps(batch: BatchCosts, threshold: float) -> list[BatchCosts]:
@@ -230,9 +262,10 @@ def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -
 
 
 def _limits_beside_memory(request: PlanRequest, dataset_size: int) -> list[tuple[int, BindingLimit]]:
-    by_steps = max(1, dataset_size // request.min_steps_per_epoch)
+    smallest = min(request.epoch_sizes(dataset_size))
+    by_steps = max(1, smallest // request.min_steps_per_epoch)
     # The data set ties with min_steps only where a single step is asked for: then it is the data set that binds.
-    return [(dataset_size, "dataset"), (by_steps, "min_steps")]
+    return [(smallest, "dataset"), (by_steps, "min_steps")]
 
 
 def _wanted_batch(request: PlanRequest) -> int:
@@ -266,18 +299,18 @@ def _notices(request: PlanRequest, logical_batch: int) -> list[str]:
     return notices
 
 
-def _epoch_notices(steps: list[BatchCosts], logical_batch: int) -> list[str]:
+def _epoch_notices(steps: list[BatchCosts], fewest: int, logical_batch: int) -> list[str]:
     """Says where an epoch is hardly one: weights move a few times only, or by single samples."""
     notices = []
-    if len(steps) < FEW_STEPS:
-        many = "1 optimizer step" if len(steps) == 1 else f"{len(steps)} optimizer steps"
+    if fewest < FEW_STEPS:
+        many = "1 optimizer step" if fewest == 1 else f"{fewest} optimizer steps"
         notices.append(f"An epoch has only {many}: smaller batches, or more epochs, move the weights more often")
     if logical_batch == 1:
         notices.append(
             "A batch is a single sample: gradients are as noisy as they can be, and BatchNorm has no statistics"
         )
     elif len(steps) > 1 and len(steps[-1]) == 1:
-        notices.append("The last step of the first epoch sees a single sample")
+        notices.append("The last step of an epoch sees a single sample")
     return notices
 
 
@@ -285,7 +318,7 @@ def _preflight_notices(request: PlanRequest, steps: int, batches: int) -> list[s
     if steps == batches:
         return []
     made = f"preflight_threshold={request.preflight_threshold:g} makes {steps} optimizer steps of {batches} batches"
-    return [f"{made} in the first epoch: the optimizer sees smaller batches than asked for"]
+    return [f"{made} in one epoch: the optimizer sees smaller batches than asked for"]
 
 
 def _cut_notices(sizes: list[tuple[int, ...]], shares: list[BatchCosts], rules: SplitRules) -> list[str]:

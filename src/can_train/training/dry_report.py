@@ -10,7 +10,7 @@ from can_train.policy.first_factor import ANY_PEAK
 from can_train.policy.sizes import size_text
 from can_train.training.dry_run import DryPlan
 from can_train.training.planning import RunPlan
-from can_train.training.report import companion_lines, plan_lines
+from can_train.training.report import companion_lines, plan_lines, spread
 
 COLUMNS = ("device", "usable", "factor", "batch", "micro-batches", "steps", "predicted peak", "binding limit")
 """Headings of the table over several devices."""
@@ -55,10 +55,11 @@ def dry_row(dry: DryPlan) -> tuple[str, ...]:
         return (dry.target.key, usable, "–", "–", "–", "–", "–", "does not fit")
     plan = dry.plan.plan
     factor = "–" if plan.safety_factor is None else f"{plan.safety_factor:.3f}"
-    parts = f"{plan.fewest_parts}" if plan.fewest_parts == plan.most_parts else f"{plan.fewest_parts}-{plan.most_parts}"
+    parts = spread(plan.fewest_parts, plan.most_parts, "-")
+    steps = spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch, "-")
     peak = dry.plan.predicted_peak_bytes
     share = "–" if peak is None else f"{peak / dry.target.capacity_bytes:.1%}"
-    figures = (str(plan.logical_batch), parts, str(plan.steps_per_epoch), share, plan.binding_limit)
+    figures = (str(plan.logical_batch), parts, steps, share, plan.binding_limit)
     return (dry.target.key, usable, factor, *figures)
 
 
@@ -104,6 +105,7 @@ def _decision_json(run_plan: RunPlan) -> dict[str, Any]:
         "logical_batch": plan.logical_batch,
         "binding_limit": plan.binding_limit,
         "steps_per_epoch": plan.steps_per_epoch,
+        "fewest_steps_per_epoch": plan.fewest_steps_per_epoch,
         "micro_batches": {
             "fewest": plan.fewest_parts,
             "most": plan.most_parts,

@@ -26,7 +26,7 @@ from can_train.training.exploring import model_does_not_fit
 from can_train.training.factor_rule import PROVISIONAL
 from can_train.training.folders import cache_folder
 from can_train.training.loading import fresh_model, sample_task
-from can_train.training.planning import Planner, RunPlan, plan_request
+from can_train.training.planning import Planner, RunPlan
 
 _LITTLE_IN_USE: Final = 0.7
 """Share of an allocator's memory that is in use where there are many gaps; the simulated GPU had 0.83 and more."""
@@ -126,7 +126,7 @@ class _Way:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._gaps = _Gaps(planner, planner.explore(plan_request(planner.run.training), PROVISIONAL))
+        self._gaps = _Gaps(planner, planner.explore(planner.request(), PROVISIONAL))
         planner.measured_coupling()
 
     def planned(self, target: Usable) -> tuple[RunPlan | None, DoesNotFitError | None]:
@@ -179,6 +179,6 @@ def _planned(planner: Planner, limits: DeviceLimits) -> tuple[RunPlan | None, Do
     try:
         if limits.optimizer_peak_bytes > limits.capacity_bytes:
             raise model_does_not_fit(limits.optimizer_peak_bytes, limits.capacity_bytes)
-        return planner.resolve(plan_request(planner.run.training), limits, rule), None
+        return planner.resolve(planner.request(), limits, rule), None
     except DoesNotFitError as error:
         return None, error

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from can_train.engine.batch_result import added
 from can_train.errors import DoesNotFitError
 from can_train.training import randomness
+from can_train.training.epochs import in_epoch
 from can_train.training.state import Progress, Session, save
 from can_train.training.step import take_step, with_samples
 
@@ -89,6 +90,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
 
 def _train_epoch(session: Session, stage: Any) -> None:
     progress, training = session.progress, session.training
+    session.task_in_epoch = in_epoch(session.task, progress.epoch, training.epochs)
     steps = session.epochs.steps(progress.epoch)
     started, samples_before = time.perf_counter(), progress.epoch_samples
     session.model.train()

@@ -28,6 +28,7 @@ from can_train.policy.sizes import size_text
 from can_train.reporter import Reporter
 from can_train.state.factor_store import FactorChoice
 from can_train.training import randomness
+from can_train.training.epochs import epoch_shares, planned_orders
 from can_train.training.exploring import Explorer
 from can_train.training.factor_rule import UNUSED, FactorRule
 from can_train.training.task import Task
@@ -67,10 +68,6 @@ class RunPlan:
     def factor(self) -> FactorChoice:
         """The safety factor in force."""
         return FactorChoice(self.plan.safety_factor or UNUSED.factor, self.factor_reason)
-
-    def train_rows(self, task: Task) -> NDArray[np.int64]:
-        """The samples that are trained on."""
-        return np.setdiff1d(task.train_rows, self.skipped) if self.skipped else task.train_rows
 
     def training_costs(self, task: Task, rows: NDArray[np.int64]) -> BatchCosts:
         """Prices a batch of training; without a cost model a sample costs its share of the features."""
@@ -114,9 +111,11 @@ class RunPlan:
         rules: dict[str, Any] = {
             name: np.inf if value is None else value for name, value in plain["plan"]["rules"].items()
         }
-        notices = tuple(plain["plan"]["notices"])
+        notices, steps = tuple(plain["plan"]["notices"]), plain["plan"]["steps_per_epoch"]
+        # Runs that began when all epochs were alike do not say these.
+        alike = {"fewest_steps_per_epoch": steps, "mean_steps_per_epoch": float(steps)}
         return cls(
-            plan=Plan(**{**plain["plan"], "rules": SplitRules(**rules), "notices": notices}),
+            plan=Plan(**{**alike, **plain["plan"], "rules": SplitRules(**rules), "notices": notices}),
             limits=None if limits is None else DeviceLimits.from_plain(limits),
             factor_reason=plain["factor_reason"],
             aim=Aim(**plain["aim"]),
@@ -185,10 +184,15 @@ class Planner:
         Raises:
             DoesNotFitError: Not even one sample fits, or some do not and may not be skipped.
         """
-        request = plan_request(self.run.training, ranks=self.ranks)
+        request = self.request()
         if not request.needs_costs:
             return self._resolved(request, None, (), factor)
         return self.resolve(request, self.explore(request, factor.provisional), factor)
+
+    def request(self) -> PlanRequest:
+        """Writes down what is asked of the plan."""
+        shares = epoch_shares(self.task, (), epochs=self.run.training.epochs)
+        return replace(plan_request(self.run.training, ranks=self.ranks), epoch_shares=shares)
 
     def resolve(self, request: PlanRequest, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
         """Resolves the plan, given what the device holds.
@@ -229,7 +233,7 @@ class Planner:
         return self._again(agreed, own.limits, factor)
 
     def _same_batch(self, frozen: RunPlan) -> PlanRequest:
-        request = plan_request(self.run.training, ranks=self.ranks)
+        request = self.request()
         batch = frozen.plan.logical_batch
         return replace(request, mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0)
 
@@ -269,17 +273,17 @@ class Planner:
     def _resolved(
         self, request: PlanRequest, limits: DeviceLimits | None, skipped: tuple[int, ...], rule: FactorRule
     ) -> RunPlan:
-        rows = np.setdiff1d(self.task.train_rows, skipped) if skipped else self.task.train_rows
-        if len(rows) == 0:
-            raise DoesNotFitError("At least one training sample must fit", value="every one of them is oversize")
-        order = randomness.epoch_order(rows, seed=self.run.training.seed, epoch=0)
         phase = None if limits is None else limits.training
+        training = self.run.training
+        orders = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)
+        order, *beside = (_prices(self.task, one, phase) for one in orders)
         decided = rule.decide(limits if request.searches else None)
         plan = resolve_plan(
-            request,
-            _prices(self.task, order, phase),
+            replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs)),
+            order,
             tuned_limit=phase.tuned_limit if phase is not None and request.searches else None,
             factor=decided.choice.factor,
+            beside=beside,
         )
         return RunPlan(
             plan=plan,
@@ -292,7 +296,8 @@ class Planner:
         )
 
     def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
-        said = self.measured_coupling().sentences(split=plan.most_parts > 1)
+        said = [*getattr(self.task, "notices", ())]
+        said += self.measured_coupling().sentences(split=plan.most_parts > 1)
         if limits is not None:
             said += [text for name in ("training", "evaluation") for text in _unexplained(name, getattr(limits, name))]
         if skipped:

@@ -7,7 +7,6 @@ from can_train.policy.cost_model import CostModel
 from can_train.policy.device_limits import DeviceLimits
 from can_train.policy.first_factor import ANY_PEAK
 from can_train.policy.placement import PlacementCost
-from can_train.policy.plan import Plan
 from can_train.policy.sizes import size_text
 from can_train.training.companions import CompanionPlan
 from can_train.training.planning import RunPlan
@@ -23,11 +22,13 @@ _WHY: Final = {
 def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
     """Writes a plan as aligned lines."""
     plan = run_plan.plan
-    steps = _counted(plan.steps_per_epoch, "step")
+    steps = spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch)
+    unit = "step" if plan.steps_per_epoch == 1 else "steps"
+    parts = spread(plan.fewest_parts, plan.most_parts)
     lines = [
         f"plan for {device_key} ({size_text(capacity_bytes)} usable):",
-        f"  logical batch  {plan.logical_batch} ({_WHY[plan.binding_limit]}), {steps} an epoch",
-        f"  micro-batches  {_parts(plan)} a step, of up to {_counted(plan.largest_micro_batch, 'sample')}",
+        f"  logical batch  {plan.logical_batch} ({_WHY[plan.binding_limit]}), {steps} {unit} an epoch",
+        f"  micro-batches  {parts} a step, of up to {_counted(plan.largest_micro_batch, 'sample')}",
     ]
     if run_plan.ranks > 1:
         lines.append(f"  processes      {run_plan.ranks}, each with a share of every batch; rank 0's is shown")
@@ -79,10 +80,9 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _parts(plan: Plan) -> str:
-    return (
-        f"{plan.fewest_parts}" if plan.fewest_parts == plan.most_parts else f"{plan.fewest_parts} to {plan.most_parts}"
-    )
+def spread(fewest: int, most: int, between: str = " to ") -> str:
+    """Writes a count that is not always the same; once, where it is."""
+    return f"{most}" if fewest == most else f"{fewest}{between}{most}"
 
 
 def _memory(model: CostModel) -> str:

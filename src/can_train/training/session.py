@@ -19,7 +19,7 @@ from can_train.reporter import Reporter
 from can_train.training import loop, randomness
 from can_train.training.checkpoints import Checkpoints
 from can_train.training.companions import CompanionPlan, Companions, keep, kept
-from can_train.training.epochs import Epochs
+from can_train.training.epochs import Epochs, rows_by_epoch
 from can_train.training.factor_rule import FactorRule
 from can_train.training.folders import cache_folder
 from can_train.training.frozen_plan import settle_plans
@@ -130,10 +130,9 @@ def _model(given: Parts, *, begins: bool) -> nn.Module:
 
 
 def _epochs(given: Parts, plan: RunPlan) -> Epochs:
-    rows = plan.train_rows(given.task)
     return Epochs(
-        rows,
-        given.task.batch_features(rows)[:, 0],
+        rows_by_epoch(given.task, plan.skipped, epochs=given.run.training.epochs),
+        lambda rows: given.task.batch_features(rows)[:, 0],
         seed=given.run.training.seed,
         logical_batch=plan.plan.logical_batch,
         preflight_units=given.run.training.preflight_units,

@@ -31,7 +31,7 @@ from can_train.training.optimization import Optimization, Precision
 from can_train.training.planning import Planner, RunPlan
 from can_train.training.run_folder import MetricsLog
 from can_train.training.signals import StopRequests
-from can_train.training.task import Task
+from can_train.training.task import Task, TaskInEpoch
 
 
 @dataclass(kw_only=True)
@@ -80,6 +80,7 @@ class Session:
         planner: Finds out anew what fits.
         companions: Finished models that the task asks; None: nobody knows of any.
         asked: How they are asked.
+        task_in_epoch: The task as it is in the current epoch.
         trainable: Which parameters were trained at the last step; None before the first.
         monitor: Measures the attempt's peaks.
         largest_cost: Of the costliest micro-batch whose memory was counted, in bytes: what `peak_bytes` belongs to.
@@ -120,6 +121,7 @@ class Session:
     foreign_bytes: int = 0
 
     def __post_init__(self) -> None:
+        self.task_in_epoch: TaskInEpoch = self.task
         self.batcher.watch(self.note_rescue)
 
     def note_run(self, result: BatchResult, *, counted: bool) -> None:

@@ -89,7 +89,7 @@ def _own_share(session: Session, rows: NDArray[np.int64]) -> tuple[BatchResult, 
     _prepare(session, rows)
     generator = randomness.step_generator(seed=session.training.seed, step=session.progress.step)
     # The whole batch, so that what couples its samples is drawn alike on all ranks; it gathers what is asked of it.
-    batch = session.task.logical_batch(rows, device, session.precision.dtype, generator)
+    batch = session.task_in_epoch.logical_batch(rows, device, session.precision.dtype, generator)
     share = session.training_share(rows)
 
     def losses_of(start: int, stop: int) -> Losses:

@@ -92,13 +92,27 @@ class Companion(Protocol):
         """Computes what judging needs of each sample."""
 
 
+class TaskInEpoch(Protocol):
+    """What training asks of a task as it is in one epoch."""
+
+    @property
+    def train_rows(self) -> NDArray[np.int64]:
+        """Indices of the samples that are trained on in it, ascending."""
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LogicalBatch:
+        """Prepares a logical batch of that epoch."""
+
+
 class Task(Protocol):
     """One task, with its data at hand.
 
     A task may have more than what is asked here: `companions`, finished models that it asks, and `listen(role,
-    answers)`, which is called before training with each one's answers; `in_epoch(epoch, epochs)`, which returns the
-    task as it is in that epoch, of which `train_rows` and `logical_batch` are used; `before_step(model, rows, progress,
-    generator)`, which is called before each optimizer step with the share of the training that is done.
+    answers)`, which is called before training with each one's answers; `in_epoch(epoch, epochs)`, which returns what it
+    is in an epoch, counted from 0 (a `TaskInEpoch`, whose samples are among `train_rows`, in the last epoch all of
+    them); `before_step(model, rows, progress, generator)`, which is called before each optimizer step with the share of
+    the training that is done; `notices`, sentences about what it will do, which are said with the plan.
 
     Attributes:
         train_rows: Indices of the samples that are trained on.

@@ -32,12 +32,16 @@ class ClassifierBatch:
         rows: [R] the windows.
         gather: Makes a batch of some of them.
         weights: [R] each window's class weight.
+        benign_offset: Added to the benign logit.
     """
 
-    def __init__(self, rows: NDArray[np.int64], gather: Gather, weights: NDArray[np.float64]) -> None:
+    def __init__(
+        self, rows: NDArray[np.int64], gather: Gather, weights: NDArray[np.float64], *, benign_offset: float = 0.0
+    ) -> None:
         self._rows = rows
         self._gather = gather
         self._weights = weights
+        self._benign_offset = benign_offset
         self.denominators = {"classification": float(weights.sum())}
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
@@ -47,7 +51,10 @@ class ClassifierBatch:
 
     def _classification(self, logits: Tensor, batch: GraphBatch, start: int, stop: int) -> Losses:
         weights = torch.from_numpy(self._weights[start:stop]).to(batch.x)
-        each = F.cross_entropy(logits, batch.y, reduction="none")
+        # Half precision would round the offset.
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        offset = torch.tensor([self._benign_offset, 0.0], dtype=precise, device=logits.device)
+        each = F.cross_entropy(logits + offset, batch.y, reduction="none")
         return {"classification": ((each * weights).sum(), float(self._weights[start:stop].sum()))}
 
     @staticmethod

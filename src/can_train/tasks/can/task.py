@@ -11,6 +11,7 @@ from can_train.tasks.can.dataset import CanData, prepare
 from can_train.tasks.can.layout import find_logs
 from can_train.tasks.can.modes.autoencoder import AutoencoderTask
 from can_train.tasks.can.modes.classifier import ClassifierTask
+from can_train.tasks.can.modes.curriculum import CurriculumTask
 from can_train.tasks.can.modes.distillation import distillation_task
 from can_train.tasks.can.modes.fusion import FusionTask
 from can_train.tasks.can.modes.windows import WindowTask
@@ -62,6 +63,7 @@ _MODES: Final[Mapping[str, Callable[[ResolvedRun, CanData, Finished], WindowTask
     "normal": lambda run, data, finished: ClassifierTask(run, data),
     "autoencoder": lambda run, data, finished: AutoencoderTask(run, data),
     "fusion": FusionTask,
+    "curriculum": CurriculumTask,
     "knowledge_distillation": distillation_task,
 }
 """What makes the task of each mode."""

@@ -49,12 +49,9 @@ class WindowTask:
         self._run = run
         self._data = data
         self._gather = Gatherer(data.flat)
-        self.train_rows = train_rows
         self.validation_rows = validation_rows
-        train_windows = len(data.split.train)
         self.sample_note = "" if data.sample is None else data.sample.note
-        whole = train_windows if data.sample is None else data.sample.train_windows
-        self.estimated_train_rows = max(1, round(whole * len(train_rows) / train_windows))
+        self._train_on(train_rows)
 
     def build_model(self) -> nn.Module:
         """Makes the network; vocabulary and scale come from the training windows."""
@@ -74,6 +71,13 @@ class WindowTask:
         from can_train.tasks.can.judgement_table import judgement_table
 
         return judgement_table(judgement)  # type: ignore[arg-type]
+
+    def _train_on(self, rows: NDArray[np.int64]) -> None:
+        """Decides which windows are trained on."""
+        train_windows, sample = len(self._data.split.train), self._data.sample
+        whole = train_windows if sample is None else sample.train_windows
+        self.train_rows = rows
+        self.estimated_train_rows = max(1, round(whole * len(rows) / train_windows))
 
     def _inputs(self) -> InputEncoder:
         statistics = InputStatistics.fit(self._data.flat, self._data.split.train)
