@@ -7,7 +7,7 @@ Shapes: R chosen windows.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, TypedDict
+from typing import Final, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,11 +69,13 @@ class FolderJudgement(TypedDict):
 
 
 class Judgement(TypedDict):
-    """The whole judgement, as it stands in a run's result: strict JSON."""
+    """The whole judgement, as it stands in a run's result: strict JSON. Data that no run was trained on have no
+    validation part.
+    """
 
     threshold: float
     threshold_rule: str
-    validation: Metrics
+    validation: NotRequired[Metrics]
     test: dict[str, FolderJudgement]
     absent_floors: dict[str, str]
 
@@ -85,27 +87,47 @@ def judge(flat: FlatGraphs, split: Split, scores: ModelScores, options: JudgingO
         RunError: A score is not a finite number.
         DataError: Validation allows no threshold.
     """
-    for name, values in {"validation": scores.validation, **scores.test}.items():
-        _check_finite(name, values)
+    _check_finite("validation", scores.validation)
     threshold = choose_threshold(
         flat.label[split.validation] > 0,
         scores.validation,
         supervised=options.supervised,
         fpr=options.validation_fpr,
     )
-    floors = Floors()
-    if options.floors:
-        floors = fit_floors(flat, split.train, split.validation, seed=options.seed, fpr=options.validation_fpr)
-    return Judgement(
+    return judge_at(flat, split, scores, threshold, own_floors(flat, split, options))
+
+
+def own_floors(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Floors:
+    """Fits the floors on a split's own training windows, where they are wanted.
+
+    Raises:
+        DataError: Validation allows no threshold.
+    """
+    if not options.floors:
+        return Floors()
+    return fit_floors(flat, split.train, split.validation, seed=options.seed, fpr=options.validation_fpr)
+
+
+def judge_at(flat: FlatGraphs, split: Split, scores: ModelScores, threshold: Threshold, floors: Floors) -> Judgement:
+    """Judges a model whose threshold is known; validation, too, where the split has such a part.
+
+    Raises:
+        RunError: A score is not a finite number.
+    """
+    for name, values in {"validation": scores.validation, **scores.test}.items():
+        _check_finite(name, values)
+    judgement = Judgement(
         threshold=threshold.value,
         threshold_rule=threshold.rule,
-        validation=_metrics(flat, split.validation, scores.validation, threshold),
         test={
             folder: _judge_folder(flat, rows, scores.test[folder], threshold, floors)
             for folder, rows in split.test.items()
         },
         absent_floors=floors.absent,
     )
+    if len(split.validation):
+        judgement["validation"] = _metrics(flat, split.validation, scores.validation, threshold)
+    return judgement
 
 
 def _check_finite(name: str, score: NDArray[np.float64]) -> None:
