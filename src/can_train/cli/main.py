@@ -25,6 +25,7 @@ _COMMANDS: Final = """Other commands, each with its own --help:
   logs RUN       what a run prints; -f follows it to its end
   cancel RUN     stop a run, which saves itself first
   resume RUN     continue a run from its last checkpoint
+  evaluate RUN   judge a finished run on its own data, or on others: --dataset
   resubmit RUN   a new run with other settings: --set training.lr=0.01
   pipeline       several runs, each building on those before it
 """
@@ -114,6 +115,12 @@ def _pipeline() -> Callable[..., None]:
     return make_pipeline_command()
 
 
+def _evaluate() -> Callable[..., None]:
+    from can_train.cli.evaluate import make_evaluate_command
+
+    return make_evaluate_command()
+
+
 def _after_job() -> Callable[..., None]:
     from can_train.cli.after_job import after_job
 
@@ -127,6 +134,7 @@ _NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {
     "logs": _logs,
     "cancel": _cancel,
     "resume": _resume,
+    "evaluate": _evaluate,
     "resubmit": _resubmit,
     "pipeline": _pipeline,
     "after-job": _after_job,

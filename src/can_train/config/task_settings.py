@@ -65,11 +65,14 @@ class TaskSettings:
         inputs: Fields of it that decide what a model sees: a finished run that another one builds on agrees in them.
         modes: Settings dataclass of each of its modes; has the field `name`, and one for each prerequisite's folder.
         models: Its models by name.
+        carried: Fields of it that other data which a finished run judges take over from the run's own.
         factory: Import path `module:function` of what makes the task from a resolved run and the finished models that
             it builds on (by role), its data prepared.
         sampler: Likewise, from what can be known of the data in seconds and without writing. Its task also has
             `sample_note` (what was sampled, empty where nothing had to be) and `estimated_train_rows` (training samples
             of the whole data set).
+        evaluator: Import path of what prepares data for a finished run to judge, from what it has trained, what reads
+            the finished models that it builds on (by role), and the data that it is asked about.
         files: Import path of what lists a data set's files, in an order of their own, from its settings and the data
             root: cheaply, without torch; none where the data are made. It raises MissingDataError where they are not.
         experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
@@ -79,8 +82,10 @@ class TaskSettings:
     inputs: tuple[str, ...]
     modes: Mapping[str, type]
     models: Mapping[str, ModelSpec]
+    carried: tuple[str, ...]
     factory: str
     sampler: str
+    evaluator: str
     files: str
     experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]]
 

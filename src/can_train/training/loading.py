@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 from torch import nn
 
-from can_train.config.resolved import ResolvedRun
+from can_train.config.resolved import PathSettings, ResolvedRun
 from can_train.config.task_settings import load_object, load_task_settings
 from can_train.errors import StateError
 from can_train.memory.meters import Meter
@@ -16,6 +17,8 @@ from can_train.training.finished import finished_models
 from can_train.training.folders import cache_folder, data_root
 from can_train.training.optimization import Precision
 from can_train.training.task import SampledTask, Task
+
+T = TypeVar("T")
 
 
 def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
@@ -27,17 +30,31 @@ def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
     """
     factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
     finished = finished_models(run)
+    return with_cache(run.paths, reporter, lambda cache: factory(run, finished, data_root(run.paths), cache, reporter))
+
+
+def with_cache(paths: PathSettings, reporter: Reporter, make: Callable[[Path], T]) -> T:
+    """Makes something of prepared data; where they cannot be kept for later, of some that are there for this alone.
+
+    Args:
+        paths: Where they are kept.
+        reporter: Is told where they cannot be.
+        make: Makes it, given the folder of prepared data.
+
+    Raises:
+        StateError: Nor can they be written to the folder of temporary files.
+    """
     try:
-        return factory(run, finished, data_root(run.paths), cache_folder(run.paths), reporter)
+        return make(cache_folder(paths))
     except StateError as error:
         try:
             scratch = TemporaryDirectory(prefix="can-train-")
         except OSError:
             raise error from None
         reporter.notice(f"Prepared data are not kept. {error}")
-    # Tasks map what they read: it stays readable after its files are gone.
+    # What is made maps what it reads: that stays readable after its files are gone.
     with scratch as folder:
-        return factory(run, finished, data_root(run.paths), Path(folder), reporter)
+        return make(Path(folder))
 
 
 def sample_task(run: ResolvedRun, reporter: Reporter) -> SampledTask:

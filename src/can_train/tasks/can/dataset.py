@@ -4,7 +4,7 @@ log, building graphs and keeping them are done by `reading`, `graphs` and `cache
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -27,10 +27,13 @@ from can_train.tasks.can.labels import KindTable
 from can_train.tasks.can.layout import LogFile
 from can_train.tasks.can.reading import LogReader
 from can_train.tasks.can.settings import CanDatasetSettings
-from can_train.tasks.can.splits import Split, split_rows
+from can_train.tasks.can.splits import Split, judge_all, split_rows
 
 _KEY_LENGTH: Final = 24
 """Hexadecimal digits of a cache's name: 96 bits, so that two data sets never meet."""
+
+_Cut = Callable[[FlatGraphs], tuple[Split, list[str]]]
+"""Decides what windows are for, and says what was unusual."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +81,25 @@ def prepare(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Pat
         DataError: A log cannot be read, changed meanwhile, or is too short.
         StateError: The cache folder cannot be written.
     """
-    kept, notices = without_duplicates(hash_logs(logs, reporter))
-    graphs = _cached(cache_dir / cache_key(dataset, kept), reporter) or _built(dataset, kept, cache_dir, reporter)
-    return _split(dataset, kept, graphs, notices, reporter)
+    return _prepared(dataset, logs, cache_dir, reporter, _by_shares(dataset))
+
+
+def prepare_judged(
+    dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter
+) -> CanData:
+    """Does the same for logs that were not trained on: all of their windows are judged, each group by itself.
+
+    Args:
+        dataset: How logs are read and windowed.
+        logs: The logs, all of them to be judged.
+        cache_dir: As for `prepare`.
+        reporter: Likewise.
+
+    Raises:
+        DataError: As `prepare` does.
+        StateError: Likewise.
+    """
+    return _prepared(dataset, logs, cache_dir, reporter, lambda flat: (judge_all(flat), []))
 
 
 def recall(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter) -> CanData | None:
@@ -97,7 +116,7 @@ def recall(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path
                 graphs = read_cache(folder, verify=False)
             except FolderDamageError:
                 return None
-            return _split(dataset, kept, graphs, [], reporter)
+            return _split(kept, graphs, [], reporter, _by_shares(dataset))
     return None
 
 
@@ -124,17 +143,29 @@ def _recorded(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
     return kept if all(state.st_size in sizes for state in states.values()) else []
 
 
+def _by_shares(dataset: CanDatasetSettings) -> _Cut:
+    return lambda flat: split_rows(flat, dataset.validation_share, dataset.test_share)
+
+
+def _prepared(
+    dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter, cut: _Cut
+) -> CanData:
+    kept, notices = without_duplicates(hash_logs(logs, reporter))
+    graphs = _cached(cache_dir / cache_key(dataset, kept), reporter) or _built(dataset, kept, cache_dir, reporter)
+    return _split(kept, graphs, notices, reporter, cut)
+
+
 def _split(
-    dataset: CanDatasetSettings,
     kept: Sequence[HashedLog],
     graphs: tuple[FlatGraphs, CacheContent],
     notices: Sequence[str],
     reporter: Reporter,
+    cut: _Cut,
 ) -> CanData:
     flat, content = graphs
     here = [replace(source, path=str(log.log.path)) for source, log in zip(flat.sources, kept, strict=True)]
     flat = replace(flat, sources=tuple(here))
-    split, split_notices = split_rows(flat, dataset.validation_share, dataset.test_share)
+    split, split_notices = cut(flat)
     notices = [*notices, *content.notices, *split_notices]
     for notice in notices:
         reporter.notice(notice)

@@ -172,13 +172,18 @@ def fit_floors(
         absent["random_forest"] = "the training windows hold attacks only"
     else:
         scorers["random_forest"] = fit_random_forest(flat, train, seed)
-    floors = [_constant("flag_everything", 1.0), _constant("flag_nothing", 0.0)]
+    floors = constant_floors()
     for name, scorer in scorers.items():
         threshold = choose_threshold(
             flat.label[validation] > 0, scorer.score(flat, validation), supervised=bool(is_attack.any()), fpr=fpr
         )
         floors.append(Floor(name, scorer, threshold))
     return Floors(tuple(floors), absent)
+
+
+def constant_floors() -> list[Floor]:
+    """Makes the floors that are fitted on nothing."""
+    return [_constant("flag_everything", 1.0), _constant("flag_nothing", 0.0)]
 
 
 def _constant(name: str, score: float) -> Floor:

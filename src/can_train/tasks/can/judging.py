@@ -8,7 +8,7 @@ Shapes: R chosen windows.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, TypedDict
+from typing import Final, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +46,18 @@ class ModelScores:
     test: Mapping[str, NDArray[np.float64]]
 
 
+@dataclass(frozen=True)
+class Detector:
+    """A detector's scores, and its threshold."""
+
+    scores: ModelScores
+    threshold: Threshold
+
+    def on(self, folder: str) -> Judged:
+        """Returns its scores in a test folder, with the threshold."""
+        return self.scores.test[folder], self.threshold
+
+
 @dataclass(frozen=True, kw_only=True)
 class JudgingOptions:
     """How a model is judged.
@@ -74,11 +86,13 @@ class FolderJudgement(TypedDict):
 
 
 class Judgement(TypedDict):
-    """The whole judgement, as it stands in a run's result: strict JSON."""
+    """The whole judgement, as it stands in a run's result: strict JSON. Data that no run was trained on have no
+    validation part.
+    """
 
     threshold: float
     threshold_rule: str
-    validation: Metrics
+    validation: NotRequired[Metrics]
     test: dict[str, FolderJudgement]
     absent_floors: dict[str, str]
 
@@ -104,39 +118,74 @@ def judge(
         RunError: A score is not a finite number.
         DataError: Validation allows no threshold.
     """
-    threshold = _threshold(flat, split, scores, options)
-    others = {name: _threshold(flat, split, other, options) for name, other in beside.items()}
-    floors = Floors()
-    if options.floors:
-        floors = fit_floors(flat, split.train, split.validation, seed=options.seed, fpr=options.validation_fpr)
-    return Judgement(
+    model = Detector(scores, _threshold(flat, split, scores, options))
+    others = {name: Detector(other, _threshold(flat, split, other, options)) for name, other in beside.items()}
+    return judge_at(flat, split, model, own_floors(flat, split, options), others)
+
+
+def own_floors(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Floors:
+    """Fits the floors on a split's own training windows, where they are wanted.
+
+    Raises:
+        DataError: Validation allows no threshold.
+    """
+    if not options.floors:
+        return Floors()
+    return fit_floors(flat, split.train, split.validation, seed=options.seed, fpr=options.validation_fpr)
+
+
+def judge_at(
+    flat: FlatGraphs,
+    split: Split,
+    model: Detector,
+    floors: Floors,
+    beside: Mapping[str, Detector] = MappingProxyType({}),
+) -> Judgement:
+    """Judges a model whose threshold is known; validation, too, where the split has such a part.
+
+    Args:
+        flat: All windows.
+        split: Which of them validate and are judged.
+        model: The model.
+        floors: The floors, fitted.
+        beside: Other detectors that it is to be seen beside, by name.
+
+    Raises:
+        RunError: A score is not a finite number.
+    """
+    for detector in (model, *beside.values()):
+        _check_scores(detector.scores)
+    threshold = model.threshold
+    judgement = Judgement(
         threshold=threshold.value,
         threshold_rule=threshold.rule,
-        validation=_metrics(flat, split.validation, scores.validation, threshold),
         test={
             folder: _judge_folder(
-                flat,
-                rows,
-                (scores.test[folder], threshold),
-                {name: (beside[name].test[folder], own) for name, own in others.items()},
-                floors,
+                flat, rows, model.on(folder), {name: other.on(folder) for name, other in beside.items()}, floors
             )
             for folder, rows in split.test.items()
         },
         absent_floors=floors.absent,
     )
+    if len(split.validation):
+        judgement["validation"] = _metrics(flat, split.validation, model.scores.validation, threshold)
+    return judgement
 
 
 def _threshold(flat: FlatGraphs, split: Split, scores: ModelScores, options: JudgingOptions) -> Threshold:
     """Chooses a detector's threshold from validation, once all of its scores are seen to be numbers."""
-    for name, values in {"validation": scores.validation, **scores.test}.items():
-        _check_finite(name, values)
+    _check_scores(scores)
     return choose_threshold(
         flat.label[split.validation] > 0,
         scores.validation,
         supervised=options.supervised,
         fpr=options.validation_fpr,
     )
+
+
+def _check_scores(scores: ModelScores) -> None:
+    for name, values in {"validation": scores.validation, **scores.test}.items():
+        _check_finite(name, values)
 
 
 def _check_finite(name: str, score: NDArray[np.float64]) -> None:

@@ -3,8 +3,8 @@ Reading them is left to the readers.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -75,8 +75,39 @@ def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
         MissingDataError: There is no such file or folder, or it holds no logs, or not the layout it must have.
         ConfigError: No data set has this name.
     """
+    place = _place(dataset, data_root)
+    return _by_layout(place, (TRAIN, TEST)) if _is_layout(dataset, place) else _single_logs(place)
+
+
+def find_judged_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
+    """Finds the logs of a data set that was not trained on: those of a published layout's test folders; any other log
+    is a group of its own, whole.
+
+    Raises:
+        MissingDataError: As `find_logs` does.
+        ConfigError: Likewise.
+    """
+    place = _place(dataset, data_root)
+    if _is_layout(dataset, place):
+        return _by_layout(place, (TEST,))
+    return [replace(log, role=TEST) for log in _single_logs(place)]
+
+
+def _is_layout(dataset: CanDatasetSettings, place: Path) -> bool:
+    return not dataset.path or any(_split_folders(place, role) for role in (TRAIN, TEST))
+
+
+def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
+    """Finds the file or folder of a data set."""
     if dataset.path:
-        return _by_path(Path(dataset.path).expanduser())
+        path = Path(dataset.path).expanduser()
+        if path.is_file() or path.is_dir():
+            return path
+        raise MissingDataError(
+            "--dataset must name a file or folder that exists, or a known data set",
+            value=str(path),
+            remedy=f"Known: {', '.join(NAMED_SETS)}, synthetic",
+        )
     if dataset.name not in NAMED_SETS:
         raise unknown_name("data set", dataset.name, (*NAMED_SETS, "synthetic"))
     candidates = _candidates(dataset.name, data_root.expanduser())
@@ -84,7 +115,7 @@ def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
     if found is None:
         looked = ", ".join(map(str, candidates))
         raise MissingDataError(f"Data set {dataset.name} must be in one of these folders", value=looked, remedy=_LAYOUT)
-    return _by_layout(found)
+    return found
 
 
 def attack_kind(file_name: str) -> str:
@@ -101,22 +132,15 @@ def _candidates(name: str, data_root: Path) -> list[Path]:
     return [data_root / collection / spelling for collection in _COLLECTIONS for spelling in spellings]
 
 
-def _by_path(path: Path) -> list[LogFile]:
-    if path.is_file():
-        return [_log(path, LOG, path.name)]
-    if not path.is_dir():
-        raise MissingDataError(
-            "--dataset must name a file or folder that exists, or a known data set",
-            value=str(path),
-            remedy=f"Known: {', '.join(NAMED_SETS)}, synthetic",
-        )
-    if _split_folders(path, TRAIN) or _split_folders(path, TEST):
-        return _by_layout(path)
-    return [_log(log, LOG, log.relative_to(path).as_posix()) for log in _some_logs(path)]
+def _single_logs(place: Path) -> list[LogFile]:
+    """Lists a log, or the logs of a folder that follows no layout."""
+    if place.is_file():
+        return [_log(place, LOG, place.name)]
+    return [_log(log, LOG, log.relative_to(place).as_posix()) for log in _some_logs(place)]
 
 
-def _by_layout(folder: Path) -> list[LogFile]:
-    roles = {role: _split_folders(folder, role) for role in (TRAIN, TEST)}
+def _by_layout(folder: Path, wanted: Sequence[str]) -> list[LogFile]:
+    roles = {role: _split_folders(folder, role) for role in wanted}
     for role, folders in roles.items():
         if not folders:
             raise MissingDataError(f"{folder} must hold folders named {role}_…", remedy=_LAYOUT)

@@ -285,6 +285,7 @@ _CLASSIFIER = Prerequisite(
 TASK = TaskSettings(
     dataset=CanDatasetSettings,
     inputs=("name", "window", "identity", "validation_share", "test_share", "synthetic"),
+    carried=("window", "stride", "identity", "validation_share", "test_share"),
     modes={
         "normal": CanModeSettings,
         "autoencoder": CanModeSettings,
@@ -326,6 +327,7 @@ TASK = TaskSettings(
     },
     factory="can_train.tasks.can.task:make_task",
     sampler="can_train.tasks.can.task:sample_task",
+    evaluator="can_train.tasks.can.evaluation:make_evaluation",
     files="can_train.tasks.can.files:data_files",
     experience=experience,
 )

@@ -78,6 +78,15 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
     return split, notices
 
 
+def judge_all(flat: FlatGraphs) -> Split:
+    """Makes the split in which every window is judged, each group by itself: none was trained on."""
+    groups: dict[str, list[NDArray[np.int64]]] = {}
+    for index, source in enumerate(flat.sources):
+        groups.setdefault(source.group, []).append(np.flatnonzero(flat.source == index))
+    test = {group: _joined(rows) for group, rows in groups.items()}
+    return Split(train=_joined([]), validation=_joined([]), test=test)
+
+
 def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 

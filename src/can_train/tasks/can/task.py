@@ -35,7 +35,7 @@ def make_task(
     Raises:
         DataError: The log cannot be read, is too short, or lacks the labels that the mode learns from.
     """
-    return _task(run, _load(run.dataset, data_root, cache, reporter), finished)
+    return _task(run, load_data(run.dataset, data_root, cache, reporter), finished)
 
 
 def sample_task(
@@ -73,10 +73,23 @@ def _task(run: ResolvedRun, data: CanData, finished: Finished) -> WindowTask:
     return _MODES[run.mode.name](run, data, finished)
 
 
-def _load(dataset: CanDatasetSettings, data_root: Path, cache: Path, reporter: Reporter) -> CanData:
-    if is_synthetic(dataset):
-        folder = synthetic_folder(cache, dataset.synthetic, reporter)
-        logs = find_logs(replace(dataset, path=str(folder)), data_root)
-    else:
-        logs = find_logs(dataset, data_root)
-    return prepare(dataset, logs, cache, reporter)
+def load_data(dataset: CanDatasetSettings, data_root: Path, cache: Path, reporter: Reporter) -> CanData:
+    """Prepares a data set to train on.
+
+    Args:
+        dataset: Its settings.
+        data_root: Folder of the published data sets.
+        cache: Folder of prepared data.
+        reporter: Where progress and notices go.
+
+    Raises:
+        DataError: A log cannot be read, or is too short.
+    """
+    return prepare(dataset, find_logs(located(dataset, cache, reporter), data_root), cache, reporter)
+
+
+def located(dataset: CanDatasetSettings, cache: Path, reporter: Reporter) -> CanDatasetSettings:
+    """Says where a data set's logs are, which simulates a synthetic one."""
+    if not is_synthetic(dataset):
+        return dataset
+    return replace(dataset, path=str(synthetic_folder(cache, dataset.synthetic, reporter)))

@@ -1,0 +1,280 @@
+"""What a finished run's model says of logs: of the run's own test windows once more, or of any other logs, all of whose
+windows are judged. How scores are computed in parts that fit is left to the caller.
+
+Shapes: R windows of one call, W judged windows, S columns of raw scores.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.config.judged import JudgedData
+from can_train.config.resolved import FinishedModel
+from can_train.errors import CheckpointError, DataError
+from can_train.tasks.can.anomaly import error_units
+from can_train.tasks.can.companions import FinishedNetwork
+from can_train.tasks.can.dataset import CanData
+from can_train.tasks.can.floors import Floors, constant_floors
+from can_train.tasks.can.gather import Gatherer
+from can_train.tasks.can.judged_data import read_asked, read_own
+from can_train.tasks.can.judgement_table import FolderTable, judgement_table
+from can_train.tasks.can.judging import Detector, JudgingOptions, ModelScores, judge_at, own_floors
+from can_train.tasks.can.settings import CanDatasetSettings, VgaeSettings
+from can_train.tasks.can.thresholds import Threshold
+
+Companions = Callable[[], Mapping[str, FinishedModel]]
+"""Reads the finished models that a run builds on, by role."""
+
+Score = Callable[["Windows", NDArray[np.int64]], NDArray[np.float64]]
+"""Scores windows, [R, S], in parts that fit."""
+
+AS_GIVEN: Final = "as given"
+"""The rule of a threshold that a person chose."""
+
+FITTED_FLOORS: Final = ("id_lookup", "random_forest")
+"""Floors that learn from training windows."""
+
+_NOT_FITTED: Final = "it is fitted on training windows, and these logs have none"
+
+
+class Scorer(Protocol):
+    """A finished run's model on the windows of a data set.
+
+    Attributes:
+        model: In evaluation mode, on the CPU.
+    """
+
+    model: nn.Module
+
+    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns [R, S] raw scores, by the model or its copy on a device."""
+
+    def combine(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Makes of them [R] final scores, higher is more attack-like."""
+
+
+def scorer_of(finished: FinishedModel, data: CanData, companions: Companions) -> Scorer:
+    """Makes what scores windows as a finished run does.
+
+    Args:
+        finished: What the run has trained.
+        data: The windows.
+        companions: Reads the models that the run builds on, for modes that need them to score.
+
+    Raises:
+        CheckpointError: The weights are not those of the run's settings.
+    """
+    return FinishedNetwork(finished, data.flat)
+
+
+class Windows:
+    """The windows of a data set, with what scores them.
+
+    Args:
+        data: The windows.
+        scorer: What scores them.
+    """
+
+    def __init__(self, data: CanData, scorer: Scorer) -> None:
+        self.data = data
+        self.model = scorer.model
+        self.scores = scorer.scores
+        self.combine = scorer.combine
+        self._gather = Gatherer(data.flat)
+
+    def describe(self, row: int) -> str:
+        """Names a window in a message."""
+        flat = self.data.flat
+        return f"the window at frame {flat.first_frame[row]:,} of {flat.sources[flat.source[row]].path}"
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
+        return self._gather.batch_features(rows)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Verdict:
+    """What came of an evaluation.
+
+    Attributes:
+        judgement: As in a run's result; strict JSON.
+        samples: Columns of W cells, by name: the judged windows with their times, scores and labels.
+        notes: How it was judged, in sentences.
+    """
+
+    judgement: Mapping[str, Any]
+    samples: Mapping[str, Sequence[Any] | NDArray[Any]]
+    notes: Sequence[str]
+
+
+def make_evaluation(finished: FinishedModel, companions: Companions, asked: JudgedData) -> "Evaluation":
+    """Prepares the windows that are judged.
+
+    Args:
+        finished: What the run has trained.
+        companions: Reads the models that the run builds on.
+        asked: The data.
+
+    Raises:
+        ConfigError: The model is bound to other settings.
+        DataError: A log cannot be read, or is too short.
+        CheckpointError: The weights are not those of the run's settings, or its result lacks what scoring needs.
+    """
+    if "threshold" not in finished.result.get("judgement", ()):
+        raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
+    data, own = read_asked(finished.run.dataset, asked)
+    return Evaluation(finished, companions, data, replace(asked, own=own))
+
+
+class Evaluation:
+    """Windows that are judged by the threshold that a run chose in validation.
+
+    Args:
+        finished: What the run has trained.
+        companions: Reads the models that it builds on.
+        data: The windows.
+        asked: How they were asked for.
+
+    Attributes:
+        own_split: Whether they are split as they were for training; else all of them are judged.
+    """
+
+    def __init__(self, finished: FinishedModel, companions: Companions, data: CanData, asked: JudgedData) -> None:
+        self._finished = finished
+        self._companions = companions
+        self._data = data
+        self._asked = asked
+        self.own_split = asked.own
+        self._rows = np.concatenate([*data.split.test.values()])
+
+    @property
+    def dataset(self) -> str:
+        """Name of the data, or the path of what was given by path."""
+        asked: CanDatasetSettings = self._asked.dataset
+        return asked.path or asked.name
+
+    @cached_property
+    def counted(self) -> Mapping[str, int]:
+        """How many windows are judged, and of how many frames: those that windows share count once."""
+        flat, rows = self._data.flat, np.unique(self._rows)
+        steps = np.diff(flat.first_frame[rows])
+        fresh = np.where(np.diff(flat.source[rows]) == 0, np.minimum(steps, flat.window), flat.window)
+        return {"windows": len(self._rows), "frames": flat.window + int(fresh.sum())}
+
+    def judge(self, score: Score, threshold: float | None) -> Verdict:
+        """Judges each group of windows by itself, beside floors.
+
+        Args:
+            score: Scores windows.
+            threshold: Above which windows are flagged; None: the run's own.
+
+        Raises:
+            CheckpointError: The run's result does not say how it scores, and its data are not there to find out.
+            RunError: A score is not a finite number.
+        """
+        flat, split = self._data.flat, self._data.split
+        finished = self._with_units(score)
+        windows = self._windows(finished, self._data)
+
+        def final(rows: NDArray[np.int64]) -> NDArray[np.float64]:
+            return windows.combine(score(windows, rows)) if len(rows) else np.empty(0)
+
+        scores = ModelScores(
+            validation=final(split.validation), test={group: final(rows) for group, rows in split.test.items()}
+        )
+        decided = self._threshold(threshold)
+        judgement = judge_at(flat, split, Detector(scores, decided), self._floors())
+        units = {name: value for name, value in finished.result["judgement"].items() if name == "error_units"}
+        return Verdict(
+            judgement={**judgement, **units},
+            samples=self._samples(scores.test, decided.value),
+            notes=_notes(decided, judgement["absent_floors"]),
+        )
+
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[FolderTable]:
+        """Writes a judgement as one table a group."""
+        return judgement_table(judgement)  # type: ignore[arg-type]
+
+    def _windows(self, finished: FinishedModel, data: CanData) -> Windows:
+        return Windows(data, scorer_of(finished, data, self._companions))
+
+    def _with_units(self, score: Score) -> FinishedModel:
+        """Adds the units of an autoencoder's errors where the result is one of an older version, which lacks them."""
+        finished, judgement = self._finished, self._finished.result["judgement"]
+        if not isinstance(finished.run.model, VgaeSettings) or "error_units" in judgement:
+            return finished
+        own = self._data if self.own_split else self._own_data()
+        rows = own.split.validation
+        units = error_units(score(self._windows(finished, own), rows[own.flat.label[rows] == 0]))
+        return replace(finished, result={**finished.result, "judgement": {**judgement, "error_units": units}})
+
+    def _own_data(self) -> CanData:
+        try:
+            return read_own(self._finished.run.dataset, self._asked)
+        except DataError as error:
+            raise CheckpointError(
+                "The run's result lacks the units of its errors, and its own data are not there to find them",
+                value=f"{self._finished.run_id}: {error.rule}: {error.value}",
+                remedy="Bring its data back (--data-root names their folder), or train anew",
+            ) from error
+
+    def _threshold(self, given: float | None) -> Threshold:
+        if given is not None:
+            return Threshold(value=given, rule=AS_GIVEN)
+        judgement, run = self._finished.result["judgement"], self._finished.run
+        where = "" if self.own_split else f", in {run.dataset.name}"
+        return Threshold(value=judgement["threshold"], rule=f"{judgement['threshold_rule']}{where}")
+
+    def _floors(self) -> Floors:
+        run, data = self._finished.run, self._data
+        if not self.own_split:
+            return Floors(tuple(constant_floors()), dict.fromkeys(FITTED_FLOORS, _NOT_FITTED))
+        options = JudgingOptions(
+            supervised=not isinstance(run.model, VgaeSettings),
+            validation_fpr=run.mode.validation_fpr,
+            floors=run.mode.floors,
+            seed=run.training.seed,
+        )
+        return own_floors(data.flat, data.split, options)
+
+    def _samples(
+        self, scores: Mapping[str, NDArray[np.float64]], threshold: float
+    ) -> dict[str, Sequence[Any] | NDArray[Any]]:
+        """Lists the judged windows log by log, each log's in their order."""
+        flat, rows = self._data.flat, self._rows
+        score = np.concatenate([*scores.values()])
+        folder = np.repeat(np.arange(len(scores)), [len(each) for each in scores.values()])
+        paths, folders = [source.path for source in flat.sources], list(scores)
+        by_path = np.argsort(np.argsort(np.array(paths), kind="stable"))
+        order = np.lexsort((folder, flat.first_frame[rows], by_path[flat.source[rows]]))
+        rows, score, folder = rows[order], score[order], folder[order]
+        source = flat.source[rows]
+        return {
+            "log": [paths[index] for index in source],
+            "folder": [folders[index] for index in folder],
+            "window": rows - np.searchsorted(flat.source, source),
+            "first_frame": flat.first_frame[rows],
+            "start_time": flat.start_time[rows],
+            "end_time": flat.end_time[rows],
+            "score": score,
+            "flagged": score > threshold,
+            "label": [
+                flat.kinds[label] if flat.sources[index].labelled else None
+                for label, index in zip(flat.label[rows], source, strict=True)
+            ],
+        }
+
+
+def _notes(threshold: Threshold, absent: Mapping[str, str]) -> list[str]:
+    """Says how windows were flagged, and which floors are missing and why."""
+    said = [f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}"]
+    for reason in dict.fromkeys(absent.values()):
+        names = ", ".join(name for name, why in absent.items() if why == reason)
+        said.append(f"Not beside it: {names} ({reason})")
+    return said
