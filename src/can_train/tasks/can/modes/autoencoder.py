@@ -3,8 +3,8 @@
 Shapes: R rows (windows).
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from can_train.tasks.can.anomaly import anomaly_scores, error_units
 from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.losses import AutoencoderBatch
 from can_train.tasks.can.modes.windows import Score, WindowTask
+
+if TYPE_CHECKING:
+    from can_train.tasks.can.judging import ModelScores
 
 
 class AutoencoderTask(WindowTask):
@@ -57,17 +60,29 @@ class AutoencoderTask(WindowTask):
 
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges each test folder by itself, beside the floors; units and threshold come from validation."""
-        from can_train.tasks.can.judging import ModelScores, judge
+        return self._judgement(score)
+
+    def _judgement(self, score: Score, roles: Sequence[str] = ()) -> dict[str, Any]:
+        """Judges the model, beside the companions of some roles."""
+        from can_train.tasks.can.judging import judge
+
+        (own, units), options = self._final_scores(score), self._options(supervised=False)
+        beside = {role: self._final_scores(score, role)[0] for role in roles}
+        judgement = judge(self._data.flat, self._data.split, own, options, beside)
+        return {**judgement, "error_units": units}
+
+    def _final_scores(self, score: Score, *role: str) -> tuple["ModelScores", list[float]]:
+        """Scores validation and test windows with the model, or a companion; returns its units, too."""
+        from can_train.tasks.can.judging import ModelScores
 
         split = self._data.split
-        validation = score(split.validation)
+        validation = score(split.validation, *role)
         units = error_units(validation[~self._is_attack(split.validation)])
         scores = ModelScores(
             validation=anomaly_scores(validation, units),
-            test={group: anomaly_scores(score(rows), units) for group, rows in split.test.items()},
+            test={group: anomaly_scores(score(rows, *role), units) for group, rows in split.test.items()},
         )
-        judgement = judge(self._data.flat, split, scores, self._options(supervised=False))
-        return {**judgement, "error_units": units}
+        return scores, units
 
 
 def _benign(rows: NDArray[np.int64], is_attack: NDArray[np.bool_], part: str) -> NDArray[np.int64]:

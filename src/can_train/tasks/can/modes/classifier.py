@@ -3,8 +3,8 @@
 Shapes: R rows (windows).
 """
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -17,6 +17,10 @@ from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.layout import TEST
 from can_train.tasks.can.losses import ClassifierBatch
 from can_train.tasks.can.modes.windows import Score, WindowTask
+from can_train.tasks.can.splits import Split
+
+if TYPE_CHECKING:
+    from can_train.tasks.can.judging import ModelScores
 
 MAX_NAMED_LOGS: Final = 3
 """Logs that an error names before it stops."""
@@ -53,17 +57,28 @@ class ClassifierTask(WindowTask):
 
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges each test folder by itself, beside the floors; the threshold comes from validation."""
-        from can_train.tasks.can.judging import ModelScores, judge
+        return self._judgement(score)
 
-        split = self._data.split
-        scores = ModelScores(
-            validation=score(split.validation)[:, 0],
-            test={group: score(rows)[:, 0] for group, rows in split.test.items()},
-        )
-        return dict(judge(self._data.flat, split, scores, self._options(supervised=True)))
+    def _judgement(self, score: Score, roles: Sequence[str] = ()) -> dict[str, Any]:
+        """Judges the model, beside the companions of some roles."""
+        from can_train.tasks.can.judging import judge
+
+        own, options = final_scores(score, self._data.split), self._options(supervised=True)
+        beside = {role: final_scores(score, self._data.split, role) for role in roles}
+        return dict(judge(self._data.flat, self._data.split, own, options, beside))
 
     def _weights(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return self._class_weights[self._is_attack(rows).astype(np.int64)]
+
+
+def final_scores(score: Score, split: Split, *role: str) -> "ModelScores":
+    """Scores validation and test windows with the model, or with the companion of a role."""
+    from can_train.tasks.can.judging import ModelScores
+
+    return ModelScores(
+        validation=score(split.validation, *role)[:, 0],
+        test={group: score(rows, *role)[:, 0] for group, rows in split.test.items()},
+    )
 
 
 def check_classes(data: CanData, is_attack: NDArray[np.bool_]) -> None:

@@ -4,9 +4,9 @@ latents and reconstructions.
 Shapes: R rows (windows).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -20,17 +20,20 @@ from can_train.tasks.can.losses import Answers, DistilledAutoencoderBatch, Disti
 from can_train.tasks.can.models.building import build_network
 from can_train.tasks.can.modes.autoencoder import AutoencoderTask
 from can_train.tasks.can.modes.classifier import ClassifierTask
-from can_train.tasks.can.modes.windows import WindowTask
+from can_train.tasks.can.modes.windows import Score, WindowTask
 from can_train.tasks.can.settings import DistillationSettings, GatSettings
 
 if TYPE_CHECKING:
-    pass
+    from can_train.tasks.can.judgement_table import FolderTable
 
 LATENT_SHARE: Final = 0.5
 """Weight of the difference from the teacher's latents."""
 
 RECONSTRUCTION_SHARE: Final = 0.25
 """Weight of the difference from the teacher's reconstruction of nodes, and again of edges: ½ together."""
+
+STUDENT: Final = "model"
+"""Name of what was trained, in tables and results."""
 
 _WAYS: Final = ("device", "cache", "offload")
 
@@ -54,16 +57,43 @@ class _Teacher:
         companion: The teacher.
         others: All that can be asked, the teacher first.
         answers: Where its outputs come from, once that is known.
+        student_parameters: Weights of the student, once it is made; what projects to the teacher is no part of it.
     """
 
     companion: WindowCompanion
     others: list[WindowCompanion]
     answers: Answers | None = None
+    student_parameters: int = 0
 
     def ask(self) -> Answers:
         """Returns where its outputs come from."""
         assert self.answers is not None, "training tells the answers before it asks for a batch"
         return self.answers
+
+    def judged(self, judge: Callable[[Score, Sequence[str]], dict[str, Any]], score: Score) -> dict[str, Any]:
+        """Judges the student beside the others, and adds everyone's size and speed.
+
+        Args:
+            judge: Judges by scores, beside some roles.
+            score: Scores windows.
+        """
+        from can_train.tasks.can.comparison import TimedScore
+
+        timed = TimedScore(score)
+        judgement = judge(timed, [other.role for other in self.others])
+        sizes = {"": self.student_parameters, **{other.role: num_weights(other.model) for other in self.others}}
+        runs = {other.role: other.name for other in self.others}
+        compared = {
+            role or STUDENT: {"run": runs.get(role), "parameters": size, "windows_per_second": timed.speed(role)}
+            for role, size in sizes.items()
+        }
+        return judgement | {"compared": compared}
+
+    def tables(self, tables: Sequence["FolderTable"], judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
+        """Adds a table of sizes and speeds to those of the test folders."""
+        from can_train.tasks.can.comparison import comparison_table
+
+        return [*tables, comparison_table(judgement["compared"])]
 
 
 def _teacher(
@@ -109,9 +139,23 @@ class DistilledClassifierTask(ClassifierTask):
         mode = run.mode
         self.loss_weights = {"classification": 1 - mode.alpha, "distillation": mode.alpha * mode.temperature**2}
 
+    def build_model(self) -> nn.Module:
+        """Makes the network."""
+        model = super().build_model()
+        self._teacher.student_parameters = num_weights(model)
+        return model
+
     def listen(self, role: str, answers: Answers) -> None:
         """Learns where the teacher's logits come from."""
         self._teacher.answers = answers
+
+    def judge(self, score: Score) -> Mapping[str, Any]:
+        """Judges the student as any classifier, beside its teacher and beside itself without one."""
+        return self._teacher.judged(self._judgement, score)
+
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
+        """Writes a judgement as one table a test folder, and one of sizes and speeds."""
+        return self._teacher.tables(super().tables(judgement), judgement)
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
@@ -150,11 +194,21 @@ class DistilledAutoencoderTask(AutoencoderTask):
     def build_model(self) -> nn.Module:
         """Makes the network, with a projection to the teacher's latent."""
         projected = self._teacher.companion.widths["latent"]
-        return build_network(self._run.model, self._inputs(), projected=projected)
+        model = build_network(self._run.model, self._inputs(), projected=projected)
+        self._teacher.student_parameters = num_weights(model) - (self._run.model.latent + 1) * projected
+        return model
 
     def listen(self, role: str, answers: Answers) -> None:
         """Learns where the teacher's latents and reconstructions come from."""
         self._teacher.answers = answers
+
+    def judge(self, score: Score) -> Mapping[str, Any]:
+        """Judges the student as any autoencoder, beside its teacher and beside itself without one."""
+        return self._teacher.judged(self._judgement, score)
+
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
+        """Writes a judgement as one table a test folder, and one of sizes and speeds."""
+        return self._teacher.tables(super().tables(judgement), judgement)
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
@@ -162,3 +216,8 @@ class DistilledAutoencoderTask(AutoencoderTask):
         """Prepares a logical batch; the noise is drawn for all of it."""
         own = super().logical_batch(rows, device, dtype, generator)
         return DistilledAutoencoderBatch(**vars(own), answers=self._teacher.ask())
+
+
+def num_weights(model: nn.Module) -> int:
+    """Counts a model's weights."""
+    return sum(weights.numel() for weights in model.parameters())
