@@ -53,9 +53,7 @@ def comparison_table(compared: Mapping[str, Mapping[str, Any]]) -> FolderTable:
         )
         for name, told in compared.items()
     )
-    missing = (
-        "" if "without_teacher" in compared else "no student without a teacher is beside it: --without-teacher RUN"
-    )
+    alone = "no student without a teacher is beside it: --without-teacher RUN"
     return FolderTable(
         title="size and speed, windows a second as they were judged",
         columns=("detector", "parameters", "windows/s", "run"),
