@@ -10,11 +10,17 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from can_train.engine.micro_batcher import Losses, MicroBatcher
 from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.gather import Gatherer, GraphBatch
-from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
+from can_train.tasks.can.losses import (
+    AutoencoderBatch,
+    ClassifierBatch,
+    DistilledAutoencoderBatch,
+    DistilledClassifierBatch,
+)
 from can_train.tasks.can.models.gat import GatClassifier
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 from can_train.tasks.can.models.vgae import Vgae
@@ -24,7 +30,10 @@ from random_bus import cached_graphs, random_blocks
 
 WINDOWS = 23
 CUTS = (3, 11, 1, 8)
-WEIGHTS = {"classification": 1.0, "node": 1.0, "edge": 1.0, "can_id": 0.1, "kl": 0.01}
+WEIGHTS = {
+    "classification": 1.0, "node": 1.0, "edge": 1.0, "can_id": 0.1, "kl": 0.01,
+    "distillation": 11.2, "teacher_latent": 0.5, "teacher_node": 0.25, "teacher_edge": 0.25,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -55,6 +64,29 @@ def autoencoder(flat: FlatGraphs) -> tuple[nn.Module, AutoencoderBatch]:
     return model, AutoencoderBatch.draw(np.arange(WINDOWS), gatherer(flat), counts, 3, generator)
 
 
+def distilled_classifier(flat: FlatGraphs) -> tuple[nn.Module, DistilledClassifierBatch]:
+    model, _ = classifier(flat)
+    logits = torch.from_numpy(np.random.default_rng(5).normal(0, 3, (WINDOWS, 2)))
+    weights = np.where(flat.label > 0, 20.0, 0.5)
+    return model, DistilledClassifierBatch(
+        np.arange(WINDOWS), gatherer(flat), weights, lambda rows: {"logits": logits[rows]}, 4.0
+    )
+
+
+def distilled_autoencoder(flat: FlatGraphs) -> tuple[nn.Module, DistilledAutoencoderBatch]:
+    model = Vgae(VgaeSettings(hidden=[16, 8], latent=3, heads=2, dropout=0.0), inputs(flat), projected=5).double()
+    teacher = Vgae(VgaeSettings(hidden=[24, 8], latent=5, heads=2, dropout=0.0), inputs(flat)).double().eval()
+    gather = gatherer(flat)
+
+    def answers(rows: NDArray[np.int64]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            told = teacher.decode(gather(rows), None)
+        return {"latent": told.mean, "node": told.node, "edge": told.edge}
+
+    _, own = autoencoder(flat)
+    return model, DistilledAutoencoderBatch(**vars(own), answers=answers)
+
+
 def gradient(model: nn.Module, batch: Any, sizes: tuple[int, ...]) -> Tensor:
     model.zero_grad()
 
@@ -71,7 +103,10 @@ def relative_error(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize("make", [classifier, autoencoder])
+MADE = [classifier, autoencoder, distilled_classifier, distilled_autoencoder]
+
+
+@pytest.mark.parametrize("make", MADE)
 def test_a_split_batch_has_the_gradient_of_the_whole(
     flat: FlatGraphs, make: Callable[[FlatGraphs], tuple[nn.Module, ClassifierBatch]]
 ) -> None:
@@ -81,7 +116,7 @@ def test_a_split_batch_has_the_gradient_of_the_whole(
     assert relative_error(gradient(model, batch, CUTS), whole) <= 1e-12
 
 
-@pytest.mark.parametrize("make", [classifier, autoencoder])
+@pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize("share", [lambda size: 1 / len(CUTS), lambda size: size / WINDOWS], ids=["parts", "samples"])
 def test_means_of_the_parts_by_number_of_parts_or_of_samples_give_another_gradient(
     flat: FlatGraphs,
@@ -103,7 +138,7 @@ def test_means_of_the_parts_by_number_of_parts_or_of_samples_give_another_gradie
     assert relative_error(gradient(model, Mutant(), CUTS), whole) > 1e-3
 
 
-@pytest.mark.parametrize("make", [classifier, autoencoder])
+@pytest.mark.parametrize("make", MADE)
 def test_denominators_are_the_sums_of_the_parts(
     flat: FlatGraphs, make: Callable[[FlatGraphs], tuple[nn.Module, ClassifierBatch]]
 ) -> None:
@@ -119,6 +154,40 @@ def test_noise_drawn_again_for_each_part_is_another_gradient(flat: FlatGraphs) -
     assert batch.noise is not None
     rolled = replace(batch, noise=np.roll(batch.noise, 1, axis=0))
     assert relative_error(gradient(model, rolled, CUTS), whole) > 1e-3
+
+
+def test_a_students_loss_is_hintons(flat: FlatGraphs) -> None:
+    model, batch = distilled_classifier(flat)
+    model.eval()
+    mine, its = model(gatherer(flat)(np.arange(WINDOWS))), batch._answers(np.arange(WINDOWS))["logits"]
+    expected = F.kl_div(F.log_softmax(mine / 4, 1), F.softmax(its / 4, 1), reduction="batchmean")
+    total, count = batch.losses(model, 0, WINDOWS)["distillation"]
+    assert count == WINDOWS
+    assert float(total.detach() / count) == pytest.approx(float(expected.detach()))
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(flat: FlatGraphs) -> None:
+    model, own = autoencoder(flat)
+    assert isinstance(model, Vgae)
+    model.projection = nn.Linear(3, 3).double()
+    nn.init.eye_(model.projection.weight)
+    nn.init.zeros_(model.projection.bias)
+    gather = gatherer(flat)
+
+    def answers(rows: NDArray[np.int64]) -> dict[str, Tensor]:
+        told = model.decode(gather(rows), None)
+        return {"latent": told.mean, "node": told.node, "edge": told.edge}
+
+    terms = DistilledAutoencoderBatch(**vars(replace(own, noise=None)), answers=answers).losses(model, 0, WINDOWS)
+    assert all(float(terms[f"teacher_{part}"][0].detach()) == 0 for part in ("latent", "node", "edge"))
+    assert float(terms["node"][0].detach()) > 0
+
+
+def test_a_teachers_answers_for_other_windows_are_another_gradient(flat: FlatGraphs) -> None:
+    model, batch = distilled_classifier(flat)
+    whole, answers = gradient(model, batch, (WINDOWS,)), batch._answers
+    batch._answers = lambda rows: answers(np.arange(len(rows)))
+    assert relative_error(gradient(model, batch, CUTS), whole) > 1e-3
 
 
 def test_without_an_identity_there_is_no_term_for_it(flat: FlatGraphs) -> None:
