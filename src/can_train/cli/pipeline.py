@@ -120,8 +120,8 @@ def _resolved(stage: "Stage", request: "RunRequest") -> "ResolvedRun":
             raise ConfigError("A stage is one run", value=" ".join(request.sets), remedy="Give each setting one value")
         return settled_paths(resolve(request))
     except ConfigError as error:
-        own = f"A setting of one stage only: --set {stage.name}:group.key=value"
-        remedy = "; ".join(filter(None, (error.remedy, own if request.sets else "")))
+        own = f"for one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
+        remedy = "; ".join(filter(None, (error.remedy, own)))
         raise ConfigError(f"Stage {stage.name}. {error.rule}", value=error.value, remedy=remedy) from error
 
 
