@@ -42,7 +42,7 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "force": (bool, False, "Train anew also what has been trained already."),
     "dry_run": (bool, False, "Say which stages would be trained and which used again, write nothing, and stop."),
     "json": (bool, False, "Print JSON."),
-    "set": (list[str] | None, None, "A setting: dataset.window=50; of one stage: student:model.hidden=32. Repeatable."),
+    "set": (list[str] | None, None, "Any setting: dataset.window=50; of one stage: STAGE:model.hidden=32. Repeatable."),
     "preset": (str, "standard", "Preset of the pipeline."),
     "stages": (str | None, None, "Stages by name: autoencoder,normal. [all]"),
     "show": (bool, False, "Print the table of what there is, and stop."),
