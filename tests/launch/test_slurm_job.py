@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.launch.slurm_job import host_memory_ran_out, last_line, memory_mib, moved_dependency, tail
+from can_train.launch.slurm_job import host_memory_ran_out, last_line, memory_mib, moved_dependency
 
 job_ids = st.integers(1, 99_999).map(str) | st.tuples(st.integers(1, 9_999), st.integers(0, 99)).map(
     lambda pair: f"{pair[0]}_{pair[1]}"
@@ -69,11 +69,3 @@ def test_the_last_line_is_the_trainings_own() -> None:
     log = "note: a\nerror: b\n\nsrun: error: n1: task 0: Exited with exit code 2\nslurmstepd: error: x\ncan-train: y\n"
     assert last_line(log) == "error: b"
     assert last_line("") == ""
-
-
-def test_of_a_long_log_the_end_is_read(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_bytes(b"\xff" * 2**20 + b"\nthe end\n")
-    assert tail(log).endswith("\nthe end\n")
-    assert len(tail(log)) <= 2**16
-    assert tail(tmp_path / "none") == ""

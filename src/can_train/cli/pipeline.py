@@ -42,7 +42,7 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "force": (bool, False, "Train anew also what has been trained already."),
     "dry_run": (bool, False, "Say which stages would be trained and which used again, write nothing, and stop."),
     "json": (bool, False, "Print JSON."),
-    "set": (list[str] | None, None, "A setting: dataset.window=50; of one stage: student:model.hidden=32. Repeatable."),
+    "set": (list[str] | None, None, "Any setting: dataset.window=50; of one stage: STAGE:model.hidden=32. Repeatable."),
     "preset": (str, "standard", "Preset of the pipeline."),
     "stages": (str | None, None, "Stages by name: autoencoder,normal. [all]"),
     "show": (bool, False, "Print the table of what there is, and stop."),
@@ -120,8 +120,8 @@ def _resolved(stage: "Stage", request: "RunRequest") -> "ResolvedRun":
             raise ConfigError("A stage is one run", value=" ".join(request.sets), remedy="Give each setting one value")
         return settled_paths(resolve(request))
     except ConfigError as error:
-        own = f"A setting of one stage only: --set {stage.name}:group.key=value"
-        remedy = "; ".join(filter(None, (error.remedy, own if request.sets else "")))
+        own = f"for one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
+        remedy = "; ".join(filter(None, (error.remedy, own)))
         raise ConfigError(f"Stage {stage.name}. {error.rule}", value=error.value, remedy=remedy) from error
 
 

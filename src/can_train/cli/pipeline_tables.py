@@ -103,13 +103,16 @@ def summary_table(results: Sequence[StageResult]) -> TextTable:
         (
             each.step.name,
             short_name(each.found.known.run_id) if each.found else _UNDEFINED,
-            *(_figures(each) if each.result else (each.told, "", "")),
-            *(f"{mine[folder]:.3f}" if folder in mine else _UNDEFINED if each.result else "" for folder in folders),
+            *_figures(each),
+            *(f"{mine[folder]:.3f}" if folder in mine else _UNDEFINED for folder in folders),
         )
         for each, mine in zip(results, scores, strict=True)
     ]
     named = [f"{short[folder]}: {folder}" for folder in folders if short[folder] != folder]
-    notes = [f"The columns of test folders have each one's {_METRIC}, which is never pooled", *named] if folders else []
+    notes = [f"{each.step.name}: {each.told}" for each in results if each.told]
+    notes += (
+        [f"The columns of test folders have each one's {_METRIC}, which is never pooled", *named] if folders else []
+    )
     columns = ("stage", "run", "parameters", "epochs", "time", *(short[folder] for folder in folders))
     return TextTable("Pipeline", columns, rows, notes)
 
@@ -161,7 +164,7 @@ def shortened(names: Sequence[str]) -> dict[str, str]:
 
 def _figures(each: StageResult) -> tuple[str, str, str]:
     parameters = each.result.get("parameters")
-    seconds = _seconds(each.found) if each.found else None
+    seconds = _seconds(each.found) if each.found and each.result else None
     return (
         f"{parameters:,}" if isinstance(parameters, int) else _UNDEFINED,
         str(each.result.get("epochs", _UNDEFINED)),

@@ -13,6 +13,7 @@ from can_train.config.cluster import ClusterSettings
 from can_train.errors import CanTrainError, RunError
 from can_train.launch.environment import environment
 from can_train.launch.job import Entry, cluster_of, limits_of
+from can_train.launch.programs import tail
 from can_train.launch.slurm_job import (
     host_memory_ran_out,
     is_running,
@@ -21,7 +22,6 @@ from can_train.launch.slurm_job import (
     move_dependents,
     node_names,
     put_back,
-    tail,
     usable_nodes,
 )
 from can_train.launch.submission import Submission

@@ -4,12 +4,12 @@ two functions; what follows from it, `checks` and `shares` decide.
 
 import re
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from can_train.errors import CanTrainError
+from can_train.launch.programs import said_by
 from can_train.policy.slurm_units import parse_time_min
 
 ANSWER_S: Final = 10.0
@@ -83,14 +83,11 @@ def ask(*command: str, seconds: float = ANSWER_S) -> str:
     """
     if shutil.which(command[0]) is None or shutil.which("sbatch") is None:
         raise _nobody(f"{command[0]} and sbatch are not both installed")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, errors="replace")
-    except subprocess.TimeoutExpired as error:
-        raise _nobody(f"{command[0]} has no answer after {seconds:g} s") from error
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        raise _nobody(said[-1] if said else f"{command[0]} fails")
-    return done.stdout
+    said = said_by(command, seconds=seconds)
+    if said.status != 0:
+        complaints = said.complaint.strip().splitlines()
+        raise _nobody(complaints[-1] if complaints else f"{command[0]} fails")
+    return said.output
 
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:

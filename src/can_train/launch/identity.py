@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_object, load_task_settings
 from can_train.errors import RunError
 from can_train.launch.cluster_info import ANSWER_S
+from can_train.launch.programs import output_of
 from can_train.state.registry import Registry, RunRecord
 from can_train.training.folders import data_root
 from can_train.training.run_folder import RunFolder
@@ -133,11 +133,8 @@ class RunStates:
 def read_queue_states() -> dict[str, str]:
     """Reads the states of this user's jobs, 123 or 123_4 to SLURM's word; none where nobody answers."""
     command = ["squeue", "--noheader", "--array", "--me", "--format=%i|%T"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    lines = [line.strip().partition("|") for line in done.stdout.splitlines()]
+    text = output_of(command, seconds=ANSWER_S) or ""
+    lines = [line.strip().partition("|") for line in text.splitlines()]
     return {job: state for job, _, state in lines}
 
 

@@ -13,7 +13,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import Prerequisite
 from can_train.errors import ConfigError
 from can_train.launch.identity import data_files, what_it_does
-from can_train.launch.prerequisites import PastRuns, is_whole, misfits, settled_prerequisites, with_folders
+from can_train.launch.prerequisites import PastRuns, chosen, is_whole, misfits, settled_prerequisites, with_folders
 from can_train.launch.states import RunState
 from can_train.launch.survey import KnownRun
 
@@ -100,7 +100,7 @@ def make_steps(asked: Sequence[Asked], lookout: Lookout) -> list[Step]:
 
 
 def _step(asked: Asked, before: Mapping[str, Step], lookout: Lookout) -> Step:
-    run, sources = asked.run, {}
+    run, sources, notices = asked.run, {}, []
     for needed in run.prerequisites:
         if getattr(run.mode, needed.role):
             continue
@@ -110,10 +110,12 @@ def _step(asked: Asked, before: Mapping[str, Step], lookout: Lookout) -> Step:
             sources[needed.role] = source.name
         elif source is not None:
             run = with_folders(run, {needed.role: source.folder.path})
-    run, notices = settled_prerequisites(run, asked.request, lookout.past, later=sources)
+            notices.append(chosen(needed, source))
+    run, others = settled_prerequisites(run, asked.request, lookout.past, later=sources)
     made = {role: known for role, name in sources.items() if (known := before[name].known) is not None}
     run = with_folders(run, {role: known.folder.path for role, known in made.items()})
-    step, since = Step(stage=asked.stage, run=run, sources=sources, what=NEW, notices=notices), _data_changed(run)
+    step = Step(stage=asked.stage, run=run, sources=sources, what=NEW, notices=[*notices, *others])
+    since = _data_changed(run)
     return step if lookout.force or len(made) < len(sources) else _again(step, since, lookout)
 
 

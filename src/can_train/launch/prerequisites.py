@@ -105,8 +105,13 @@ def settled_prerequisites(
             raise _missing(needed, run, request)
         if found is not None:
             folders[needed.role] = found.folder.path
-            notices.append(f"{_words(needed)}: {found.run_id} ({_AWAITED if awaited else _NEWEST})")
+            notices.append(chosen(needed, found, _AWAITED if awaited else _NEWEST))
     return with_folders(run, folders), notices
+
+
+def chosen(needed: Prerequisite, known: KnownRun, why: str = _NEWEST) -> str:
+    """Says which run was chosen for a role, and why."""
+    return f"{_words(needed)}: {known.run_id} ({why})"
 
 
 def with_folders(run: ResolvedRun, folders: Mapping[str, Path]) -> ResolvedRun:

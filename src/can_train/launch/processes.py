@@ -2,10 +2,11 @@
 
 import os
 import signal
-import subprocess
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Final
+
+from can_train.launch.programs import output_of
 
 _CLOCK_SLACK_S: Final = 2.0
 """Seconds by which a process may seem to have started after its own note: the kernel counts from a boot time that is
@@ -81,9 +82,4 @@ def _elapsed_s(text: str) -> float | None:
 
 def _ps(pid: int, field: str) -> str:
     """Asks `ps`, where there is no /proc."""
-    try:
-        command = ["ps", "-p", str(pid), "-o", f"{field}="]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PS_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
+    return (output_of(["ps", "-p", str(pid), "-o", f"{field}="], seconds=_PS_TIMEOUT_S) or "").strip()

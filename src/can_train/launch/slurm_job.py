@@ -2,19 +2,16 @@
 it is put back. Programs that fail or do not answer are an answer, too: nothing here raises for them.
 """
 
-import os
 import re
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from can_train.launch.programs import output_of
+
 _PATIENCE_S: Final = 20.0
 """Longest wait for a program: a controller that is busy answers within seconds, one that is down never."""
-
-_TAIL_BYTES: Final = 64 * 2**10
-"""End of a log that is looked at: what SLURM says of a killed process stands there."""
 
 _OOM_SAID: Final = re.compile(
     r"oom-kill event|^srun: error: .*: Out Of Memory$|[Ee]xceeded (?:job |step )?memory limit", re.MULTILINE
@@ -54,19 +51,22 @@ def left_in_time(job_id: str) -> bool:
 
 def put_back(job_id: str) -> bool:
     """Puts a job back into the queue; what runs in it is killed. Tells whether SLURM agreed."""
-    return _output(["scontrol", "requeue", job_id]) is not None
+    return output_of(["scontrol", "requeue", job_id], seconds=_PATIENCE_S) is not None
 
 
 def usable_nodes(partition: str) -> list[Node]:
     """Lists the nodes of a partition that are up."""
-    text = _output(["sinfo", "--noheader", "--Node", f"--partition={partition}", "-o", "%N|%T|%m"]) or ""
+    text = (
+        output_of(["sinfo", "--noheader", "--Node", f"--partition={partition}", "-o", "%N|%T|%m"], seconds=_PATIENCE_S)
+        or ""
+    )
     cells = [line.split("|") for line in text.splitlines()]
     return [Node(name=row[0], memory_mib=int(row[2])) for row in cells if len(row) == 3 and row[1] in _USABLE]
 
 
 def node_names(expression: str) -> list[str]:
     """Spells out a list of nodes as SLURM writes it: n[1-2]."""
-    text = _output(["scontrol", "show", "hostnames", expression]) if expression else ""
+    text = output_of(["scontrol", "show", "hostnames", expression], seconds=_PATIENCE_S) if expression else ""
     return (text or "").split()
 
 
@@ -85,12 +85,15 @@ def memory_mib(environment: Mapping[str, str]) -> int | None:
 
 def move_dependents(old: str, new: str) -> None:
     """Makes the jobs that wait for one job wait for another."""
-    waiting = _output(["squeue", "--me", "--noheader", "--array", "--states=PENDING", "-o", "%i|%E"]) or ""
+    waiting = (
+        output_of(["squeue", "--me", "--noheader", "--array", "--states=PENDING", "-o", "%i|%E"], seconds=_PATIENCE_S)
+        or ""
+    )
     for line in waiting.splitlines():
         job_id, _, dependency = line.partition("|")
         moved = moved_dependency(dependency, old, new)
         if moved != dependency:
-            _output(["scontrol", "update", f"JobId={job_id}", f"Dependency={moved}"])
+            output_of(["scontrol", "update", f"JobId={job_id}", f"Dependency={moved}"], seconds=_PATIENCE_S)
 
 
 def moved_dependency(dependency: str, old: str, new: str) -> str:
@@ -103,16 +106,6 @@ def moved_dependency(dependency: str, old: str, new: str) -> str:
         return dependency
     plain = re.sub(r"\(\w+\)", "", dependency)
     return re.sub(rf"(?<![\d_]){re.escape(old)}(?![\d_])", new, plain)
-
-
-def tail(path: Path) -> str:
-    """Reads the end of a log; empty where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def last_line(log: str) -> str:
@@ -129,7 +122,10 @@ def host_memory_ran_out(job_id: str, log: str) -> bool:
 
 
 def _step_ran_out(job_id: str) -> bool:
-    text = _output(["sacct", "--noheader", "--parsable2", f"--jobs={job_id}", "-o", "JobID,State"]) or ""
+    text = (
+        output_of(["sacct", "--noheader", "--parsable2", f"--jobs={job_id}", "-o", "JobID,State"], seconds=_PATIENCE_S)
+        or ""
+    )
     return any("." in line and line.endswith("|OUT_OF_MEMORY") for line in text.splitlines())
 
 
@@ -156,15 +152,9 @@ def _killed_in(counters: Path) -> bool:
 
 def _state(job_id: str) -> tuple[str, str]:
     """Asks for state and reason, in SLURM's words; empty where it does not answer."""
-    text = _output(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "-o", "%T|%r"]) or ""
+    text = (
+        output_of(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "-o", "%T|%r"], seconds=_PATIENCE_S)
+        or ""
+    )
     state, _, reason = text.partition("\n")[0].partition("|")
     return state, reason
-
-
-def _output(command: Sequence[str]) -> str | None:
-    """Runs a program; None where it fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout

@@ -4,10 +4,11 @@ keeps. Reading text and calling programs are two things; a SLURM that does not a
 
 import os
 import re
-import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from can_train.launch.programs import said_by
 
 _TIMEOUT_S: Final = 10.0
 """Longest wait for one program: a controller that is down is otherwise asked again for a minute and more."""
@@ -190,14 +191,8 @@ def cancel_jobs(job_ids: Sequence[str]) -> str:
     Returns:
         What scancel complained of; empty: nothing.
     """
-    try:
-        done = subprocess.run(
-            ["scancel", *job_ids], env=_environment(), capture_output=True, text=True, timeout=_CANCEL_TIMEOUT_S,
-            check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return done.stderr.strip() if done.returncode else ""
+    said = said_by(["scancel", *job_ids], seconds=_CANCEL_TIMEOUT_S, environment=_environment())
+    return said.complaint.strip() if said.status != 0 else ""
 
 
 _CANCEL_TIMEOUT_S: Final = 90.0
@@ -206,21 +201,10 @@ _CANCEL_TIMEOUT_S: Final = 90.0
 
 def _output(command: list[str]) -> str | None:
     """Runs a program; None where it is not there, fails, or does not answer in time."""
-    try:
-        done = subprocess.run(
-            command,
-            env=_environment(),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if done.returncode:
-        return "" if _UNKNOWN_JOB in done.stderr else None
-    return done.stdout
+    said = said_by(command, seconds=_TIMEOUT_S, environment=_environment())
+    if said.status:
+        return "" if _UNKNOWN_JOB in said.complaint else None
+    return said.output if said.status == 0 else None
 
 
 def _environment() -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from can_train.errors import RunError, nearest_first
 from can_train.launch.judge import judge, slurm_jobs
 from can_train.launch.processes import is_alive
+from can_train.launch.programs import tail
 from can_train.launch.progress import Progress, read_progress
 from can_train.launch.slurm_query import Answer, ask
 from can_train.launch.states import AttemptFacts, Evidence, RunState
@@ -26,9 +27,6 @@ _STAMP_LENGTH: Final = 15
 _YEAR_LENGTH: Final = 4
 _TAIL_LENGTH: Final = 4
 """A run id is a time, a key, and four digits."""
-
-_TAIL_BYTES: Final = 2**16
-"""End of a log that is looked through for what ended the run: some thousand lines."""
 
 _NAMED: Final = 5
 """Runs that a message names."""
@@ -137,17 +135,6 @@ def log_of(job: JobRecord, known: KnownRun) -> Path:
     """Names the log of a job; where the run's folder has moved, it has moved with it."""
     path, before = Path(job.log_path), Path(known.record.path)
     return known.folder.path / path.relative_to(before) if path.is_relative_to(before) else path
-
-
-def tail(path: Path) -> str:
-    """Reads the end of a log; empty: there is none."""
-    try:
-        with path.open("rb") as handle:
-            size = handle.seek(0, 2)
-            handle.seek(max(0, size - _TAIL_BYTES))
-            return handle.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _registered(record: RunRecord, folders: dict[str, Path]) -> KnownRun:
