@@ -66,6 +66,15 @@ class CostlyBatch(LineBatch):
         return {"error": (error, float(stop - start))}
 
 
+class BufferedTask(CostlyTask):
+    """Points beside 8 MiB of buffers."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_buffer("memory", torch.zeros(2 * MIB, dtype=torch.float32))
+        return model
+
+
 def session_on(folder: Path, task: CostlyTask, capacity_mib: int, **training: Any) -> Session:
     meter = SimulatedMeter(capacity_mib * MIB, expandable=True)
     parts = replace(line_parts(folder, task, **({"batch_size": 30} | training)), meter=meter)
@@ -93,6 +102,16 @@ def test_a_sample_that_does_not_fit_is_named_after_a_checkpoint(tmp_path: Path) 
     saved = session.checkpoints.load(session.reporter)
     assert saved is not None
     assert saved["progress"]["step"] == session.progress.step < 2
+
+
+@pytest.mark.parametrize(("capacity_mib", "whole"), [(200, True), (70, False)], ids=["whole", "in parts"])
+def test_a_plan_counts_the_copies_of_buffers_that_a_step_holds(tmp_path: Path, capacity_mib: int, whole: bool) -> None:
+    session = session_on(tmp_path, BufferedTask(), capacity_mib)
+    assert (session.plan.most_parts == 1) == whole
+    train(session)
+    predicted = session.run_plan.predicted_peak_bytes
+    assert predicted is not None
+    assert session.peak_bytes == pytest.approx(predicted, rel=0.03)
 
 
 def test_a_surprise_is_rescued_said_and_logged(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Snapshot:
@@ -30,6 +30,11 @@ class Snapshot:
             for module in model.modules()
             for name, buffer in module._buffers.items()
         ]
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """The buffers' copies, which take memory where the model is."""
+        return [value for *_, value in self._buffers if value is not None]
 
     def restore(self) -> None:
         """Puts everything back, bit by bit."""

@@ -67,16 +67,16 @@ class Explorer:
             upper: Largest cost worth trying.
             held_bytes: Optimizer state that is on the device already.
         """
-        with self._left_as_it_is():
+        with self._left_as_it_is() as copies:
             optimizer = self.optimizer_memory()
             state, aside = self._resident(optimizer, held_bytes)
-            step = self._pass(self._train_step, [*state, *aside], gradients=optimizer.parameter_bytes)
+            step = self._pass(self._train_step, [*state, *aside, *copies], gradients=optimizer.parameter_bytes)
             training = self._limit(step, upper)
             del aside, step
             self.model.eval()
             # Evaluation gains nothing from parts larger than what training takes at a time.
             needed = min(training.tuned_limit / max(upper(training.costs(self._counts)), 1.0), 1.0)
-            evaluation = self._limit(self._pass(self._evaluate, state), lambda costs: needed * upper(costs))
+            evaluation = self._limit(self._pass(self._evaluate, [*state, *copies]), lambda costs: needed * upper(costs))
         return DeviceLimits(
             device_key=self.meter.key,
             capacity_bytes=self.meter.capacity_bytes,
@@ -95,10 +95,10 @@ class Explorer:
         Returns:
             The model, and the step's seconds.
         """
-        with self._left_as_it_is():
+        with self._left_as_it_is() as copies:
             optimizer = self.optimizer_memory()
             state, aside = self._resident(optimizer, 0)
-            work = self._pass(self._train_step, [*state, *aside], gradients=optimizer.parameter_bytes)
+            work = self._pass(self._train_step, [*state, *aside, *copies], gradients=optimizer.parameter_bytes)
             probed, _ = probe(work, self.meter)
             return probed.model, seconds_of(self._train_step, sample, self.meter.device)
 
@@ -120,20 +120,24 @@ class Explorer:
     @contextmanager
     def _worst_case(self, training: PhaseLimit, cost: float) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
         """Makes a worst-case batch of training and what is resident beside it."""
-        with self._left_as_it_is():
+        with self._left_as_it_is() as copies:
             state, aside = self._resident(self.optimizer_memory(), 0)
             batch = pack_worst_case(training.costs(self._counts), cost)
-            resident = [*self.model.parameters(), *self.model.buffers(), *self.beside, *state, *aside]
+            resident = [*self.model.parameters(), *self.model.buffers(), *self.beside, *state, *aside, *copies]
             yield (lambda: self._train_step(self.rows[batch]) if len(batch) else None), resident
 
     @contextmanager
-    def _left_as_it_is(self) -> Iterator[None]:
-        """Sets gradients aside for the block, and leaves everything as it was."""
+    def _left_as_it_is(self) -> Iterator[list[Tensor]]:
+        """Sets gradients aside for the block, and leaves everything as it was.
+
+        Yields:
+            Copies of the buffers, in the place of those that a step of training holds (an evaluation's part, likewise).
+        """
         snapshot, gradients = Snapshot(self.model, self.meter.device), [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
         try:
-            yield
+            yield snapshot.copies
         finally:
             self.model.train()
             snapshot.restore()
@@ -183,7 +187,9 @@ class Explorer:
         raise model_does_not_fit(self._resident_bytes(optimizer), self.meter.capacity_bytes)
 
     def _resident_bytes(self, optimizer: OptimizerMemory) -> int:
-        model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.model.buffers(), *self.beside])
+        # A step holds copies of the buffers.
+        buffers = [*self.model.buffers()] * 2
+        model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *buffers, *self.beside])
         return model + optimizer.parameter_bytes + optimizer.state_bytes
 
     def _pass(self, run: Run, resident: Sequence[Tensor], *, gradients: int = 0) -> Pass:
@@ -198,6 +204,8 @@ class Explorer:
 
     def _train_step(self, rows: NDArray[np.int64]) -> None:
         """Runs forward and backward; its gradients are dropped, also where it fails."""
+        # Each part of a batch holds copies of the buffers, beside those of the step.
+        held = Snapshot(self.model, self.meter.device)
         try:
             batch = self._batch(rows, coupled=True)
             losses = self._losses(batch, 0, len(rows))
@@ -205,6 +213,7 @@ class Explorer:
             parts = [weights[term] * total / (batch.denominators[term] or 1.0) for term, (total, _) in losses.items()]
             sum(parts[1:], start=parts[0]).backward()
         finally:
+            del held
             for parameter in self._parameters:
                 parameter.grad = None
 

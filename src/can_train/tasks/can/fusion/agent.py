@@ -7,7 +7,9 @@ Shapes: B windows, A mixing weights.
 from copy import deepcopy
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.tasks.can.fusion.replay import ReplayMemory
@@ -44,6 +46,11 @@ class FusionAgent(nn.Module):
         self.memory = ReplayMemory(replay_size)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
+    @property
+    def weight(self) -> Tensor:
+        """Some weight of the trained network: states have its type, and are where it is."""
+        return next(self.online.parameters())
+
     def forward(self, states: Tensor) -> Tensor:
         """Values every mixing weight."""
         values: Tensor = self.online(states)
@@ -56,6 +63,18 @@ class FusionAgent(nn.Module):
             for buffer, parameter in zip(self.target.buffers(), self.online.parameters(), strict=True):
                 buffer.copy_(parameter)
         self.steps.add_(1)
+
+
+def as_agent(model: nn.Module) -> FusionAgent:
+    """Takes a model for the agent that the fusion task has made."""
+    assert isinstance(model, FusionAgent)
+    return model
+
+
+def best_actions(agent: FusionAgent, states: NDArray[np.float32]) -> NDArray[np.int64]:
+    """Returns [B] the mixing weights that an agent values most, by position, for [B, 7] states."""
+    values: Tensor = agent(torch.from_numpy(states).to(agent.weight))
+    return values.argmax(dim=1).cpu().numpy()
 
 
 def _network(widths: list[int]) -> nn.Sequential:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.tasks.can.fusion.agent import FusionAgent
+from can_train.tasks.can.fusion.agent import FusionAgent, as_agent, best_actions
 from can_train.tasks.can.fusion.rewards import rewards
 from can_train.tasks.can.fusion.states import NO_WINDOW, WindowScores
 
@@ -47,8 +47,7 @@ class MixingProblem:
 
     def best_actions(self, agent: FusionAgent, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns [B] the mixing weights that the agent values most."""
-        values: Tensor = agent(self.states(rows, _weight(agent)))
-        return values.argmax(dim=1).cpu().numpy()
+        return best_actions(agent, self.scores.states(rows))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +77,7 @@ class ReplayBatch:
         """Returns the sum over samples `start:stop`."""
         agent, problem = as_agent(model), self.problem
         rows, actions = agent.memory.recall(self.uniform[start:stop])
-        like = _weight(agent)
+        like = agent.weight
         values = agent(problem.states(rows, like))
         chosen = values.gather(1, torch.from_numpy(actions).to(like.device).unsqueeze(1)).squeeze(1)
         aims = torch.from_numpy(problem.rewards(rows, actions)).to(like)
@@ -90,7 +89,7 @@ class ReplayBatch:
     def _worth_of_next(self, agent: FusionAgent, rows: NDArray[np.int64]) -> Tensor:
         """Returns [B] the target network's best value of the next window; 0 where there is none."""
         following = self.problem.following[rows]
-        like = _weight(agent)
+        like = agent.weight
         worth: Tensor = agent.target(self.problem.states(np.maximum(following, 0), like)).amax(dim=1)
         return worth * torch.from_numpy(following != NO_WINDOW).to(like)
 
@@ -120,16 +119,6 @@ class PolicyBatch:
         return {"value": (torch.tensor(-earned.sum()), float(len(rows)))}
 
 
-def as_agent(model: nn.Module) -> FusionAgent:
-    """Takes a model for the agent that the fusion task has made."""
-    assert isinstance(model, FusionAgent)
-    return model
-
-
 def numpy_generator(generator: torch.Generator) -> np.random.Generator:
     """Makes a numpy generator whose seed a torch generator draws: its arrays take no device memory."""
     return np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
-
-
-def _weight(agent: FusionAgent) -> Tensor:
-    return next(agent.online.parameters())

@@ -18,24 +18,14 @@ from can_train.policy.features import Feature
 from can_train.tasks.can.companions import WindowCompanion, companion_of
 from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.fusion.acting import act, exploration
-from can_train.tasks.can.fusion.agent import FusionAgent
-from can_train.tasks.can.fusion.batch import MixingProblem, PolicyBatch, ReplayBatch, as_agent, numpy_generator
-from can_train.tasks.can.fusion.states import (
-    WindowScores,
-    attack_probability,
-    bounded_anomaly,
-    bounded_errors,
-    mixing_weights,
-    next_windows,
-)
+from can_train.tasks.can.fusion.agent import FusionAgent, as_agent
+from can_train.tasks.can.fusion.batch import MixingProblem, PolicyBatch, ReplayBatch, numpy_generator
+from can_train.tasks.can.fusion.pair import AUTOENCODER, CLASSIFIER, ScorePair
+from can_train.tasks.can.fusion.states import WindowScores, mixing_weights, next_windows
 from can_train.tasks.can.modes.classifier import check_classes
 from can_train.tasks.can.modes.windows import Score, WindowTask
 
 Answers = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]
-
-AUTOENCODER: Final = "autoencoder"
-CLASSIFIER: Final = "classifier"
-"""Roles of the two finished models."""
 
 ASKED_AT_ONCE: Final = 2**16
 """Windows whose answers are taken at a time: a megabyte, wherever they lie."""
@@ -67,10 +57,11 @@ class FusionTask(WindowTask):
         _check_start(run)
         split = data.split
         asked = np.unique(np.concatenate([split.train, split.validation, *split.test.values()]))
-        self.companions: tuple[WindowCompanion, ...] = (
-            companion_of(AUTOENCODER, finished[AUTOENCODER], data, asked, output="errors"),
-            companion_of(CLASSIFIER, finished[CLASSIFIER], data, asked, output="logits"),
-        )
+        autoencoder = companion_of(AUTOENCODER, finished[AUTOENCODER], data, asked, output="errors")
+        classifier = companion_of(CLASSIFIER, finished[CLASSIFIER], data, asked, output="logits")
+        self.companions: tuple[WindowCompanion, ...] = (autoencoder, classifier)
+        self._asked = asked
+        self._pair = ScorePair(autoencoder=autoencoder.network, classifier=classifier.network)
         self._problem = MixingProblem(
             scores=WindowScores.unknown(len(data.flat)),
             is_attack=data.flat.label > 0,
@@ -85,21 +76,17 @@ class FusionTask(WindowTask):
         Args:
             role: Of the model.
             answers: What it says of some windows: [R, 3] `errors` or [R, 2] `logits`.
+
+        Raises:
+            RunError: Something that it says is not a finite number.
+            CheckpointError: Its result does not say in which units its errors are.
         """
-        companion = next(one for one in self.companions if one.role == role)
-        rows = companion.rows
-        said = np.concatenate([
-            np.asarray(answers(part)[companion.output].double().cpu())
-            for part in np.split(rows, range(ASKED_AT_ONCE, len(rows), ASKED_AT_ONCE))
-        ])  # fmt: skip
-        network = companion.network
-        scores, threshold = self._problem.scores, float(network.finished.result["judgement"]["threshold"])
+        rows, scores = self._asked, self._problem.scores
         if role == AUTOENCODER:
-            scores.anomaly[rows] = bounded_anomaly(network.combine(said), threshold)
-            scores.errors[rows] = bounded_errors(said, network.error_units)
+            scores.anomaly[rows], scores.errors[rows] = self._pair.anomaly(_all(answers, rows, "errors"))
         else:
-            difference = network.combine(said[:, 1:] - said[:, :1])
-            scores.attack[rows] = attack_probability(difference, threshold)
+            logits = _all(answers, rows, "logits")
+            scores.attack[rows] = self._pair.attack(logits[:, 1:] - logits[:, :1])
 
     def build_model(self) -> FusionAgent:
         """Makes an agent that knows nothing and remembers nothing."""
@@ -145,6 +132,11 @@ class FusionTask(WindowTask):
         from can_train.tasks.can.fusion.comparing import judge_agent
 
         return judge_agent(score, self._data, self._problem, self._options(supervised=True))
+
+
+def _all(answers: Answers, rows: NDArray[np.int64], output: str) -> NDArray[np.float64]:
+    parts = np.split(rows, range(ASKED_AT_ONCE, len(rows), ASKED_AT_ONCE))
+    return np.concatenate([np.asarray(answers(part)[output].double().cpu()) for part in parts])
 
 
 def _check_start(run: ResolvedRun) -> None:
