@@ -5,6 +5,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,15 @@ class TroubledTask(LineTask):
             self.fail_above = 0
 
 
+class GrowingTask(TroubledTask):
+    """Points of which each epoch has more."""
+
+    def in_epoch(self, epoch: int, epochs: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            train_rows=self.train_rows[: SAMPLES * (epoch + 1) // epochs], logical_batch=self.logical_batch
+        )
+
+
 class HungryTask(TroubledTask):
     """Points of which each takes 1 MiB; to the odd ones among the ranks, as many bytes by its position."""
 
@@ -99,6 +109,7 @@ def fit_line(
     norm: bool = False,
     capacities_mib: tuple[int, ...] = (),
     odd: bool = False,
+    growing: bool = False,
     **training: Any,
 ) -> None:
     """Trains as a run does, from the plan to the last step.
@@ -111,12 +122,14 @@ def fit_line(
         norm: Whether it has a BatchNorm.
         capacities_mib: Of each rank's device, on which points take memory.
         odd: Whether they take it otherwise on every other rank.
+        growing: Whether epochs have more and more points.
         training: Settings.
     """
     torch.use_deterministic_algorithms(True)
     unlucky, how, at = trouble
     given = {"dropout": dropout, "norm": norm, "how": how if unlucky == ranks.rank else "", "at": at}
-    task = HungryTask(odd=odd and ranks.rank % 2 == 1, **given) if capacities_mib else TroubledTask(**given)
+    plain = GrowingTask if growing else TroubledTask
+    task = HungryTask(odd=odd and ranks.rank % 2 == 1, **given) if capacities_mib else plain(**given)
     parts = ranks.first_then_others(lambda: line_parts(folder, task, **training))
     parts = replace(parts, ranks=ranks)
     if capacities_mib:

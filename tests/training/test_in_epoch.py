@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.launch.progress import read_progress
+from can_train.policy.features import Feature
 from can_train.training import loop
 from can_train.training.epochs import planned_orders
 from can_train.training.planning import RunPlan
@@ -23,6 +25,8 @@ from can_train.training.run_folder import RunFolder
 from can_train.training.session import make_session
 from can_train.training.state import Session
 from line_fit import SAMPLES, LineBatch, LineTask, fixed, line_parts
+from several_ranks import run_ranks
+from training_worlds import fit_line
 
 HALF = fixed(0.5)
 SETTINGS = {"batch_size": 20, "micro_batch_size": 10, "epochs": 4, "checkpoint_every": 3}
@@ -182,6 +186,51 @@ def test_a_plan_looks_at_the_last_epoch_and_at_the_first() -> None:
     assert sorted(first.tolist()) == [0, 1, 2, *range(4, 12)]
     (only,) = planned_orders(LineTask(), (), seed=0, epochs=4)
     assert len(only) == SAMPLES
+
+
+class HeavyAtFirst(GrowingTask):
+    """Points of which the twelve of the first epoch take 1 MiB each, and those that come later a sixteenth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = (Feature("units"),)
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.where(rows < EPOCH_ROWS[0], 16.0, 1.0)[:, None]
+
+    def logical_batch(self, rows: NDArray[np.int64], *given: Any) -> Any:
+        units, points = self.batch_features(rows)[:, 0], super().logical_batch(rows, *given)
+
+        def losses(model: nn.Module, start: int, stop: int) -> Any:
+            held = torch.ones(int(units[start:stop].sum()) * 2**14, requires_grad=True)
+            total, denominator = points.losses(model, start, stop)["error"]
+            return {"error": (total + 0 * held.square().sum(), denominator)}
+
+        return SimpleNamespace(denominators=points.denominators, losses=losses)
+
+
+def test_a_plan_is_for_the_costliest_micro_batch_of_the_first_epoch_too(tmp_path: Path) -> None:
+    parts = line_parts(tmp_path, HeavyAtFirst(), epochs=4, batch_size=12, find_batch_size="opt")
+    session = make_session(parts, fixed(1.0))
+    costs = [
+        [session.run_plan.training_costs(session.task, rows).cost(0, len(rows)) for rows in session.epochs.steps(epoch)]
+        for epoch in (0, 3)
+    ]
+    assert session.plan.largest_cost == pytest.approx(costs[0][0])
+    assert costs[0][0] > 1.5 * max(costs[1])
+
+
+@pytest.mark.slow
+def test_several_ranks_train_ever_more_samples_as_one_process_does(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "precision": "fp64", "scheduler": "cosine", "growing": True}
+    ends = []
+    for ranks in (1, 3):
+        (folder := tmp_path / str(ranks)).mkdir()
+        assert run_ranks(ranks, fit_line, folder, **settings) == [0] * ranks
+        ends.append(torch.load(folder / f"rank-{ranks - 1}.pt"))
+    assert ends[0]["step"] == ends[1]["step"] == 1 + 2 + 3 + 3
+    alone, several = (end["weights"] for end in ends)
+    assert (several - alone).norm() <= 1e-10 * alone.norm()
 
 
 def test_a_plan_of_before_epochs_could_differ_is_read(tmp_path: Path) -> None:
