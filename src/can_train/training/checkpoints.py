@@ -97,6 +97,22 @@ class Checkpoints:
             )
         return None
 
+    def newest(self) -> dict[str, Any] | None:
+        """Reads the newest checkpoint and changes nothing; None where there is none.
+
+        Raises:
+            CheckpointError: It is damaged, or of another version.
+        """
+        entries = self._entries()
+        if not entries:
+            return None
+        data = self._read(entries[0])
+        if data is None:
+            damaged = self._folder / entries[0].file
+            raise CheckpointError("The last checkpoint of this run is damaged", value=str(damaged),
+                                  remedy="Copy the run once more, or train anew")  # fmt: skip
+        return _loaded(data, entries[0].file)
+
     def _entries(self) -> list[_Entry]:
         try:
             listed = json.loads((self._folder / _MANIFEST).read_text())["checkpoints"]

@@ -11,7 +11,6 @@ from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.config.task_settings import Prerequisite, load_task_settings
 from can_train.errors import CheckpointError, ConfigError
-from can_train.reporter import SilentReporter
 from can_train.training.checkpoints import Checkpoints
 from can_train.training.run_folder import RunFolder
 
@@ -28,7 +27,7 @@ def load_finished(path: Path) -> FinishedModel:
     """
     folder = RunFolder(path)
     config = folder.config()
-    result, state = folder.result(), Checkpoints(folder.checkpoints_path).load(SilentReporter())
+    result, state = folder.result(), Checkpoints(folder.checkpoints_path).newest()
     if result is None or state is None:
         raise CheckpointError(
             "Only a finished run has a model",

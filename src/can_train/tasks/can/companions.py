@@ -107,7 +107,8 @@ def _network(finished: FinishedModel) -> nn.Module:
         inputs = InputEncoder(statistics, embedding=run.model.embedding, identity=run.dataset.identity)
         projected = len(weights[_PROJECTION]) if _PROJECTION in weights else 0
         model = build_network(run.model, inputs, projected=projected)
-        model.load_state_dict(dict(weights))
+        # Weights of a run in double precision would lose their digits in a network of single precision.
+        model.to(weights["inputs.node_mean"].dtype).load_state_dict(dict(weights))
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(
             "A run's weights are those of its settings", value=f"{finished.run_id}: {error}".splitlines()[0]

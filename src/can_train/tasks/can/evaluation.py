@@ -40,7 +40,7 @@ AS_GIVEN: Final = "as given"
 FITTED_FLOORS: Final = ("id_lookup", "random_forest")
 """Floors that learn from training windows."""
 
-_NOT_FITTED: Final = "it is fitted on training windows, and these logs have none"
+_NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
 
 
 class Scorer(Protocol):
@@ -194,7 +194,7 @@ class Evaluation:
         return Verdict(
             judgement={**judgement, **units},
             samples=self._samples(scores.test, decided.value),
-            notes=_notes(decided, judgement["absent_floors"]),
+            notes=[*self._unknown_ids(), *_notes(decided, judgement["absent_floors"])],
         )
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[FolderTable]:
@@ -230,6 +230,17 @@ class Evaluation:
         judgement, run = self._finished.result["judgement"], self._finished.run
         where = "" if self.own_split else f", in {run.dataset.name}"
         return Threshold(value=judgement["threshold"], rule=f"{judgement['threshold_rule']}{where}")
+
+    def _unknown_ids(self) -> list[str]:
+        """Says how many of the CAN IDs are new to a model that sees which is which."""
+        flat, finished = self._data.flat, self._finished
+        if self.own_split or not finished.run.dataset.identity or "inputs.vocabulary" not in finished.weights:
+            return []
+        known = int(np.isin(flat.ids, np.asarray(finished.weights["inputs.vocabulary"])).sum())
+        if known == len(flat.ids):
+            return []
+        need_none = "a model that is trained with dataset.identity=false needs to know none"
+        return [f"The model knows {known} of the {len(flat.ids)} CAN IDs; {need_none}"]
 
     def _floors(self) -> Floors:
         run, data = self._finished.run, self._data
