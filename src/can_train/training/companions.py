@@ -27,7 +27,7 @@ from can_train.training import randomness
 from can_train.training.answers import AnswerBook, FromDevice, FromHost, FromTable, read_answers
 from can_train.training.exploring import Explorer
 from can_train.training.optimization import Precision
-from can_train.training.passes import Pass, Trials, find_limit, seconds_of
+from can_train.training.passes import Pass, Trials, find_limit, probe, seconds_a_sample
 from can_train.training.task import Companion, Task
 
 ASKED_SHARE: Final = 0.9
@@ -35,9 +35,6 @@ ASKED_SHARE: Final = 0.9
 
 ASKED_AT_ONCE: Final = 4096
 """Samples of a part beyond which it gains no more speed, and of a block whose answers wait in memory for the disk."""
-
-TIMED_SAMPLES: Final = 64
-"""Samples of a step that is timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,15 +184,14 @@ class Companions:
             task=self.task, model=model, training=self.training, meter=self.meter, rows=rows,
             tried=lambda cost: None, verify=self.verify, beside=answers.resident,
         )  # fmt: skip
-        sample = np.resize(rows, TIMED_SAMPLES)
-        cost_model, seconds = explorer.step_cost(sample)
+        cost_model, seconds = explorer.step_cost()
         each = self.task.batch_features(rows) @ np.asarray(cost_model.coefficients)
         cost = PlacementCost(
             placement=placement,
             base_bytes=cost_model.base_bytes,
             sample_bytes=float(each.mean()),
             largest_bytes=float(each.max()),
-            step_seconds=seconds / TIMED_SAMPLES,
+            step_seconds=seconds,
         )
         return self._with_asking(companion, cost) if placement == "cache" else cost
 
@@ -206,11 +202,11 @@ class Companions:
         if self._folder(companion).is_dir():
             return replace(cost, disk_bytes=num_bytes)
         source = FromDevice(companion, self.meter, self.dtype)
-        sample = np.resize(companion.rows, TIMED_SAMPLES)
-        seconds = seconds_of(lambda rows: _forget(source(rows)), sample, self.meter.device)
+        work = _asking(companion, source.model, source)
+        seconds = seconds_a_sample(work, probe(work, self.meter)[0].model, self.meter)
         # What a sample of the data stands for is asked about, too.
         asked = max(len(companion.rows), len(self.task.train_rows))
-        return replace(cost, disk_bytes=num_bytes, once_seconds=seconds / TIMED_SAMPLES * asked)
+        return replace(cost, disk_bytes=num_bytes, once_seconds=seconds * asked)
 
     def _source(self, companion: Companion, placement: str) -> FromDevice | FromHost | FromTable:
         """Makes what answers in one way; from disk, what has the shape of an answer."""
@@ -306,19 +302,23 @@ def _limit_of(
     desk: Companions, companion: Companion, model: nn.Module, ask: Callable[[NDArray[np.int64]], Any]
 ) -> PhaseLimit:
     """Finds out how much may be asked at once."""
-    work = Pass(
+    trials = Trials(verify=desk.verify, steps=1, tried=lambda cost: None)
+    try:
+        return find_limit(_asking(companion, model, ask), desk.meter, _enough, trials)
+    finally:
+        desk.meter.release()
+        desk.meter.reset_peak()
+
+
+def _asking(companion: Companion, model: nn.Module, ask: Callable[[NDArray[np.int64]], Any]) -> Pass:
+    """Describes asking as a kind of work."""
+    return Pass(
         run=lambda rows: _forget(ask(rows)),
         rows=companion.rows,
         counts=companion.batch_features(companion.rows),
         features=companion.features,
         resident=[*model.parameters(), *model.buffers()],
     )
-    trials = Trials(verify=desk.verify, steps=1, tried=lambda cost: None)
-    try:
-        return find_limit(work, desk.meter, _enough, trials)
-    finally:
-        desk.meter.release()
-        desk.meter.reset_peak()
 
 
 def _enough(costs: BatchCosts) -> float:

@@ -27,7 +27,7 @@ from can_train.policy.device_limits import DeviceLimits, PhaseLimit
 from can_train.policy.sizes import size_text
 from can_train.training import randomness
 from can_train.training.optimization import Precision, make_optimizer
-from can_train.training.passes import Pass, Run, Trials, Upper, find_limit, probe, seconds_of
+from can_train.training.passes import Pass, Run, Trials, Upper, find_limit, probe, seconds_a_sample
 from can_train.training.task import LogicalBatch, Task
 
 
@@ -86,21 +86,21 @@ class Explorer:
             gradient_bytes=optimizer.parameter_bytes,
         )
 
-    def step_cost(self, sample: NDArray[np.int64]) -> tuple[CostModel, float]:
+    def step_cost(self) -> tuple[CostModel, float]:
         """Fits the cost model of training, and times a step.
 
-        Args:
-            sample: Rows of the step that is timed.
-
         Returns:
-            The model, and the step's seconds.
+            The model, and a step's seconds for each of its samples.
+
+        Raises:
+            DoesNotFitError: Not even a sample fits.
         """
         with self._left_as_it_is() as copies:
             optimizer = self.optimizer_memory()
             state, aside = self._resident(optimizer, 0)
             work = self._pass(self._train_step, [*state, *aside, *copies], gradients=optimizer.parameter_bytes)
-            probed, _ = probe(work, self.meter)
-            return probed.model, seconds_of(self._train_step, sample, self.meter.device)
+            model = probe(work, self.meter)[0].model
+            return model, seconds_a_sample(work, model, self.meter)
 
     def held_by(self, training: PhaseLimit, cost: float) -> Held:
         """Measures, on the host, what a GPU's allocator would hold for a worst-case batch of training.

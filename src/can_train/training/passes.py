@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from can_train.engine.phase_finder import Peak, Room, find_phase_limit, predict_phase_limit
+from can_train.errors import DoesNotFitError
 from can_train.memory.blocks import LARGE_PAGE_BYTES
 from can_train.memory.meters import Meter
+from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
 from can_train.memory.probes import Probed, fit_by_probes
 from can_train.policy.cards import predicted_room
 from can_train.policy.cost_model import CostModel
@@ -27,6 +29,12 @@ Upper = Callable[[BatchCosts], float]
 
 Run = Callable[[NDArray[np.int64]], None]
 """Runs a batch of some rows."""
+
+_TIMED_SAMPLES: Final = 64
+"""Samples of a batch that is timed, where they fit."""
+
+_TIMED_SHARE: Final = 0.5
+"""Share of the capacity that they may take."""
 
 _TIMED_RUNS: Final = 3
 """Runs of which the quickest counts: the others waited for something else."""
@@ -117,17 +125,32 @@ def probe(work: Pass, meter: Meter) -> tuple[Probed, int]:
     return probed, slack
 
 
-def seconds_of(run: Run, rows: NDArray[np.int64], device: torch.device) -> float:
-    """Returns how long a batch takes, once it has been run."""
-    run(rows)
+def seconds_a_sample(work: Pass, model: CostModel, meter: Meter) -> float:
+    """Returns how long a batch takes for each of its samples, once one has been run.
+
+    Args:
+        work: The work.
+        model: What its batches cost.
+        meter: Of the device; what is timed takes half of it at most.
+
+    Raises:
+        DoesNotFitError: Not even a sample fits.
+    """
+    costs = work.counts @ np.asarray(model.coefficients)
+    room = _TIMED_SHARE * meter.capacity_bytes - model.base_bytes
+    rows = np.resize(work.rows, int(np.clip(room / max(costs.mean(), 1.0), 1, _TIMED_SAMPLES)))
     taken = []
-    for _ in range(_TIMED_RUNS):
-        _wait_for(device)
-        started = time.perf_counter()
-        run(rows)
-        _wait_for(device)
-        taken.append(time.perf_counter() - started)
-    return min(taken)
+    with OutOfMemoryEndsQuietly():
+        work.run(rows)
+        for _ in range(_TIMED_RUNS):
+            _wait_for(meter.device)
+            started = time.perf_counter()
+            work.run(rows)
+            _wait_for(meter.device)
+            taken.append(time.perf_counter() - started)
+        return min(taken) / len(rows)
+    meter.release()
+    raise DoesNotFitError("A sample must fit on the device", value=f"one needs {costs.mean() / 2**20:.1f} MiB")
 
 
 def _peak(work: Pass, meter: Meter, positions: NDArray[np.int64], steps: int) -> Peak:

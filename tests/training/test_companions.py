@@ -1,0 +1,201 @@
+"""Companions: what they answer, from wherever, what that takes of the device, and what is kept of it on disk."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asking_worlds import HUNGER, AskingTask, Oracle
+from can_train.config.training import TrainingSettings
+from can_train.memory.meters import Meter, open_meter
+from can_train.training.answers import FromDevice, FromHost, FromTable
+from can_train.training.companions import ASKED_SHARE, CompanionPlan, Companions, keep, kept
+from line_fit import Notices
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def desk(folder: Path, task: AskingTask, meter: Meter | None = None, **training: Any) -> Companions:
+    return Companions(
+        task=task, training=TrainingSettings(**training), meter=meter or open_meter("cpu"), reporter=Notices(),
+        cache=folder / "cache",
+    )  # fmt: skip
+
+
+def planned(placement: str, role: str = "oracle") -> CompanionPlan:
+    return CompanionPlan(role=role, name=Oracle.name, placement=placement)
+
+
+def assert_answers(task: AskingTask, oracle: Oracle, rows: Any) -> None:
+    rows = np.asarray(rows)
+    torch.testing.assert_close(task.told["oracle"](rows)["word"], oracle.truth(rows))
+
+
+@pytest.mark.parametrize("placement", ["device", "cache", "offload"])
+@pytest.mark.parametrize("device", ["cpu", "sim:64MiB"])
+def test_answers_are_the_companions_own_wherever_they_come_from(tmp_path: Path, placement: str, device: str) -> None:
+    oracle, meter = Oracle(), open_meter(device)
+    task = AskingTask(oracle)
+    with meter.active():
+        desk(tmp_path, task, meter).listen([planned(placement)])
+        assert_answers(task, oracle, [5, 3, 3, 69, 0, 8])
+        assert_answers(task, oracle, [4])
+
+
+@given(rows=st.lists(st.integers(0, 69), min_size=1, max_size=20))
+def test_a_table_finds_each_samples_own_rows(rows: list[int]) -> None:
+    oracle = Oracle()
+    table = {"word": oracle.truth(oracle.rows).numpy()}
+    answers = FromTable(oracle, CPU, table)(np.asarray(rows))
+    torch.testing.assert_close(answers["word"], oracle.truth(np.asarray(rows)))
+
+
+def test_a_blank_table_has_the_shape_of_the_answers_and_takes_no_memory() -> None:
+    oracle = Oracle()
+    blank = FromTable.blank(oracle, CPU)
+    assert blank(np.array([7, 6]))["word"].tolist() == [[0.0] * 3] * 5
+    assert blank._table["word"].strides == (0, 0)
+
+
+def test_what_was_answered_once_is_not_asked_again(tmp_path: Path) -> None:
+    first = Oracle()
+    desk(tmp_path, AskingTask(first)).listen([planned("cache")])
+    assert first.asked > 0
+    again = Oracle()
+    again.model.load_state_dict(first.model.state_dict())
+    task = AskingTask(again)
+    told, resident = desk(tmp_path, task).listen([planned("cache")])
+    assert (again.asked, resident, told[0].peak_bytes) == (0, [], None)
+    assert_answers(task, again, [5, 3])
+
+
+def test_other_weights_are_asked_anew(tmp_path: Path) -> None:
+    desk(tmp_path, AskingTask(Oracle())).listen([planned("cache")])
+    other = Oracle()
+    desk(tmp_path, AskingTask(other)).listen([planned("cache")])
+    assert other.asked > 0
+
+
+def test_damaged_answers_are_said_and_made_again(tmp_path: Path) -> None:
+    oracle = Oracle()
+    desk(tmp_path, AskingTask(oracle)).listen([planned("cache")])
+    (file,) = tmp_path.glob("cache/answers/*/word.npy")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    task = AskingTask(oracle)
+    here = desk(tmp_path, task)
+    here.listen([planned("cache")])
+    assert any("are damaged and are made again" in text for text in here.reporter.texts)  # type: ignore[attr-defined]
+    assert_answers(task, oracle, range(70))
+
+
+def test_where_answers_cannot_be_kept_the_run_has_them_nevertheless(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    oracle = Oracle()
+    task = AskingTask(oracle)
+    here = desk(tmp_path, task)
+    here.listen([planned("cache")])
+    assert any("are not kept" in text for text in here.reporter.texts)  # type: ignore[attr-defined]
+    assert_answers(task, oracle, range(70))
+
+
+def test_asking_stays_within_what_was_predicted(tmp_path: Path) -> None:
+    meter, oracle = open_meter("sim:4MiB"), Oracle()
+    with meter.active():
+        peaks = []
+        answer = oracle.answer
+
+        def watched(*asked: Any) -> Any:
+            if len(asked[1]) > 1:
+                meter.reset_peak()
+            told = answer(*asked)
+            peaks.append((len(asked[1]), meter.peak_bytes()))
+            return told
+
+        told, _ = desk(tmp_path, AskingTask(oracle), meter).listen([planned("cache")])
+        oracle.answer = watched  # type: ignore[method-assign]
+        (tmp_path / "cache" / "answers").rename(tmp_path / "aside")
+        again, _ = desk(tmp_path, AskingTask(oracle), meter).listen([planned("cache")])
+    assert told[0].peak_bytes == again[0].peak_bytes
+    assert told[0].peak_bytes is not None
+    assert told[0].peak_bytes <= ASKED_SHARE * 4 * MIB + HUNGER * 4
+    # The parts that were asked in earnest come last.
+    assert max(peak for _, peak in peaks[-3:]) == pytest.approx(told[0].peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(("placement", "there"), [("device", True), ("cache", False), ("offload", False)])
+def test_only_a_companion_on_the_device_stays_there(tmp_path: Path, placement: str, there: bool) -> None:
+    meter, oracle = open_meter("sim:64MiB"), Oracle()
+    with meter.active():
+        before = meter.allocated_bytes()
+        _, resident = desk(tmp_path, AskingTask(oracle), meter).listen([planned(placement)])
+        meter.release()
+        assert bool(resident) == there
+        assert (meter.allocated_bytes() > before) == there
+
+
+@pytest.mark.parametrize(("kind", "grows"), [(FromDevice, True), (FromHost, False)])
+def test_what_the_host_computes_with_takes_nothing_of_the_device(kind: Any, grows: bool) -> None:
+    meter, oracle, rows = open_meter("sim:64MiB"), Oracle(), np.arange(70)
+    with meter.active():
+        answers = FromDevice(oracle, meter, torch.float32) if kind is FromDevice else FromHost(oracle, meter)
+        meter.reset_peak()
+        answers(rows)
+        assert (meter.peak_bytes() > HUNGER * 4 * 70) == grows
+
+
+def test_with_a_choice_each_way_is_measured_and_one_is_taken(tmp_path: Path) -> None:
+    meter, oracle = open_meter("sim:64MiB"), Oracle(placements=("device", "cache", "offload"))
+    task = AskingTask(oracle)
+    here = desk(tmp_path, task, meter)
+    with meter.active():
+        model = task.build_model()
+        (plan,) = here.decide(model)
+    cost = {one.placement: one for one in plan.costs}
+    assert list(cost) == ["device", "cache", "offload"]
+    assert cost["device"].sample_bytes > 4 * HUNGER > cost["cache"].sample_bytes
+    assert cost["cache"].once_seconds > 0 == cost["device"].once_seconds
+    assert cost["cache"].disk_bytes == oracle.truth(oracle.rows).nbytes
+    assert plan.placement in cost
+    assert plan.on(cost["offload"].base_bytes + cost["offload"].largest_bytes + 1, samples=60).placement != "device"
+
+
+def test_a_companion_that_does_not_fit_on_the_device_is_not_put_there(tmp_path: Path) -> None:
+    meter, oracle = open_meter("sim:16MiB"), Oracle(placements=("device", "offload"), hunger=2**21)
+    task = AskingTask(oracle)
+    with meter.active():
+        (plan,) = desk(tmp_path, task, meter).decide(task.build_model())
+    assert [cost.placement for cost in plan.costs] == ["offload"] == [plan.placement]
+
+
+def test_deciding_draws_no_random_number(tmp_path: Path) -> None:
+    oracle = Oracle(placements=("device", "offload"))
+    task = AskingTask(oracle)
+    model, before = task.build_model(), torch.get_rng_state()
+    desk(tmp_path, task).decide(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_companion_scores_in_parts_that_fit(tmp_path: Path) -> None:
+    meter, oracle = open_meter("sim:64MiB"), Oracle()
+    rows = np.array([9, 2, 2])
+    with meter.active():
+        scores = desk(tmp_path, AskingTask(oracle), meter).score("oracle", rows)
+    expected = oracle.model(torch.from_numpy(rows).float()[:, None])
+    np.testing.assert_allclose(scores, expected.double().numpy(), rtol=1e-6)
+
+
+def test_plans_are_kept_for_the_companions_that_they_are_of(tmp_path: Path) -> None:
+    oracle = Oracle(placements=("device", "offload"))
+    task = AskingTask(oracle)
+    plans = desk(tmp_path, task).decide(task.build_model())
+    keep(tmp_path / "companions.json", plans)
+    assert kept(tmp_path / "companions.json", task) == plans
+    assert kept(tmp_path / "companions.json", AskingTask(Oracle(role="another"))) is None
+    assert kept(tmp_path / "nothing.json", task) is None
