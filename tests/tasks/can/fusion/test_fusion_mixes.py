@@ -94,6 +94,12 @@ def test_nothing_is_said_where_nothing_can_be_compared_or_the_agent_wins(
     assert verdict(SimpleNamespace(), None) == []  # type: ignore[arg-type]
 
 
+def test_as_good_as_the_constant_mix_is_not_better() -> None:
+    told: Any = {"model": {"mcc": 0.5}, "beside": {"best_mix": {"mcc": 0.5}}}
+    said = "the agent does not beat the best constant mix, weight 0.25 for every window: MCC 0.500, the mix 0.500"
+    assert verdict(told, 0.25) == [said]
+
+
 def scores_of(anomaly: NDArray[np.float64], attack: NDArray[np.float64]) -> WindowScores:
     return WindowScores(anomaly=anomaly, attack=attack, errors=np.zeros((len(attack), 3)))
 

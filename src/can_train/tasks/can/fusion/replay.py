@@ -55,7 +55,6 @@ class ReplayMemory(nn.Module):
             uniform: [R] numbers in [0, 1), each naming a choice by its share of the memory.
         """
         known = max(len(self), 1)
-        # The product of a number just below 1 may be rounded up.
-        places = np.minimum((uniform * known).astype(np.int64), known - 1)
-        at = torch.from_numpy(places).to(self.rows.device)
+        # Of a double below 1, the product stays below: it is more than half a unit in the last place away.
+        at = torch.from_numpy((uniform * known).astype(np.int64)).to(self.rows.device)
         return self.rows[at].cpu().numpy(), self.actions[at].cpu().numpy()
