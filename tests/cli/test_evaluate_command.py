@@ -1,29 +1,33 @@
 """`can-train evaluate` as a person gives it: what it prints, and how it refuses."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from can_train.cli.main import main
 from trained_runs import bus_log, finished_run
 
-TIMEOUT_S = 120
+Line = Callable[..., str]
 
 
-def line(*arguments: str | Path, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "can_train", "evaluate", *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-                          env={**os.environ, **environment})  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+@pytest.fixture
+def line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Line:
+    """Gives the command; returns standard output, or what an error says."""
+
+    def said(*arguments: str | Path, code: int = 0) -> str:
+        assert main(["evaluate", *map(str, arguments), "--state-dir", str(tmp_path / "state")]) == code
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return captured.err if code else captured.out
+
+    return said
 
 
-def test_another_log_is_judged_and_its_windows_are_kept(tmp_path: Path) -> None:
+def test_another_log_is_judged_and_its_windows_are_kept(line: Line, tmp_path: Path) -> None:
     other, scores = bus_log(tmp_path / "other.csv", seed=1), tmp_path / "scores.parquet"
-    out = line(finished_run("gat"), "--dataset", other, "--scores", scores, "--device", "cpu").stdout
+    out = line(finished_run("gat"), "--dataset", other, "--scores", scores, "--device", "cpu")
     assert "other.csv: 200 windows" in out
     assert "max F1 on validation, in drive." in out
     assert "Not beside it: id_lookup, random_forest" in out
@@ -31,10 +35,10 @@ def test_another_log_is_judged_and_its_windows_are_kept(tmp_path: Path) -> None:
     assert scores.stat().st_size > 0
 
 
-def test_json_is_all_that_stands_on_standard_output(tmp_path: Path) -> None:
+def test_json_is_all_that_stands_on_standard_output(line: Line, tmp_path: Path) -> None:
     run = finished_run("gat")
     other = bus_log(tmp_path / "other.csv", seed=1)
-    document = json.loads(line(run, "--dataset", other, "--threshold", "-2.5", "--json").stdout)
+    document = json.loads(line(run, "--dataset", other, "--threshold", "-2.5", "--json"))
     assert document["run_id"] == run.name
     assert (document["threshold"], document["threshold_rule"]) == (-2.5, "as given")
     assert (document["windows"], document["frames"]) == (200, 4_000)
@@ -42,9 +46,9 @@ def test_json_is_all_that_stands_on_standard_output(tmp_path: Path) -> None:
     assert document["judgement"]["test"]["other.csv"]["model"]["windows"] == 200
 
 
-def test_a_run_is_found_by_the_beginning_of_its_name() -> None:
+def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
     run = finished_run("gat")
-    out = line(run.name[:20], "--runs-dir", run.parent, "--threshold", "0", "--device", "cpu").stdout
+    out = line(run.name[:20], "--runs-dir", run.parent, "--threshold", "0", "--device", "cpu")
     assert f"Run {run.name} on" in out
 
 
@@ -60,12 +64,10 @@ def test_a_run_is_found_by_the_beginning_of_its_name() -> None:
         (("--device", "quantum"), "Unknown device"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said_in_a_sentence(flags: tuple[str, ...], said: str) -> None:
-    error = line(finished_run("gat"), *flags, code=2).stderr
-    assert said in error
-    assert "Traceback" not in error
+def test_what_is_wrong_with_a_line_is_said_in_a_sentence(line: Line, flags: tuple[str, ...], said: str) -> None:
+    assert said in line(finished_run("gat"), *flags, code=2)
 
 
-def test_an_empty_log_is_refused(tmp_path: Path) -> None:
+def test_an_empty_log_is_refused(line: Line, tmp_path: Path) -> None:
     (tmp_path / "empty.csv").touch()
-    assert "must hold frames" in line(finished_run("gat"), "--dataset", tmp_path / "empty.csv", code=2).stderr
+    assert "must hold frames" in line(finished_run("gat"), "--dataset", tmp_path / "empty.csv", code=2)

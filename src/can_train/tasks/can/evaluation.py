@@ -21,11 +21,12 @@ from can_train.tasks.can.anomaly import error_units
 from can_train.tasks.can.companions import FinishedNetwork
 from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.floors import Floors, constant_floors
+from can_train.tasks.can.fusion.finished import FinishedFusion
 from can_train.tasks.can.gather import Gatherer
 from can_train.tasks.can.judged_data import read_asked, read_own
 from can_train.tasks.can.judgement_table import FolderTable, judgement_table
 from can_train.tasks.can.judging import Detector, JudgingOptions, ModelScores, judge_at, own_floors
-from can_train.tasks.can.settings import CanDatasetSettings, VgaeSettings
+from can_train.tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
 from can_train.tasks.can.thresholds import Threshold
 
 Companions = Callable[[], Mapping[str, FinishedModel]]
@@ -70,6 +71,8 @@ def scorer_of(finished: FinishedModel, data: CanData, companions: Companions) ->
     Raises:
         CheckpointError: The weights are not those of the run's settings.
     """
+    if isinstance(finished.run.model, FusionAgentSettings):
+        return FinishedFusion(finished, data.flat, companions())
     return FinishedNetwork(finished, data.flat)
 
 

@@ -39,7 +39,7 @@ class FinishedFusion:
         self._pair = ScorePair(autoencoder=networks[AUTOENCODER], classifier=networks[CLASSIFIER])
         self._weights = mixing_weights(finished.run.mode.mixing_weights)
         models = {role: network.model for role, network in networks.items()}
-        self.model = nn.ModuleDict({"agent": _agent(finished), **models}).eval().requires_grad_(False)
+        self.model: nn.Module = nn.ModuleDict({"agent": _agent(finished), **models}).eval().requires_grad_(False)
 
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns [R, 2] float64 on the CPU: the fused score, and the mixing weight that the agent chose for it.
