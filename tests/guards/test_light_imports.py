@@ -12,7 +12,7 @@ from guards.sources import PACKAGE
 
 FRAMEWORKS = {"torch", "torch_geometric", "hydra", "hydra_zen", "omegaconf", "submitit"}
 LIBRARIES = {"numpy", "polars", "scipy", "sklearn"}
-ABOUT_RUNS = ("runs", "status", "logs", "cancel", "resume", "resubmit")
+ABOUT_RUNS = ("runs", "status", "logs", "cancel", "resume", "resubmit", "pipeline")
 
 CALL = """
 import json, sys

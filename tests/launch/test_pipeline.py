@@ -83,6 +83,13 @@ def test_a_stage_is_trained_anew_when_what_it_builds_on_is_another_run(shelf: Sh
     assert what(steps(shelf, STUDENTS)) == {"normal": REUSED, "student": REUSED, "knowledge_distillation": NEW}
 
 
+def test_a_run_that_was_compared_with_nothing_is_not_used_where_a_comparison_is_yet_to_be_made(shelf: Shelf) -> None:
+    first = steps(shelf, STUDENTS)
+    teacher = trained(shelf, 1, first["normal"])
+    trained(shelf, 2, first["knowledge_distillation"], teacher=teacher)
+    assert what(steps(shelf, STUDENTS)) == {"normal": REUSED, "student": NEW, "knowledge_distillation": NEW}
+
+
 def test_force_trains_all_anew(shelf: Shelf) -> None:
     trained(shelf, 1, steps(shelf)["autoencoder"])
     assert {*what(steps(shelf, force=True)).values()} == {NEW}

@@ -47,6 +47,14 @@ def test_a_run_of_the_same_model_only_is_one_to_be_compared_with(shelf: Shelf) -
     assert settle(shelf, *DISTILLED)[0].mode.without_teacher == ""
 
 
+def test_a_folder_that_was_copied_here_under_another_name_is_found_too(shelf: Shelf) -> None:
+    elsewhere = Shelf(shelf.folder / "elsewhere")
+    path = elsewhere.put(1, elsewhere.resolved("gat", "normal")).path
+    (shelf.folder / "runs").mkdir()
+    copy = shutil.copytree(path, shelf.folder / "runs" / "my-teacher")
+    assert settle(shelf, *DISTILLED)[0].mode.teacher == str(copy)
+
+
 def test_a_run_that_builds_on_nothing_reads_nothing(shelf: Shelf) -> None:
     run, notices = settle(shelf, "gat", "normal")
     assert (run, notices) == (shelf.resolved("gat", "normal"), [])

@@ -59,8 +59,9 @@ class PastRuns:
             (
                 known
                 for known in self.known
-                # Cheap before dear: most runs have not finished, or do not fit.
-                if known.folder.result_path.is_file()
+                # Cheap before dear: of hundreds of runs most are of another kind, or have not finished.
+                if _may_fit(known, needed)
+                and known.folder.result_path.is_file()
                 and not misfits(self.config(known), run, needed)
                 and is_whole(known.folder)
             ),
@@ -164,6 +165,15 @@ def command_for(needed: Prerequisite, run: ResolvedRun, request: RunRequest) -> 
         group, _, name = key.partition(".")
         words += [f"--{name.replace('_', '-')}", str(value)] if group == "paths" else []
     return shlex.join(words)
+
+
+def _may_fit(known: KnownRun, needed: Prerequisite) -> bool:
+    """Whether a run's name does not rule it out; a folder that was renamed says nothing."""
+    key = f"_{known.record.key}_"
+    of_kind = any(f"_{model}_" in key for model in needed.models) and key.endswith(
+        tuple(f"_{m}_" for m in needed.modes)
+    )
+    return of_kind or known.record.key == known.run_id
 
 
 def is_whole(folder: RunFolder) -> bool:
