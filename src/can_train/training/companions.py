@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from can_train.config.training import TrainingSettings
 from can_train.engine.micro_batcher import MicroBatcher
 from can_train.errors import DoesNotFitError, StateError
-from can_train.memory.meters import Meter
+from can_train.memory.meters import CpuMeter, Meter, TargetMeter
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
 from can_train.policy.packing import BatchCosts, PartLimit
 from can_train.policy.placement import PlacementCost, choose_placement
@@ -159,11 +159,14 @@ class Companions:
 
     def _decided(self, companion: Companion, model: nn.Module) -> CompanionPlan:
         plan = CompanionPlan(role=companion.role, name=companion.name, placement=companion.placements[0])
-        if len(companion.placements) == 1:
+        # On the host itself a companion that stays there is one that stays on the device.
+        is_host = isinstance(self.meter, CpuMeter) and not isinstance(self.meter, TargetMeter)
+        ways = [way for way in companion.placements if way != "offload" or not is_host] or companion.placements
+        if len(ways) == 1:
             return plan
         with self.reporter.stage(f"placing the {companion.role}", unit="ways") as stage:
             costs = []
-            for placement in companion.placements:
+            for placement in ways:
                 try:
                     costs.append(self._cost(companion, placement, model))
                 except DoesNotFitError:

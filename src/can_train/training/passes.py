@@ -36,7 +36,7 @@ _TIMED_SAMPLES: Final = 64
 _TIMED_SHARE: Final = 0.5
 """Share of the capacity that they may take."""
 
-_TIMED_RUNS: Final = 3
+_TIMED_RUNS: Final = 5
 """Runs of which the quickest counts: the others waited for something else."""
 
 
