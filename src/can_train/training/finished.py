@@ -9,7 +9,6 @@ from typing import Any
 
 from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, ResolvedRun
-from can_train.config.task_settings import Prerequisite, load_task_settings
 from can_train.errors import CheckpointError, ConfigError
 from can_train.training.checkpoints import Checkpoints
 from can_train.training.run_folder import RunFolder
@@ -48,7 +47,7 @@ def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
         CheckpointError: One has not finished.
     """
     found = {}
-    for needed in prerequisites(run):
+    for needed in run.prerequisites:
         path = getattr(run.mode, needed.role)
         if path:
             found[needed.role] = load_finished(Path(path))
@@ -57,11 +56,6 @@ def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
                 f"Mode {run.mode.name} needs {needed.what}", remedy=f"Name its run: --{needed.role.replace('_', '-')}"
             )
     return found
-
-
-def prerequisites(run: ResolvedRun) -> tuple[Prerequisite, ...]:
-    """Lists the finished runs that a run builds on."""
-    return load_task_settings(run.task).models[run.model_name].prerequisites.get(run.mode.name, ())
 
 
 def _digest(weights: Mapping[str, Any]) -> str:
