@@ -27,10 +27,12 @@ def command_lines(markdown: str) -> list[list[str]]:
 LINES = command_lines((ROOT / "README.md").read_text(encoding="utf-8"))
 TRAINING = [line for line in LINES if line and line[0].startswith("-")]
 COMMANDS = [line for line in LINES if line and not line[0].startswith("-")]
+BUILDING = [line for line in TRAINING if {"knowledge_distillation", "curriculum", "fusion"} & {*line}]
+"""Lines that build on a finished run, which nobody has at the beginning."""
 
 
-def answer(*arguments: str, folder: Path) -> str:
-    result = subprocess.run(
+def answered(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-P", "-m", "can_train", *arguments],
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), "HOME": str(folder), "XDG_STATE_HOME": str(folder)},
         cwd=folder,
@@ -38,13 +40,18 @@ def answer(*arguments: str, folder: Path) -> str:
         text=True,
         check=False,
     )
+
+
+def answer(*arguments: str, folder: Path) -> str:
+    result = answered(*arguments, folder=folder)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def with_synthetic_data(line: list[str]) -> list[str]:
-    """The same line for data that everybody has, and without a run to wait for, which nobody has."""
-    words = [word for word in _joined(line, "--after") if not word.startswith("--after=")]
+    """The same line for data that everybody has, and without a run to wait for or to build on, which nobody has."""
+    words = _joined(_joined(line, "--after"), "--autoencoder")
+    words = [word for word in words if not word.startswith(("--after=", "--autoencoder="))]
     return [re.sub(r"^--dataset=.*", "--dataset=synthetic", word) for word in _joined(words, "--dataset")]
 
 
@@ -55,10 +62,22 @@ def _joined(line: list[str], flag: str) -> list[str]:
     return [*line[:at], f"{flag}={line[at + 1]}", *line[at + 2 :]]
 
 
+def planned(line: list[str]) -> list[str]:
+    return [*with_synthetic_data(line), *([] if {"--dry-run", "--help"} & {*line} else ["--dry-run"])]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("line", TRAINING, ids=shlex.join)
+@pytest.mark.parametrize("line", [line for line in TRAINING if line not in BUILDING], ids=shlex.join)
 def test_a_training_line_of_the_readme_resolves(tmp_path: Path, line: list[str]) -> None:
-    answer(*with_synthetic_data(line), *([] if {"--dry-run", "--help"} & {*line} else ["--dry-run"]), folder=tmp_path)
+    answer(*planned(line), folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", BUILDING, ids=shlex.join)
+def test_a_line_that_builds_on_a_run_says_what_makes_one(tmp_path: Path, line: list[str]) -> None:
+    result = answered(*planned(line), folder=tmp_path)
+    assert result.returncode == 2
+    assert "This makes one:\n  can-train --model" in result.stderr
 
 
 @pytest.mark.parametrize("line", TRAINING, ids=shlex.join)
