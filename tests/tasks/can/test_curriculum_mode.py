@@ -4,9 +4,6 @@ that is killed between two of its epochs.
 
 import json
 import math
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,19 +17,19 @@ from torch import Tensor, nn
 from bitwise import assert_ends_like
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import FinishedModel, ResolvedRun
-from can_train.engine.micro_batcher import Losses, MicroBatcher
+from can_train.engine.micro_batcher import Losses
 from can_train.errors import RunError
 from can_train.reporter import SilentReporter
 from can_train.tasks.can.losses import ClassifierBatch
 from can_train.tasks.can.modes.curriculum import CurriculumTask
 from can_train.tasks.can.task import make_task
-from ragged import cut_at
+from killed_runs import finish, finish_killed, only_run
 from random_bus import random_frames, write_log
+from split_gradients import gradient, relative_error
 
 CPU = torch.device("cpu")
 WINDOW, WINDOWS, EPOCHS = 20, 400, 5
 ROLE = "autoencoder"
-TIMEOUT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -147,22 +144,6 @@ def test_validation_is_that_of_the_plain_classifier_in_every_epoch(folder: Path)
 CUTS = (3, 11, 1, 8)
 
 
-def gradient(model: nn.Module, batch: Any, sizes: tuple[int, ...]) -> Tensor:
-    model.zero_grad()
-
-    def losses(start: int, stop: int) -> Losses:
-        return batch.losses(model, start, stop)
-
-    costs, rules = cut_at(sizes)
-    result = MicroBatcher(model, rules=rules).run(losses, costs, denominators=batch.denominators)
-    assert result.micro_batches == sizes
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-
-
-def relative_error(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
-
-
 @pytest.fixture(scope="module")
 def exact(folder: Path) -> tuple[nn.Module, ClassifierBatch, NDArray[np.bool_]]:
     """A model, a logical batch of the last epoch, and which of its windows are attacks."""
@@ -249,31 +230,9 @@ def autoencoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def command(folder: Path, state: Path, *arguments: str) -> list[str]:
-    places = ["--runs-dir", str(folder / "runs"), "--state-dir", str(state)]
-    return [sys.executable, "-m", "can_train", *arguments, *places]
-
-
-def finish(folder: Path, state: Path, *arguments: str) -> str:
-    words = command(folder, state, *arguments)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 def curriculum(autoencoder: Path, *more: str) -> tuple[str, ...]:
     chosen = ("--model", "gat", "--mode", "curriculum", "--set", f"mode.autoencoder={autoencoder}")
     return (*chosen, *SETTINGS, "--epochs", "3", "--checkpoint-every", "4", "--min-steps-per-epoch", "12", *more)
-
-
-def saved_step(folder: Path) -> int:
-    manifests = list(folder.glob("runs/*/checkpoints/manifest.json"))
-    return int(json.loads(manifests[0].read_text())["checkpoints"][0]["step"]) if manifests else 0
-
-
-def only_run(folder: Path) -> Path:
-    (run,) = (folder / "runs").iterdir()
-    return run
 
 
 @pytest.mark.slow
@@ -281,23 +240,7 @@ def test_a_curriculum_killed_in_any_epoch_ends_with_the_same_weights(tmp_path: P
     state, whole, cut = autoencoder.parent.parent / "state", tmp_path / "whole", tmp_path / "cut"
     said = finish(whole, state, *curriculum(autoencoder, "--device", "cpu"))
     assert "the ratio rises to that" in said
-    words = curriculum(autoencoder, "--device", "cpu")
-    for step in (4, 16, 40):
-        process = subprocess.Popen(command(cut, state, *words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            deadline = time.monotonic() + TIMEOUT_S
-            while saved_step(cut) < step:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
-        finally:
-            process.kill()
-            process.wait()
-        words = ("resume", only_run(cut).name)
-    subprocess.run(
-        [sys.executable, "-m", "can_train", "resume", only_run(cut).name, "--runs-dir", str(cut / "runs")],
-        check=True, capture_output=True, timeout=TIMEOUT_S,
-    )  # fmt: skip
+    finish_killed(cut, state, curriculum(autoencoder, "--device", "cpu"), at=(4, 16, 40))
     assert_ends_like(only_run(cut), only_run(whole))
 
 

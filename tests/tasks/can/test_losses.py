@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.engine.micro_batcher import Losses, MicroBatcher
+from can_train.engine.micro_batcher import Losses
 from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.gather import Gatherer, GraphBatch
 from can_train.tasks.can.losses import (
@@ -25,8 +24,8 @@ from can_train.tasks.can.models.gat import GatClassifier
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 from can_train.tasks.can.models.vgae import Vgae
 from can_train.tasks.can.settings import GatSettings, VgaeSettings
-from ragged import cut_at
 from random_bus import cached_graphs, random_blocks
+from split_gradients import gradient, relative_error
 
 WINDOWS = 23
 CUTS = (3, 11, 1, 8)
@@ -87,22 +86,6 @@ def distilled_autoencoder(flat: FlatGraphs) -> tuple[nn.Module, DistilledAutoenc
     return model, DistilledAutoencoderBatch(**vars(own), answers=answers)
 
 
-def gradient(model: nn.Module, batch: Any, sizes: tuple[int, ...]) -> Tensor:
-    model.zero_grad()
-
-    def losses(start: int, stop: int) -> Losses:
-        return batch.losses(model, start, stop)
-
-    costs, rules = cut_at(sizes)
-    batcher = MicroBatcher(model, rules=rules)
-    assert batcher.run(losses, costs, denominators=batch.denominators, weights=WEIGHTS).micro_batches == sizes
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-
-
-def relative_error(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
-
-
 MADE = [classifier, autoencoder, distilled_classifier, distilled_autoencoder]
 
 
@@ -111,9 +94,9 @@ def test_a_split_batch_has_the_gradient_of_the_whole(
     flat: FlatGraphs, make: Callable[[FlatGraphs], tuple[nn.Module, ClassifierBatch]]
 ) -> None:
     model, batch = make(flat)
-    whole = gradient(model, batch, (WINDOWS,))
+    whole = gradient(model, batch, (WINDOWS,), WEIGHTS)
     assert whole.norm() > 0
-    assert relative_error(gradient(model, batch, CUTS), whole) <= 1e-12
+    assert relative_error(gradient(model, batch, CUTS, WEIGHTS), whole) <= 1e-12
 
 
 @pytest.mark.parametrize("make", MADE)
@@ -124,7 +107,7 @@ def test_means_of_the_parts_by_number_of_parts_or_of_samples_give_another_gradie
     share: Callable[[int], float],
 ) -> None:
     model, batch = make(flat)
-    whole = gradient(model, batch, (WINDOWS,))
+    whole = gradient(model, batch, (WINDOWS,), WEIGHTS)
 
     class Mutant:
         denominators = batch.denominators
@@ -135,7 +118,7 @@ def test_means_of_the_parts_by_number_of_parts_or_of_samples_give_another_gradie
             scale = share(stop - start)
             return {term: (total / own * batch.denominators[term] * scale, own) for term, (total, own) in terms.items()}
 
-    assert relative_error(gradient(model, Mutant(), CUTS), whole) > 1e-3
+    assert relative_error(gradient(model, Mutant(), CUTS, WEIGHTS), whole) > 1e-3
 
 
 @pytest.mark.parametrize("make", MADE)
@@ -150,10 +133,10 @@ def test_denominators_are_the_sums_of_the_parts(
 
 def test_noise_drawn_again_for_each_part_is_another_gradient(flat: FlatGraphs) -> None:
     model, batch = autoencoder(flat)
-    whole = gradient(model, batch, (WINDOWS,))
+    whole = gradient(model, batch, (WINDOWS,), WEIGHTS)
     assert batch.noise is not None
     rolled = replace(batch, noise=np.roll(batch.noise, 1, axis=0))
-    assert relative_error(gradient(model, rolled, CUTS), whole) > 1e-3
+    assert relative_error(gradient(model, rolled, CUTS, WEIGHTS), whole) > 1e-3
 
 
 def test_a_students_loss_is_hintons(flat: FlatGraphs) -> None:
@@ -185,9 +168,9 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(flat: FlatGr
 
 def test_a_teachers_answers_for_other_windows_are_another_gradient(flat: FlatGraphs) -> None:
     model, batch = distilled_classifier(flat)
-    whole, answers = gradient(model, batch, (WINDOWS,)), batch._answers
+    whole, answers = gradient(model, batch, (WINDOWS,), WEIGHTS), batch._answers
     batch._answers = lambda rows: answers(np.arange(len(rows)))
-    assert relative_error(gradient(model, batch, CUTS), whole) > 1e-3
+    assert relative_error(gradient(model, batch, CUTS, WEIGHTS), whole) > 1e-3
 
 
 def test_without_an_identity_there_is_no_term_for_it(flat: FlatGraphs) -> None:

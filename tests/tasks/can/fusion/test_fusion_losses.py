@@ -1,7 +1,6 @@
 """The agent's loss is a sum over remembered choices: cut anywhere, it gives the gradient of the whole logical batch."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.engine.micro_batcher import Losses, MicroBatcher
 from can_train.tasks.can.fusion.agent import FusionAgent
 from can_train.tasks.can.fusion.batch import MixingProblem, PolicyBatch, ReplayBatch
 from can_train.tasks.can.fusion.states import NO_WINDOW
 from mixing_worlds import divided_problem, mean_reward, remember_at_random, small_agent
-from ragged import cut_at
+from split_gradients import gradient, relative_error
 
 SAMPLES = 40
 CUTS = (3, 19, 1, 17)
@@ -26,22 +24,6 @@ def world() -> tuple[FusionAgent, MixingProblem, ReplayBatch]:
     agent.target.load_state_dict(small_agent(seed=1).online.state_dict())
     remember_at_random(agent, problem, 500)
     return agent, problem, ReplayBatch.draw(problem, SAMPLES, torch.Generator().manual_seed(0))
-
-
-def gradient(model: nn.Module, batch: Any, sizes: tuple[int, ...]) -> Tensor:
-    model.zero_grad()
-
-    def losses(start: int, stop: int) -> Losses:
-        return batch.losses(model, start, stop)
-
-    costs, rules = cut_at(sizes)
-    result = MicroBatcher(model, rules=rules).run(losses, costs, denominators=batch.denominators)
-    assert result.micro_batches == sizes
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
-
-
-def relative_error(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
 
 
 def test_a_split_batch_has_the_gradient_of_the_whole() -> None:

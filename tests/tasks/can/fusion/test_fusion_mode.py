@@ -3,9 +3,6 @@ killed.
 """
 
 import json
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +23,11 @@ from can_train.tasks.can.fusion.batch import PolicyBatch, ReplayBatch
 from can_train.tasks.can.fusion.finished import FinishedFusion
 from can_train.tasks.can.modes.fusion import FusionTask
 from can_train.tasks.can.task import make_task
+from killed_runs import finish, finish_killed, only_run
 from random_bus import random_frames, write_log
 
 CPU = torch.device("cpu")
 WINDOW, WINDOWS = 20, 200
-TIMEOUT_S = 120
 MADE_BY = {"autoencoder": "vgae", "classifier": "gat"}
 UNITS, ANOMALY_THRESHOLD, ATTACK_THRESHOLD = [2.0, 4.0, 8.0], 1.5, -0.25
 
@@ -219,31 +216,9 @@ def state_of(pair: dict[str, Path]) -> Path:
     return pair["classifier"].parents[2] / "state"
 
 
-def command(folder: Path, state: Path, *arguments: str) -> list[str]:
-    places = ["--runs-dir", str(folder / "runs")]
-    places += [] if arguments[0] == "resume" else ["--state-dir", str(state)]
-    return [sys.executable, "-m", "can_train", *arguments, *places]
-
-
-def finish(folder: Path, state: Path, *arguments: str) -> None:
-    words = command(folder, state, *arguments)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def fusion(pair: dict[str, Path], *more: str) -> tuple[str, ...]:
     named = [word for role, path in pair.items() for word in ("--set", f"mode.{role}={path}")]
     return ("--model", "fusion", *named, *DATA, *TRAINING, *more)
-
-
-def saved_step(folder: Path) -> int:
-    manifests = list(folder.glob("runs/*/checkpoints/manifest.json"))
-    return int(json.loads(manifests[0].read_text())["checkpoints"][0]["step"]) if manifests else 0
-
-
-def only_run(folder: Path) -> Path:
-    (run,) = (folder / "runs").iterdir()
-    return run
 
 
 @pytest.mark.slow
@@ -252,22 +227,7 @@ def test_a_fusion_killed_at_any_step_ends_with_the_same_weights_and_memory(
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     finish(whole, state_of(pair), *fusion(pair, "--device", "cpu"))
-    words = fusion(pair, "--device", "cpu")
-    for step in (3, 24, 42):
-        process = subprocess.Popen(
-            command(cut, state_of(pair), *words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            deadline = time.monotonic() + TIMEOUT_S
-            while saved_step(cut) < step:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
-        finally:
-            process.kill()
-            process.wait()
-        words = ("resume", only_run(cut).name)
-    finish(cut, state_of(pair), *words)
+    finish_killed(cut, state_of(pair), fusion(pair, "--device", "cpu"), at=(3, 24, 42))
     assert_ends_like(only_run(cut), only_run(whole))
 
 
