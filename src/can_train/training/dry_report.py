@@ -40,7 +40,9 @@ def warnings_of(dry: DryPlan) -> list[str]:
     peak = dry.plan.predicted_peak_bytes or 0.0
     beyond = ["The predicted peak is more than what is usable: memory would run out"]
     too_much = beyond if peak > dry.target.capacity_bytes else []
-    return [*too_much, *dry.plan.plan.notices, *dry.plan.notices]
+    timed = any(asked.costs for asked in dry.asked) and not dry.target.key.startswith("cpu-")
+    here = ["Samples a second were measured on this machine's processors; the run measures them on its device"]
+    return [*too_much, *dry.plan.plan.notices, *dry.plan.notices, *(here if timed else [])]
 
 
 def data_text(dry: DryPlan) -> str:
