@@ -14,7 +14,8 @@ from asking_worlds import HUNGER, AskingTask, Oracle
 from can_train.config.training import TrainingSettings
 from can_train.memory.meters import Meter, open_meter
 from can_train.training.answers import FromDevice, FromHost, FromTable
-from can_train.training.companions import ASKED_SHARE, CompanionPlan, Companions, keep, kept
+from can_train.training.asking import ASKED_SHARE
+from can_train.training.companions import CompanionPlan, Companions, keep, kept
 from line_fit import Notices
 
 CPU = torch.device("cpu")
@@ -166,6 +167,21 @@ def test_a_companion_that_does_not_fit_on_the_device_is_not_put_there(tmp_path: 
     with meter.active():
         (plan,) = desk(tmp_path, task, meter).decide(task.build_model())
     assert [cost.placement for cost in plan.costs] == ["offload"] == [plan.placement]
+
+
+@pytest.mark.parametrize("width", [1, 2**20])
+def test_a_companion_that_does_not_fit_on_the_device_is_asked_on_the_host(tmp_path: Path, width: int) -> None:
+    meter, oracle = open_meter("sim:2MiB"), Oracle(hunger=2**19 if width == 1 else 1)
+    oracle.model.extra = torch.nn.Linear(1, width).requires_grad_(False)
+    task = AskingTask(oracle)
+    here = desk(tmp_path, task, meter)
+    with meter.active():
+        here.listen([planned("cache")])
+        assert_answers(task, oracle, range(70))
+        expected = oracle.model(torch.tensor([[3.0]])).double().numpy()
+        np.testing.assert_allclose(here.score("oracle", np.array([3])), expected, rtol=1e-6)
+        assert meter.allocated_bytes() < 2**20
+    assert [text for text in here.reporter.texts if "is asked on the host" in text]  # type: ignore[attr-defined]
 
 
 def test_deciding_draws_no_random_number(tmp_path: Path) -> None:

@@ -3,11 +3,11 @@ engine and within limits of their own, and scores with them. What is asked is th
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,26 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.training import TrainingSettings
-from can_train.engine.micro_batcher import MicroBatcher
 from can_train.errors import DoesNotFitError, StateError
 from can_train.memory.meters import CpuMeter, Meter, TargetMeter
-from can_train.policy.device_limits import DeviceLimits, PhaseLimit
-from can_train.policy.packing import BatchCosts, PartLimit
+from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
 from can_train.policy.placement import PlacementCost, choose_placement
 from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import randomness
 from can_train.training.answers import AnswerBook, FromDevice, FromHost, FromTable, read_answers
+from can_train.training.asking import ASKED_AT_ONCE, Place, Question, Scorer, asking, where_it_fits
 from can_train.training.exploring import Explorer
 from can_train.training.optimization import Precision
-from can_train.training.passes import Pass, Trials, find_limit, probe, seconds_a_sample
+from can_train.training.passes import probe, seconds_a_sample
 from can_train.training.task import Companion, Task
-
-ASKED_SHARE: Final = 0.9
-"""Share of the tuned limit that a question's part may cost."""
-
-ASKED_AT_ONCE: Final = 4096
-"""Samples of a part beyond which it gains no more speed, and of a block whose answers wait in memory for the disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +85,7 @@ class Companions:
     reporter: Reporter
     cache: Path
     verify: bool = True
-    _scorers: dict[str, "_Scorer"] = field(default_factory=dict)
+    _scorers: dict[str, Scorer] = field(default_factory=dict)
 
     def decide(self, model: nn.Module) -> list[CompanionPlan]:
         """Decides where the answers of each come from; measures where there is a choice.
@@ -149,7 +142,9 @@ class Companions:
         """Scores samples with a companion, in parts that fit."""
         companion = next(one for one in companions_of(self.task) if one.role == role)
         if role not in self._scorers:
-            self._scorers[role] = _Scorer(self, companion)
+            self._scorers[role] = where_it_fits(
+                self._place, lambda place: Scorer(place, companion), lambda: self._say_host(companion)
+            )
         return self._scorers[role](rows)
 
     @property
@@ -165,18 +160,25 @@ class Companions:
         if len(ways) == 1:
             return plan
         with self.reporter.stage(f"placing the {companion.role}", unit="ways") as stage:
-            costs = []
+            costs: list[PlacementCost] = []
             for placement in ways:
-                try:
-                    costs.append(self._cost(companion, placement, model))
-                except DoesNotFitError:
-                    self.meter.release()
+                costs += self._cost_if_it_fits(companion, placement, model)
                 stage.advance(1)
         if not costs:
             # Planning says what does not fit, of the way that needs least.
             return replace(plan, placement="cache" if "cache" in companion.placements else plan.placement)
         measured = replace(plan, costs=tuple(costs))
         return measured.on(self.meter.capacity_bytes, samples=len(self.task.train_rows) * self.training.epochs)
+
+    def _cost_if_it_fits(self, companion: Companion, placement: str, model: nn.Module) -> list[PlacementCost]:
+        """Measures what one way costs; nothing where it does not fit."""
+        with OutOfMemoryEndsQuietly():
+            try:
+                return [self._cost(companion, placement, model)]
+            except DoesNotFitError:
+                pass
+        self.meter.release()
+        return []
 
     def _cost(self, companion: Companion, placement: str, model: nn.Module) -> PlacementCost:
         """Measures what one way costs."""
@@ -205,7 +207,7 @@ class Companions:
         if self._folder(companion).is_dir():
             return replace(cost, disk_bytes=num_bytes)
         source = FromDevice(companion, self.meter, self.dtype)
-        work = _asking(companion, source.model, source)
+        work = asking(companion, source.model, source)
         seconds = seconds_a_sample(work, probe(work, self.meter)[0].model, self.meter)
         # What a sample of the data stands for is asked about, too.
         asked = max(len(companion.rows), len(self.task.train_rows))
@@ -222,6 +224,13 @@ class Companions:
     def _folder(self, companion: Companion) -> Path:
         return self.cache / "answers" / companion.digest
 
+    @property
+    def _place(self) -> Place:
+        return Place(meter=self.meter, dtype=self.dtype)
+
+    def _say_host(self, companion: Companion) -> None:
+        self.reporter.notice(f"The {companion.role} does not fit on the device and is asked on the host")
+
     def _table(self, companion: Companion) -> tuple[Mapping[str, Any], float | None]:
         """Reads the answers from disk, or asks and writes them down; where they cannot be kept, for this run alone."""
         folder = self._folder(companion)
@@ -229,16 +238,23 @@ class Companions:
         if table is not None:
             return table, None
         try:
-            return self._asked(companion, folder)
+            return self._asked_somewhere(companion, folder)
         except StateError as error:
             self.reporter.notice(f"The {companion.role}'s answers are not kept. {error}")
         # They are mapped: they stay readable after their files are gone.
         with TemporaryDirectory(prefix="can-train-") as scratch:
-            return self._asked(companion, Path(scratch) / folder.name)
+            return self._asked_somewhere(companion, Path(scratch) / folder.name)
 
-    def _asked(self, companion: Companion, folder: Path) -> tuple[Mapping[str, Any], float]:
-        source = FromDevice(companion, self.meter, self.dtype)
-        question = _Question(self, companion, source.model, source)
+    def _asked_somewhere(self, companion: Companion, folder: Path) -> tuple[Mapping[str, Any], float]:
+        asked = where_it_fits(
+            self._place, lambda place: self._asked(place, companion, folder), lambda: self._say_host(companion)
+        )
+        self.meter.release()
+        return asked
+
+    def _asked(self, place: Place, companion: Companion, folder: Path) -> tuple[Mapping[str, Any], float]:
+        source = FromDevice(companion, place.meter, place.dtype)
+        question = Question(place, companion, source.model, source)
         rows = companion.rows
         stage = self.reporter.stage(f"asking the {companion.role}", total=len(rows), unit="samples")
         with AnswerBook(folder, companion) as book, stage as shown:
@@ -248,89 +264,6 @@ class Companions:
                     book.add(answers)
                 shown.advance(len(block))
             return book.finish(), question.peak_bytes
-
-
-class _Question:
-    """Something that a companion is asked, in parts that fit.
-
-    Attributes:
-        peak_bytes: Predicted peak of the largest part so far.
-    """
-
-    def __init__(
-        self, desk: Companions, companion: Companion, model: nn.Module, ask: Callable[[NDArray[np.int64]], Any]
-    ) -> None:
-        self._companion = companion
-        self._ask = ask
-        self._limit = _limit_of(desk, companion, model, ask)
-        limits = DeviceLimits(
-            device_key=desk.meter.key,
-            capacity_bytes=desk.meter.capacity_bytes,
-            training=self._limit,
-            evaluation=self._limit,
-            optimizer_peak_bytes=0,
-        )
-        self._batcher = MicroBatcher(model, meter=desk.meter, limits=limits)
-        self.peak_bytes = 0.0
-
-    def answers(self, rows: NDArray[np.int64]) -> list[Any]:
-        """Asks about some samples; returns the parts' answers."""
-        costs = self._limit.costs(self._companion.batch_features(rows))
-
-        def ask(start: int, stop: int) -> Any:
-            self.peak_bytes = max(self.peak_bytes, self._limit.peak_bytes(costs.cost(start, stop)))
-            return self._ask(rows[start:stop])
-
-        return self._batcher.evaluate(ask, costs, PartLimit(cost=ASKED_SHARE * self._limit.tuned_limit))
-
-
-class _Scorer:
-    """Scores with a companion on the device."""
-
-    def __init__(self, desk: Companions, companion: Companion) -> None:
-        model = FromDevice(companion, desk.meter, desk.dtype).model
-        device, dtype = desk.meter.device, desk.dtype
-
-        def scores(rows: NDArray[np.int64]) -> NDArray[np.float64]:
-            with torch.inference_mode():
-                return np.asarray(companion.scores(model, rows, device, dtype).double().cpu())
-
-        self._question = _Question(desk, companion, model, scores)
-
-    def __call__(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.concatenate(self._question.answers(rows))
-
-
-def _limit_of(
-    desk: Companions, companion: Companion, model: nn.Module, ask: Callable[[NDArray[np.int64]], Any]
-) -> PhaseLimit:
-    """Finds out how much may be asked at once."""
-    trials = Trials(verify=desk.verify, steps=1, tried=lambda cost: None)
-    try:
-        return find_limit(_asking(companion, model, ask), desk.meter, _enough, trials)
-    finally:
-        desk.meter.release()
-        desk.meter.reset_peak()
-
-
-def _asking(companion: Companion, model: nn.Module, ask: Callable[[NDArray[np.int64]], Any]) -> Pass:
-    """Describes asking as a kind of work."""
-    return Pass(
-        run=lambda rows: _forget(ask(rows)),
-        rows=companion.rows,
-        counts=companion.batch_features(companion.rows),
-        features=companion.features,
-        resident=[*model.parameters(), *model.buffers()],
-    )
-
-
-def _enough(costs: BatchCosts) -> float:
-    """Cost of as many mean samples as are worth asking about at once."""
-    return float(costs.each().mean()) * ASKED_AT_ONCE
-
-
-def _forget(answer: Any) -> None:
-    """Drops an answer: the work was to give it."""
 
 
 def keep(path: Path, plans: Sequence[CompanionPlan]) -> None:
