@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from can_train.config.resolved import PathSettings
-from can_train.errors import CheckpointError, ConfigError
+from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
 from can_train.reporter import SilentReporter
 from can_train.training.checkpoints import Checkpoints
 from can_train.training.evaluating import EvaluationRequest, evaluate
@@ -254,3 +254,13 @@ def test_a_real_log_is_judged(name: str) -> None:
     assert document["windows"] == document["frames"] // 20
     assert np.isfinite(document["threshold"])
     json.dumps(dict(document), allow_nan=False)
+
+
+def test_a_device_that_does_not_hold_the_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="A model must fit on the device"):
+        evaluated(finished_run("gat"), bus_log(tmp_path / "other.csv"), device="sim:1KiB")
+
+
+def test_a_window_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r"the window at frame 0 of .*other\.csv"):
+        evaluated(finished_run("gat"), bus_log(tmp_path / "other.csv"), device="sim:1MiB")
