@@ -10,12 +10,17 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from can_train.config.resolved import PathSettings
+from can_train.config.training import TrainingSettings
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
+from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
 from can_train.training.checkpoints import Checkpoints
-from can_train.training.evaluating import EvaluationRequest, evaluate
+from can_train.training.evaluating import EvaluationRequest, Scoring, evaluate
 from can_train.training.run_folder import RunFolder
 from finished_runs import bus_log, finished_run, own_log
 from line_fit import Notices
@@ -261,6 +266,23 @@ def test_a_device_that_does_not_hold_the_model_is_named(tmp_path: Path) -> None:
         evaluated(finished_run("gat"), bus_log(tmp_path / "other.csv"), device="sim:1KiB")
 
 
-def test_a_window_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DoesNotFitError, match=r"the window at frame 0 of .*other\.csv"):
-        evaluated(finished_run("gat"), bus_log(tmp_path / "other.csv"), device="sim:1MiB")
+class Greedy:
+    """Samples of which the fourth never fits."""
+
+    model = nn.Linear(1, 1)
+
+    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+        if 3 in rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return torch.from_numpy(rows)[:, None].to(dtype)
+
+    def describe(self, row: int) -> str:
+        return f"sample {row} of the greedy"
+
+
+def test_a_sample_that_does_not_fit_is_named_and_all_others_are_scored() -> None:
+    with SilentReporter().stage("scoring") as stage:
+        score = Scoring(TrainingSettings(oom_retries=0), open_meter("cpu"), stage)
+        with pytest.raises(DoesNotFitError, match="sample 3 of the greedy"):
+            score(Greedy(), np.arange(8))
+        assert score(Greedy(), np.arange(4, 900)).ravel().tolist() == list(range(4, 900))

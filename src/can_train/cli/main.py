@@ -38,8 +38,8 @@ _STYLE: Final[dict[str, Any]] = {
 
 
 _PATIENT_THREADS: Final = ("OMP_WAIT_POLICY", "passive")
-"""Torch's threads sleep while they wait for each other: where other processes keep two cores busy, threads that spin are
-five times slower. OpenMP reads it when torch is imported."""
+"""Torch's threads sleep while they wait for each other: where other processes keep two cores busy, threads that spin
+are five times slower. OpenMP reads it when torch is imported."""
 
 
 def make_commands() -> typer.Typer:
