@@ -19,11 +19,14 @@ from can_train.config.training import TrainingSettings
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
+from can_train.tasks.can.companions import FinishedNetwork
 from can_train.training.checkpoints import Checkpoints
 from can_train.training.evaluating import EvaluationRequest, Scoring, evaluate
+from can_train.training.finished import load_finished
 from can_train.training.run_folder import RunFolder
 from finished_runs import bus_log, finished_run, own_log
 from line_fit import Notices
+from windows_by_hand import windows_of
 
 REAL_LOGS = Path(__file__).parents[2] / "../shared/data/can"
 MODELS = ("gat", "vgae")
@@ -81,6 +84,9 @@ def test_weights_that_are_off_by_a_hundredth_get_other_figures(model: str, tmp_p
 def test_a_run_in_double_precision_loses_no_digit() -> None:
     run = finished_run("gat", training__precision="fp64")
     assert evaluated(run)["judgement"] == result_of(run)["judgement"]
+    finished = load_finished(run)
+    rebuilt = FinishedNetwork(finished, windows_of([[1, 2, 1]])).model.state_dict()
+    assert all(torch.equal(rebuilt[name], value) for name, value in finished.weights.items())
 
 
 def test_the_folder_of_the_run_is_never_touched() -> None:
