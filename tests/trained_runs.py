@@ -1,7 +1,9 @@
 """Small finished runs on logs of a made-up bus, for the tests of what is done with them."""
 
+import atexit
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 
 from can_train.config.compose import RunRequest, resolve
@@ -26,6 +28,7 @@ def bus_log(path: Path, seed: int = 0, frames: int = 4_000) -> Path:
 def finished_run(model: str, **more: object) -> Path:
     """The folder of a run that was trained for a moment: `drive.csv` beside its runs folder is its log."""
     place = Path(mkdtemp(prefix=f"finished-{model}-"))
+    atexit.register(rmtree, place, ignore_errors=True)
     folders = {"paths.runs_dir": str(place / "runs"), "paths.state_dir": str(place / "state")}
     settings = {name.replace("__", "."): value for name, value in more.items()}
     run = resolve(

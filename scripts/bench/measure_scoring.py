@@ -4,6 +4,7 @@ from graphs that are prepared already.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ from can_train.config.resolved import PathSettings
 from can_train.reporter import SilentReporter
 from can_train.training.evaluating import EvaluationRequest, evaluate
 
-FRAMES: Final = 2_000_000
+FRAMES: Final = 1_000_000
 ROUNDS: Final = 3
 
 GOAL: Final = 100_000
@@ -35,8 +36,8 @@ TRAINING: Final = (
 NOTES: Final = """\
 Medians of {rounds} rounds in one process that has imported its libraries; *the whole command* is `can-train evaluate`
 from its start to its table, once. *From text* reads the log, builds its graphs and keeps them; *prepared* finds them
-kept. The log has {frames:,} frames from 27 IDs, windows are of 100 frames; torch uses {threads} threads (as many as
-OMP_NUM_THREADS says: on a machine that others keep busy, one is faster than two, which wait for each other)."""
+kept. The log has {frames:,} frames from 27 IDs, windows are of 100 frames. Torch uses {threads} threads, which sleep
+while they wait (OMP_WAIT_POLICY=passive, as the command line sets it); the machine's load was {load:.1f}."""
 
 
 def main() -> None:
@@ -50,7 +51,9 @@ def main() -> None:
         rates = measure(Path(folder), options.frames, options.rounds)
     table = markdown([["measured", "frames/s"], *([name, f"{rate:,.0f}"] for name, rate in rates.items())])
     head = environment({"torch": version("torch"), "torch_geometric": version("torch_geometric")})
-    notes = NOTES.format(rounds=options.rounds, frames=options.frames, threads=torch.get_num_threads())
+    notes = NOTES.format(
+        rounds=options.rounds, frames=options.frames, threads=torch.get_num_threads(), load=os.getloadavg()[0]
+    )
     print(table)
     if not options.no_write:
         text = "\n\n".join([head, table, notes])

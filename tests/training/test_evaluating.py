@@ -10,15 +10,23 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from can_train.config.resolved import PathSettings
-from can_train.errors import CheckpointError, ConfigError
+from can_train.config.training import TrainingSettings
+from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
+from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
+from can_train.tasks.can.companions import FinishedNetwork
 from can_train.training.checkpoints import Checkpoints
-from can_train.training.evaluating import EvaluationRequest, evaluate
+from can_train.training.evaluating import EvaluationRequest, Scoring, evaluate
+from can_train.training.finished import load_finished
 from can_train.training.run_folder import RunFolder
 from line_fit import Notices
 from trained_runs import bus_log, finished_run, own_log
+from windows_by_hand import windows_of
 
 REAL_LOGS = Path(__file__).parents[2] / "../shared/data/can"
 MODELS = ("gat", "vgae")
@@ -76,6 +84,9 @@ def test_weights_that_are_off_by_a_hundredth_get_other_figures(model: str, tmp_p
 def test_a_run_in_double_precision_loses_no_digit() -> None:
     run = finished_run("gat", training__precision="fp64")
     assert evaluated(run)["judgement"] == result_of(run)["judgement"]
+    finished = load_finished(run)
+    rebuilt = FinishedNetwork(finished, windows_of([[1, 2, 1]])).model.state_dict()
+    assert all(torch.equal(rebuilt[name], value) for name, value in finished.weights.items())
 
 
 def test_the_folder_of_the_run_is_never_touched() -> None:
@@ -254,3 +265,30 @@ def test_a_real_log_is_judged(name: str) -> None:
     assert document["windows"] == document["frames"] // 20
     assert np.isfinite(document["threshold"])
     json.dumps(dict(document), allow_nan=False)
+
+
+def test_a_device_that_does_not_hold_the_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="A model must fit on the device"):
+        evaluated(finished_run("gat"), bus_log(tmp_path / "other.csv"), device="sim:1KiB")
+
+
+class Greedy:
+    """Samples of which the fourth never fits."""
+
+    model = nn.Linear(1, 1)
+
+    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+        if 3 in rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return torch.from_numpy(rows)[:, None].to(dtype)
+
+    def describe(self, row: int) -> str:
+        return f"sample {row} of the greedy"
+
+
+def test_a_sample_that_does_not_fit_is_named_and_all_others_are_scored() -> None:
+    with SilentReporter().stage("scoring") as stage:
+        score = Scoring(TrainingSettings(oom_retries=0), open_meter("cpu"), stage)
+        with pytest.raises(DoesNotFitError, match="sample 3 of the greedy"):
+            score(Greedy(), np.arange(8))
+        assert score(Greedy(), np.arange(4, 900)).ravel().tolist() == list(range(4, 900))

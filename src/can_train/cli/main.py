@@ -38,6 +38,11 @@ _STYLE: Final[dict[str, Any]] = {
 }
 
 
+_PATIENT_THREADS: Final = ("OMP_WAIT_POLICY", "passive")
+"""Torch's threads sleep while they wait for each other: where other processes keep two cores busy, threads that spin
+are five times slower. OpenMP reads it when torch is imported."""
+
+
 def make_commands() -> typer.Typer:
     """Builds the application of named commands; `train` is there too, hidden."""
     app = typer.Typer(help=_HELP, **_STYLE)
@@ -178,6 +183,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run() -> None:
     """Entry point of the console script."""
+    os.environ.setdefault(*_PATIENT_THREADS)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # An encoding without `±` (PYTHONIOENCODING=ascii, a bare C locale) costs a character, not the table.
         sys.stdout.reconfigure(errors="replace")

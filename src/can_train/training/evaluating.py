@@ -161,7 +161,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         evaluation = prepare(finished, lambda: finished_models(run), asked)
         reading_s = time.perf_counter() - began
         with meter.active(), reporter.stage("scoring", unit="samples") as stage:
-            scoring = _Scoring(run.training, meter, stage)
+            scoring = Scoring(run.training, meter, stage)
             verdict = evaluation.judge(scoring, request.threshold)
         return evaluation, verdict, {"reading": round(reading_s, 3), "scoring": round(scoring.seconds, 3)}
 
@@ -185,7 +185,7 @@ def _paths(run: ResolvedRun, given: PathSettings) -> PathSettings:
     return replace(given, data_root=found("data_root"), state_dir=found("state_dir"))
 
 
-class _Scoring:
+class Scoring:
     """Scores samples through the engine, in parts that fit.
 
     Args:

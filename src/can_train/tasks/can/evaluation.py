@@ -48,9 +48,11 @@ class Scorer(Protocol):
     """A finished run's model on the windows of a data set.
 
     Attributes:
+        finished: What the run has trained; its result says the units of errors.
         model: In evaluation mode, on the CPU.
     """
 
+    finished: FinishedModel
     model: nn.Module
 
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -86,9 +88,9 @@ class Windows:
 
     def __init__(self, data: CanData, scorer: Scorer) -> None:
         self.data = data
+        self.scorer = scorer
         self.model = scorer.model
         self.scores = scorer.scores
-        self.combine = scorer.combine
         self._gather = Gatherer(data.flat)
 
     def describe(self, row: int) -> str:
@@ -132,29 +134,49 @@ def make_evaluation(finished: FinishedModel, companions: Companions, asked: Judg
     if "threshold" not in finished.result.get("judgement", ()):
         raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
     data, own = read_asked(finished.run.dataset, asked)
-    return Evaluation(finished, companions, data, replace(asked, own=own))
+    windows = Windows(data, scorer_of(finished, data, companions))
+    if own or not _lacks_units(finished):
+        return Evaluation(windows, windows, replace(asked, own=own))
+    reference = _own_data(finished, asked)
+    return Evaluation(windows, Windows(reference, scorer_of(finished, reference, companions)), asked)
+
+
+def _lacks_units(finished: FinishedModel) -> bool:
+    """Whether an older version made the result of an autoencoder, without the units of its errors."""
+    return isinstance(finished.run.model, VgaeSettings) and "error_units" not in finished.result["judgement"]
+
+
+def _own_data(finished: FinishedModel, asked: JudgedData) -> CanData:
+    try:
+        return read_own(finished.run.dataset, asked)
+    except DataError as error:
+        raise CheckpointError(
+            "The run's result lacks the units of its errors, and its own data are not there to find them",
+            value=f"{finished.run_id}: {error.rule}: {error.value}",
+            remedy="Bring its data back (--data-root names their folder), or train anew",
+        ) from error
 
 
 class Evaluation:
     """Windows that are judged by the threshold that a run chose in validation.
 
     Args:
-        finished: What the run has trained.
-        companions: Reads the models that it builds on.
-        data: The windows.
-        asked: How they were asked for.
+        windows: Those that are judged.
+        reference: The run's own, where its result lacks what only they tell; else the same.
+        asked: How the judged ones were asked for.
 
     Attributes:
         own_split: Whether they are split as they were for training; else all of them are judged.
     """
 
-    def __init__(self, finished: FinishedModel, companions: Companions, data: CanData, asked: JudgedData) -> None:
-        self._finished = finished
-        self._companions = companions
-        self._data = data
+    def __init__(self, windows: Windows, reference: Windows, asked: JudgedData) -> None:
+        self._windows = windows
+        self._reference = reference
+        self._finished = windows.scorer.finished
+        self._data = windows.data
         self._asked = asked
         self.own_split = asked.own
-        self._rows = np.concatenate([*data.split.test.values()])
+        self._rows = np.concatenate([*self._data.split.test.values()])
 
     @property
     def dataset(self) -> str:
@@ -178,22 +200,22 @@ class Evaluation:
             threshold: Above which windows are flagged; None: the run's own.
 
         Raises:
-            CheckpointError: The run's result does not say how it scores, and its data are not there to find out.
             RunError: A score is not a finite number.
         """
-        flat, split = self._data.flat, self._data.split
-        finished = self._with_units(score)
-        windows = self._windows(finished, self._data)
+        flat, split, windows = self._data.flat, self._data.split, self._windows
+        if _lacks_units(self._finished):
+            windows.scorer.finished = self._with_units(score)
 
         def final(rows: NDArray[np.int64]) -> NDArray[np.float64]:
-            return windows.combine(score(windows, rows)) if len(rows) else np.empty(0)
+            return windows.scorer.combine(score(windows, rows)) if len(rows) else np.empty(0)
 
         scores = ModelScores(
             validation=final(split.validation), test={group: final(rows) for group, rows in split.test.items()}
         )
         decided = self._threshold(threshold)
         judgement = judge_at(flat, split, Detector(scores, decided), self._floors())
-        units = {name: value for name, value in finished.result["judgement"].items() if name == "error_units"}
+        known = windows.scorer.finished.result["judgement"]
+        units = {name: value for name, value in known.items() if name == "error_units"}
         return Verdict(
             judgement={**judgement, **units},
             samples=self._samples(scores.test, decided.value),
@@ -204,28 +226,12 @@ class Evaluation:
         """Writes a judgement as one table a group."""
         return judgement_table(judgement)  # type: ignore[arg-type]
 
-    def _windows(self, finished: FinishedModel, data: CanData) -> Windows:
-        return Windows(data, scorer_of(finished, data, self._companions))
-
     def _with_units(self, score: Score) -> FinishedModel:
-        """Adds the units of an autoencoder's errors where the result is one of an older version, which lacks them."""
-        finished, judgement = self._finished, self._finished.result["judgement"]
-        if not isinstance(finished.run.model, VgaeSettings) or "error_units" in judgement:
-            return finished
-        own = self._data if self.own_split else self._own_data()
-        rows = own.split.validation
-        units = error_units(score(self._windows(finished, own), rows[own.flat.label[rows] == 0]))
-        return replace(finished, result={**finished.result, "judgement": {**judgement, "error_units": units}})
-
-    def _own_data(self) -> CanData:
-        try:
-            return read_own(self._finished.run.dataset, self._asked)
-        except DataError as error:
-            raise CheckpointError(
-                "The run's result lacks the units of its errors, and its own data are not there to find them",
-                value=f"{self._finished.run_id}: {error.rule}: {error.value}",
-                remedy="Bring its data back (--data-root names their folder), or train anew",
-            ) from error
+        """Adds the units of errors to the result."""
+        flat, rows = self._reference.data.flat, self._reference.data.split.validation
+        units = error_units(score(self._reference, rows[flat.label[rows] == 0]))
+        result = self._finished.result
+        return replace(self._finished, result={**result, "judgement": {**result["judgement"], "error_units": units}})
 
     def _threshold(self, given: float | None) -> Threshold:
         if given is not None:

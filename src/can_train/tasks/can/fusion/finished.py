@@ -28,6 +28,7 @@ class FinishedFusion:
         companions: The models that it mixes, by role.
 
     Attributes:
+        finished: As given.
         model: The three networks, frozen and in evaluation mode, on the CPU.
 
     Raises:
@@ -35,6 +36,7 @@ class FinishedFusion:
     """
 
     def __init__(self, finished: FinishedModel, flat: FlatGraphs, companions: Mapping[str, FinishedModel]) -> None:
+        self.finished = finished
         networks = {role: FinishedNetwork(companions[role], flat) for role in (AUTOENCODER, CLASSIFIER)}
         self._pair = ScorePair(autoencoder=networks[AUTOENCODER], classifier=networks[CLASSIFIER])
         self._weights = mixing_weights(finished.run.mode.mixing_weights)
