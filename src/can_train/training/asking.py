@@ -25,8 +25,11 @@ from can_train.training.task import Companion
 ASKED_SHARE: Final = 0.9
 """Share of the tuned limit that a question's part may cost."""
 
-ASKED_AT_ONCE: Final = 4096
-"""Samples of a part beyond which it gains no more speed, and of a block whose answers wait in memory for the disk."""
+ASKED_AT_ONCE: Final = 512
+"""Mean samples of a part, beyond which it gains no more speed: a processor's caches are full long before."""
+
+BLOCK: Final = 4096
+"""Samples whose answers wait in memory for the disk."""
 
 Ask = Callable[[NDArray[np.int64]], Any]
 """Asks about some samples, all at once."""
@@ -162,8 +165,8 @@ def _limit_of(place: Place, companion: Companion, model: nn.Module, ask: Ask) ->
 
 
 def _enough(costs: BatchCosts) -> float:
-    """Cost of as many mean samples as are worth asking about at once."""
-    return float(costs.each().mean()) * ASKED_AT_ONCE
+    """Cost of as many mean samples as are worth asking about at once, of the whole limit."""
+    return float(costs.each().mean()) * ASKED_AT_ONCE / ASKED_SHARE
 
 
 def _forget(answer: Any) -> None:

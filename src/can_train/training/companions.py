@@ -23,7 +23,7 @@ from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import randomness
 from can_train.training.answers import AnswerBook, FromDevice, FromHost, FromTable, read_answers
-from can_train.training.asking import ASKED_AT_ONCE, Place, Question, Scorer, asking, where_it_fits
+from can_train.training.asking import BLOCK, Place, Question, Scorer, asking, where_it_fits
 from can_train.training.exploring import Explorer
 from can_train.training.optimization import Precision
 from can_train.training.passes import probe, seconds_a_sample
@@ -258,8 +258,8 @@ class Companions:
         rows = companion.rows
         stage = self.reporter.stage(f"asking the {companion.role}", total=len(rows), unit="samples")
         with AnswerBook(folder, companion) as book, stage as shown:
-            for start in range(0, len(rows), ASKED_AT_ONCE):
-                block = rows[start : start + ASKED_AT_ONCE]
+            for start in range(0, len(rows), BLOCK):
+                block = rows[start : start + BLOCK]
                 for answers in question.answers(block):
                     book.add(answers)
                 shown.advance(len(block))
