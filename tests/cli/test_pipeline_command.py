@@ -118,10 +118,10 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(
     assert main((*LINE, *Shelf(tmp_path).flags, "--dry-run", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["stage"] for each in found] == [
-        "autoencoder", "normal", "curriculum", "student", "knowledge_distillation", "fusion",
+        "autoencoder", "normal", "curriculum", "student", "student_no_identity", "knowledge_distillation", "fusion",
     ]  # fmt: skip
     assert {each["what"] for each in found} == {"new"}
-    assert found[4]["stages_built_on"] == {"teacher": "curriculum", "without_teacher": "student"}
+    assert found[5]["stages_built_on"] == {"teacher": "curriculum", "without_teacher": "student"}
     assert main((*LINE, *Shelf(tmp_path).flags, "--dry-run")) == 0
     assert "teacher: curriculum, without teacher: student" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

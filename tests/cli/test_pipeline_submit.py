@@ -49,11 +49,11 @@ def test_each_stage_waits_for_the_jobs_of_all_that_it_builds_on(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = sent(capsys)
-    assert [each["job_id"] for each in found.values()] == ["41", "42", "43", "44", "45", "46"]
+    assert [each["job_id"] for each in found.values()] == ["41", "42", "43", "44", "45", "46", "47"]
     assert re.findall(r"--dependency=(\S+)", (slurm / "sent").read_text()) == [
         "afterok:41",
         "afterok:43,afterok:44",
-        "afterok:41,afterok:45",
+        "afterok:41,afterok:46",
     ]
     after = {run.run_id: run.after for run in Registry(slurm / "state").runs()}
     ids = {stage: each["run_id"] for stage, each in found.items()}

@@ -162,7 +162,7 @@ def test_with_a_choice_each_way_is_measured_and_one_is_taken(tmp_path: Path) -> 
 
 
 def test_a_companion_that_does_not_fit_on_the_device_is_not_put_there(tmp_path: Path) -> None:
-    meter, oracle = open_meter("sim:16MiB"), Oracle(placements=("device", "offload"), hunger=2**21)
+    meter, oracle = open_meter("sim:4MiB"), Oracle(placements=("device", "offload"), hunger=2**19)
     task = AskingTask(oracle)
     with meter.active():
         (plan,) = desk(tmp_path, task, meter).decide(task.build_model())

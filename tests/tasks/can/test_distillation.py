@@ -55,11 +55,9 @@ def test_a_student_that_is_killed_ends_with_the_same_weights(
     ("model", "way"),
     [
         ("gat", "device"),
-        ("gat", "cache"),
         ("gat", "offload"),
         ("vgae", "device"),
         ("vgae", "cache"),
-        ("vgae", "offload"),
     ],
 )
 def test_the_peak_of_a_student_is_predicted_teacher_and_cache_included(
