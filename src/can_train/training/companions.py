@@ -116,7 +116,8 @@ class Companions:
             if plan.placement == "cache":
                 table, peak_bytes = self._table(companion)
                 answers = FromTable(companion, self.meter.device, table)
-                plan = replace(plan, peak_bytes=peak_bytes)
+                # In a run that goes on, an earlier attempt may have asked.
+                plan = replace(plan, peak_bytes=peak_bytes or plan.peak_bytes)
             else:
                 answers = self._source(companion, plan.placement)
             self.task.listen(plan.role, answers)  # type: ignore[attr-defined]
@@ -153,10 +154,10 @@ class Companions:
         return Precision.named(self.training.precision).dtype
 
     def _decided(self, companion: Companion, model: nn.Module) -> CompanionPlan:
-        plan = CompanionPlan(role=companion.role, name=companion.name, placement=companion.placements[0])
         # On the host itself a companion that stays there is one that stays on the device.
         is_host = isinstance(self.meter, CpuMeter) and not isinstance(self.meter, TargetMeter)
         ways = [way for way in companion.placements if way != "offload" or not is_host] or companion.placements
+        plan = CompanionPlan(role=companion.role, name=companion.name, placement=ways[0])
         if len(ways) == 1:
             return plan
         with self.reporter.stage(f"placing the {companion.role}", unit="ways") as stage:
@@ -166,7 +167,7 @@ class Companions:
                 stage.advance(1)
         if not costs:
             # Planning says what does not fit, of the way that needs least.
-            return replace(plan, placement="cache" if "cache" in companion.placements else plan.placement)
+            return replace(plan, placement="cache" if "cache" in ways else plan.placement)
         measured = replace(plan, costs=tuple(costs))
         return measured.on(self.meter.capacity_bytes, samples=len(self.task.train_rows) * self.training.epochs)
 
