@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.memory.meters import Meter
+from can_train.policy.ragged import members
 from can_train.reporter import Reporter
 from can_train.state.array_folder import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train.training.task import Companion
@@ -89,7 +90,7 @@ class FromTable:
         self._device = device
         self._table = table
         self._rows = companion.rows
-        self._starts = {
+        self._ptr = {
             name: np.concatenate([[0], np.cumsum(lengths)])
             for name, lengths in companion.lengths(companion.rows).items()
         }
@@ -111,10 +112,7 @@ class FromTable:
         return {name: self._taken(name, positions).to(self._device, copy=True) for name in self._table}
 
     def _taken(self, name: str, positions: NDArray[np.int64]) -> Tensor:
-        starts = self._starts[name]
-        first, counts = starts[positions], starts[positions + 1] - starts[positions]
-        shift = first - (counts.cumsum() - counts)
-        return torch.from_numpy(self._table[name].take(np.arange(counts.sum()) + np.repeat(shift, counts), axis=0))
+        return torch.from_numpy(self._table[name].take(members(self._ptr[name], positions).positions, axis=0))
 
 
 def read_answers(folder: Path, companion: Companion, reporter: Reporter) -> dict[str, Any] | None:

@@ -111,7 +111,7 @@ class Companions:
         told: list[CompanionPlan] = []
         resident: list[Tensor] = []
         for plan in plans:
-            companion = next(one for one in companions_of(self.task) if one.role == plan.role)
+            companion = self._of(plan.role)
             answers: FromDevice | FromHost | FromTable
             if plan.placement == "cache":
                 table, peak_bytes = self._table(companion)
@@ -133,7 +133,7 @@ class Companions:
         """
         resident: list[Tensor] = []
         for plan in plans:
-            companion = next(one for one in companions_of(self.task) if one.role == plan.role)
+            companion = self._of(plan.role)
             answers = self._source(companion, plan.placement)
             self.task.listen(plan.role, answers)  # type: ignore[attr-defined]
             resident += answers.resident
@@ -141,12 +141,15 @@ class Companions:
 
     def score(self, role: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Scores samples with a companion, in parts that fit."""
-        companion = next(one for one in companions_of(self.task) if one.role == role)
+        companion = self._of(role)
         if role not in self._scorers:
             self._scorers[role] = where_it_fits(
                 self._place, lambda place: Scorer(place, companion), lambda: self._say_host(companion)
             )
         return self._scorers[role](rows)
+
+    def _of(self, role: str) -> Companion:
+        return next(one for one in companions_of(self.task) if one.role == role)
 
     @property
     def dtype(self) -> torch.dtype:

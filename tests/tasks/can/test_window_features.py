@@ -3,8 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from can_train.policy.ragged import members
 from can_train.tasks.can.flat import NODE_FEATURES
-from can_train.tasks.can.window_features import FRAMES_PER_CHUNK, members, window_features
+from can_train.tasks.can.window_features import FRAMES_PER_CHUNK, window_features
 from windows_by_hand import windows_of
 
 FLAT = windows_of([[1, 2, 1, 1], [5, 5, 5, 5], [1, 2, 3, 4], [2, 3, 2, 3]])

@@ -22,7 +22,7 @@ from can_train.tasks.can.flat import EDGE_FEATURES, NODE_FEATURES, FlatGraphs
 from can_train.tasks.can.gather import GRAPH_FEATURES, Gatherer, GraphBatch
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models.building import build_network
-from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
+from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics, known_ids
 from can_train.tasks.can.settings import GatSettings
 
 ASKED_ONCE: Final[tuple[str, ...]] = ("cache",)
@@ -288,7 +288,7 @@ def _shape_differences(weights: Mapping[str, Any]) -> list[str]:
 
 
 def _vocabulary_differences(weights: Mapping[str, Any], data: CanData) -> list[str]:
-    mine = set(InputStatistics.fit(data.flat, data.split.train).vocabulary.tolist())
+    mine = set(known_ids(data.flat, data.split.train).tolist())
     its = set(np.asarray(weights["inputs.vocabulary"]).tolist())
     if mine == its:
         return []

@@ -255,12 +255,7 @@ class Evaluation:
         run, data = self._finished.run, self._data
         if not self.own_split:
             return Floors(tuple(constant_floors()), dict.fromkeys(FITTED_FLOORS, _NOT_FITTED))
-        options = JudgingOptions(
-            supervised=not isinstance(run.model, VgaeSettings),
-            validation_fpr=run.mode.validation_fpr,
-            floors=run.mode.floors,
-            seed=run.training.seed,
-        )
+        options = JudgingOptions.of(run, supervised=not isinstance(run.model, VgaeSettings))
         return own_floors(data.flat, data.split, options)
 
     def _samples(

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.ensemble import IsolationForest, RandomForestClassifier
 
+from can_train.policy.ragged import members
 from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.thresholds import Threshold, choose_threshold
-from can_train.tasks.can.window_features import in_chunks, members, window_features
+from can_train.tasks.can.window_features import in_chunks, window_features
 
 MAX_FOREST_WINDOWS: Final = 20_000
 """Training windows a forest is fitted on: at worst, on noise, a quarter of a minute on two cores."""

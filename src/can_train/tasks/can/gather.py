@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from can_train.policy.features import Feature
+from can_train.policy.ragged import members
 from can_train.tasks.can.flat import FlatGraphs
 
 GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
@@ -83,17 +84,16 @@ class Gatherer:
     def __call__(self, rows: NDArray[np.int64] | Tensor) -> GraphBatch:
         """Gathers the graphs `rows` [B], in that order."""
         flat, rows = self._flat, np.asarray(rows)
-        nodes, num_nodes = _members(flat.node_ptr, rows)
-        edges, num_edges = _members(flat.edge_ptr, rows)
-        first_node = np.repeat(num_nodes.cumsum() - num_nodes, num_edges)  # [E]
-        edge_index = np.empty((2, len(edges)), dtype=np.int64)
-        np.add(self._edge_ends.take(edges, axis=0).T, first_node, out=edge_index)
+        nodes, edges = members(flat.node_ptr, rows), members(flat.edge_ptr, rows)
+        first_node = np.repeat(nodes.starts, edges.sizes)  # [E]
+        edge_index = np.empty((2, len(first_node)), dtype=np.int64)
+        np.add(self._edge_ends.take(edges.positions, axis=0).T, first_node, out=edge_index)
         return GraphBatch(
-            x=torch.from_numpy(flat.node_features.take(nodes, axis=0)),
+            x=torch.from_numpy(flat.node_features.take(nodes.positions, axis=0)),
             edge_index=torch.from_numpy(edge_index),
-            edge_attr=torch.from_numpy(flat.edge_features.take(edges, axis=0)),
-            can_id=torch.from_numpy(flat.ids.take(flat.node_code.take(nodes))),
-            batch=torch.from_numpy(np.repeat(np.arange(len(rows)), num_nodes)),
+            edge_attr=torch.from_numpy(flat.edge_features.take(edges.positions, axis=0)),
+            can_id=torch.from_numpy(flat.ids.take(flat.node_code.take(nodes.positions))),
+            batch=torch.from_numpy(np.repeat(np.arange(len(rows)), nodes.sizes)),
             label=torch.from_numpy(flat.label[rows].astype(np.int64)),
         )
 
@@ -111,11 +111,3 @@ class Gatherer:
             source, target = self._flat.edge_index[:, ptr[0] : ptr[-1]]
             counts.append(np.add.reduceat(source != target, ptr[:-1] - ptr[0], dtype=np.int64))
         return np.concatenate(counts)
-
-
-def _members(ptr: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns where the nodes (or edges) of the graphs `rows` are, graph after graph, and [B] how many each has."""
-    start = ptr[rows]
-    count = ptr[rows + 1] - start
-    shift = start - (count.cumsum() - count)  # from a position in the batch to one in the flat arrays
-    return np.arange(count.sum()) + np.repeat(shift, count), count

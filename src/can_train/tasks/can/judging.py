@@ -13,6 +13,7 @@ from typing import Final, NotRequired, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
 from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.floors import Floors, fit_floors
@@ -73,6 +74,12 @@ class JudgingOptions:
     validation_fpr: float
     floors: bool
     seed: int
+
+    @classmethod
+    def of(cls, run: ResolvedRun, *, supervised: bool) -> "JudgingOptions":
+        """Reads them from a run's settings."""
+        mode, seed = run.mode, run.training.seed
+        return cls(supervised=supervised, validation_fpr=mode.validation_fpr, floors=mode.floors, seed=seed)
 
 
 class FolderJudgement(TypedDict):

@@ -1,15 +1,16 @@
 """Windows as rows of a plain table, for detectors that are not graph models: how a window's nodes and edges are
 distributed, how many there are, how long it lasted. No ID and no absolute time is among the columns.
 
-Shapes: R chosen windows, S members (nodes or edges) of those windows, F features of a member, C columns.
+Shapes: R chosen windows, F features of a member (a node or an edge), C columns.
 """
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from can_train.policy.ragged import Members, members
 from can_train.tasks.can.flat import FlatGraphs
 
 FRAMES_PER_CHUNK: Final = 200_000
@@ -22,27 +23,6 @@ def in_chunks(flat: FlatGraphs, rows: NDArray[np.int64]) -> Iterator[NDArray[np.
     step = max(1, FRAMES_PER_CHUNK // flat.window)
     for start in range(0, len(rows), step):
         yield rows[start : start + step]
-
-
-class Members(NamedTuple):
-    """The nodes (or edges) of chosen windows, window after window.
-
-    Attributes:
-        positions: [S] where they are in the flat arrays.
-        starts: [R] where each window begins among them.
-        sizes: [R] how many each window has.
-    """
-
-    positions: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-
-
-def members(ptr: NDArray[np.int64], rows: NDArray[np.int64]) -> Members:
-    """Finds the nodes (or edges) of windows `rows` [R], given the [G + 1] bounds of every window's."""
-    sizes = ptr[rows + 1] - ptr[rows]
-    starts = np.cumsum(sizes) - sizes
-    return Members(np.arange(sizes.sum()) + np.repeat(ptr[rows] - starts, sizes), starts, sizes)
 
 
 def window_features(flat: FlatGraphs, rows: NDArray[np.int64]) -> NDArray[np.float32]:

@@ -41,16 +41,13 @@ class InputStatistics:
     @classmethod
     def fit(cls, flat: FlatGraphs, rows: NDArray[np.int64]) -> "InputStatistics":
         """Fits vocabulary and scale on the windows `rows`, a block of windows at a time."""
-        seen = np.zeros(len(flat.ids), dtype=bool)
         nodes, edges = _Moments(len(NODE_FEATURES)), _Moments(len(EDGE_FEATURES))
-        for start, stop in _contiguous(rows[flat.label[rows] == 0]):
-            seen[flat.node_code[flat.node_ptr[start] : flat.node_ptr[stop]]] = True
         for start, stop in _contiguous(rows):
             node_part = slice(flat.node_ptr[start], flat.node_ptr[stop])
             edge_part = slice(flat.edge_ptr[start], flat.edge_ptr[stop])
             nodes.add(flat.node_features[node_part])
             edges.add(flat.edge_features[edge_part])
-        return cls(vocabulary=flat.ids[seen], node_mean=nodes.mean, node_std=nodes.std,
+        return cls(vocabulary=known_ids(flat, rows), node_mean=nodes.mean, node_std=nodes.std,
                    edge_mean=edges.mean, edge_std=edges.std)  # fmt: skip
 
     @classmethod
@@ -59,6 +56,14 @@ class InputStatistics:
         node, edge = len(NODE_FEATURES), len(EDGE_FEATURES)
         return cls(vocabulary=np.arange(vocabulary_size), node_mean=np.zeros(node), node_std=np.ones(node),
                    edge_mean=np.zeros(edge), edge_std=np.ones(edge))  # fmt: skip
+
+
+def known_ids(flat: FlatGraphs, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Returns [V] the vocabulary that the windows `rows` make (see `InputStatistics`)."""
+    seen = np.zeros(len(flat.ids), dtype=bool)
+    for start, stop in _contiguous(rows[flat.label[rows] == 0]):
+        seen[flat.node_code[flat.node_ptr[start] : flat.node_ptr[stop]]] = True
+    return flat.ids[seen]
 
 
 class InputEncoder(nn.Module):

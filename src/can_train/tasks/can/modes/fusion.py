@@ -4,7 +4,7 @@ autoencoder's anomaly score makes the better alarm. Both are finished models, as
 Shapes: G windows of the data set, R rows (windows), A mixing weights.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -22,10 +22,9 @@ from can_train.tasks.can.fusion.agent import FusionAgent, as_agent
 from can_train.tasks.can.fusion.batch import MixingProblem, PolicyBatch, ReplayBatch, numpy_generator
 from can_train.tasks.can.fusion.pair import AUTOENCODER, CLASSIFIER, ScorePair
 from can_train.tasks.can.fusion.states import WindowScores, mixing_weights, next_windows
+from can_train.tasks.can.losses import Answers
 from can_train.tasks.can.modes.classifier import check_classes
 from can_train.tasks.can.modes.windows import Score, WindowTask
-
-Answers = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]
 
 ASKED_AT_ONCE: Final = 2**16
 """Windows whose answers are taken at a time: a megabyte, wherever they lie."""

@@ -95,10 +95,4 @@ class WindowTask:
         # Sees scikit-learn, which takes a second to import: only a run that ends pays.
         from can_train.tasks.can.judging import JudgingOptions
 
-        mode = self._run.mode
-        return JudgingOptions(
-            supervised=supervised,
-            validation_fpr=mode.validation_fpr,
-            floors=mode.floors,
-            seed=self._run.training.seed,
-        )
+        return JudgingOptions.of(self._run, supervised=supervised)
