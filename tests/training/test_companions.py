@@ -49,6 +49,17 @@ def test_answers_are_the_companions_own_wherever_they_come_from(tmp_path: Path, 
         assert_answers(task, oracle, [4])
 
 
+@pytest.mark.parametrize("placement", ["device", "cache", "offload"])
+def test_a_companion_of_double_precision_answers_wherever_it_is_asked(tmp_path: Path, placement: str) -> None:
+    oracle = Oracle()
+    rows = np.array([5, 3])
+    oracle.model.double()
+    task = AskingTask(oracle)
+    desk(tmp_path, task, precision="fp64").listen([planned(placement)])
+    expected = oracle.model(torch.from_numpy(np.repeat(rows, rows % 4)).double()[:, None])
+    torch.testing.assert_close(task.told["oracle"](rows)["word"].double(), expected, rtol=1e-6, atol=1e-6)
+
+
 @given(rows=st.lists(st.integers(0, 69), min_size=1, max_size=20))
 def test_a_table_finds_each_samples_own_rows(rows: list[int]) -> None:
     oracle = Oracle()

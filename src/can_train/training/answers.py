@@ -67,11 +67,13 @@ class FromHost:
     def __init__(self, companion: Companion, meter: Meter) -> None:
         self._companion = companion
         self._meter = meter
+        # As its run trained it: weights of double precision take no features of single precision.
+        self._dtype = next(companion.model.parameters()).dtype
 
     def __call__(self, rows: NDArray[np.int64]) -> Mapping[str, Tensor]:
         """Asks the model on the host."""
         with self._meter.host(), torch.no_grad(), torch.autocast(self._meter.device.type, enabled=False):
-            answers = self._companion.answer(self._companion.model, rows, _HOST, torch.float32)
+            answers = self._companion.answer(self._companion.model, rows, _HOST, self._dtype)
         return {name: answer.to(self._meter.device, copy=True) for name, answer in answers.items()}
 
 
