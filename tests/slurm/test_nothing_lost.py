@@ -235,8 +235,9 @@ def node_down(stage: Stage) -> Run:
     run.stop()
     stage.set_node("down")
     stage.slurm.wait_for(lambda: "PENDING" in stage.slurm.queue(run.job, "%T"))
-    # It goes on where it was not allowed to begin.
-    stage.slurm.command("scontrol", "update", f"JobId={run.job}", "ExcNodeList=")
+    # It goes on where it was not allowed to begin. The other node is back at once, while what SLURM ended there still
+    # holds on: SLURM holds a job that comes back to such a node ("launch failed requeued held").
+    stage.slurm.command("scontrol", "update", f"JobId={run.job}", f"ExcNodeList={stage.events}")
     run.finish()
     stage.mend_node()
     return run
