@@ -75,6 +75,25 @@ class BufferedTask(CostlyTask):
         return model
 
 
+class HeavyNet(CostlyNet):
+    """A net with 8 MiB of weights more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heavy = nn.Parameter(torch.zeros(2 * MIB))
+
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        out: Tensor = super().forward(x, *more) + self.heavy.mean()
+        return out
+
+
+class HeavyTask(CostlyTask):
+    """Points for that net."""
+
+    def build_model(self) -> nn.Module:
+        return HeavyNet()
+
+
 def session_on(folder: Path, task: CostlyTask, capacity_mib: int, **training: Any) -> Session:
     meter = SimulatedMeter(capacity_mib * MIB, expandable=True)
     parts = replace(line_parts(folder, task, **({"batch_size": 30} | training)), meter=meter)
@@ -108,6 +127,16 @@ def test_a_sample_that_does_not_fit_is_named_after_a_checkpoint(tmp_path: Path) 
 def test_a_plan_counts_the_copies_of_buffers_that_a_step_holds(tmp_path: Path, capacity_mib: int, whole: bool) -> None:
     session = session_on(tmp_path, BufferedTask(), capacity_mib)
     assert (session.plan.most_parts == 1) == whole
+    train(session)
+    predicted = session.run_plan.predicted_peak_bytes
+    assert predicted is not None
+    assert session.peak_bytes == pytest.approx(predicted, rel=0.03)
+
+
+@pytest.mark.parametrize("capacity_mib", [1000, 70])
+def test_the_first_step_takes_no_more_than_the_plan_says(tmp_path: Path, capacity_mib: int) -> None:
+    """It makes the optimizer's state, whose place was held until then."""
+    session = session_on(tmp_path, HeavyTask(), capacity_mib, batch_size=5, epochs=1)
     train(session)
     predicted = session.run_plan.predicted_peak_bytes
     assert predicted is not None

@@ -95,6 +95,15 @@ def test_the_plan_names_the_limit_that_decided(tmp_path: Path, training: Any, ba
     assert plan.plan.largest_cost <= plan.plan.rules.safe_limit
 
 
+@pytest.mark.parametrize("batch", [1, 60])
+def test_evaluation_takes_no_more_memory_than_a_step(tmp_path: Path, batch: int) -> None:
+    plan, _ = planned(tmp_path, HungryTask(), 400, batch_size=batch)
+    assert plan.limits is not None and plan.predicted_peak_bytes is not None
+    cost, evaluation = plan.evaluation_limit.cost, plan.limits.evaluation
+    assert 0 < cost <= FACTOR.provisional * evaluation.tuned_limit
+    assert evaluation.peak_bytes(cost) <= plan.predicted_peak_bytes * 1.000001
+
+
 @pytest.mark.parametrize("training", [{"find_batch_size": "off", "batch_size": 30}, {"micro_batch_size": 8}])
 def test_a_plan_that_needs_no_limit_tries_nothing_but_whether_samples_are_coupled(
     tmp_path: Path, training: dict[str, Any]

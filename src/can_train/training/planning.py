@@ -79,17 +79,20 @@ class RunPlan:
 
     @property
     def evaluation_limit(self) -> PartLimit:
-        """What a part of an evaluation may hold."""
+        """What a part of an evaluation may hold: its share of the limit, and no more memory than a step takes."""
         if self.limits is None:
             return PartLimit(samples=self.plan.largest_micro_batch)
-        return PartLimit(cost=(self.plan.safety_factor or 1.0) * self.limits.evaluation.tuned_limit)
+        evaluation = self.limits.evaluation
+        share = (self.plan.safety_factor or 1.0) * evaluation.tuned_limit
+        return PartLimit(cost=min(share, evaluation.cost_within(self._step_peak_bytes(self.limits))))
 
     @property
     def predicted_peak_bytes(self) -> float | None:
-        """Peak of a step; None without a cost model."""
-        if self.limits is None:
-            return None
-        return self.limits.step_peak_bytes(self.plan.largest_cost, self.plan.largest_later_cost)
+        """Peak of a step, which evaluation stays below; None without a cost model."""
+        return None if self.limits is None else self._step_peak_bytes(self.limits)
+
+    def _step_peak_bytes(self, limits: DeviceLimits) -> float:
+        return limits.step_peak_bytes(self.plan.largest_cost, self.plan.largest_later_cost)
 
     def used(self, largest_cost: float) -> float | None:
         """A micro-batch's cost ÷ tuned limit; None where that limit was not searched for, or not reached: such a run
