@@ -98,7 +98,8 @@ def test_the_plan_names_the_limit_that_decided(tmp_path: Path, training: Any, ba
 @pytest.mark.parametrize("batch", [1, 60])
 def test_evaluation_takes_no_more_memory_than_a_step(tmp_path: Path, batch: int) -> None:
     plan, _ = planned(tmp_path, HungryTask(), 400, batch_size=batch)
-    assert plan.limits is not None and plan.predicted_peak_bytes is not None
+    assert plan.limits is not None
+    assert plan.predicted_peak_bytes is not None
     cost, evaluation = plan.evaluation_limit.cost, plan.limits.evaluation
     assert 0 < cost <= FACTOR.provisional * evaluation.tuned_limit
     assert evaluation.peak_bytes(cost) <= plan.predicted_peak_bytes * 1.000001
