@@ -21,26 +21,29 @@ from can_train.engine.ranks import Ranks
 from can_train.memory.meters import open_meter
 from can_train.training import loop
 from can_train.training.session import make_session
-from line_fit import Notices, fixed, line_parts
+from line_fit import LineBatch, Notices, fixed, line_parts
 
 SLOW_S = 0.02
 ROUNDING = 1e-6
 
 
 class FirmOracle(Oracle):
-    """Says something of every sample, to some ranks with another last digit.
+    """Says something of every sample.
 
     Args:
         rank: Who asks.
+        rounding: By how much it says something else to each rank.
         trouble: The rank that something happens to, and what: `kill`, `no memory`; `slow`: on its device the oracle is
             slow, on the host it is to the other ranks.
     """
 
-    def __init__(self, *, rank: int, trouble: tuple[int, str], placements: Sequence[str], numbers: int) -> None:
+    def __init__(
+        self, *, rank: int, rounding: float, trouble: tuple[int, str], placements: Sequence[str], numbers: int
+    ) -> None:
         torch.manual_seed(0)
         super().__init__(placements=placements, hunger=1)
         self.model.extra = nn.Linear(1, numbers).requires_grad_(False)
-        self.rank = rank
+        self.rank, self.rounding = rank, rounding
         self.how = trouble[1] if trouble[0] == rank else ""
         self.slow_on_device, self.slow_on_host = (trouble[1] == "slow" and mine for mine in (self.how, not self.how))
 
@@ -59,10 +62,32 @@ class FirmOracle(Oracle):
             time.sleep(SLOW_S)
         each = torch.from_numpy(np.sin(rows.astype(np.float64) % 9)).to(device, dtype)[:, None]
         noise = torch.from_numpy(np.cos(rows.astype(np.float64) * (1 + self.rank))).to(device, dtype)[:, None]
-        return {"word": model(each) + ROUNDING * noise}
+        return {"word": model(each) + self.rounding * noise}
 
 
-class SteeredTask(AskingTask):
+class TaughtTask(AskingTask):
+    """Points of which the oracle knows where they lie."""
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> "TaughtBatch":
+        return TaughtBatch(self._x[rows].to(device, dtype), rows, self.told)
+
+
+class TaughtBatch(LineBatch):
+    """Some of them."""
+
+    def __init__(self, x: Tensor, rows: NDArray[np.int64], told: Mapping[str, Any]) -> None:
+        super().__init__(x, 10**9)
+        self._rows = rows
+        self._told = told
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
+        aims = self._told["oracle"](self._rows[start:stop])["word"][:, :1].to(self._x.dtype)
+        return {"error": ((model(self._x[start:stop]) - aims).square().sum(), float(stop - start))}
+
+
+class SteeredTask(TaughtTask):
     """Points of which the first epochs have those that the oracle finds largest."""
 
     def listen(self, role: str, answers: Any) -> None:
@@ -95,11 +120,14 @@ def ask_together(
         placements: Where answers may come from.
         capacities_mib: Of each rank's simulated GPU; none: the CPU.
         numbers: Weights of the oracle.
-        own_cache: Whether no rank sees the answers that another one has written down.
+        own_cache: Whether no rank sees the answers that another one has written down; each is told a bit different ones.
         steered: Whether the answers decide what is trained on.
     """
-    oracle = FirmOracle(rank=ranks.rank, trouble=trouble, placements=placements, numbers=numbers)
-    task = (SteeredTask if steered else AskingTask)(oracle)
+    oracle = FirmOracle(
+        rank=ranks.rank, rounding=ROUNDING if own_cache else 0.0, trouble=trouble, placements=placements,
+        numbers=numbers,
+    )  # fmt: skip
+    task = (SteeredTask if steered else TaughtTask)(oracle)
     state = folder / (f"state-{ranks.rank}" if own_cache else "state")
     settings = {"paths.state_dir": str(state), "training.precision": "fp64", "training.scheduler": "constant",
                 "training.batch_size": 20, "training.micro_batch_size": 20, "training.epochs": 4}  # fmt: skip

@@ -173,9 +173,7 @@ def train_windows(ranks: Ranks, folder: Path, *, model: str, state: Path) -> Non
     _train(ranks, folder, RunRequest(model=model, dataset="synthetic", size="student", device="cpu", values=values))
 
 
-def train_mode(
-    ranks: Ranks, folder: Path, *, model: str, mode: str, log: Path, values: Mapping[str, Any]
-) -> None:
+def train_mode(ranks: Ranks, folder: Path, *, model: str, mode: str, log: Path, values: Mapping[str, Any]) -> None:
     """Trains a mode on the windows of a log, from the data to the judgement."""
     paths = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
     _train(

@@ -28,6 +28,13 @@ def relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
+@pytest.mark.parametrize("way", ["device", "cache", "offload"])
+def test_two_ranks_learn_from_answers_as_one_does_wherever_they_come_from(tmp_path: Path, way: str) -> None:
+    (alone,), shared = (asked(tmp_path / str(ranks), ranks, placements=(way,)) for ranks in (1, 2))
+    assert relative_error(shared[0]["weights"], alone["weights"]) <= 1e-10
+    assert torch.equal(shared[1]["weights"], shared[0]["weights"])
+
+
 @pytest.mark.parametrize(("slow", "taken"), [(0, "offload"), (1, "device")])
 def test_the_first_rank_decides_for_all_where_answers_come_from(tmp_path: Path, slow: int, taken: str) -> None:
     ranks = asked(tmp_path, 2, placements=WAYS, capacities_mib=(64, 64), trouble=(slow, "slow"))
@@ -49,7 +56,7 @@ def test_what_one_rank_has_written_down_no_other_asks(tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_told_different_things_train_on_the_same_samples(tmp_path: Path) -> None:
-    (alone,) = asked(tmp_path / "alone", 1, steered=True)
+    (alone,) = asked(tmp_path / "alone", 1, steered=True, own_cache=True)
     several = asked(tmp_path / "several", 2, steered=True, own_cache=True)
     assert all(rank["asked"] > 0 for rank in several)
     assert relative_error(several[1]["weights"], alone["weights"]) <= 1e-10

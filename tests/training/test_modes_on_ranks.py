@@ -17,7 +17,7 @@ from training_worlds import train_mode
 pytestmark = pytest.mark.slow
 
 SETTINGS = {
-    "training.epochs": 3, "training.precision": "fp64", "training.batch_size": 40, "training.micro_batch_size": 40,
+    "training.epochs": 2, "training.precision": "fp64", "training.batch_size": 40, "training.micro_batch_size": 40,
     "training.optimizer": "sgd", "training.lr": 0.1, "training.scheduler": "constant", "mode.floors": False,
     "dataset.window": 20, "dataset.stride": 20,
 }  # fmt: skip
@@ -30,9 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @cache
 def finished(model: str) -> Path:
-    """A finished run in double precision: where it answers on the host, it computes as it was trained."""
-    settings = {"training.precision": "fp64", **SMALL[model]}
-    return finished_run(model, **{name.replace(".", "__"): value for name, value in settings.items()})
+    return finished_run(model, **{name.replace(".", "__"): value for name, value in SMALL[model].items()})
 
 
 def settings_of(model: str, mode: str) -> dict[str, Any]:
@@ -75,9 +73,7 @@ def assert_same(shared: Path, alone: Path) -> None:
     assert result(shared)["steps"] == result(alone)["steps"]
 
 
-@pytest.mark.parametrize(
-    ("model", "way"), [("gat", "device"), ("gat", "cache"), ("gat", "offload"), ("vgae", "cache")]
-)
+@pytest.mark.parametrize(("model", "way"), [("gat", "device"), ("vgae", "cache")])
 def test_two_ranks_teach_a_student_as_one_does(tmp_path: Path, model: str, way: str) -> None:
     alone, shared = trained(tmp_path, model, "knowledge_distillation", **{"mode.teacher_placement": way})
     assert_same(shared, alone)
