@@ -120,7 +120,7 @@ def ask_together(
         placements: Where answers may come from.
         capacities_mib: Of each rank's simulated GPU; none: the CPU.
         numbers: Weights of the oracle.
-        own_cache: Whether no rank sees the answers that another one has written down; each is told a bit different ones.
+        own_cache: Whether no rank sees the answers that another one has written down; each is told others, a bit.
         steered: Whether the answers decide what is trained on.
     """
     oracle = FirmOracle(
