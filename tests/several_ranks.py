@@ -12,6 +12,10 @@ from typing import Any
 from can_train.engine.ranks import RankPlace, Ranks, join_ranks
 from can_train.errors import CanTrainError
 
+_COSTLY = ["torch.distributed", "torch_geometric.nn", "sklearn.pipeline", "can_train.config.compose",
+           "can_train.training.run"]  # fmt: skip
+"""What takes seconds to import."""
+
 TIMEOUT_S = 180
 """After which whoever still waits is stuck."""
 
@@ -35,7 +39,7 @@ def run_ranks(size: int, world: World, folder: Path, **options: Any) -> list[int
 def start_ranks(size: int, world: World, folder: Path, **options: Any) -> list[BaseProcess]:
     """Starts them. They come from a process that has imported torch already, which takes seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "can_train.training.run", "torch_geometric.nn"])
+    context.set_forkserver_preload(_COSTLY)
     port = _free_port()
     processes = []
     for rank in range(size):

@@ -170,7 +170,20 @@ def train_windows(ranks: Ranks, folder: Path, *, model: str, state: Path) -> Non
         "paths.runs_dir": str(folder / "runs"),
         "paths.state_dir": str(state),
     }
-    run = resolve(RunRequest(model=model, dataset="synthetic", size="student", device="cpu", values=values))
+    _train(ranks, folder, RunRequest(model=model, dataset="synthetic", size="student", device="cpu", values=values))
+
+
+def train_mode(ranks: Ranks, folder: Path, *, model: str, mode: str, log: Path, values: Mapping[str, Any]) -> None:
+    """Trains a mode on the windows of a log, from the data to the judgement."""
+    paths = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
+    _train(
+        ranks,
+        folder,
+        RunRequest(model=model, mode=mode, dataset=str(log), size="student", device="cpu", values={**values, **paths}),
+    )
+
+
+def _train(ranks: Ranks, folder: Path, request: RunRequest) -> None:
     reporter = Notices()
-    outcome = train_new(run, reporter, ranks)
+    outcome = train_new(resolve(request), reporter, ranks)
     torch.save((outcome.summary, reporter.texts), folder / f"outcome-{ranks.rank}.pt")

@@ -72,7 +72,7 @@ def test_a_blank_table_has_the_shape_of_the_answers_and_takes_no_memory() -> Non
     oracle = Oracle()
     blank = FromTable.blank(oracle, CPU)
     assert blank(np.array([7, 6]))["word"].tolist() == [[0.0] * 3] * 5
-    assert blank._table["word"].strides == (0, 0)
+    assert blank.table["word"].strides == (0, 0)
 
 
 def test_what_was_answered_once_is_not_asked_again(tmp_path: Path) -> None:

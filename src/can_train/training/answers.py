@@ -4,6 +4,7 @@ where they were written down once. Which of them is used is decided elsewhere.
 Shapes: R rows (samples).
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -84,13 +85,17 @@ class FromTable:
         companion: The companion.
         device: Where they go to.
         table: By output, one row after another for each of the companion's samples.
+
+    Attributes:
+        table: As given.
     """
 
     resident: Sequence[Tensor] = ()
 
     def __init__(self, companion: Companion, device: torch.device, table: Mapping[str, NDArray[np.float32]]) -> None:
+        self._companion = companion
         self._device = device
-        self._table = table
+        self.table = table
         self._rows = companion.rows
         self._ptr = {
             name: np.concatenate([[0], np.cumsum(lengths)])
@@ -111,10 +116,21 @@ class FromTable:
     def __call__(self, rows: NDArray[np.int64]) -> Mapping[str, Tensor]:
         """Looks up the answers for some of the companion's samples."""
         positions = np.searchsorted(self._rows, rows)
-        return {name: self._taken(name, positions).to(self._device, copy=True) for name in self._table}
+        return {name: self._taken(name, positions).to(self._device, copy=True) for name in self.table}
+
+    def with_table(self, table: Mapping[str, NDArray[np.float32]]) -> "FromTable":
+        """Returns other answers for the same samples."""
+        return FromTable(self._companion, self._device, table)
+
+    def checksum(self) -> int:
+        """Returns a number that other answers, most likely, do not have."""
+        checksum = 0
+        for name in sorted(self.table):
+            checksum = zlib.crc32(np.ascontiguousarray(self.table[name]).data, checksum)
+        return checksum
 
     def _taken(self, name: str, positions: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(self._table[name].take(members(self._ptr[name], positions).positions, axis=0))
+        return torch.from_numpy(self.table[name].take(members(self._ptr[name], positions).positions, axis=0))
 
 
 def read_answers(folder: Path, companion: Companion, reporter: Reporter) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.training import TrainingSettings
+from can_train.engine.ranks import Ranks
 from can_train.errors import DoesNotFitError, StateError
 from can_train.memory.meters import CpuMeter, Meter, TargetMeter
 from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
@@ -28,6 +29,12 @@ from can_train.training.exploring import Explorer
 from can_train.training.optimization import Precision
 from can_train.training.passes import probe, seconds_a_sample
 from can_train.training.task import Companion, Task
+
+_STEERING: Final = ("in_epoch", "before_step")
+"""What a task has where answers steer what all ranks do alike, not only what each computes of its share."""
+
+Source = FromDevice | FromHost | FromTable
+"""What answers for a companion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +84,7 @@ class Companions:
         reporter: Where progress and notices go.
         cache: Folder where answers are kept for later runs.
         verify: Whether the device is at hand; else all is predicted and nobody is asked.
+        ranks: The processes that train the run.
     """
 
     task: Task
@@ -85,6 +93,7 @@ class Companions:
     reporter: Reporter
     cache: Path
     verify: bool = True
+    ranks: Ranks = field(default_factory=Ranks)
     _scorers: dict[str, Scorer] = field(default_factory=dict)
 
     def decide(self, model: nn.Module) -> list[CompanionPlan]:
@@ -99,7 +108,7 @@ class Companions:
         return plans
 
     def listen(self, plans: Sequence[CompanionPlan]) -> tuple[list[CompanionPlan], list[Tensor]]:
-        """Has the task told the answers, from where the plans say.
+        """Has the task told the answers, from where the plans say, on all ranks.
 
         Returns:
             The plans, with what asking was predicted to take; and the tensors that stay on the device.
@@ -107,23 +116,13 @@ class Companions:
         Raises:
             DoesNotFitError: A single sample does not fit.
             StateError: Answers can be kept nowhere.
+            RankFailedError: So it is on another rank.
         """
-        told: list[CompanionPlan] = []
-        resident: list[Tensor] = []
-        for plan in plans:
-            companion = self._of(plan.role)
-            answers: FromDevice | FromHost | FromTable
-            if plan.placement == "cache":
-                table, peak_bytes = self._table(companion)
-                answers = FromTable(companion, self.meter.device, table)
-                # In a run that goes on, an earlier attempt may have asked.
-                plan = replace(plan, peak_bytes=peak_bytes or plan.peak_bytes)
-            else:
-                answers = self._source(companion, plan.placement)
-            self.task.listen(plan.role, answers)  # type: ignore[attr-defined]
-            told.append(plan)
-            resident += answers.resident
-        return told, resident
+        # What rank 0 has written down the others need not ask.
+        asked = self.ranks.first_then_others(lambda: [self._answering(plan) for plan in plans])
+        if self.ranks.size > 1 and any(hasattr(self.task, name) for name in _STEERING):
+            asked = [(plan, self._same_on_all(answers)) for plan, answers in asked]
+        return self.ranks.each(lambda: self._tell(asked))
 
     def rehearse(self, plans: Sequence[CompanionPlan]) -> list[Tensor]:
         """Has the task told answers from where the plans say, in a plan: those from disk say nothing.
@@ -131,13 +130,7 @@ class Companions:
         Returns:
             The tensors that stay on the device.
         """
-        resident: list[Tensor] = []
-        for plan in plans:
-            companion = self._of(plan.role)
-            answers = self._source(companion, plan.placement)
-            self.task.listen(plan.role, answers)  # type: ignore[attr-defined]
-            resident += answers.resident
-        return resident
+        return self._tell([(plan, self._source(self._of(plan.role), plan.placement)) for plan in plans])[1]
 
     def score(self, role: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Scores samples with a companion, in parts that fit."""
@@ -147,6 +140,30 @@ class Companions:
                 self._place, lambda place: Scorer(place, companion), lambda: self._say_host(companion)
             )
         return self._scorers[role](rows)
+
+    def _answering(self, plan: CompanionPlan) -> tuple[CompanionPlan, Source]:
+        """Makes what answers from where a plan says; adds to the plan what asking was predicted to take."""
+        companion = self._of(plan.role)
+        if plan.placement != "cache":
+            return plan, self._source(companion, plan.placement)
+        table, peak_bytes = self._table(companion)
+        # In a run that goes on, an earlier attempt may have asked.
+        return replace(plan, peak_bytes=peak_bytes or plan.peak_bytes), FromTable(companion, self.meter.device, table)
+
+    def _same_on_all(self, answers: Source) -> Source:
+        """Takes rank 0's answers where another rank has others: where they cannot be kept for all, each asks by itself,
+        and devices differ by rounding.
+        """
+        if not isinstance(answers, FromTable) or len(set(self.ranks.together(answers.checksum))) == 1:
+            return answers
+        return answers.with_table(self.ranks.first(lambda: answers.table))
+
+    def _tell(self, asked: Sequence[tuple[CompanionPlan, Source]]) -> tuple[list[CompanionPlan], list[Tensor]]:
+        resident: list[Tensor] = []
+        for plan, answers in asked:
+            self.task.listen(plan.role, answers)  # type: ignore[attr-defined]
+            resident += answers.resident
+        return [plan for plan, _ in asked], resident
 
     def _of(self, role: str) -> Companion:
         return next(one for one in companions_of(self.task) if one.role == role)
@@ -217,7 +234,7 @@ class Companions:
         asked = max(len(companion.rows), len(self.task.train_rows))
         return replace(cost, disk_bytes=num_bytes, once_seconds=seconds * asked)
 
-    def _source(self, companion: Companion, placement: str) -> FromDevice | FromHost | FromTable:
+    def _source(self, companion: Companion, placement: str) -> Source:
         """Makes what answers in one way; from disk, what has the shape of an answer."""
         if placement == "device":
             return FromDevice(companion, self.meter, self.dtype)

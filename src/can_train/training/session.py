@@ -70,6 +70,7 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
         meter=given.meter,
         reporter=given.reporter,
         cache=cache_folder(run.paths),
+        ranks=ranks,
     )
     asked, beside = _ask(given, companions, model)
     planner = Planner(
@@ -159,14 +160,18 @@ def _monitor(given: Parts, epochs: Epochs, *, steps_done: int) -> MemoryMonitor:
 
 def _ask(given: Parts, companions: Companions, model: nn.Module) -> tuple[list[CompanionPlan], list[Tensor]]:
     """Asks the task's companions, from where an earlier attempt did or rank 0 decides; returns what stays beside."""
-    path = given.folder.companions_path
+    path, training = given.folder.companions_path, given.run.training
+    # The way that is taken fits on every rank; what is done once serves the share of one.
+    least_bytes = min(given.ranks.together(lambda: given.meter.capacity_bytes))
+    samples = -(-len(given.task.train_rows) * training.epochs // given.ranks.size)
 
     def decide() -> list[CompanionPlan]:
         plans = kept(path, given.task)
-        return companions.decide(model) if plans is None else plans
+        if plans is None:
+            plans = [plan.on(least_bytes, samples=samples) for plan in companions.decide(model)]
+        return plans
 
-    plans = given.ranks.first(decide)
-    told, beside = given.ranks.first_then_others(lambda: companions.listen(plans))
+    told, beside = companions.listen(given.ranks.first(decide))
     if told:
         given.ranks.first(lambda: keep(path, told))
     return told, beside
