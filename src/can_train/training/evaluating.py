@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -26,7 +27,7 @@ from can_train.memory.out_of_memory import headline, is_out_of_memory
 from can_train.memory.shortage import shortage_on
 from can_train.policy.packing import PartLimit
 from can_train.reporter import Reporter, Stage
-from can_train.training.finished import finished_models, load_finished
+from can_train.training.finished import finished_model, load_finished
 from can_train.training.folders import data_root
 from can_train.training.loading import with_cache
 from can_train.training.optimization import Precision
@@ -158,7 +159,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
             dataset=dataset, own=request.dataset is None, data_root=data_root(paths), cache=cache, reporter=reporter
         )
         began = time.perf_counter()
-        evaluation = prepare(finished, lambda: finished_models(run), asked)
+        evaluation = prepare(finished, partial(finished_model, run), asked)
         reading_s = time.perf_counter() - began
         with meter.active(), reporter.stage("scoring", unit="samples") as stage:
             scoring = Scoring(run.training, meter, stage)

@@ -67,8 +67,11 @@ class AutoencoderTask(WindowTask):
         from can_train.tasks.can.judging import judge
 
         (own, units), options = self._final_scores(score), self._options(supervised=False)
-        beside = {role: self._final_scores(score, role)[0] for role in roles}
+        others = {role: self._final_scores(score, role) for role in roles}
+        beside = {role: scores for role, (scores, _) in others.items()}
         judgement = judge(self._data.flat, self._data.split, own, options, beside)
+        for role, (_, its_units) in others.items():
+            judgement["beside"][role]["error_units"] = its_units
         return {**judgement, "error_units": units}
 
     def _final_scores(self, score: Score, *role: str) -> tuple["ModelScores", list[float]]:

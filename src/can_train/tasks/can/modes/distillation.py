@@ -6,7 +6,7 @@ Shapes: R rows (windows).
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,17 +23,11 @@ from can_train.tasks.can.modes.classifier import ClassifierTask
 from can_train.tasks.can.modes.windows import Score, WindowTask
 from can_train.tasks.can.settings import DistillationSettings, GatSettings
 
-if TYPE_CHECKING:
-    from can_train.tasks.can.judgement_table import FolderTable
-
 LATENT_SHARE: Final = 0.5
 """Weight of the difference from the teacher's latents."""
 
 RECONSTRUCTION_SHARE: Final = 0.25
 """Weight of the difference from the teacher's reconstruction of nodes, and again of edges: ½ together."""
-
-STUDENT: Final = "model"
-"""Name of what was trained, in tables and results."""
 
 _WAYS: Final = ("device", "cache", "offload")
 
@@ -77,7 +71,7 @@ class _Teacher:
             judge: Judges by scores, beside some roles.
             score: Scores windows.
         """
-        from can_train.tasks.can.comparison import TimedScore
+        from can_train.tasks.can.comparison import STUDENT, TimedScore
 
         timed = TimedScore(score)
         judgement = judge(timed, [other.role for other in self.others])
@@ -88,12 +82,6 @@ class _Teacher:
             for role, size in sizes.items()
         }
         return judgement | {"compared": compared}
-
-    def tables(self, tables: Sequence["FolderTable"], judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
-        """Adds a table of sizes and speeds to those of the test folders."""
-        from can_train.tasks.can.comparison import comparison_table
-
-        return [*tables, comparison_table(judgement["compared"])]
 
 
 def _teacher(
@@ -153,10 +141,6 @@ class DistilledClassifierTask(ClassifierTask):
         """Judges the student as any classifier, beside its teacher and beside itself without one."""
         return self._teacher.judged(self._judgement, score)
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
-        """Writes a judgement as one table a test folder, and one of sizes and speeds."""
-        return self._teacher.tables(super().tables(judgement), judgement)
-
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> DistilledClassifierBatch:
@@ -205,10 +189,6 @@ class DistilledAutoencoderTask(AutoencoderTask):
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges the student as any autoencoder, beside its teacher and beside itself without one."""
         return self._teacher.judged(self._judgement, score)
-
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
-        """Writes a judgement as one table a test folder, and one of sizes and speeds."""
-        return self._teacher.tables(super().tables(judgement), judgement)
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None

@@ -67,10 +67,10 @@ class WindowTask:
         return self._gather.batch_features(rows)
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
-        """Writes a judgement as one table a test folder."""
-        from can_train.tasks.can.judgement_table import judgement_table
+        """Writes a judgement as one table a test folder, and one of sizes and speeds where they are compared."""
+        from can_train.tasks.can.comparison import tables_of
 
-        return judgement_table(judgement)  # type: ignore[arg-type]
+        return tables_of(judgement)
 
     def _train_on(self, rows: NDArray[np.int64]) -> None:
         """Decides which windows are trained on."""
