@@ -23,6 +23,8 @@ TEACHERS = {"gat": {"model__hidden": 8, "model__layers": 2, "model__heads": 2}, 
 QUICK = {"training__micro_batch_size": 64, "mode__floors": False}
 """No search for what fits, no forests."""
 
+WAY = {"mode__teacher_placement": "device"}
+
 OTHERS = {"teacher", "without_teacher"}
 FITTED = {"logistic", "small_mlp"}
 MIXES = ["autoencoder", "classifier", "even_mix", "best_mix", *sorted(FITTED)]
@@ -39,7 +41,7 @@ def plain(model: str) -> Path:
 def student(model: str) -> Path:
     """A student that was trained for a moment, beside its teacher and itself without one."""
     others = {"mode__teacher": str(teacher_of(model)), "mode__without_teacher": str(plain(model))}
-    return finished_run(model, "knowledge_distillation", mode__teacher_placement="device", **others, **QUICK)
+    return finished_run(model, "knowledge_distillation", **others, **WAY, **QUICK)
 
 
 def agent() -> Path:
@@ -93,6 +95,17 @@ def test_on_its_own_data_a_run_is_beside_what_it_was_at_its_end_bit_by_bit(make:
     assert set(again.document["judgement"]["test"]["drive.csv"]["beside"]) in (OTHERS, set(MIXES))
 
 
+def test_a_teacher_is_asked_in_full_precision_whatever_its_student_computes_in(other: Path) -> None:
+    teacher = str(teacher_of("gat"))
+    run = finished_run(
+        "gat", "knowledge_distillation", mode__teacher=teacher, training__precision="bf16", **WAY, **QUICK
+    )
+    assert without_speeds(judgement_of(run)) == without_speeds(result_of(run))
+    threshold = result_of(run)["beside"]["teacher"]["threshold"]
+    alone = judgement_of(Path(teacher), other, threshold=threshold)["test"]["other.csv"]["model"]
+    assert judgement_of(run, other)["test"]["other.csv"]["beside"]["teacher"] == alone
+
+
 @pytest.mark.parametrize("model", TEACHERS)
 def test_on_another_log_a_student_is_beside_its_teacher_and_itself_without_one(model: str, other: Path) -> None:
     run = student(model)
@@ -131,6 +144,15 @@ def test_a_teacher_that_is_gone_is_said_and_all_else_is_as_with_it(tmp_path: Pat
     assert judgement["test"]["other.csv"]["beside"] == whole["test"]["other.csv"]["beside"]
     assert without_speeds(judgement)["compared"] == without_speeds(whole)["compared"]
     assert judgement["test"]["other.csv"]["model"] == whole["test"]["other.csv"]["model"]
+
+
+def test_a_teacher_is_judged_by_the_units_that_its_student_found(tmp_path: Path, other: Path) -> None:
+    older = copied(teacher_of("vgae"), tmp_path / "older")
+    result = json.loads((older / "result.json").read_text())
+    del result["judgement"]["error_units"]
+    (older / "result.json").write_text(json.dumps(result))
+    run = copied(student("vgae"), tmp_path, **{str(teacher_of("vgae")): str(older)})
+    assert judgement_of(run, other)["test"] == judgement_of(student("vgae"), other)["test"]
 
 
 def test_a_teacher_that_says_no_number_is_left_out(tmp_path: Path, other: Path) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CanTrainError
-from can_train.tasks.can.companions import FinishedNetwork
+from can_train.tasks.can.companions import AskedNetwork
 from can_train.tasks.can.comparison import STUDENT, TimedScore
 from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.fusion.comparing import with_choices
@@ -83,7 +83,7 @@ class Taught(Alone):
             with self._missed(role):
                 # Judged as beside the student then, whatever its own run decided.
                 finished = replace(companion(role), result={"judgement": decided})
-                self.asked[role] = Windows(data, FinishedNetwork(finished, data.flat))
+                self.asked[role] = Windows(data, AskedNetwork(finished, data.flat))
 
     def scores(self, told: Scores, ask: Callable[[str], Scores]) -> dict[str, Scores]:
         """Returns the final scores of the others, by role."""

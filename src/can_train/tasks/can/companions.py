@@ -99,6 +99,17 @@ class FinishedNetwork:
         return units
 
 
+class AskedNetwork(FinishedNetwork):
+    """A finished model that another run asks: it scores in full precision, whatever that one computes in, so that its
+    scores are the same wherever they are wanted.
+    """
+
+    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Scores windows (see `FinishedNetwork.scores`)."""
+        with torch.autocast(device.type, enabled=False):
+            return super().scores(model, rows, device, dtype)
+
+
 def _network(finished: FinishedModel) -> nn.Module:
     weights = finished.weights
     try:
@@ -254,7 +265,7 @@ def companion_of(
     Raises:
         CheckpointError: It does not fit the windows; said field by field.
     """
-    network = FinishedNetwork(finished, data.flat)
+    network = AskedNetwork(finished, data.flat)
     check_fit(role, network, data)
     return _KINDS[output](role, network, data, rows)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError
-from can_train.tasks.can.companions import FinishedNetwork
+from can_train.tasks.can.companions import AskedNetwork
 from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.fusion.agent import FusionAgent, as_agent, best_actions
 from can_train.tasks.can.fusion.pair import AUTOENCODER, CLASSIFIER, ScorePair
@@ -45,7 +45,7 @@ class FinishedFusion:
 
     def __init__(self, finished: FinishedModel, flat: FlatGraphs, companions: Mapping[str, FinishedModel]) -> None:
         self.finished = finished
-        networks = {role: FinishedNetwork(companions[role], flat) for role in (AUTOENCODER, CLASSIFIER)}
+        networks = {role: AskedNetwork(companions[role], flat) for role in (AUTOENCODER, CLASSIFIER)}
         self._pair = ScorePair(autoencoder=networks[AUTOENCODER], classifier=networks[CLASSIFIER])
         self._weights = mixing_weights(finished.run.mode.mixing_weights)
         models = {role: network.model for role, network in networks.items()}
