@@ -25,6 +25,10 @@ from can_train.tasks.can.models.building import build_network
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics, known_ids
 from can_train.tasks.can.settings import GatSettings
 
+AUTOENCODER: Final = "autoencoder"
+CLASSIFIER: Final = "classifier"
+"""Roles of models that modes build on."""
+
 ASKED_ONCE: Final[tuple[str, ...]] = ("cache",)
 """Placements of a companion that is asked before training, and not during it."""
 

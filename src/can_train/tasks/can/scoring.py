@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.resolved import FinishedModel
-from can_train.tasks.can.companions import FinishedNetwork
+from can_train.tasks.can.companions import AUTOENCODER, CLASSIFIER, FinishedNetwork
 from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.fusion.finished import FinishedFusion
-from can_train.tasks.can.fusion.pair import AUTOENCODER, CLASSIFIER
 from can_train.tasks.can.gather import Gatherer
 from can_train.tasks.can.settings import FusionAgentSettings
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError
-from can_train.tasks.can.companions import AskedNetwork
+from can_train.tasks.can.companions import AUTOENCODER, CLASSIFIER, AskedNetwork
 from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.fusion.agent import FusionAgent, as_agent, best_actions
-from can_train.tasks.can.fusion.pair import AUTOENCODER, CLASSIFIER, ScorePair
+from can_train.tasks.can.fusion.pair import ScorePair
 from can_train.tasks.can.fusion.states import WindowScores, mixing_weights
 
 FUSED: Final = 0

@@ -4,9 +4,9 @@ latents and reconstructions.
 Shapes: R rows (windows).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from can_train.tasks.can.modes.autoencoder import AutoencoderTask
 from can_train.tasks.can.modes.classifier import ClassifierTask
 from can_train.tasks.can.modes.windows import Score, WindowTask
 from can_train.tasks.can.settings import DistillationSettings, GatSettings
+
+if TYPE_CHECKING:
+    from can_train.tasks.can.comparison import TimedScore
 
 LATENT_SHARE: Final = 0.5
 """Weight of the difference from the teacher's latents."""
@@ -64,24 +67,20 @@ class _Teacher:
         assert self.answers is not None, "training tells the answers before it asks for a batch"
         return self.answers
 
-    def judged(self, judge: Callable[[Score, Sequence[str]], dict[str, Any]], score: Score) -> dict[str, Any]:
-        """Judges the student beside the others, and adds everyone's size and speed.
+    def compared(self, timed: "TimedScore") -> dict[str, Any]:
+        """Returns the size and speed of the student and the others, by name.
 
         Args:
-            judge: Judges by scores, beside some roles.
-            score: Scores windows.
+            timed: What scored them.
         """
-        from can_train.tasks.can.comparison import STUDENT, TimedScore
+        from can_train.tasks.can.comparison import STUDENT
 
-        timed = TimedScore(score)
-        judgement = judge(timed, [other.role for other in self.others])
         sizes = {"": self.student_parameters, **{other.role: num_weights(other.model) for other in self.others}}
         runs = {other.role: other.name for other in self.others}
-        compared = {
+        return {
             role or STUDENT: {"run": runs.get(role), "parameters": size, "windows_per_second": timed.speed(role)}
             for role, size in sizes.items()
         }
-        return judgement | {"compared": compared}
 
 
 def _teacher(
@@ -104,7 +103,31 @@ def _placements(mode: DistillationSettings) -> tuple[str, ...]:
     return _WAYS if mode.teacher_placement == "auto" else (mode.teacher_placement,)
 
 
-class DistilledClassifierTask(ClassifierTask):
+class _Student(WindowTask):
+    """What both kinds of students do alike, before what their models do."""
+
+    _teacher: _Teacher
+
+    def listen(self, role: str, answers: Answers) -> None:
+        """Learns where the teacher's outputs come from."""
+        self._teacher.answers = answers
+
+    def judge(self, score: Score) -> Mapping[str, Any]:
+        """Judges the student as any model of its kind, beside its teacher and beside itself without one."""
+        from can_train.tasks.can.comparison import TimedScore
+
+        timed = TimedScore(score)
+        return {**super().judge(timed), "compared": self._teacher.compared(timed)}
+
+    def _learn_from(self, finished: Mapping[str, FinishedModel], output: str) -> None:
+        """Takes one of the finished models for the teacher, which is asked for some output."""
+        rows = np.concatenate([self.train_rows, self.validation_rows])
+        self._teacher = _teacher(self._run, self._data, finished, rows, output)
+        self.companions = self._teacher.others
+        self.judged_beside = [other.role for other in self.companions]
+
+
+class DistilledClassifierTask(_Student, ClassifierTask):
     r"""A classifier learns from a teacher's softened logits and from labels (Source: Hinton et al., 2015):
 
     :math:`\alpha T^2 \mathrm{KL}(p_\mathrm{teacher}^{(T)} \| p_\mathrm{student}^{(T)}) + (1 - \alpha) \mathrm{CE}`.
@@ -121,9 +144,7 @@ class DistilledClassifierTask(ClassifierTask):
 
     def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
         super().__init__(run, data)
-        rows = np.concatenate([self.train_rows, self.validation_rows])
-        self._teacher = _teacher(run, data, finished, rows, "logits")
-        self.companions = self._teacher.others
+        self._learn_from(finished, "logits")
         mode = run.mode
         self.loss_weights = {"classification": 1 - mode.alpha, "distillation": mode.alpha * mode.temperature**2}
 
@@ -132,14 +153,6 @@ class DistilledClassifierTask(ClassifierTask):
         model = super().build_model()
         self._teacher.student_parameters = num_weights(model)
         return model
-
-    def listen(self, role: str, answers: Answers) -> None:
-        """Learns where the teacher's logits come from."""
-        self._teacher.answers = answers
-
-    def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges the student as any classifier, beside its teacher and beside itself without one."""
-        return self._teacher.judged(self._judgement, score)
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
@@ -150,7 +163,7 @@ class DistilledClassifierTask(ClassifierTask):
         )
 
 
-class DistilledAutoencoderTask(AutoencoderTask):
+class DistilledAutoencoderTask(_Student, AutoencoderTask):
     """An autoencoder learns from a teacher's latents (its own projected to their width) and reconstructions.
 
     Args:
@@ -165,9 +178,7 @@ class DistilledAutoencoderTask(AutoencoderTask):
 
     def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
         super().__init__(run, data)
-        rows = np.concatenate([self.train_rows, self.validation_rows])
-        self._teacher = _teacher(run, data, finished, rows, "reconstruction")
-        self.companions = self._teacher.others
+        self._learn_from(finished, "reconstruction")
         self.loss_weights = {
             **self.loss_weights,
             "teacher_latent": LATENT_SHARE,
@@ -181,14 +192,6 @@ class DistilledAutoencoderTask(AutoencoderTask):
         model = build_network(self._run.model, self._inputs(), projected=projected)
         self._teacher.student_parameters = num_weights(model) - (self._run.model.latent + 1) * projected
         return model
-
-    def listen(self, role: str, answers: Answers) -> None:
-        """Learns where the teacher's latents and reconstructions come from."""
-        self._teacher.answers = answers
-
-    def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges the student as any autoencoder, beside its teacher and beside itself without one."""
-        return self._teacher.judged(self._judgement, score)
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
