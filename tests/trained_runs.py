@@ -25,8 +25,8 @@ def bus_log(path: Path, seed: int = 0, frames: int = 4_000) -> Path:
 
 
 @cache
-def finished_run(model: str, **more: object) -> Path:
-    """The folder of a run that was trained for a moment: `drive.csv` beside its runs folder is its log."""
+def finished_run(model: str, mode: str | None = None, size: str = "student", **more: object) -> Path:
+    """The folder of a run, trained for a moment: `drive.csv` beside its runs folder is its log, alike for all."""
     place = Path(mkdtemp(prefix=f"finished-{model}-"))
     atexit.register(rmtree, place, ignore_errors=True)
     folders = {"paths.runs_dir": str(place / "runs"), "paths.state_dir": str(place / "state")}
@@ -35,7 +35,8 @@ def finished_run(model: str, **more: object) -> Path:
         RunRequest(
             model=model,
             dataset=str(bus_log(place / "drive.csv")),
-            size="student",
+            mode=mode,
+            size=size,
             device="cpu",
             values=_SETTINGS | folders | settings,
         )

@@ -20,10 +20,12 @@ from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
 from can_train.tasks.can.companions import FinishedNetwork
+from can_train.training.asking import Place
 from can_train.training.checkpoints import Checkpoints
-from can_train.training.evaluating import EvaluationRequest, Scoring, evaluate
+from can_train.training.evaluating import EvaluationRequest, evaluate, scores_of
 from can_train.training.finished import load_finished
 from can_train.training.run_folder import RunFolder
+from can_train.training.scoring import Scoring
 from line_fit import Notices
 from trained_runs import bus_log, finished_run, own_log
 from windows_by_hand import windows_of
@@ -287,8 +289,8 @@ class Greedy:
 
 
 def test_a_sample_that_does_not_fit_is_named_and_all_others_are_scored() -> None:
-    with SilentReporter().stage("scoring") as stage:
-        score = Scoring(TrainingSettings(oom_retries=0), open_meter("cpu"), stage)
-        with pytest.raises(DoesNotFitError, match="sample 3 of the greedy"):
-            score(Greedy(), np.arange(8))
-        assert score(Greedy(), np.arange(4, 900)).ravel().tolist() == list(range(4, 900))
+    place = Place(meter=open_meter("cpu"), dtype=torch.float32)
+    scoring = Scoring(TrainingSettings(oom_retries=0), place, lambda samples: None)
+    with pytest.raises(DoesNotFitError, match="sample 3 of the greedy"):
+        scores_of(scoring, Greedy(), np.arange(8))
+    assert scores_of(scoring, Greedy(), np.arange(4, 900)).ravel().tolist() == list(range(4, 900))

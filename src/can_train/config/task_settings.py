@@ -72,7 +72,7 @@ class TaskSettings:
             `sample_note` (what was sampled, empty where nothing had to be) and `estimated_train_rows` (training samples
             of the whole data set).
         evaluator: Import path of what prepares data for a finished run to judge, from what it has trained, what reads
-            the finished models that it builds on (by role), and the data that it is asked about.
+            the finished model of a role that it builds on, and the data that it is asked about.
         files: Import path of what lists a data set's files, in an order of their own, from its settings and the data
             root: cheaply, without torch; none where the data are made. It raises MissingDataError where they are not.
         experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.

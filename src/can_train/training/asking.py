@@ -18,7 +18,6 @@ from can_train.memory.meters import CpuMeter, Meter
 from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
 from can_train.policy.device_limits import DeviceLimits, PhaseLimit
 from can_train.policy.packing import BatchCosts, PartLimit
-from can_train.training.answers import FromDevice
 from can_train.training.passes import Pass, Trials, find_limit
 from can_train.training.task import Companion
 
@@ -116,31 +115,6 @@ class Question:
 
         with self._place.outside():
             return self._batcher.evaluate(ask, costs, PartLimit(cost=ASKED_SHARE * self._limit.tuned_limit))
-
-
-class Scorer:
-    """Scores samples with a companion.
-
-    Args:
-        place: Where.
-        companion: The companion.
-
-    Raises:
-        DoesNotFitError: Not even a sample fits.
-    """
-
-    def __init__(self, place: Place, companion: Companion) -> None:
-        model, device, dtype = FromDevice(companion, place.meter, place.dtype).model, place.meter.device, place.dtype
-
-        def scores(rows: NDArray[np.int64]) -> NDArray[np.float64]:
-            with torch.inference_mode():
-                return np.asarray(companion.scores(model, rows, device, dtype).double().cpu())
-
-        self._question = Question(place, companion, model, scores)
-
-    def __call__(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Scores some samples."""
-        return np.concatenate(self._question.answers(rows))
 
 
 def asking(companion: Companion, model: nn.Module, ask: Ask) -> Pass:

@@ -24,10 +24,11 @@ from can_train.reporter import Reporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import randomness
 from can_train.training.answers import AnswerBook, FromDevice, FromHost, FromTable, read_answers
-from can_train.training.asking import BLOCK, Place, Question, Scorer, asking, where_it_fits
+from can_train.training.asking import BLOCK, Place, Question, asking, where_it_fits
 from can_train.training.exploring import Explorer
 from can_train.training.optimization import Precision
 from can_train.training.passes import probe, seconds_a_sample
+from can_train.training.scoring import Scoring
 from can_train.training.task import Companion, Task
 
 _STEERING: Final = ("in_epoch", "before_step")
@@ -94,7 +95,7 @@ class Companions:
     cache: Path
     verify: bool = True
     ranks: Ranks = field(default_factory=Ranks)
-    _scorers: dict[str, Scorer] = field(default_factory=dict)
+    _scoring: dict[str, Scoring] = field(default_factory=dict)
 
     def decide(self, model: nn.Module) -> list[CompanionPlan]:
         """Decides where the answers of each come from; measures where there is a choice.
@@ -135,11 +136,15 @@ class Companions:
     def score(self, role: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Scores samples with a companion, in parts that fit."""
         companion = self._of(role)
-        if role not in self._scorers:
-            self._scorers[role] = where_it_fits(
-                self._place, lambda place: Scorer(place, companion), lambda: self._say_host(companion)
-            )
-        return self._scorers[role](rows)
+        if role in self._scoring:
+            return self._scoring[role](companion, rows)
+
+        def scored(place: Place) -> tuple[Scoring, NDArray[np.float64]]:
+            scoring = Scoring(self.training, place, lambda samples: None)
+            return scoring, scoring(companion, rows)
+
+        self._scoring[role], scores = where_it_fits(self._place, scored, lambda: self._say_host(companion))
+        return scores
 
     def _answering(self, plan: CompanionPlan) -> tuple[CompanionPlan, Source]:
         """Makes what answers from where a plan says; adds to the plan what asking was predicted to take."""

@@ -4,51 +4,34 @@ and writes scores sample by sample. The run's folder is read, and never written.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from can_train.config.judged import JudgedData, judged_dataset
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun
 from can_train.config.task_settings import load_object, load_task_settings
-from can_train.config.training import TrainingSettings
-from can_train.engine.micro_batcher import MicroBatcher
-from can_train.engine.rescue import PartDoesNotFitError, RescueSettings
+from can_train.engine.rescue import PartDoesNotFitError
 from can_train.errors import DoesNotFitError
-from can_train.memory.meters import Meter, open_meter
-from can_train.memory.out_of_memory import headline, is_out_of_memory
-from can_train.memory.shortage import shortage_on
-from can_train.policy.packing import PartLimit
-from can_train.reporter import Reporter, Stage
-from can_train.training.finished import finished_models, load_finished
+from can_train.memory.meters import open_meter
+from can_train.reporter import Reporter
+from can_train.training.asking import Place
+from can_train.training.finished import finished_model, load_finished
 from can_train.training.folders import data_root
 from can_train.training.loading import with_cache
 from can_train.training.optimization import Precision
 from can_train.training.score_file import check_score_file, write_score_file
+from can_train.training.scoring import Scored, Scoring
 from can_train.training.task import Table
 
-PART_SAMPLES: Final = 256
-"""Samples that are scored at a time: twice as fast on a processor as 2,048, whose tensors leave its cache. Where memory
-runs out they are fewer."""
 
-
-class Scored(Protocol):
-    """Samples with a model that scores them.
-
-    Attributes:
-        model: In evaluation mode, on the CPU.
-    """
-
-    model: nn.Module
-
-    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns the raw scores of samples, by the model or its copy on a device."""
+class Named(Scored, Protocol):
+    """Samples with names."""
 
     def describe(self, row: int) -> str:
         """Names a sample in a message."""
@@ -158,11 +141,12 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
             dataset=dataset, own=request.dataset is None, data_root=data_root(paths), cache=cache, reporter=reporter
         )
         began = time.perf_counter()
-        evaluation = prepare(finished, lambda: finished_models(run), asked)
+        evaluation = prepare(finished, partial(finished_model, run), asked)
         reading_s = time.perf_counter() - began
         with meter.active(), reporter.stage("scoring", unit="samples") as stage:
-            scoring = Scoring(run.training, meter, stage)
-            verdict = evaluation.judge(scoring, request.threshold)
+            place = Place(meter=meter, dtype=Precision.named(run.training.precision).dtype)
+            scoring = Scoring(run.training, place, stage.advance)
+            verdict = evaluation.judge(partial(scores_of, scoring), request.threshold)
         return evaluation, verdict, {"reading": round(reading_s, 3), "scoring": round(scoring.seconds, 3)}
 
     evaluation, verdict, seconds = with_cache(paths, reporter, judged)
@@ -185,67 +169,19 @@ def _paths(run: ResolvedRun, given: PathSettings) -> PathSettings:
     return replace(given, data_root=found("data_root"), state_dir=found("state_dir"))
 
 
-class Scoring:
-    """Scores samples through the engine, in parts that fit.
+def scores_of(scoring: Scoring, samples: Named, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Returns the raw scores of samples.
 
-    Args:
-        training: Settings of the run.
-        meter: Of the device, active.
-        stage: Moves on with the samples.
-
-    Attributes:
-        seconds: Spent so far.
+    Raises:
+        DoesNotFitError: The model does not fit on the device, or one of them, which is named.
     """
-
-    def __init__(self, training: TrainingSettings, meter: Meter, stage: Stage) -> None:
-        self._precision = Precision.named(training.precision)
-        self._rescue = RescueSettings(
-            factor=training.backoff_factor, floor=training.min_micro_batch_size, retries=training.oom_retries
-        )
-        self._meter = meter
-        self._stage = stage
-        self._batchers: dict[nn.Module, tuple[nn.Module, MicroBatcher]] = {}
-        self.seconds = 0.0
-
-    def __call__(self, scored: Scored, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns the raw scores of samples, in their order."""
-        began = time.perf_counter()
-        model, batcher = self._on_device(scored.model)
-        device, precision = self._meter.device, self._precision
-
-        def scores_of(start: int, stop: int) -> NDArray[np.float64]:
-            with torch.inference_mode(), precision.context(device):
-                scores = scored.scores(model, rows[start:stop], device, precision.dtype)
-            found = np.asarray(scores.double().cpu())
-            self._stage.advance(stop - start)
-            return found
-
-        try:
-            parts = batcher.evaluate(scores_of, len(rows), PartLimit(samples=PART_SAMPLES))
-        except PartDoesNotFitError as error:
-            where = scored.describe(int(rows[error.part[0]]))
-            raise DoesNotFitError(
-                error.rule, value=f"{where}; {error.value}", remedy=error.remedy, shortage=error.shortage
-            ) from None
-        self.seconds += time.perf_counter() - began
-        return np.concatenate(parts)
-
-    def _on_device(self, model: nn.Module) -> tuple[nn.Module, MicroBatcher]:
-        """Copies a model to the device, once."""
-        if model not in self._batchers:
-            try:
-                copy = deepcopy(model).to(self._meter.device, self._precision.dtype).eval()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                message = headline(error)
-            else:
-                batcher = MicroBatcher(copy, meter=self._meter, rescue=self._rescue)
-                return self._batchers.setdefault(model, (copy, batcher))
-            raise DoesNotFitError("A model must fit on the device", value=message,
-                                  remedy="Choose another with --device: cpu has the host's memory",
-                                  shortage=shortage_on(self._meter, None))  # fmt: skip
-        return self._batchers[model]
+    try:
+        return scoring(samples, rows)
+    except PartDoesNotFitError as error:
+        where = samples.describe(int(rows[error.part[0]]))
+        raise DoesNotFitError(
+            error.rule, value=f"{where}; {error.value}", remedy=error.remedy, shortage=error.shortage
+        ) from None
 
 
 def _document(

@@ -44,18 +44,29 @@ def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
 
     Raises:
         ConfigError: One that it needs is not named.
+        RunError: One is gone.
         CheckpointError: One has not finished.
     """
-    found = {}
-    for needed in run.prerequisites:
-        path = getattr(run.mode, needed.role)
-        if path:
-            found[needed.role] = load_finished(Path(path))
-        elif needed.required:
-            raise ConfigError(
-                f"Mode {run.mode.name} needs {needed.what}", remedy=f"Name its run: --{needed.role.replace('_', '-')}"
-            )
-    return found
+    return {
+        needed.role: finished_model(run, needed.role)
+        for needed in run.prerequisites
+        if needed.required or getattr(run.mode, needed.role)
+    }
+
+
+def finished_model(run: ResolvedRun, role: str) -> FinishedModel:
+    """Reads the finished model of a role that a run builds on.
+
+    Raises:
+        ConfigError: It is not named.
+        RunError: It is gone.
+        CheckpointError: It has not finished.
+    """
+    path = getattr(run.mode, role)
+    if not path:
+        what = next(needed.what for needed in run.prerequisites if needed.role == role)
+        raise ConfigError(f"Mode {run.mode.name} needs {what}", remedy=f"Name its run: --{role.replace('_', '-')}")
+    return load_finished(Path(path))
 
 
 def _digest(weights: Mapping[str, Any]) -> str:

@@ -88,7 +88,11 @@ def test_a_student_is_judged_beside_its_teacher_and_itself_without_one(
     assert_judged_like(judgement, "teacher", only_run(teachers / "gat"))
     assert_judged_like(judgement, "without_teacher", only_run(tmp_path / "alone"))
     assert main(["evaluate", str(run), "--device", "cpu", "--state-dir", str(teachers / "state")]) == 0
-    assert "test_06_masquerade" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "test_06_masquerade" in out
+    named = [line.split()[0] for line in out.splitlines() if line.strip()]
+    # Each in the tables of all folders, and in that of sizes and speeds.
+    assert {named.count(name) for name in judgement["compared"]} == {len(judgement["test"]) + 1}
 
 
 def assert_judged_like(judgement: Any, name: str, run: Path) -> None:

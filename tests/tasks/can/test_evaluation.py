@@ -43,7 +43,7 @@ def evaluation_of(finished: FinishedModel, place: Path, dataset: Path | None, *s
         cache=place / "cache",
         reporter=SilentReporter(),
     )
-    return make_evaluation(finished, dict, asked)
+    return make_evaluation(finished, {}.__getitem__, asked)
 
 
 def log(path: Path, seed: int = 0, frames: int = 1_000) -> Path:

@@ -25,6 +25,10 @@ from can_train.tasks.can.models.building import build_network
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics, known_ids
 from can_train.tasks.can.settings import GatSettings
 
+AUTOENCODER: Final = "autoencoder"
+CLASSIFIER: Final = "classifier"
+"""Roles of models that modes build on."""
+
 ASKED_ONCE: Final[tuple[str, ...]] = ("cache",)
 """Placements of a companion that is asked before training, and not during it."""
 
@@ -97,6 +101,17 @@ class FinishedNetwork:
                 remedy="Train the autoencoder anew",
             ) from error
         return units
+
+
+class AskedNetwork(FinishedNetwork):
+    """A finished model that another run asks: it scores in full precision, whatever that one computes in, so that its
+    scores are the same wherever they are wanted.
+    """
+
+    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Scores windows (see `FinishedNetwork.scores`)."""
+        with torch.autocast(device.type, enabled=False):
+            return super().scores(model, rows, device, dtype)
 
 
 def _network(finished: FinishedModel) -> nn.Module:
@@ -254,7 +269,7 @@ def companion_of(
     Raises:
         CheckpointError: It does not fit the windows; said field by field.
     """
-    network = FinishedNetwork(finished, data.flat)
+    network = AskedNetwork(finished, data.flat)
     check_fit(role, network, data)
     return _KINDS[output](role, network, data, rows)
 

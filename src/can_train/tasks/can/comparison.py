@@ -5,13 +5,16 @@ Shapes: R rows (windows).
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.tasks.can.judgement_table import UNDEFINED, FolderTable
+from can_train.tasks.can.judgement_table import UNDEFINED, FolderTable, judgement_table
 from can_train.tasks.can.modes.windows import Score
+
+STUDENT: Final = "model"
+"""Name of what was trained, in tables and results."""
 
 
 class TimedScore:
@@ -36,14 +39,25 @@ class TimedScore:
         self._taken[name] = windows + len(rows), before + seconds
         return scores
 
+    def warm_up(self, rows: NDArray[np.int64], *role: str) -> None:
+        """Scores the first of some windows, so that none that follow are the first time."""
+        self(rows[:1], *role)
+
     def speed(self, role: str) -> float | None:
         """Returns windows a second; None where nothing was timed."""
         windows, seconds = self._taken.get(role, (0, 0.0))
         return round(windows / seconds, 1) if seconds > 0 else None
 
 
-def comparison_table(compared: Mapping[str, Mapping[str, Any]]) -> FolderTable:
+def tables_of(judgement: Mapping[str, Any]) -> list[FolderTable]:
+    """Writes a judgement as one table a test folder, and one of sizes and speeds where they are compared."""
+    tables = judgement_table(judgement)  # type: ignore[arg-type]
+    return [*tables, comparison_table(judgement)] if "compared" in judgement else tables
+
+
+def comparison_table(judgement: Mapping[str, Any]) -> FolderTable:
     """Writes sizes and speeds as a table."""
+    compared: Mapping[str, Mapping[str, Any]] = judgement["compared"]
     rows = tuple(
         (
             name,
@@ -58,5 +72,5 @@ def comparison_table(compared: Mapping[str, Mapping[str, Any]]) -> FolderTable:
         title="size and speed, windows a second as they were judged",
         columns=("detector", "parameters", "windows/s", "run"),
         rows=rows,
-        notes=() if "without_teacher" in compared else (alone,),
+        notes=() if "without_teacher" in {*compared, *judgement["absent_floors"]} else (alone,),
     )

@@ -1,38 +1,33 @@
 """What a finished run's model says of logs: of the run's own test windows once more, or of any other logs, all of whose
 windows are judged. How scores are computed in parts that fit is left to the caller.
 
-Shapes: R windows of one call, W judged windows, S columns of raw scores.
+Shapes: R windows of one call, F windows of a folder, W judged windows, S columns of raw scores.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from can_train.config.judged import JudgedData
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError, DataError
 from can_train.tasks.can.anomaly import error_units
-from can_train.tasks.can.companions import FinishedNetwork
+from can_train.tasks.can.beside import Alone, Scores, beside_of
+from can_train.tasks.can.comparison import TimedScore, tables_of
 from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.floors import Floors, constant_floors
-from can_train.tasks.can.fusion.finished import FinishedFusion
-from can_train.tasks.can.gather import Gatherer
 from can_train.tasks.can.judged_data import read_asked, read_own
-from can_train.tasks.can.judgement_table import FolderTable, judgement_table
-from can_train.tasks.can.judging import Detector, JudgingOptions, ModelScores, judge_at, own_floors
-from can_train.tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
+from can_train.tasks.can.judgement_table import FolderTable
+from can_train.tasks.can.judging import Decided, Detector, JudgingOptions, ModelScores, judge_at, own_floors
+from can_train.tasks.can.scoring import Companion, Windows, scorer_of
+from can_train.tasks.can.settings import CanDatasetSettings, VgaeSettings
 from can_train.tasks.can.thresholds import Threshold
 
-Companions = Callable[[], Mapping[str, FinishedModel]]
-"""Reads the finished models that a run builds on, by role."""
-
-Score = Callable[["Windows", NDArray[np.int64]], NDArray[np.float64]]
+Score = Callable[[Windows, NDArray[np.int64]], NDArray[np.float64]]
 """Scores windows, [R, S], in parts that fit."""
 
 AS_GIVEN: Final = "as given"
@@ -42,65 +37,6 @@ FITTED_FLOORS: Final = ("id_lookup", "random_forest")
 """Floors that learn from training windows."""
 
 _NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
-
-
-class Scorer(Protocol):
-    """A finished run's model on the windows of a data set.
-
-    Attributes:
-        finished: What the run has trained; its result says the units of errors.
-        model: In evaluation mode, on the CPU.
-    """
-
-    finished: FinishedModel
-    model: nn.Module
-
-    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, S] raw scores, by the model or its copy on a device."""
-
-    def combine(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Makes of them [R] final scores, higher is more attack-like."""
-
-
-def scorer_of(finished: FinishedModel, data: CanData, companions: Companions) -> Scorer:
-    """Makes what scores windows as a finished run does.
-
-    Args:
-        finished: What the run has trained.
-        data: The windows.
-        companions: Reads the models that the run builds on, for modes that need them to score.
-
-    Raises:
-        CheckpointError: The weights are not those of the run's settings.
-    """
-    if isinstance(finished.run.model, FusionAgentSettings):
-        return FinishedFusion(finished, data.flat, companions())
-    return FinishedNetwork(finished, data.flat)
-
-
-class Windows:
-    """The windows of a data set, with what scores them.
-
-    Args:
-        data: The windows.
-        scorer: What scores them.
-    """
-
-    def __init__(self, data: CanData, scorer: Scorer) -> None:
-        self.data = data
-        self.scorer = scorer
-        self.model = scorer.model
-        self.scores = scorer.scores
-        self._gather = Gatherer(data.flat)
-
-    def describe(self, row: int) -> str:
-        """Names a window in a message."""
-        flat = self.data.flat
-        return f"the window at frame {flat.first_frame[row]:,} of {flat.sources[flat.source[row]].path}"
-
-    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
-        return self._gather.batch_features(rows)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,27 +54,28 @@ class Verdict:
     notes: Sequence[str]
 
 
-def make_evaluation(finished: FinishedModel, companions: Companions, asked: JudgedData) -> "Evaluation":
+def make_evaluation(finished: FinishedModel, companion: Companion, asked: JudgedData) -> "Evaluation":
     """Prepares the windows that are judged.
 
     Args:
         finished: What the run has trained.
-        companions: Reads the models that the run builds on.
+        companion: Reads the models that the run builds on.
         asked: The data.
 
     Raises:
         ConfigError: The model is bound to other settings.
         DataError: A log cannot be read, or is too short.
+        RunError: A model that scoring needs is gone.
         CheckpointError: The weights are not those of the run's settings, or its result lacks what scoring needs.
     """
     if "threshold" not in finished.result.get("judgement", ()):
         raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
     data, own = read_asked(finished.run.dataset, asked)
-    windows = Windows(data, scorer_of(finished, data, companions))
+    windows, beside = Windows(data, scorer_of(finished, data, companion)), beside_of(finished, data, companion)
     if own or not _lacks_units(finished):
-        return Evaluation(windows, windows, replace(asked, own=own))
+        return Evaluation(windows, windows, beside, replace(asked, own=own))
     reference = _own_data(finished, asked)
-    return Evaluation(windows, Windows(reference, scorer_of(finished, reference, companions)), asked)
+    return Evaluation(windows, Windows(reference, scorer_of(finished, reference, companion)), beside, asked)
 
 
 def _lacks_units(finished: FinishedModel) -> bool:
@@ -163,15 +100,17 @@ class Evaluation:
     Args:
         windows: Those that are judged.
         reference: The run's own, where its result lacks what only they tell; else the same.
+        beside: What the model is judged beside, other than floors.
         asked: How the judged ones were asked for.
 
     Attributes:
         own_split: Whether they are split as they were for training; else all of them are judged.
     """
 
-    def __init__(self, windows: Windows, reference: Windows, asked: JudgedData) -> None:
+    def __init__(self, windows: Windows, reference: Windows, beside: Alone, asked: JudgedData) -> None:
         self._windows = windows
         self._reference = reference
+        self._beside = beside
         self._finished = windows.scorer.finished
         self._data = windows.data
         self._asked = asked
@@ -193,7 +132,7 @@ class Evaluation:
         return {"windows": len(self._rows), "frames": flat.window + int(fresh.sum())}
 
     def judge(self, score: Score, threshold: float | None) -> Verdict:
-        """Judges each group of windows by itself, beside floors.
+        """Judges each group of windows by itself, beside floors and what the run was judged beside.
 
         Args:
             score: Scores windows.
@@ -202,29 +141,43 @@ class Evaluation:
         Raises:
             RunError: A score is not a finite number.
         """
-        flat, split, windows = self._data.flat, self._data.split, self._windows
+        flat, split, scorer = self._data.flat, self._data.split, self._windows.scorer
         if _lacks_units(self._finished):
-            windows.scorer.finished = self._with_units(score)
-
-        def final(rows: NDArray[np.int64]) -> NDArray[np.float64]:
-            return windows.scorer.combine(score(windows, rows)) if len(rows) else np.empty(0)
-
-        scores = ModelScores(
-            validation=final(split.validation), test={group: final(rows) for group, rows in split.test.items()}
+            scorer.finished = self._with_units(score)
+        asked = {"": self._windows, **self._beside.asked}
+        timed = TimedScore(lambda rows, role="": score(asked[role], rows))
+        told = self._told(timed)
+        own = ModelScores(
+            validation=scorer.combine(timed(split.validation)) if len(split.validation) else np.empty(0),
+            test={folder: scorer.combine(raw) for folder, raw in told.items()},
         )
         decided = self._threshold(threshold)
-        judgement = judge_at(flat, split, Detector(scores, decided), self._floors())
-        known = windows.scorer.finished.result["judgement"]
-        units = {name: value for name, value in known.items() if name == "error_units"}
+        judgement = judge_at(flat, split, Detector(own, decided), self._floors(), self._others(told, timed))
+        judgement["absent_floors"] |= self._beside.absent
+        units = {name: value for name, value in scorer.finished.result["judgement"].items() if name == "error_units"}
         return Verdict(
-            judgement={**judgement, **units},
-            samples=self._samples(scores.test, decided.value),
+            judgement={**self._beside.completed(judgement, told, timed), **units},
+            samples=self._samples(own.test, decided.value),
             notes=[*self._unknown_ids(), *_notes(decided, judgement["absent_floors"])],
         )
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[FolderTable]:
-        """Writes a judgement as one table a group."""
-        return judgement_table(judgement)  # type: ignore[arg-type]
+        """Writes a judgement as one table a group, and one of sizes and speeds where they are compared."""
+        return tables_of(judgement)
+
+    def _told(self, timed: TimedScore, *role: str) -> Scores:
+        """Scores the windows of each folder: [F, S]."""
+        timed.warm_up(self._rows, *role)
+        return {folder: timed(rows, *role) for folder, rows in self._data.split.test.items()}
+
+    def _others(self, told: Scores, timed: TimedScore) -> dict[str, Detector]:
+        """Scores what the model is judged beside; each flags by the threshold that it had in the run's validation."""
+        scores = self._beside.scores(told, lambda role: self._told(timed, role))
+        decided = self._finished.result["judgement"].get("beside", {})
+        return {
+            name: Detector(ModelScores(validation=np.empty(0), test=test), self._known_threshold(decided[name]))
+            for name, test in scores.items()
+        }
 
     def _with_units(self, score: Score) -> FinishedModel:
         """Adds the units of errors to the result."""
@@ -236,9 +189,11 @@ class Evaluation:
     def _threshold(self, given: float | None) -> Threshold:
         if given is not None:
             return Threshold(value=given, rule=AS_GIVEN)
-        judgement, run = self._finished.result["judgement"], self._finished.run
-        where = "" if self.own_split else f", in {run.dataset.name}"
-        return Threshold(value=judgement["threshold"], rule=f"{judgement['threshold_rule']}{where}")
+        return self._known_threshold(self._finished.result["judgement"])
+
+    def _known_threshold(self, decided: Decided) -> Threshold:
+        where = "" if self.own_split else f", in {self._finished.run.dataset.name}"
+        return Threshold(value=decided["threshold"], rule=f"{decided['threshold_rule']}{where}")
 
     def _unknown_ids(self) -> list[str]:
         """Says how many of the CAN IDs are new to a model that sees which is which."""

@@ -92,15 +92,22 @@ class FolderJudgement(TypedDict):
     remarks: list[str]
 
 
-class Judgement(TypedDict):
-    """The whole judgement, as it stands in a run's result: strict JSON. Data that no run was trained on have no
-    validation part.
-    """
+class Decided(TypedDict):
+    """What validation windows decided about a detector; of an autoencoder also the units of its errors."""
 
     threshold: float
     threshold_rule: str
+    error_units: NotRequired[list[float]]
+
+
+class Judgement(Decided):
+    """The whole judgement, as it stands in a run's result: strict JSON. Data that no run was trained on have no
+    validation part; `beside` has the detectors that the model is seen beside, `absent_floors` why any is missing.
+    """
+
     validation: NotRequired[Metrics]
     test: dict[str, FolderJudgement]
+    beside: dict[str, Decided]
     absent_floors: dict[str, str]
 
 
@@ -161,7 +168,7 @@ def judge_at(
         RunError: A score is not a finite number.
     """
     for detector in (model, *beside.values()):
-        _check_scores(detector.scores)
+        check_scores(detector.scores)
     threshold = model.threshold
     judgement = Judgement(
         threshold=threshold.value,
@@ -172,6 +179,10 @@ def judge_at(
             )
             for folder, rows in split.test.items()
         },
+        beside={
+            name: Decided(threshold=other.threshold.value, threshold_rule=other.threshold.rule)
+            for name, other in beside.items()
+        },
         absent_floors=floors.absent,
     )
     if len(split.validation):
@@ -181,7 +192,7 @@ def judge_at(
 
 def _threshold(flat: FlatGraphs, split: Split, scores: ModelScores, options: JudgingOptions) -> Threshold:
     """Chooses a detector's threshold from validation, once all of its scores are seen to be numbers."""
-    _check_scores(scores)
+    check_scores(scores)
     return choose_threshold(
         flat.label[split.validation] > 0,
         scores.validation,
@@ -190,7 +201,12 @@ def _threshold(flat: FlatGraphs, split: Split, scores: ModelScores, options: Jud
     )
 
 
-def _check_scores(scores: ModelScores) -> None:
+def check_scores(scores: ModelScores) -> None:
+    """Checks that a detector's scores are numbers.
+
+    Raises:
+        RunError: One is not finite.
+    """
     for name, values in {"validation": scores.validation, **scores.test}.items():
         _check_finite(name, values)
 

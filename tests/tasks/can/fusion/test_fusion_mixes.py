@@ -132,18 +132,17 @@ def test_where_validation_has_one_class_only_there_is_no_best_weight(attacks: bo
     is_attack[200:400] = attacks
     mixes = constant_mixes(problem.scores, data_of(problem, is_attack).flat, SPLIT, problem.weights, 0.01)
     assert mixes.best_weight is None
-    assert list(mixes.scores) == ["autoencoder", "classifier", "even_mix"]
+    assert list(mixes.mixes) == ["autoencoder", "classifier", "even_mix"]
     assert mixes.absent == {"best_mix": "the validation windows are of one class only"}
 
 
 def test_fitted_mixes_learn_from_training_windows_alone() -> None:
     problem = divided_problem()
-    fitted = fitted_mixes(problem.scores, data_of(problem).flat, SPLIT, 0)
+    fitted = fitted_mixes(problem.scores, data_of(problem).flat, SPLIT.train, 0)
     turned = problem.is_attack.copy()
     turned[200:] = ~turned[200:]
-    again = fitted_mixes(problem.scores, data_of(problem, turned).flat, SPLIT, 0)
+    again = fitted_mixes(problem.scores, data_of(problem, turned).flat, SPLIT.train, 0)
     for name in ("logistic", "small_mlp"):
-        np.testing.assert_array_equal(fitted[name].validation, again[name].validation)
-        assert fitted[name].test["test_01"].shape == (100,)
-    found = fitted["small_mlp"].validation > 0.5
+        assert fitted[name].plain() == again[name].plain()
+    found = fitted["small_mlp"].score(problem.scores, SPLIT.validation) > 0.5
     assert (found == problem.is_attack[200:400]).mean() > 0.75

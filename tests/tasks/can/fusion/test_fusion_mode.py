@@ -195,7 +195,7 @@ def test_a_finished_agent_scores_windows_as_it_did_in_training(folder: Path) -> 
     rows = task.validation_rows[::-1].copy()
     with torch.inference_mode():
         alone = fusion.scores(fusion.model, rows, CPU, torch.float32)
-    torch.testing.assert_close(alone, task.scores(agent, rows, CPU, torch.float32), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(alone[:, :2], task.scores(agent, rows, CPU, torch.float32), rtol=1e-4, atol=1e-5)
     assert fusion.combine(alone.numpy()).shape == (len(rows),)
 
 

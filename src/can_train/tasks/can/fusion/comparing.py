@@ -3,20 +3,17 @@
 Shapes: R windows of a folder, A mixing weights.
 """
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.fusion.batch import MixingProblem
+from can_train.tasks.can.fusion.finished import FUSED, WEIGHT
 from can_train.tasks.can.fusion.mixes import BEST_MIX, constant_mixes, fitted_mixes
-from can_train.tasks.can.judging import FolderJudgement, JudgingOptions, ModelScores, judge
-
-FUSED: Final = 0
-WEIGHT: Final = 1
-"""Columns of what the agent says of a window."""
+from can_train.tasks.can.judging import FolderJudgement, Judgement, JudgingOptions, ModelScores, judge
 
 
 def judge_agent(
@@ -34,7 +31,7 @@ def judge_agent(
         options: How detectors are judged; without floors the mixes that must be fitted are left out, too.
 
     Returns:
-        The judgement; `mixing` tells which weights were chosen.
+        The judgement; `mixing` tells which weights were chosen, and what the mixes are.
 
     Raises:
         RunError: A score is not a finite number.
@@ -46,13 +43,35 @@ def judge_agent(
         validation=validation[:, FUSED], test={folder: told[:, FUSED] for folder, told in test.items()}
     )
     mixes = constant_mixes(problem.scores, data.flat, split, problem.weights, options.validation_fpr)
-    fitted = fitted_mixes(problem.scores, data.flat, split, options.seed) if options.floors else {}
-    judgement = judge(data.flat, split, chosen, options, beside={**mixes.scores, **fitted})
+    fitted = fitted_mixes(problem.scores, data.flat, split.train, options.seed) if options.floors else {}
+    named = {**mixes.mixes, **fitted}
+    beside = {
+        name: ModelScores(
+            validation=mix.score(problem.scores, split.validation),
+            test={folder: mix.score(problem.scores, rows) for folder, rows in split.test.items()},
+        )
+        for name, mix in named.items()
+    }
+    judgement = judge(data.flat, split, chosen, options, beside)
     judgement["absent_floors"] |= mixes.absent
-    folders = {folder: weights_chosen(told[:, WEIGHT]) for folder, told in test.items()}
+    mixing = {BEST_MIX: mixes.best_weight, "mixes": {name: mix.plain() for name, mix in named.items()}}
+    return with_choices(judgement, mixing, {folder: told[:, WEIGHT] for folder, told in test.items()})
+
+
+def with_choices(
+    judgement: Judgement, mixing: Mapping[str, Any], weights: Mapping[str, NDArray[np.float64]]
+) -> dict[str, Any]:
+    """Adds to an agent's judgement what came of its choices, in figures and in words.
+
+    Args:
+        judgement: Its remarks are added to.
+        mixing: What the mixes are.
+        weights: [R] those that it chose, by folder.
+    """
+    chosen = {folder: weights_chosen(each) for folder, each in weights.items()}
     for folder, judged in judgement["test"].items():
-        judged["remarks"] += [*verdict(judged, mixes.best_weight), told_in_words(folders[folder])]
-    return {**judgement, "mixing": {BEST_MIX: mixes.best_weight, "chosen": folders}}
+        judged["remarks"] += [*verdict(judged, mixing[BEST_MIX]), told_in_words(chosen[folder])]
+    return {**judgement, "mixing": {**mixing, "chosen": chosen}}
 
 
 def verdict(judged: FolderJudgement, best_weight: float | None) -> list[str]:

@@ -4,6 +4,7 @@ Shapes: R rows (windows).
 """
 
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 import torch
@@ -12,11 +13,18 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError
-from can_train.tasks.can.companions import FinishedNetwork
+from can_train.tasks.can.companions import AUTOENCODER, CLASSIFIER, AskedNetwork
 from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.fusion.agent import FusionAgent, as_agent, best_actions
-from can_train.tasks.can.fusion.pair import AUTOENCODER, CLASSIFIER, ScorePair
+from can_train.tasks.can.fusion.pair import ScorePair
 from can_train.tasks.can.fusion.states import WindowScores, mixing_weights
+
+FUSED: Final = 0
+WEIGHT: Final = 1
+"""Columns of what an agent says of a window."""
+
+_SEEN: Final = 2
+"""Column from which on there is what it says that of: anomaly score, attack probability, and three error terms."""
 
 
 class FinishedFusion:
@@ -37,14 +45,15 @@ class FinishedFusion:
 
     def __init__(self, finished: FinishedModel, flat: FlatGraphs, companions: Mapping[str, FinishedModel]) -> None:
         self.finished = finished
-        networks = {role: FinishedNetwork(companions[role], flat) for role in (AUTOENCODER, CLASSIFIER)}
+        networks = {role: AskedNetwork(companions[role], flat) for role in (AUTOENCODER, CLASSIFIER)}
         self._pair = ScorePair(autoencoder=networks[AUTOENCODER], classifier=networks[CLASSIFIER])
         self._weights = mixing_weights(finished.run.mode.mixing_weights)
         models = {role: network.model for role, network in networks.items()}
         self.model: nn.Module = nn.ModuleDict({"agent": _agent(finished), **models}).eval().requires_grad_(False)
 
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, 2] float64 on the CPU: the fused score, and the mixing weight that the agent chose for it.
+        """Returns [R, 7] float64 on the CPU: the fused score, the mixing weight that the agent chose for it, and what
+        it saw of the window (see `seen`).
 
         Args:
             model: The three networks, or a copy of them on the device.
@@ -61,11 +70,18 @@ class FinishedFusion:
         )
         here = np.arange(len(rows))
         weights = self._weights[best_actions(as_agent(model["agent"]), table.states(here))]
-        return torch.from_numpy(np.stack([table.fused(here, weights), weights], axis=1))
+        said = np.stack([table.fused(here, weights), weights, table.anomaly, table.attack], axis=1)
+        return torch.from_numpy(np.concatenate([said, table.errors], axis=1))
 
     def combine(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns [R] final scores, higher is more attack-like."""
-        return scores[:, 0]
+        return scores[:, FUSED]
+
+
+def seen(scores: NDArray[np.float64]) -> WindowScores:
+    """Returns what the agent saw of R windows, from the [R, 7] that it said of them."""
+    anomaly, attack = scores[:, _SEEN], scores[:, _SEEN + 1]
+    return WindowScores(anomaly=anomaly, attack=attack, errors=scores[:, _SEEN + 2 :])
 
 
 def _agent(finished: FinishedModel) -> FusionAgent:

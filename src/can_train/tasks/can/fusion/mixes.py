@@ -1,26 +1,24 @@
 """Simple ways to mix the two scores, to be judged beside the agent: what does not beat them has learned nothing. They
-are chosen on validation, or fitted on training windows; test windows are scored and never looked at.
+are chosen on validation, or fitted on training windows; a run keeps them as plain numbers, to be judged again with it.
 
 Shapes: R windows, A mixing weights.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
-from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from can_train.tasks.can.flat import FlatGraphs
 from can_train.tasks.can.floors import sample_by_class
-from can_train.tasks.can.fusion.states import WindowScores
-from can_train.tasks.can.judging import ModelScores
+from can_train.tasks.can.fusion.states import WindowScores, logistic
 from can_train.tasks.can.metrics import detector_metrics
 from can_train.tasks.can.splits import Split
 from can_train.tasks.can.thresholds import choose_threshold
@@ -40,7 +38,79 @@ LOGISTIC_ROUNDS: Final = 1000
 NETWORK_ROUNDS: Final = 100
 """Most iterations of each fit; on this few inputs both have settled long before."""
 
-Scorer = Callable[[NDArray[np.int64]], NDArray[np.float64]]
+
+class Mix(Protocol):
+    """Makes one score of two."""
+
+    def score(self, table: WindowScores, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [R] scores of chosen windows, in [0, 1]."""
+
+    def plain(self) -> dict[str, Any]:
+        """Returns it as strict JSON."""
+
+
+@dataclass(frozen=True)
+class ConstantMix:
+    """The same mixing weight for every window."""
+
+    weight: float
+
+    def score(self, table: WindowScores, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [R] fused scores."""
+        return table.fused(rows, self.weight)
+
+    def plain(self) -> dict[str, Any]:
+        """Returns it as strict JSON."""
+        return {"weight": self.weight}
+
+
+@dataclass(frozen=True, eq=False)
+class FittedMix:
+    """A small network's probability of an attack, from the seven numbers that the agent sees. Without a hidden layer it
+    is a logistic regression.
+
+    Attributes:
+        layers: Weights [inputs, outputs] and biases [outputs] of each layer.
+    """
+
+    layers: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]
+
+    @classmethod
+    def fit(
+        cls, model: LogisticRegression | MLPClassifier, states: NDArray[np.float32], is_attack: NDArray[np.bool_]
+    ) -> Self:
+        """Fits scikit-learn's model to [R, 7] states of windows of both classes."""
+        scaler = StandardScaler()
+        inputs = scaler.fit_transform(states.astype(np.float64))
+        with warnings.catch_warnings():
+            # That the last digits still move is of no account.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            model.fit(inputs, is_attack)
+        if isinstance(model, MLPClassifier):
+            (first, bias), *rest = zip(model.coefs_, model.intercepts_, strict=True)
+        else:
+            first, bias, rest = model.coef_.T, model.intercept_, []
+        weights = first / scaler.scale_[:, None]
+        return cls([(weights, bias - scaler.mean_ @ weights), *rest])
+
+    def score(self, table: WindowScores, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [R] probabilities."""
+        values = table.states(rows).astype(np.float64)
+        *hidden, (weights, bias) = self.layers
+        for between, offset in hidden:
+            values = np.maximum(values @ between + offset, 0.0)
+        return logistic((values @ weights + bias)[:, 0])
+
+    def plain(self) -> dict[str, Any]:
+        """Returns it as strict JSON."""
+        return {"layers": [[weights.tolist(), bias.tolist()] for weights, bias in self.layers]}
+
+
+def mix_from_plain(plain: Mapping[str, Any]) -> Mix:
+    """Reads what `plain` of a mix made, also after JSON."""
+    if "weight" in plain:
+        return ConstantMix(plain["weight"])
+    return FittedMix([(np.asarray(weights), np.asarray(bias)) for weights, bias in plain["layers"]])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +118,12 @@ class ConstantMixes:
     """Mixes with one weight for all windows.
 
     Attributes:
-        scores: By name, in the order they are shown.
+        mixes: By name, in the order they are shown.
         best_weight: Of `BEST_MIX`; None where validation cannot tell.
         absent: Why any is missing, by name.
     """
 
-    scores: Mapping[str, ModelScores]
+    mixes: Mapping[str, Mix]
     best_weight: float | None
     absent: Mapping[str, str]
 
@@ -66,7 +136,7 @@ def constant_mixes(
     Args:
         table: The two scores.
         flat: All windows.
-        split: Which of them validate and are judged.
+        split: Which of them validate.
         weights: [A] to choose from.
         fpr: Share of the benign validation windows that may be flagged where there are no attacks.
     """
@@ -78,11 +148,8 @@ def constant_mixes(
         best = named[BEST_MIX] = best_weight(table, split.validation, is_attack, weights, fpr)
     else:
         absent[BEST_MIX] = "the validation windows are of one class only"
-    scores = {
-        name: _scored(split, lambda rows, weight=weight: table.fused(rows, weight))  # type: ignore[misc]
-        for name, weight in named.items()
-    }
-    return ConstantMixes(scores=scores, best_weight=best, absent=absent)
+    mixes = {name: ConstantMix(weight) for name, weight in named.items()}
+    return ConstantMixes(mixes=mixes, best_weight=best, absent=absent)
 
 
 def best_weight(
@@ -111,36 +178,19 @@ def best_weight(
     return max(map(float, weights), key=merit)
 
 
-def fitted_mixes(table: WindowScores, flat: FlatGraphs, split: Split, seed: int) -> dict[str, ModelScores]:
+def fitted_mixes(table: WindowScores, flat: FlatGraphs, train: NDArray[np.int64], seed: int) -> dict[str, Mix]:
     """Mixes that small models learn from training windows, of the same seven numbers that the agent sees.
 
     Args:
         table: What they see.
-        flat: All windows; those that train are of both classes.
-        split: Which of them train, validate and are judged.
+        flat: All windows.
+        train: [R] those that train, of both classes.
         seed: Of sampling and weights.
     """
-    rows = sample_by_class(flat, split.train, most=MAX_FITTED_WINDOWS, seed=seed)
+    rows = sample_by_class(flat, train, most=MAX_FITTED_WINDOWS, seed=seed)
     models = {
         "logistic": LogisticRegression(class_weight="balanced", max_iter=LOGISTIC_ROUNDS),
         "small_mlp": MLPClassifier(HIDDEN, max_iter=NETWORK_ROUNDS, random_state=seed),
     }
-    scores = {}
-    for name, model in models.items():
-        fitted = make_pipeline(StandardScaler(), model)
-        with warnings.catch_warnings():
-            # That the last digits still move is of no account.
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            fitted.fit(table.states(rows), flat.label[rows] > 0)
-        scores[name] = _scored(split, _predictor(fitted, table))
-    return scores
-
-
-def _predictor(fitted: Any, table: WindowScores) -> Scorer:
-    return lambda rows: np.asarray(fitted.predict_proba(table.states(rows))[:, 1], dtype=np.float64)
-
-
-def _scored(split: Split, scorer: Scorer) -> ModelScores:
-    return ModelScores(
-        validation=scorer(split.validation), test={group: scorer(rows) for group, rows in split.test.items()}
-    )
+    states, is_attack = table.states(rows), flat.label[rows] > 0
+    return {name: FittedMix.fit(model, states, is_attack) for name, model in models.items()}

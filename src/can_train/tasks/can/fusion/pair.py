@@ -5,18 +5,13 @@ Shapes: R windows.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import RunError
-from can_train.tasks.can.companions import FinishedNetwork
+from can_train.tasks.can.companions import AUTOENCODER, CLASSIFIER, FinishedNetwork
 from can_train.tasks.can.fusion.states import attack_probability, bounded_anomaly, bounded_errors
-
-AUTOENCODER: Final = "autoencoder"
-CLASSIFIER: Final = "classifier"
-"""Roles of the two models."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -90,8 +90,13 @@ def attack_probability(logit_difference: NDArray[np.float64], threshold: float) 
         logit_difference: [R] attack minus benign.
         threshold: The classifier's own, of the same kind.
     """
+    return logistic(logit_difference - threshold)
+
+
+def logistic(logit_difference: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns probabilities of logit differences."""
     # As a tangent it overflows nowhere.
-    probability: NDArray[np.float64] = 0.5 * (1 + np.tanh((logit_difference - threshold) / 2))
+    probability: NDArray[np.float64] = 0.5 * (1 + np.tanh(logit_difference / 2))
     return probability
 
 

@@ -3,7 +3,7 @@
 Shapes: R rows (windows).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,15 +60,14 @@ class AutoencoderTask(WindowTask):
 
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges each test folder by itself, beside the floors; units and threshold come from validation."""
-        return self._judgement(score)
-
-    def _judgement(self, score: Score, roles: Sequence[str] = ()) -> dict[str, Any]:
-        """Judges the model, beside the companions of some roles."""
         from can_train.tasks.can.judging import judge
 
         (own, units), options = self._final_scores(score), self._options(supervised=False)
-        beside = {role: self._final_scores(score, role)[0] for role in roles}
+        others = {role: self._final_scores(score, role) for role in self.judged_beside}
+        beside = {role: scores for role, (scores, _) in others.items()}
         judgement = judge(self._data.flat, self._data.split, own, options, beside)
+        for role, (_, its_units) in others.items():
+            judgement["beside"][role]["error_units"] = its_units
         return {**judgement, "error_units": units}
 
     def _final_scores(self, score: Score, *role: str) -> tuple["ModelScores", list[float]]:

@@ -3,7 +3,7 @@
 Shapes: R rows (windows).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -57,15 +57,11 @@ class ClassifierTask(WindowTask):
 
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges each test folder by itself, beside the floors; the threshold comes from validation."""
-        return self._judgement(score)
-
-    def _judgement(self, score: Score, roles: Sequence[str] = ()) -> dict[str, Any]:
-        """Judges the model, beside the companions of some roles."""
         from can_train.tasks.can.judging import judge
 
         own, options = final_scores(score, self._data.split), self._options(supervised=True)
-        beside = {role: final_scores(score, self._data.split, role) for role in roles}
-        return dict(judge(self._data.flat, self._data.split, own, options, beside))
+        beside = {role: final_scores(score, self._data.split, role) for role in self.judged_beside}
+        return judge(self._data.flat, self._data.split, own, options, beside)
 
     def _weights(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return self._class_weights[self._is_attack(rows).astype(np.int64)]

@@ -6,7 +6,6 @@ Shapes: R rows (windows).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
@@ -14,15 +13,12 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import RunError
-from can_train.tasks.can.companions import companion_of
+from can_train.tasks.can.companions import AUTOENCODER, companion_of
 from can_train.tasks.can.curriculum import Composition, Curriculum, RatioSchedule
 from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.losses import Answers, ClassifierBatch, Gather
 from can_train.tasks.can.modes.classifier import ClassifierTask
 from can_train.tasks.can.settings import CurriculumSettings
-
-AUTOENCODER: Final = "autoencoder"
-"""Role of the model that finds windows hard."""
 
 
 class CurriculumTask(ClassifierTask):

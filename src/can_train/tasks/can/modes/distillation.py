@@ -4,7 +4,7 @@ latents and reconstructions.
 Shapes: R rows (windows).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,16 +24,13 @@ from can_train.tasks.can.modes.windows import Score, WindowTask
 from can_train.tasks.can.settings import DistillationSettings, GatSettings
 
 if TYPE_CHECKING:
-    from can_train.tasks.can.judgement_table import FolderTable
+    from can_train.tasks.can.comparison import TimedScore
 
 LATENT_SHARE: Final = 0.5
 """Weight of the difference from the teacher's latents."""
 
 RECONSTRUCTION_SHARE: Final = 0.25
 """Weight of the difference from the teacher's reconstruction of nodes, and again of edges: ½ together."""
-
-STUDENT: Final = "model"
-"""Name of what was trained, in tables and results."""
 
 _WAYS: Final = ("device", "cache", "offload")
 
@@ -70,30 +67,20 @@ class _Teacher:
         assert self.answers is not None, "training tells the answers before it asks for a batch"
         return self.answers
 
-    def judged(self, judge: Callable[[Score, Sequence[str]], dict[str, Any]], score: Score) -> dict[str, Any]:
-        """Judges the student beside the others, and adds everyone's size and speed.
+    def compared(self, timed: "TimedScore") -> dict[str, Any]:
+        """Returns the size and speed of the student and the others, by name.
 
         Args:
-            judge: Judges by scores, beside some roles.
-            score: Scores windows.
+            timed: What scored them.
         """
-        from can_train.tasks.can.comparison import TimedScore
+        from can_train.tasks.can.comparison import STUDENT
 
-        timed = TimedScore(score)
-        judgement = judge(timed, [other.role for other in self.others])
         sizes = {"": self.student_parameters, **{other.role: num_weights(other.model) for other in self.others}}
         runs = {other.role: other.name for other in self.others}
-        compared = {
+        return {
             role or STUDENT: {"run": runs.get(role), "parameters": size, "windows_per_second": timed.speed(role)}
             for role, size in sizes.items()
         }
-        return judgement | {"compared": compared}
-
-    def tables(self, tables: Sequence["FolderTable"], judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
-        """Adds a table of sizes and speeds to those of the test folders."""
-        from can_train.tasks.can.comparison import comparison_table
-
-        return [*tables, comparison_table(judgement["compared"])]
 
 
 def _teacher(
@@ -116,7 +103,31 @@ def _placements(mode: DistillationSettings) -> tuple[str, ...]:
     return _WAYS if mode.teacher_placement == "auto" else (mode.teacher_placement,)
 
 
-class DistilledClassifierTask(ClassifierTask):
+class _Student(WindowTask):
+    """What both kinds of students do alike, before what their models do."""
+
+    _teacher: _Teacher
+
+    def listen(self, role: str, answers: Answers) -> None:
+        """Learns where the teacher's outputs come from."""
+        self._teacher.answers = answers
+
+    def judge(self, score: Score) -> Mapping[str, Any]:
+        """Judges the student as any model of its kind, beside its teacher and beside itself without one."""
+        from can_train.tasks.can.comparison import TimedScore
+
+        timed = TimedScore(score)
+        return {**super().judge(timed), "compared": self._teacher.compared(timed)}
+
+    def _learn_from(self, finished: Mapping[str, FinishedModel], output: str) -> None:
+        """Takes one of the finished models for the teacher, which is asked for some output."""
+        rows = np.concatenate([self.train_rows, self.validation_rows])
+        self._teacher = _teacher(self._run, self._data, finished, rows, output)
+        self.companions = self._teacher.others
+        self.judged_beside = [other.role for other in self.companions]
+
+
+class DistilledClassifierTask(_Student, ClassifierTask):
     r"""A classifier learns from a teacher's softened logits and from labels (Source: Hinton et al., 2015):
 
     :math:`\alpha T^2 \mathrm{KL}(p_\mathrm{teacher}^{(T)} \| p_\mathrm{student}^{(T)}) + (1 - \alpha) \mathrm{CE}`.
@@ -133,9 +144,7 @@ class DistilledClassifierTask(ClassifierTask):
 
     def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
         super().__init__(run, data)
-        rows = np.concatenate([self.train_rows, self.validation_rows])
-        self._teacher = _teacher(run, data, finished, rows, "logits")
-        self.companions = self._teacher.others
+        self._learn_from(finished, "logits")
         mode = run.mode
         self.loss_weights = {"classification": 1 - mode.alpha, "distillation": mode.alpha * mode.temperature**2}
 
@@ -144,18 +153,6 @@ class DistilledClassifierTask(ClassifierTask):
         model = super().build_model()
         self._teacher.student_parameters = num_weights(model)
         return model
-
-    def listen(self, role: str, answers: Answers) -> None:
-        """Learns where the teacher's logits come from."""
-        self._teacher.answers = answers
-
-    def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges the student as any classifier, beside its teacher and beside itself without one."""
-        return self._teacher.judged(self._judgement, score)
-
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
-        """Writes a judgement as one table a test folder, and one of sizes and speeds."""
-        return self._teacher.tables(super().tables(judgement), judgement)
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
@@ -166,7 +163,7 @@ class DistilledClassifierTask(ClassifierTask):
         )
 
 
-class DistilledAutoencoderTask(AutoencoderTask):
+class DistilledAutoencoderTask(_Student, AutoencoderTask):
     """An autoencoder learns from a teacher's latents (its own projected to their width) and reconstructions.
 
     Args:
@@ -181,9 +178,7 @@ class DistilledAutoencoderTask(AutoencoderTask):
 
     def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
         super().__init__(run, data)
-        rows = np.concatenate([self.train_rows, self.validation_rows])
-        self._teacher = _teacher(run, data, finished, rows, "reconstruction")
-        self.companions = self._teacher.others
+        self._learn_from(finished, "reconstruction")
         self.loss_weights = {
             **self.loss_weights,
             "teacher_latent": LATENT_SHARE,
@@ -197,18 +192,6 @@ class DistilledAutoencoderTask(AutoencoderTask):
         model = build_network(self._run.model, self._inputs(), projected=projected)
         self._teacher.student_parameters = num_weights(model) - (self._run.model.latent + 1) * projected
         return model
-
-    def listen(self, role: str, answers: Answers) -> None:
-        """Learns where the teacher's latents and reconstructions come from."""
-        self._teacher.answers = answers
-
-    def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges the student as any autoencoder, beside its teacher and beside itself without one."""
-        return self._teacher.judged(self._judgement, score)
-
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
-        """Writes a judgement as one table a test folder, and one of sizes and speeds."""
-        return self._teacher.tables(super().tables(judgement), judgement)
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import ConfigError
 from can_train.policy.features import Feature
-from can_train.tasks.can.companions import WindowCompanion, companion_of
+from can_train.tasks.can.companions import AUTOENCODER, CLASSIFIER, WindowCompanion, companion_of
 from can_train.tasks.can.dataset import CanData
 from can_train.tasks.can.fusion.acting import act, exploration
 from can_train.tasks.can.fusion.agent import FusionAgent, as_agent
 from can_train.tasks.can.fusion.batch import MixingProblem, PolicyBatch, ReplayBatch, numpy_generator
-from can_train.tasks.can.fusion.pair import AUTOENCODER, CLASSIFIER, ScorePair
+from can_train.tasks.can.fusion.pair import ScorePair
 from can_train.tasks.can.fusion.states import WindowScores, mixing_weights, next_windows
 from can_train.tasks.can.losses import Answers
 from can_train.tasks.can.modes.classifier import check_classes

@@ -37,11 +37,13 @@ class WindowTask:
         validation_rows: Those whose loss decides when to stop.
 
     Attributes:
+        judged_beside: Roles of the companions that the model is judged beside.
         sample_note: What the windows are a sample of, as a sentence; empty where they are all there are.
         estimated_train_rows: Training samples of the whole data set.
     """
 
     features: Sequence[Feature] = GRAPH_FEATURES
+    judged_beside: Sequence[str] = ()
 
     def __init__(
         self, run: ResolvedRun, data: CanData, *, train_rows: NDArray[np.int64], validation_rows: NDArray[np.int64]
@@ -66,11 +68,15 @@ class WindowTask:
         """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
         return self._gather.batch_features(rows)
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
-        """Writes a judgement as one table a test folder."""
-        from can_train.tasks.can.judgement_table import judgement_table
+    def judge(self, score: Score) -> Mapping[str, Any]:
+        """Judges each test folder by itself, beside the floors; all that is decided comes from validation."""
+        raise NotImplementedError
 
-        return judgement_table(judgement)  # type: ignore[arg-type]
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
+        """Writes a judgement as one table a test folder, and one of sizes and speeds where they are compared."""
+        from can_train.tasks.can.comparison import tables_of
+
+        return tables_of(judgement)
 
     def _train_on(self, rows: NDArray[np.int64]) -> None:
         """Decides which windows are trained on."""
