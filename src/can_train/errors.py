@@ -13,6 +13,7 @@ CanTrainError
 └── DoesNotFitError     what was asked for needs more memory than the device has
 """
 
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -20,6 +21,18 @@ from typing import Final
 
 _SUGGESTION_CUTOFF: Final = 0.5
 """Similarity (0 to 1) from which a name counts as a likely misspelling; difflib's 0.6 misses swapped short words."""
+
+_PERMISSION: Final = ("A file or folder must be open to who uses it", "Mend its permissions, or name another place")
+_ROOM: Final = ("A disk must have room for what is written", "Make room; a run then goes on: can-train resume RUN")
+_MENDABLE: Final = {
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.EROFS: _PERMISSION,
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: _ROOM,
+}
+"""What the system refuses and the user can mend, by its number: rule and remedy."""
 
 
 class CanTrainError(Exception):
@@ -113,6 +126,14 @@ class DoesNotFitError(CanTrainError):
     def __init__(self, rule: str, *, value: str = "", remedy: str = "", shortage: Shortage | None = None) -> None:
         super().__init__(rule, value=value, remedy=remedy)
         self.shortage = shortage or Shortage()
+
+
+def of_system(error: OSError) -> StateError | None:
+    """Makes the error for a file that the system refuses; None where the user cannot mend what the system says."""
+    if error.errno not in _MENDABLE:
+        return None
+    rule, remedy = _MENDABLE[error.errno]
+    return StateError(rule, value=": ".join(filter(None, (str(error.filename or ""), error.strerror))), remedy=remedy)
 
 
 def nearest_first(name: str, valid: Iterable[str]) -> list[str]:

@@ -127,3 +127,14 @@ def test_a_log_that_is_none_leaves_nothing_behind(
     assert "log.csv" in said
     assert not (tmp_path / "runs").exists()
     assert not list(tmp_path.glob("state/cache/*"))
+
+
+def test_a_full_disk_is_said_in_words_with_exit_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "can_train", "runs", "--json", "--state-dir", str(tmp_path)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        2,
+        "error: A disk must have room for what is written: No space left on device.",
+    )
+    assert len(done.stderr.splitlines()) == 2

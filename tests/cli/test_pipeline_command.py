@@ -98,6 +98,8 @@ def test_a_stage_that_fails_stops_those_that_build_on_it_and_no_others(tmp_path:
         (("--epochs", "0"), "Stage autoencoder. training.epochs must be at least 1"),
         (("--mem", "3G"), "Add --submit"),
         (("--submit", "--cluster", "local"), "Only SLURM has a stage wait for another"),
+        (("--stages", ","), "Stages: autoencoder, normal,"),
+        (("--submit",), "or leave out --submit"),
         (("--submit", "--cluster", "debug"), "the stages then train here, one after another"),
         (("--dataset", "hcrl_ch"), "hcrl_ch must be in one of these folders"),
         (("--dataset", "hcrl_ch", "--force"), "hcrl_ch must be in one of these folders"),

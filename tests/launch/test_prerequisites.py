@@ -122,7 +122,7 @@ def test_settings_that_do_not_change_what_a_model_sees_may_differ(shelf: Shelf) 
 def test_a_run_that_has_not_finished_is_refused_unless_it_is_waited_for(shelf: Shelf) -> None:
     teacher = shelf.put(1, shelf.resolved("gat", "normal"), None)
     given = {"mode.teacher": teacher.run_id}
-    with pytest.raises(RunError, match=r"(?s)Only a finished run can be a teacher.*can-train resume 20260101"):
+    with pytest.raises(RunError, match=r"(?s)Only a finished run can be a teacher.*can-train resume /.*20260101"):
         settle(shelf, *DISTILLED, values=given)
     for values in (given, {}):
         run, _ = settle(shelf, *DISTILLED, awaited=(teacher.run_id,), values=values)
@@ -135,6 +135,37 @@ def test_a_run_that_is_waited_for_comes_before_one_that_has_finished(shelf: Shel
     run, notices = settle(shelf, *DISTILLED, awaited=(awaited.run_id,))
     assert run.mode.teacher == str(awaited.path)
     assert notices == [f"teacher: {awaited.run_id} (the run that is waited for)"]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_result_that_cannot_be_read_is_no_run_that_has_not_finished(shelf: Shelf, text: str) -> None:
+    teacher = shelf.put(1, shelf.resolved("gat", "normal"))
+    teacher.result_path.write_text(text)
+    with pytest.raises(RunError, match=r"result cannot be read: .*result.json.\n.*train anew"):
+        settle(shelf, *DISTILLED, values={"mode.teacher": teacher.run_id})
+
+
+def test_the_remedy_for_a_run_that_was_named_does_not_name_it_again(shelf: Shelf) -> None:
+    named = {"mode.teacher": shelf.put(1, shelf.resolved("gat", "normal", "student")).run_id}
+    with pytest.raises(ConfigError, match=r"(?s)This makes one that does:.*without the run that it names"):
+        settle(shelf, *DISTILLED, values=named)
+    shelf.put(2, shelf.resolved("gat", "normal"))
+    assert settle(shelf, *DISTILLED)[0].mode.teacher
+
+
+@pytest.mark.parametrize("inside", ["checkpoints", "checkpoints/step-00000001.pt", "config.yaml"])
+def test_whatever_lies_in_a_folder_of_a_run_names_the_run(shelf: Shelf, inside: str) -> None:
+    teacher = shelf.put(1, shelf.resolved("gat", "normal"))
+    (teacher.checkpoints_path / "step-00000001.pt").touch()
+    run, _ = settle(shelf, *DISTILLED, values={"mode.teacher": str(teacher.path / inside)})
+    assert run.mode.teacher == str(teacher.path)
+
+
+def test_a_checkpoint_without_its_run_is_refused_as_one(shelf: Shelf) -> None:
+    alone = shelf.folder / "alone.pt"
+    alone.touch()
+    with pytest.raises(RunError, match=r"alone.pt is in no folder of a run.\n.*config.yaml"):
+        settle(shelf, *DISTILLED, values={"mode.teacher": str(alone)})
 
 
 def test_a_run_without_its_weights_is_refused(shelf: Shelf) -> None:

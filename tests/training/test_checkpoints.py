@@ -1,3 +1,5 @@
+import hashlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,24 @@ def test_code_in_a_checkpoint_is_never_run(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="tensors and plain values only"):
         Checkpoints(folder).load(SilentReporter())
     assert not (folder / "trapped").exists()
+
+
+def zipped(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("data", [b"", b"text", zipped(state(3))[:500], zipped([1, 2]), zipped({"model": 1})])
+def test_what_is_no_checkpoint_although_its_checksum_is_right_is_an_error_with_a_remedy(
+    folder: Path, data: bytes
+) -> None:
+    entry = {"file": "other.pt", "sha256": hashlib.sha256(data).hexdigest(), "step": 3}
+    (folder / "other.pt").write_bytes(data)
+    (folder / "manifest.json").write_text(json.dumps({"checkpoints": [entry]}))
+    for read in (Checkpoints(folder).newest, lambda: Checkpoints(folder).load(SilentReporter())):
+        with pytest.raises(CheckpointError, match=r"other.pt.*\nCopy the run once more"):
+            read()
 
 
 def test_a_checkpoint_of_another_version_is_refused(folder: Path) -> None:

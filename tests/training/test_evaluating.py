@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_an_error_that_leaves_the_folder_alone(tmp_path:
 def test_a_run_that_has_not_finished_is_refused_with_what_finishes_it(tmp_path: Path) -> None:
     run = copied(finished_run("gat"), tmp_path)
     (run / "result.json").unlink()
-    with pytest.raises(CheckpointError, match=f"can-train resume {run.name}"):
+    with pytest.raises(CheckpointError, match=f"can-train resume {run}"):
         evaluated(run)
 
 

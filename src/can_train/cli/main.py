@@ -9,7 +9,7 @@ from typing import Any, Final
 import typer
 
 from can_train.cli.flags import canonical_arguments
-from can_train.errors import CanTrainError
+from can_train.errors import CanTrainError, of_system
 
 _HELP: Final = """Launches PyTorch training that fits. A line that starts with an option trains:
 
@@ -161,7 +161,28 @@ def main(arguments: Sequence[str]) -> int:
     """
     debug = "--debug" in arguments
     try:
-        words = canonical_arguments([argument for argument in arguments if argument != "--debug"])
+        status = _status([argument for argument in arguments if argument != "--debug"])
+        # A disk that is full, and a reader that has gone, may say so only now.
+        sys.stdout.flush()
+    except CanTrainError as error:
+        if debug:
+            raise
+        return _told(error)
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`): nobody is left to tell.
+        _drop_output()
+        return 1
+    except OSError as error:
+        mendable = of_system(error)
+        if debug or mendable is None:
+            raise
+        return _told(mendable)
+    return status
+
+
+def _status(arguments: Sequence[str]) -> int:
+    try:
+        words = canonical_arguments(arguments)
         if words and words[0] in _NAMED:
             make_command(words[0])(words[1:], prog_name=f"can-train {words[0]}")
         names_command = bool(words) and not words[0].startswith("-")
@@ -169,16 +190,21 @@ def main(arguments: Sequence[str]) -> int:
         app(words or ["--help"], prog_name="can-train")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except CanTrainError as error:
-        if debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`): nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return 0
+
+
+def _told(error: CanTrainError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+    return error.exit_code
+
+
+def _drop_output() -> None:
+    """Has what was printed and cannot be written forgotten: Python would try once more at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run() -> None:

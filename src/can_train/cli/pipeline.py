@@ -93,6 +93,9 @@ def _asked(stages: Sequence["Stage"], flags: Flags) -> list["Asked"]:
     from can_train.launch.pipeline import Asked
 
     names = split_list(flags["stages"]) if flags["stages"] else [stage.name for stage in stages]
+    if not names:
+        raise ConfigError("--stages names no stage", value=repr(flags["stages"]),
+                          remedy=f"Stages: {', '.join(stage.name for stage in stages)}")  # fmt: skip
     chosen = selected(stages, names)
     sets = split_sets(flags["set_"] or (), chosen)
     found = []
@@ -120,8 +123,8 @@ def _resolved(stage: "Stage", request: "RunRequest") -> "ResolvedRun":
             raise ConfigError("A stage is one run", value=" ".join(request.sets), remedy="Give each setting one value")
         return settled_paths(resolve(request))
     except ConfigError as error:
-        own = f"for one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
-        remedy = "; ".join(filter(None, (error.remedy, own)))
+        own = f"For one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
+        remedy = ".\n".join(filter(None, (error.remedy, own)))
         raise ConfigError(f"Stage {stage.name}. {error.rule}", value=error.value, remedy=remedy) from error
 
 

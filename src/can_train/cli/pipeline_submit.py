@@ -10,7 +10,7 @@ from can_train.cli.pipeline_tables import SentStage
 from can_train.cli.submit import make_group, note, start_group, submit_again
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
-from can_train.launch.cluster_info import Partition, read_partitions
+from can_train.launch.cluster_info import NoControllerError, Partition, read_partitions
 from can_train.launch.code import Code, code_of, describe, keep, read_code
 from can_train.launch.order import Order, Wanted, make_order
 from can_train.launch.pipeline import AT_WORK, REUSED, Step
@@ -33,12 +33,24 @@ def submit_steps(steps: Sequence[Step]) -> list[SentStage]:
     Raises:
         CanTrainError: A stage cannot be submitted; those before it have been, and the same line again goes on.
     """
-    chain = _Chain(state=state_dir(steps[0].run.paths), code=read_code(), partitions=read_partitions())
+    chain = _Chain(state=state_dir(steps[0].run.paths), code=read_code(), partitions=_partitions())
     left = [step.run for step in steps if chain.is_to_be_sent(step)]
     if left:
         note(chain.order(left))
         keep(chain.code, chain.state)
     return [chain.send(step) for step in steps]
+
+
+def _partitions() -> list[Partition]:
+    try:
+        return read_partitions()
+    except NoControllerError as error:
+        # Its own remedy is another --cluster, which would not chain the stages.
+        raise NoControllerError(
+            error.rule, value=error.value,
+            remedy="Submit from a login node of the cluster; or leave out --submit: the stages then train here, one "
+                   "after another",
+        ) from error  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 planned: from the files of runs alone, without torch. Whether their weights are whole, the training sees.
 """
 
+import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,9 @@ from can_train.config.compose import RunRequest
 from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import Prerequisite, load_task_settings
 from can_train.errors import CheckpointError, ConfigError, RunError
+from can_train.launch.states import FINISHED
 from can_train.launch.survey import KnownRun, find_run, known_runs, survey
+from can_train.state.folders import is_file
 from can_train.state.registry import Registry
 from can_train.training.folders import state_dir
 from can_train.training.run_folder import CONFIG, RunFolder
@@ -61,7 +64,7 @@ class PastRuns:
                 for known in self.known
                 # Cheap before dear: of hundreds of runs most are of another kind, or have not finished.
                 if _may_fit(known, needed)
-                and known.folder.result_path.is_file()
+                and is_file(known.folder.result_path)
                 and not misfits(self.config(known), run, needed)
                 and is_whole(known.folder)
             ),
@@ -178,44 +181,47 @@ def _may_fit(known: KnownRun, needed: Prerequisite) -> bool:
 
 def is_whole(folder: RunFolder) -> bool:
     """Tells whether a run has finished, its result can be read, and its weights are there."""
-    return _is_finished(folder) and (folder.checkpoints_path / "manifest.json").is_file()
-
-
-def _is_finished(folder: RunFolder) -> bool:
     try:
-        return isinstance(folder.result(), dict)
-    except (RunError, OSError):
+        return folder.result() is not None and _has_weights(folder)
+    except RunError:
         return False
+
+
+def _has_weights(folder: RunFolder) -> bool:
+    return is_file(folder.checkpoints_path / "manifest.json")
 
 
 def _named(name: str, needed: Prerequisite, run: ResolvedRun, request: RunRequest, past: PastRuns) -> KnownRun:
     """Finds a run by its name, its folder, or a file of its checkpoints, and checks that it can be built on."""
-    known = find_run(past.known, _run_name(name))
+    known = find_run(past.known, _run_name(name, needed))
     different = misfits(known.folder.config(), run, needed)
     if different:
         raise ConfigError(
             f"The {_words(needed)} does not fit this run",
             value=f"{known.run_id}: {'; '.join(different)}",
-            remedy=_remedy("This makes one that does", needed, run, request),
+            remedy=_remedy("This makes one that does", needed, run, request, named=True),
         )
     if known.run_id in {one.run_id for one in past.awaited}:
         return known
-    if not _is_finished(known.folder):
+    if known.folder.result() is None:
         raise _unfinished(known, needed, past)
-    if not is_whole(known.folder):
+    if not _has_weights(known.folder):
         raise CheckpointError("A run is built on for its weights, and this one's are gone",
                               value=str(known.folder.checkpoints_path),
-                              remedy=_remedy("This makes another", needed, run, request))  # fmt: skip
+                              remedy=_remedy("This makes another", needed, run, request, named=True))  # fmt: skip
     return known
 
 
 def _unfinished(known: KnownRun, needed: Prerequisite, past: PastRuns) -> RunError:
     state = survey([known], past.registry)[0].state
-    remedy = f"Go on with it: can-train resume {known.run_id}"
+    # By its folder, which is found from anywhere, whatever --runs-dir and --state-dir are.
+    name = shlex.quote(str(known.folder.path.resolve()))
+    remedy = f"Go on with it:\n  can-train resume {name}\nThen give the same line again"
     if state.live:
-        remedy = f"Wait for its end: can-train logs {known.run_id} -f; or submit with --after {known.run_id}"
-    return RunError(f"Only a finished run can be {needed.what}", value=f"{known.run_id} is {state.state}",
-                    remedy=remedy)  # fmt: skip
+        remedy = f"Wait for its end: can-train logs {name} -f; or submit with --after {name}"
+    # What says that it has finished may be elsewhere, as in a folder that was copied while it was at work.
+    value = f"{known.run_id} is {state.state}" if state.state != FINISHED else f"{known.run_id} has no result"
+    return RunError(f"Only a finished run can be {needed.what}", value=value, remedy=remedy)
 
 
 def _missing(needed: Prerequisite, run: ResolvedRun, request: RunRequest) -> ConfigError:
@@ -226,18 +232,32 @@ def _missing(needed: Prerequisite, run: ResolvedRun, request: RunRequest) -> Con
     )
 
 
-def _remedy(what: str, needed: Prerequisite, run: ResolvedRun, request: RunRequest) -> str:
+def _remedy(what: str, needed: Prerequisite, run: ResolvedRun, request: RunRequest, *, named: bool = False) -> str:
+    # A line that names a run would name the same one again.
+    then = f"Then give the same line without the run that it names: the newest {_words(needed)} that fits is taken"
     # On a line of its own, without a full stop after it: it is to be pasted.
-    return f"{what}:\n  {command_for(needed, run, request)}\nThen give the same line again"
+    return f"{what}:\n  {command_for(needed, run, request)}\n{then if named else 'Then give the same line again'}"
 
 
-def _run_name(name: str) -> str:
-    """Names the run that a file of its checkpoints belongs to; anything else stays as it is."""
+def _run_name(name: str, needed: Prerequisite) -> str:
+    """Names the run that a file or a folder in its folder belongs to; anything else stays as it is.
+
+    Raises:
+        RunError: There is something of this name, and it is of no run.
+    """
     path = Path(name).expanduser()
-    folder = RunFolder(path.parent.parent)
-    if path.is_file() and path.parent == folder.checkpoints_path and (folder.path / CONFIG).is_file():
-        return str(folder.path)
-    return str(path) if path.is_dir() else name
+    try:
+        if not path.exists():
+            return name
+        run = next((each for each in (path, *path.absolute().parents[:2]) if (each / CONFIG).is_file()), None)
+    except OSError as error:
+        raise RunError(f"The folder of {needed.what} must be readable", value=f"{name}: {error.strerror}",
+                       remedy="Mend its permissions, or name another run") from error  # fmt: skip
+    if run is None and os.sep in name:
+        raise RunError(f"A run is named by its id, its folder, or a file in that: as {needed.what}, a checkpoint alone "
+                       "does not say what it was trained on", value=f"{name} is in no folder of a run",
+                       remedy=f"Name a folder that has a {CONFIG}")  # fmt: skip
+    return name if run is None else str(run)
 
 
 def _words(needed: Prerequisite) -> str:

@@ -18,6 +18,7 @@ from can_train.launch.progress import Progress, read_progress
 from can_train.launch.slurm_query import Answer, ask
 from can_train.launch.states import AttemptFacts, Evidence, RunState
 from can_train.state.documents import utc_text
+from can_train.state.folders import is_file, is_folder
 from can_train.state.registry import JobRecord, Registry, RunRecord
 from can_train.training.attempts import Attempts
 from can_train.training.run_folder import CONFIG, RunFolder
@@ -140,7 +141,8 @@ def log_of(job: JobRecord, known: KnownRun) -> Path:
 def _registered(record: RunRecord, folders: dict[str, Path]) -> KnownRun:
     path = Path(record.path)
     moved = folders.get(record.run_id)
-    return KnownRun(record=record, folder=RunFolder(moved if moved and not path.is_dir() else path))
+    # One run whose folder cannot be read does not hide all others.
+    return KnownRun(record=record, folder=RunFolder(moved if moved and not is_folder(path) else path))
 
 
 def _unregistered(path: Path) -> KnownRun:
@@ -174,8 +176,8 @@ def _gathered(known: KnownRun, registry: Registry) -> Evidence:
         cancels=registry.cancels(known.run_id),
         attempts=_attempts(folder),
         result=result,
-        present=folder.path.is_dir(),
-        worked=(folder.path / "attempts.jsonl").is_file(),
+        present=is_folder(folder.path),
+        worked=is_file(folder.path / "attempts.jsonl"),
         job_alive=_job_alive(last) if last is not None and result is None else None,
         log_tail=tail(log_of(last, known)) if last is not None and last.log_path and result is None else "",
     )

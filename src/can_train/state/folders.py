@@ -34,3 +34,19 @@ def _expanded(path: Path) -> Path:
         raise StateError(
             "The state folder must be known", value=str(path), remedy="Give --state-dir or set CAN_TRAIN_HOME"
         ) from error
+
+
+def is_file(path: Path) -> bool:
+    """Tells whether a file is there for us: unlike `Path.is_file`, also where a folder above it cannot be read."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Tells the same of a folder."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False

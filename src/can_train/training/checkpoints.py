@@ -7,7 +7,6 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
@@ -20,6 +19,9 @@ FORMAT_VERSION: Final = 1
 _MANIFEST: Final = "manifest.json"
 _KEPT: Final = 2
 """Files kept: the newest, and the previous one in case the newest is damaged on disk."""
+
+
+_REMEDY: Final = "Copy the run once more from where it was trained, or train anew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ class Checkpoints:
         if data is None:
             damaged = self._folder / entries[0].file
             raise CheckpointError("The last checkpoint of this run is damaged", value=str(damaged),
-                                  remedy="Copy the run once more, or train anew")  # fmt: skip
+                                  remedy=_REMEDY)  # fmt: skip
         return _loaded(data, entries[0].file)
 
     def _entries(self) -> list[_Entry]:
@@ -119,9 +121,9 @@ class Checkpoints:
             return [_Entry(**entry) for entry in listed]
         except FileNotFoundError:
             return []
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                "The checkpoint manifest cannot be read", value=str(self._folder / _MANIFEST)
+                "The checkpoint manifest cannot be read", value=str(self._folder / _MANIFEST), remedy=_REMEDY
             ) from error
 
     def _write_manifest(self, entries: list[_Entry]) -> None:
@@ -137,12 +139,19 @@ class Checkpoints:
 
 def _loaded(data: bytes, name: str) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        raise CheckpointError("A checkpoint holds tensors and plain values only", value=name) from error
-    if state.get("format") != FORMAT_VERSION:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    # Bytes that are not a checkpoint raise whatever they lead the reader to: no list of errors would be complete.
+    except Exception as error:
+        raise CheckpointError(
+            "A checkpoint holds tensors and plain values only, and no code is run that is in it",
+            value=name,
+            remedy=_REMEDY,
+        ) from error
+    found = state.get("format") if isinstance(state, dict) else "unknown"
+    if found != FORMAT_VERSION:
         raise CheckpointError(
             "The checkpoint is of another version",
-            value=f"{name}: format {state.get('format')}, this version reads {FORMAT_VERSION}",
+            value=f"{name}: format {found}, this version reads {FORMAT_VERSION}",
+            remedy=_REMEDY,
         )
-    return state
+    return dict(state)

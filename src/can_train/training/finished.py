@@ -3,15 +3,23 @@ for those who look at it again.
 """
 
 import hashlib
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from torch import Tensor
 
 from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError, ConfigError
 from can_train.training.checkpoints import Checkpoints
 from can_train.training.run_folder import RunFolder
+
+_REMEDY: Final = "Copy the run once more from where it was trained, or train it anew"
+
+_NAMED: Final = 3
+"""Weights that a message names."""
 
 
 def load_finished(path: Path) -> FinishedModel:
@@ -26,14 +34,14 @@ def load_finished(path: Path) -> FinishedModel:
     """
     folder = RunFolder(path)
     config = folder.config()
-    result, state = folder.result(), Checkpoints(folder.checkpoints_path).newest()
-    if result is None or state is None:
+    result = folder.result()
+    if result is None:
         raise CheckpointError(
             "Only a finished run has a model",
             value=str(path),
-            remedy=f"Finish it first: can-train resume {folder.run_id}",
+            remedy=f"Finish it first: {shlex.join(['can-train', 'resume', str(path)])}",
         )
-    weights = state["best"]
+    weights = _weights(folder)
     return FinishedModel(
         run_id=folder.run_id, run=from_plain(config), weights=weights, result=result, sha256=_digest(weights)
     )
@@ -67,6 +75,21 @@ def finished_model(run: ResolvedRun, role: str) -> FinishedModel:
         what = next(needed.what for needed in run.prerequisites if needed.role == role)
         raise ConfigError(f"Mode {run.mode.name} needs {what}", remedy=f"Name its run: --{role.replace('_', '-')}")
     return load_finished(Path(path))
+
+
+def _weights(folder: RunFolder) -> dict[str, Tensor]:
+    """Reads the best weights of a finished run."""
+    state = Checkpoints(folder.checkpoints_path).newest()
+    found = {} if state is None else state.get("best")
+    whole = isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values())
+    if not whole or not found:
+        why = "there are none" if state is None else "its last checkpoint holds others"
+        raise CheckpointError("A finished run has weights", value=f"{folder.checkpoints_path}: {why}", remedy=_REMEDY)
+    broken = [name for name, value in found.items() if value.is_floating_point() and not value.isfinite().all()]
+    if broken:
+        raise CheckpointError("The weights of a finished run are finite numbers",
+                              value=f"{folder.run_id}: {', '.join(broken[:_NAMED])}", remedy=_REMEDY)  # fmt: skip
+    return dict(found)
 
 
 def _digest(weights: Mapping[str, Any]) -> str:

@@ -75,16 +75,22 @@ class RunFolder:
         try:
             return plain_from_yaml((self.path / CONFIG).read_text())
         except (OSError, ValueError) as error:
-            raise RunError("The run's configuration cannot be read", value=str(self.path / CONFIG)) from error
+            raise _unreadable("configuration", self.path / CONFIG, error) from error
 
     def result(self) -> dict[str, Any] | None:
-        """Reads the result; None where the run has not finished."""
+        """Reads the result; None where the run has not finished.
+
+        Raises:
+            RunError: It cannot be read.
+        """
         try:
-            result: dict[str, Any] = json.loads(self.result_path.read_text())
+            result = json.loads(self.result_path.read_text())
+            if not isinstance(result, dict):
+                raise ValueError("not an object")
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise RunError("The run's result cannot be read", value=str(self.result_path)) from error
+        except (OSError, ValueError) as error:
+            raise _unreadable("result", self.result_path, error) from error
         return result
 
     @contextmanager
@@ -129,6 +135,12 @@ class MetricsLog:
         kept = self._path.read_text().splitlines(keepends=True)[:lines] if self._path.exists() else []
         write_text_atomic(self._path, "".join(kept))
         self.lines = len(kept)
+
+
+def _unreadable(what: str, path: Path, error: OSError | ValueError) -> RunError:
+    why = f": {error.strerror}" if isinstance(error, OSError) else ""
+    return RunError(f"The run's {what} cannot be read", value=f"{path}{why}",
+                    remedy="Mend its permissions, copy the run once more, or train anew")  # fmt: skip
 
 
 def _environment() -> dict[str, Any]:

@@ -125,8 +125,12 @@ def _network(finished: FinishedModel) -> nn.Module:
         # Weights of a run in double precision would lose their digits in a network of single precision.
         model.to(weights["inputs.node_mean"].dtype).load_state_dict(dict(weights))
     except (KeyError, RuntimeError) as error:
+        # PyTorch says it field by field, under a headline.
+        fields = [line.strip().rstrip(".") for line in str(error).splitlines()]
         raise CheckpointError(
-            "A run's weights are those of its settings", value=f"{finished.run_id}: {error}".splitlines()[0]
+            "A run's weights are those of its settings",
+            value=f"{finished.run_id}: {'; '.join(fields[1:] or fields)}",
+            remedy="Copy the run once more from where it was trained, or train it anew",
         ) from error
     return model.eval().requires_grad_(False)
 
