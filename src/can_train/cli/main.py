@@ -161,7 +161,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     debug = "--debug" in arguments
     try:
-        status = _status([argument for argument in arguments if argument != "--debug"])
+        status = _exit_status([argument for argument in arguments if argument != "--debug"])
         # A disk that is full, and a reader that has gone, may say so only now.
         sys.stdout.flush()
     except CanTrainError as error:
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str]) -> int:
     return status
 
 
-def _status(arguments: Sequence[str]) -> int:
+def _exit_status(arguments: Sequence[str]) -> int:
     try:
         words = canonical_arguments(arguments)
         if words and words[0] in _NAMED:
