@@ -11,7 +11,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -110,7 +110,7 @@ class ArrayWriter:
             self._stack.callback(shutil.rmtree, self._temporary, ignore_errors=True)
             for name, (dtype, row_shape) in self._kinds.items():
                 array = _ArrayFile(self._temporary / f"{name}.npy", np.dtype(dtype), row_shape)
-                self._stack.callback(array.close)
+                self._stack.callback(array.abandon)
                 self._arrays[name] = array
         return self
 
@@ -202,6 +202,11 @@ class _ArrayFile:
 
     def close(self) -> None:
         self._file.close()
+
+    def abandon(self) -> None:
+        """Closes the file whatever becomes of what it has not written yet: on a full disk that fails once more."""
+        with suppress(OSError):
+            self._file.close()
 
 
 def _npy_header(dtype: str, shape: Sequence[int]) -> bytes:

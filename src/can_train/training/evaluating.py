@@ -25,7 +25,7 @@ from can_train.training.finished import finished_model, load_finished
 from can_train.training.folders import data_root
 from can_train.training.loading import with_cache
 from can_train.training.optimization import Precision
-from can_train.training.score_file import check_score_file, write_score_file
+from can_train.training.score_file import check_is_no_data, check_score_file, write_score_file
 from can_train.training.scoring import Scored, Scoring
 from can_train.training.task import Table
 
@@ -133,6 +133,9 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     finished, meter = load_finished(request.run), open_meter(request.device)
     run, paths = finished.run, _paths(finished.run, request.paths)
     dataset = judged_dataset(run, request.dataset, request.sets)
+    if request.scores is not None:
+        files: Callable[..., Sequence[Path]] = load_object(load_task_settings(run.task).files)
+        check_is_no_data(request.scores, files(dataset, data_root(paths)))
     torch.use_deterministic_algorithms(run.training.deterministic)
     prepare: Callable[..., Evaluation] = load_object(load_task_settings(run.task).evaluator)
 

@@ -1,7 +1,7 @@
 """The scores of single samples as a file that a person opens: CSV or Parquet, whole or not at all."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,17 @@ def check_score_file(path: Path) -> None:
                           remedy="Make it, or name another file with --scores")  # fmt: skip
 
 
+def check_is_no_data(path: Path, data: Iterable[Path]) -> None:
+    """Makes sure that scores are not written over what they are scores of.
+
+    Raises:
+        ConfigError: The file is one of the data's.
+    """
+    if path.exists() and any(path.samefile(file) for file in data):
+        raise ConfigError("Scores are not written over the data that are judged", value=str(path),
+                          remedy="Name another file with --scores")  # fmt: skip
+
+
 def write_score_file(path: Path, columns: Mapping[str, Any]) -> None:
     """Writes scores.
 
@@ -44,6 +55,7 @@ def write_score_file(path: Path, columns: Mapping[str, Any]) -> None:
     try:
         with open_atomic(path) as file:
             table.write_parquet(file) if path.suffix.lower() == ".parquet" else table.write_csv(file)
-    except OSError as error:
-        raise StateError("The scores cannot be written", value=f"{path}: {error.strerror or error}",
+    # Polars tells in words of its own what the system refuses.
+    except (OSError, pl.exceptions.PolarsError) as error:
+        raise StateError("The scores cannot be written", value=f"{path}: {getattr(error, 'strerror', None) or error}",
                          remedy="Make room there, or name another file with --scores") from error  # fmt: skip
