@@ -45,9 +45,12 @@ def _go_on(folder: "RunFolder", reporter: "Reporter", stops: StopRequests, envir
     from can_train.config.compose import from_plain
     from can_train.engine.ranks import join_ranks
     from can_train.launch.ranks import rank_place
+    from can_train.training.moved import found_beside, without_the_gone
     from can_train.training.run import train_on
 
-    run = from_plain(folder.config())
+    run, notices = without_the_gone(found_beside(from_plain(folder.config()), folder.path))
+    for notice in notices:
+        reporter.notice(notice)
     ranks = join_ranks(rank_place(environment), run.device)
     outcome = train_on(run, folder, reporter, stops, ranks)
     if ranks.is_first:

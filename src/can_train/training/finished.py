@@ -12,9 +12,10 @@ from torch import Tensor
 
 from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, ResolvedRun
-from can_train.errors import CheckpointError, ConfigError
+from can_train.errors import CheckpointError, ConfigError, RunError
 from can_train.training.checkpoints import Checkpoints
-from can_train.training.run_folder import RunFolder
+from can_train.training.moved import found_beside
+from can_train.training.run_folder import CONFIG, RunFolder
 
 _REMEDY: Final = "Copy the run once more from where it was trained, or train it anew"
 
@@ -33,6 +34,9 @@ def load_finished(path: Path) -> FinishedModel:
         CheckpointError: It has not finished, or its weights are not whole.
     """
     folder = RunFolder(path)
+    if not (path / CONFIG).exists():
+        raise RunError("A run that is built on stays where it was, or lies beside the run that builds on it",
+                       value=f"{path} is gone", remedy="Bring its folder back to either place")  # fmt: skip
     config = folder.config()
     result = folder.result()
     if result is None:
@@ -43,7 +47,11 @@ def load_finished(path: Path) -> FinishedModel:
         )
     weights = _weights(folder)
     return FinishedModel(
-        run_id=folder.run_id, run=from_plain(config), weights=weights, result=result, sha256=_digest(weights)
+        run_id=folder.run_id,
+        run=found_beside(from_plain(config), path),
+        weights=weights,
+        result=result,
+        sha256=_digest(weights),
     )
 
 

@@ -1,0 +1,77 @@
+"""What a run builds on is found where it is by now, and stays what it was."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from can_train.errors import RunError
+from can_train.training.built_on import hold_to_companions
+from can_train.training.finished import load_finished
+from can_train.training.moved import found_beside, without_the_gone
+from can_train.training.run_folder import RunFolder
+from can_train.training.task import Task
+from finished_runs import Shelf
+
+
+def task_with(**digests: str) -> Task:
+    """A task whose companions have digests, by role."""
+    companions = [SimpleNamespace(role=role, name=f"run-{role}", digest=digest) for role, digest in digests.items()]
+    return cast(Task, SimpleNamespace(companions=companions))
+
+
+def test_a_companion_that_is_another_by_now_is_refused_by_name(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for _ in range(2):
+        hold_to_companions(folder, task_with(teacher="1", autoencoder="2"))
+    with pytest.raises(RunError, match=r"the autoencoder run-autoencoder has other weights.*\nBring back"):
+        hold_to_companions(folder, task_with(teacher="1", autoencoder="3"))
+
+
+def test_a_run_without_companions_writes_nothing(tmp_path: Path) -> None:
+    hold_to_companions(RunFolder(tmp_path), task_with())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_damaged_is_written_anew(tmp_path: Path) -> None:
+    (tmp_path / "built_on.json").write_text("{")
+    for _ in range(2):
+        hold_to_companions(RunFolder(tmp_path), task_with(teacher="1"))
+    with pytest.raises(RunError, match="teacher"):
+        hold_to_companions(RunFolder(tmp_path), task_with(teacher="2"))
+
+
+@pytest.fixture
+def distilled(tmp_path: Path) -> tuple[Shelf, Any, RunFolder]:
+    """A student's run beside its teacher and the student without one."""
+    shelf = Shelf(tmp_path)
+    teacher, alone = (shelf.put(number, shelf.resolved("gat", "normal", size)) for number, size in
+                      ((1, "teacher"), (2, "student")))  # fmt: skip
+    run = shelf.resolved("gat", "knowledge_distillation", "student")
+    run = replace(run, mode=replace(run.mode, teacher=str(teacher.path), without_teacher=str(alone.path)))
+    return shelf, run, shelf.put(3, run)
+
+
+def test_runs_that_were_moved_together_find_each_other(distilled: tuple[Shelf, Any, RunFolder]) -> None:
+    shelf, run, folder = distilled
+    assert found_beside(run, folder.path) is run
+    moved = shelf.folder / "elsewhere"
+    (shelf.folder / "runs").rename(moved)
+    found = found_beside(run, moved / folder.run_id)
+    assert found.mode.teacher == str(moved / Path(run.mode.teacher).name)
+    assert found.mode.without_teacher == str(moved / Path(run.mode.without_teacher).name)
+
+
+def test_what_a_run_can_do_without_is_left_out_aloud_where_it_is_gone(distilled: tuple[Shelf, Any, RunFolder]) -> None:
+    _, run, _ = distilled
+    assert without_the_gone(run) == (run, [])
+    shutil.rmtree(run.mode.teacher)
+    shutil.rmtree(run.mode.without_teacher)
+    kept, notices = without_the_gone(run)
+    assert (kept.mode.teacher, kept.mode.without_teacher) == (run.mode.teacher, "")
+    assert notices == [f"without teacher: {run.mode.without_teacher} is gone, so the run goes on without"]
+    with pytest.raises(RunError, match=r"teacher_normal.* is gone\.\nBring its folder back"):
+        load_finished(Path(run.mode.teacher))
