@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from can_train.errors import RunError
-from can_train.training.built_on import hold_to_companions
+from can_train.training.built_on import hold_to_beginning
 from can_train.training.finished import load_finished
 from can_train.training.moved import found_beside, without_the_gone
 from can_train.training.run_folder import RunFolder
@@ -17,31 +17,39 @@ from can_train.training.task import Task
 from finished_runs import Shelf
 
 
-def task_with(**digests: str) -> Task:
-    """A task whose companions have digests, by role."""
+def task_with(data: str = "", **digests: str) -> Task:
+    """A task whose data and companions have digests, those by role."""
     companions = [SimpleNamespace(role=role, name=f"run-{role}", digest=digest) for role, digest in digests.items()]
-    return cast(Task, SimpleNamespace(companions=companions))
+    return cast(Task, SimpleNamespace(companions=companions, data_digest=data))
 
 
 def test_a_companion_that_is_another_by_now_is_refused_by_name(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for _ in range(2):
-        hold_to_companions(folder, task_with(teacher="1", autoencoder="2"))
+        hold_to_beginning(folder, task_with(teacher="1", autoencoder="2"))
     with pytest.raises(RunError, match=r"the autoencoder run-autoencoder has other weights.*\nBring back"):
-        hold_to_companions(folder, task_with(teacher="1", autoencoder="3"))
+        hold_to_beginning(folder, task_with(teacher="1", autoencoder="3"))
 
 
-def test_a_run_without_companions_writes_nothing(tmp_path: Path) -> None:
-    hold_to_companions(RunFolder(tmp_path), task_with())
-    assert list(tmp_path.iterdir()) == []
+def test_data_that_are_others_by_now_are_refused_and_said_alone(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for _ in range(2):
+        hold_to_beginning(folder, task_with("1", teacher="1"))
+    with pytest.raises(RunError, match=r"the data that it began with: its logs have other contents.*\nBring back"):
+        hold_to_beginning(folder, task_with("2", teacher="2"))
+
+
+def test_a_run_that_does_without_what_it_was_compared_with_goes_on(tmp_path: Path) -> None:
+    hold_to_beginning(RunFolder(tmp_path), task_with("1", teacher="1", without_teacher="2"))
+    hold_to_beginning(RunFolder(tmp_path), task_with("1", teacher="1"))
 
 
 def test_a_file_that_is_damaged_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / "built_on.json").write_text("{")
     for _ in range(2):
-        hold_to_companions(RunFolder(tmp_path), task_with(teacher="1"))
+        hold_to_beginning(RunFolder(tmp_path), task_with(teacher="1"))
     with pytest.raises(RunError, match="teacher"):
-        hold_to_companions(RunFolder(tmp_path), task_with(teacher="2"))
+        hold_to_beginning(RunFolder(tmp_path), task_with(teacher="2"))
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Holds a run to the companions that it began with: what is trained in a teacher's folder meanwhile, or put there,
-would change the run between two steps without a word.
+"""Holds a run to what it began with: a log that grows, or a teacher that is trained on meanwhile, would change the run
+between two steps without a word.
 """
 
 import json
@@ -12,26 +12,34 @@ from can_train.training.run_folder import RunFolder
 from can_train.training.task import Task
 
 BUILT_ON: Final = "built_on.json"
-"""In a run's folder: the digest of each companion, by role."""
+"""In a run's folder: the digests of its data and of each companion, by role."""
+
+_DATA: Final = "data"
 
 
-def hold_to_companions(folder: RunFolder, task: Task) -> None:
-    """Writes down what a task's companions are; in a later attempt, makes sure that they are the same.
+def hold_to_beginning(folder: RunFolder, task: Task) -> None:
+    """Writes down what a run is trained on; in a later attempt, makes sure that it is the same.
 
     Raises:
-        RunError: One of them is another by now.
+        RunError: It is another by now.
     """
     path = folder.path / BUILT_ON
     now = {companion.role: companion.digest for companion in companions_of(task)}
+    if data := getattr(task, "data_digest", ""):
+        now[_DATA] = data
     try:
         before = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
-        if now:
-            write_json_atomic(path, now)
+        write_json_atomic(path, now)
         return
-    changed = [each for each in companions_of(task) if before.get(each.role, now[each.role]) != now[each.role]]
-    if changed:
-        named = ", ".join(f"the {each.role.replace('_', ' ')} {each.name}" for each in changed)
-        raise RunError("A run goes on with the models that it began with, on the same data",
-                       value=f"{named} has other weights by now, or is asked about other windows",
+    # A companion's digest is also of what it is asked about, so other data are said alone.
+    changed = [role for role, digest in now.items() if before.get(role, digest) != digest]
+    if _DATA in changed:
+        raise RunError("A run goes on with the data that it began with", value="its logs have other contents by now",
+                       remedy="Bring back what was there, or train anew")  # fmt: skip
+    others = ", ".join(f"the {one.role.replace('_', ' ')} {one.name}" for one in companions_of(task)
+                       if one.role in changed)  # fmt: skip
+    if others:
+        raise RunError("A run goes on with the models that it began with",
+                       value=f"{others} has other weights by now, or is asked about other windows",
                        remedy="Bring back what was there, or train anew")  # fmt: skip

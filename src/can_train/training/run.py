@@ -20,7 +20,7 @@ from can_train.memory.shortage import shortage_on
 from can_train.reporter import Reporter, SilentReporter
 from can_train.state.atomic import write_json_atomic
 from can_train.training import loop
-from can_train.training.built_on import hold_to_companions
+from can_train.training.built_on import hold_to_beginning
 from can_train.training.effective_factor import factor_rule
 from can_train.training.learning import Attempt
 from can_train.training.loading import load_task
@@ -142,7 +142,7 @@ def _train(parts: Parts) -> Outcome:
 def _attempt(parts: Parts) -> Outcome:
     run = parts.run
     torch.use_deterministic_algorithms(run.training.deterministic)
-    parts.ranks.first(lambda: hold_to_companions(parts.folder, parts.task))
+    parts.ranks.first(lambda: hold_to_beginning(parts.folder, parts.task))
     rule = factor_rule(run, parts.meter.key, parts.reporter, run_id=parts.folder.run_id)
     with parts.meter.active():
         session = make_session(parts, rule)

@@ -112,7 +112,8 @@ class Task(Protocol):
     answers)`, which is called before training with each one's answers; `in_epoch(epoch, epochs)`, which returns what it
     is in an epoch, counted from 0 (a `TaskInEpoch`, whose samples are among `train_rows`, in the last epoch all of
     them); `before_step(model, rows, progress, generator)`, which is called before each optimizer step with the share of
-    the training that is done; `notices`, sentences about what it will do, which are said with the plan.
+    the training that is done; `notices`, sentences about what it will do, which are said with the plan; `data_digest`,
+    which is the same for the same data: a run that goes on makes sure of it.
 
     Attributes:
         train_rows: Indices of the samples that are trained on.

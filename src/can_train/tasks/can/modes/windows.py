@@ -4,6 +4,8 @@ alarms that scores make. What is learned from windows is left to the modes.
 Shapes: R rows (windows).
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +56,12 @@ class WindowTask:
         self.validation_rows = validation_rows
         self.sample_note = "" if data.sample is None else data.sample.note
         self._train_on(train_rows)
+
+    @property
+    def data_digest(self) -> str:
+        """Of the logs that the windows are of: what they hold, in which role and order, wherever they lie."""
+        logs = [(source.role, source.group, source.sha256) for source in self._data.flat.sources]
+        return hashlib.sha256(json.dumps(logs).encode()).hexdigest()
 
     def build_model(self) -> nn.Module:
         """Makes the network; vocabulary and scale come from the training windows."""
