@@ -86,6 +86,18 @@ def test_memory_that_hides_the_law_of_small_batches_is_left_behind(plateau: floa
     assert min(device.peaks) == plateau
 
 
+@pytest.mark.parametrize("plateau", [50e6, 60e6, 100e6], ids=lambda peak: f"{peak / 1e6:.0f} MB")
+def test_batches_too_small_for_the_law_have_the_peaks_of_such_probes(plateau: float) -> None:
+    device = Device(lambda positions: max(plateau, straight(positions)))
+    model = device.probed().model
+    for size in (1, 4, 16, 64, 256, 1024):
+        positions = np.arange(size)
+        truth = max(plateau, straight(positions))
+        predicted = model.peak_bytes(model.cost(COUNTS[positions]))
+        assert 0.999 * truth <= predicted <= 1.25 * truth
+        assert predicted == pytest.approx(truth, rel=1e-3) or straight(positions) < 1.5 * plateau
+
+
 def test_peaks_that_never_grow_are_given_up_after_the_last_round() -> None:
     device = Device(lambda positions: 500e6)
     probed = device.probed()

@@ -1,6 +1,6 @@
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -162,5 +162,5 @@ def test_the_interval_holds_what_it_says() -> None:
 
 
 def test_a_model_survives_its_file() -> None:
-    model = fitted(MIB, (1_000.0, 200.0), 0.01 * np.arange(len(TOTALS)))
+    model = replace(fitted(MIB, (1_000.0, 200.0), 0.01 * np.arange(len(TOTALS))), below=((1.0, 2.0), (3.0, 4.0)))
     assert CostModel.from_plain(json.loads(json.dumps(asdict(model)))) == model

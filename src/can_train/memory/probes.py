@@ -5,7 +5,7 @@ Shapes: R samples, F features.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -145,10 +145,19 @@ def _fit(features: Sequence[Feature], readings: list[_Reading]) -> CostModel:
         model = fit_cost_model(features, np.stack([totals for totals, _ in kept]), np.array([peak for _, peak in kept]))
         if any(_lies_below(model, reading) for reading in dropped):
             continue
+        model = replace(model, below=_below(model, [*dropped, kept[0]])) if dropped else model
         models.append(model)
         if model.relative_residual <= AGREED:
             return model
     return min(models, key=lambda model: model.relative_residual)
+
+
+def _below(model: CostModel, readings: list[_Reading]) -> tuple[tuple[float, float], ...]:
+    """Returns (cost, peak) of readings in order of cost; a larger batch never takes less."""
+    costs = np.array([totals @ np.asarray(model.coefficients) for totals, _ in readings])
+    order = np.argsort(costs, kind="stable")
+    peaks = np.maximum.accumulate(np.array([peak for _, peak in readings])[order])
+    return tuple(zip(costs[order].tolist(), peaks.tolist(), strict=True))
 
 
 def _lies_below(model: CostModel, reading: _Reading) -> bool:

@@ -44,6 +44,8 @@ class CostModel:
         sigma_bytes: Standard deviation of the probes' residuals.
         covariance: [F + 1, F + 1] of (base, coefficients), in units of sigma²: uncertainty grows with extrapolation.
         relative_residual: Largest residual ÷ cost over the probes.
+        below: (cost, peak) in bytes, in order of cost, of probes that are too small for the law, and of the first that
+            it holds for: where the gradients of the weights decide a peak, it is above the line.
     """
 
     features: tuple[Feature, ...]
@@ -52,6 +54,7 @@ class CostModel:
     sigma_bytes: float
     covariance: tuple[tuple[float, ...], ...]
     relative_residual: float
+    below: tuple[tuple[float, float], ...] = ()
 
     @property
     def explains(self) -> bool:
@@ -61,6 +64,24 @@ class CostModel:
     def cost(self, counts: NDArray[np.float64]) -> float:
         """Returns the predicted bytes above base of a batch of samples with counts [R, F]."""
         return float(batch_totals(self.features, counts) @ np.asarray(self.coefficients))
+
+    def peak_bytes(self, cost: float, *, ratio: float = 1.0) -> float:
+        """Returns the peak of a batch: by the law, or between the probes that were too small for it.
+
+        Args:
+            cost: Predicted bytes above base.
+            ratio: Measured ÷ predicted cost of large batches.
+
+        Example:
+            >>> law = CostModel(features=(Feature("rows"),), coefficients=(1.0,), base_bytes=100.0, sigma_bytes=0.0,
+            ...                 covariance=(), relative_residual=0.0, below=((10.0, 130.0), (50.0, 150.0)))
+            >>> law.peak_bytes(5.0), law.peak_bytes(30.0), law.peak_bytes(60.0)
+            (130.0, 140.0, 160.0)
+        """
+        law = self.base_bytes + ratio * cost
+        if not self.below or cost >= self.below[-1][0]:
+            return law
+        return max(law, float(np.interp(cost, *np.transpose(self.below))))
 
     def half_width(self, totals: NDArray[np.float64]) -> float:
         """Returns the half-width in bytes of the interval around a prediction: what the probes' residuals leave open,
@@ -85,6 +106,8 @@ class CostModel:
                 "features": tuple(Feature(**feature) for feature in plain["features"]),
                 "coefficients": tuple(plain["coefficients"]),
                 "covariance": tuple(tuple(row) for row in plain["covariance"]),
+                # Runs that began when nothing was kept of small probes do not say these.
+                "below": tuple((cost, peak) for cost, peak in plain.get("below", ())),
             }
         )
 

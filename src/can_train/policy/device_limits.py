@@ -37,10 +37,10 @@ class PhaseLimit:
 
     def peak_bytes(self, cost: float) -> float:
         """Returns the predicted peak of a micro-batch, corrected by what the trials measured."""
-        return self.model.base_bytes + self.measured_ratio * cost
+        return self.model.peak_bytes(cost, ratio=self.measured_ratio)
 
     def cost_within(self, num_bytes: float) -> float:
-        """Returns the cost whose predicted peak is `num_bytes`; negative where not even an empty batch fits."""
+        """Returns the cost whose peak by the law is `num_bytes`; negative where not even an empty batch fits."""
         return (num_bytes - self.model.base_bytes) / self.measured_ratio
 
     def half_width(self, cost: float) -> float:
