@@ -41,7 +41,9 @@ def test_data_that_are_others_by_now_are_refused_and_said_alone(tmp_path: Path) 
 
 def test_a_run_that_does_without_what_it_was_compared_with_goes_on(tmp_path: Path) -> None:
     hold_to_beginning(RunFolder(tmp_path), task_with("1", teacher="1", without_teacher="2"))
+    written = (tmp_path / "built_on.json").read_text()
     hold_to_beginning(RunFolder(tmp_path), task_with("1", teacher="1"))
+    assert (tmp_path / "built_on.json").read_text() == written
 
 
 def test_a_file_that_is_damaged_is_written_anew(tmp_path: Path) -> None:
