@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
-from can_train.config.plain_text import plain_from_yaml
-from can_train.state.registry import Registry
+from can_train.config.resolved import plain_from_yaml
+from can_train.training.run_folder import Registry
 
 TRAIN = ("--model", "gat", "--dataset", "synthetic")
 DRY = ("--dry-run", "--size", "student", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5")

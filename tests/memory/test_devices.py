@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from can_train.errors import DeviceError
-from can_train.memory.devices import resolve_device
-from can_train.memory.host import available_bytes, total_bytes
+from can_train.memory.devices import available_bytes, resolve_device, total_bytes
 from can_train.memory.meters import CpuMeter, open_meter
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU that torch can use")

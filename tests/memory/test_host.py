@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from can_train.memory.host import (
+from can_train.memory.devices import (
     _HIERARCHIES,
     _cgroup_room,
     _meminfo_available,

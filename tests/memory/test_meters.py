@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from can_train.memory.catalogue import Usable, find_card, other_card, usable
 from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter, TargetMeter, open_meter
-from can_train.policy.card_names import find_card
-from can_train.policy.cards import Usable, other_card, usable
 
 MIB = 2**20
 GIB = 2**30

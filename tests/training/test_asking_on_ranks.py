@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from asking_ranks import ask_together
-from several_ranks import error_text, run_ranks
+from fakes.asking_ranks import ask_together
+from fakes.several_ranks import error_text, run_ranks
 
 pytestmark = pytest.mark.slow
 

@@ -9,12 +9,11 @@ from typing import Any, cast
 import pytest
 
 from can_train.errors import RunError
-from can_train.training.built_on import hold_to_beginning
-from can_train.training.finished import load_finished
-from can_train.training.moved import found_beside, without_the_gone
-from can_train.training.run_folder import RunFolder
-from can_train.training.task import Task
-from finished_runs import Shelf
+from can_train.task import Task
+from can_train.training.loading import load_finished
+from can_train.training.run_folder import RunFolder, found_beside, without_the_gone
+from can_train.training.session import hold_to_beginning
+from fakes.finished_runs import Shelf
 
 
 def task_with(data: str = "", **digests: str) -> Task:

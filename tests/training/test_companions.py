@@ -10,13 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asking_worlds import HUNGER, AskingTask, Oracle
-from can_train.config.training import TrainingSettings
+from can_train.config.settings import TrainingSettings
 from can_train.memory.meters import Meter, open_meter
-from can_train.training.answers import FromDevice, FromHost, FromTable
-from can_train.training.asking import ASKED_SHARE
-from can_train.training.companions import CompanionPlan, Companions, keep, kept
-from line_fit import Notices
+from can_train.training.inference import ASKED_SHARE
+from can_train.training.reference_models import CompanionPlan, Companions, FromDevice, FromHost, FromTable, keep, kept
+from fakes.asking_worlds import HUNGER, AskingTask, Oracle
+from fakes.line_fit import Notices
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from bitwise import final_state
-from can_train.engine.ranks import Ranks
-from several_ranks import run_ranks
-from trained_runs import finished_run, own_log
-from training_worlds import train_mode
+from can_train.training.distributed import Ranks
+from fakes.bitwise import final_state
+from fakes.several_ranks import run_ranks
+from fakes.trained_runs import finished_run, own_log
+from fakes.training_worlds import train_mode
 
 pytestmark = pytest.mark.slow
 

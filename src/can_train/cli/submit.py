@@ -11,21 +11,24 @@ from pathlib import Path
 from typing import Any, Final
 
 from can_train.cli.attempt import go_on_in_job
-from can_train.config.resolved import ResolvedRun
+from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import CanTrainError
-from can_train.launch.cluster_info import NoControllerError, Partition, read_partitions
-from can_train.launch.code import Code, describe, keep, read_code
-from can_train.launch.expectation import expectation
-from can_train.launch.identity import FINISHED
-from can_train.launch.local import run_here, start_process
-from can_train.launch.order import Order, Ordered, Wanted, make_order
-from can_train.launch.slurm import script_text, start_jobs, submit_jobs
-from can_train.launch.submission import Started, Submission, enter_job
-from can_train.policy.slurm_units import parse_time_min, time_text
-from can_train.state.registry import JobRecord, Registry
-from can_train.training.folders import state_dir
-from can_train.training.new_run import enter
-from can_train.training.run_folder import RunFolder, new_run_id
+from can_train.io.units import parse_time_min, time_text
+from can_train.slurm.client import NoControllerError, Partition, read_partitions
+from can_train.slurm.duplicates import FINISHED
+from can_train.slurm.order import Order, Ordered, Wanted, expectation, make_order
+from can_train.slurm.snapshot import Code, describe, keep, read_code
+from can_train.slurm.submit import (
+    Started,
+    Submission,
+    enter_job,
+    run_here,
+    script_text,
+    start_jobs,
+    start_process,
+    submit_jobs,
+)
+from can_train.training.run_folder import JobRecord, Registry, RunFolder, enter, new_run_id
 
 _LISTED: Final = 10
 """Runs of an array that are listed; of more, the first ones and how many follow."""

@@ -1,24 +1,57 @@
-"""Meters: what a device can hold and how much a span of work took at its peak. One per kind of device, all of one
-shape; what the figures mean for a batch is decided elsewhere.
-"""
+"""Meters: the capacity of a device and the peak memory of a span of work."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from can_train.memory import host
-from can_train.memory.allocator_settings import expand_cuda_segments, segments_expand
+from can_train.io.units import exact_size
+from can_train.memory import devices
+from can_train.memory.allocator import nobody
+from can_train.memory.catalogue import Usable, gpu_key
 from can_train.memory.devices import is_simulated, resolve_device, simulated_bytes
-from can_train.memory.live_storage import LiveStorage
-from can_train.memory.neighbours import neighbours, nobody
-from can_train.memory.simulated_gpu import SimulatedGpu
-from can_train.policy.card_names import gpu_key
-from can_train.policy.cards import Usable
-from can_train.policy.sizes import exact_size
+from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
+from can_train.memory.simulated_gpu import LiveStorage, SimulatedGpu, neighbours
+
+_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The user's own settings, the first that is set before the others; torch reads the first since 2.9."""
+
+
+_SETTING: Final = "expandable_segments:True"
+
+
+def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
+    """Tells whether segments expand under the user's settings, or under can-train's where there are none."""
+    own = _own_settings(environment)
+    return own is None or re.search(r"\bexpandable_segments\s*:\s*True\b", own) is not None
+
+
+def settings_in_force(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the user's settings, or can-train's where there are none."""
+    own = _own_settings(environment)
+    return _SETTING if own is None else own
+
+
+def expand_cuda_segments(environment: Mapping[str, str] = os.environ) -> None:
+    """Makes CUDA's segments expand unless the user has settings of their own; comes before the first allocation.
+
+    Only this process is changed: the variables would be inherited by whatever it starts.
+    """
+    if _own_settings(environment) is None:
+        # The first is torch 2.9's and later; the second warns there that it is deprecated.
+        newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        apply = newer or torch.cuda.memory._set_allocator_settings
+        apply(_SETTING)
+
+
+def _own_settings(environment: Mapping[str, str]) -> str | None:
+    return next((environment[name] for name in _VARIABLES if name in environment), None)
+
 
 _OWN_MOST_BYTES: Final = 2**30
 """Most that this process's own context and kernels take of a GPU outside the allocator: what is missing beyond that,
@@ -92,8 +125,8 @@ class CpuMeter:
         self.device = torch.device("cpu")
         self.name = "cpu"
         self.driver = ""
-        self.total_bytes = host.total_bytes()
-        self.capacity_bytes = host.available_bytes()
+        self.total_bytes = devices.total_bytes()
+        self.capacity_bytes = devices.available_bytes()
         self.taken_bytes = 0
         self.key = f"cpu-{_gigabytes(self.total_bytes)}gb"
         self.counts_always = False
@@ -153,7 +186,7 @@ class CpuMeter:
 
     def free_bytes(self) -> int:
         """Returns the host memory that is available now."""
-        return host.available_bytes()
+        return devices.available_bytes()
 
     def foreign_bytes(self) -> int:
         """Returns 0: what others took before the start is not in the capacity."""
@@ -210,7 +243,7 @@ class CudaMeter:
         properties = torch.cuda.get_device_properties(device)
         self.device = device
         self.name = properties.name
-        self.driver = host.nvidia_driver_version()
+        self.driver = devices.nvidia_driver_version()
         _, self.total_bytes = torch.cuda.mem_get_info(device)
         obtainable = self._obtainable_bytes()
         self.capacity_bytes = min(obtainable, int(_memory_fraction(device) * self.total_bytes))
@@ -396,3 +429,53 @@ def _memory_fraction(device: torch.device) -> float:
 
 def _gigabytes(size: int) -> int:
     return max(1, round(size / 2**30))
+
+
+GAP_PROBE_BYTES: Final = 256 * 2**20
+"""Largest cost of a batch that shows the gaps: larger ones take longer to show about the same share. Of much smaller
+ones they are mostly the last page of 20 MiB, as they are on a device that holds no more."""
+
+
+_ENDLESS: Final = 2**50
+
+
+class Held(NamedTuple):
+    """Bytes at the peak of a batch.
+
+    Attributes:
+        allocated: In use.
+        reserved: Held by the allocator for them.
+    """
+
+    allocated: int
+    reserved: int
+
+
+def measure_held(run: Callable[[], None], resident: Iterable[Tensor]) -> Held:
+    """Runs a batch on an endless simulated GPU.
+
+    Args:
+        run: Runs the batch on the host.
+        resident: Tensors that are there before.
+    """
+    meter = SimulatedMeter(_ENDLESS, expandable=segments_expand())
+    with meter.measuring(resident):
+        run()
+    return Held(meter.peak_bytes(), meter.peak_reserved_bytes())
+
+
+def fits(run: Callable[[], None], resident: Iterable[Tensor], capacity_bytes: int) -> bool:
+    """Tells whether a batch runs on a simulated GPU of a capacity, also once its allocator's cache is full.
+
+    Args:
+        run: Runs the batch on the host.
+        resident: Tensors that are there before.
+        capacity_bytes: What the allocator may use.
+    """
+    with OutOfMemoryEndsQuietly():
+        meter = SimulatedMeter(capacity_bytes, expandable=segments_expand())
+        with meter.measuring(resident):
+            run()
+            run()
+        return True
+    return False

@@ -1,15 +1,17 @@
 """What a run says of its plan, as text."""
 
-from collections.abc import Sequence
-from typing import Final
+from __future__ import annotations
 
-from can_train.policy.cost_model import CostModel
-from can_train.policy.device_limits import DeviceLimits
-from can_train.policy.first_factor import ANY_PEAK
-from can_train.policy.placement import PlacementCost
-from can_train.policy.sizes import size_text
-from can_train.training.companions import CompanionPlan
-from can_train.training.planning import RunPlan
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from can_train.fit.cost_model import CostModel, DeviceLimits
+from can_train.fit.factor_rule import ANY_PEAK
+from can_train.io.units import size_text
+
+if TYPE_CHECKING:
+    from can_train.fit.planner import RunPlan
+    from can_train.training.reference_models import CompanionPlan, PlacementCost
 
 _WHY: Final = {
     "requested": "as asked for",

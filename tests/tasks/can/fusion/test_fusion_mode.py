@@ -13,18 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwise import assert_ends_like
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import ConfigError, DataError, RunError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.fusion.agent import FusionAgent
-from can_train.tasks.can.fusion.batch import PolicyBatch, ReplayBatch
-from can_train.tasks.can.fusion.finished import FinishedFusion
-from can_train.tasks.can.modes.fusion import FusionTask
+from can_train.tasks.can.fusion.agent import FinishedFusion, FusionAgent, PolicyBatch, ReplayBatch
+from can_train.tasks.can.fusion.mode import FusionTask
 from can_train.tasks.can.task import make_task
-from killed_runs import finish, finish_killed, only_run
-from random_bus import random_frames, write_log
+from fakes.bitwise import assert_ends_like
+from fakes.killed_runs import finish, finish_killed, only_run
+from fakes.random_bus import random_frames, write_log
 
 CPU = torch.device("cpu")
 WINDOW, WINDOWS = 20, 200

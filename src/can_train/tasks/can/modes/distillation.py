@@ -14,23 +14,26 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
-from can_train.tasks.can.companions import WindowCompanion, companion_of
-from can_train.tasks.can.dataset import CanData
+from can_train.tasks.can.data.dataset import CanData
+from can_train.tasks.can.evaluation.judging import Score
 from can_train.tasks.can.losses import Answers, DistilledAutoencoderBatch, DistilledClassifierBatch
-from can_train.tasks.can.models.building import build_network
+from can_train.tasks.can.models.build import build_network
 from can_train.tasks.can.modes.autoencoder import AutoencoderTask
 from can_train.tasks.can.modes.classifier import ClassifierTask
-from can_train.tasks.can.modes.windows import Score, WindowTask
+from can_train.tasks.can.modes.windows import WindowTask
+from can_train.tasks.can.reference_models import WindowCompanion, companion_of
 from can_train.tasks.can.settings import DistillationSettings, GatSettings
 
 if TYPE_CHECKING:
-    from can_train.tasks.can.comparison import TimedScore
+    from can_train.tasks.can.evaluation.judging import TimedScore
 
 LATENT_SHARE: Final = 0.5
 """Weight of the difference from the teacher's latents."""
 
+
 RECONSTRUCTION_SHARE: Final = 0.25
 """Weight of the difference from the teacher's reconstruction of nodes, and again of edges: ½ together."""
+
 
 _WAYS: Final = ("device", "cache", "offload")
 
@@ -73,7 +76,7 @@ class _Teacher:
         Args:
             timed: What scored them.
         """
-        from can_train.tasks.can.comparison import STUDENT
+        from can_train.tasks.can.evaluation.judging import STUDENT
 
         sizes = {"": self.student_parameters, **{other.role: num_weights(other.model) for other in self.others}}
         runs = {other.role: other.name for other in self.others}
@@ -114,7 +117,7 @@ class _Student(WindowTask):
 
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges the student as any model of its kind, beside its teacher and beside itself without one."""
-        from can_train.tasks.can.comparison import TimedScore
+        from can_train.tasks.can.evaluation.judging import TimedScore
 
         timed = TimedScore(score)
         return {**super().judge(timed), "compared": self._teacher.compared(timed)}
