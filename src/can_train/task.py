@@ -58,11 +58,11 @@ class Table(Protocol):
 
 
 Answers = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]
-"""Returns what a companion says of some samples, by name of the output; an output's first dimension is as long as those
+"""Returns what a reference model says of some samples, by name of the output; an output's first dimension is as long as those
 samples have rows of it (one each, or one for each of their nodes)."""
 
 
-class Companion(Protocol):
+class ReferenceModel(Protocol):
     """A finished model that a task asks and does not train: a teacher, say.
 
     Attributes:
@@ -121,7 +121,7 @@ class TaskInEpoch(Protocol):
 class Task(Protocol):
     """One task, with its data at hand.
 
-    A task may have more than what is asked here: `companions`, finished models that it asks, and `listen(role,
+    A task may have more than what is asked here: `reference_models`, finished models that it asks, and `listen(role,
     answers)`, which is called before training with each one's answers; `in_epoch(epoch, epochs)`, which returns what it
     is in an epoch, counted from 0 (a `TaskInEpoch`, whose samples are among `train_rows`, in the last epoch all of
     them); `before_step(model, rows, progress, generator)`, which is called before each optimizer step with the share of
@@ -161,7 +161,7 @@ class Task(Protocol):
         """Judges a model by its scores; returns strict JSON.
 
         Args:
-            score: Scores samples, `score(rows)`; `score(rows, role)` asks the companion of that role.
+            score: Scores samples, `score(rows)`; `score(rows, role)` asks the reference model of that role.
         """
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.factors.peak_regression import BELIEFS, Reading, since_change
+from can_train.factors.peak_regression import DEFAULT_PRIOR, Reading, since_change
 from can_train.factors.policies import AffinePolicy, FactorPoint
 
 
 def kept(readings: list[Reading]) -> int:
-    return len(since_change(readings, BELIEFS.fit([r for r in readings if r.peak is not None])))
+    return len(since_change(readings, DEFAULT_PRIOR.fit([r for r in readings if r.peak is not None])))
 
 
 def shifted(seed: int, before: int, after: int, shift: float, noise: float = 0.02) -> list[Reading]:
@@ -39,7 +39,10 @@ def test_a_small_shift_is_left_to_forgetting() -> None:
 @given(peaks=st.lists(st.none() | st.floats(0.0, 3.0), max_size=30))
 def test_any_history_keeps_its_end(peaks: list[float | None]) -> None:
     readings = [Reading(0.7, peak) for peak in peaks]
-    assert readings[len(readings) - kept(readings) :] == list(since_change(readings, BELIEFS.line()))[-kept(readings) :]
+    assert (
+        readings[len(readings) - kept(readings) :]
+        == list(since_change(readings, DEFAULT_PRIOR.line()))[-kept(readings) :]
+    )
 
 
 def test_the_policy_is_back_at_the_target_soon_after_a_change() -> None:

@@ -8,7 +8,7 @@ from can_train.errors import ArgumentError, ConfigError, StateError
 from can_train.factors.events import Event, read_events, write_event
 from can_train.factors.observations import Observation, write_observation, write_started
 from can_train.factors.policies import MomentumPolicy
-from can_train.factors.records import FactorRecord, records_of
+from can_train.factors.records import FactorSummary, records_of
 from can_train.factors.store import FactorStore, get_safety_factor_db, next_time
 from can_train.io.records import SCHEMA
 from fakes.samples import A100, KEY, V100, at, observation, out_of_memory, started
@@ -29,7 +29,7 @@ def imported(minute: float, **devices: float) -> Event:
     return Event(kind="import", time=at(minute), source="old.json", entries=entries)
 
 
-def only(runs: list[Observation], *events: Event) -> FactorRecord:
+def only(runs: list[Observation], *events: Event) -> FactorSummary:
     return next(record for record in records_of(runs, events, MomentumPolicy()) if record.device == V100.key)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.factors.peak_regression import BELIEFS, LinePrior, Reading
+from can_train.factors.peak_regression import DEFAULT_PRIOR, LinePrior, Reading
 
 VAGUE = LinePrior(base_sd=100.0, full_sd=100.0)
 
@@ -23,17 +23,17 @@ def test_readings_on_a_line_are_fitted_by_it(base: float, slope: float) -> None:
 
 
 def test_without_readings_the_line_is_what_is_believed() -> None:
-    line = BELIEFS.fit([])
-    assert (line.peak(0), line.peak(1)) == pytest.approx((BELIEFS.base, BELIEFS.full))
-    assert (line.uncertainty(0), line.uncertainty(1)) == pytest.approx((BELIEFS.base_sd, BELIEFS.full_sd))
+    line = DEFAULT_PRIOR.fit([])
+    assert (line.peak(0), line.peak(1)) == pytest.approx((DEFAULT_PRIOR.base, DEFAULT_PRIOR.full))
+    assert (line.uncertainty(0), line.uncertainty(1)) == pytest.approx((DEFAULT_PRIOR.base_sd, DEFAULT_PRIOR.full_sd))
 
 
 def test_an_out_of_memory_below_the_line_raises_it_and_one_above_does_not() -> None:
     measured = [Reading(used, 0.1 + used) for used in (0.5, 0.6, 0.7)]
-    line = BELIEFS.fit(measured)
+    line = DEFAULT_PRIOR.fit(measured)
 
     def raised(used: float, ceiling: float = 1.0) -> float:
-        return BELIEFS.refit(line, [*measured, Reading(used, None)], ceiling=ceiling).peak(0.8) - line.peak(0.8)
+        return DEFAULT_PRIOR.refit(line, [*measured, Reading(used, None)], ceiling=ceiling).peak(0.8) - line.peak(0.8)
 
     assert raised(0.8) > 0.01
     assert raised(1.0) == pytest.approx(0, abs=1e-3)
@@ -41,13 +41,13 @@ def test_an_out_of_memory_below_the_line_raises_it_and_one_above_does_not() -> N
 
 
 def test_the_noise_is_that_of_the_readings() -> None:
-    assert BELIEFS.fit(scattered(0, 200, noise=0.03)).noise == pytest.approx(0.03, rel=0.15)
+    assert DEFAULT_PRIOR.fit(scattered(0, 200, noise=0.03)).noise == pytest.approx(0.03, rel=0.15)
 
 
 def test_the_interval_holds_the_truth_in_19_of_20_cases() -> None:
     truth, held = 0.7 / 0.85, 0
     for seed in range(400):
-        line = BELIEFS.fit(scattered(seed, 12, noise=0.02))
+        line = DEFAULT_PRIOR.fit(scattered(seed, 12, noise=0.02))
         held += abs(line.reaching(0.9) - truth) <= line.interval(line.reaching(0.9))
     assert 0.90 <= held / 400 <= 0.99
 

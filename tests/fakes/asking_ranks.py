@@ -1,4 +1,4 @@
-"""What ranks do in the tests of companions: they ask an oracle together, and it may say something else to one of them,
+"""What ranks do in the tests of reference models: they ask an oracle together, and it may say something else to one of them,
 or something may happen to one.
 """
 
@@ -90,8 +90,8 @@ class TaughtBatch(LineBatch):
 class SteeredTask(TaughtTask):
     """Points of which the first epochs have those that the oracle finds largest."""
 
-    def listen(self, role: str, answers: Any) -> None:
-        super().listen(role, answers)
+    def bind_outputs(self, role: str, answers: Any) -> None:
+        super().bind_outputs(role, answers)
         said = answers(self.train_rows)["word"][:, 0].cpu().numpy()
         self.largest_first = self.train_rows[np.argsort(-said, kind="stable")]
 
@@ -131,7 +131,7 @@ def ask_together(
     state = folder / (f"state-{ranks.rank}" if own_cache else "state")
     settings = {"paths.state_dir": str(state), "training.precision": "fp64", "training.scheduler": "constant",
                 "training.batch_size": 20, "training.micro_batch_size": 20, "training.epochs": 4}  # fmt: skip
-    parts = replace(ranks.first_then_others(lambda: line_parts(folder, task, settings=settings)), ranks=ranks)
+    parts = replace(ranks.on_rank0_first(lambda: line_parts(folder, task, settings=settings)), ranks=ranks)
     if capacities_mib:
         parts = replace(parts, meter=open_meter(f"sim:{capacities_mib[ranks.rank]}MiB"))
     with parts.meter.active():

@@ -1,4 +1,4 @@
-"""A companion as small as a companion can be: it says of each sample as many numbers as the sample is large."""
+"""A reference model as small as a reference model can be: it says of each sample as many numbers as the sample is large."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,14 +65,14 @@ class Oracle:
 
 
 class AskingTask(LineTask):
-    """Points on a line, of which a companion has something to say that counts for nothing."""
+    """Points on a line, of which a reference model has something to say that counts for nothing."""
 
-    def __init__(self, *companions: Oracle) -> None:
+    def __init__(self, *reference_models: Oracle) -> None:
         super().__init__()
-        self.companions = companions
+        self.reference_models = reference_models
         self.told: dict[str, Any] = {}
 
-    def listen(self, role: str, answers: Any) -> None:
+    def bind_outputs(self, role: str, answers: Any) -> None:
         self.told[role] = answers
 
     def logical_batch(

@@ -28,7 +28,7 @@ def gradients(ranks: Ranks, folder: Path, *, samples: int, mutant: str = "", par
             order = np.random.default_rng(ranks.rank)
             data.noise, data.alpha = (values[order.permutation(len(values))] for values in (data.noise, data.alpha))
         result = _run_share(ranks, model, data, objective, own_means=mutant == "own denominators", parts=parts)
-        shares = ranks.together(lambda result=result: result)
+        shares = ranks.gather(lambda result=result: result)
         check_denominators(whole(shares), objective.denominators(data), size=samples)
         ranks.reduce_gradients(list(model.parameters()))
         scale = 1 / ranks.size if mutant == "mean" else 1.0
@@ -60,7 +60,7 @@ def _run_share(
 
 def lost_share(ranks: Ranks, folder: Path) -> None:
     """Every rank takes the first half, so that the second is computed by nobody."""
-    shares = ranks.together(lambda: BatchResult(denominators={"error": 1.0}))
+    shares = ranks.gather(lambda: BatchResult(denominators={"error": 1.0}))
     check_denominators(whole(shares), {"error": 4.0}, size=4)
 
 
@@ -95,7 +95,7 @@ def buffers(ranks: Ranks, folder: Path) -> None:
 
 def exchanged(ranks: Ranks, folder: Path) -> None:
     """Writes down what the small exchanges return."""
-    order: list[str] = ranks.together(lambda: f"rank {ranks.rank}")
+    order: list[str] = ranks.gather(lambda: f"rank {ranks.rank}")
     path = folder / "turns.txt"
 
     def take_turn() -> int:
@@ -104,8 +104,8 @@ def exchanged(ranks: Ranks, folder: Path) -> None:
             file.write("first\n" if ranks.is_first else "other\n")
         return ranks.rank
 
-    results = (order, ranks.first(lambda: ranks.rank), ranks.each(lambda: ranks.rank), ranks.sharing_host())
-    torch.save((*results, ranks.first_then_others(take_turn)), folder / f"exchanged-{ranks.rank}.pt")
+    results = (order, ranks.on_rank0(lambda: ranks.rank), ranks.on_every_rank(lambda: ranks.rank), ranks.sharing_host())
+    torch.save((*results, ranks.on_rank0_first(take_turn)), folder / f"exchanged-{ranks.rank}.pt")
     ranks.close()
 
 
@@ -116,8 +116,8 @@ def fail(ranks: Ranks, folder: Path, *, how: str) -> None:
         if ranks.rank == 1:
             _fail(how)
 
-    ranks.together(work)
-    ranks.together(lambda: None)
+    ranks.gather(work)
+    ranks.gather(lambda: None)
 
 
 def _fail(how: str) -> None:
@@ -137,4 +137,4 @@ def wait_for_a_signal(ranks: Ranks, folder: Path) -> None:
     if ranks.rank == 1:
         while not (folder / "ended").exists():
             time.sleep(0.01)
-    ranks.together(lambda: None)
+    ranks.gather(lambda: None)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from can_train.slurm.client import Answer, parse_sacct, parse_squeue
-from can_train.slurm.run_status import AttemptFacts, Evidence
+from can_train.slurm.run_status import AttemptFacts, RunFacts
 from can_train.training.attempts import Began, Ended
 from can_train.training.run_folder import JobRecord, RunRecord
 
@@ -51,10 +51,10 @@ def recorded(example: str, *, sacct: bool = True, squeue: bool = True) -> Answer
     )
 
 
-def of_job(example: str, *attempts: AttemptFacts, **values: Any) -> Evidence:
+def of_job(example: str, *attempts: AttemptFacts, **values: Any) -> RunFacts:
     """Evidence about a run that was submitted as a recorded job."""
     answer: Mapping[str, Any] = {"answer": recorded(example)} if "answer" not in values else {}
-    return Evidence(run=RUN, jobs=[job(JOBS[example])], attempts=attempts, **answer, **values)
+    return RunFacts(run=RUN, jobs=[job(JOBS[example])], attempts=attempts, **answer, **values)
 
 
 def text_of(example: str) -> str:

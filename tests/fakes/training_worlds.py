@@ -131,7 +131,7 @@ def fit_line(
     given = {"dropout": dropout, "norm": norm, "how": how if unlucky == ranks.rank else "", "at": at}
     plain = GrowingTask if growing else TroubledTask
     task = HungryTask(odd=odd and ranks.rank % 2 == 1, **given) if capacities_mib else plain(**given)
-    parts = ranks.first_then_others(lambda: line_parts(folder, task, **training))
+    parts = ranks.on_rank0_first(lambda: line_parts(folder, task, **training))
     parts = replace(parts, ranks=ranks)
     if capacities_mib:
         parts.meter.capacity_bytes = capacities_mib[ranks.rank] * MIB

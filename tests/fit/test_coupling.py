@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from can_train.fit.batch_dependence import SPLIT, Coupling, NoDropout, measure_coupling
+from can_train.fit.batch_dependence import SPLIT, BatchDependence, NoDropout, measure_batch_dependence
 
 CPU = torch.device("cpu")
 SAMPLES = sum(SPLIT)
@@ -52,13 +52,13 @@ class Attending(nn.Module):
         return self.layer(x, x, x)[0]  # type: ignore[no-any-return]
 
 
-def measured(model: nn.Module, *, half: bool = False) -> Coupling:
+def measured(model: nn.Module, *, half: bool = False) -> BatchDependence:
     """Of the mean square of what a model computes."""
 
     def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
         return {"square": (model(X[start:stop]).square().sum(), float(stop - start))}
 
-    return measure_coupling(model, losses, {"square": float(SAMPLES)}, device=CPU, half=half)
+    return measure_batch_dependence(model, losses, {"square": float(SAMPLES)}, device=CPU, half=half)
 
 
 def mlp(*layers: nn.Module) -> nn.Module:
@@ -66,8 +66,8 @@ def mlp(*layers: nn.Module) -> nn.Module:
 
 
 def test_independent_samples_are_not_coupled() -> None:
-    assert measured(mlp()) == Coupling(terms={}, modules=(), drops=False)
-    assert measured(mlp(nn.LayerNorm(8), nn.Dropout(0.0))) == Coupling(terms={}, modules=(), drops=False)
+    assert measured(mlp()) == BatchDependence(terms={}, modules=(), drops=False)
+    assert measured(mlp(nn.LayerNorm(8), nn.Dropout(0.0))) == BatchDependence(terms={}, modules=(), drops=False)
     assert measured(nn.Sequential(nn.InstanceNorm1d(4), mlp())).terms == {}
 
 
@@ -81,7 +81,7 @@ def test_batch_normalisation_is_named() -> None:
 
 
 def test_batch_normalisation_that_is_frozen_couples_nothing() -> None:
-    assert measured(mlp(nn.BatchNorm1d(8).eval())) == Coupling(terms={}, modules=(), drops=False)
+    assert measured(mlp(nn.BatchNorm1d(8).eval())) == BatchDependence(terms={}, modules=(), drops=False)
     assert measured(mlp(nn.BatchNorm1d(8).eval(), nn.BatchNorm1d(8))).modules == ("3",)
 
 
@@ -106,7 +106,7 @@ def test_only_the_terms_that_are_coupled_are_named() -> None:
         mean_of_means = y.square().mean() * 1.0
         return {"sum": (y.square().sum(), 4.0 * (stop - start)), "mean": (mean_of_means, 1.0)}
 
-    found = measure_coupling(model, losses, {"sum": 4.0 * SAMPLES, "mean": 1.0}, device=CPU)
+    found = measure_batch_dependence(model, losses, {"sum": 4.0 * SAMPLES, "mean": 1.0}, device=CPU)
     assert set(found.terms) == {"mean"}
 
 
@@ -129,9 +129,9 @@ def test_only_the_terms_that_are_coupled_are_named() -> None:
     ],
     ids=lambda model: type(model).__name__,
 )
-def test_dropout_is_seen_and_does_not_count_as_coupling(model: nn.Module) -> None:
+def test_dropout_is_seen_and_does_not_count_as_batch_dependence(model: nn.Module) -> None:
     found = measured(model)
-    assert found == Coupling(terms={}, modules=(), drops=True)
+    assert found == BatchDependence(terms={}, modules=(), drops=True)
     assert found.sentences(split=False) == []
     assert "Dropout draws other masks" in found.sentences(split=True)[0]
 
@@ -215,5 +215,5 @@ def test_frozen_parameters_and_terms_without_gradient_are_passed_over() -> None:
         hidden = model[1](model[0](X[start:stop]))
         return {"square": (hidden.square().sum(), 1.0), "constant": (torch.ones(()), 0.0)}
 
-    found = measure_coupling(model, losses, {"square": 1.0, "constant": 0.0}, device=CPU)
+    found = measure_batch_dependence(model, losses, {"square": 1.0, "constant": 0.0}, device=CPU)
     assert found.terms == {}

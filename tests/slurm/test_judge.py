@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from can_train.slurm.client import Answer
-from can_train.slurm.run_status import CAUSES, LIVE, Evidence, judge, judge_attempt
+from can_train.slurm.run_status import CAUSES, LIVE, RunFacts, judge, judge_attempt
 from can_train.training.run_folder import CancelRecord
 from fakes.run_evidence import JOBS, RUN, attempt, job, minute, of_job, recorded, text_of
 
@@ -23,7 +23,7 @@ def without_reasons(answer: Answer) -> Answer:
     return replace(answer, accounts=[replace(row, reason="") for row in answer.accounts or ()])
 
 
-CASES: dict[str, tuple[Evidence, str, str]] = {
+CASES: dict[str, tuple[RunFacts, str, str]] = {
     # name: (what is known, state, part of the sentence)
     "a result counts, whatever the accounting says": (
         of_job("fail", begun("fail", "failed"), result={"best_validation_loss": 0.25, "best_epoch": 3}),
@@ -101,25 +101,25 @@ CASES: dict[str, tuple[Evidence, str, str]] = {
         of_job("ok", begun("ok"), answer=FORGOTTEN, cancels=[CancelRecord(run_id="r", time=minute(20))]),
         "cancelled", ""),
     "a process that works": (
-        Evidence(run=RUN, attempts=[attempt(1, alive=True)]), "running", "process 7 of this machine"),
-    "a process that is gone": (Evidence(run=RUN, attempts=[attempt(1, alive=False)]), "failed", "without a word"),
+        RunFacts(run=RUN, attempts=[attempt(1, alive=True)]), "running", "process 7 of this machine"),
+    "a process that is gone": (RunFacts(run=RUN, attempts=[attempt(1, alive=False)]), "failed", "without a word"),
     "a process that was cancelled": (
-        Evidence(run=RUN, attempts=[attempt(1, ending="terminated")]), "cancelled", "SIGTERM"),
-    "Ctrl-C": (Evidence(run=RUN, attempts=[attempt(1, ending="interrupted")]), "cancelled", "Ctrl-C"),
+        RunFacts(run=RUN, attempts=[attempt(1, ending="terminated")]), "cancelled", "SIGTERM"),
+    "Ctrl-C": (RunFacts(run=RUN, attempts=[attempt(1, ending="interrupted")]), "cancelled", "Ctrl-C"),
     "a background process that has not begun": (
-        Evidence(run=RUN, jobs=[job("7", executor="local")], job_alive=True), "running", "starting"),
+        RunFacts(run=RUN, jobs=[job("7", executor="local")], job_alive=True), "running", "starting"),
     "a background process that never began": (
-        Evidence(run=RUN, jobs=[job("7", executor="local")], job_alive=False, log_tail="error: no data\n"),
+        RunFacts(run=RUN, jobs=[job("7", executor="local")], job_alive=False, log_tail="error: no data\n"),
         "failed", "error: no data"),
-    "nothing was started": (Evidence(run=RUN), "never started", "no job was started"),
+    "nothing was started": (RunFacts(run=RUN), "never started", "no job was started"),
     "here after it had been a job": (
         of_job("fail", begun("fail", "failed"), attempt(2, alive=True)), "running", "process 7"),
     "submitted again after it had failed": (
-        Evidence(run=RUN, jobs=[job(JOBS["fail"]), job(JOBS["held"], 30, reason="host out-of-memory: 600M not 400M")],
+        RunFacts(run=RUN, jobs=[job(JOBS["fail"]), job(JOBS["held"], 30, reason="host out-of-memory: 600M not 400M")],
                  attempts=[begun("fail", "failed")], answer=recorded("held")),
         "queued", "submitted again (host out-of-memory: 600M not 400M)"),
     "submitted again, and that job cancelled before it began": (
-        Evidence(run=RUN, jobs=[job(JOBS["fail"]), job(JOBS["cpend"], 30)], attempts=[begun("fail", "failed")],
+        RunFacts(run=RUN, jobs=[job(JOBS["fail"]), job(JOBS["cpend"], 30)], attempts=[begun("fail", "failed")],
                  answer=recorded("cpend")), "cancelled", "before it started"),
 }  # fmt: skip
 
@@ -139,13 +139,13 @@ def test_the_state_is(name: str) -> None:
         (of_job("ok", begun("ok"), answer=NO_SLURM), "running", "does not answer here"),
         (of_job("ok", answer=NO_SLURM), "queued", "does not answer here"),
         (of_job("ok", begun("ok", "terminated"), answer=NO_SLURM), "queued", "does not answer here"),
-        (Evidence(run=RUN, attempts=[attempt(1, host="there")]), "running", "process 7 of there"),
-        (Evidence(run=RUN, jobs=[job("7", executor="local")]), "running", "on here"),
-        (Evidence(run=RUN, worked=True), "failed", "no ending was written down"),
-        (Evidence(run=RUN, present=False), "failed", "/runs/r is gone"),
+        (RunFacts(run=RUN, attempts=[attempt(1, host="there")]), "running", "process 7 of there"),
+        (RunFacts(run=RUN, jobs=[job("7", executor="local")]), "running", "on here"),
+        (RunFacts(run=RUN, worked=True), "failed", "no ending was written down"),
+        (RunFacts(run=RUN, present=False), "failed", "/runs/r is gone"),
     ],
 )
-def test_what_is_not_certain_is_said_to_be_so(evidence: Evidence, state: str, part: str) -> None:
+def test_what_is_not_certain_is_said_to_be_so(evidence: RunFacts, state: str, part: str) -> None:
     found = judge(evidence)
     assert (found.state, found.certain) == (state, False)
     assert part in found.sentence

@@ -14,7 +14,16 @@ from can_train.config.resolved import ResolvedRun, plain_to_yaml, settled_paths
 from can_train.errors import MissingDataError, RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import Node, Partition
-from can_train.slurm.duplicates import ENDED, FINISHED, QUEUED, RUNNING, RunStates, data_files, find_twin, identity
+from can_train.slurm.duplicates import (
+    ENDED,
+    FINISHED,
+    QUEUED,
+    RUNNING,
+    RunStates,
+    data_files,
+    find_duplicate_run,
+    identity,
+)
 from can_train.slurm.order import UNKNOWN, Wanted, expectation, make_order
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
 
@@ -59,15 +68,15 @@ def test_the_state_of_a_run_is_its_result_its_lock_or_its_newest_job(tmp_path: P
     assert states(tmp_path, j5_3="PENDING").live_job("c") == "5_3"
 
 
-def test_the_newest_run_that_lives_or_has_finished_is_the_twin(tmp_path: Path) -> None:
+def test_the_newest_run_that_lives_or_has_finished_is_the_duplicate_run(tmp_path: Path) -> None:
     runs = [
         entered(tmp_path, name, identity=digest) for name, digest in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y"))
     ]
     known = {"a": FINISHED, "b": QUEUED, "c": ENDED, "d": RUNNING}
-    found = find_twin("x", runs, lambda record: known[record.run_id])
+    found = find_duplicate_run("x", runs, lambda record: known[record.run_id])
     assert found is not None
     assert (found.run.run_id, found.state) == ("b", QUEUED)
-    assert find_twin("z", runs, lambda _: FINISHED) is None
+    assert find_duplicate_run("z", runs, lambda _: FINISHED) is None
 
 
 def test_the_identity_is_of_what_a_run_does_and_not_of_where(tmp_path: Path) -> None:
@@ -105,16 +114,16 @@ def test_runs_that_ask_for_the_same_go_together(tmp_path: Path) -> None:
     assert len({one.identity for group in order.groups for one in group}) == 2
 
 
-def test_a_twin_is_left_out_unless_it_is_forced(tmp_path: Path) -> None:
+def test_a_duplicate_run_is_left_out_unless_it_is_forced(tmp_path: Path) -> None:
     mine = run(tmp_path)
     digest = identity(mine, "code", [])
-    twin = entered(tmp_path, "a", identity=digest)
-    Path(twin.path, "result.json").write_text("{}")
+    duplicate_run = entered(tmp_path, "a", identity=digest)
+    Path(duplicate_run.path, "result.json").write_text("{}")
     order = make_order([mine, run(tmp_path, values={"training.seed": 1})], Wanted(), "code", [MAIN])
-    assert [found.run for found in order.twins] == [twin]
+    assert [found.run for found in order.duplicate_runs] == [duplicate_run]
     assert [[one.index for one in group] for group in order.groups] == [[1]]
-    assert make_order([mine], Wanted(force=True), "code", [MAIN]).twins == []
-    assert make_order([mine], Wanted(), "other code", [MAIN]).twins == []
+    assert make_order([mine], Wanted(force=True), "code", [MAIN]).duplicate_runs == []
+    assert make_order([mine], Wanted(), "other code", [MAIN]).duplicate_runs == []
 
 
 def test_what_has_finished_is_not_waited_for_and_what_never_will_is_refused(tmp_path: Path) -> None:

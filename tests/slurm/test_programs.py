@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from can_train.slurm.client import output_of, said_by, tail
+from can_train.slurm.client import output_of, run_command, tail
 
 
 def test_a_program_says_its_output_its_complaint_or_why_there_is_none() -> None:
-    said = said_by(["sh", "-c", "echo out; echo why >&2; exit 3"], seconds=60)
+    said = run_command(["sh", "-c", "echo out; echo why >&2; exit 3"], seconds=60)
     assert (said.status, said.output, said.complaint) == (3, "out\n", "why\n")
-    late = said_by(["sleep", "60"], seconds=0.1)
+    late = run_command(["sleep", "60"], seconds=0.1)
     assert (late.status, late.complaint) == (None, "sleep has no answer after 0.1 s")
-    assert said_by(["no-such-program"], seconds=60).status is None
+    assert run_command(["no-such-program"], seconds=60).status is None
 
 
 def test_only_a_program_that_succeeds_has_an_output() -> None:

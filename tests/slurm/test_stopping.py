@@ -7,7 +7,7 @@ import pytest
 
 from can_train.errors import RunError
 from can_train.slurm.client import Answer
-from can_train.slurm.run_status import Evidence
+from can_train.slurm.run_status import RunFacts
 from can_train.slurm.survey import stop
 from fakes.run_evidence import JOBS, RUN, attempt, job, of_job
 
@@ -29,7 +29,7 @@ class Asked:
         return True
 
 
-def here(evidence: Evidence, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> bool:
+def here(evidence: RunFacts, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     return stop(evidence, asked.cancel, asked.terminate)
 
@@ -49,30 +49,30 @@ def test_of_a_job_that_has_ended_nothing_is_cancelled() -> None:
 
 def test_a_process_that_trains_is_terminated_and_not_what_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked()
-    assert here(Evidence(run=RUN, jobs=[job("5", executor="local")], attempts=[attempt(1)]), asked, monkeypatch)
+    assert here(RunFacts(run=RUN, jobs=[job("5", executor="local")], attempts=[attempt(1)]), asked, monkeypatch)
     assert asked.processes == [7]
 
 
 def test_a_process_that_has_not_begun_is_stopped_by_what_controls_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked()
-    assert here(Evidence(run=RUN, jobs=[job("5", executor="local")]), asked, monkeypatch)
+    assert here(RunFacts(run=RUN, jobs=[job("5", executor="local")]), asked, monkeypatch)
     assert asked.processes == [5]
 
 
 def test_a_process_that_has_ended_is_not_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked()
-    assert not here(Evidence(run=RUN, attempts=[attempt(1, ending="failed")]), asked, monkeypatch)
+    assert not here(RunFacts(run=RUN, attempts=[attempt(1, ending="failed")]), asked, monkeypatch)
     assert asked.processes == []
 
 
 @pytest.mark.parametrize(
     ("evidence", "message"),
     [
-        (Evidence(run=RUN, attempts=[attempt(1, host="there")]), "process of another machine"),
+        (RunFacts(run=RUN, attempts=[attempt(1, host="there")]), "process of another machine"),
         (replace(of_job("held"), answer=Answer()), "SLURM does not answer"),
     ],
 )
-def test_what_cannot_be_reached_from_here_is_an_error(evidence: Evidence, message: str) -> None:
+def test_what_cannot_be_reached_from_here_is_an_error(evidence: RunFacts, message: str) -> None:
     asked = Asked()
     with pytest.raises(RunError, match=message):
         stop(evidence, asked.cancel, asked.terminate)

@@ -77,7 +77,7 @@ def assert_same(shared: Path, alone: Path) -> None:
 def test_two_ranks_teach_a_student_as_one_does(tmp_path: Path, model: str, way: str) -> None:
     alone, shared = trained(tmp_path, model, "knowledge_distillation", **{"mode.teacher_placement": way})
     assert_same(shared, alone)
-    assert result(shared)["companions"][0]["placement"] == way
+    assert result(shared)["reference_models"][0]["placement"] == way
     assert result(shared)["judgement"]["compared"].keys() == {"model", "teacher"}
 
 

@@ -129,8 +129,8 @@ def test_a_signal_ends_a_rank_that_waits_for_another(tmp_path: Path) -> None:
 def test_a_single_process_talks_to_nobody() -> None:
     alone = join_ranks(None, "cpu")
     assert (alone.rank, alone.size, alone.is_first) == (0, 1, True)
-    assert alone.together(lambda: "done") == ["done"]
-    assert (alone.first(lambda: 1), alone.each(lambda: 2), alone.first_then_others(lambda: 3)) == (1, 2, 3)
+    assert alone.gather(lambda: "done") == ["done"]
+    assert (alone.on_rank0(lambda: 1), alone.on_every_rank(lambda: 2), alone.on_rank0_first(lambda: 3)) == (1, 2, 3)
     parameter = nn.Parameter(torch.zeros(2))
     alone.reduce_gradients([parameter])
     assert parameter.grad is None

@@ -9,7 +9,7 @@ from can_train.cli.output import told
 from can_train.cli.run_locator import Place, Run, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.io.records import utc_now
-from can_train.slurm.run_status import Evidence
+from can_train.slurm.run_status import RunFacts
 from can_train.slurm.survey import KnownRun, Surveyed, stop
 from can_train.training.run_folder import CancelRecord
 
@@ -42,7 +42,7 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
         print(f"Run {known.run_id}: {told(found.state)}")
 
 
-def _in_queue(evidence: Evidence) -> bool:
+def _in_queue(evidence: RunFacts) -> bool:
     """Whether SLURM still holds a job of a run that will never start."""
     from can_train.slurm.run_status import live_row
 

@@ -26,7 +26,7 @@ from can_train.errors import ConfigError, StateError, nearest_first, unknown_nam
 from can_train.factors.events import Event, EventLog, read_events
 from can_train.factors.observations import ObservationLog, read_observations
 from can_train.factors.policies import POLICIES
-from can_train.factors.records import FactorRecord, find_records, full_key, keys_like, policy_of, records_of
+from can_train.factors.records import FactorSummary, find_records, full_key, keys_like, policy_of, records_of
 from can_train.factors.store import FactorStore, export_of, get_safety_factor_db, replay
 from can_train.io.atomic import json_text, write_text_atomic
 
@@ -65,7 +65,7 @@ class Store:
     """
 
     files: FactorStore
-    records: Sequence[FactorRecord]
+    records: Sequence[FactorSummary]
     events: Sequence[Event]
 
 
@@ -300,7 +300,7 @@ def _action(request: Request) -> str | None:
     return asked[0] if asked else None
 
 
-def _show(request: Request, records: Sequence[FactorRecord], log: ObservationLog, events: EventLog) -> None:
+def _show(request: Request, records: Sequence[FactorSummary], log: ObservationLog, events: EventLog) -> None:
     show = request.show or request.key is not None
     if request.as_json:
         _print_json(factors_json(records, log, events, show=show))
@@ -309,7 +309,7 @@ def _show(request: Request, records: Sequence[FactorRecord], log: ObservationLog
     print_tables(tables + [table for record in records if show for table in runs_tables(record)])
 
 
-def _replay(request: Request, records: Sequence[FactorRecord]) -> None:
+def _replay(request: Request, records: Sequence[FactorSummary]) -> None:
     name = str(request.replay)
     if name not in POLICIES:
         raise unknown_name("policy", name, POLICIES)

@@ -11,7 +11,7 @@ from typing import Any, Final
 from can_train.cli.output import TextTable
 from can_train.factors.events import ANY_DEVICE, EventLog
 from can_train.factors.observations import Observation, ObservationLog
-from can_train.factors.records import FactorRecord
+from can_train.factors.records import FactorSummary
 from can_train.factors.store import Replay, run_notes
 
 PLOT_COLUMNS: Final = 76
@@ -128,7 +128,7 @@ _RUN_COLUMNS: Final = ("run", "attempt", "ended", "factor", "used", "peak", "bat
 _FORGOTTEN: Final = "before the reset"
 
 
-def factors_table(records: Sequence[FactorRecord], notes: Sequence[str] = ()) -> TextTable:
+def factors_table(records: Sequence[FactorSummary], notes: Sequence[str] = ()) -> TextTable:
     """Makes the overview: one row a configuration and kind of device."""
     rows = [
         (
@@ -148,7 +148,7 @@ def factors_table(records: Sequence[FactorRecord], notes: Sequence[str] = ()) ->
     return TextTable("Safety factors of the next runs", _COLUMNS, rows, notes)
 
 
-def runs_tables(record: FactorRecord) -> list[TextTable]:
+def runs_tables(record: FactorSummary) -> list[TextTable]:
     """Makes the list of a configuration's runs on one kind of device, oldest first, with their plot; then those of
     other settings. Without a run there is no list.
     """
@@ -199,7 +199,7 @@ def log_notes(log: ObservationLog, events: EventLog) -> list[str]:
 
 
 def factors_json(
-    records: Sequence[FactorRecord], log: ObservationLog, events: EventLog, *, show: bool
+    records: Sequence[FactorSummary], log: ObservationLog, events: EventLog, *, show: bool
 ) -> dict[str, Any]:
     """Makes the same as plain values; peaks are shares of the capacity."""
     return {
@@ -230,7 +230,7 @@ def named_device(device: str) -> str:
     return "any other device" if device == ANY_DEVICE else device
 
 
-def _record_json(record: FactorRecord, *, show: bool) -> dict[str, Any]:
+def _record_json(record: FactorSummary, *, show: bool) -> dict[str, Any]:
     figures = {
         "config_key": record.key,
         "device": record.device,
@@ -259,7 +259,7 @@ def _record_json(record: FactorRecord, *, show: bool) -> dict[str, Any]:
     return {**figures, "fingerprint": record.fingerprint, "runs": _runs_json(record), "other_settings": others}
 
 
-def _runs_json(record: FactorRecord) -> list[dict[str, Any]]:
+def _runs_json(record: FactorSummary) -> list[dict[str, Any]]:
     parts = ((record.forgotten, True), (record.runs, False))
     return [
         {**asdict(run), "peak_memory_pct": run.peak, "before_reset": forgotten}
@@ -268,7 +268,7 @@ def _runs_json(record: FactorRecord) -> list[dict[str, Any]]:
     ]
 
 
-def _run_rows(record: FactorRecord) -> list[tuple[str, ...]]:
+def _run_rows(record: FactorSummary) -> list[tuple[str, ...]]:
     return [_run_row(run, [_FORGOTTEN]) for run in record.forgotten] + [_run_row(run, []) for run in record.runs]
 
 
@@ -291,7 +291,7 @@ def _plot_point(run: Observation) -> PlotPoint:
     return PlotPoint(run.factor, run.peak, run.ran_out_of_memory)
 
 
-def _factor(record: FactorRecord) -> str:
+def _factor(record: FactorSummary) -> str:
     if record.factor is None:
         return "–"
     if record.state == "pinned" or record.interval is None:
@@ -299,11 +299,11 @@ def _factor(record: FactorRecord) -> str:
     return f"{record.factor:.3f} ± {record.interval:.3f}"
 
 
-def _learned(record: FactorRecord) -> str:
+def _learned(record: FactorSummary) -> str:
     return f"factor {_factor(record)}, {record.why}"
 
 
-def _reason(record: FactorRecord) -> str:
+def _reason(record: FactorSummary) -> str:
     if record.state == "learned":
         return f"{record.why}; first: {record.reason}"
     if record.state == "pinned" and record.interval is not None:
@@ -311,7 +311,7 @@ def _reason(record: FactorRecord) -> str:
     return record.why
 
 
-def _hidden(record: FactorRecord) -> Iterable[str]:
+def _hidden(record: FactorSummary) -> Iterable[str]:
     """What a row says nothing of but how much it is."""
     if record.forgotten:
         yield f"+{_runs(len(record.forgotten))} {_FORGOTTEN}"
@@ -319,7 +319,7 @@ def _hidden(record: FactorRecord) -> Iterable[str]:
         yield f"+{_runs(_other_runs(record))} with other settings"
 
 
-def _other_runs(record: FactorRecord) -> int:
+def _other_runs(record: FactorSummary) -> int:
     return sum(len(other.runs) + len(other.forgotten) for other in record.others)
 
 

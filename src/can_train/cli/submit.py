@@ -71,7 +71,7 @@ def submit_runs(runs: Sequence[ResolvedRun], wanted: Wanted, *, as_json: bool = 
     expected = [expectation(group[0].run, Registry(state).runs()) for group in order.groups]
     keep(code, state)
     if not as_json:
-        _say_twins(order)
+        _say_duplicate_runs(order)
     jobs: list[JobRecord] = []
     for ordered, expects in zip(order.groups, expected, strict=True):
         started = start_group(make_group(ordered, order, state), order, code)
@@ -189,12 +189,12 @@ def note(order: Order) -> None:
         print(f"note: {notice}", file=sys.stderr)
 
 
-def _say_twins(order: Order) -> None:
-    for twin in order.twins:
-        verb = "has finished" if twin.state == FINISHED else f"is {twin.state}"
-        print(f"{twin.run.run_id}  is the same, and {verb}")
-        print(f"  its state: can-train status {twin.run.run_id}")
-    if order.twins:
+def _say_duplicate_runs(order: Order) -> None:
+    for duplicate_run in order.duplicate_runs:
+        verb = "has finished" if duplicate_run.state == FINISHED else f"is {duplicate_run.state}"
+        print(f"{duplicate_run.run.run_id}  is the same, and {verb}")
+        print(f"  its state: can-train status {duplicate_run.run.run_id}")
+    if order.duplicate_runs:
         print("Not submitted again; --force does so all the same.")
 
 
@@ -238,7 +238,10 @@ def _as_json(jobs: Sequence[JobRecord], order: Order) -> dict[str, Any]:
             }
             for job in jobs
         ],
-        "identical": [{"run_id": twin.run.run_id, "path": twin.run.path, "state": twin.state} for twin in order.twins],
+        "identical": [
+            {"run_id": duplicate_run.run.run_id, "path": duplicate_run.run.path, "state": duplicate_run.state}
+            for duplicate_run in order.duplicate_runs
+        ],
     }
 
 

@@ -58,8 +58,8 @@ class Line(NamedTuple):
 
     def uncertainty(self, used: float) -> float:
         """Returns the standard deviation of the expected peak, which more runs lower."""
-        of_base, of_slope, together = self.variances
-        return math.sqrt(max(of_base + 2 * used * together + used**2 * of_slope, 0.0))
+        of_base, of_slope, gather = self.variances
+        return math.sqrt(max(of_base + 2 * used * gather + used**2 * of_slope, 0.0))
 
     def spread(self, used: float) -> float:
         """Returns the standard deviation of the next run's peak."""
@@ -149,7 +149,7 @@ class LinePrior:
         return math.sqrt((self.noise_runs * self.noise**2 + squares) / freedom)
 
 
-BELIEFS: Final = LinePrior()
+DEFAULT_PRIOR: Final = LinePrior()
 """What is believed of a configuration of which nothing is known."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, Protocol
 
-from can_train.factors.peak_regression import BELIEFS, Line, LinePrior, Reading, since_change
+from can_train.factors.peak_regression import DEFAULT_PRIOR, Line, LinePrior, Reading, since_change
 
 _LEVELS: Final = tuple(level / 100 for level in range(100, 49, -1))
 """Ceilings that are considered, as shares of capacity, the one believed in without evidence first."""
@@ -144,7 +144,7 @@ class FactorPolicy(Protocol):
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
         """Returns the factor of the next run, and what it goes for."""
 
-    def believing(self, base: float, full: float) -> "FactorPolicy":
+    def with_prior(self, base: float, full: float) -> "FactorPolicy":
         """Returns the policy with what a cost model predicts: the peak of a run that uses nothing, and of one that uses
         the whole tuned limit, as shares of capacity. A policy that has no beliefs is as before.
         """
@@ -259,7 +259,7 @@ class MomentumPolicy(FactorPolicy):
         no further. This policy does not weigh risks, and fits a line only to say how well the factor is known.
         """
         factor = self.next_factor(history, first=first)
-        line, _ = learn(readings_of(history), BELIEFS)
+        line, _ = learn(readings_of(history), DEFAULT_PRIOR)
         reaches = self._bounded(line.reaching(self.target))
         aim = min(self.target, line.peak(reaches)) if history and reaches == self.maximum else self.target
         return Decision(factor, aim, "target" if aim == self.target else "maximum", line.interval(reaches))
@@ -333,12 +333,12 @@ class AffinePolicy(FactorPolicy):
     minimum: float = 0.05
     maximum: float = 1.0
     half_life: float = HALF_LIFE
-    prior: LinePrior = BELIEFS
+    prior: LinePrior = DEFAULT_PRIOR
     z: float = 2.6
     step_up: float = 2.0
     oom_share: float = 0.85
 
-    def believing(self, base: float, full: float) -> "AffinePolicy":
+    def with_prior(self, base: float, full: float) -> "AffinePolicy":
         """Returns the policy with a line that a cost model predicts as its belief."""
         return replace(
             self, prior=replace(self.prior, base=base, base_sd=PREDICTED_SD, full=full, full_sd=PREDICTED_SD)

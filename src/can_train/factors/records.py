@@ -13,7 +13,7 @@ from can_train.factors.events import ANY_DEVICE, Event, Imported, Standing, stan
 from can_train.factors.observations import Observation
 from can_train.factors.policies import POLICIES, FactorPoint, FactorPolicy, Holds, make_policy
 
-TEACHING: Final = ("ok", "rescued", "interrupted")
+LEARNABLE_OUTCOMES: Final = ("ok", "rescued", "interrupted")
 """Outcomes whose peak is believed: an attempt that was interrupted had measured real steps, one that failed may have
 failed at anything."""
 
@@ -72,7 +72,7 @@ def _lesson(run: Observation) -> FactorPoint:
 
 
 def _success(run: Observation) -> list[FactorPoint]:
-    if run.outcome not in TEACHING or run.ran_out_of_memory or run.used is None or run.peak is None:
+    if run.outcome not in LEARNABLE_OUTCOMES or run.ran_out_of_memory or run.used is None or run.peak is None:
         return []
     return [FactorPoint(used=run.used, peak=run.peak)]
 
@@ -125,7 +125,7 @@ State = Literal["pinned", "learned", "imported", "first", "reset"]
 
 
 @dataclass(frozen=True)
-class FactorRecord:
+class FactorSummary:
     """All that is known of one configuration on one kind of device, of the settings that were seen last.
 
     Attributes:
@@ -167,7 +167,7 @@ class FactorRecord:
     forgotten: tuple[Observation, ...]
     factor_variance: float
     converged: bool
-    others: tuple["FactorRecord", ...] = ()
+    others: tuple["FactorSummary", ...] = ()
 
     @property
     def peaks(self) -> tuple[float, ...]:
@@ -202,7 +202,7 @@ class FactorRecord:
 
 def records_of(
     observations: Iterable[Observation], events: Sequence[Event] = (), policy: FactorPolicy | None = None
-) -> list[FactorRecord]:
+) -> list[FactorSummary]:
     """Makes the records, by key, then by device.
 
     Args:
@@ -227,7 +227,7 @@ def records_of(
 
 def record_of(
     name: tuple[str, str], all_runs: Sequence[Observation], in_force: Standing, given: FactorPolicy | None
-) -> FactorRecord:
+) -> FactorSummary:
     """Makes the record of one configuration on one device with one set of settings.
 
     Args:
@@ -246,7 +246,7 @@ def record_of(
     aim, holds = (decision.aim, decision.holds) if decision else (policy.target, "target")
     variance = _variance([run.factor for run in runs[-_SETTLED_RUNS:]])
     state: State = "learned" if history else "imported" if imported else "first" if runs else "reset"
-    record = FactorRecord(
+    record = FactorSummary(
         key=name[0],
         device=name[1],
         fingerprint=_without_torch(all_runs[-1].fingerprint) if all_runs else {},
@@ -292,7 +292,7 @@ def variant_like(runs: Iterable[Observation], fingerprint: Mapping[str, Any]) ->
     return [run for run in runs if _without_torch(run.fingerprint) == wanted]
 
 
-def find_record(records: Sequence[FactorRecord], key: str, device: str | None = None) -> FactorRecord:
+def find_record(records: Sequence[FactorSummary], key: str, device: str | None = None) -> FactorSummary:
     """Finds a configuration on a device, or on the one seen last.
 
     Raises:
@@ -301,7 +301,7 @@ def find_record(records: Sequence[FactorRecord], key: str, device: str | None = 
     return max(find_records(records, key, device), key=lambda record: record.last_seen)
 
 
-def find_records(records: Sequence[FactorRecord], key: str | None, device: str | None = None) -> list[FactorRecord]:
+def find_records(records: Sequence[FactorSummary], key: str | None, device: str | None = None) -> list[FactorSummary]:
     """Finds a configuration on every device. A key without its size is understood where only one size is known.
 
     Args:
@@ -324,7 +324,7 @@ def find_records(records: Sequence[FactorRecord], key: str | None, device: str |
     return [record for record in found if device in (None, record.device)]
 
 
-def full_key(records: Sequence[FactorRecord], key: str) -> str:
+def full_key(records: Sequence[FactorSummary], key: str) -> str:
     """Completes a key that was given without its size.
 
     Raises:
@@ -339,7 +339,7 @@ def full_key(records: Sequence[FactorRecord], key: str) -> str:
     return keys.pop()
 
 
-def keys_like(records: Sequence[FactorRecord], key: str) -> set[str]:
+def keys_like(records: Sequence[FactorSummary], key: str) -> set[str]:
     """The keys that a key may mean: itself, or else those that it is without their size."""
     if any(record.key == key for record in records):
         return {key}
@@ -363,7 +363,7 @@ def _is_share(name: str, value: Any) -> bool:
     return isinstance(value, float) and (0 < value <= 1 or (name == "oom_cut" and value == 0))
 
 
-def _all_runs(record: FactorRecord) -> tuple[Observation, ...]:
+def _all_runs(record: FactorSummary) -> tuple[Observation, ...]:
     return record.forgotten + record.runs
 
 
@@ -405,10 +405,10 @@ def _informed(policy: FactorPolicy, runs: Sequence[Observation]) -> FactorPolicy
     """Tells the policy what the latest run's cost model predicted."""
     lines = (run.predicted_line for run in reversed(runs))
     line = next((line for line in lines if line is not None), None)
-    return policy if line is None else policy.believing(*line)
+    return policy if line is None else policy.with_prior(*line)
 
 
-def _pinned(record: FactorRecord, pin: Event | None) -> FactorRecord:
+def _pinned(record: FactorSummary, pin: Event | None) -> FactorSummary:
     if pin is None:
         return record
     why = f"pinned at {pin.value:g} by hand on {pin.moment:%Y-%m-%d}"

@@ -18,8 +18,8 @@ from can_train.factors.events import ANY_DEVICE, Event, Imported, entries_of, re
 from can_train.factors.observations import Observation, read_observations
 from can_train.factors.policies import FactorPolicy
 from can_train.factors.records import (
-    TEACHING,
-    FactorRecord,
+    LEARNABLE_OUTCOMES,
+    FactorSummary,
     find_record,
     history_of,
     record_of,
@@ -76,7 +76,7 @@ class FactorStore:
         """The export, in the shape that earlier tools read."""
         return self.state / EXPORT_NAME
 
-    def records(self) -> list[FactorRecord]:
+    def records(self) -> list[FactorSummary]:
         """Every configuration on every kind of device, by key, then by device.
 
         Raises:
@@ -248,7 +248,12 @@ def _plain(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 def _counts(run: Observation, events: Iterable[Event]) -> bool:
     """Whether a run's measured and predicted peaks can be compared, and nothing since has reset it."""
     since = standing(events, run.key, run.device.key).since
-    clean = run.outcome in TEACHING and not run.ran_out_of_memory and not run.ooms_rescued and not run.foreign_bytes
+    clean = (
+        run.outcome in LEARNABLE_OUTCOMES
+        and not run.ran_out_of_memory
+        and not run.ooms_rescued
+        and not run.foreign_bytes
+    )
     return clean and bool(run.peak_allocated_bytes and run.predicted_peak_bytes) and (
         since is None or run.started >= since.moment
     )  # fmt: skip
@@ -264,7 +269,7 @@ def _elsewhere(runs: list[Observation]) -> Elsewhere | None:
     return Elsewhere(sorted(ratios)[len(ratios) // 2], len(ratios), device)
 
 
-def export_of(records: Sequence[FactorRecord], events: Sequence[Event] = ()) -> dict[str, Any]:
+def export_of(records: Sequence[FactorSummary], events: Sequence[Event] = ()) -> dict[str, Any]:
     """Makes the export: per key the figures of the device seen last, and beside them, under `devices`, those of every
     device. What was reset and has not run since has no factor, and is left out.
 
@@ -292,7 +297,7 @@ def run_notes(run: Observation) -> str:
     return "; ".join(notes)
 
 
-def _exported(record: FactorRecord, events: Sequence[Event]) -> dict[str, Any]:
+def _exported(record: FactorSummary, events: Sequence[Event]) -> dict[str, Any]:
     runs = [_run(run) for run in record.forgotten + record.runs]
     own = {(run["run_id"], run["timestamp"]) for run in runs}
     since = standing(events, record.key, record.device).since
@@ -433,12 +438,12 @@ class Replay:
         next_factor: What it would set now; None where no run is left to learn from.
     """
 
-    record: FactorRecord
+    record: FactorSummary
     factors: tuple[float, ...]
     next_factor: float | None
 
 
-def replay(record: FactorRecord, policy: FactorPolicy) -> Replay:
+def replay(record: FactorSummary, policy: FactorPolicy) -> Replay:
     """Asks a policy for every run's factor, from what was known when the run began.
 
     Args:

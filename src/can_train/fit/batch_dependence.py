@@ -49,7 +49,7 @@ sequences with one argument less in front."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coupling:
+class BatchDependence:
     """What a split changes.
 
     Attributes:
@@ -80,14 +80,14 @@ class Coupling:
         return said
 
 
-def measure_coupling(
+def measure_batch_dependence(
     model: nn.Module,
     losses_of: Callable[[int, int], Losses],
     denominators: Mapping[str, float],
     *,
     device: torch.device,
     half: bool = False,
-) -> Coupling:
+) -> BatchDependence:
     """Compares the gradients of a batch computed whole and in parts; leaves the model as it was.
 
     Args:
@@ -110,7 +110,7 @@ def measure_coupling(
     differences = {term: _relative(split[term], whole[term]) for term in whole}
     coupled = {term: difference for term, difference in differences.items() if difference > tolerance}
     modules = tuple(name for name, module in model.named_modules() if _normalises(module)) if coupled else ()
-    return Coupling(terms=coupled, modules=modules, drops=no_dropout.seen)
+    return BatchDependence(terms=coupled, modules=modules, drops=no_dropout.seen)
 
 
 class NoDropout(TorchFunctionMode):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DoesNotFitError, Shortage
 from can_train.fit import random_state
-from can_train.fit.batch_dependence import SPLIT, Coupling, measure_coupling
+from can_train.fit.batch_dependence import SPLIT, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import CostModel, DeviceLimits, PhaseLimit
 from can_train.fit.optimizer import OptimizerMemory, Precision, make_optimizer, measure_optimizer
 from can_train.fit.packing import BatchCosts
@@ -196,7 +196,7 @@ class Explorer:
         rows: [R] the training samples.
         tried: Called before each trial beside the probes, with the cost in bytes that it has.
         verify: Whether limits are tried; else they are what the probes predict, of a device that need not be there.
-        beside: Tensors on the device that training does not change: a companion's.
+        beside: Tensors on the device that training does not change: a reference model's.
     """
 
     task: Task
@@ -308,11 +308,11 @@ class Explorer:
                 lambda shadows: make_optimizer(list(shadows), training, training.lr, self.meter.device),
             )
 
-    def coupling(self) -> Coupling:
+    def batch_dependence(self) -> BatchDependence:
         """Measures whether samples of a batch influence each other's gradient."""
         batch = self._batch(self._small_samples(sum(SPLIT)), coupled=True)
         with OutOfMemoryEndsQuietly():
-            return measure_coupling(
+            return measure_batch_dependence(
                 self.model.train(),
                 lambda start, stop: self._losses(batch, start, stop),
                 batch.denominators,
@@ -320,7 +320,7 @@ class Explorer:
                 half=self._precision.autocast is not None,
             )
         self.meter.release()
-        return Coupling(terms={}, modules=(), drops=False, measured=False)
+        return BatchDependence(terms={}, modules=(), drops=False, measured=False)
 
     def _small_samples(self, size: int) -> NDArray[np.int64]:
         """Rows of samples below the middle, which need little memory and have something of everything."""

@@ -14,7 +14,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DoesNotFitError, Shortage
 from can_train.fit import random_state
-from can_train.fit.batch_dependence import Coupling
+from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
 from can_train.fit.epochs import epoch_shares, planned_orders
 from can_train.fit.explore import Explorer
@@ -160,9 +160,9 @@ class Planner:
         meter: Of the device.
         reporter: Where trials are shown.
         verify: Whether limits are tried on the device; else they are predicted.
-        coupling: What is known of how samples of a batch influence each other; None: it is measured when asked for.
+        batch dependence: What is known of how samples of a batch influence each other; None: it is measured when asked for.
         ranks: Processes that train the run; a plan made here takes all of them for alike.
-        beside: Tensors on the device that training does not change: a companion's.
+        beside: Tensors on the device that training does not change: a reference model's.
     """
 
     run: ResolvedRun
@@ -171,7 +171,7 @@ class Planner:
     meter: Meter
     reporter: Reporter
     verify: bool = True
-    coupling: Coupling | None = None
+    batch_dependence: BatchDependence | None = None
     ranks: int = 1
     beside: Sequence[Tensor] = ()
 
@@ -242,11 +242,11 @@ class Planner:
         kept = {name: getattr(frozen.plan, name) for name in ("binding_limit", "lr_factor")}
         return replace(again, plan=replace(again.plan, **kept))
 
-    def measured_coupling(self) -> Coupling:
+    def measured_batch_dependence(self) -> BatchDependence:
         """Measures, once, how samples of a batch influence each other."""
-        if self.coupling is None:
-            self.coupling = self._explorer(lambda cost: None).coupling()
-        return self.coupling
+        if self.batch_dependence is None:
+            self.batch_dependence = self._explorer(lambda cost: None).batch_dependence()
+        return self.batch_dependence
 
     def held_by(self, limits: DeviceLimits, cost: float) -> Held:
         """Measures, on the host, what a GPU's allocator would hold for a batch of a cost."""
@@ -297,7 +297,7 @@ class Planner:
 
     def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
         said = [*getattr(self.task, "notices", ())]
-        said += self.measured_coupling().sentences(split=plan.most_parts > 1)
+        said += self.measured_batch_dependence().sentences(split=plan.most_parts > 1)
         if limits is not None:
             said += [text for name in ("training", "evaluation") for text in _unexplained(name, getattr(limits, name))]
         if skipped:

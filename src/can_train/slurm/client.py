@@ -31,7 +31,7 @@ class Said:
     complaint: str = ""
 
 
-def said_by(command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Said:
+def run_command(command: Sequence[str], *, seconds: float, environment: Mapping[str, str] | None = None) -> Said:
     """Runs a program.
 
     Args:
@@ -52,7 +52,7 @@ def said_by(command: Sequence[str], *, seconds: float, environment: Mapping[str,
 
 def output_of(command: Sequence[str], *, seconds: float) -> str | None:
     """Runs a program and returns what it prints; None where it fails."""
-    said = said_by(command, seconds=seconds)
+    said = run_command(command, seconds=seconds)
     return said.output if said.status == 0 else None
 
 
@@ -256,7 +256,7 @@ def cancel_jobs(job_ids: Sequence[str]) -> str:
     Returns:
         What scancel complained of; empty: nothing.
     """
-    said = said_by(["scancel", *job_ids], seconds=_CANCEL_TIMEOUT_S, environment=_environment())
+    said = run_command(["scancel", *job_ids], seconds=_CANCEL_TIMEOUT_S, environment=_environment())
     return said.complaint.strip() if said.status != 0 else ""
 
 
@@ -266,7 +266,7 @@ _CANCEL_TIMEOUT_S: Final = 90.0
 
 def _output(command: list[str]) -> str | None:
     """Runs a program; None where it is not there, fails, or does not answer in time."""
-    said = said_by(command, seconds=_TIMEOUT_S, environment=_environment())
+    said = run_command(command, seconds=_TIMEOUT_S, environment=_environment())
     if said.status:
         return "" if _UNKNOWN_JOB in said.complaint else None
     return said.output if said.status == 0 else None
@@ -356,7 +356,7 @@ def query_cluster(*command: str, seconds: float = ANSWER_S) -> str:
     """
     if shutil.which(command[0]) is None or shutil.which("sbatch") is None:
         raise _nobody(f"{command[0]} and sbatch are not both installed")
-    said = said_by(command, seconds=seconds)
+    said = run_command(command, seconds=seconds)
     if said.status != 0:
         complaints = said.complaint.strip().splitlines()
         raise _nobody(complaints[-1] if complaints else f"{command[0]} fails")

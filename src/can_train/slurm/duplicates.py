@@ -40,7 +40,7 @@ _WAITING: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIA
 
 
 @dataclass(frozen=True, kw_only=True)
-class Twin:
+class DuplicateRun:
     """A run that is the same.
 
     Attributes:
@@ -89,11 +89,13 @@ def what_it_does(config: Mapping[str, Any], roles: Iterable[str]) -> dict[str, A
     return {name: value for name, value in config.items() if name not in _ELSEWHERE} | {"mode": {**mode, **named}}
 
 
-def find_twin(digest: str, runs: Sequence[RunRecord], state_of: Callable[[RunRecord], str]) -> Twin | None:
+def find_duplicate_run(
+    digest: str, runs: Sequence[RunRecord], state_of: Callable[[RunRecord], str]
+) -> DuplicateRun | None:
     """Finds the newest run of an identity that is queued, running or finished."""
     for run in reversed(runs):
         if run.identity == digest and (state := state_of(run)) != ENDED:
-            return Twin(run=run, state=state)
+            return DuplicateRun(run=run, state=state)
     return None
 
 

@@ -15,7 +15,15 @@ from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
 from can_train.slurm.client import Partition
-from can_train.slurm.duplicates import ENDED, FINISHED, RunStates, Twin, data_files, find_twin, identity
+from can_train.slurm.duplicates import (
+    ENDED,
+    FINISHED,
+    DuplicateRun,
+    RunStates,
+    data_files,
+    find_duplicate_run,
+    identity,
+)
 from can_train.slurm.script import check_folder, settled, wants_gpu, with_own_defaults
 from can_train.slurm.survey import find_run, known_runs
 from can_train.training.run_folder import Registry, RunFolder, RunRecord
@@ -306,14 +314,14 @@ class Order:
 
     Attributes:
         groups: Runs to be submitted, those together that ask for the same.
-        twins: Runs that are there already, and would do the same as others that were asked for.
+        duplicate runs: Runs that are there already, and would do the same as others that were asked for.
         after: Ids of the runs that they wait for.
         dependency: The same as sbatch writes it; empty where there is nothing to wait for any more.
         notices: What a person should know, as sentences.
     """
 
     groups: Sequence[Sequence[Ordered]]
-    twins: Sequence[Twin] = ()
+    duplicate_runs: Sequence[DuplicateRun] = ()
     after: Sequence[str] = ()
     dependency: str = ""
     notices: Sequence[str] = ()
@@ -336,19 +344,19 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
     registry = Registry(state_dir(runs[0].paths))
     known, states = registry.runs(), RunStates(registry)
     parents = _parents(wanted.after, registry, runs[0].runs_dir)
-    ordered, twins, notices = [], [], []
+    ordered, duplicate_runs, notices = [], [], []
     for index, run in enumerate(runs):
         ready, said = _ready(starting_from(run, parents), partitions)
         notices += said
         digest = identity(ready, code, data_files(ready))
-        twin = None if wanted.force else find_twin(digest, known, states)
-        if twin is None:
+        duplicate_run = None if wanted.force else find_duplicate_run(digest, known, states)
+        if duplicate_run is None:
             ordered.append(Ordered(index=index, run=ready, identity=digest))
         else:
-            twins.append(twin)
+            duplicate_runs.append(duplicate_run)
     return Order(
         groups=_grouped(ordered),
-        twins=twins,
+        duplicate_runs=duplicate_runs,
         after=[parent.run_id for parent in parents],
         dependency=",".join(filter(None, (_dependency(one, states, runs[0].cluster.executor) for one in parents))),
         notices=list(dict.fromkeys(notices)),

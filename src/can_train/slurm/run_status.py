@@ -83,7 +83,7 @@ class AttemptFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
+class RunFacts:
     """What is known of a run.
 
     Attributes:
@@ -181,7 +181,7 @@ _OOM: Final = "OUT_OF_MEMORY"
 """SLURM's state of a step, or of a job, that the kernel killed for its memory."""
 
 
-def how_it_ended(ended: Ended | None, row: AccountRow | None, log: str, *, asked: bool) -> RunState:
+def classify_exit(ended: Ended | None, row: AccountRow | None, log: str, *, asked: bool) -> RunState:
     """Decides how an attempt ended.
 
     Args:
@@ -293,7 +293,7 @@ _UNLAUNCHED: Final = "JobLaunchFailure"
 """SLURM's reason for the same."""
 
 
-def judge(evidence: Evidence) -> RunState:
+def judge(evidence: RunFacts) -> RunState:
     """Decides what state a run is in."""
     if evidence.result is not None:
         return RunState(state=FINISHED, sentence=_finished(evidence.result))
@@ -311,7 +311,7 @@ def judge(evidence: Evidence) -> RunState:
     return found
 
 
-def _without_queue(evidence: Evidence) -> RunState:
+def _without_queue(evidence: RunFacts) -> RunState:
     job, attempt = _current(evidence)
     job_id = attempt.began.job_id if attempt else job.job_id if job and job.executor == "slurm" else ""
     if job_id:
@@ -319,7 +319,7 @@ def _without_queue(evidence: Evidence) -> RunState:
     return _of_process(attempt, evidence) if attempt else _unbegun_process(job, evidence)
 
 
-def _without_folder(found: RunState, evidence: Evidence) -> RunState:
+def _without_folder(found: RunState, evidence: RunFacts) -> RunState:
     """A run whose folder was deleted or moved away: only SLURM can know how it ended."""
     rows = [row for job_id in slurm_jobs(evidence) if (row := _final_row(job_id, evidence)) is not None]
     gone = f"its folder {evidence.run.path} is gone"
@@ -330,7 +330,7 @@ def _without_folder(found: RunState, evidence: Evidence) -> RunState:
     return replace(found, sentence="; ".join(filter(None, [found.sentence, gone])))
 
 
-def judge_attempt(attempt: AttemptFacts, evidence: Evidence) -> RunState:
+def judge_attempt(attempt: AttemptFacts, evidence: RunFacts) -> RunState:
     """Decides how one attempt ended, or that it goes on."""
     job_id = attempt.began.job_id
     row = live_row(evidence)
@@ -344,23 +344,23 @@ def judge_attempt(attempt: AttemptFacts, evidence: Evidence) -> RunState:
     if found is None or found.state in UNFINISHED:
         found = _final_row(job_id, evidence) if last else None
     log = evidence.log_tail if last and job_id else ""
-    return how_it_ended(attempt.ended, found, log, asked=_asked(attempt, evidence))
+    return classify_exit(attempt.ended, found, log, asked=_asked(attempt, evidence))
 
 
-def slurm_jobs(evidence: Evidence) -> list[str]:
+def slurm_jobs(evidence: RunFacts) -> list[str]:
     """Names the jobs of SLURM that a run had, the first one first: those submitted, and any that it was typed into."""
     submitted = [(job.time, job.job_id) for job in evidence.jobs if job.executor == "slurm"]
     entered = [(facts.began.time, facts.began.job_id) for facts in evidence.attempts if facts.began.job_id]
     return list(dict.fromkeys(job_id for _, job_id in sorted([*submitted, *entered])))
 
 
-def live_row(evidence: Evidence) -> QueueRow | None:
+def live_row(evidence: RunFacts) -> QueueRow | None:
     """Finds the newest job of a run that waits or runs."""
     rows = {row.job_id: row for row in evidence.answer.queue or () if row.state in WAITING | AT_WORK}
     return next((rows[job_id] for job_id in reversed(slurm_jobs(evidence)) if job_id in rows), None)
 
 
-def _current(evidence: Evidence) -> tuple[JobRecord | None, AttemptFacts | None]:
+def _current(evidence: RunFacts) -> tuple[JobRecord | None, AttemptFacts | None]:
     """Returns the last job, and the last attempt unless that job is newer."""
     job = evidence.jobs[-1] if evidence.jobs else None
     attempt = evidence.attempts[-1] if evidence.attempts else None
@@ -371,7 +371,7 @@ def _current(evidence: Evidence) -> tuple[JobRecord | None, AttemptFacts | None]
     return job, attempt
 
 
-def _queued(row: QueueRow, evidence: Evidence) -> RunState:
+def _queued(row: QueueRow, evidence: RunFacts) -> RunState:
     why = reason_in_words(row.reason)
     before = [facts for facts in evidence.attempts if facts.began.job_id == row.job_id]
     if row.reason == NEVER_SATISFIED and not before:
@@ -380,24 +380,24 @@ def _queued(row: QueueRow, evidence: Evidence) -> RunState:
     return RunState(state=QUEUED, sentence="; ".join(filter(None, [why, history, _anew(evidence)])))
 
 
-def _running(row: QueueRow, evidence: Evidence) -> RunState:
+def _running(row: QueueRow, evidence: RunFacts) -> RunState:
     where = f"on {row.nodes}" if row.nodes else "in its job"
     attempts = [facts for facts in evidence.attempts if facts.began.job_id == row.job_id]
     if not attempts:
         return RunState(state=RUNNING, sentence="; ".join(filter(None, [f"starting {where}", _anew(evidence)])))
     if attempts[-1].ended is not None:
         # Either the job is about to leave the queue or to go back into it, or its next attempt is about to begin.
-        ended = how_it_ended(attempts[-1].ended, None, "", asked=False)
+        ended = classify_exit(attempts[-1].ended, None, "", asked=False)
         return RunState(state=RUNNING, sentence=f"{where}; an attempt ended ({_told(ended)}), its job has not")
     return RunState(state=RUNNING, sentence="; ".join(filter(None, [where, _anew(evidence)])))
 
 
-def _anew(evidence: Evidence) -> str:
+def _anew(evidence: RunFacts) -> str:
     reason = evidence.jobs[-1].reason if evidence.jobs else ""
     return f"submitted again ({reason})" if reason else ""
 
 
-def _of_slurm(job_id: str, attempt: AttemptFacts | None, evidence: Evidence) -> RunState:
+def _of_slurm(job_id: str, attempt: AttemptFacts | None, evidence: RunFacts) -> RunState:
     """A run whose job is no longer in the queue, or whose SLURM does not answer."""
     ended = attempt.ended if attempt else None
     # A process that was told to stop may have been put back into the queue.
@@ -408,17 +408,17 @@ def _of_slurm(job_id: str, attempt: AttemptFacts | None, evidence: Evidence) -> 
     row = _final_row(job_id, evidence)
     if attempt is None:
         return _unbegun(row, evidence)
-    return how_it_ended(ended, row, evidence.log_tail, asked=_asked(attempt, evidence))
+    return classify_exit(ended, row, evidence.log_tail, asked=_asked(attempt, evidence))
 
 
-def _unbegun(row: AccountRow | None, evidence: Evidence) -> RunState:
+def _unbegun(row: AccountRow | None, evidence: RunFacts) -> RunState:
     """A job of which no attempt began: it never started, or what comes before the training failed."""
     if row is None and not evidence.log_tail:
         gone = "SLURM no longer knows its job, and it printed nothing"
         return RunState(state=CANCELLED if evidence.cancels else NEVER_STARTED, sentence=gone)
     unopened = row is not None and (row.exit_code == _UNOPENED or row.reason == _UNLAUNCHED)
     if row is None or (row.nodes and not unopened):
-        return how_it_ended(None, row, evidence.log_tail, asked=bool(evidence.cancels))
+        return classify_exit(None, row, evidence.log_tail, asked=bool(evidence.cancels))
     # What waits for a run that did not finish is cancelled by nobody. The accounting hears why some seconds later.
     reasons = [row.reason, *(queued.reason for queued in evidence.answer.queue or () if queued.job_id == row.job_id)]
     unmet = not row.by_person and any(reason.startswith("Dependency") for reason in reasons)
@@ -429,7 +429,7 @@ def _unbegun(row: AccountRow | None, evidence: Evidence) -> RunState:
     return RunState(state=NEVER_STARTED, sentence=reason_in_words(reason))
 
 
-def _final_row(job_id: str, evidence: Evidence) -> AccountRow | None:
+def _final_row(job_id: str, evidence: RunFacts) -> AccountRow | None:
     """Finds what SLURM says of the end of a job that is not in the queue any more."""
     rows = [row for row in evidence.answer.accounts or () if row.job_id == job_id]
     if rows and rows[-1].state not in UNFINISHED:
@@ -442,21 +442,21 @@ def _final_row(job_id: str, evidence: Evidence) -> AccountRow | None:
     return AccountRow(job_id=job_id, state=last.state, nodes=last.nodes, time_limit=last.time_limit, reason=last.reason)
 
 
-def _asked(attempt: AttemptFacts, evidence: Evidence) -> bool:
+def _asked(attempt: AttemptFacts, evidence: RunFacts) -> bool:
     return any(cancel.time >= attempt.began.time for cancel in evidence.cancels)
 
 
-def _of_process(attempt: AttemptFacts, evidence: Evidence) -> RunState:
+def _of_process(attempt: AttemptFacts, evidence: RunFacts) -> RunState:
     """An attempt that was or is a process of this or another machine, without a scheduler."""
     if attempt.ended is None and attempt.alive:
         return RunState(state=RUNNING, sentence=f"process {attempt.began.pid} of this machine")
     if attempt.ended is None and attempt.alive is None:
         where = f"process {attempt.began.pid} of {attempt.began.host}, which cannot be seen from here"
         return RunState(state=RUNNING, sentence=where, certain=False)
-    return how_it_ended(attempt.ended, None, evidence.log_tail, asked=_asked(attempt, evidence))
+    return classify_exit(attempt.ended, None, evidence.log_tail, asked=_asked(attempt, evidence))
 
 
-def _unbegun_process(job: JobRecord | None, evidence: Evidence) -> RunState:
+def _unbegun_process(job: JobRecord | None, evidence: RunFacts) -> RunState:
     if job is None and evidence.worked:
         return RunState(state=FAILED, sentence="it began, and no ending was written down", certain=False)
     if job is None:
@@ -464,7 +464,7 @@ def _unbegun_process(job: JobRecord | None, evidence: Evidence) -> RunState:
     if evidence.job_alive is not False:
         sentence = "starting" if evidence.job_alive else f"on {job.host}, which cannot be seen from here"
         return RunState(state=RUNNING, sentence=sentence, certain=bool(evidence.job_alive))
-    return how_it_ended(None, None, evidence.log_tail, asked=bool(evidence.cancels))
+    return classify_exit(None, None, evidence.log_tail, asked=bool(evidence.cancels))
 
 
 def _finished(result: Mapping[str, Any]) -> str:

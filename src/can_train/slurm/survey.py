@@ -18,7 +18,7 @@ from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.atomic import is_file, is_folder
 from can_train.io.records import utc_text
 from can_train.slurm.client import AT_WORK, WAITING, Answer, cancel_jobs, output_of, query_jobs, tail
-from can_train.slurm.run_status import AttemptFacts, Evidence, RunState, judge, slurm_jobs
+from can_train.slurm.run_status import AttemptFacts, RunFacts, RunState, judge, slurm_jobs
 from can_train.training.attempts import Attempts
 from can_train.training.run_folder import CONFIG, JobRecord, Registry, RunFolder, RunRecord
 
@@ -269,7 +269,7 @@ class Surveyed:
     """
 
     known: KnownRun
-    evidence: Evidence
+    evidence: RunFacts
     state: RunState
     progress: Progress
 
@@ -370,13 +370,13 @@ def _made(run_id: str) -> bool:
     return len(run_id) > _STAMP_LENGTH + _TAIL_LENGTH + 2
 
 
-def _gathered(known: KnownRun, registry: Registry) -> Evidence:
+def _gathered(known: KnownRun, registry: Registry) -> RunFacts:
     """Collects what the files and the processes of this machine say."""
     folder = known.folder
     jobs = registry.jobs(known.run_id)
     result = _result(folder)
     last = jobs[-1] if jobs else None
-    return Evidence(
+    return RunFacts(
         run=known.record,
         jobs=jobs,
         cancels=registry.cancels(known.run_id),
@@ -431,7 +431,7 @@ def _by_job(answer: Answer) -> Callable[[str], Answer]:
     )
 
 
-def _answered(evidence: Evidence, answer: Callable[[str], Answer]) -> Evidence:
+def _answered(evidence: RunFacts, answer: Callable[[str], Answer]) -> RunFacts:
     """Gives a run what SLURM said of its own jobs."""
     mine = [answer(job_id) for job_id in slurm_jobs(evidence)]
     if any(each.queue is None for each in mine):
@@ -441,7 +441,7 @@ def _answered(evidence: Evidence, answer: Callable[[str], Answer]) -> Evidence:
     return replace(evidence, answer=Answer(queue=queue, accounts=accounts))
 
 
-def _surveyed(known: KnownRun, evidence: Evidence) -> Surveyed:
+def _surveyed(known: KnownRun, evidence: RunFacts) -> Surveyed:
     progress = read_progress(known.folder, evidence.result)
     return Surveyed(known=known, evidence=evidence, state=judge(evidence), progress=progress)
 
@@ -594,7 +594,7 @@ def _ranking(metrics: Any) -> dict[str, float]:
 
 
 def stop(
-    evidence: Evidence,
+    evidence: RunFacts,
     cancelling: Callable[[Sequence[str]], str] = cancel_jobs,
     terminating: Callable[[int, str], bool] = terminate,
 ) -> bool:
@@ -636,7 +636,7 @@ def stop(
         raise RunError("The run is another user's process", value=f"process {pid}") from error
 
 
-def _process(evidence: Evidence) -> tuple[str, int, str] | None:
+def _process(evidence: RunFacts) -> tuple[str, int, str] | None:
     """Finds the process that trains, else the one that is about to: its machine, its number, and when it was noted."""
     job = evidence.jobs[-1] if evidence.jobs else None
     last = evidence.attempts[-1] if evidence.attempts else None

@@ -119,7 +119,7 @@ class Ranks:
         """Whether this is rank 0, which writes the run's files and talks to people."""
         return self.rank == 0
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def gather(self, work: Callable[[], T]) -> list[T]:
         """Does some work on every rank, and waits until it is done on all.
 
         Args:
@@ -135,23 +135,23 @@ class Ranks:
         """
         return [work()]
 
-    def first(self, work: Callable[[], T]) -> T:
-        """Does some work on rank 0, and returns on every rank what came of it. Raises as `together` does."""
-        results = self.together(lambda: work() if self.is_first else None)
+    def on_rank0(self, work: Callable[[], T]) -> T:
+        """Does some work on rank 0, and returns on every rank what came of it. Raises as `gather` does."""
+        results = self.gather(lambda: work() if self.is_first else None)
         result: T = results[0]  # type: ignore[assignment]  # rank 0's is never the None of those that did not work
         return result
 
-    def each(self, work: Callable[[], T]) -> T:
-        """Does some work on every rank that makes something for that rank only. Raises as `together` does."""
+    def on_every_rank(self, work: Callable[[], T]) -> T:
+        """Does some work on every rank that makes something for that rank only. Raises as `gather` does."""
         made: list[T] = []
-        self.together(lambda: made.append(work()))
+        self.gather(lambda: made.append(work()))
         return made[0]
 
-    def first_then_others(self, work: Callable[[], T]) -> T:
-        """Does some work on rank 0, and then on the others, which find what it has prepared. Raises as `together`."""
+    def on_rank0_first(self, work: Callable[[], T]) -> T:
+        """Does some work on rank 0, and then on the others, which find what it has prepared. Raises as `gather`."""
         done: list[T] = []
         for has_turn in (self.is_first, not self.is_first):
-            self.together(lambda has_turn=has_turn: done.append(work()) if has_turn else None)  # type: ignore[misc]
+            self.gather(lambda has_turn=has_turn: done.append(work()) if has_turn else None)  # type: ignore[misc]
         return done[0]
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -210,7 +210,7 @@ class ConnectedRanks(Ranks):
             self._calls.run(lambda: torch.cuda.set_device(device))
         self._tensors = self._calls.run(lambda: _tensor_group(device))
 
-    def together(self, work: Callable[[], T]) -> list[T]:  # noqa: D102 - as above
+    def gather(self, work: Callable[[], T]) -> list[T]:  # noqa: D102 - as above
         try:
             result = work()
         except Exception as error:

@@ -35,8 +35,8 @@ from can_train.memory.devices import is_simulated, simulated_bytes
 from can_train.memory.meters import GAP_PROBE_BYTES, Meter, TargetMeter, open_meter
 from can_train.reporter import Reporter, SilentReporter
 from can_train.training.loading import fresh_model, load_task, sample_task
-from can_train.training.reference_models import CompanionPlan, Companions
-from can_train.training.report import companion_lines, plan_lines, spread
+from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels
+from can_train.training.report import plan_lines, reference_model_lines, spread
 
 HERE = "as this machine has it now"
 """Source of the figures of a device that is at hand."""
@@ -108,7 +108,7 @@ class DryPlan:
         error: Why not; None where it fits.
         num_samples: Training samples, estimated where only a part was read.
         sample_note: Says which part was read; empty where all was.
-        asked: How companions would be asked.
+        asked: How reference models would be asked.
     """
 
     target: Usable
@@ -116,7 +116,7 @@ class DryPlan:
     error: DoesNotFitError | None
     num_samples: int
     sample_note: str
-    asked: tuple[CompanionPlan, ...] = ()
+    asked: tuple[ReferenceModelPlan, ...] = ()
 
 
 @contextmanager
@@ -155,10 +155,10 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
     largest = TargetMeter(max(targets, key=lambda target: target.capacity_bytes))
     planner = Planner(run=run, task=task, model=fresh_model(run, task, largest), meter=largest, reporter=reporter,
                       verify=False)  # fmt: skip
-    companions = Companions(
+    reference_models = ReferenceModels(
         task=task, training=run.training, meter=largest, reporter=reporter, cache=cache_folder(run.paths), verify=False
     )
-    asked = companions.decide(planner.model)
+    asked = reference_models.decide(planner.model)
     ways: dict[tuple[str, ...], _Way] = {}
     plans = []
     for target in targets:
@@ -166,7 +166,7 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
         here = tuple(plan.on(target.capacity_bytes, samples=samples) for plan in asked)
         placed = tuple(plan.placement for plan in here)
         if placed not in ways:
-            ways[placed] = _Way(replace(planner, beside=companions.rehearse(here)))
+            ways[placed] = _Way(replace(planner, beside=reference_models.rehearse(here)))
         plan, error = ways[placed].planned(target)
         plans.append(
             DryPlan(
@@ -182,12 +182,12 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
 
 
 class _Way:
-    """Plans for all targets on which companions are asked alike."""
+    """Plans for all targets on which reference models are asked alike."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._gaps = _Gaps(planner, planner.explore(planner.request(), PROVISIONAL))
-        planner.measured_coupling()
+        planner.measured_batch_dependence()
 
     def planned(self, target: Usable) -> tuple[RunPlan | None, DoesNotFitError | None]:
         """Resolves the plan for a target, or says why there is none."""
@@ -262,7 +262,7 @@ def dry_lines(key: str, dry: DryPlan) -> list[str]:
         raise dry.error or AssertionError("a target without a plan has a reason")
     head, *lines = plan_lines(dry.plan, dry.target.key, dry.target.capacity_bytes)
     notes = [f"note: {text}" for text in warnings_of(dry)]
-    return [head, f"  key            {key}", *_device_lines(dry), *lines, *companion_lines(dry.asked), *notes]
+    return [head, f"  key            {key}", *_device_lines(dry), *lines, *reference_model_lines(dry.asked), *notes]
 
 
 def warnings_of(dry: DryPlan) -> list[str]:
@@ -324,7 +324,7 @@ def _plan_json(dry: DryPlan) -> dict[str, Any]:
         "fits": dry.plan is not None,
         "error": None if dry.error is None else _error_json(dry.error),
         "warnings": warnings_of(dry),
-        "companions": [asdict(plan) for plan in dry.asked],
+        "reference_models": [asdict(plan) for plan in dry.asked],
         **({} if dry.plan is None else {**_decision_json(dry.plan), **_memory_json(dry.plan)}),
     }
 

@@ -1,4 +1,4 @@
-"""Asks a companion in parts that fit, on the device, or on the host where not even one sample fits there. What becomes
+"""Asks a reference model in parts that fit, on the device, or on the host where not even one sample fits there. What becomes
 of the answers is the caller's matter.
 """
 
@@ -24,7 +24,7 @@ from can_train.fit.packing import BatchCosts, PartLimit
 from can_train.fit.rescue import RescueSettings, shortage_on
 from can_train.memory.meters import CpuMeter, Meter
 from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly, headline, is_out_of_memory
-from can_train.task import Companion
+from can_train.task import ReferenceModel
 
 ASKED_SHARE: Final = 0.9
 """Share of the tuned limit that a question's part may cost."""
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a companion is asked.
+    """Where a reference model is asked.
 
     Attributes:
         meter: Of the device.
@@ -60,8 +60,8 @@ class Place:
     outside: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def where_it_fits(place: Place, use: Callable[[Place], T], say: Callable[[], object]) -> T:
-    """Uses a companion on the device, or on the host where it does not fit there.
+def with_host_fallback(place: Place, use: Callable[[Place], T], say: Callable[[], object]) -> T:
+    """Uses a reference model on the device, or on the host where it does not fit there.
 
     Args:
         place: The device.
@@ -83,12 +83,12 @@ def where_it_fits(place: Place, use: Callable[[Place], T], say: Callable[[], obj
         return use(host)
 
 
-class Question:
-    """Something that a companion is asked, in parts that fit.
+class BatchedInference:
+    """Something that a reference model is asked, in parts that fit.
 
     Args:
         place: Where.
-        companion: The companion.
+        reference model: The reference model.
         model: Its copy there.
         ask: Asks about some samples.
 
@@ -99,11 +99,11 @@ class Question:
         DoesNotFitError: Not even a sample fits.
     """
 
-    def __init__(self, place: Place, companion: Companion, model: nn.Module, ask: Ask) -> None:
-        self._companion = companion
+    def __init__(self, place: Place, reference_model: ReferenceModel, model: nn.Module, ask: Ask) -> None:
+        self._reference_model = reference_model
         self._place = place
         self._ask = ask
-        self._limit = _limit_of(place, companion, model, ask)
+        self._limit = _limit_of(place, reference_model, model, ask)
         limits = DeviceLimits(
             device_key=place.meter.key,
             capacity_bytes=place.meter.capacity_bytes,
@@ -116,7 +116,7 @@ class Question:
 
     def answers(self, rows: NDArray[np.int64]) -> list[Any]:
         """Asks about some samples; returns the parts' answers."""
-        costs = self._limit.costs(self._companion.batch_features(rows))
+        costs = self._limit.costs(self._reference_model.batch_features(rows))
 
         def ask(start: int, stop: int) -> Any:
             self.peak_bytes = max(self.peak_bytes, self._limit.peak_bytes(costs.cost(start, stop)))
@@ -126,22 +126,22 @@ class Question:
             return self._batcher.evaluate(ask, costs, PartLimit(cost=ASKED_SHARE * self._limit.tuned_limit))
 
 
-def asking(companion: Companion, model: nn.Module, ask: Ask) -> Pass:
+def asking(reference_model: ReferenceModel, model: nn.Module, ask: Ask) -> Pass:
     """Describes asking as a kind of work."""
     return Pass(
         run=lambda rows: _forget(ask(rows)),
-        rows=companion.rows,
-        counts=companion.batch_features(companion.rows),
-        features=companion.features,
+        rows=reference_model.rows,
+        counts=reference_model.batch_features(reference_model.rows),
+        features=reference_model.features,
         resident=[*model.parameters(), *model.buffers()],
     )
 
 
-def _limit_of(place: Place, companion: Companion, model: nn.Module, ask: Ask) -> PhaseLimit:
+def _limit_of(place: Place, reference_model: ReferenceModel, model: nn.Module, ask: Ask) -> PhaseLimit:
     """Finds out how much may be asked at once."""
     trials = Trials(verify=True, steps=1, tried=lambda cost: None)
     try:
-        return find_limit(asking(companion, model, ask), place.meter, _enough, trials)
+        return find_limit(asking(reference_model, model, ask), place.meter, _enough, trials)
     finally:
         place.meter.release()
         place.meter.reset_peak()

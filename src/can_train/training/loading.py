@@ -19,7 +19,7 @@ from can_train.memory.meters import Meter
 from can_train.reporter import Reporter, SilentReporter
 from can_train.task import SampledTask, Task
 from can_train.training.checkpoint import Checkpoints
-from can_train.training.run_folder import CONFIG, RunFolder, found_beside
+from can_train.training.run_folder import CONFIG, RunFolder, relocate_prerequisites
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ def load_finished(path: Path) -> FinishedModel:
     weights = _weights(folder)
     return FinishedModel(
         run_id=folder.run_id,
-        run=found_beside(from_plain(config), path),
+        run=relocate_prerequisites(from_plain(config), path),
         weights=weights,
         result=result,
         sha256=_digest(weights),

@@ -42,7 +42,7 @@ class Attempt:
         meter, self._ooms_before = self.session.meter, self.session.batcher.ooms
         self._started = Started(
             run_id=self.folder.run_id,
-            attempt=self.session.ranks.first(lambda: self.folder.attempts.current),
+            attempt=self.session.ranks.on_rank0(lambda: self.folder.attempts.current),
             rank=self.session.ranks.rank,
             key=self.run.key,
             device=Device(key=meter.key, name=meter.name, total_bytes=meter.total_bytes, driver=meter.driver),

@@ -1,4 +1,4 @@
-"""Decides where a companion's answers come from: the fastest way that fits, by what was measured of each."""
+"""Decides where a reference model's answers come from: the fastest way that fits, by what was measured of each."""
 
 import json
 import zlib
@@ -25,9 +25,9 @@ from can_train.io.atomic import write_json_atomic
 from can_train.memory.meters import CpuMeter, Meter, TargetMeter
 from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
 from can_train.reporter import Reporter
-from can_train.task import Companion, Task
+from can_train.task import ReferenceModel, Task
 from can_train.training.distributed import Ranks
-from can_train.training.inference import BLOCK, Place, Question, Scoring, asking, where_it_fits
+from can_train.training.inference import BLOCK, BatchedInference, Place, Scoring, asking, with_host_fallback
 
 ALIKE: Final = 0.05
 """Relative difference of two times that says nothing: they were measured on a machine that does other things too."""
@@ -35,11 +35,11 @@ ALIKE: Final = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementCost:
-    """What one way of getting a companion's answers costs.
+    """What one way of getting a reference model's answers costs.
 
     Attributes:
         placement: `device`, `cache` or `offload`.
-        base_bytes: What is on the device beside a batch: weights, gradients, optimizer state, and the companion.
+        base_bytes: What is on the device beside a batch: weights, gradients, optimizer state, and the reference model.
         sample_bytes: What the mean sample of a micro-batch adds.
         largest_bytes: What the largest sample adds.
         step_seconds: Of a step, for one sample.
@@ -92,10 +92,10 @@ _HOST = torch.device("cpu")
 
 
 class FromDevice:
-    """Answers of a companion that stays on the device.
+    """Answers of a reference model that stays on the device.
 
     Args:
-        companion: The companion.
+        reference model: The reference model.
         meter: Of the device.
         dtype: Of its weights there.
 
@@ -103,13 +103,13 @@ class FromDevice:
         model: Its copy on the device.
     """
 
-    def __init__(self, companion: Companion, meter: Meter, dtype: torch.dtype) -> None:
-        self._companion = companion
+    def __init__(self, reference_model: ReferenceModel, meter: Meter, dtype: torch.dtype) -> None:
+        self._reference_model = reference_model
         self._device = meter.device
         self._dtype = dtype
         # A copy even where the device is the host: memory that a simulated GPU sees is memory that is made.
         with meter.active():
-            self.model: nn.Module = deepcopy(companion.model).to(meter.device, dtype)
+            self.model: nn.Module = deepcopy(reference_model.model).to(meter.device, dtype)
 
     @property
     def resident(self) -> Sequence[Tensor]:
@@ -119,39 +119,39 @@ class FromDevice:
     def __call__(self, rows: NDArray[np.int64]) -> Mapping[str, Tensor]:
         """Asks the model on the device; in full precision, so that answers are the same wherever they come from."""
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            return self._companion.answer(self.model, rows, self._device, self._dtype)
+            return self._reference_model.answer(self.model, rows, self._device, self._dtype)
 
 
 class FromHost:
-    """Answers of a companion that stays, and computes, on the host.
+    """Answers of a reference model that stays, and computes, on the host.
 
     Args:
-        companion: The companion.
+        reference model: The reference model.
         meter: Of the device that the answers go to.
     """
 
     resident: Sequence[Tensor] = ()
 
-    def __init__(self, companion: Companion, meter: Meter) -> None:
-        self._companion = companion
+    def __init__(self, reference_model: ReferenceModel, meter: Meter) -> None:
+        self._reference_model = reference_model
         self._meter = meter
         # As its run trained it: weights of double precision take no features of single precision.
-        self._dtype = next(companion.model.parameters()).dtype
+        self._dtype = next(reference_model.model.parameters()).dtype
 
     def __call__(self, rows: NDArray[np.int64]) -> Mapping[str, Tensor]:
         """Asks the model on the host."""
         with self._meter.host(), torch.no_grad(), torch.autocast(self._meter.device.type, enabled=False):
-            answers = self._companion.answer(self._companion.model, rows, _HOST, self._dtype)
+            answers = self._reference_model.answer(self._reference_model.model, rows, _HOST, self._dtype)
         return {name: answer.to(self._meter.device, copy=True) for name, answer in answers.items()}
 
 
-class FromTable:
+class CachedOutputs:
     """Answers that are looked up.
 
     Args:
-        companion: The companion.
+        reference model: The reference model.
         device: Where they go to.
-        table: By output, one row after another for each of the companion's samples.
+        table: By output, one row after another for each of the reference model's samples.
 
     Attributes:
         table: As given.
@@ -159,35 +159,37 @@ class FromTable:
 
     resident: Sequence[Tensor] = ()
 
-    def __init__(self, companion: Companion, device: torch.device, table: Mapping[str, NDArray[np.float32]]) -> None:
-        self._companion = companion
+    def __init__(
+        self, reference_model: ReferenceModel, device: torch.device, table: Mapping[str, NDArray[np.float32]]
+    ) -> None:
+        self._reference_model = reference_model
         self._device = device
         self.table = table
-        self._rows = companion.rows
+        self._rows = reference_model.rows
         self._ptr = {
             name: np.concatenate([[0], np.cumsum(lengths)])
-            for name, lengths in companion.lengths(companion.rows).items()
+            for name, lengths in reference_model.lengths(reference_model.rows).items()
         }
 
     @classmethod
-    def blank(cls, companion: Companion, device: torch.device) -> "FromTable":
+    def blank(cls, reference_model: ReferenceModel, device: torch.device) -> "CachedOutputs":
         """Answers of the right shape that say nothing, for a plan."""
-        lengths = companion.lengths(companion.rows)
+        lengths = reference_model.lengths(reference_model.rows)
         # One zero that is seen everywhere: no memory is taken.
         table = {
             name: np.broadcast_to(np.float32(0), (int(lengths[name].sum()), width))
-            for name, width in companion.widths.items()
+            for name, width in reference_model.widths.items()
         }
-        return cls(companion, device, table)
+        return cls(reference_model, device, table)
 
     def __call__(self, rows: NDArray[np.int64]) -> Mapping[str, Tensor]:
-        """Looks up the answers for some of the companion's samples."""
+        """Looks up the answers for some of the reference model's samples."""
         positions = np.searchsorted(self._rows, rows)
         return {name: self._taken(name, positions).to(self._device, copy=True) for name in self.table}
 
-    def with_table(self, table: Mapping[str, NDArray[np.float32]]) -> "FromTable":
+    def with_table(self, table: Mapping[str, NDArray[np.float32]]) -> "CachedOutputs":
         """Returns other answers for the same samples."""
-        return FromTable(self._companion, self._device, table)
+        return CachedOutputs(self._reference_model, self._device, table)
 
     def checksum(self) -> int:
         """Returns a number that other answers, most likely, do not have."""
@@ -200,14 +202,14 @@ class FromTable:
         return torch.from_numpy(self.table[name].take(members(self._ptr[name], positions).positions, axis=0))
 
 
-def read_answers(folder: Path, companion: Companion, reporter: Reporter) -> dict[str, Any] | None:
+def read_answers(folder: Path, reference_model: ReferenceModel, reporter: Reporter) -> dict[str, Any] | None:
     """Maps answers that were written down; None where there are none, or damaged ones, which are removed."""
     if not folder.is_dir():
         return None
     try:
-        table, _ = read_arrays(folder, list(companion.widths))
+        table, _ = read_arrays(folder, list(reference_model.widths))
     except FolderDamageError as damage:
-        reporter.notice(f"The {companion.role}'s answers in {folder} are damaged and are made again: {damage}")
+        reporter.notice(f"The {reference_model.role}'s answers in {folder} are damaged and are made again: {damage}")
         discard_folder(folder)
         return None
     return table
@@ -218,11 +220,11 @@ class AnswerBook:
 
     Args:
         folder: Where they will be; it appears when they are complete.
-        companion: Whose they are.
+        reference model: Whose they are.
     """
 
-    def __init__(self, folder: Path, companion: Companion) -> None:
-        kinds = {name: ("float32", (width,)) for name, width in companion.widths.items()}
+    def __init__(self, folder: Path, reference_model: ReferenceModel) -> None:
+        kinds = {name: ("float32", (width,)) for name, width in reference_model.widths.items()}
         self._writer = ArrayWriter(folder, kinds)
 
     def __enter__(self) -> "AnswerBook":
@@ -253,13 +255,13 @@ _STEERING: Final = ("in_epoch", "before_step")
 """What a task has where answers steer what all ranks do alike, not only what each computes of its share."""
 
 
-Source = FromDevice | FromHost | FromTable
-"""What answers for a companion."""
+Source = FromDevice | FromHost | CachedOutputs
+"""What answers for a reference model."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompanionPlan:
-    """How a companion is asked.
+class ReferenceModelPlan:
+    """How a reference model is asked.
 
     Attributes:
         role: What it is to the task.
@@ -275,7 +277,7 @@ class CompanionPlan:
     costs: tuple[PlacementCost, ...] = ()
     peak_bytes: float | None = None
 
-    def on(self, capacity_bytes: float, *, samples: int) -> "CompanionPlan":
+    def on(self, capacity_bytes: float, *, samples: int) -> "ReferenceModelPlan":
         """Chooses anew where the answers come from, for a device of another capacity (see `choose_placement`)."""
         if not self.costs:
             return self
@@ -283,19 +285,19 @@ class CompanionPlan:
         return replace(self, placement=chosen.placement)
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "CompanionPlan":
+    def from_plain(cls, plain: Mapping[str, Any]) -> "ReferenceModelPlan":
         """Reads what `dataclasses.asdict` made, also after JSON."""
         return cls(**{**plain, "costs": tuple(PlacementCost(**cost) for cost in plain["costs"])})
 
 
-def companions_of(task: Task) -> Sequence[Companion]:
-    """Lists a task's companions."""
-    return getattr(task, "companions", ())
+def reference_models_of(task: Task) -> Sequence[ReferenceModel]:
+    """Lists a task's reference models."""
+    return getattr(task, "reference_models", ())
 
 
 @dataclass(kw_only=True)
-class Companions:
-    """A task's companions on one device.
+class ReferenceModels:
+    """A task's reference models on one device.
 
     Attributes:
         task: Whose they are; it is told their answers.
@@ -316,18 +318,22 @@ class Companions:
     ranks: Ranks = field(default_factory=Ranks)
     _scoring: dict[str, Scoring] = field(default_factory=dict)
 
-    def decide(self, model: nn.Module) -> list[CompanionPlan]:
+    def decide(self, model: nn.Module) -> list[ReferenceModelPlan]:
         """Decides where the answers of each come from; measures where there is a choice.
 
         Args:
             model: That is to be trained, on the device.
         """
         generators = random_state.capture()
-        plans = [self._decided(companion, model) for companion in companions_of(self.task) if companion.placements]
+        plans = [
+            self._decided(reference_model, model)
+            for reference_model in reference_models_of(self.task)
+            if reference_model.placements
+        ]
         random_state.restore(generators)
         return plans
 
-    def listen(self, plans: Sequence[CompanionPlan]) -> tuple[list[CompanionPlan], list[Tensor]]:
+    def bind_outputs(self, plans: Sequence[ReferenceModelPlan]) -> tuple[list[ReferenceModelPlan], list[Tensor]]:
         """Has the task told the answers, from where the plans say, on all ranks.
 
         Returns:
@@ -339,12 +345,12 @@ class Companions:
             RankFailedError: So it is on another rank.
         """
         # What rank 0 has written down the others need not ask.
-        asked = self.ranks.first_then_others(lambda: [self._answering(plan) for plan in plans])
+        asked = self.ranks.on_rank0_first(lambda: [self._answering(plan) for plan in plans])
         if self.ranks.size > 1 and any(hasattr(self.task, name) for name in _STEERING):
             asked = [(plan, self._same_on_all(answers)) for plan, answers in asked]
-        return self.ranks.each(lambda: self._tell(asked))
+        return self.ranks.on_every_rank(lambda: self._tell(asked))
 
-    def rehearse(self, plans: Sequence[CompanionPlan]) -> list[Tensor]:
+    def rehearse(self, plans: Sequence[ReferenceModelPlan]) -> list[Tensor]:
         """Has the task told answers from where the plans say, in a plan: those from disk say nothing.
 
         Returns:
@@ -353,61 +359,67 @@ class Companions:
         return self._tell([(plan, self._source(self._of(plan.role), plan.placement)) for plan in plans])[1]
 
     def score(self, role: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Scores samples with a companion, in parts that fit."""
-        companion = self._of(role)
+        """Scores samples with a reference model, in parts that fit."""
+        reference_model = self._of(role)
         if role in self._scoring:
-            return self._scoring[role](companion, rows)
+            return self._scoring[role](reference_model, rows)
 
         def scored(place: Place) -> tuple[Scoring, NDArray[np.float64]]:
             scoring = Scoring(self.training, place, lambda samples: None)
-            return scoring, scoring(companion, rows)
+            return scoring, scoring(reference_model, rows)
 
-        self._scoring[role], scores = where_it_fits(self._place, scored, lambda: self._say_host(companion))
+        self._scoring[role], scores = with_host_fallback(self._place, scored, lambda: self._say_host(reference_model))
         return scores
 
-    def _answering(self, plan: CompanionPlan) -> tuple[CompanionPlan, Source]:
+    def _answering(self, plan: ReferenceModelPlan) -> tuple[ReferenceModelPlan, Source]:
         """Makes what answers from where a plan says; adds to the plan what asking was predicted to take."""
-        companion = self._of(plan.role)
+        reference_model = self._of(plan.role)
         if plan.placement != "cache":
-            return plan, self._source(companion, plan.placement)
-        table, peak_bytes = self._table(companion)
+            return plan, self._source(reference_model, plan.placement)
+        table, peak_bytes = self._table(reference_model)
         # In a run that goes on, an earlier attempt may have asked.
-        return replace(plan, peak_bytes=peak_bytes or plan.peak_bytes), FromTable(companion, self.meter.device, table)
+        return replace(plan, peak_bytes=peak_bytes or plan.peak_bytes), CachedOutputs(
+            reference_model, self.meter.device, table
+        )
 
     def _same_on_all(self, answers: Source) -> Source:
         """Takes rank 0's answers where another rank has others: where they cannot be kept for all, each asks by itself,
         and devices differ by rounding.
         """
-        if not isinstance(answers, FromTable) or len(set(self.ranks.together(answers.checksum))) == 1:
+        if not isinstance(answers, CachedOutputs) or len(set(self.ranks.gather(answers.checksum))) == 1:
             return answers
-        return answers.with_table(self.ranks.first(lambda: answers.table))
+        return answers.with_table(self.ranks.on_rank0(lambda: answers.table))
 
-    def _tell(self, asked: Sequence[tuple[CompanionPlan, Source]]) -> tuple[list[CompanionPlan], list[Tensor]]:
+    def _tell(
+        self, asked: Sequence[tuple[ReferenceModelPlan, Source]]
+    ) -> tuple[list[ReferenceModelPlan], list[Tensor]]:
         resident: list[Tensor] = []
         for plan, answers in asked:
-            self.task.listen(plan.role, answers)  # type: ignore[attr-defined]
+            self.task.bind_outputs(plan.role, answers)  # type: ignore[attr-defined]
             resident += answers.resident
         return [plan for plan, _ in asked], resident
 
-    def _of(self, role: str) -> Companion:
-        return next(one for one in companions_of(self.task) if one.role == role)
+    def _of(self, role: str) -> ReferenceModel:
+        return next(one for one in reference_models_of(self.task) if one.role == role)
 
     @property
     def dtype(self) -> torch.dtype:
         """Number format of models on the device."""
         return Precision.named(self.training.precision).dtype
 
-    def _decided(self, companion: Companion, model: nn.Module) -> CompanionPlan:
-        # On the host itself a companion that stays there is one that stays on the device.
+    def _decided(self, reference_model: ReferenceModel, model: nn.Module) -> ReferenceModelPlan:
+        # On the host itself a reference model that stays there is one that stays on the device.
         is_host = isinstance(self.meter, CpuMeter) and not isinstance(self.meter, TargetMeter)
-        ways = [way for way in companion.placements if way != "offload" or not is_host] or companion.placements
-        plan = CompanionPlan(role=companion.role, name=companion.name, placement=ways[0])
+        ways = [
+            way for way in reference_model.placements if way != "offload" or not is_host
+        ] or reference_model.placements
+        plan = ReferenceModelPlan(role=reference_model.role, name=reference_model.name, placement=ways[0])
         if len(ways) == 1:
             return plan
-        with self.reporter.stage(f"placing the {companion.role}", unit="ways") as stage:
+        with self.reporter.stage(f"placing the {reference_model.role}", unit="ways") as stage:
             costs: list[PlacementCost] = []
             for placement in ways:
-                costs += self._cost_if_it_fits(companion, placement, model)
+                costs += self._cost_if_it_fits(reference_model, placement, model)
                 stage.advance(1)
         if not costs:
             # Planning says what does not fit, of the way that needs least.
@@ -415,20 +427,22 @@ class Companions:
         measured = replace(plan, costs=tuple(costs))
         return measured.on(self.meter.capacity_bytes, samples=len(self.task.train_rows) * self.training.epochs)
 
-    def _cost_if_it_fits(self, companion: Companion, placement: str, model: nn.Module) -> list[PlacementCost]:
+    def _cost_if_it_fits(
+        self, reference_model: ReferenceModel, placement: str, model: nn.Module
+    ) -> list[PlacementCost]:
         """Measures what one way costs; nothing where it does not fit."""
         with OutOfMemoryEndsQuietly():
             try:
-                return [self._cost(companion, placement, model)]
+                return [self._cost(reference_model, placement, model)]
             except DoesNotFitError:
                 pass
         self.meter.release()
         return []
 
-    def _cost(self, companion: Companion, placement: str, model: nn.Module) -> PlacementCost:
+    def _cost(self, reference_model: ReferenceModel, placement: str, model: nn.Module) -> PlacementCost:
         """Measures what one way costs."""
-        answers = self._source(companion, placement)
-        self.task.listen(companion.role, answers)  # type: ignore[attr-defined]
+        answers = self._source(reference_model, placement)
+        self.task.bind_outputs(reference_model.role, answers)  # type: ignore[attr-defined]
         rows = self.task.train_rows
         explorer = Explorer(
             task=self.task, model=model, training=self.training, meter=self.meter, rows=rows,
@@ -443,66 +457,68 @@ class Companions:
             largest_bytes=float(each.max()),
             step_seconds=seconds,
         )
-        return self._with_asking(companion, cost) if placement == "cache" else cost
+        return self._with_asking(reference_model, cost) if placement == "cache" else cost
 
-    def _with_asking(self, companion: Companion, cost: PlacementCost) -> PlacementCost:
+    def _with_asking(self, reference_model: ReferenceModel, cost: PlacementCost) -> PlacementCost:
         """Adds what it takes to write answers down, where that is still to be done."""
-        lengths = companion.lengths(companion.rows)
-        num_bytes = sum(4 * width * int(lengths[name].sum()) for name, width in companion.widths.items())
-        if self._folder(companion).is_dir():
+        lengths = reference_model.lengths(reference_model.rows)
+        num_bytes = sum(4 * width * int(lengths[name].sum()) for name, width in reference_model.widths.items())
+        if self._folder(reference_model).is_dir():
             return replace(cost, disk_bytes=num_bytes)
-        source = FromDevice(companion, self.meter, self.dtype)
-        work = asking(companion, source.model, source)
+        source = FromDevice(reference_model, self.meter, self.dtype)
+        work = asking(reference_model, source.model, source)
         seconds = seconds_a_sample(work, probe(work, self.meter)[0].model, self.meter)
         # What a sample of the data stands for is asked about, too.
-        asked = max(len(companion.rows), len(self.task.train_rows))
+        asked = max(len(reference_model.rows), len(self.task.train_rows))
         return replace(cost, disk_bytes=num_bytes, once_seconds=seconds * asked)
 
-    def _source(self, companion: Companion, placement: str) -> Source:
+    def _source(self, reference_model: ReferenceModel, placement: str) -> Source:
         """Makes what answers in one way; from disk, what has the shape of an answer."""
         if placement == "device":
-            return FromDevice(companion, self.meter, self.dtype)
+            return FromDevice(reference_model, self.meter, self.dtype)
         if placement == "offload":
-            return FromHost(companion, self.meter)
-        return FromTable.blank(companion, self.meter.device)
+            return FromHost(reference_model, self.meter)
+        return CachedOutputs.blank(reference_model, self.meter.device)
 
-    def _folder(self, companion: Companion) -> Path:
-        return self.cache / "answers" / companion.digest
+    def _folder(self, reference_model: ReferenceModel) -> Path:
+        return self.cache / "answers" / reference_model.digest
 
     @property
     def _place(self) -> Place:
         return Place(meter=self.meter, dtype=self.dtype)
 
-    def _say_host(self, companion: Companion) -> None:
-        self.reporter.notice(f"The {companion.role} does not fit on the device and is asked on the host")
+    def _say_host(self, reference_model: ReferenceModel) -> None:
+        self.reporter.notice(f"The {reference_model.role} does not fit on the device and is asked on the host")
 
-    def _table(self, companion: Companion) -> tuple[Mapping[str, Any], float | None]:
+    def _table(self, reference_model: ReferenceModel) -> tuple[Mapping[str, Any], float | None]:
         """Reads the answers from disk, or asks and writes them down; where they cannot be kept, for this run alone."""
-        folder = self._folder(companion)
-        table = read_answers(folder, companion, self.reporter)
+        folder = self._folder(reference_model)
+        table = read_answers(folder, reference_model, self.reporter)
         if table is not None:
             return table, None
         try:
-            return self._asked_somewhere(companion, folder)
+            return self._asked_somewhere(reference_model, folder)
         except StateError as error:
-            self.reporter.notice(f"The {companion.role}'s answers are not kept. {error}")
+            self.reporter.notice(f"The {reference_model.role}'s answers are not kept. {error}")
         # They are mapped: they stay readable after their files are gone.
         with TemporaryDirectory(prefix="can-train-") as scratch:
-            return self._asked_somewhere(companion, Path(scratch) / folder.name)
+            return self._asked_somewhere(reference_model, Path(scratch) / folder.name)
 
-    def _asked_somewhere(self, companion: Companion, folder: Path) -> tuple[Mapping[str, Any], float]:
-        asked = where_it_fits(
-            self._place, lambda place: self._asked(place, companion, folder), lambda: self._say_host(companion)
+    def _asked_somewhere(self, reference_model: ReferenceModel, folder: Path) -> tuple[Mapping[str, Any], float]:
+        asked = with_host_fallback(
+            self._place,
+            lambda place: self._asked(place, reference_model, folder),
+            lambda: self._say_host(reference_model),
         )
         self.meter.release()
         return asked
 
-    def _asked(self, place: Place, companion: Companion, folder: Path) -> tuple[Mapping[str, Any], float]:
-        source = FromDevice(companion, place.meter, place.dtype)
-        question = Question(place, companion, source.model, source)
-        rows = companion.rows
-        stage = self.reporter.stage(f"asking the {companion.role}", total=len(rows), unit="samples")
-        with AnswerBook(folder, companion) as book, stage as shown:
+    def _asked(self, place: Place, reference_model: ReferenceModel, folder: Path) -> tuple[Mapping[str, Any], float]:
+        source = FromDevice(reference_model, place.meter, place.dtype)
+        question = BatchedInference(place, reference_model, source.model, source)
+        rows = reference_model.rows
+        stage = self.reporter.stage(f"asking the {reference_model.role}", total=len(rows), unit="samples")
+        with AnswerBook(folder, reference_model) as book, stage as shown:
             for start in range(0, len(rows), BLOCK):
                 block = rows[start : start + BLOCK]
                 for answers in question.answers(block):
@@ -511,16 +527,16 @@ class Companions:
             return book.finish(), question.peak_bytes
 
 
-def keep(path: Path, plans: Sequence[CompanionPlan]) -> None:
+def keep(path: Path, plans: Sequence[ReferenceModelPlan]) -> None:
     """Writes plans down for later attempts."""
     write_json_atomic(path, [asdict(plan) for plan in plans])
 
 
-def kept(path: Path, task: Task) -> list[CompanionPlan] | None:
-    """Reads the plans of an earlier attempt; None where there are none, or of other companions."""
+def kept(path: Path, task: Task) -> list[ReferenceModelPlan] | None:
+    """Reads the plans of an earlier attempt; None where there are none, or of other reference models."""
     try:
-        plans = [CompanionPlan.from_plain(plain) for plain in json.loads(path.read_text())]
+        plans = [ReferenceModelPlan.from_plain(plain) for plain in json.loads(path.read_text())]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    asked = [(one.role, one.name) for one in companions_of(task) if one.placements]
+    asked = [(one.role, one.name) for one in reference_models_of(task) if one.placements]
     return plans if [(plan.role, plan.name) for plan in plans] == asked else None

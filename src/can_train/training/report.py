@@ -11,7 +11,7 @@ from can_train.io.units import size_text
 
 if TYPE_CHECKING:
     from can_train.fit.planner import RunPlan
-    from can_train.training.reference_models import CompanionPlan, PlacementCost
+    from can_train.training.reference_models import PlacementCost, ReferenceModelPlan
 
 _WHY: Final = {
     "requested": "as asked for",
@@ -51,8 +51,8 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
     return lines
 
 
-def companion_lines(asked: Sequence[CompanionPlan]) -> list[str]:
-    """Writes how companions are asked as aligned lines: each one's run, then what each way costs that was measured."""
+def reference_model_lines(asked: Sequence[ReferenceModelPlan]) -> list[str]:
+    """Writes how reference models are asked as aligned lines: each one's run, then what each way costs that was measured."""
     lines = []
     for plan in asked:
         lines.append(f"  {plan.role:<14} {plan.name}, {_ANSWERED[plan.placement]}{_asked_once(plan)}")
@@ -67,7 +67,7 @@ _ANSWERED: Final = {
 }
 
 
-def _asked_once(plan: CompanionPlan) -> str:
+def _asked_once(plan: ReferenceModelPlan) -> str:
     return "" if plan.peak_bytes is None else f" (asked once, with a peak of {size_text(plan.peak_bytes)})"
 
 

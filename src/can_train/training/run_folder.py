@@ -182,7 +182,7 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
         self.result_path = path / "result.json"
         self.plan_path = path / "plan.json"
-        self.companions_path = path / "companions.json"
+        self.reference_models_path = path / "reference_models.json"
         self.attempts = Attempts(path)
 
     @classmethod
@@ -336,7 +336,7 @@ def enter(run: ResolvedRun, folder: RunFolder, *, identity: str = "", after: str
     Registry(state_dir(run.paths)).add(record)
 
 
-def found_beside(run: ResolvedRun, folder: Path) -> ResolvedRun:
+def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:
     """Looks beside a run for those that it builds on and that are no longer where they were.
 
     Args:

@@ -36,25 +36,25 @@ from can_train.training.attempts import StopRequests
 from can_train.training.checkpoint import Checkpoints
 from can_train.training.distributed import Ranks
 from can_train.training.loading import fresh_model, start_from
-from can_train.training.reference_models import CompanionPlan, Companions, companions_of, keep, kept
-from can_train.training.report import companion_lines, plan_lines
+from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels, keep, kept, reference_models_of
+from can_train.training.report import plan_lines, reference_model_lines
 from can_train.training.run_folder import MetricsLog, RunFolder
 
 BUILT_ON: Final = "built_on.json"
-"""In a run's folder: the digests of its data and of each companion, by role."""
+"""In a run's folder: the digests of its data and of each reference model, by role."""
 
 
 _DATA: Final = "data"
 
 
-def hold_to_beginning(folder: RunFolder, task: Task) -> None:
+def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
     """Writes down what a run is trained on; in a later attempt, makes sure that it is the same.
 
     Raises:
         RunError: It is another by now.
     """
     path = folder.path / BUILT_ON
-    now = {companion.role: companion.digest for companion in companions_of(task)}
+    now = {reference_model.role: reference_model.digest for reference_model in reference_models_of(task)}
     if data := getattr(task, "data_digest", ""):
         now[_DATA] = data
     try:
@@ -62,12 +62,12 @@ def hold_to_beginning(folder: RunFolder, task: Task) -> None:
     except (FileNotFoundError, ValueError):
         write_json_atomic(path, now)
         return
-    # A companion's digest is also of what it is asked about, so other data are said alone.
+    # A reference model's digest is also of what it is asked about, so other data are said alone.
     changed = [role for role, digest in now.items() if before.get(role, digest) != digest]
     if _DATA in changed:
         raise RunError("A run goes on with the data that it began with", value="its logs have other contents by now",
                        remedy="Bring back what was there, or train anew")  # fmt: skip
-    others = ", ".join(f"the {one.role.replace('_', ' ')} {one.name}" for one in companions_of(task)
+    others = ", ".join(f"the {one.role.replace('_', ' ')} {one.name}" for one in reference_models_of(task)
                        if one.role in changed)  # fmt: skip
     if others:
         raise RunError("A run goes on with the models that it began with",
@@ -93,7 +93,7 @@ def settle_plans(planner: Planner, ranks: Ranks, factor: FactorRule, first_path:
         RankFailedError: Another rank has no plan.
     """
     path = first_path if ranks.is_first else first_path.with_name(f"{first_path.stem}-rank-{ranks.rank}.json")
-    frozen = ranks.together(lambda: _frozen_plan(path))
+    frozen = ranks.gather(lambda: _frozen_plan(path))
     settled = _settled(planner, ranks, factor, frozen)
 
     def freeze() -> RunPlan:
@@ -105,16 +105,16 @@ def settle_plans(planner: Planner, ranks: Ranks, factor: FactorRule, first_path:
             return _within(own, factor.known)
         return own
 
-    return ranks.together(freeze)
+    return ranks.gather(freeze)
 
 
 def _settled(planner: Planner, ranks: Ranks, factor: FactorRule, frozen: Sequence[RunPlan | None]) -> list[RunPlan]:
     """Takes up each rank's plan, or makes it; rank 0's decides the logical batch."""
     first = frozen[0]
     if first is None:
-        plans = ranks.together(lambda: planner.make(factor))
-        return ranks.together(lambda: planner.common(plans, plans[ranks.rank], factor))
-    return ranks.together(lambda: _taken_up(planner, factor, first, frozen[ranks.rank]))
+        plans = ranks.gather(lambda: planner.make(factor))
+        return ranks.gather(lambda: planner.common(plans, plans[ranks.rank], factor))
+    return ranks.gather(lambda: _taken_up(planner, factor, first, frozen[ranks.rank]))
 
 
 def _taken_up(planner: Planner, factor: FactorRule, first: RunPlan, own: RunPlan | None) -> RunPlan:
@@ -201,7 +201,7 @@ class Session:
         stop_signal: A signal that some rank has received, known to all of them; None: none.
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
         planner: Finds out anew what fits.
-        companions: Finished models that the task asks; None: nobody knows of any.
+        reference models: Finished models that the task asks; None: nobody knows of any.
         asked: How they are asked.
         task_in_epoch: The task as it is in the current epoch.
         trainable: Which parameters were trained at the last step; None before the first.
@@ -232,8 +232,8 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Any] = field(default_factory=dict)
     planner: Planner
-    companions: Companions | None = None
-    asked: tuple[CompanionPlan, ...] = ()
+    reference_models: ReferenceModels | None = None
+    asked: tuple[ReferenceModelPlan, ...] = ()
     stop_signal: int | None = None
     ooms_elsewhere: int = 0
     trainable: tuple[bool, ...] | None = None
@@ -270,7 +270,7 @@ class Session:
             self.monitor.pause()
             if self.plan.safety_factor is not None:
                 rule = FactorRule(known=self.run_plan.factor, aim=self.run_plan.aim)
-                plans = self.ranks.together(lambda: self._again(rule, held_bytes))
+                plans = self.ranks.gather(lambda: self._again(rule, held_bytes))
                 self.run_plan, self.shared_plan = plans[self.ranks.rank], plans[0]
                 self.batcher.use(self.plan.rules, self.run_plan.limits)
                 # In bytes of another tuned limit.
@@ -355,10 +355,10 @@ def save(session: Session) -> None:
         CheckpointError: It could not be written.
         RankFailedError: Rank 0 could not write it.
     """
-    of_ranks = session.ranks.together(
+    of_ranks = session.ranks.gather(
         lambda: {"randomness": random_state.capture(), "micro_batches": session.batcher.state_dict()}
     )
-    session.ranks.first(lambda: session.checkpoints.save(_state(session, of_ranks), step=session.progress.step))
+    session.ranks.on_rank0(lambda: session.checkpoints.save(_state(session, of_ranks), step=session.progress.step))
 
 
 def _state(session: Session, of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -421,10 +421,10 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
     """
     run, ranks = given.run, given.ranks
     saved = _saved(given)
-    model = ranks.each(lambda: _model(given, begins=saved is None))
+    model = ranks.on_every_rank(lambda: _model(given, begins=saved is None))
     # The same seed may give other bits on another processor.
     ranks.broadcast([*model.parameters(), *model.buffers()])
-    companions = Companions(
+    reference_models = ReferenceModels(
         task=given.task,
         training=run.training,
         meter=given.meter,
@@ -432,7 +432,7 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
         cache=cache_folder(run.paths),
         ranks=ranks,
     )
-    asked, beside = _ask(given, companions, model)
+    asked, beside = _ask(given, reference_models, model)
     planner = Planner(
         run=run, task=given.task, model=model, meter=given.meter, reporter=given.reporter, ranks=ranks.size,
         beside=beside,
@@ -440,7 +440,7 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
     plans = _plans(given, planner, factor, asked)
     random_state.seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     session = _put_together(given, planner, plans, steps_done=0 if saved is None else saved["progress"]["step"])
-    session.companions, session.asked = companions, tuple(asked)
+    session.reference_models, session.asked = reference_models, tuple(asked)
     if saved is None:
         session.rewind_metrics(0)
     else:
@@ -518,30 +518,32 @@ def _monitor(given: Parts, epochs: Epochs, *, steps_done: int) -> MemoryMonitor:
     return MemoryMonitor(meter=given.meter, interval=settings.interval, warmup=settings.warmup, total_steps=total_steps)
 
 
-def _ask(given: Parts, companions: Companions, model: nn.Module) -> tuple[list[CompanionPlan], list[Tensor]]:
-    """Asks the task's companions, from where an earlier attempt did or rank 0 decides; returns what stays beside."""
-    path, training = given.folder.companions_path, given.run.training
+def _ask(
+    given: Parts, reference_models: ReferenceModels, model: nn.Module
+) -> tuple[list[ReferenceModelPlan], list[Tensor]]:
+    """Asks the task's reference models, from where an earlier attempt did or rank 0 decides; returns what stays beside."""
+    path, training = given.folder.reference_models_path, given.run.training
     # The way that is taken fits on every rank; what is done once serves the share of one.
-    least_bytes = min(given.ranks.together(lambda: given.meter.capacity_bytes))
+    least_bytes = min(given.ranks.gather(lambda: given.meter.capacity_bytes))
     samples = -(-len(given.task.train_rows) * training.epochs // given.ranks.size)
 
-    def decide() -> list[CompanionPlan]:
+    def decide() -> list[ReferenceModelPlan]:
         plans = kept(path, given.task)
         if plans is None:
-            plans = [plan.on(least_bytes, samples=samples) for plan in companions.decide(model)]
+            plans = [plan.on(least_bytes, samples=samples) for plan in reference_models.decide(model)]
         return plans
 
-    told, beside = companions.listen(given.ranks.first(decide))
+    told, beside = reference_models.bind_outputs(given.ranks.on_rank0(decide))
     if told:
-        given.ranks.first(lambda: keep(path, told))
+        given.ranks.on_rank0(lambda: keep(path, told))
     return told, beside
 
 
-def _plans(given: Parts, planner: Planner, factor: FactorRule, asked: Sequence[CompanionPlan]) -> list[RunPlan]:
+def _plans(given: Parts, planner: Planner, factor: FactorRule, asked: Sequence[ReferenceModelPlan]) -> list[RunPlan]:
     """Settles every rank's plan; shows rank 0's."""
     plans = settle_plans(planner, given.ranks, factor, given.folder.plan_path)
     plan = plans[given.ranks.rank]
-    lines = plan_lines(plan, given.meter.key, given.meter.capacity_bytes) + companion_lines(asked)
+    lines = plan_lines(plan, given.meter.key, given.meter.capacity_bytes) + reference_model_lines(asked)
     given.reporter.notice("\n".join(lines))
     for notice in (*plan.plan.notices, *plan.notices):
         given.reporter.notice(notice)
@@ -555,8 +557,8 @@ def _saved(given: Parts) -> dict[str, Any] | None:
         CheckpointError: None of them is whole, or the ranks do not see the same one.
     """
     checkpoints = Checkpoints(given.folder.checkpoints_path)
-    saved = given.ranks.each(lambda: checkpoints.load(given.reporter))
-    steps = given.ranks.together(lambda: None if saved is None else saved["progress"]["step"])
+    saved = given.ranks.on_every_rank(lambda: checkpoints.load(given.reporter))
+    steps = given.ranks.gather(lambda: None if saved is None else saved["progress"]["step"])
     if len(set(steps)) > 1:
         raise CheckpointError(
             "Every rank goes on from the same checkpoint",

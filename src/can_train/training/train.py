@@ -29,7 +29,7 @@ from can_train.training.distributed import RankFailedError, Ranks, rank_device
 from can_train.training.loading import load_task
 from can_train.training.observe import Attempt
 from can_train.training.run_folder import RunFolder, make_run
-from can_train.training.session import Parts, Session, hold_to_beginning, make_session, save
+from can_train.training.session import Parts, Session, check_inputs_unchanged, make_session, save
 
 
 def take_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) -> dict[str, float]:
@@ -80,13 +80,13 @@ def _optimizer_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bo
         What this rank computed of the batch, and the whole.
     """
     ranks = session.ranks
-    reports = ranks.together(lambda: _own_share(session, rows))
+    reports = ranks.gather(lambda: _own_share(session, rows))
     own, denominators = reports[ranks.rank]
     result = whole([share for share, _ in reports])
     check_denominators(result, denominators, size=len(rows))
     _check_finite(result.means, session.progress.step)
     ranks.reduce_gradients(session.optimization.parameters)
-    session.hear(ranks.together(lambda: _move(session, ends_epoch=ends_epoch)))
+    session.hear(ranks.gather(lambda: _move(session, ends_epoch=ends_epoch)))
     ranks.broadcast_buffers(session.model)
     return own, result
 
@@ -189,7 +189,7 @@ def train(session: Session) -> None:
     progress = session.progress
     epochs = session.training.epochs
     total = session.epochs.total_steps(epochs)
-    session.ranks.each(session.reserve.hold)
+    session.ranks.on_every_rank(session.reserve.hold)
     with session.stops.deferred(), session.reporter.stage("training", total=total, unit="steps") as stage:
         stage.advance(progress.step)
         while not progress.trained:
@@ -201,7 +201,7 @@ def train(session: Session) -> None:
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience
             progress.trained = progress.epoch >= epochs or stopped_early
             save(session)
-            session.hear(session.ranks.together(lambda: session.stops.received))
+            session.hear(session.ranks.gather(lambda: session.stops.received))
             _leave_if_asked(session)
             if stopped_early:
                 session.reporter.notice(
@@ -209,7 +209,7 @@ def train(session: Session) -> None:
                 )
     # Judging has a peak of its own, from which nothing is learned.
     session.monitor.pause()
-    ooms = session.ranks.together(lambda: session.batcher.ooms)
+    ooms = session.ranks.gather(lambda: session.batcher.ooms)
     session.ooms_elsewhere = sum(ooms) - session.batcher.ooms
 
 
@@ -282,7 +282,7 @@ def validation_loss(session: Session) -> float:
     """Returns the weighted loss over the validation samples, of which each rank computes a share."""
     rows = session.task.validation_rows
     share = session.share(rows, session.shared_plan.evaluation_costs)
-    of_ranks = session.ranks.together(lambda: _validation_sums(session, rows[share]))
+    of_ranks = session.ranks.gather(lambda: _validation_sums(session, rows[share]))
     sums, denominators = (added(terms) for terms in zip(*of_ranks, strict=True))
     return _weighted({term: sums[term] / (denominators[term] or 1.0) for term in sums}, session.task.loss_weights)
 
@@ -306,10 +306,10 @@ def _validation_sums(session: Session, rows: NDArray[np.int64]) -> tuple[dict[st
 
 
 def score(session: Session, rows: NDArray[np.int64], role: str = "") -> NDArray[np.float64]:
-    """Scores samples with the model as it is, or with the companion of a role, in parts that fit."""
+    """Scores samples with the model as it is, or with the reference model of a role, in parts that fit."""
     if role:
-        assert session.companions is not None, "a task that asks for a role has companions"
-        return session.companions.score(role, rows)
+        assert session.reference_models is not None, "a task that asks for a role has reference models"
+        return session.reference_models.score(role, rows)
     session.model.eval()
     device, dtype = session.meter.device, session.precision.dtype
 
@@ -365,8 +365,8 @@ def train_new(run: ResolvedRun, reporter: Reporter, ranks: Ranks | None = None) 
     reporter = reporter if ranks.is_first else SilentReporter()
     with stops.installed():
         meter = _meter(run, ranks)
-        task = ranks.first_then_others(lambda: load_task(run, reporter))
-        folder = RunFolder(ranks.first(lambda: make_run(run, reporter).path))
+        task = ranks.on_rank0_first(lambda: load_task(run, reporter))
+        folder = RunFolder(ranks.on_rank0(lambda: make_run(run, reporter).path))
         reporter.notice(f"run {folder.run_id}")
         with _locked(folder, ranks), folder.attempts.recorded(stops, rank=ranks.rank):
             return _train(
@@ -394,8 +394,8 @@ def train_on(
     reporter = reporter if ranks.is_first else SilentReporter()
     with stops.installed(), _locked(folder, ranks):
         meter = _meter(run, ranks)
-        task = ranks.first_then_others(lambda: load_task(run, reporter))
-        finished = ranks.first(folder.result)
+        task = ranks.on_rank0_first(lambda: load_task(run, reporter))
+        finished = ranks.on_rank0(folder.result)
         if finished is not None:
             return _outcome(task, folder, finished)
         with folder.attempts.recorded(stops, rank=ranks.rank):
@@ -408,13 +408,13 @@ def train_on(
 def _locked(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
     """Keeps other processes than the run's ranks out of it."""
     with ExitStack() as stack:
-        ranks.first(lambda: stack.enter_context(folder.locked()))
+        ranks.on_rank0(lambda: stack.enter_context(folder.locked()))
         yield
 
 
 def _meter(run: ResolvedRun, ranks: Ranks) -> Meter:
     """Opens the meter of this rank's device; the host's memory is for all that run there."""
-    meter = ranks.each(lambda: open_meter(rank_device(run.device, ranks)))
+    meter = ranks.on_every_rank(lambda: open_meter(rank_device(run.device, ranks)))
     if isinstance(meter, CpuMeter):
         meter.capacity_bytes //= ranks.sharing_host()
     return meter
@@ -444,7 +444,7 @@ def _train(parts: Parts) -> Outcome:
 def _attempt(parts: Parts) -> Outcome:
     run = parts.run
     torch.use_deterministic_algorithms(run.training.deterministic)
-    parts.ranks.first(lambda: hold_to_beginning(parts.folder, parts.task))
+    parts.ranks.on_rank0(lambda: check_inputs_unchanged(parts.folder, parts.task))
     rule = factor_rule(run, parts.meter.key, parts.reporter, run_id=parts.folder.run_id)
     with parts.meter.active():
         session = make_session(parts, rule)
@@ -484,7 +484,7 @@ def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, 
         "parameters": sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad),
         "device": session.meter.key,
         "plan": session.run_plan.to_plain(),
-        "companions": [asdict(asked) for asked in session.asked],
+        "reference_models": [asdict(asked) for asked in session.asked],
         "ooms_rescued": session.batcher.ooms + session.ooms_elsewhere,
         "micro_batch_size": session.largest_micro_batch or None,
         "predicted_peak_bytes": session.run_plan.predicted_peak_bytes,

@@ -66,7 +66,7 @@ def told(task: CurriculumTask, difficulty: Callable[[NDArray[np.int64]], Any]) -
         errors[:, 0] = torch.as_tensor(difficulty(rows), dtype=torch.float32)
         return {"errors": errors}
 
-    task.listen(ROLE, answers)
+    task.bind_outputs(ROLE, answers)
     return task
 
 

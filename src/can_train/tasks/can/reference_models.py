@@ -37,7 +37,7 @@ CLASSIFIER: Final = "classifier"
 
 
 ASKED_ONCE: Final[tuple[str, ...]] = ("cache",)
-"""Placements of a companion that is asked before training, and not during it."""
+"""Placements of a reference model that is asked before training, and not during it."""
 
 
 _PROJECTION: Final = "projection.weight"
@@ -143,7 +143,7 @@ def _network(finished: FinishedModel) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-class WindowCompanion(ABC):
+class WindowReferenceModel(ABC):
     """A finished model that a mode asks about windows.
 
     Args:
@@ -203,7 +203,7 @@ class WindowCompanion(ABC):
         return self.network.scores(model, rows, device, dtype)
 
 
-class LogitsCompanion(WindowCompanion):
+class LogitsReferenceModel(WindowReferenceModel):
     """A classifier, asked for its logits."""
 
     output = "logits"
@@ -220,7 +220,7 @@ class LogitsCompanion(WindowCompanion):
         return {"logits": model(self.network.batch(rows, device, dtype))}
 
 
-class ErrorsCompanion(WindowCompanion):
+class ErrorsReferenceModel(WindowReferenceModel):
     """An autoencoder, asked how badly it reconstructs each window."""
 
     output = "errors"
@@ -237,7 +237,7 @@ class ErrorsCompanion(WindowCompanion):
         return {"errors": self.network.scores(model, rows, device, dtype)}
 
 
-class ReconstructionCompanion(WindowCompanion):
+class ReconstructionReferenceModel(WindowReferenceModel):
     """An autoencoder, asked for its latents and reconstructions."""
 
     output = "reconstruction"
@@ -261,15 +261,15 @@ class ReconstructionCompanion(WindowCompanion):
         return {"latent": decoded.mean, "node": decoded.node, "edge": decoded.edge}
 
 
-_KINDS: Final[Mapping[str, type[WindowCompanion]]] = {
-    kind.output: kind for kind in (LogitsCompanion, ErrorsCompanion, ReconstructionCompanion)
+_KINDS: Final[Mapping[str, type[WindowReferenceModel]]] = {
+    kind.output: kind for kind in (LogitsReferenceModel, ErrorsReferenceModel, ReconstructionReferenceModel)
 }
 
 
-def companion_of(
+def reference_model_of(
     role: str, finished: FinishedModel, data: CanData, rows: NDArray[np.int64], *, output: str
-) -> WindowCompanion:
-    """Makes the companion that a finished model becomes.
+) -> WindowReferenceModel:
+    """Makes the reference model that a finished model becomes.
 
     Args:
         role: What it is to the mode.

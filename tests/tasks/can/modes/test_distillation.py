@@ -68,7 +68,7 @@ def test_the_peak_of_a_student_is_predicted_teacher_and_cache_included(
     result = json.loads((only_run(tmp_path) / "result.json").read_text())
     assert result["micro_batch_size"] == 400
     assert result["peak_memory_bytes"] == pytest.approx(result["predicted_peak_bytes"], rel=0.03)
-    assert result["companions"][0]["placement"] == way
+    assert result["reference_models"][0]["placement"] == way
 
 
 @pytest.mark.slow

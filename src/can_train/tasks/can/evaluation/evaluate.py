@@ -135,7 +135,7 @@ def _hashes(logs: Sequence[LogFile], sources: Sequence[SourceFile], reporter: Re
         return set()
 
 
-Companion = Callable[[str], FinishedModel]
+ReferenceModel = Callable[[str], FinishedModel]
 """Reads the finished model of a role that a run builds on."""
 
 
@@ -157,20 +157,20 @@ class Scorer(Protocol):
         """Makes of them [R] final scores, higher is more attack-like."""
 
 
-def scorer_of(finished: FinishedModel, data: CanData, companion: Companion) -> Scorer:
+def scorer_of(finished: FinishedModel, data: CanData, reference_model: ReferenceModel) -> Scorer:
     """Makes what scores windows as a finished run does.
 
     Args:
         finished: What the run has trained.
         data: The windows.
-        companion: Reads the models that the run builds on, for modes that need them to score.
+        reference_model: Reads the models that the run builds on, for modes that need them to score.
 
     Raises:
         RunError: A model that is needed is gone.
         CheckpointError: The weights are not those of the run's settings.
     """
     if isinstance(finished.run.model, FusionAgentSettings):
-        return FinishedFusion(finished, data.flat, {role: companion(role) for role in (AUTOENCODER, CLASSIFIER)})
+        return FinishedFusion(finished, data.flat, {role: reference_model(role) for role in (AUTOENCODER, CLASSIFIER)})
     return FinishedNetwork(finished, data.flat)
 
 
@@ -249,15 +249,15 @@ class Taught(Alone):
     Args:
         result: The run's own judgement.
         data: The windows.
-        companion: Reads the other models.
+        reference_model: Reads the other models.
     """
 
-    def __init__(self, result: Mapping[str, Any], data: CanData, companion: Companion) -> None:
+    def __init__(self, result: Mapping[str, Any], data: CanData, reference_model: ReferenceModel) -> None:
         super().__init__(result, {})
         for role, decided in result["beside"].items():
             with self._missed(role):
                 # Judged as beside the student then, whatever its own run decided.
-                finished = replace(companion(role), result={"judgement": decided})
+                finished = replace(reference_model(role), result={"judgement": decided})
                 self.asked[role] = Windows(data, AskedNetwork(finished, data.flat))
 
     def scores(self, told: Scores, ask: Callable[[str], Scores]) -> dict[str, Scores]:
@@ -312,20 +312,20 @@ class Mixed(Alone):
         return with_choices(judgement, self._result["mixing"], {folder: raw[:, WEIGHT] for folder, raw in told.items()})
 
 
-def beside_of(finished: FinishedModel, data: CanData, companion: Companion) -> Alone:
+def beside_of(finished: FinishedModel, data: CanData, reference_model: ReferenceModel) -> Alone:
     """Makes ready what a run's model was judged beside.
 
     Args:
         finished: What the run has trained.
         data: The windows.
-        companion: Reads the models that the run builds on.
+        reference_model: Reads the models that the run builds on.
     """
     result, mode = finished.result["judgement"], finished.run.mode
     if "beside" not in result:
         shown = [name for judged in result.get("test", {}).values() for name in judged.get("beside", {})]
         return Alone(result, dict.fromkeys(shown, _OLDER))
     if isinstance(mode, DistillationSettings):
-        return Taught(result, data, companion)
+        return Taught(result, data, reference_model)
     return Mixed(result) if isinstance(mode, FusionSettings) else Alone(result, {})
 
 
@@ -359,12 +359,12 @@ class Verdict:
     notes: Sequence[str]
 
 
-def make_evaluation(finished: FinishedModel, companion: Companion, asked: JudgedData) -> "Evaluation":
+def make_evaluation(finished: FinishedModel, reference_model: ReferenceModel, asked: JudgedData) -> "Evaluation":
     """Prepares the windows that are judged.
 
     Args:
         finished: What the run has trained.
-        companion: Reads the models that the run builds on.
+        reference_model: Reads the models that the run builds on.
         asked: The data.
 
     Raises:
@@ -376,11 +376,14 @@ def make_evaluation(finished: FinishedModel, companion: Companion, asked: Judged
     if "threshold" not in finished.result.get("judgement", ()):
         raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
     data, own = read_asked(finished.run.dataset, asked)
-    windows, beside = Windows(data, scorer_of(finished, data, companion)), beside_of(finished, data, companion)
+    windows, beside = (
+        Windows(data, scorer_of(finished, data, reference_model)),
+        beside_of(finished, data, reference_model),
+    )
     if own or not _lacks_units(finished):
         return Evaluation(windows, windows, beside, replace(asked, own=own))
     reference = _own_data(finished, asked)
-    return Evaluation(windows, Windows(reference, scorer_of(finished, reference, companion)), beside, asked)
+    return Evaluation(windows, Windows(reference, scorer_of(finished, reference, reference_model)), beside, asked)
 
 
 def _lacks_units(finished: FinishedModel) -> bool:

@@ -24,7 +24,7 @@ from can_train.tasks.can.evaluation.metrics import (
 )
 
 Score = Callable[..., NDArray[np.float64]]
-"""Scores windows, `score(rows)`; `score(rows, role)` asks the companion of that role."""
+"""Scores windows, `score(rows)`; `score(rows, role)` asks the reference model of that role."""
 
 
 FLAGS_EVERYTHING_SHARE: Final = 0.99
@@ -409,7 +409,7 @@ class TimedScore:
         self._taken: dict[str, tuple[int, float]] = {}
 
     def __call__(self, rows: NDArray[np.int64], *role: str) -> NDArray[np.float64]:
-        """Scores windows with the model, or with the companion of a role."""
+        """Scores windows with the model, or with the reference model of a role."""
         name = "".join(role)
         started = time.perf_counter()
         scores = self._score(rows, *role)

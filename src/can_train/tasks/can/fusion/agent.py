@@ -403,7 +403,7 @@ class FinishedFusion:
     Args:
         finished: The agent.
         flat: The windows.
-        companions: The models that it mixes, by role.
+        reference models: The models that it mixes, by role.
 
     Attributes:
         finished: As given.
@@ -413,9 +413,11 @@ class FinishedFusion:
         CheckpointError: The weights are not those of the runs' settings.
     """
 
-    def __init__(self, finished: FinishedModel, flat: FlatGraphs, companions: Mapping[str, FinishedModel]) -> None:
+    def __init__(
+        self, finished: FinishedModel, flat: FlatGraphs, reference_models: Mapping[str, FinishedModel]
+    ) -> None:
         self.finished = finished
-        networks = {role: AskedNetwork(companions[role], flat) for role in (AUTOENCODER, CLASSIFIER)}
+        networks = {role: AskedNetwork(reference_models[role], flat) for role in (AUTOENCODER, CLASSIFIER)}
         self._pair = ScorePair(autoencoder=networks[AUTOENCODER], classifier=networks[CLASSIFIER])
         self._weights = mixing_weights(finished.run.mode.mixing_weights)
         models = {role: network.model for role, network in networks.items()}

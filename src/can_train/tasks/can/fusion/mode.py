@@ -32,7 +32,7 @@ from can_train.tasks.can.fusion.scores import WindowScores, mixing_weights, next
 from can_train.tasks.can.losses import Answers
 from can_train.tasks.can.modes.classifier import check_classes
 from can_train.tasks.can.modes.windows import WindowTask
-from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, WindowCompanion, companion_of
+from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, WindowReferenceModel, reference_model_of
 
 ASKED_AT_ONCE: Final = 2**16
 """Windows whose answers are taken at a time: a megabyte, wherever they lie."""
@@ -47,7 +47,7 @@ class FusionTask(WindowTask):
         finished: The models, by role.
 
     Attributes:
-        companions: Those models, asked about every window that trains, validates or is judged.
+        reference models: Those models, asked about every window that trains, validates or is judged.
 
     Raises:
         DataError: There are no labels, or windows of one class only.
@@ -64,9 +64,9 @@ class FusionTask(WindowTask):
         _check_start(run)
         split = data.split
         asked = np.unique(np.concatenate([split.train, split.validation, *split.test.values()]))
-        autoencoder = companion_of(AUTOENCODER, finished[AUTOENCODER], data, asked, output="errors")
-        classifier = companion_of(CLASSIFIER, finished[CLASSIFIER], data, asked, output="logits")
-        self.companions: tuple[WindowCompanion, ...] = (autoencoder, classifier)
+        autoencoder = reference_model_of(AUTOENCODER, finished[AUTOENCODER], data, asked, output="errors")
+        classifier = reference_model_of(CLASSIFIER, finished[CLASSIFIER], data, asked, output="logits")
+        self.reference_models: tuple[WindowReferenceModel, ...] = (autoencoder, classifier)
         self._asked = asked
         self._pair = ScorePair(autoencoder=autoencoder.network, classifier=classifier.network)
         self._problem = MixingProblem(
@@ -77,7 +77,7 @@ class FusionTask(WindowTask):
             discount=run.mode.discount,
         )
 
-    def listen(self, role: str, answers: Answers) -> None:
+    def bind_outputs(self, role: str, answers: Answers) -> None:
         """Takes down what a finished model says of all windows.
 
         Args:

@@ -72,7 +72,7 @@ class AutoencoderTask(WindowTask):
         return {**judgement, "error_units": units}
 
     def _final_scores(self, score: Score, *role: str) -> tuple["ModelScores", list[float]]:
-        """Scores validation and test windows with the model, or a companion; returns its units, too."""
+        """Scores validation and test windows with the model, or a reference model; returns its units, too."""
         from can_train.tasks.can.evaluation.judging import ModelScores
 
         split = self._data.split

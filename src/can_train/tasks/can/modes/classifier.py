@@ -68,7 +68,7 @@ class ClassifierTask(WindowTask):
 
 
 def final_scores(score: Score, split: Split, *role: str) -> "ModelScores":
-    """Scores validation and test windows with the model, or with the companion of a role."""
+    """Scores validation and test windows with the model, or with the reference model of a role."""
     from can_train.tasks.can.evaluation.judging import ModelScores
 
     return ModelScores(

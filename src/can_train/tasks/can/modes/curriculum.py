@@ -18,7 +18,7 @@ from can_train.errors import RunError
 from can_train.tasks.can.data.dataset import CanData
 from can_train.tasks.can.losses import Answers, ClassifierBatch, Gather
 from can_train.tasks.can.modes.classifier import ClassifierTask
-from can_train.tasks.can.reference_models import AUTOENCODER, companion_of
+from can_train.tasks.can.reference_models import AUTOENCODER, reference_model_of
 from can_train.tasks.can.settings import CurriculumSettings
 
 TICK: Final = 1e-3
@@ -141,14 +141,14 @@ class CurriculumTask(ClassifierTask):
         super().__init__(run, data)
         self._is_training_attack = self._is_attack(data.split.train)
         self._benign = data.split.train[~self._is_training_attack]
-        self._autoencoder = companion_of(AUTOENCODER, finished[AUTOENCODER], data, self._benign, output="errors")
-        self.companions = [self._autoencoder]
+        self._autoencoder = reference_model_of(AUTOENCODER, finished[AUTOENCODER], data, self._benign, output="errors")
+        self.reference_models = [self._autoencoder]
         self._schedule = self._schedule_of(run.mode)
         # A plan that is made before the autoencoder was asked takes any windows for hard, not the first log's.
         self._rank(np.random.default_rng(run.training.seed).random(len(self._benign)))
         self.notices = self._notices()
 
-    def listen(self, role: str, answers: Answers) -> None:
+    def bind_outputs(self, role: str, answers: Answers) -> None:
         """Learns how hard each benign window is.
 
         Raises:

@@ -37,7 +37,7 @@ class WindowTask:
         validation_rows: Those whose loss decides when to stop.
 
     Attributes:
-        judged_beside: Roles of the companions that the model is judged beside.
+        judged_beside: Roles of the reference models that the model is judged beside.
         sample_note: What the windows are a sample of, as a sentence; empty where they are all there are.
         estimated_train_rows: Training samples of the whole data set.
     """

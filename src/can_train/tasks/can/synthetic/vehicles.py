@@ -207,7 +207,7 @@ def _make_vehicle(rng: np.random.Generator, *, shared: NDArray[np.int64], own: N
 def _make_forgeable(rng: np.random.Generator, can_id: int, period_ms: int, channel: str) -> Message:
     """A full frame with the channel in two bytes, another reading, a counter and a checksum."""
     high = int(rng.integers(8_000, 60_000))
-    companion = ANALOG_CHANNELS[int(rng.integers(_FORGEABLE, len(ANALOG_CHANNELS)))]
+    reference_model = ANALOG_CHANNELS[int(rng.integers(_FORGEABLE, len(ANALOG_CHANNELS)))]
     return Message(
         can_id=can_id,
         period_us=period_ms * 1000,
@@ -216,7 +216,7 @@ def _make_forgeable(rng: np.random.Generator, can_id: int, period_ms: int, chann
         constants=_constants(rng, MAX_PAYLOAD_BYTES),
         signals=(
             Signal(channel=channel, byte=int(rng.integers(0, 3)), width=2, low=int(rng.integers(0, 500)), high=high),
-            Signal(channel=companion, byte=4, width=1, low=0, high=255),
+            Signal(channel=reference_model, byte=4, width=1, low=0, high=255),
         ),
         counter_byte=MAX_PAYLOAD_BYTES - 2,
         checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))],
