@@ -47,4 +47,4 @@ def test_counts_that_do_not_belong_to_the_features_are_refused() -> None:
 
 def test_the_examples_in_the_docstring_hold() -> None:
     result = doctest.testmod(features)
-    assert (result.attempted, result.failed) == (1, 0)
+    assert (result.attempted, result.failed) == (3, 0)

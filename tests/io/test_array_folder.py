@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from can_train.errors import StateError
-from can_train.state.array_folder import ArrayWriter
+from can_train.io.arrays import ArrayWriter
 try:
     with ArrayWriter(Path(sys.argv[1]), {"a": ("float32", (4,))}) as writer:
         for _ in range(100):

@@ -19,7 +19,7 @@ TIMEOUT_S = 60
 ENTRIES = """
 import signal, sys, time
 from pathlib import Path
-from can_train.launch.job import Job
+from can_train.slurm.job import Job
 
 def train(folder, stops):
     with stops.installed(), stops.deferred():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def batch_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Combines samples to a batch.
 
+    >>> from can_train.task import Feature
     >>> batch_totals([Feature("nodes"), Feature("tokens", padding=1)], np.array([[2.0, 5.0], [4.0, 7.0]])).tolist()
     [6.0, 14.0]
 
