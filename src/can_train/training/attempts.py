@@ -142,7 +142,7 @@ class Ended:
         ending: finished, failed, gpu_oom, host_oom, time_limit (it was warned, and saved what it had), terminated
             (SIGTERM; likewise), interrupted (SIGINT; likewise), or killed, which others found out.
         message: The error, in one line; empty where there is none.
-        details: Of an out-of-memory, what is known of it (see `Shortage`).
+        details: Of an out-of-memory, what is known of it (see `OutOfMemoryDetails`).
         time: When.
         rank: Which of the run's processes says so; None: none, it was found out after the job.
         host: Machine, by the scheduler's name where it has one.
@@ -334,7 +334,7 @@ def _ending(error: BaseException | None) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, DoesNotFitError):
-        return "host_oom" if error.shortage.of_host else "gpu_oom"
+        return "host_oom" if error.details.of_host else "gpu_oom"
     if is_out_of_memory(error):
         return "host_oom" if is_host_memory(error) else "gpu_oom"
     return "failed"
@@ -343,7 +343,7 @@ def _ending(error: BaseException | None) -> str:
 def _details(error: BaseException | None) -> dict[str, Any]:
     if isinstance(error, SystemExit):
         error = error.__cause__
-    return asdict(error.shortage) if isinstance(error, DoesNotFitError) else {}
+    return asdict(error.details) if isinstance(error, DoesNotFitError) else {}
 
 
 def _message(error: BaseException | None) -> str:
