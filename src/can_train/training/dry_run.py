@@ -31,8 +31,7 @@ from can_train.memory.catalogue import (
     read_gpu_constants,
     usable,
 )
-from can_train.memory.devices import is_simulated, simulated_bytes
-from can_train.memory.meters import GAP_PROBE_BYTES, Meter, TargetMeter, open_meter
+from can_train.memory.meters import GAP_PROBE_BYTES, Meter, TargetMeter, is_simulated, open_meter, simulated_bytes
 from can_train.reporter import Reporter, SilentReporter
 from can_train.training.loading import fresh_model, load_task, sample_task
 from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels
