@@ -11,8 +11,8 @@ from typing import Any, Final
 from can_train.config.resolved import ResolvedRun, data_root
 from can_train.config.task_settings import load_object, load_task_settings
 from can_train.errors import RunError
-from can_train.slurm.run_status import FINISHED
-from can_train.slurm.survey import Surveyed
+from can_train.slurm.run_state import FINISHED
+from can_train.slurm.status import RunStatus
 from can_train.training.run_folder import RunFolder, RunRecord
 
 _ELSEWHERE: Final = ("paths", "cluster")
@@ -73,7 +73,7 @@ def what_it_does(config: Mapping[str, Any], roles: Iterable[str]) -> dict[str, A
     return {name: value for name, value in config.items() if name not in _ELSEWHERE} | {"mode": {**mode, **named}}
 
 
-def find_duplicate_run(digest: str, surveyed: Sequence[Surveyed]) -> DuplicateRun | None:
+def find_duplicate_run(digest: str, surveyed: Sequence[RunStatus]) -> DuplicateRun | None:
     """Finds the first run of an identity that is queued, running or finished."""
     for found in surveyed:
         if found.known.record.identity == digest and (found.state.live or found.state.state == FINISHED):

@@ -16,9 +16,9 @@ from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
 from can_train.slurm.client import Partition
 from can_train.slurm.duplicates import DuplicateRun, data_files, find_duplicate_run, identity
-from can_train.slurm.run_status import FINISHED, live_row
+from can_train.slurm.run_state import FINISHED, live_row
 from can_train.slurm.script import check_folder, settled, wants_gpu, with_own_defaults
-from can_train.slurm.survey import Surveyed, find_run, known_runs, survey
+from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import Registry, RunFolder, RunRecord
 
 EARLY_S: Final = 60
@@ -345,7 +345,7 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
     digests = set() if wanted.force else {one.identity for one in candidates}
     identical = [earlier for earlier in known if earlier.record.identity in digests]
     # One survey for both questions, so that SLURM is asked once.
-    found = survey([*identical, *parents], registry)
+    found = run_statuses([*identical, *parents], registry)
     duplicates = {one.index: find_duplicate_run(one.identity, found[: len(identical)]) for one in candidates}
     waited_for = (_dependency(one, runs[0].cluster.executor) for one in found[len(identical) :])
     return Order(
@@ -404,13 +404,13 @@ def _grouped(ordered: Sequence[Ordered]) -> list[list[Ordered]]:
     return groups
 
 
-def _dependency(parent: Surveyed, executor: str) -> str:
+def _dependency(parent: RunStatus, executor: str) -> str:
     """What waits for a run: nothing where it has finished.
 
     Raises:
         RunError: It will not finish, or nobody can wait for it.
     """
-    run_id, state, row = parent.known.run_id, parent.state, live_row(parent.evidence)
+    run_id, state, row = parent.known.run_id, parent.state, live_row(parent.facts)
     if state.state == FINISHED:
         return ""
     if not state.live:
