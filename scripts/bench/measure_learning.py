@@ -20,13 +20,13 @@ from results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
+from can_train.factors.observations import Observation, read_observations
+from can_train.factors.store import get_safety_factor_db
 from can_train.memory.meters import SimulatedMeter
 from can_train.reporter import SilentReporter
-from can_train.state.factor_store import get_safety_factor_db
-from can_train.state.observations import Observation, read_observations
-from can_train.training import loop
-from can_train.training.run import train_new
-from can_train.training.state import Session
+from can_train.training import train as training_loop
+from can_train.training.session import Session
+from can_train.training.train import train_new
 
 RUNS: Final = 6
 
@@ -168,7 +168,7 @@ def attempt(run: ResolvedRun, hidden: float) -> float:
 @contextmanager
 def hiding(share: float) -> Iterator[list[Session]]:
     """Lets training take a share of the GPU that was not there when its plan was made; collects what trained."""
-    train, sessions = loop.train, []
+    train, sessions = training_loop.train, []
 
     def hungry(session: Session) -> None:
         assert isinstance(session.meter, SimulatedMeter)
@@ -177,11 +177,11 @@ def hiding(share: float) -> Iterator[list[Session]]:
         train(session)
         del held
 
-    loop.train = hungry
+    training_loop.train = hungry
     try:
         yield sessions
     finally:
-        loop.train = train
+        training_loop.train = train
 
 
 def peak_of(observed: Observation) -> float:

@@ -13,8 +13,7 @@ from typing import Final
 from policy_laws import Law, Life, NextFactor, draw_laws, fragmented, live_all, with_hidden
 from results_file import environment, markdown, write_section
 
-from can_train.policy.affine import AffinePolicy
-from can_train.policy.factors import FactorPoint, MomentumPolicy
+from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
 
 LAWS: Final = 400
 BEND: Final = 0.15

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from can_train.policy.cost_model import EXPLAINED
+from can_train.fit.cost_model import EXPLAINED
 from gpu.configurations import MODELS, SIMULATED, Configuration
 from gpu.measurements import points
 from gpu.trainer import Explored, Trainer, open_trainer

@@ -20,7 +20,7 @@ from results_file import environment, markdown, write_section
 
 from can_train.config.resolved import PathSettings
 from can_train.reporter import SilentReporter
-from can_train.training.evaluating import EvaluationRequest, evaluate
+from can_train.training.evaluate import EvaluationRequest, evaluate
 
 FRAMES: Final = 1_000_000
 ROUNDS: Final = 3

@@ -61,9 +61,9 @@ FOLLOWED: Final = 4
 """Runs whose weights are compared with those of undisturbed ones."""
 
 IMPORTS: Final[Mapping[str, str]] = {
-    "submit": "import typer, submitit, can_train.cli.submit, can_train.config.compose, can_train.config.sweeps",
-    "runs": "import typer, rich.table, can_train.cli.runs, can_train.launch.survey",
-    "status": "import typer, rich.table, can_train.cli.status, can_train.launch.survey",
+    "submit": "import typer, submitit, can_train.cli.submit, can_train.config.compose, can_train.config.compose",
+    "runs": "import typer, rich.table, can_train.cli.runs, can_train.slurm.survey",
+    "status": "import typer, rich.table, can_train.cli.main, can_train.slurm.survey",
 }
 """What each command imports, to be timed by itself."""
 

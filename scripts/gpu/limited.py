@@ -7,8 +7,7 @@ from typing import Final
 import torch
 
 from can_train.errors import DeviceError
-from can_train.memory.allocator_settings import segments_expand
-from can_train.memory.meters import Meter, SimulatedMeter, open_meter
+from can_train.memory.meters import Meter, SimulatedMeter, open_meter, segments_expand
 from gpu.configurations import SIMULATED
 
 MIB: Final = 2**20

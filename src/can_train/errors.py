@@ -22,8 +22,13 @@ from typing import Final
 _SUGGESTION_CUTOFF: Final = 0.5
 """Similarity (0 to 1) from which a name counts as a likely misspelling; difflib's 0.6 misses swapped short words."""
 
+
 _PERMISSION: Final = ("A file or folder must be open to who uses it", "Mend its permissions, or name another place")
+
+
 _ROOM: Final = ("A disk must have room for what is written", "Make room; a run then goes on: can-train resume RUN")
+
+
 _MENDABLE: Final = {
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,

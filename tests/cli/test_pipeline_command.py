@@ -12,7 +12,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.cli.pipeline_tables import shortened
-from finished_runs import Shelf
+from fakes.finished_runs import Shelf
 
 TIMEOUT_S = 300
 LINE = ("pipeline", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-floors", "--device", "cpu",

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from can_train.cli.main import main
-from can_train.config.plain_text import plain_from_yaml
-from can_train.state.registry import Registry
+from can_train.config.resolved import plain_from_yaml
+from can_train.training.run_folder import Registry
 
 LINE = ("pipeline", "--dataset", "synthetic", "--submit", "--json")
 COMMANDS = {

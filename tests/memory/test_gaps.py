@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from can_train.memory.gaps import fits, measure_held
+from can_train.memory.meters import fits, measure_held
 
 MIB = 2**20
 

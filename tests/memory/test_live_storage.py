@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from can_train.memory.live_storage import LiveStorage
 from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.memory.simulated_gpu import LiveStorage
 
 KIB = 1024
 FLOAT_BYTES = 4

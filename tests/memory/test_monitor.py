@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from can_train.config.monitor import MonitorSettings
+from can_train.config.settings import MonitorSettings
 from can_train.errors import ArgumentError
-from can_train.memory import monitor as module
+from can_train.memory import monitor
 from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter
 from can_train.memory.monitor import MemoryMonitor
 
@@ -41,7 +41,7 @@ def gpu() -> SimulatedMeter:
 
 
 def test_the_example_is_true() -> None:
-    result = doctest.testmod(module)
+    result = doctest.testmod(monitor)
     assert result.attempted > 0
     assert result.failed == 0
 

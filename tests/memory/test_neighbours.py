@@ -4,7 +4,7 @@ import pytest
 
 from can_train.errors import DeviceError
 from can_train.memory.meters import SimulatedMeter, open_meter
-from can_train.memory.neighbours import FOREIGN, neighbours
+from can_train.memory.simulated_gpu import FOREIGN, neighbours
 
 MIB = 2**20
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, Shortage
-from can_train.training.attempts import Attempts, Place
-from can_train.training.signals import TERMINATED, WARNED, StopRequests
+from can_train.training.attempts import TERMINATED, WARNED, Attempts, Place, StopRequests
 
 JOB = Place(job_id="7", restarts=1)
 

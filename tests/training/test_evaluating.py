@@ -15,20 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.resolved import PathSettings
-from can_train.config.training import TrainingSettings
+from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.companions import FinishedNetwork
-from can_train.training.asking import Place
-from can_train.training.checkpoints import Checkpoints
-from can_train.training.evaluating import EvaluationRequest, evaluate, scores_of
-from can_train.training.finished import load_finished
+from can_train.tasks.can.reference_models import FinishedNetwork
+from can_train.training.checkpoint import Checkpoints
+from can_train.training.evaluate import EvaluationRequest, evaluate, scores_of
+from can_train.training.inference import Place, Scoring
+from can_train.training.loading import load_finished
 from can_train.training.run_folder import RunFolder
-from can_train.training.scoring import Scoring
-from line_fit import Notices
-from trained_runs import bus_log, finished_run, own_log
-from windows_by_hand import windows_of
+from fakes.line_fit import Notices
+from fakes.trained_runs import bus_log, finished_run, own_log
+from fakes.windows_by_hand import windows_of
 
 REAL_LOGS = Path(__file__).parents[2] / "../shared/data/can"
 MODELS = ("gat", "vgae")

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
 from can_train.memory.meters import SimulatedMeter
-from can_train.policy.features import Feature
-from can_train.policy.leak import RISES, WINDOW_STEPS
-from can_train.training import loop
-from can_train.training.session import make_session
-from can_train.training.state import Session
-from can_train.training.step import take_step
-from costly import CostlyNet
-from line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
+from can_train.memory.monitor import RISES, WINDOW_STEPS
+from can_train.task import Feature
+from can_train.training import train as training_loop
+from can_train.training.session import Session, make_session
+from can_train.training.train import take_step
+from fakes.costly import CostlyNet
+from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
 MIB = 2**20
 FACTOR = fixed(0.9)
@@ -106,7 +105,7 @@ def session_on(folder: Path, task: CostlyTask, capacity_mib: int, **training: An
 def train(session: Session) -> None:
     assert isinstance(session.meter, SimulatedMeter)
     with session.meter.active():
-        loop.train(session)
+        training_loop.train(session)
 
 
 def notices(session: Session) -> str:

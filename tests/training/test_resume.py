@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bitwise import assert_ends_like
+from fakes.bitwise import assert_ends_like
 
 pytestmark = pytest.mark.slow
 

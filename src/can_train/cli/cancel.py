@@ -5,16 +5,17 @@ it.
 import time
 from typing import Final
 
-from can_train.cli.looking import Place, Run, RunsDir, StateDir, told
+from can_train.cli.output import told
+from can_train.cli.run_locator import Place, Run, RunsDir, StateDir
 from can_train.errors import RunError
-from can_train.launch.states import Evidence
-from can_train.launch.stopping import stop
-from can_train.launch.survey import KnownRun, Surveyed
-from can_train.state.documents import utc_now
-from can_train.state.registry import CancelRecord
+from can_train.io.records import utc_now
+from can_train.slurm.run_status import RunFacts
+from can_train.slurm.survey import KnownRun, Surveyed, stop
+from can_train.training.run_folder import CancelRecord
 
 _WAIT_S: Final = 30.0
 """Seconds that the command waits for the end: a step and a checkpoint fit in, a long step need not."""
+
 
 _LOOK_S: Final = 1.0
 """Seconds between two looks meanwhile."""
@@ -41,9 +42,9 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
         print(f"Run {known.run_id}: {told(found.state)}")
 
 
-def _in_queue(evidence: Evidence) -> bool:
+def _in_queue(evidence: RunFacts) -> bool:
     """Whether SLURM still holds a job of a run that will never start."""
-    from can_train.launch.judge import live_row
+    from can_train.slurm.run_status import live_row
 
     return live_row(evidence) is not None
 

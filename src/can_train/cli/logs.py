@@ -7,16 +7,18 @@ from typing import Annotated, Final
 
 import typer
 
-from can_train.cli.looking import Place, Run, RunsDir, StateDir, told
-from can_train.launch.following import GrowingLog, logs_of
-from can_train.launch.states import FINISHED
-from can_train.launch.survey import KnownRun, Surveyed
+from can_train.cli.output import told
+from can_train.cli.run_locator import Place, Run, RunsDir, StateDir
+from can_train.slurm.run_status import FINISHED
+from can_train.slurm.survey import GrowingLog, KnownRun, Surveyed, logs_of
 
 _READ_S: Final = 0.5
 """Seconds between two looks at a log."""
 
+
 _LOOK_S: Final = 5.0
 """Seconds between two looks at the run: SLURM's controller is everybody's."""
+
 
 _ENDED_OTHERWISE: Final = 1
 """Exit code where a followed run did not finish."""

@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.cli.looking import duration, seconds_between
-from can_train.cli.runs_tables import strict
-from can_train.cli.tables import TextTable
-from can_train.launch.ranking import by_test_set
-from can_train.launch.survey import Surveyed, short_name
-from can_train.state.registry import JobRecord
+from can_train.cli.output import TextTable, duration, seconds_between, strict
+from can_train.slurm.survey import Surveyed, by_test_set, short_name
+from can_train.training.run_folder import JobRecord
 
 if TYPE_CHECKING:
-    # Composition imports Hydra, which help does not wait for.
-    from can_train.launch.pipeline import Step
+    from can_train.slurm.pipeline import Step
 
 _METRIC: Final = "mcc"
+
 
 _UNDEFINED: Final = "-"
 """What stands for a figure that there is none of."""

@@ -1,14 +1,22 @@
 """`can-train resume RUN`: continues a run from its last checkpoint, bit by bit: where it ran before, or here."""
 
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from can_train.cli.looking import Place, Run, RunsDir, StateDir, told
+from can_train.cli.options import command_of
+from can_train.cli.output import told
+from can_train.cli.run_locator import Place, Run, RunsDir, StateDir
 from can_train.errors import RunError
-from can_train.launch.states import FINISHED
-from can_train.launch.survey import Surveyed
+from can_train.slurm.run_status import FINISHED
+from can_train.slurm.survey import Surveyed
+
+if TYPE_CHECKING:
+    from can_train.config.resolved import ResolvedRun
 
 
 def resume(
@@ -44,10 +52,71 @@ def _go_on(found: Surveyed) -> None:
 def _submit(found: Surveyed, place: Place) -> None:
     from can_train.cli.submit import submit_again
     from can_train.config.compose import from_plain
-    from can_train.launch.submission import Submission
+    from can_train.slurm.submit import Submission
     from can_train.training.run_folder import RunFolder
 
     run = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
     job = submit_again(folder, run, Submission(name=run.key, state_dir=place.state_folder, reason="resumed"))
     print(f"Run {job.run_id} goes on as job {job.job_id}.")
+
+
+_CLUSTER: Final = "Of the new job; as before without."
+
+
+_CLUSTER_FLAGS: Final = ("partition", "time", "mem", "gpus")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResubmitRequest:
+    """What is asked for."""
+
+    run: Run
+    set: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="What is to differ, in Hydra's grammar. Repeatable.", metavar="GROUP.KEY=VALUE"),
+    ] = None
+    partition: Annotated[str | None, typer.Option(help=_CLUSTER)] = None
+    time: Annotated[str | None, typer.Option(help=_CLUSTER)] = None
+    mem: Annotated[str | None, typer.Option(help=_CLUSTER)] = None
+    gpus: Annotated[str | None, typer.Option(help=_CLUSTER)] = None
+    force: Annotated[bool, typer.Option("--force", help="Also if an identical run is there already.")] = False
+    runs_dir: RunsDir = "runs"
+    state_dir: StateDir = None
+
+
+def make_resubmit_command() -> Callable[..., None]:
+    """Makes the command."""
+    return command_of(ResubmitRequest, _resubmit)
+
+
+def _resubmit(request: ResubmitRequest) -> None:
+    """Start a new run with another's configuration and some changes, where that one ran."""
+    place = Place(request.runs_dir, request.state_dir)
+    found = place.look(place.find(request.run))
+    from can_train.config.compose import changed
+
+    given = {name: getattr(request, name) for name in _CLUSTER_FLAGS}
+    values = {f"cluster.{name}": value for name, value in given.items() if value is not None}
+    # Not where it was written down: the registry that was asked is the one that gets the new run.
+    values["paths.state_dir"] = str(place.state_folder)
+    run = _settled(changed(found.known.folder.config(), request.set or (), values), place)
+    if not found.evidence.jobs:
+        from can_train.cli.attempt import start
+
+        start(run)
+        return
+    from can_train.cli.submit import submit_runs
+    from can_train.slurm.order import Wanted
+
+    submit_runs([run], Wanted(force=request.force))
+
+
+def _settled(run: "ResolvedRun", place: Place) -> "ResolvedRun":
+    """Finds the runs that it builds on, which may have been changed, or be gone."""
+    from can_train.config.compose import RunRequest
+    from can_train.slurm.prerequisites import PastRuns, settled_prerequisites
+
+    data = RunRequest(model=run.model_name, dataset=run.dataset.path or run.dataset.name, device=run.device)
+    past = PastRuns(place.state_folder, Path(place.runs_dir))
+    return settled_prerequisites(run, data, past)[0]

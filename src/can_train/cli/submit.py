@@ -11,21 +11,24 @@ from pathlib import Path
 from typing import Any, Final
 
 from can_train.cli.attempt import go_on_in_job
-from can_train.config.resolved import ResolvedRun
+from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import CanTrainError
-from can_train.launch.cluster_info import NoControllerError, Partition, read_partitions
-from can_train.launch.code import Code, describe, keep, read_code
-from can_train.launch.expectation import expectation
-from can_train.launch.identity import FINISHED
-from can_train.launch.local import run_here, start_process
-from can_train.launch.order import Order, Ordered, Wanted, make_order
-from can_train.launch.slurm import script_text, start_jobs, submit_jobs
-from can_train.launch.submission import Started, Submission, enter_job
-from can_train.policy.slurm_units import parse_time_min, time_text
-from can_train.state.registry import JobRecord, Registry
-from can_train.training.folders import state_dir
-from can_train.training.new_run import enter
-from can_train.training.run_folder import RunFolder, new_run_id
+from can_train.io.units import parse_time_min, time_text
+from can_train.slurm.client import NoControllerError, Partition, read_partitions
+from can_train.slurm.duplicates import FINISHED
+from can_train.slurm.order import Order, Ordered, Wanted, expectation, make_order
+from can_train.slurm.snapshot import Code, describe, keep, read_code
+from can_train.slurm.submit import (
+    Started,
+    Submission,
+    enter_job,
+    run_here,
+    script_text,
+    start_jobs,
+    start_process,
+    submit_jobs,
+)
+from can_train.training.run_folder import JobRecord, Registry, RunFolder, enter, new_run_id
 
 _LISTED: Final = 10
 """Runs of an array that are listed; of more, the first ones and how many follow."""
@@ -68,7 +71,7 @@ def submit_runs(runs: Sequence[ResolvedRun], wanted: Wanted, *, as_json: bool = 
     expected = [expectation(group[0].run, Registry(state).runs()) for group in order.groups]
     keep(code, state)
     if not as_json:
-        _say_twins(order)
+        _say_duplicate_runs(order)
     jobs: list[JobRecord] = []
     for ordered, expects in zip(order.groups, expected, strict=True):
         started = start_group(make_group(ordered, order, state), order, code)
@@ -186,12 +189,12 @@ def note(order: Order) -> None:
         print(f"note: {notice}", file=sys.stderr)
 
 
-def _say_twins(order: Order) -> None:
-    for twin in order.twins:
-        verb = "has finished" if twin.state == FINISHED else f"is {twin.state}"
-        print(f"{twin.run.run_id}  is the same, and {verb}")
-        print(f"  its state: can-train status {twin.run.run_id}")
-    if order.twins:
+def _say_duplicate_runs(order: Order) -> None:
+    for duplicate_run in order.duplicate_runs:
+        verb = "has finished" if duplicate_run.state == FINISHED else f"is {duplicate_run.state}"
+        print(f"{duplicate_run.run.run_id}  is the same, and {verb}")
+        print(f"  its state: can-train status {duplicate_run.run.run_id}")
+    if order.duplicate_runs:
         print("Not submitted again; --force does so all the same.")
 
 
@@ -235,7 +238,10 @@ def _as_json(jobs: Sequence[JobRecord], order: Order) -> dict[str, Any]:
             }
             for job in jobs
         ],
-        "identical": [{"run_id": twin.run.run_id, "path": twin.run.path, "state": twin.state} for twin in order.twins],
+        "identical": [
+            {"run_id": duplicate_run.run.run_id, "path": duplicate_run.run.path, "state": duplicate_run.state}
+            for duplicate_run in order.duplicate_runs
+        ],
     }
 
 

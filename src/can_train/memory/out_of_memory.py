@@ -38,7 +38,9 @@ _PATTERNS: Final = (
 `*_STATUS_NOT_INITIALIZED`, `CUFFT_INTERNAL_ERROR`, `unable to find an engine`, `OUT_OF_RESOURCES` (to Triton the shared
 memory of one kernel), and the shared memory of a data loader, which no smaller batch mends."""
 
+
 _OUT_OF_MEMORY: Final = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _PATTERNS), re.MULTILINE)
+
 
 _HOST: Final = re.compile(
     r"\bDefaultCPUAllocator: |\bposix_memalign\(|\$ Torch: not enough memory: |^std::bad_alloc$|_OUT_OF_HOST_MEMORY\b",
@@ -46,7 +48,10 @@ _HOST: Final = re.compile(
 )
 """Those wordings that mean the host's memory."""
 
+
 _TRIED: Final = re.compile(r".*?Tried to allocate [\d.]+ (?:[KMGTP]iB|bytes)")
+
+
 _LONGEST: Final = 160
 """Characters of a message that are quoted where it does not say what was asked for."""
 

@@ -1,28 +1,101 @@
-"""What the processes of a run leave about themselves in its folder: that an attempt began, and how it ended, as far as
-the process itself can know. Whether a scheduler ended it, and why, others ask the scheduler.
-"""
+"""What the processes of a run leave about themselves, and the signals that end them."""
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 from can_train.errors import CanTrainError, DoesNotFitError
+from can_train.io.atomic import json_text, write_json_atomic, write_new_atomic
+from can_train.io.records import utc_now
 from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
-from can_train.state.atomic import json_text, write_json_atomic, write_new_atomic
-from can_train.state.documents import utc_now
-from can_train.training.signals import TERMINATED, WARNED, StopRequests
+
+_HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+WARNED: Final = 128 + signal.SIGUSR2
+"""Exit status of a process that left because its time is nearly up."""
+
+
+TERMINATED: Final = 128 + signal.SIGTERM
+"""Exit status of a process that was asked to leave."""
+
+
+class StopRequests:
+    """Turns signals into `SystemExit(128 + signal)`: 143 for SIGTERM, 130 for SIGINT, 140 for SIGUSR2.
+
+    Attributes:
+        received: The first signal; None: none yet.
+        terminated: Whether SIGTERM arrived, first or later.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.terminated = False
+        self._deferring = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handles the signals inside the block; the handlers of before come back after it."""
+        previous: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in _HANDLED}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside the block a signal is only noted in `received`; it ends the process at the block's end.
+
+        Raises:
+            SystemExit: A signal arrived that the block left unanswered.
+        """
+        before, outer = self.received, self._deferring
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = outer
+        if self.received != before and not outer:
+            self.exit()
+
+    def exit(self) -> None:
+        """Leaves the process for the signal received.
+
+        Raises:
+            SystemExit: Always, with 128 + the signal's number.
+        """
+        raise SystemExit(128 + (self.received or 0))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first = self.received is None
+        if first:
+            self.received = number
+        self.terminated |= number == signal.SIGTERM
+        if first and not self._deferring:
+            self.exit()
+        # A scheduler sends SIGTERM twice, and again after its warning: what is being saved for the first must not be
+        # cut short. If it is in earnest it kills. Nobody but a person sends SIGINT.
+        if not first and number == signal.SIGINT:
+            raise SystemExit(128 + number)
+
 
 _FOLDER: Final = "attempts"
 
+
 _INTERRUPTED: Final = 128 + 2
+
 
 _LEFT: Final[Mapping[int, str]] = {TERMINATED: "terminated", _INTERRUPTED: "interrupted", WARNED: "time_limit"}
 """What an exit status of 128 + a signal says."""
+
 
 _TELLING: Final = (
     "host_oom", "gpu_oom", "killed", "failed", "time_limit", "interrupted", "terminated", "finished",
@@ -30,8 +103,10 @@ _TELLING: Final = (
 """Endings, the one first that says most: a rank that ran out of memory takes the others with it, which then are
 terminated, or fail for want of it."""
 
+
 RESTARTED: Final = ("time_limit", "killed")
 """Endings after which can-train puts a job back into the queue."""
+
 
 _LONGEST: Final = 500
 """Characters of an error that are kept in one line."""

@@ -14,18 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from bitwise import assert_ends_like
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import FinishedModel, ResolvedRun
-from can_train.engine.micro_batcher import Losses
 from can_train.errors import RunError
+from can_train.fit.micro_batcher import Losses
 from can_train.reporter import SilentReporter
 from can_train.tasks.can.losses import ClassifierBatch
 from can_train.tasks.can.modes.curriculum import CurriculumTask
 from can_train.tasks.can.task import make_task
-from killed_runs import finish, finish_killed, only_run
-from random_bus import random_frames, write_log
-from split_gradients import gradient, relative_error
+from fakes.bitwise import assert_ends_like
+from fakes.killed_runs import finish, finish_killed, only_run
+from fakes.random_bus import random_frames, write_log
+from fakes.split_gradients import gradient, relative_error
 
 CPU = torch.device("cpu")
 WINDOW, WINDOWS, EPOCHS = 20, 400, 5
@@ -66,7 +66,7 @@ def told(task: CurriculumTask, difficulty: Callable[[NDArray[np.int64]], Any]) -
         errors[:, 0] = torch.as_tensor(difficulty(rows), dtype=torch.float32)
         return {"errors": errors}
 
-    task.listen(ROLE, answers)
+    task.bind_outputs(ROLE, answers)
     return task
 
 

@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.utils import scatter
 
-from can_train.tasks.can.gather import GraphBatch
+from can_train.tasks.can.data.batches import GraphBatch
 
 if TYPE_CHECKING:
     from can_train.tasks.can.models.vgae import Reconstruction
 
 Gather = Callable[[NDArray[np.int64]], GraphBatch]
+
+
 Losses = dict[str, tuple[Tensor, float]]
+
+
 Answers = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]
 """Returns a teacher's outputs for some windows."""
 

@@ -8,15 +8,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from can_train.tasks.can.dataset import CanData
-from can_train.tasks.can.fusion.batch import MixingProblem
-from can_train.tasks.can.fusion.comparing import judge_agent, told_in_words, verdict, weights_chosen
-from can_train.tasks.can.fusion.mixes import best_weight, constant_mixes, fitted_mixes
-from can_train.tasks.can.fusion.states import WindowScores, mixing_weights
-from can_train.tasks.can.judging import JudgingOptions
-from can_train.tasks.can.splits import Split
-from mixing_worlds import WEIGHTS, WINDOWS, divided_problem
-from windows_by_hand import windows_of
+from can_train.tasks.can.data.dataset import CanData, Split
+from can_train.tasks.can.evaluation.judging import JudgingOptions
+from can_train.tasks.can.fusion.agent import MixingProblem
+from can_train.tasks.can.fusion.mixes import (
+    best_weight,
+    constant_mixes,
+    fitted_mixes,
+    judge_agent,
+    told_in_words,
+    verdict,
+    weights_chosen,
+)
+from can_train.tasks.can.fusion.scores import WindowScores, mixing_weights
+from fakes.mixing_worlds import WEIGHTS, WINDOWS, divided_problem
+from fakes.windows_by_hand import windows_of
 
 OPTIONS = JudgingOptions(supervised=True, validation_fpr=0.01, floors=True, seed=0)
 ROWS = np.arange(WINDOWS)

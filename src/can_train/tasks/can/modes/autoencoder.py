@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DataError
-from can_train.tasks.can.anomaly import anomaly_scores, error_units
-from can_train.tasks.can.dataset import CanData
+from can_train.tasks.can.data.dataset import CanData
+from can_train.tasks.can.evaluation.judging import Score
+from can_train.tasks.can.evaluation.metrics import anomaly_scores, error_units
 from can_train.tasks.can.losses import AutoencoderBatch
-from can_train.tasks.can.modes.windows import Score, WindowTask
+from can_train.tasks.can.modes.windows import WindowTask
 
 if TYPE_CHECKING:
-    from can_train.tasks.can.judging import ModelScores
+    from can_train.tasks.can.evaluation.judging import ModelScores
 
 
 class AutoencoderTask(WindowTask):
@@ -60,7 +61,7 @@ class AutoencoderTask(WindowTask):
 
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges each test folder by itself, beside the floors; units and threshold come from validation."""
-        from can_train.tasks.can.judging import judge
+        from can_train.tasks.can.evaluation.judging import judge
 
         (own, units), options = self._final_scores(score), self._options(supervised=False)
         others = {role: self._final_scores(score, role) for role in self.judged_beside}
@@ -71,8 +72,8 @@ class AutoencoderTask(WindowTask):
         return {**judgement, "error_units": units}
 
     def _final_scores(self, score: Score, *role: str) -> tuple["ModelScores", list[float]]:
-        """Scores validation and test windows with the model, or a companion; returns its units, too."""
-        from can_train.tasks.can.judging import ModelScores
+        """Scores validation and test windows with the model, or a reference model; returns its units, too."""
+        from can_train.tasks.can.evaluation.judging import ModelScores
 
         split = self._data.split
         validation = score(split.validation, *role)

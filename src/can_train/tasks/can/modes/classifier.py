@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DataError
-from can_train.tasks.can.dataset import CanData
-from can_train.tasks.can.layout import TEST
+from can_train.tasks.can.data.dataset import CanData, Split
+from can_train.tasks.can.data.layout import TEST
+from can_train.tasks.can.evaluation.judging import Score
 from can_train.tasks.can.losses import ClassifierBatch
-from can_train.tasks.can.modes.windows import Score, WindowTask
-from can_train.tasks.can.splits import Split
+from can_train.tasks.can.modes.windows import WindowTask
 
 if TYPE_CHECKING:
-    from can_train.tasks.can.judging import ModelScores
+    from can_train.tasks.can.evaluation.judging import ModelScores
 
 MAX_NAMED_LOGS: Final = 3
 """Logs that an error names before it stops."""
@@ -57,7 +57,7 @@ class ClassifierTask(WindowTask):
 
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges each test folder by itself, beside the floors; the threshold comes from validation."""
-        from can_train.tasks.can.judging import judge
+        from can_train.tasks.can.evaluation.judging import judge
 
         own, options = final_scores(score, self._data.split), self._options(supervised=True)
         beside = {role: final_scores(score, self._data.split, role) for role in self.judged_beside}
@@ -68,8 +68,8 @@ class ClassifierTask(WindowTask):
 
 
 def final_scores(score: Score, split: Split, *role: str) -> "ModelScores":
-    """Scores validation and test windows with the model, or with the companion of a role."""
-    from can_train.tasks.can.judging import ModelScores
+    """Scores validation and test windows with the model, or with the reference model of a role."""
+    from can_train.tasks.can.evaluation.judging import ModelScores
 
     return ModelScores(
         validation=score(split.validation, *role)[:, 0],
