@@ -14,7 +14,7 @@ import pytest
 
 from can_train.cli.main import main
 from guards.sources import PACKAGE
-from random_bus import random_frames, write_log
+from fakes.random_bus import random_frames, write_log
 
 ROOT = PACKAGE.parents[1]
 README = ROOT / "README.md"
@@ -232,7 +232,6 @@ def test_every_dependency_says_what_it_is_for() -> None:
     assert needed - explained == set()
 
 
-@pytest.mark.xfail(reason="the folders are being moved: delete this mark once they are")
 def test_the_readme_maps_every_folder_of_the_package() -> None:
     (drawn,) = blocks(TEXTS["README.md"], "text")
     mapped = re.findall(r"^  ([\w.]+)(?=/? )", drawn.partition("src/can_train/")[2], flags=re.MULTILINE)
