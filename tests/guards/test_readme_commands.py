@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
-from guards.sources import PACKAGE
 from fakes.random_bus import random_frames, write_log
+from guards.sources import PACKAGE
 
 ROOT = PACKAGE.parents[1]
 README = ROOT / "README.md"
