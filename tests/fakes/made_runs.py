@@ -31,7 +31,7 @@ class Runs:
         self.registry = Registry(self.state_dir)
         self.flags = ("--runs-dir", str(self.runs_dir), "--state-dir", str(self.state_dir))
 
-    def add(self, number: int, result: dict[str, Any] | None = None, *, entered: bool = True) -> Path:
+    def add(self, number: int, result: dict[str, Any] | None = None, *, entered: bool = True, **fields: Any) -> Path:
         """Makes a run; those of higher number are newer."""
         run_id = f"20260101-0000{number:02d}-{KEY}-{number:04x}"
         path = self.runs_dir / run_id
@@ -40,7 +40,7 @@ class Runs:
         if result is not None:
             (path / "result.json").write_text(json.dumps(result))
         if entered:
-            self.registry.add(RunRecord(run_id=run_id, path=str(path), key=KEY, time=at(number)))
+            self.registry.add(RunRecord(run_id=run_id, path=str(path), key=KEY, time=at(number), **fields))
         return path
 
     def submit(self, path: Path, job_id: str, executor: str = "slurm", **values: Any) -> JobRecord:
