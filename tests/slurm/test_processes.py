@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from can_train.io.records import utc_now
-from can_train.slurm.survey import command_line, is_alive, terminate
+from can_train.slurm.status import command_line, is_alive, terminate
 
 LONG_AGO = "2020-01-01T00:00:00+00:00"
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, OutOfMemoryDetails
-from can_train.training.attempts import TERMINATED, WARNED, Attempts, Place, StopRequests
+from can_train.training.attempts import TERMINATED, WARNED, Attempts, SlurmContext, StopRequests
 
-JOB = Place(job_id="7", restarts=1)
+JOB = SlurmContext(job_id="7", restarts=1)
 
 
-def end_with(folder: Path, error: BaseException, place: Place = JOB) -> Attempts:
+def end_with(folder: Path, error: BaseException, place: SlurmContext = JOB) -> Attempts:
     """An attempt that an error ends."""
     attempts = Attempts(folder, place)
     with pytest.raises(type(error)), attempts.recorded(StopRequests()):
@@ -104,7 +104,7 @@ def test_who_looks_after_the_job_says_what_its_process_could_not(tmp_path: Path)
 
 
 def test_an_attempt_that_never_came_to_begin_is_entered_by_who_looks_after_it(tmp_path: Path) -> None:
-    end_with(tmp_path, SystemExit(WARNED), Place(job_id="7"))
+    end_with(tmp_path, SystemExit(WARNED), SlurmContext(job_id="7"))
     script = Attempts(tmp_path, JOB)
     assert script.ended_of_job(JOB) is None
     script.witness("time_limit", "", {})
@@ -112,7 +112,7 @@ def test_an_attempt_that_never_came_to_begin_is_entered_by_who_looks_after_it(tm
 
 
 def test_only_what_can_train_put_back_is_counted_and_only_of_the_job(tmp_path: Path) -> None:
-    places = [Place(job_id="6"), *(Place(job_id="7", restarts=restarts) for restarts in range(4))]
+    places = [SlurmContext(job_id="6"), *(SlurmContext(job_id="7", restarts=restarts) for restarts in range(4))]
     for place, status in zip(places, (WARNED, WARNED, TERMINATED, WARNED, WARNED), strict=True):
         end_with(tmp_path, SystemExit(status), place)
     assert Attempts(tmp_path, JOB).restarts_of("7") == 2
@@ -121,13 +121,16 @@ def test_only_what_can_train_put_back_is_counted_and_only_of_the_job(tmp_path: P
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, Place()),
-        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "3"}, Place(job_id="7", restarts=2, rank=3)),
+        ({}, SlurmContext()),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "3"},
+            SlurmContext(job_id="7", restarts=2, rank=3),
+        ),
         (
             {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"},
-            Place(job_id="7_1"),
+            SlurmContext(job_id="7_1"),
         ),
     ],
 )
-def test_where_a_process_stands_is_read_off_its_variables(environment: dict[str, str], place: Place) -> None:
-    assert Place.here(environment) == place
+def test_where_a_process_stands_is_read_off_its_variables(environment: dict[str, str], place: SlurmContext) -> None:
+    assert SlurmContext.from_environment(environment) == place

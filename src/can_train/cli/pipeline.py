@@ -31,8 +31,8 @@ from can_train.slurm.order import Order, Wanted, make_order
 from can_train.slurm.pipeline import AT_WORK, REUSED, Step
 from can_train.slurm.prerequisites import is_whole, with_folders
 from can_train.slurm.snapshot import Code, code_of, describe, keep, read_code
+from can_train.slurm.status import find_run, known_runs, run_statuses
 from can_train.slurm.submit import Submission, run_line
-from can_train.slurm.survey import find_run, known_runs, survey
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, make_run
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ def _results(steps: Sequence[Step], folders: Mapping[str, RunFolder], said: Mapp
     results = []
     for step in steps:
         folder = folders.get(step.name)
-        found = survey([find_run(known, str(folder.path))], registry)[0] if folder is not None else None
-        finished = found is not None and found.evidence.result is not None
+        found = run_statuses([find_run(known, str(folder.path))], registry)[0] if folder is not None else None
+        finished = found is not None and found.facts.result is not None
         results.append(StageResult(step=step, found=found, told="" if finished else said.get(step.name, "")))
     return results
 
@@ -309,14 +309,14 @@ def _steps(stages: Sequence["Stage"], asked: Sequence["Asked"], *, force: bool) 
     from can_train.config.resolved import state_dir
     from can_train.slurm.pipeline import Lookout, make_steps
     from can_train.slurm.prerequisites import PastRuns
-    from can_train.slurm.survey import survey
+    from can_train.slurm.status import run_statuses
 
     run = asked[0].run
     past = PastRuns(state_dir(run.paths), run.runs_dir)
     lookout = Lookout(
         stages={stage.name: stage for stage in stages},
         past=past,
-        state_of=lambda known: survey([known], past.registry)[0].state,
+        state_of=lambda known: run_statuses([known], past.registry)[0].state,
         force=force,
     )
     steps = make_steps(asked, lookout)

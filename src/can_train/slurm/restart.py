@@ -35,7 +35,7 @@ from can_train.slurm.job import (
 )
 from can_train.slurm.script import environment
 from can_train.slurm.submit import Submission
-from can_train.training.attempts import Attempts, Ended, Place, this_machine
+from can_train.training.attempts import AttemptEnd, Attempts, SlurmContext, this_machine
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
 
 _REGISTERED_WITHIN_S: Final = 10.0
@@ -63,8 +63,8 @@ class _Over:
 
     run: RunRecord
     job: JobRecord
-    place: Place
-    said: Ended | None
+    place: SlurmContext
+    said: AttemptEnd | None
     state_dir: Path
 
     @property
@@ -123,7 +123,7 @@ def after_job(entry: Entry, state_dir: Path, *, status: int, began_with: Mapping
 
 def _look(state_dir: Path) -> _Over | None:
     """Finds the run of the job around this process; None where there is none."""
-    place = replace(Place.here(), rank=0)
+    place = replace(SlurmContext.from_environment(), rank=0)
     found = _find(Registry(state_dir), place.job_id) if place.job_id else None
     if found is None:
         return None

@@ -113,7 +113,7 @@ _LONGEST: Final = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class Began:
+class AttemptStart:
     """That one process began to work on a run.
 
     Attributes:
@@ -134,7 +134,7 @@ class Began:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class AttemptEnd:
     """How it ended.
 
     Attributes:
@@ -158,7 +158,7 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class SlurmContext:
     """Where a process of a run stands.
 
     Attributes:
@@ -172,7 +172,7 @@ class Place:
     rank: int = 0
 
     @classmethod
-    def here(cls, environment: Mapping[str, str] = os.environ) -> "Place":
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "SlurmContext":
         """Reads it off SLURM's variables."""
         return cls(
             job_id=scheduler_job(environment),
@@ -189,22 +189,22 @@ class Attempts:
         place: Where this process stands; None: what its environment says.
     """
 
-    def __init__(self, run_path: Path, place: Place | None = None) -> None:
+    def __init__(self, run_path: Path, place: SlurmContext | None = None) -> None:
         self._folder = run_path / _FOLDER
-        self._place = place or Place.here()
+        self._place = place or SlurmContext.from_environment()
         self._current: int | None = None
         self._is_recorded = False
 
-    def began(self) -> list[Began]:
+    def began(self) -> list[AttemptStart]:
         """Reads the attempts, the first one first."""
-        return [Began(**_read(path)) for path in sorted(self._folder.glob("*-began.json"))]
+        return [AttemptStart(**_read(path)) for path in sorted(self._folder.glob("*-began.json"))]
 
-    def ended(self, attempt: int) -> Ended | None:
+    def ended(self, attempt: int) -> AttemptEnd | None:
         """Reads how an attempt ended, of several ranks the one whose ending says most; None where none did say."""
-        found = [Ended(**_read(path)) for path in self._folder.glob(f"{attempt:04d}-ended*.json")]
+        found = [AttemptEnd(**_read(path)) for path in self._folder.glob(f"{attempt:04d}-ended*.json")]
         return min(found, key=_little_said, default=None)
 
-    def ended_of_job(self, place: Place) -> Ended | None:
+    def ended_of_job(self, place: SlurmContext) -> AttemptEnd | None:
         """Reads how the attempt in a place ended; None where it did not say, or did not come to begin."""
         attempt = self._of(place)
         return None if attempt is None else self.ended(attempt)
@@ -250,19 +250,19 @@ class Attempts:
     def witness(self, ending: str, message: str, details: Mapping[str, Any]) -> None:
         """Writes down how the attempt in this place ended, as others have found out."""
         attempt = self._number()
-        self._write("-job", Ended(
+        self._write("-job", AttemptEnd(
             attempt=attempt, ending=ending, message=message, details=details, time=utc_now(), rank=None,
             host=this_machine(),
         ))  # fmt: skip
 
     def _end(self, error: BaseException | None) -> None:
         rank = self._place.rank
-        self._write(f"-rank{rank}" if rank else "", Ended(
+        self._write(f"-rank{rank}" if rank else "", AttemptEnd(
             attempt=self._number(), ending=_ending(error), message=_message(error), details=_details(error),
             time=utc_now(), rank=rank, host=this_machine(),
         ))  # fmt: skip
 
-    def _write(self, who: str, record: Ended) -> None:
+    def _write(self, who: str, record: AttemptEnd) -> None:
         write_json_atomic(self._folder / f"{record.attempt:04d}-ended{who}.json", asdict(record))
 
     def _join(self) -> None:
@@ -276,7 +276,7 @@ class Attempts:
             return self._current
         return self._of(self._place) or self._begin()
 
-    def _of(self, place: Place) -> int | None:
+    def _of(self, place: SlurmContext) -> int | None:
         """Finds the last attempt that began in a place, on whichever rank."""
         where = (place.job_id, place.restarts)
         return max(
@@ -287,7 +287,7 @@ class Attempts:
         self._folder.mkdir(exist_ok=True)
         while True:
             attempt = len(list(self._folder.glob("*-began.json"))) + 1
-            record = Began(
+            record = AttemptStart(
                 attempt=attempt,
                 job_id=self._place.job_id,
                 restarts=self._place.restarts,
@@ -313,7 +313,7 @@ def this_machine() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _little_said(record: Ended) -> tuple[int, bool, str]:
+def _little_said(record: AttemptEnd) -> tuple[int, bool, str]:
     """Orders endings: first the one that says most; what was found out after the job says more than its ranks."""
     return _TELLING.index(record.ending), record.rank is not None, record.time
 

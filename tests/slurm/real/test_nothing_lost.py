@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from can_train.training.attempts import Attempts, Ended
+from can_train.training.attempts import AttemptEnd, Attempts
 from can_train.training.run_folder import JobRecord, Registry
 from fakes.bitwise import assert_ends_like
 from sandbox import daemons
@@ -57,7 +57,7 @@ class Run:
         return [record.ending if record else "" for record in ended]
 
     @property
-    def last(self) -> Ended:
+    def last(self) -> AttemptEnd:
         ended = self.attempts.ended(len(self.attempts.began()))
         assert ended is not None
         return ended
