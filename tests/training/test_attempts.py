@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, Shortage
+from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, OutOfMemoryDetails
 from can_train.training.attempts import TERMINATED, WARNED, Attempts, SlurmContext, StopRequests
 
 JOB = SlurmContext(job_id="7", restarts=1)
@@ -56,7 +56,7 @@ def test_an_attempt_that_ends_well_says_so(tmp_path: Path) -> None:
             "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory",
         ),
         (DoesNotFitError("It must fit"), "gpu_oom", "It must fit."),
-        (DoesNotFitError("It must fit", shortage=Shortage(of_host=True)), "host_oom", "It must fit."),
+        (DoesNotFitError("It must fit", details=OutOfMemoryDetails(of_host=True)), "host_oom", "It must fit."),
     ],
 )
 def test_what_ended_an_attempt_is_told_in_a_line(
@@ -68,7 +68,7 @@ def test_what_ended_an_attempt_is_told_in_a_line(
 
 
 def test_what_is_known_of_a_shortage_is_kept(tmp_path: Path) -> None:
-    error = DoesNotFitError("It must fit", shortage=Shortage(should_fit=True, need_bytes=5, foreign_bytes=3))
+    error = DoesNotFitError("It must fit", details=OutOfMemoryDetails(should_fit=True, need_bytes=5, foreign_bytes=3))
     ended = end_with(tmp_path, caused(2, error)).end(1)
     assert ended is not None
     assert {name: ended.details[name] for name in ("should_fit", "one_sample", "need_bytes", "foreign_bytes")} == {

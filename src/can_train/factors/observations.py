@@ -147,9 +147,9 @@ class Observation:
     """What decided the logical batch."""
     oom_used: float | None = None
     """Cost of the smallest micro-batch that ran out of memory ÷ tuned limit; None where none did."""
-    settled_used: float | None = None
+    used_after_rescue: float | None = None
     """Cost of the largest micro-batch run after the last out-of-memory ÷ tuned limit; None where none was."""
-    settled_peak_bytes: int | None = None
+    peak_bytes_after_rescue: int | None = None
     """Measured peak since then."""
     ooms_rescued: int = 0
     """Times that memory ran out at a cost within the safe limit, and the micro-batch was split."""
@@ -169,7 +169,7 @@ class Observation:
             raise ValueError(f"outcome {self.outcome!r} is not one of {', '.join(_OUTCOMES)}")
         if not 0 < self.factor <= 1:
             raise ValueError(f"factor {self.factor} is not in (0, 1]")
-        for used in (self.used, self.oom_used, self.settled_used):
+        for used in (self.used, self.oom_used, self.used_after_rescue):
             if used is not None and not 0 <= used <= _MOST_SHARE:
                 raise ValueError(f"used {used} is not a share")
         check_time("start_time", self.start_time)
@@ -190,7 +190,7 @@ class Observation:
             safe_limit=self.safe_limit,
             logical_batch=self.logical_batch,
             largest_micro_batch=self.largest_micro_batch,
-            settled_peak_bytes=self.settled_peak_bytes,
+            peak_bytes_after_rescue=self.peak_bytes_after_rescue,
             ooms_rescued=self.ooms_rescued,
             allocator_retries=self.allocator_retries,
             foreign_bytes=self.foreign_bytes,

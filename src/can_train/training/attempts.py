@@ -120,7 +120,7 @@ class AttemptEnd:
             SIGTERM, and saved its state), interrupted (by SIGINT, and saved its state), or killed, which only others
             can find out.
         message: The error, in one line; empty where there is none.
-        details: The fields of `Shortage` after an out-of-memory.
+        details: The fields of `OutOfMemoryDetails` after an out-of-memory.
         time: When.
         rank: Which of the run's processes recorded this; None: it was found out after the job.
         host: Machine, by the scheduler's name where it has one.
@@ -287,7 +287,7 @@ def _ending(error: BaseException | None) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, DoesNotFitError):
-        return "host_oom" if error.shortage.of_host else "gpu_oom"
+        return "host_oom" if error.details.of_host else "gpu_oom"
     if is_out_of_memory(error):
         return "host_oom" if is_host_memory(error) else "gpu_oom"
     return "failed"
@@ -296,7 +296,7 @@ def _ending(error: BaseException | None) -> str:
 def _details(error: BaseException | None) -> dict[str, Any]:
     if isinstance(error, SystemExit):
         error = error.__cause__
-    return asdict(error.shortage) if isinstance(error, DoesNotFitError) else {}
+    return asdict(error.details) if isinstance(error, DoesNotFitError) else {}
 
 
 def _message(error: BaseException | None) -> str:

@@ -25,7 +25,7 @@ from slurm.real.on_slurm import Slurm
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
 TRAINING = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
-            "--epochs", "2", "--checkpoint-every", "4", "--min-steps-per-epoch", "12", "--no-floors")  # fmt: skip
+            "--epochs", "2", "--checkpoint-every", "4", "--min-steps-per-epoch", "12", "--no-baselines")  # fmt: skip
 JOB = ("--submit", "--force", "--set", "cluster.cpus=1", "--set", "cluster.signal_delay_s=5")
 SMALL = ("--set", "cluster.mem=900M")
 ENOUGH_STEPS = 4
