@@ -17,7 +17,7 @@ from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, si
 from can_train.slurm.client import Partition
 from can_train.slurm.duplicates import DuplicateRun, data_files, find_duplicate_run, identity
 from can_train.slurm.run_state import FINISHED, live_row
-from can_train.slurm.script import check_folder, with_cluster_defaults, wants_gpu, with_sbatch_defaults
+from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
 from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import Registry, RunFolder, RunRecord
 
