@@ -18,7 +18,7 @@ from can_train.errors import CanTrainError, DeviceError, StateError
 from can_train.io.atomic import write_json_atomic, write_text_atomic
 from can_train.io.units import parse_size
 from can_train.memory.catalogue import GpuConstants, write_gpu_constants
-from can_train.memory.devices import is_simulated, resolve_device
+from can_train.memory.meters import is_simulated, resolve_device
 from gpu.configurations import CAPACITIES, MODELS, QUICK_CAPACITIES, SIMULATED, Configuration
 from gpu.cuda_tests import run_cuda_tests
 from gpu.processes import measure

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from can_train.errors import RunError
-from can_train.slurm.survey import GrowingLog, logs_of, ranks_of
+from can_train.slurm.status import GrowingLog, logs_of, ranks_of
 from fakes.made_runs import Runs
 
 

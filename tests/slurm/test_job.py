@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from can_train.config.resolved import plain_to_yaml
-from can_train.training.attempts import WARNED, Attempts, Ended, Place, StopRequests
+from can_train.training.attempts import WARNED, AttemptEnd, Attempts, SlurmContext, StopRequests
 
 pytestmark = pytest.mark.slow
 
@@ -83,8 +83,8 @@ class Started:
         return self.calls_path.read_text().splitlines() if self.calls_path.exists() else []
 
     @property
-    def ended(self) -> Ended:
-        ended = Attempts(self.folder).ended(len(Attempts(self.folder).began()))
+    def ended(self) -> AttemptEnd:
+        ended = Attempts(self.folder).end(len(Attempts(self.folder).starts()))
         assert ended is not None
         return ended
 
@@ -146,7 +146,7 @@ def test_a_job_that_was_put_back_too_often_is_left_and_says_how_to_go_on(start: 
     for restarts in range(2):
         with (
             pytest.raises(SystemExit),
-            Attempts(tmp_path, Place(job_id="7", restarts=restarts)).recorded(StopRequests()),
+            Attempts(tmp_path, SlurmContext(job_id="7", restarts=restarts)).recorded(StopRequests()),
         ):
             raise SystemExit(WARNED)
     job = start("train", max_restarts=1)

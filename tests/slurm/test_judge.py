@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from can_train.slurm.client import Answer
-from can_train.slurm.run_status import CAUSES, LIVE, RunFacts, judge, judge_attempt
+from can_train.slurm.run_state import CAUSES, LIVE, RunFacts, infer_attempt_state, infer_run_state
 from can_train.training.run_folder import CancelRecord
 from fakes.run_evidence import JOBS, RUN, attempt, job, minute, of_job, recorded, text_of
 
@@ -126,15 +126,15 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_state_is(name: str) -> None:
-    evidence, state, part = CASES[name]
-    found = judge(evidence)
+    facts, state, part = CASES[name]
+    found = infer_run_state(facts)
     assert found.state == state
     assert part in found.sentence
     assert found.certain
 
 
 @pytest.mark.parametrize(
-    ("evidence", "state", "part"),
+    ("facts", "state", "part"),
     [
         (of_job("ok", begun("ok"), answer=NO_SLURM), "running", "does not answer here"),
         (of_job("ok", answer=NO_SLURM), "queued", "does not answer here"),
@@ -145,20 +145,20 @@ def test_the_state_is(name: str) -> None:
         (RunFacts(run=RUN, present=False), "failed", "/runs/r is gone"),
     ],
 )
-def test_what_is_not_certain_is_said_to_be_so(evidence: RunFacts, state: str, part: str) -> None:
-    found = judge(evidence)
+def test_what_is_not_certain_is_said_to_be_so(facts: RunFacts, state: str, part: str) -> None:
+    found = infer_run_state(facts)
     assert (found.state, found.certain) == (state, False)
     assert part in found.sentence
 
 
 def test_an_error_is_certain_also_where_no_slurm_answers() -> None:
-    found = judge(of_job("ok", begun("ok", "failed", message="no such data"), answer=NO_SLURM))
+    found = infer_run_state(of_job("ok", begun("ok", "failed", message="no such data"), answer=NO_SLURM))
     assert (found.state, found.sentence, found.certain) == ("failed", "no such data", True)
 
 
 @pytest.mark.parametrize(("example", "state"), [("ok", "finished"), ("timeout", "time limit"), ("crun", "cancelled")])
 def test_of_a_run_whose_folder_is_gone_slurm_may_know_the_end(example: str, state: str) -> None:
-    found = judge(of_job(example, present=False))
+    found = infer_run_state(of_job(example, present=False))
     assert found.state == state
     assert "/runs/r is gone" in found.sentence
 
@@ -173,6 +173,6 @@ def test_every_cause_is_one_of_the_vocabulary() -> None:
 def test_each_attempt_of_a_job_that_was_put_back_has_its_own_ending(example: str, state: str) -> None:
     first = attempt(1, JOBS[example], "terminated")
     second = attempt(2, JOBS[example], "finished", restarts=1)
-    evidence = of_job(example, first, second)
-    assert judge_attempt(first, evidence).state == state
-    assert judge_attempt(second, evidence).state == "finished"
+    facts = of_job(example, first, second)
+    assert infer_attempt_state(first, facts).state == state
+    assert infer_attempt_state(second, facts).state == "finished"

@@ -1,6 +1,5 @@
 """What a submission comes to: what is the same, what is waited for, what goes together. No SLURM is asked."""
 
-import fcntl
 import json
 import os
 from dataclasses import replace
@@ -14,18 +13,10 @@ from can_train.config.resolved import ResolvedRun, plain_to_yaml, settled_paths
 from can_train.errors import MissingDataError, RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import Node, Partition
-from can_train.slurm.duplicates import (
-    ENDED,
-    FINISHED,
-    QUEUED,
-    RUNNING,
-    RunStates,
-    data_files,
-    find_duplicate_run,
-    identity,
-)
-from can_train.slurm.order import UNKNOWN, Wanted, expectation, make_order
+from can_train.slurm.duplicates import data_files, identity
+from can_train.slurm.order import UNKNOWN, SubmitOptions, expectation, plan_submission
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
+from fakes.made_runs import begin
 
 MAIN = Partition(name="main", is_default=True, nodes=(Node(name="a", cpus=8, memory_mib=8000, gpus={"t4": 2}),))
 
@@ -46,37 +37,6 @@ def entered(tmp_path: Path, run_id: str, *jobs: str, **fields: Any) -> RunRecord
         kind, _, number = job.partition(":")
         registry.add(JobRecord(run_id=run_id, executor=kind, job_id=number, time=utc_now(), host="h", log_path=""))
     return record
-
-
-def states(tmp_path: Path, **queue: str) -> RunStates:
-    return RunStates(Registry(tmp_path / "state"), lambda: {job.removeprefix("j"): word for job, word in queue.items()})
-
-
-def test_the_state_of_a_run_is_its_result_its_lock_or_its_newest_job(tmp_path: Path) -> None:
-    finished = entered(tmp_path, "a", "slurm:1")
-    Path(finished.path, "result.json").write_text("{}")
-    assert states(tmp_path, j1="RUNNING")(finished) == FINISHED
-    locked = entered(tmp_path, "b")
-    assert states(tmp_path)(locked) == ENDED
-    with Path(locked.path, "lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        assert states(tmp_path)(locked) == RUNNING
-    again = entered(tmp_path, "c", "slurm:2", "slurm:5_3")
-    assert states(tmp_path, j5_3="PENDING")(again) == QUEUED
-    assert states(tmp_path, j5_3="COMPLETING", j2="PENDING")(again) == RUNNING
-    assert states(tmp_path, j5_2="RUNNING")(again) == ENDED
-    assert states(tmp_path, j5_3="PENDING").live_job("c") == "5_3"
-
-
-def test_the_newest_run_that_lives_or_has_finished_is_the_duplicate_run(tmp_path: Path) -> None:
-    runs = [
-        entered(tmp_path, name, identity=digest) for name, digest in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y"))
-    ]
-    known = {"a": FINISHED, "b": QUEUED, "c": ENDED, "d": RUNNING}
-    found = find_duplicate_run("x", runs, lambda record: known[record.run_id])
-    assert found is not None
-    assert (found.run.run_id, found.state) == ("b", QUEUED)
-    assert find_duplicate_run("z", runs, lambda _: FINISHED) is None
 
 
 def test_the_identity_is_of_what_a_run_does_and_not_of_where(tmp_path: Path) -> None:
@@ -106,7 +66,7 @@ def test_the_identity_changes_with_the_data(tmp_path: Path) -> None:
 
 def test_runs_that_ask_for_the_same_go_together(tmp_path: Path) -> None:
     runs = [run(tmp_path, values={"training.seed": 1}), run(tmp_path, values={"cluster.mem": "3G"}), run(tmp_path)]
-    order = make_order(runs, Wanted(), "code", [MAIN])
+    order = plan_submission(runs, SubmitOptions(), "code", [MAIN])
     assert [[one.index for one in group] for group in order.groups] == [[0, 2], [1]]
     settled = order.groups[0][0].run
     assert (settled.cluster.gpus, settled.cluster.cpus, settled.cluster.mem) == ("1", 4, "4000M")
@@ -119,29 +79,28 @@ def test_a_duplicate_run_is_left_out_unless_it_is_forced(tmp_path: Path) -> None
     digest = identity(mine, "code", [])
     duplicate_run = entered(tmp_path, "a", identity=digest)
     Path(duplicate_run.path, "result.json").write_text("{}")
-    order = make_order([mine, run(tmp_path, values={"training.seed": 1})], Wanted(), "code", [MAIN])
+    order = plan_submission([mine, run(tmp_path, values={"training.seed": 1})], SubmitOptions(), "code", [MAIN])
     assert [found.run for found in order.duplicate_runs] == [duplicate_run]
     assert [[one.index for one in group] for group in order.groups] == [[1]]
-    assert make_order([mine], Wanted(force=True), "code", [MAIN]).duplicate_runs == []
-    assert make_order([mine], Wanted(), "other code", [MAIN]).duplicate_runs == []
+    assert plan_submission([mine], SubmitOptions(force=True), "code", [MAIN]).duplicate_runs == []
+    assert plan_submission([mine], SubmitOptions(), "other code", [MAIN]).duplicate_runs == []
 
 
 def test_what_has_finished_is_not_waited_for_and_what_never_will_is_refused(tmp_path: Path) -> None:
     parent = entered(tmp_path, "20261121-a")
     with pytest.raises(RunError, match="ended without finishing") as error:
-        make_order([run(tmp_path)], Wanted(after=["2026"]), "code", [MAIN])
+        plan_submission([run(tmp_path)], SubmitOptions(after=["2026"]), "code", [MAIN])
     assert "can-train resume 20261121-a" in error.value.remedy
     Path(parent.path, "result.json").write_text("{}")
-    order = make_order([run(tmp_path)], Wanted(after=["2026"]), "code", [MAIN])
+    order = plan_submission([run(tmp_path)], SubmitOptions(after=["2026"]), "code", [MAIN])
     assert (order.after, order.dependency) == (["20261121-a"], "")
 
 
 def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
     parent = entered(tmp_path, "a", "local:17")
-    with Path(parent.path, "lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(RunError, match="Only a job of SLURM can wait"):
-            make_order([run(tmp_path)], Wanted(after=["a"]), "code", [MAIN])
+    begin(Path(parent.path), start_time=utc_now())
+    with pytest.raises(RunError, match="Only a job of SLURM can wait"):
+        plan_submission([run(tmp_path)], SubmitOptions(after=["a"]), "code", [MAIN])
 
 
 def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_the_same(tmp_path: Path) -> None:
@@ -149,7 +108,7 @@ def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_t
     Path(parent.path, "result.json").write_text("{}")
 
     def started_from(**request: Any) -> str:
-        order = make_order([run(tmp_path, **request)], Wanted(after=["a"]), "code", [MAIN])
+        order = plan_submission([run(tmp_path, **request)], SubmitOptions(after=["a"]), "code", [MAIN])
         ((ordered,),) = order.groups
         assert ordered.run.config["training"]["start_from"] == ordered.run.training.start_from
         return ordered.run.training.start_from

@@ -20,7 +20,7 @@ from can_train.slurm.pipeline import (
     selected,
 )
 from can_train.slurm.prerequisites import PastRuns, with_folders
-from can_train.slurm.run_status import CANCELLED, RUNNING, RunState
+from can_train.slurm.run_state import CANCELLED, RUNNING, RunState
 from fakes.finished_runs import RESULT, Shelf
 
 STAGES = {stage.name: stage for stage in load_stages("standard")}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from can_train.errors import ConfigError
-from can_train.slurm.survey import rank
+from can_train.slurm.status import rank
 
 
 def result(loss: float, **mcc: float) -> dict[str, Any]:

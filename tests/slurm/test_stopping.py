@@ -7,8 +7,8 @@ import pytest
 
 from can_train.errors import RunError
 from can_train.slurm.client import Answer
-from can_train.slurm.run_status import RunFacts
-from can_train.slurm.survey import stop
+from can_train.slurm.run_state import RunFacts
+from can_train.slurm.status import stop
 from fakes.run_evidence import JOBS, RUN, attempt, job, of_job
 
 
@@ -29,9 +29,9 @@ class Asked:
         return True
 
 
-def here(evidence: RunFacts, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr("socket.gethostname", lambda: "here")
-    return stop(evidence, asked.cancel, asked.terminate)
+def here(facts: RunFacts, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr("can_train.slurm.status.this_host", lambda: "here")
+    return stop(facts, asked.cancel, asked.terminate)
 
 
 @pytest.mark.parametrize("example", ["held", "child2", "preempt"])
@@ -66,16 +66,16 @@ def test_a_process_that_has_ended_is_not_terminated(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("evidence", "message"),
+    ("facts", "message"),
     [
         (RunFacts(run=RUN, attempts=[attempt(1, host="there")]), "process of another machine"),
         (replace(of_job("held"), answer=Answer()), "SLURM does not answer"),
     ],
 )
-def test_what_cannot_be_reached_from_here_is_an_error(evidence: RunFacts, message: str) -> None:
+def test_what_cannot_be_reached_from_here_is_an_error(facts: RunFacts, message: str) -> None:
     asked = Asked()
     with pytest.raises(RunError, match=message):
-        stop(evidence, asked.cancel, asked.terminate)
+        stop(facts, asked.cancel, asked.terminate)
 
 
 def test_what_scancel_refuses_is_an_error() -> None:

@@ -9,7 +9,7 @@ import pytest
 from can_train.errors import RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import AccountRow, Answer, QueueRow
-from can_train.slurm.survey import find_run, short_name, survey
+from can_train.slurm.status import find_run, run_statuses, short_name
 from fakes.made_runs import KEY, RESULT, Runs, at, begin, end
 
 
@@ -69,7 +69,7 @@ def test_a_folder_that_is_gone_is_said_to_be(runs: Runs) -> None:
 
 
 def test_a_process_that_is_there_runs_and_one_whose_number_was_used_before_does_not(runs: Runs) -> None:
-    begin(runs.add(1), time=utc_now())
+    begin(runs.add(1), start_time=utc_now())
     begin(runs.add(2))  # before this process had started
     begin(runs.add(3), host="another machine")
     states = {each.known.run_id[13:15]: (each.state.state, each.state.certain) for each in runs.look()}
@@ -83,7 +83,7 @@ def test_each_run_gets_what_slurm_said_of_its_own_jobs(runs: Runs) -> None:
         queue=[QueueRow(job_id="7_0", state="RUNNING", nodes="n1"), QueueRow(job_id="8", state="PENDING")],
         accounts=[AccountRow(job_id="7_1", state="CANCELLED", by_person=True)],
     )
-    states = {each.evidence.jobs[0].job_id: each.state.state for each in runs.look(answer)}
+    states = {each.facts.jobs[0].job_id: each.state.state for each in runs.look(answer)}
     assert states == {"7_0": "running", "7_1": "cancelled", "8": "queued"}
 
 
@@ -91,7 +91,7 @@ def test_slurm_is_asked_once_and_only_about_runs_that_have_not_finished(runs: Ru
     asked: list[list[str]] = []
     for number in (1, 2, 3):
         runs.submit(runs.add(number, RESULT if number == 2 else None), str(number))
-    survey(runs.known(), runs.registry, lambda job_ids: asked.append(sorted(job_ids)) or Answer())  # type: ignore[func-returns-value]
+    run_statuses(runs.known(), runs.registry, lambda job_ids: asked.append(sorted(job_ids)) or Answer())  # type: ignore[func-returns-value]
     assert asked == [["1", "3"]]
 
 

@@ -12,15 +12,15 @@ import typer
 
 from can_train.cli.options import canonical_arguments
 from can_train.cli.output import print_tables
-from can_train.cli.run_locator import AsJson, Place, Run, RunsDir, StateDir
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import history_tables, run_json, run_lines
 from can_train.errors import CanTrainError, of_system
 
 
 def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
     """Show the state of a run, and how it came to it."""
-    place = Place(runs_dir, state_dir)
-    found = place.look(place.find(run))
+    locator = RunLocator(runs_dir, state_dir)
+    found = locator.status(locator.find(run))
     if as_json:
         print(json.dumps(run_json(found), indent=2, ensure_ascii=False))
         return

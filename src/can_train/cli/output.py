@@ -14,7 +14,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from can_train.reporter import Reporter, Stage
-from can_train.slurm.run_status import RunState
+from can_train.slurm.run_state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,12 +27,12 @@ from can_train.config.overrides import split_list
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import ConfigError, RunError
 from can_train.slurm.client import NoControllerError, Partition, read_partitions
-from can_train.slurm.order import Order, Wanted, make_order
+from can_train.slurm.order import SubmissionPlan, SubmitOptions, plan_submission
 from can_train.slurm.pipeline import AT_WORK, REUSED, Step
 from can_train.slurm.prerequisites import is_whole, with_folders
 from can_train.slurm.snapshot import Code, code_of, describe, keep, read_code
+from can_train.slurm.status import find_run, known_runs, run_statuses
 from can_train.slurm.submit import Submission, run_line
-from can_train.slurm.survey import find_run, known_runs, survey
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, make_run
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ def _results(steps: Sequence[Step], folders: Mapping[str, RunFolder], said: Mapp
     results = []
     for step in steps:
         folder = folders.get(step.name)
-        found = survey([find_run(known, str(folder.path))], registry)[0] if folder is not None else None
-        finished = found is not None and found.evidence.result is not None
+        found = run_statuses([find_run(known, str(folder.path))], registry)[0] if folder is not None else None
+        finished = found is not None and found.facts.result is not None
         results.append(StageResult(step=step, found=found, told="" if finished else said.get(step.name, "")))
     return results
 
@@ -166,14 +166,14 @@ class _Chain:
     code: Code
     partitions: Sequence[Partition]
     folders: dict[str, RunFolder] = field(default_factory=dict)
-    waits: set[str] = field(default_factory=set)
+    waiting_notice: set[str] = field(default_factory=set)
 
     def is_to_be_sent(self, step: Step) -> bool:
         return step.what not in (REUSED, AT_WORK)
 
-    def order(self, runs: Sequence[ResolvedRun], after: Sequence[str] = ()) -> Order:
+    def order(self, runs: Sequence[ResolvedRun], after: Sequence[str] = ()) -> SubmissionPlan:
         """Settles and checks runs; whether they are there already has been decided."""
-        return make_order(runs, Wanted(after=after, force=True), self.code.digest, self.partitions)
+        return plan_submission(runs, SubmitOptions(after=after, force=True), self.code.digest, self.partitions)
 
     def send(self, step: Step) -> SentStage:
         """Submits a stage that is to wait for those before it, unless it has finished or is at work."""
@@ -181,21 +181,21 @@ class _Chain:
             assert step.known is not None, "it is somewhere"
             self.folders[step.name] = step.known.folder
             if step.what == AT_WORK:
-                self.waits.add(step.name)
+                self.waiting_notice.add(step.name)
             return SentStage(step=step, run_id=step.known.run_id, job=None, after=())
-        after = [name for name in dict.fromkeys(step.sources.values()) if name in self.waits]
+        after = [name for name in dict.fromkeys(step.sources.values()) if name in self.waiting_notice]
         run = with_folders(step.run, {role: self.folders[name].path for role, name in step.sources.items()})
         order = self.order([run], [self.folders[name].run_id for name in after])
         job = self._again(step.known.folder, order) if step.known else self._anew(order)
         self.folders[step.name] = RunFolder(step.known.folder.path if step.known else run.runs_dir / job.run_id)
-        self.waits.add(step.name)
+        self.waiting_notice.add(step.name)
         return SentStage(step=step, run_id=job.run_id, job=job, after=after)
 
-    def _anew(self, order: Order) -> JobRecord:
+    def _anew(self, order: SubmissionPlan) -> JobRecord:
         (ordered,) = order.groups
         return start_group(make_group(ordered, order, self.state), order, self.code)[0]
 
-    def _again(self, folder: RunFolder, order: Order) -> JobRecord:
+    def _again(self, folder: RunFolder, order: SubmissionPlan) -> JobRecord:
         """Submits a run that was interrupted, with the code that it began with where it was submitted."""
         ((ordered,),) = order.groups
         folder = RunFolder(folder.path.resolve())
@@ -309,14 +309,14 @@ def _steps(stages: Sequence["Stage"], asked: Sequence["Asked"], *, force: bool) 
     from can_train.config.resolved import state_dir
     from can_train.slurm.pipeline import Lookout, make_steps
     from can_train.slurm.prerequisites import PastRuns
-    from can_train.slurm.survey import survey
+    from can_train.slurm.status import run_statuses
 
     run = asked[0].run
     past = PastRuns(state_dir(run.paths), run.runs_dir)
     lookout = Lookout(
         stages={stage.name: stage for stage in stages},
         past=past,
-        state_of=lambda known: survey([known], past.registry)[0].state,
+        state_of=lambda known: run_statuses([known], past.registry)[0].state,
         force=force,
     )
     steps = make_steps(asked, lookout)

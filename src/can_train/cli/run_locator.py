@@ -8,7 +8,7 @@ import typer
 
 from can_train.config.resolved import state_folder
 from can_train.errors import ConfigError
-from can_train.slurm.survey import KnownRun, Surveyed, find_run, known_runs, survey
+from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import Registry
 
 Run = Annotated[
@@ -29,7 +29,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
-class Place:
+class RunLocator:
     """Where runs are looked for.
 
     Args:
@@ -65,6 +65,6 @@ class Place:
         """Finds a run by what a person calls it."""
         return find_run(self.runs(), name)
 
-    def look(self, known: KnownRun) -> Surveyed:
+    def status(self, known: KnownRun) -> RunStatus:
         """Finds out all about a run."""
-        return survey([known], self.registry)[0]
+        return run_statuses([known], self.registry)[0]

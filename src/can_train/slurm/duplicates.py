@@ -1,10 +1,9 @@
 """What makes two runs the same."""
 
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,8 +11,9 @@ from typing import Any, Final
 from can_train.config.resolved import ResolvedRun, data_root
 from can_train.config.task_settings import load_object, load_task_settings
 from can_train.errors import RunError
-from can_train.slurm.client import ANSWER_S, output_of
-from can_train.training.run_folder import Registry, RunFolder, RunRecord
+from can_train.slurm.run_state import FINISHED
+from can_train.slurm.status import RunStatus
+from can_train.training.run_folder import RunFolder, RunRecord
 
 _ELSEWHERE: Final = ("paths", "cluster")
 """Groups of settings that say where a run happens, not what it does."""
@@ -23,29 +23,13 @@ _DIGITS: Final = 32
 """Hexadecimal digits of an identity."""
 
 
-FINISHED: Final = "finished"
-
-
-RUNNING: Final = "running"
-
-
-QUEUED: Final = "queued"
-
-
-ENDED: Final = "ended without finishing"
-
-
-_WAITING: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-"""SLURM's words for a job that has not started, or not again."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DuplicateRun:
     """A run that is the same.
 
     Attributes:
         run: The run.
-        state: `FINISHED`, `RUNNING` or `QUEUED`.
+        state: Its state: finished, running or queued.
     """
 
     run: RunRecord
@@ -89,59 +73,12 @@ def what_it_does(config: Mapping[str, Any], roles: Iterable[str]) -> dict[str, A
     return {name: value for name, value in config.items() if name not in _ELSEWHERE} | {"mode": {**mode, **named}}
 
 
-def find_duplicate_run(
-    digest: str, runs: Sequence[RunRecord], state_of: Callable[[RunRecord], str]
-) -> DuplicateRun | None:
-    """Finds the newest run of an identity that is queued, running or finished."""
-    for run in reversed(runs):
-        if run.identity == digest and (state := state_of(run)) != ENDED:
-            return DuplicateRun(run=run, state=state)
+def find_duplicate_run(digest: str, surveyed: Sequence[RunStatus]) -> DuplicateRun | None:
+    """Finds the first run of an identity that is queued, running or finished."""
+    for found in surveyed:
+        if found.known.record.identity == digest and (found.state.live or found.state.state == FINISHED):
+            return DuplicateRun(run=found.known.record, state=found.state.state)
     return None
-
-
-class RunStates:
-    """Tells how runs stand, as far as a submission needs to know; asks SLURM once, and only if it must.
-
-    Args:
-        registry: Where their jobs are.
-        read_queue: Reads the user's jobs.
-    """
-
-    def __init__(self, registry: Registry, read_queue: Callable[[], Mapping[str, str]] | None = None) -> None:
-        self._registry = registry
-        self._read_queue = read_queue or read_queue_states
-        self._queue: Mapping[str, str] | None = None
-
-    def __call__(self, run: RunRecord) -> str:
-        """Returns `FINISHED`, `RUNNING`, `QUEUED` or `ENDED`."""
-        path = Path(run.path)
-        if (path / "result.json").is_file():
-            return FINISHED
-        if _is_locked(path / "lock"):
-            return RUNNING
-        job = self.live_job(run.run_id)
-        if not job:
-            return ENDED
-        return QUEUED if self._read()[job] in _WAITING else RUNNING
-
-    def live_job(self, run_id: str) -> str:
-        """Names the job of a run that SLURM has in its queue, waiting or running; empty: none."""
-        jobs = [job.job_id for job in self._registry.jobs(run_id) if job.executor == "slurm"]
-        live = [job for job in jobs if job in self._read()] if jobs else []
-        return live[-1] if live else ""
-
-    def _read(self) -> Mapping[str, str]:
-        if self._queue is None:
-            self._queue = self._read_queue()
-        return self._queue
-
-
-def read_queue_states() -> dict[str, str]:
-    """Reads the states of this user's jobs, 123 or 123_4 to SLURM's word; none where nobody answers."""
-    command = ["squeue", "--noheader", "--array", "--me", "--format=%i|%T"]
-    text = output_of(command, seconds=ANSWER_S) or ""
-    lines = [line.strip().partition("|") for line in text.splitlines()]
-    return {job: state for job, _, state in lines}
 
 
 def _run_named(path: Path) -> str:
@@ -156,15 +93,3 @@ def _run_named(path: Path) -> str:
 def _stamp(file: Path) -> tuple[Any, ...]:
     status = file.stat()
     return status.st_size, status.st_mtime_ns
-
-
-def _is_locked(lock: Path) -> bool:
-    """Tells whether a process is training the run."""
-    try:
-        with lock.open("rb") as handle:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

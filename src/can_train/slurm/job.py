@@ -11,7 +11,7 @@ from submitit.slurm.slurm import _parse_node_list
 from can_train.config.settings import ClusterSettings
 from can_train.errors import RunError
 from can_train.slurm.client import left_in_time, put_back
-from can_train.training.attempts import WARNED, Place, StopRequests
+from can_train.training.attempts import WARNED, SlurmContext, StopRequests
 from can_train.training.distributed import RankPlace
 from can_train.training.run_folder import RunFolder
 
@@ -119,7 +119,7 @@ def ending_of(said: str, *, status: int, host_oom: bool) -> str:
         host_oom: Whether the system killed a process of it for the host's memory.
 
     Returns:
-        One of the endings of `Ended`.
+        One of the endings of `AttemptEnd`.
     """
     if said == "finished":
         return said
@@ -289,7 +289,7 @@ def _check_restarts(folder: RunFolder) -> None:
     Raises:
         SystemExit: Not any more; its cause says so.
     """
-    restarts = folder.attempts.restarts_of(Place.here().job_id)
+    restarts = folder.attempts.count_restarts(SlurmContext.from_environment().job_id)
     decision = decide(Aftermath(ending="time_limit", restarts=restarts), limits_of(folder))
     if isinstance(decision, Leave):
         raise SystemExit(WARNED) from RunError(
@@ -299,7 +299,7 @@ def _check_restarts(folder: RunFolder) -> None:
 
 def _again(stops: StopRequests) -> None:
     """Puts the job back into the queue, unless it is leaving for good."""
-    place = Place.here()
+    place = SlurmContext.from_environment()
     if place.rank != 0 or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
         return
     if not stops.terminated or left_in_time(place.job_id):

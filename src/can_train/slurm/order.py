@@ -15,17 +15,10 @@ from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
 from can_train.slurm.client import Partition
-from can_train.slurm.duplicates import (
-    ENDED,
-    FINISHED,
-    DuplicateRun,
-    RunStates,
-    data_files,
-    find_duplicate_run,
-    identity,
-)
-from can_train.slurm.script import check_folder, settled, wants_gpu, with_own_defaults
-from can_train.slurm.survey import find_run, known_runs
+from can_train.slurm.duplicates import DuplicateRun, data_files, find_duplicate_run, identity
+from can_train.slurm.run_state import FINISHED, live_row
+from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
+from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import Registry, RunFolder, RunRecord
 
 EARLY_S: Final = 60
@@ -93,7 +86,7 @@ def _check_partition(cluster: ClusterSettings, partition: Partition) -> None:
         _check_gpus(cluster, partition)
 
 
-def waits(partitions: Sequence[Partition]) -> str:
+def waiting_notice(partitions: Sequence[Partition]) -> str:
     """Says where a job waits for a partition that takes or starts none at the moment; empty: nowhere."""
     down = [partition.name for partition in partitions if not partition.is_up]
     if not down or len(down) < len(partitions):
@@ -281,7 +274,7 @@ _SAME_MODEL: Final = ("task", "model_name", "size", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SubmitOptions:
     """What a person wants of a submission, beside the runs.
 
     Attributes:
@@ -294,7 +287,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ordered:
+class PlannedRun:
     """A run to be submitted.
 
     Attributes:
@@ -309,7 +302,7 @@ class Ordered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class SubmissionPlan:
     """A submission.
 
     Attributes:
@@ -320,14 +313,16 @@ class Order:
         notices: What a person should know, as sentences.
     """
 
-    groups: Sequence[Sequence[Ordered]]
+    groups: Sequence[Sequence[PlannedRun]]
     duplicate_runs: Sequence[DuplicateRun] = ()
     after: Sequence[str] = ()
     dependency: str = ""
     notices: Sequence[str] = ()
 
 
-def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partitions: Sequence[Partition]) -> Order:
+def plan_submission(
+    runs: Sequence[ResolvedRun], wanted: SubmitOptions, code: str, partitions: Sequence[Partition]
+) -> SubmissionPlan:
     """Settles and checks runs that are to be submitted.
 
     Args:
@@ -342,28 +337,29 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
         RunError: There is no room, or a run to wait for will not finish.
     """
     registry = Registry(state_dir(runs[0].paths))
-    known, states = registry.runs(), RunStates(registry)
-    parents = _parents(wanted.after, registry, runs[0].runs_dir)
-    ordered, duplicate_runs, notices = [], [], []
+    known = known_runs(registry, runs[0].runs_dir)
+    parents = [find_run(known, name) for name in wanted.after]
+    candidates, notices = [], []
     for index, run in enumerate(runs):
-        ready, said = _ready(starting_from(run, parents), partitions)
+        ready, said = _ready(with_start_weights(run, [parent.record for parent in parents]), partitions)
         notices += said
-        digest = identity(ready, code, data_files(ready))
-        duplicate_run = None if wanted.force else find_duplicate_run(digest, known, states)
-        if duplicate_run is None:
-            ordered.append(Ordered(index=index, run=ready, identity=digest))
-        else:
-            duplicate_runs.append(duplicate_run)
-    return Order(
-        groups=_grouped(ordered),
-        duplicate_runs=duplicate_runs,
+        candidates.append(PlannedRun(index=index, run=ready, identity=identity(ready, code, data_files(ready))))
+    digests = set() if wanted.force else {one.identity for one in candidates}
+    identical = [earlier for earlier in known if earlier.record.identity in digests]
+    # One survey for both questions, so that SLURM is asked once.
+    found = run_statuses([*identical, *parents], registry)
+    duplicates = {one.index: find_duplicate_run(one.identity, found[: len(identical)]) for one in candidates}
+    waited_for = (_dependency(one, runs[0].cluster.executor) for one in found[len(identical) :])
+    return SubmissionPlan(
+        groups=_grouped([one for one in candidates if duplicates[one.index] is None]),
+        duplicate_runs=[duplicate for duplicate in duplicates.values() if duplicate is not None],
         after=[parent.run_id for parent in parents],
-        dependency=",".join(filter(None, (_dependency(one, states, runs[0].cluster.executor) for one in parents))),
+        dependency=",".join(filter(None, waited_for)),
         notices=list(dict.fromkeys(notices)),
     )
 
 
-def starting_from(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun:
+def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun:
     """Has a run start from the weights of the first one that it waits for and that trains the same model; not from one
     that it builds on.
 
@@ -380,22 +376,17 @@ def starting_from(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun
     return run
 
 
-def _parents(names: Sequence[str], registry: Registry, runs_dir: Path) -> list[RunRecord]:
-    known = known_runs(registry, runs_dir) if names else []
-    return [find_run(known, name).record for name in names]
-
-
 def _ready(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedRun, list[str]]:
     check_disk(run.runs_dir, "--runs-dir")
     check_disk(state_dir(run.paths), "--state-dir")
     if run.cluster.executor != "slurm":
         return run, []
     check_folder(run.runs_dir)
-    cluster = with_own_defaults(run.cluster, os.environ)
+    cluster = with_sbatch_defaults(run.cluster, os.environ)
     places = find_partitions(cluster.partition, partitions) if partitions else []
-    cluster = settled(cluster, places[0] if places else None, run.device)
+    cluster = with_cluster_defaults(cluster, places[0] if places else None, run.device)
     check_job(cluster, places)
-    notices = [check_device(run.device, cluster), waits(places)]
+    notices = [check_device(run.device, cluster), waiting_notice(places)]
     return _with_cluster(run, cluster), [notice for notice in notices if notice]
 
 
@@ -404,8 +395,8 @@ def _with_cluster(run: ResolvedRun, cluster: ClusterSettings) -> ResolvedRun:
     return replace(run, cluster=cluster, config={**run.config, "cluster": {**run.config["cluster"], **decided}})
 
 
-def _grouped(ordered: Sequence[Ordered]) -> list[list[Ordered]]:
-    groups: list[list[Ordered]] = []
+def _grouped(ordered: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    groups: list[list[PlannedRun]] = []
     for one in ordered:
         group = next((group for group in groups if group[0].run.cluster == one.run.cluster), None)
         if group is None:
@@ -415,26 +406,25 @@ def _grouped(ordered: Sequence[Ordered]) -> list[list[Ordered]]:
     return groups
 
 
-def _dependency(parent: RunRecord, states: RunStates, executor: str) -> str:
+def _dependency(parent: RunStatus, executor: str) -> str:
     """What waits for a run: nothing where it has finished.
 
     Raises:
         RunError: It will not finish, or nobody can wait for it.
     """
-    state = states(parent)
-    if state == FINISHED:
+    run_id, state, row = parent.known.run_id, parent.state, live_row(parent.facts)
+    if state.state == FINISHED:
         return ""
-    if state == ENDED:
+    if not state.live:
         raise RunError(
             "The run to wait for has ended without finishing",
-            value=parent.run_id,
-            remedy=f"See why: can-train status {parent.run_id}; then: can-train resume {parent.run_id}",
+            value=run_id,
+            remedy=f"See why: can-train status {run_id}; then: can-train resume {run_id}",
         )
-    job = states.live_job(parent.run_id)
-    if not job or executor != "slurm":
+    if row is None or executor != "slurm":
         raise RunError(
             "Only a job of SLURM can wait, and only for another one",
-            value=f"{parent.run_id} is {state}",
+            value=f"{run_id} is {state.state}",
             remedy="Submit when that run has finished, or submit both to SLURM",
         )
-    return f"afterok:{job}"
+    return f"afterok:{row.job_id}"

@@ -11,8 +11,8 @@ from can_train.config.task_settings import Prerequisite
 from can_train.errors import ConfigError, unknown_name
 from can_train.slurm.duplicates import data_files, what_it_does
 from can_train.slurm.prerequisites import PastRuns, chosen, is_whole, misfits, settled_prerequisites, with_folders
-from can_train.slurm.run_status import RunState
-from can_train.slurm.survey import KnownRun
+from can_train.slurm.run_state import RunState
+from can_train.slurm.status import KnownRun
 
 _GROUP: Final = "pipeline"
 

@@ -14,8 +14,8 @@ from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.task_settings import Prerequisite, load_task_settings
 from can_train.errors import CheckpointError, ConfigError, RunError
 from can_train.io.atomic import is_file
-from can_train.slurm.run_status import FINISHED
-from can_train.slurm.survey import KnownRun, find_run, known_runs, survey
+from can_train.slurm.run_state import FINISHED
+from can_train.slurm.status import KnownRun, find_run, known_runs, run_statuses
 from can_train.training.run_folder import CONFIG, Registry, RunFolder
 
 _NEWEST: Final = "the newest finished run that fits"
@@ -213,7 +213,7 @@ def _named(name: str, needed: Prerequisite, run: ResolvedRun, request: RunReques
 
 
 def _unfinished(known: KnownRun, needed: Prerequisite, past: PastRuns) -> RunError:
-    state = survey([known], past.registry)[0].state
+    state = run_statuses([known], past.registry)[0].state
     # By its folder, which is found from anywhere, whatever --runs-dir and --state-dir are.
     name = shlex.quote(str(known.folder.path.resolve()))
     remedy = f"Go on with it:\n  can-train resume {name}\nThen give the same line again"

@@ -131,7 +131,7 @@ class _Student(WindowTask):
         """Takes one of the finished models for the teacher, which is asked for some output."""
         rows = np.concatenate([self.train_rows, self.validation_rows])
         self._teacher = _teacher(self._run, self._data, finished, rows, output)
-        self.judged_beside = [other.role for other in self._teacher.others]
+        self.reference_roles = [other.role for other in self._teacher.others]
 
 
 class DistilledClassifierTask(_Student, ClassifierTask):

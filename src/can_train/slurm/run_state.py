@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from can_train.io.processes import AttemptStart
 from can_train.slurm.client import (
     AT_WORK,
     NEVER_SATISFIED,
@@ -17,7 +18,7 @@ from can_train.slurm.client import (
     QueueRow,
     reason_in_words,
 )
-from can_train.training.attempts import Began, Ended
+from can_train.training.attempts import AttemptEnd
 
 if TYPE_CHECKING:
     from can_train.training.run_folder import CancelRecord, JobRecord, RunRecord
@@ -72,13 +73,13 @@ class AttemptFacts:
     """One attempt of a run.
 
     Attributes:
-        began: That it began.
-        ended: How it ended, as its process said; None: it did not say.
+        start: That it began.
+        end: How it ended, as its process said; None: it did not say.
         alive: Whether its process is there; None: it is of another machine, or in a job.
     """
 
-    began: Began
-    ended: Ended | None = None
+    start: AttemptStart
+    end: AttemptEnd | None = None
     alive: bool | None = None
 
 
@@ -181,7 +182,7 @@ _OOM: Final = "OUT_OF_MEMORY"
 """SLURM's state of a step, or of a job, that the kernel killed for its memory."""
 
 
-def classify_exit(ended: Ended | None, row: AccountRow | None, log: str, *, asked: bool) -> RunState:
+def classify_exit(ended: AttemptEnd | None, row: AccountRow | None, log: str, *, asked: bool) -> RunState:
     """Decides how an attempt ended.
 
     Args:
@@ -240,12 +241,12 @@ def _is_error(line: str) -> bool:
     return bool(colon) and (head == "error" or named)
 
 
-def _by_itself(ended: Ended) -> RunState:
+def _by_itself(ended: AttemptEnd) -> RunState:
     state, words = _SAID.get(ended.ending, (FAILED, ""))
     return RunState(state=state, sentence=_oom_words(ended) if state == GPU_OOM else ended.message or words)
 
 
-def _oom_words(ended: Ended) -> str:
+def _oom_words(ended: AttemptEnd) -> str:
     """The error, and where one sample is too much the cards that would hold it."""
     cards = ended.details.get("cards")
     named = f"cards that would hold it: {cards}" if ended.details.get("one_sample") and cards else ""
@@ -257,7 +258,7 @@ def _memory_words(row: AccountRow | None) -> str:
     return f"it needed more memory than its job had asked for{asked}"
 
 
-def _outside_words(cause: str, row: AccountRow, ended: Ended | None) -> str:
+def _outside_words(cause: str, row: AccountRow, ended: AttemptEnd | None) -> str:
     what = {
         TIME_LIMIT: f"its limit of {row.time_limit} was up" if row.time_limit else "",
         NODE_FAILURE: f"of {row.nodes}" if row.nodes else "",
@@ -293,36 +294,36 @@ _UNLAUNCHED: Final = "JobLaunchFailure"
 """SLURM's reason for the same."""
 
 
-def judge(evidence: RunFacts) -> RunState:
+def infer_run_state(facts: RunFacts) -> RunState:
     """Decides what state a run is in."""
-    if evidence.result is not None:
-        return RunState(state=FINISHED, sentence=_finished(evidence.result))
-    row = live_row(evidence)
+    if facts.result is not None:
+        return RunState(state=FINISHED, sentence=_finished(facts.result))
+    row = live_row(facts)
     if row is not None:
-        return _queued(row, evidence) if row.state in WAITING else _running(row, evidence)
-    found = _without_queue(evidence)
-    if not evidence.present and not found.live:
-        return _without_folder(found, evidence)
+        return _queued(row, facts) if row.state in WAITING else _running(row, facts)
+    found = _without_queue(facts)
+    if not facts.present and not found.live:
+        return _without_folder(found, facts)
     if found.state == FINISHED:
         return replace(found, sentence="but its result.json is gone")
     if found.state == REQUEUED:
         # Put back into a queue that no longer has it: it left before anybody looked.
-        return RunState(state=CANCELLED if evidence.cancels else FAILED, sentence="it left the queue without a word")
+        return RunState(state=CANCELLED if facts.cancels else FAILED, sentence="it left the queue without a word")
     return found
 
 
-def _without_queue(evidence: RunFacts) -> RunState:
-    job, attempt = _current(evidence)
-    job_id = attempt.began.job_id if attempt else job.job_id if job and job.executor == "slurm" else ""
+def _without_queue(facts: RunFacts) -> RunState:
+    job, attempt = _current(facts)
+    job_id = attempt.start.job_id if attempt else job.job_id if job and job.executor == "slurm" else ""
     if job_id:
-        return _of_slurm(job_id, attempt, evidence)
-    return _of_process(attempt, evidence) if attempt else _unbegun_process(job, evidence)
+        return _of_slurm(job_id, attempt, facts)
+    return _of_process(attempt, facts) if attempt else _unbegun_process(job, facts)
 
 
-def _without_folder(found: RunState, evidence: RunFacts) -> RunState:
+def _without_folder(found: RunState, facts: RunFacts) -> RunState:
     """A run whose folder was deleted or moved away: only SLURM can know how it ended."""
-    rows = [row for job_id in slurm_jobs(evidence) if (row := _final_row(job_id, evidence)) is not None]
-    gone = f"its folder {evidence.run.path} is gone"
+    rows = [row for job_id in slurm_jobs(facts) if (row := _final_row(job_id, facts)) is not None]
+    gone = f"its folder {facts.run.path} is gone"
     if not rows:
         return RunState(state=FAILED, sentence=f"{gone}, and with it how it ended", certain=False)
     if rows[-1].state == "COMPLETED":
@@ -330,97 +331,97 @@ def _without_folder(found: RunState, evidence: RunFacts) -> RunState:
     return replace(found, sentence="; ".join(filter(None, [found.sentence, gone])))
 
 
-def judge_attempt(attempt: AttemptFacts, evidence: RunFacts) -> RunState:
+def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
     """Decides how one attempt ended, or that it goes on."""
-    job_id = attempt.began.job_id
-    row = live_row(evidence)
-    last = attempt is evidence.attempts[-1]
-    if last and attempt.ended is None and row is not None and row.job_id == job_id and row.state in AT_WORK:
+    job_id = attempt.start.job_id
+    row = live_row(facts)
+    last = attempt is facts.attempts[-1]
+    if last and attempt.end is None and row is not None and row.job_id == job_id and row.state in AT_WORK:
         return RunState(state=RUNNING)
-    if last and attempt.ended is None and not job_id and attempt.alive is not False:
-        return _of_process(attempt, evidence)
-    rows = [row for row in evidence.answer.accounts or () if row.job_id == job_id]
-    found = rows[attempt.began.restarts] if attempt.began.restarts < len(rows) else None
+    if last and attempt.end is None and not job_id and attempt.alive is not False:
+        return _of_process(attempt, facts)
+    rows = [row for row in facts.answer.accounts or () if row.job_id == job_id]
+    found = rows[attempt.start.restarts] if attempt.start.restarts < len(rows) else None
     if found is None or found.state in UNFINISHED:
-        found = _final_row(job_id, evidence) if last else None
-    log = evidence.log_tail if last and job_id else ""
-    return classify_exit(attempt.ended, found, log, asked=_asked(attempt, evidence))
+        found = _final_row(job_id, facts) if last else None
+    log = facts.log_tail if last and job_id else ""
+    return classify_exit(attempt.end, found, log, asked=_asked(attempt, facts))
 
 
-def slurm_jobs(evidence: RunFacts) -> list[str]:
+def slurm_jobs(facts: RunFacts) -> list[str]:
     """Names the jobs of SLURM that a run had, the first one first: those submitted, and any that it was typed into."""
-    submitted = [(job.time, job.job_id) for job in evidence.jobs if job.executor == "slurm"]
-    entered = [(facts.began.time, facts.began.job_id) for facts in evidence.attempts if facts.began.job_id]
+    submitted = [(job.time, job.job_id) for job in facts.jobs if job.executor == "slurm"]
+    entered = [(facts.start.start_time, facts.start.job_id) for facts in facts.attempts if facts.start.job_id]
     return list(dict.fromkeys(job_id for _, job_id in sorted([*submitted, *entered])))
 
 
-def live_row(evidence: RunFacts) -> QueueRow | None:
+def live_row(facts: RunFacts) -> QueueRow | None:
     """Finds the newest job of a run that waits or runs."""
-    rows = {row.job_id: row for row in evidence.answer.queue or () if row.state in WAITING | AT_WORK}
-    return next((rows[job_id] for job_id in reversed(slurm_jobs(evidence)) if job_id in rows), None)
+    rows = {row.job_id: row for row in facts.answer.queue or () if row.state in WAITING | AT_WORK}
+    return next((rows[job_id] for job_id in reversed(slurm_jobs(facts)) if job_id in rows), None)
 
 
-def _current(evidence: RunFacts) -> tuple[JobRecord | None, AttemptFacts | None]:
+def _current(facts: RunFacts) -> tuple[JobRecord | None, AttemptFacts | None]:
     """Returns the last job, and the last attempt unless that job is newer."""
-    job = evidence.jobs[-1] if evidence.jobs else None
-    attempt = evidence.attempts[-1] if evidence.attempts else None
+    job = facts.jobs[-1] if facts.jobs else None
+    attempt = facts.attempts[-1] if facts.attempts else None
     if job is not None and attempt is not None:
-        in_job = job.executor == "slurm" and attempt.began.job_id == job.job_id
-        if not in_job and attempt.began.time < job.time:
+        in_job = job.executor == "slurm" and attempt.start.job_id == job.job_id
+        if not in_job and attempt.start.start_time < job.time:
             attempt = None
     return job, attempt
 
 
-def _queued(row: QueueRow, evidence: RunFacts) -> RunState:
+def _queued(row: QueueRow, facts: RunFacts) -> RunState:
     why = reason_in_words(row.reason)
-    before = [facts for facts in evidence.attempts if facts.began.job_id == row.job_id]
+    before = [attempt for attempt in facts.attempts if attempt.start.job_id == row.job_id]
     if row.reason == NEVER_SATISFIED and not before:
         return RunState(state=NEVER_STARTED, sentence=f"{why}; can-train cancel takes it out of the queue")
-    history = f"before that: {_told(judge_attempt(before[-1], evidence))}" if before else ""
-    return RunState(state=QUEUED, sentence="; ".join(filter(None, [why, history, _anew(evidence)])))
+    history = f"before that: {_told(infer_attempt_state(before[-1], facts))}" if before else ""
+    return RunState(state=QUEUED, sentence="; ".join(filter(None, [why, history, _anew(facts)])))
 
 
-def _running(row: QueueRow, evidence: RunFacts) -> RunState:
+def _running(row: QueueRow, facts: RunFacts) -> RunState:
     where = f"on {row.nodes}" if row.nodes else "in its job"
-    attempts = [facts for facts in evidence.attempts if facts.began.job_id == row.job_id]
+    attempts = [attempt for attempt in facts.attempts if attempt.start.job_id == row.job_id]
     if not attempts:
-        return RunState(state=RUNNING, sentence="; ".join(filter(None, [f"starting {where}", _anew(evidence)])))
-    if attempts[-1].ended is not None:
+        return RunState(state=RUNNING, sentence="; ".join(filter(None, [f"starting {where}", _anew(facts)])))
+    if attempts[-1].end is not None:
         # Either the job is about to leave the queue or to go back into it, or its next attempt is about to begin.
-        ended = classify_exit(attempts[-1].ended, None, "", asked=False)
+        ended = classify_exit(attempts[-1].end, None, "", asked=False)
         return RunState(state=RUNNING, sentence=f"{where}; an attempt ended ({_told(ended)}), its job has not")
-    return RunState(state=RUNNING, sentence="; ".join(filter(None, [where, _anew(evidence)])))
+    return RunState(state=RUNNING, sentence="; ".join(filter(None, [where, _anew(facts)])))
 
 
-def _anew(evidence: RunFacts) -> str:
-    reason = evidence.jobs[-1].reason if evidence.jobs else ""
+def _anew(facts: RunFacts) -> str:
+    reason = facts.jobs[-1].reason if facts.jobs else ""
     return f"submitted again ({reason})" if reason else ""
 
 
-def _of_slurm(job_id: str, attempt: AttemptFacts | None, evidence: RunFacts) -> RunState:
+def _of_slurm(job_id: str, attempt: AttemptFacts | None, facts: RunFacts) -> RunState:
     """A run whose job is no longer in the queue, or whose SLURM does not answer."""
-    ended = attempt.ended if attempt else None
+    ended = attempt.end if attempt else None
     # A process that was told to stop may have been put back into the queue.
-    if evidence.answer.queue is None and (ended is None or ended.ending in ("terminated", "time_limit")):
+    if facts.answer.queue is None and (ended is None or ended.ending in ("terminated", "time_limit")):
         state = RUNNING if attempt and ended is None else QUEUED
         sentence = f"as far as its files say; SLURM, which has its job {job_id}, does not answer here"
         return RunState(state=state, sentence=sentence, certain=False)
-    row = _final_row(job_id, evidence)
+    row = _final_row(job_id, facts)
     if attempt is None:
-        return _unbegun(row, evidence)
-    return classify_exit(ended, row, evidence.log_tail, asked=_asked(attempt, evidence))
+        return _unbegun(row, facts)
+    return classify_exit(ended, row, facts.log_tail, asked=_asked(attempt, facts))
 
 
-def _unbegun(row: AccountRow | None, evidence: RunFacts) -> RunState:
+def _unbegun(row: AccountRow | None, facts: RunFacts) -> RunState:
     """A job of which no attempt began: it never started, or what comes before the training failed."""
-    if row is None and not evidence.log_tail:
+    if row is None and not facts.log_tail:
         gone = "SLURM no longer knows its job, and it printed nothing"
-        return RunState(state=CANCELLED if evidence.cancels else NEVER_STARTED, sentence=gone)
+        return RunState(state=CANCELLED if facts.cancels else NEVER_STARTED, sentence=gone)
     unopened = row is not None and (row.exit_code == _UNOPENED or row.reason == _UNLAUNCHED)
     if row is None or (row.nodes and not unopened):
-        return classify_exit(None, row, evidence.log_tail, asked=bool(evidence.cancels))
+        return classify_exit(None, row, facts.log_tail, asked=bool(facts.cancels))
     # What waits for a run that did not finish is cancelled by nobody. The accounting hears why some seconds later.
-    reasons = [row.reason, *(queued.reason for queued in evidence.answer.queue or () if queued.job_id == row.job_id)]
+    reasons = [row.reason, *(queued.reason for queued in facts.answer.queue or () if queued.job_id == row.job_id)]
     unmet = not row.by_person and any(reason.startswith("Dependency") for reason in reasons)
     if row.state == "CANCELLED" and not unmet:
         why = reason_in_words(row.reason)
@@ -429,42 +430,42 @@ def _unbegun(row: AccountRow | None, evidence: RunFacts) -> RunState:
     return RunState(state=NEVER_STARTED, sentence=reason_in_words(reason))
 
 
-def _final_row(job_id: str, evidence: RunFacts) -> AccountRow | None:
+def _final_row(job_id: str, facts: RunFacts) -> AccountRow | None:
     """Finds what SLURM says of the end of a job that is not in the queue any more."""
-    rows = [row for row in evidence.answer.accounts or () if row.job_id == job_id]
+    rows = [row for row in facts.answer.accounts or () if row.job_id == job_id]
     if rows and rows[-1].state not in UNFINISHED:
         return rows[-1]
     # The accounting lags by seconds, and may be off altogether: the controller remembers its last minutes.
-    left = [row for row in evidence.answer.queue or () if row.job_id == job_id and row.state not in WAITING | AT_WORK]
+    left = [row for row in facts.answer.queue or () if row.job_id == job_id and row.state not in WAITING | AT_WORK]
     if not left:
         return None
     last = left[-1]
     return AccountRow(job_id=job_id, state=last.state, nodes=last.nodes, time_limit=last.time_limit, reason=last.reason)
 
 
-def _asked(attempt: AttemptFacts, evidence: RunFacts) -> bool:
-    return any(cancel.time >= attempt.began.time for cancel in evidence.cancels)
+def _asked(attempt: AttemptFacts, facts: RunFacts) -> bool:
+    return any(cancel.time >= attempt.start.start_time for cancel in facts.cancels)
 
 
-def _of_process(attempt: AttemptFacts, evidence: RunFacts) -> RunState:
+def _of_process(attempt: AttemptFacts, facts: RunFacts) -> RunState:
     """An attempt that was or is a process of this or another machine, without a scheduler."""
-    if attempt.ended is None and attempt.alive:
-        return RunState(state=RUNNING, sentence=f"process {attempt.began.pid} of this machine")
-    if attempt.ended is None and attempt.alive is None:
-        where = f"process {attempt.began.pid} of {attempt.began.host}, which cannot be seen from here"
+    if attempt.end is None and attempt.alive:
+        return RunState(state=RUNNING, sentence=f"process {attempt.start.pid} of this machine")
+    if attempt.end is None and attempt.alive is None:
+        where = f"process {attempt.start.pid} of {attempt.start.host}, which cannot be seen from here"
         return RunState(state=RUNNING, sentence=where, certain=False)
-    return classify_exit(attempt.ended, None, evidence.log_tail, asked=_asked(attempt, evidence))
+    return classify_exit(attempt.end, None, facts.log_tail, asked=_asked(attempt, facts))
 
 
-def _unbegun_process(job: JobRecord | None, evidence: RunFacts) -> RunState:
-    if job is None and evidence.worked:
+def _unbegun_process(job: JobRecord | None, facts: RunFacts) -> RunState:
+    if job is None and facts.worked:
         return RunState(state=FAILED, sentence="it began, and no ending was written down", certain=False)
     if job is None:
         return RunState(state=NEVER_STARTED, sentence="no job was started for it")
-    if evidence.job_alive is not False:
-        sentence = "starting" if evidence.job_alive else f"on {job.host}, which cannot be seen from here"
-        return RunState(state=RUNNING, sentence=sentence, certain=bool(evidence.job_alive))
-    return classify_exit(None, None, evidence.log_tail, asked=bool(evidence.cancels))
+    if facts.job_alive is not False:
+        sentence = "starting" if facts.job_alive else f"on {job.host}, which cannot be seen from here"
+        return RunState(state=RUNNING, sentence=sentence, certain=bool(facts.job_alive))
+    return classify_exit(None, None, facts.log_tail, asked=bool(facts.cancels))
 
 
 def _finished(result: Mapping[str, Any]) -> str:

@@ -3,109 +3,29 @@
 import codecs
 import json
 import math
-import os
 import re
-import signal
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.atomic import is_file, is_folder
+from can_train.io.processes import is_running, terminate, this_host
 from can_train.io.records import utc_text
-from can_train.slurm.client import AT_WORK, WAITING, Answer, cancel_jobs, output_of, query_jobs, tail
-from can_train.slurm.run_status import AttemptFacts, RunFacts, RunState, judge, slurm_jobs
+from can_train.slurm.client import AT_WORK, WAITING, Answer, cancel_jobs, query_jobs, tail
+from can_train.slurm.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
 from can_train.training.attempts import Attempts
 from can_train.training.run_folder import CONFIG, JobRecord, Registry, RunFolder, RunRecord
-
-_CLOCK_SLACK_S: Final = 2.0
-"""Seconds by which a process may seem to have started after its own note: the kernel counts from a boot time that is
-rounded, and moves with corrections of the clock."""
-
-
-_PS_TIMEOUT_S: Final = 5.0
-
-
-def is_alive(pid: int, noted: str) -> bool:
-    """Tells whether a process is there that had started when its number was noted.
-
-    Args:
-        pid: Its number.
-        noted: When, in ISO 8601 with a time zone.
-    """
-    age_s = _age_s(pid)
-    if age_s is None:
-        return False
-    started = datetime.now().astimezone() - timedelta(seconds=age_s)
-    return started <= datetime.fromisoformat(noted) + timedelta(seconds=_CLOCK_SLACK_S)
-
-
-def terminate(pid: int, noted: str) -> bool:
-    """Sends SIGTERM to a process that had started when its number was noted, if it runs Python.
-
-    Returns:
-        Whether there was one.
-
-    Raises:
-        PermissionError: It is another user's.
-    """
-    if not is_alive(pid, noted) or "python" not in command_line(pid).lower():
-        return False
-    try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def command_line(pid: int) -> str:
-    """Returns what a process was started with; empty: it is not there."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return _ps(pid, "command")
-
-
-def _age_s(pid: int) -> float | None:
-    """Returns for how many seconds a process has been there; None: it is not, or only its exit status is left."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:
-        return _elapsed_s(_ps(pid, "etime"))
-    # The second field is the program's name in brackets, and may hold anything.
-    fields = stat.rpartition(")")[2].split()
-    state, started_ticks = fields[0], float(fields[19])
-    return None if state in "ZX" else uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _elapsed_s(text: str) -> float | None:
-    """Reads what `ps` writes of elapsed time, [[days-]hours:]minutes:seconds."""
-    days, _, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdecimal() for part in [*parts, days or "0"]):
-        return None
-    seconds = 0
-    for part in parts:
-        seconds = 60 * seconds + int(part)
-    return float(seconds + 86400 * int(days or 0))
-
-
-def _ps(pid: int, field: str) -> str:
-    """Asks `ps`, where there is no /proc."""
-    return (output_of(["ps", "-p", str(pid), "-o", f"{field}="], seconds=_PS_TIMEOUT_S) or "").strip()
-
 
 _EPOCHS: Final = re.compile(r"^training:\n(?:  .*\n)*?  epochs: (\d+)$", re.MULTILINE)
 """The setting, as `plain_to_yaml` writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class RunProgress:
     """How far a run has come; None: not known.
 
     Attributes:
@@ -129,7 +49,7 @@ class Progress:
     safety_factor: float | None = None
 
 
-def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> Progress:
+def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunProgress:
     """Reads how far a run has come.
 
     Args:
@@ -147,7 +67,7 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> Progre
     done = [step for step in (_whole(last.get("step")), saved) if step is not None]
     epochs = _epochs(folder) if plan else None
     per_epoch = _number(plan.get("mean_steps_per_epoch", plan.get("steps_per_epoch")))
-    return Progress(
+    return RunProgress(
         step=max(done, default=None),
         steps=round(per_epoch * epochs) if per_epoch and epochs else None,
         epoch=_whole(last.get("epoch")),
@@ -159,9 +79,9 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> Progre
     )
 
 
-def _of_result(result: Mapping[str, Any]) -> Progress:
+def _of_result(result: Mapping[str, Any]) -> RunProgress:
     steps, epochs = _whole(result.get("steps")), _whole(result.get("epochs"))
-    return Progress(
+    return RunProgress(
         step=steps,
         steps=steps,
         epoch=epochs,
@@ -258,20 +178,20 @@ class KnownRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surveyed:
+class RunStatus:
     """All about a run.
 
     Attributes:
         known: The run.
-        evidence: What is known of it.
+        facts: What is known of it.
         state: What that means.
         progress: How far it has come.
     """
 
     known: KnownRun
-    evidence: RunFacts
+    facts: RunFacts
     state: RunState
-    progress: Progress
+    progress: RunProgress
 
 
 def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
@@ -319,9 +239,9 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
     raise RunError("There is no such run", value=repr(name), remedy=remedy)
 
 
-def survey(
+def run_statuses(
     runs: Iterable[KnownRun], registry: Registry, asking: Callable[[Iterable[str]], Answer] = query_jobs
-) -> list[Surveyed]:
+) -> list[RunStatus]:
     """Finds out about runs, in their order.
 
     Args:
@@ -333,9 +253,9 @@ def survey(
         StateError: The registry cannot be read.
     """
     gathered = [(known, _gathered(known, registry)) for known in runs]
-    open_jobs = [job_id for _, evidence in gathered if evidence.result is None for job_id in slurm_jobs(evidence)]
+    open_jobs = [job_id for _, facts in gathered if facts.result is None for job_id in slurm_jobs(facts)]
     answer = _by_job(asking(open_jobs))
-    return [_surveyed(known, _answered(evidence, answer)) for known, evidence in gathered]
+    return [_surveyed(known, _answered(facts, answer)) for known, facts in gathered]
 
 
 def log_of(job: JobRecord, known: KnownRun) -> Path:
@@ -392,22 +312,20 @@ def _gathered(known: KnownRun, registry: Registry) -> RunFacts:
 def _attempts(folder: RunFolder) -> list[AttemptFacts]:
     attempts = Attempts(folder.path)
     try:
-        facts = [AttemptFacts(began=began, ended=attempts.ended(began.attempt)) for began in attempts.began()]
+        facts = [AttemptFacts(start=began, end=attempts.end(began.attempt)) for began in attempts.starts()]
     except (OSError, ValueError, TypeError):
         # Damaged, or of another version: what the others say must do.
         return []
-    if not facts or facts[-1].ended is not None or facts[-1].began.job_id:
+    if not facts or facts[-1].end is not None or facts[-1].start.job_id:
         return facts
-    began = facts[-1].began
-    alive = is_alive(began.pid, began.time) if began.host == socket.gethostname() else None
-    return [*facts[:-1], replace(facts[-1], alive=alive)]
+    return [*facts[:-1], replace(facts[-1], alive=facts[-1].start.is_running())]
 
 
 def _job_alive(job: JobRecord) -> bool | None:
     """Tells whether the process of a job is there; None: it is of SLURM, or of another machine."""
-    if job.executor == "slurm" or job.host != socket.gethostname() or not job.job_id.isdecimal():
+    if job.executor == "slurm" or job.host != this_host() or not job.job_id.isdecimal():
         return None
-    return is_alive(int(job.job_id), job.time)
+    return is_running(int(job.job_id), job.time)
 
 
 def _result(folder: RunFolder) -> dict[str, Any] | None:
@@ -431,19 +349,19 @@ def _by_job(answer: Answer) -> Callable[[str], Answer]:
     )
 
 
-def _answered(evidence: RunFacts, answer: Callable[[str], Answer]) -> RunFacts:
+def _answered(facts: RunFacts, answer: Callable[[str], Answer]) -> RunFacts:
     """Gives a run what SLURM said of its own jobs."""
-    mine = [answer(job_id) for job_id in slurm_jobs(evidence)]
+    mine = [answer(job_id) for job_id in slurm_jobs(facts)]
     if any(each.queue is None for each in mine):
-        return replace(evidence, answer=Answer())
+        return replace(facts, answer=Answer())
     queue = [row for each in mine for row in each.queue or ()]
     accounts = [row for each in mine for row in each.accounts or ()]
-    return replace(evidence, answer=Answer(queue=queue, accounts=accounts))
+    return replace(facts, answer=Answer(queue=queue, accounts=accounts))
 
 
-def _surveyed(known: KnownRun, evidence: RunFacts) -> Surveyed:
-    progress = read_progress(known.folder, evidence.result)
-    return Surveyed(known=known, evidence=evidence, state=judge(evidence), progress=progress)
+def _surveyed(known: KnownRun, facts: RunFacts) -> RunStatus:
+    progress = read_progress(known.folder, facts.result)
+    return RunStatus(known=known, facts=facts, state=infer_run_state(facts), progress=progress)
 
 
 _RANK: Final = re.compile(r"_(\d+)_log\.(out|err)$")
@@ -519,7 +437,7 @@ _LOWER: Final = frozenset(("best_validation_loss", "false_positive_rate", "false
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranked:
+class RankedResult:
     """A run's value of a metric.
 
     Attributes:
@@ -533,7 +451,7 @@ class Ranked:
     parts: Mapping[str, float]
 
 
-def rank(results: Sequence[Mapping[str, Any]], metric: str) -> list[Ranked]:
+def rank(results: Sequence[Mapping[str, Any]], metric: str) -> list[RankedResult]:
     """Orders results by a metric, the best first; results without it are left out.
 
     Args:
@@ -553,7 +471,7 @@ def rank(results: Sequence[Mapping[str, Any]], metric: str) -> list[Ranked]:
         of_set = f"; of one set as SET.METRIC: {sets}" if sets else ""
         raise ConfigError(error.rule, value=error.value, remedy=f"{error.remedy}{of_set}")
     found = [
-        Ranked(index=index, value=sum(parts.values()) / len(parts), parts=parts)
+        RankedResult(index=index, value=sum(parts.values()) / len(parts), parts=parts)
         for index, each in enumerate(values)
         if (parts := each.get(metric))
     ]
@@ -594,14 +512,14 @@ def _ranking(metrics: Any) -> dict[str, float]:
 
 
 def stop(
-    evidence: RunFacts,
+    facts: RunFacts,
     cancelling: Callable[[Sequence[str]], str] = cancel_jobs,
     terminating: Callable[[int, str], bool] = terminate,
 ) -> bool:
     """Asks everything that works on a run to end.
 
     Args:
-        evidence: What is known of the run.
+        facts: What is known of the run.
         cancelling: Cancels jobs of SLURM; returns what went wrong.
         terminating: Sends SIGTERM to a process that was there at a time; returns whether there was one.
 
@@ -611,8 +529,8 @@ def stop(
     Raises:
         RunError: It is another machine's, another user's, or SLURM's that refuses or does not answer.
     """
-    jobs = slurm_jobs(evidence)
-    queue = evidence.answer.queue
+    jobs = slurm_jobs(facts)
+    queue = facts.answer.queue
     if jobs and queue is None:
         raise RunError(
             "SLURM does not answer here", value=f"job {jobs[-1]}", remedy="Cancel the run where squeue works"
@@ -623,26 +541,23 @@ def stop(
         if refused:
             raise RunError("SLURM refuses to cancel the job", value=refused)
         return True
-    found = _process(evidence)
+    found = _process(facts)
     if found is None:
         return False
     host, pid, noted = found
-    if host != socket.gethostname():
+    if host != this_host():
         raise RunError("The run is a process of another machine", value=f"process {pid} of {host}",
-                       remedy=f"Cancel it there: can-train cancel {evidence.run.run_id}")  # fmt: skip
-    try:
-        return terminating(pid, noted)
-    except PermissionError as error:
-        raise RunError("The run is another user's process", value=f"process {pid}") from error
+                       remedy=f"Cancel it there: can-train cancel {facts.run.run_id}")  # fmt: skip
+    return terminating(pid, noted)
 
 
-def _process(evidence: RunFacts) -> tuple[str, int, str] | None:
+def _process(facts: RunFacts) -> tuple[str, int, str] | None:
     """Finds the process that trains, else the one that is about to: its machine, its number, and when it was noted."""
-    job = evidence.jobs[-1] if evidence.jobs else None
-    last = evidence.attempts[-1] if evidence.attempts else None
-    if last is not None and last.ended is None and not last.began.job_id:
-        return last.began.host, last.began.pid, last.began.time
-    newer = job is not None and (last is None or last.began.time < job.time)
+    job = facts.jobs[-1] if facts.jobs else None
+    last = facts.attempts[-1] if facts.attempts else None
+    if last is not None and last.end is None and not last.start.job_id:
+        return last.start.host, last.start.pid, last.start.start_time
+    newer = job is not None and (last is None or last.start.start_time < job.time)
     if job is not None and newer and job.executor != "slurm" and job.job_id.isdecimal():
         return job.host, int(job.job_id), job.time
     return None
