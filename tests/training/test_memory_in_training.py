@@ -16,8 +16,8 @@ from can_train.memory.meters import SimulatedMeter
 from can_train.memory.monitor import RISES, WINDOW_STEPS
 from can_train.task import Feature
 from can_train.training import train as training_loop
-from can_train.training.session import Session, make_session
-from can_train.training.train import take_step
+from can_train.training.session import Session
+from can_train.training.train import make_session, take_step
 from fakes.costly import CostlyNet
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
@@ -129,7 +129,7 @@ def test_a_plan_counts_the_copies_of_buffers_that_a_step_holds(tmp_path: Path, c
     train(session)
     predicted = session.run_plan.predicted_peak_bytes
     assert predicted is not None
-    assert session.peak_bytes == pytest.approx(predicted, rel=0.03)
+    assert session.monitor.peak_bytes == pytest.approx(predicted, rel=0.03)
 
 
 @pytest.mark.parametrize("capacity_mib", [1000, 70])
@@ -139,7 +139,7 @@ def test_the_first_step_takes_no_more_than_the_plan_says(tmp_path: Path, capacit
     train(session)
     predicted = session.run_plan.predicted_peak_bytes
     assert predicted is not None
-    assert session.peak_bytes == pytest.approx(predicted, rel=0.03)
+    assert session.monitor.peak_bytes == pytest.approx(predicted, rel=0.03)
 
 
 def test_a_surprise_is_rescued_said_and_logged(tmp_path: Path) -> None:
@@ -269,19 +269,19 @@ def test_after_a_rescue_peak_and_cost_of_what_followed_are_known_apart(tmp_path:
     session.batcher.watch(pass_over)
     train(session)
     costs = session.run_plan.training_costs(task, session.epochs.steps(0)[0])
-    assert session.oom_cost == pytest.approx(costs.cost(0, len(costs)))
-    assert session.cost_after_rescue == pytest.approx(session.oom_cost / 2)
+    assert session.batcher.oom_cost == pytest.approx(costs.cost(0, len(costs)))
+    assert session.cost_after_rescue == pytest.approx(session.batcher.oom_cost / 2)
     assert session.peak_bytes_after_rescue < 50 * MIB
     # What failed had half of the 2 × 100 MiB that it wanted.
-    assert session.peak_bytes >= 100 * MIB
+    assert session.monitor.peak_bytes >= 100 * MIB
 
 
 def test_without_a_rescue_all_that_ran_is_settled(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
     train(session)
-    assert session.oom_cost is None
+    assert session.batcher.oom_cost is None
     assert session.cost_after_rescue == session.largest_cost > 0
-    assert session.peak_bytes_after_rescue == session.peak_bytes
+    assert session.peak_bytes_after_rescue == session.monitor.peak_bytes
 
 
 def test_where_nothing_ran_after_memory_ran_out_nothing_is_settled(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_where_nothing_ran_after_memory_ran_out_nothing_is_settled(tmp_path: Pat
         train(session)
     assert session.largest_cost > 0
     assert (session.cost_after_rescue, session.peak_bytes_after_rescue) == (0, 0)
-    assert session.peak_bytes >= 2 * MIB
+    assert session.monitor.peak_bytes >= 2 * MIB
 
 
 def test_the_peak_of_a_training_outlasts_the_probes_for_other_parameters(tmp_path: Path) -> None:
@@ -302,14 +302,14 @@ def test_the_peak_of_a_training_outlasts_the_probes_for_other_parameters(tmp_pat
             parameter.requires_grad_(False)
         take_step(session, rows[1], ends_epoch=True)
     # 30 points of 2 MiB, and then nothing.
-    assert session.peak_bytes >= 60 * MIB
-    assert session.peak_bytes_after_rescue == session.peak_bytes
+    assert session.monitor.peak_bytes >= 60 * MIB
+    assert session.peak_bytes_after_rescue == session.monitor.peak_bytes
 
 
 def test_what_follows_the_training_is_not_in_its_peak(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
     train(session)
-    peak = session.peak_bytes
+    peak = session.monitor.peak_bytes
     with session.meter.active():
         torch.empty(150 * MIB, dtype=torch.uint8)
-    assert session.peak_bytes == peak < 100 * MIB
+    assert session.monitor.peak_bytes == peak < 100 * MIB

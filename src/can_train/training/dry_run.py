@@ -172,7 +172,7 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
         here = tuple(plan.on(target.capacity_bytes, samples=samples) for plan in asked)
         placed = tuple(plan.placement for plan in here)
         if placed not in ways:
-            ways[placed] = _Way(replace(planner, beside=reference_models.rehearse(here)))
+            ways[placed] = _Way(replace(planner, beside=reference_models.bind_placeholders(here)))
         plan, error = ways[placed].planned(target)
         plans.append(
             DryPlan(

@@ -85,8 +85,8 @@ class Attempt:
             factor=session.run_plan.factor.factor,
             factor_reason=session.run_plan.factor.reason,
             capacity_bytes=meter.capacity_bytes,
-            peak_allocated_bytes=session.peak_bytes or None,
-            peak_reserved_bytes=session.peak_reserved_bytes or None,
+            peak_allocated_bytes=session.monitor.peak_bytes or None,
+            peak_reserved_bytes=session.monitor.peak_reserved_bytes or None,
             predicted_peak_bytes=None if predicted is None else round(predicted),
             **_predicted_line(limits if searched else None),
             tuned_limit=round(limits.training.tuned_limit) if limits is not None and searched else None,
@@ -97,7 +97,7 @@ class Attempt:
             binding_limit=plan.binding_limit,
             **_memory_lesson(session),
             # In evaluation, or where others took the memory, they teach nothing of the plan's limit.
-            ooms_rescued=0 if session.oom_cost is None else self._ooms,
+            ooms_rescued=0 if session.batcher.oom_cost is None else self._ooms,
             allocator_retries=meter.retries(),
             foreign_bytes=session.foreign_bytes,
             torch_version=torch.__version__,
@@ -134,11 +134,11 @@ def _predicted_line(limits: DeviceLimits | None) -> dict[str, Any]:
 
 def _memory_lesson(session: Session) -> dict[str, Any]:
     """What ran out of memory, and what ran from then on."""
-    if session.oom_cost is None:
+    if session.batcher.oom_cost is None:
         return {}
     used, settled = session.run_plan.used, session.cost_after_rescue
     return {
-        "oom_used": used(session.oom_cost),
+        "oom_used": used(session.batcher.oom_cost),
         "used_after_rescue": used(settled) if settled else None,
         "peak_bytes_after_rescue": session.peak_bytes_after_rescue if settled else None,
     }
