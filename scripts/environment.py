@@ -41,12 +41,7 @@ INCOMPLETE: Final = "incomplete"
 # project's folder, because pip splits the value at spaces.
 CONSTRAINTS: Final = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), "scripts/constraints.txt")
 # With `user = true` in a person's own settings pip would refuse.
-PIP_SETTINGS: Final = {
-    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    "PIP_NO_INPUT": "1",
-    "PIP_PROGRESS_BAR": "off",
-    "PIP_USER": "0",
-}
+PIP_SETTINGS: Final = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_USER": "0"}
 
 
 class SetUpError(Exception):
@@ -147,7 +142,7 @@ def _set_up_lock(root: Path) -> Iterator[int]:
 
 def _set_up(root: Path, lock: int, *, tools: bool) -> None:
     venv, python = root / ".venv", root / ".venv" / "bin" / "python"
-    check = [python, "-I", "-c", "import pip"]
+    check = [str(python), "-I", "-c", "import pip"]
     has_pip = os.access(python, os.X_OK) and subprocess.call(check, stderr=subprocess.DEVNULL) == 0
     if has_pip and read_stamp(venv) != UNFINISHED:
         say("something changed or is missing: installing into .venv what pyproject.toml and the constraints ask for")
@@ -210,7 +205,7 @@ def _run(root: Path, lock: int, command: list[str], **variables: str) -> None:
     )
     for line in process.stdout or ():
         if line.lstrip().startswith((b"Downloading", b"Installing")):
-            say(line.decode(errors="replace").strip())
+            say(line.decode(errors="replace").strip()[:100])  # one line names all packages
     if process.wait() != 0:
         raise SetUpError(
             "the set-up failed; what is written above says why. If no package index could be reached:\n"

@@ -15,10 +15,11 @@ from typing import Final
 
 import torch
 from accelerate.utils import find_executable_batch_size
-from finder_laws import DATA_SET, Case, Law, Search, Trial, measure
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.tuning import Tuner
 from torch.utils.data import DataLoader, Dataset
+
+from bench.finder_laws import DATA_SET, Case, Law, Search, Trial, measure
 
 LIGHTNING_START: Final = 2
 LIGHTNING_MAX: Final = 8_192
@@ -115,7 +116,7 @@ def lightning_search(trial: Trial, case: Case, *, mode: str, max_val: int, folde
 def accelerate_search(trial: Trial, case: Case, *, start: int) -> int:
     """Runs a function that is decorated for it, and returns the size that it ran with at last."""
 
-    @find_executable_batch_size(starting_batch_size=case.start or start)
+    @find_executable_batch_size(starting_batch_size=case.start or start)  # type: ignore[untyped-decorator]
     def train(batch_size: int) -> int:
         trial(batch_size)
         return batch_size

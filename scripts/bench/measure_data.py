@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from results_file import write_section
 
+from bench.results_file import write_section
 from can_train.reporter import SilentReporter
 from can_train.tasks.can.dataset import prepare
 from can_train.tasks.can.flat import FlatGraphs

@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from results_file import environment, markdown, write_section
 from torch import nn
 
+from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.engine.micro_batcher import Losses, MicroBatcher
 from can_train.policy.packing import BatchCosts

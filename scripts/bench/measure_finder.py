@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final, NamedTuple
 
-from finder_laws import (
+from bench.finder_laws import (
     CAPACITY,
     LARGEST_LIMIT,
     LIMITS,
@@ -26,8 +26,7 @@ from finder_laws import (
     measure,
     spread_cases,
 )
-from results_file import environment, markdown, write_section
-
+from bench.results_file import environment, markdown, write_section
 from can_train.engine.finder import find_max_size
 
 BENCH: Final = Path(__file__).resolve().parent
@@ -124,11 +123,17 @@ class Peers(NamedTuple):
 
 def measure_peers() -> Peers:
     """Puts the cases to the peers, in their own environment."""
-    command = [str(peers_python()), "-E", str(BENCH / "finder_peers.py")]
+    command = [str(peers_python()), "-E", "-m", "bench.finder_peers"]
     say("peers")
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, env=variables, text=True, check=True, timeout=PEERS_TIMEOUT_S
+        command,
+        cwd=BENCH.parent,
+        stdout=subprocess.PIPE,
+        env=variables,
+        text=True,
+        check=True,
+        timeout=PEERS_TIMEOUT_S,
     )
     answer = json.loads(done.stdout.splitlines()[-1])
     return Peers(answer["versions"], {name: read_results(*fields) for name, fields in answer["results"].items()})

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
-from measure_data import run_python
-from results_file import environment, markdown, write_section
+from bench.measure_data import run_python
+from bench.results_file import environment, markdown, write_section
 
 SEEDS: Final = (42, 1, 2)
 """Of the training; the first is the default's. The data are the same."""

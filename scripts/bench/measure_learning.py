@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from results_file import environment, markdown, write_section
 
+from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError

@@ -12,16 +12,16 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
-from results_file import environment, markdown, write_section
 
+from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.engine.micro_batcher import Losses, MicroBatcher
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.monitor import INTERVAL, Held, MemoryMonitor
 from can_train.policy.packing import BatchCosts
 from can_train.reporter import SilentReporter
+from can_train.training.loading import load_task
 from can_train.training.optimization import make_optimizer
-from can_train.training.run import load_task
 
 CASES: Final = (
     ("teacher", "cpu", 40),

@@ -14,8 +14,8 @@ from statistics import median
 from typing import Final
 
 import numpy as np
-from results_file import environment, markdown, write_section
 
+from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError

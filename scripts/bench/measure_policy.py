@@ -10,9 +10,8 @@ from importlib.metadata import version
 from statistics import fmean, median
 from typing import Final
 
-from policy_laws import Law, Life, NextFactor, draw_laws, fragmented, live_all, with_hidden
-from results_file import environment, markdown, write_section
-
+from bench.policy_laws import Law, Life, NextFactor, draw_laws, fragmented, live_all, with_hidden
+from bench.results_file import environment, markdown, write_section
 from can_train.policy.affine import AffinePolicy
 from can_train.policy.factors import FactorPoint, MomentumPolicy
 

@@ -7,16 +7,13 @@ import argparse
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import torch
-from results_file import environment, markdown, write_section
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from bench.results_file import environment, markdown, write_section
 from can_train.policy.cost_model import EXPLAINED
 from gpu.configurations import MODELS, SIMULATED, Configuration
 from gpu.measurements import points
@@ -128,14 +125,15 @@ def hide(trainer: Trainer, explored: Explored) -> None:
 
         def losses(model: nn.Module, start: int, stop: int) -> Any:
             # What is made first is the last to be let go of on the way back.
-            held = Held.apply(next(model.parameters()).flatten()[:1].sum(), num_bytes)
+            scalar = next(model.parameters()).flatten()[:1].sum()
+            held = Held.apply(scalar, num_bytes)  # type: ignore[no-untyped-call]
             found = dict(compute(model, start, stop))
             term, (total, denominator) = next(iter(found.items()))
             return found | {term: (total + 0 * held, denominator)}
 
         return Prepared(losses, batch.denominators)
 
-    trainer.task = Hiding(task, with_hidden)  # type: ignore[assignment]  # what is missing it passes on
+    trainer.task = Hiding(task, with_hidden)
 
 
 class Prepared:

@@ -15,9 +15,9 @@ from statistics import median
 from typing import Any, Final
 
 import torch
-from measure_data import build_all, read_frames, run_python, write_hcrl_log
-from results_file import environment, markdown, write_section
 
+from bench.measure_data import build_all, read_frames, run_python, write_hcrl_log
+from bench.results_file import environment, markdown, write_section
 from can_train.config.resolved import PathSettings
 from can_train.reporter import SilentReporter
 from can_train.training.evaluating import EvaluationRequest, evaluate

@@ -105,7 +105,8 @@ class Life:
 
 def live(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> Life:
     """Runs a configuration many times, each run with what the earlier ones taught."""
-    draw, history, peaks = np.random.default_rng(seed), [], []
+    draw, peaks = np.random.default_rng(seed), []
+    history: list[FactorPoint] = []
     for _ in range(runs):
         used = policy.next_factor(history, first=law.first)
         peaks.append(law.peak(used))
