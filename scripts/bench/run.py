@@ -13,7 +13,7 @@ sys.path.insert(0, str(SCRIPTS))
 from environment import project_python  # noqa: E402
 
 if __name__ == "__main__":
-    module = f"measure_{Path(sys.argv[0]).name}"
+    module = f"measure_{Path(sys.argv[0]).stem}"
     if not (SCRIPTS / "bench" / f"{module}.py").exists():
         sys.exit(f"{sys.argv[0]}: there is no {module}.py; this file is called through one of the links to it")
     if module == "measure_scoring":
