@@ -1,5 +1,5 @@
-"""The tasks that gpu-check trains: can-train's own on the synthetic bus, and three from other fields on random data. The
-latter have only what the search for limits and training need of a task; they cannot be evaluated.
+"""The tasks that gpu-check trains: can-train's own on the synthetic bus, and three from other fields on random data.
+These have only what the search for limits and training need of a task; they cannot be evaluated.
 
 Shapes: R samples of the task or of a batch.
 """
