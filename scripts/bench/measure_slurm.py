@@ -67,7 +67,7 @@ IMPORTS: Final[Mapping[str, str]] = {
 
 NOTES: Final = """\
 A SLURM with two nodes on one machine (`scripts/slurm-sandbox`), so absolute times are those of two shared cores.
-*Beyond imports* is the median of the command minus the median of a Python that only does the command's imports. The soak test
+*Beyond imports* is the median of the command minus that of a Python that only does the command's imports. The soak test
 kills training processes (SIGKILL), requeues jobs (`scontrol requeue`) and starts jobs of higher priority, at random,
 one every few seconds. Half of the runs are in a preemptible partition."""
 

@@ -131,6 +131,15 @@ def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Checkout) ->
     assert json.loads(output)[1:] == ["x"]
 
 
+def test_an_environment_that_somebody_else_made_is_installed_into(checkout: Checkout) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(checkout.venv)], check=True)
+    (checkout.venv / "notes.txt").touch()
+    code, _, messages = checkout.call()
+    assert (code, UPDATE in messages) == (0, True)
+    assert (checkout.venv / "notes.txt").exists()
+    assert checkout.call()[2] == ""
+
+
 def test_a_set_up_that_was_killed_is_repaired_after_its_last_command_has_ended(checkout: Checkout) -> None:
     killed = checkout.start()
     while not (checkout.venv / "bin").exists():

@@ -11,6 +11,8 @@ import pytest
 import environment
 from environment import INCOMPLETE, UNFINISHED, SetUpError, shortcomings
 
+WITHOUT_TOOLS, WITH_TOOLS, OLDER = "installed", "installed with tools", "0123abcd" * 8
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
@@ -22,9 +24,6 @@ def project(tmp_path: Path) -> Path:
         'dependency-groups = { dev = ["pytest>=8"] }\n'
     )
     return tmp_path
-
-
-WITHOUT_TOOLS, WITH_TOOLS, OLDER = "installed", "installed with tools", "0123abcd" * 8
 
 
 @pytest.fixture
