@@ -16,7 +16,7 @@ from can_train.config.training import TrainingSettings
 from can_train.engine.micro_batcher import Losses, MicroBatcher
 from can_train.memory.meters import Meter
 from can_train.training.optimization import Optimization, Precision, make_optimization
-from gpu.limited import limited_device
+from gpu.trainer import limited_device
 
 MIB = 2**20
 CAPACITIES = {"cuda": 1024 * MIB, "sim": 160 * MIB}
