@@ -20,12 +20,11 @@ import numpy as np
 
 from bench.results_file import write_section
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.dataset import prepare
-from can_train.tasks.can.flat import FlatGraphs
-from can_train.tasks.can.frames import Frames
-from can_train.tasks.can.graphs import GraphBuilder
-from can_train.tasks.can.layout import LOG, LogFile
-from can_train.tasks.can.reading import LogReader
+from can_train.tasks.can.data.dataset import prepare
+from can_train.tasks.can.data.frames import Frames
+from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder
+from can_train.tasks.can.data.layout import LOG, LogFile
+from can_train.tasks.can.data.reading import LogReader
 from can_train.tasks.can.settings import CanDatasetSettings
 
 MESSAGES: Final = 4_000_000
@@ -132,7 +131,7 @@ def memory_rows(short: Path, long: Path, num_messages: int, folder: Path) -> lis
 def batch_rows(log: Path, folder: Path) -> list[tuple[str, ...]]:
     """Makes batches of shuffled graphs with can-train and with torch_geometric's DataLoader."""
     say("batching")
-    from can_train.tasks.can.gather import Gatherer
+    from can_train.tasks.can.data.batches import Gatherer
 
     flat = prepare_log(log, folder / "short")
     num_graphs = min(COLLATED_GRAPHS, len(flat)) // BATCH * BATCH

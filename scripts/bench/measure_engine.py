@@ -16,11 +16,11 @@ from torch import nn
 
 from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
-from can_train.engine.micro_batcher import Losses, MicroBatcher
-from can_train.policy.packing import BatchCosts
+from can_train.fit.micro_batcher import Losses, MicroBatcher
+from can_train.fit.optimizer import make_optimizer
+from can_train.fit.packing import BatchCosts
 from can_train.reporter import SilentReporter
 from can_train.training.loading import load_task
-from can_train.training.optimization import make_optimizer
 
 CASES: Final = (("gat", "teacher", 64), ("gat", "student", 64), ("vgae", "teacher", 64), ("vgae", "student", 64))
 """Model, size and logical batch."""

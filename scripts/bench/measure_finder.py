@@ -27,7 +27,7 @@ from bench.finder_laws import (
     spread_cases,
 )
 from bench.results_file import environment, markdown, write_section
-from can_train.engine.finder import find_max_size
+from can_train.fit.search import find_max_size
 
 BENCH: Final = Path(__file__).resolve().parent
 ROOT: Final = BENCH.parent.parent

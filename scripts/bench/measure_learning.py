@@ -20,13 +20,13 @@ from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
+from can_train.factors.observations import Observation, read_observations
+from can_train.factors.store import get_safety_factor_db
 from can_train.memory.meters import SimulatedMeter
 from can_train.reporter import SilentReporter
-from can_train.state.factor_store import get_safety_factor_db
-from can_train.state.observations import Observation, read_observations
-from can_train.training import loop
-from can_train.training.run import train_new
-from can_train.training.state import Session
+from can_train.training import train as loop
+from can_train.training.session import Session
+from can_train.training.train import train_new
 
 RUNS: Final = 6
 
@@ -147,7 +147,7 @@ def resolved(scenario: Scenario, folder: Path, seconds: float) -> ResolvedRun:
     values = {
         "training.batch_size": scenario.batch,
         "training.epochs": 1,
-        "mode.floors": False,
+        "mode.baselines": False,
         "dataset.synthetic.seconds": seconds,
         "paths.runs_dir": str(folder / "runs"),
         "paths.state_dir": str(folder / "state"),

@@ -15,13 +15,13 @@ import torch
 
 from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
-from can_train.engine.micro_batcher import Losses, MicroBatcher
+from can_train.fit.micro_batcher import Losses, MicroBatcher
+from can_train.fit.optimizer import make_optimizer
+from can_train.fit.packing import BatchCosts
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.monitor import INTERVAL, Held, MemoryMonitor
-from can_train.policy.packing import BatchCosts
 from can_train.reporter import SilentReporter
 from can_train.training.loading import load_task
-from can_train.training.optimization import make_optimizer
 
 CASES: Final = (
     ("teacher", "cpu", 40),

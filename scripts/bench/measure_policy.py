@@ -12,8 +12,7 @@ from typing import Final
 
 from bench.policy_laws import Law, Life, NextFactor, draw_laws, fragmented, live_all, with_hidden
 from bench.results_file import environment, markdown, write_section
-from can_train.policy.affine import AffinePolicy
-from can_train.policy.factors import FactorPoint, MomentumPolicy
+from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
 
 LAWS: Final = 400
 BEND: Final = 0.15

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from bench.results_file import environment, markdown, write_section
-from can_train.policy.cost_model import EXPLAINED
+from can_train.fit.cost_model import EXPLAINED
+from can_train.task import Task
 from gpu.configurations import MODELS, SIMULATED, Configuration
 from gpu.measurements import points
 from gpu.trainer import Explored, Trainer, open_trainer
@@ -133,7 +134,7 @@ def hide(trainer: Trainer, explored: Explored) -> None:
 
         return Prepared(losses, batch.denominators)
 
-    trainer.task = Hiding(task, with_hidden)
+    trainer.task = cast(Task, Hiding(task, with_hidden))
 
 
 class Prepared:

@@ -19,7 +19,7 @@ from bench.measure_data import build_all, read_frames, run_python, write_hcrl_lo
 from bench.results_file import environment, markdown, write_section
 from can_train.config.resolved import PathSettings
 from can_train.reporter import SilentReporter
-from can_train.training.evaluating import EvaluationRequest, evaluate
+from can_train.training.evaluate import EvaluationRequest, evaluate
 
 FRAMES: Final = 1_000_000
 ROUNDS: Final = 3
@@ -29,7 +29,7 @@ GOAL: Final = 100_000
 
 TRAINING: Final = (
     "--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
-    "--epochs", "1", "--no-floors", "--device", "cpu",
+    "--epochs", "1", "--no-baselines", "--device", "cpu",
 )  # fmt: skip
 
 NOTES: Final = """\

@@ -25,7 +25,7 @@ from can_train.training.run_folder import RunFolder
 SANDBOX: Final = Path(__file__).resolve().parents[1] / "slurm-sandbox"
 
 TRAINING: Final = (
-    "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-floors",
+    "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines",
     "--epochs", "2", "--min-steps-per-epoch", "20", "--checkpoint-every", "5", "--device", "cpu", "--mem", "1200M",
     "--cpus", "1", "--time", "30",
 )  # fmt: skip
@@ -59,9 +59,9 @@ FOLLOWED: Final = 4
 """Number of runs that are repeated undisturbed, to compare the weights."""
 
 IMPORTS: Final[Mapping[str, str]] = {
-    "submit": "import typer, submitit, can_train.cli.submit, can_train.config.compose, can_train.config.sweeps",
-    "runs": "import typer, rich.table, can_train.cli.runs, can_train.launch.survey",
-    "status": "import typer, rich.table, can_train.cli.status, can_train.launch.survey",
+    "submit": "import typer, submitit, can_train.cli.submit, can_train.config.compose, can_train.config.compose",
+    "runs": "import typer, rich.table, can_train.cli.runs, can_train.slurm.status",
+    "status": "import typer, rich.table, can_train.cli.main, can_train.slurm.status",
 }
 """The imports of each command, which are timed separately."""
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
-from can_train.policy.factors import FactorPoint
+from can_train.factors.policies import FactorPoint
 
 TABLE = (0.34, 0.38, 0.45, 0.489, 0.55, 0.65)
 """First factors, as in tables of experience."""

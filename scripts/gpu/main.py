@@ -12,14 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from can_train.config.training import PRECISIONS
+from can_train.config.resolved import state_folder
+from can_train.config.settings import PRECISIONS
 from can_train.errors import CanTrainError, DeviceError, StateError
-from can_train.memory.devices import is_simulated, resolve_device
-from can_train.policy.gpu_constants import GpuConstants
-from can_train.policy.sizes import parse_size
-from can_train.state.atomic import write_json_atomic, write_text_atomic
-from can_train.state.folders import state_folder
-from can_train.state.gpu_constants import write_gpu_constants
+from can_train.io.atomic import write_json_atomic, write_text_atomic
+from can_train.io.units import parse_size
+from can_train.memory.catalogue import GpuConstants, write_gpu_constants
+from can_train.memory.meters import is_simulated, resolve_device
 from gpu.configurations import CAPACITIES, MODELS, QUICK_CAPACITIES, SIMULATED, Configuration
 from gpu.processes import measure, run_cuda_tests
 from gpu.tables import markdown

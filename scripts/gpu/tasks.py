@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from can_train.config.compose import RunRequest, resolve
-from can_train.policy.features import Feature
 from can_train.reporter import SilentReporter
+from can_train.task import Feature, Task
 from can_train.training.loading import load_task
-from can_train.training.task import Task
 from gpu.networks import WORDS, SequenceModel, Transformer, UNet
 
 SAMPLES: Final = 2048

@@ -7,27 +7,25 @@ Shapes: R rows (samples) of a batch.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from can_train.config.training import TrainingSettings
-from can_train.engine.micro_batcher import Losses, MicroBatcher
-from can_train.engine.rescue import RescueSettings
+from can_train.config.settings import TrainingSettings
 from can_train.errors import DeviceError, DoesNotFitError
-from can_train.memory.allocator_settings import segments_expand
-from can_train.memory.meters import Meter, SimulatedMeter, open_meter
+from can_train.fit import random_state as randomness
+from can_train.fit.cost_model import DeviceLimits
+from can_train.fit.explore import Explorer
+from can_train.fit.micro_batcher import Losses, MicroBatcher
+from can_train.fit.optimizer import Precision, make_optimization
+from can_train.fit.packing import BatchCosts, SplitRules
+from can_train.fit.rescue import RescueSettings
+from can_train.memory.meters import Meter, SimulatedMeter, open_meter, segments_expand
 from can_train.memory.out_of_memory import is_out_of_memory
-from can_train.policy.device_limits import DeviceLimits
-from can_train.policy.limits import SplitRules
-from can_train.policy.packing import BatchCosts
-from can_train.training import randomness
-from can_train.training.exploring import Explorer
-from can_train.training.optimization import Precision, make_optimization
-from can_train.training.task import LogicalBatch, Task
+from can_train.task import LogicalBatch, Task
 from gpu.configurations import SIMULATED, Configuration
 from gpu.tasks import make_task
 
@@ -97,7 +95,7 @@ class Trainer:
         """Searches for the limits in the same way as a run."""
         watched = _ProbeWatch(self.task)
         explorer = Explorer(
-            task=watched,
+            task=cast(Task, watched),
             model=self.model,
             training=self.training,
             meter=self.meter,

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from can_train.memory.devices import is_simulated
-from can_train.memory.meters import open_meter
-from can_train.state.atomic import write_json_atomic
+from can_train.io.atomic import write_json_atomic
+from can_train.memory.meters import is_simulated, open_meter
 from gpu.configurations import Configuration
 
 

@@ -4,21 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from can_train.engine.batch_result import BatchResult
-    from can_train.engine.finder import SizeSearch, find_max_size
-    from can_train.engine.micro_batcher import MicroBatcher
     from can_train.errors import CanTrainError
+    from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
+    from can_train.factors.store import get_safety_factor_db
+    from can_train.fit.micro_batcher import BatchResult, MicroBatcher
+    from can_train.fit.packing import solve_accumulation
+    from can_train.fit.prediction import PeakPrediction, predict_peak
+    from can_train.fit.search import SizeSearch, find_max_size
     from can_train.memory.monitor import MemoryMonitor
     from can_train.memory.out_of_memory import is_out_of_memory
-    from can_train.policy.accumulation import solve_accumulation
-    from can_train.policy.affine import AffinePolicy
-    from can_train.policy.factors import FactorPoint, MomentumPolicy
-    from can_train.state.factor_store import get_safety_factor_db
-    from can_train.training.effective_factor import get_effective_safety_factor
+    from can_train.task import Task
+    from can_train.training.dry_run import get_effective_safety_factor
     from can_train.training.lightning_callback import MemoryMonitorCallback
-    from can_train.training.prediction import PeakPrediction, predict_peak
 
 __version__ = "0.1.0"
+
 
 __all__ = [
     "AffinePolicy",
@@ -31,6 +31,7 @@ __all__ = [
     "MomentumPolicy",
     "PeakPrediction",
     "SizeSearch",
+    "Task",
     "find_max_size",
     "get_effective_safety_factor",
     "get_safety_factor_db",
@@ -39,23 +40,25 @@ __all__ = [
     "solve_accumulation",
 ]
 
+
 _HOMES: Final = {
-    "AffinePolicy": "policy.affine",
-    "BatchResult": "engine.batch_result",
+    "AffinePolicy": "factors.policies",
+    "BatchResult": "fit.micro_batcher",
     "CanTrainError": "errors",
-    "FactorPoint": "policy.factors",
+    "FactorPoint": "factors.policies",
     "MemoryMonitor": "memory.monitor",
     "MemoryMonitorCallback": "training.lightning_callback",
-    "MicroBatcher": "engine.micro_batcher",
-    "MomentumPolicy": "policy.factors",
-    "PeakPrediction": "training.prediction",
-    "SizeSearch": "engine.finder",
-    "find_max_size": "engine.finder",
-    "get_effective_safety_factor": "training.effective_factor",
-    "get_safety_factor_db": "state.factor_store",
+    "MicroBatcher": "fit.micro_batcher",
+    "MomentumPolicy": "factors.policies",
+    "PeakPrediction": "fit.prediction",
+    "SizeSearch": "fit.search",
+    "Task": "task",
+    "find_max_size": "fit.search",
+    "get_effective_safety_factor": "training.dry_run",
+    "get_safety_factor_db": "factors.store",
     "is_out_of_memory": "memory.out_of_memory",
-    "predict_peak": "training.prediction",
-    "solve_accumulation": "policy.accumulation",
+    "predict_peak": "fit.prediction",
+    "solve_accumulation": "fit.packing",
 }
 
 

@@ -22,8 +22,13 @@ from typing import Final
 _SUGGESTION_CUTOFF: Final = 0.5
 """Similarity (0 to 1) from which a name counts as a likely misspelling; difflib's 0.6 misses swapped short words."""
 
+
 _PERMISSION: Final = ("A file or folder must be open to who uses it", "Mend its permissions, or name another place")
+
+
 _ROOM: Final = ("A disk must have room for what is written", "Make room; a run then goes on: can-train resume RUN")
+
+
 _MENDABLE: Final = {
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
@@ -91,7 +96,7 @@ class DeviceError(CanTrainError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shortage:
+class OutOfMemoryDetails:
     """What is known of memory that ran out, for who decides whether to try again, and where.
 
     Attributes:
@@ -120,12 +125,14 @@ class DoesNotFitError(CanTrainError):
         rule: As for every error.
         value: Likewise.
         remedy: Likewise.
-        shortage: What is known of it; None: nothing.
+        details: What is known of it; None: nothing.
     """
 
-    def __init__(self, rule: str, *, value: str = "", remedy: str = "", shortage: Shortage | None = None) -> None:
+    def __init__(
+        self, rule: str, *, value: str = "", remedy: str = "", details: OutOfMemoryDetails | None = None
+    ) -> None:
         super().__init__(rule, value=value, remedy=remedy)
-        self.shortage = shortage or Shortage()
+        self.details = details or OutOfMemoryDetails()
 
 
 def of_system(error: OSError) -> StateError | None:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from can_train.cli.main import main
-from can_train.policy.gpu_constants import GpuConstants
-from can_train.state.factor_store import get_safety_factor_db
-from can_train.state.gpu_constants import write_gpu_constants
+from can_train.factors.store import get_safety_factor_db
+from can_train.memory.catalogue import GpuConstants, write_gpu_constants
 
 KEY = "synthetic_gat_student_normal"
 LINE = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--dry-run")

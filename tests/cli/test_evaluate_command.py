@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
-from trained_runs import bus_log, finished_run
+from fakes.trained_runs import bus_log, finished_run
 
 Line = Callable[..., str]
 

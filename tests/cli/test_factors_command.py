@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from can_train.cli.factors import make_factors_command
 from can_train.errors import CanTrainError, ConfigError
-from can_train.state.observations import write_observation, write_started
-from state.samples import A100, KEY, observation, out_of_memory, started
+from can_train.factors.observations import write_observation, write_started
+from fakes.samples import A100, KEY, observation, out_of_memory, started
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.cli.factors_plot import PLOT_COLUMNS, PlotPoint, plot_lines
+from can_train.cli.factors_tables import PLOT_COLUMNS, PlotPoint, plot_lines
 
 shares = st.floats(0, 1.5)
 points = st.builds(PlotPoint, factor=st.floats(0.01, 1), peak=st.none() | shares, ran_out=st.booleans())

@@ -1,7 +1,7 @@
 import pytest
 
-from can_train.cli.flags import canonical_arguments, training_parameters
-from can_train.config.training import TrainingSettings
+from can_train.cli.options import canonical_arguments, training_parameters
+from can_train.config.settings import TrainingSettings
 from can_train.errors import ConfigError
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.cli.pipeline_tables import shortened
-from finished_runs import Shelf
+from fakes.finished_runs import Shelf
 
 TIMEOUT_S = 300
-LINE = ("pipeline", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-floors", "--device", "cpu",
+LINE = ("pipeline", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines", "--device", "cpu",
         "--min-steps-per-epoch", "3")  # fmt: skip
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
-from can_train.config.plain_text import plain_from_yaml
-from can_train.state.registry import Registry
-from finished_runs import Shelf
+from can_train.config.resolved import plain_from_yaml
+from can_train.training.run_folder import Registry
+from fakes.finished_runs import Shelf
 
 DISTILL = ("--model", "gat", "--size", "student", "--mode", "knowledge_distillation", "--dataset", "synthetic")
 

@@ -2,7 +2,7 @@ import io
 
 import pytest
 
-from can_train.cli.reporters import LineReporter, TerminalReporter
+from can_train.cli.output import LineReporter, TerminalReporter
 
 
 def test_a_pipe_gets_one_line_at_a_stages_end() -> None:

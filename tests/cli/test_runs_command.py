@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from can_train.cli.looking import duration
 from can_train.cli.main import main
-from launch.made_runs import KEY, RESULT, Runs, begin, end
+from can_train.cli.output import duration
+from fakes.made_runs import KEY, RESULT, Runs, begin, end
 
 
 @pytest.fixture

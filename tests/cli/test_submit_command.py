@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
-from can_train.config.plain_text import plain_from_yaml
-from can_train.state.registry import Registry
+from can_train.config.resolved import plain_from_yaml
+from can_train.training.run_folder import Registry
 
 TRAIN = ("--model", "gat", "--dataset", "synthetic")
 DRY = ("--dry-run", "--size", "student", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5")
 COMMANDS = {
     "sbatch": 'cat "$1" >> "{folder}/sent"; echo Submitted batch job 41',
     "scontrol": 'cat "{records}/$2s.txt"',
-    "squeue": "echo '41|PENDING'",
+    "squeue": "echo '41|PENDING|Priority||N/A|1:30:00'",
     "srun": "exit 1",
 }
 
@@ -82,7 +82,9 @@ def test_json_names_run_job_log_and_script(slurm: Path, capsys: pytest.CaptureFi
     assert Path(run["script"]).read_text() == (slurm / "sent").read_text()
     again = json.loads(submit(capsys, "--json"))
     assert again["submitted"] == []
-    assert [(twin["run_id"], twin["state"]) for twin in again["identical"]] == [(run["run_id"], "queued")]
+    assert [(duplicate_run["run_id"], duplicate_run["state"]) for duplicate_run in again["identical"]] == [
+        (run["run_id"], "queued")
+    ]
 
 
 def test_an_identical_run_is_pointed_out_and_the_others_of_its_sweep_go_on(

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from can_train.cli.tables import print_tables
+from can_train.cli.output import print_tables
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.config.aliases import ALIASES, canonical
-from can_train.config.assignments import check_contradictions, from_model_args, from_set, split_list
-from can_train.config.training import TrainingSettings
+from can_train.config.overrides import ALIASES, canonical, check_contradictions, from_model_args, from_set, split_list
+from can_train.config.settings import TrainingSettings
 from can_train.errors import ConfigError
 from can_train.tasks.can.settings import CanModeSettings, GatSettings
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from can_train.config.changes import changed
-from can_train.config.compose import RunRequest, resolve
+from can_train.config.compose import RunRequest, changed, resolve
 from can_train.errors import ConfigError
 
 

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from can_train.config.compose import RunRequest, from_plain, presets, resolve
-from can_train.config.plain_text import plain_from_yaml, plain_to_yaml
-from can_train.config.resolved import ResolvedRun
+from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml
 from can_train.errors import ConfigError
 
 

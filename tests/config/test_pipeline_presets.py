@@ -3,9 +3,9 @@
 import pytest
 
 from can_train.config.compose import presets
-from can_train.config.pipeline import Stage, load_stages, selected, split_sets
 from can_train.config.task_settings import load_task_settings
 from can_train.errors import ConfigError
+from can_train.slurm.pipeline import Stage, load_stages, selected, split_sets
 
 
 @pytest.mark.parametrize("preset", presets("pipeline"))

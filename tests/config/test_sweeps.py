@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.config.compose import RunRequest, resolve
-from can_train.config.sweeps import MOST_RUNS, expand
+from can_train.config.compose import MOST_RUNS, RunRequest, expand, resolve
 from can_train.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from can_train.engine.micro_batcher import Losses, MicroBatcher
+from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.memory.meters import CudaMeter
 
 MIB = 2**20

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from can_train.engine.reserve import OptimizerReserve
 from can_train.errors import DoesNotFitError
+from can_train.fit.optimizer import OptimizerMemory, measure_optimizer
+from can_train.fit.reserve import OptimizerReserve
 from can_train.memory.meters import Meter
-from can_train.memory.optimizer_memory import OptimizerMemory, measure_optimizer
 from gpu.trainer import limited_device
 
 MIB = 2**20

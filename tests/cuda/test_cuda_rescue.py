@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.config.training import TrainingSettings
-from can_train.engine.micro_batcher import Losses, MicroBatcher
+from can_train.config.settings import TrainingSettings
+from can_train.fit.micro_batcher import Losses, MicroBatcher
+from can_train.fit.optimizer import Optimization, Precision, make_optimization
 from can_train.memory.meters import Meter
-from can_train.training.optimization import Optimization, Precision, make_optimization
 from gpu.trainer import limited_device
 
 MIB = 2**20

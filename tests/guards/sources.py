@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "can_train"
 
 
 class Source(NamedTuple):
-    """One file: where it lies in the package (`engine/finder.py`), its text and its syntax tree."""
+    """One file: where it lies in the package (`fit/search.py`), its text and its syntax tree."""
 
     path: str
     text: str
@@ -30,7 +30,7 @@ def package_sources() -> list[Source]:
 
 
 def imported_modules(source: Source) -> set[str]:
-    """The modules that a file names in its imports, wherever they stand, in full: `can_train.policy.plan`."""
+    """The modules that a file names in its imports, wherever they stand, in full: `can_train.fit.plan`."""
     modules = set()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):

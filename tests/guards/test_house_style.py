@@ -7,7 +7,7 @@ import pytest
 from guards.sources import Source, package_sources, parse
 
 MAX_FUNCTION_LINES = 40
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 700
 
 
 def faults(source: Source) -> list[str]:
@@ -38,7 +38,7 @@ def test_the_package_keeps_to_the_limits() -> None:
 def test_a_docstring_is_not_counted() -> None:
     body = "\n".join(["    pass"] * (MAX_FUNCTION_LINES - 1))
     text = f'"""Module."""\ndef f():\n    """{"Long." + chr(10) * 30}"""\n{body}\n'
-    assert faults(parse("policy/plan.py", text)) == []
+    assert faults(parse("fit/plan.py", text)) == []
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_a_docstring_is_not_counted() -> None:
     ],
 )
 def test_what_breaks_a_limit_is_found(text: str) -> None:
-    assert len(faults(parse("policy/plan.py", text))) == 1
+    assert len(faults(parse("fit/plan.py", text))) == 1

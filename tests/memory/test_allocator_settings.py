@@ -1,6 +1,6 @@
 import pytest
 
-from can_train.memory.allocator_settings import segments_expand
+from can_train.memory.meters import segments_expand
 
 
 @pytest.mark.parametrize(

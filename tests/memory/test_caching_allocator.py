@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from can_train.memory.blocks import Block
-from can_train.memory.caching_allocator import CachingAllocator, block_bytes, segment_bytes
+from can_train.memory.allocator import Block, CachingAllocator, block_bytes, segment_bytes
 
 KIB = 2**10
 MIB = 2**20

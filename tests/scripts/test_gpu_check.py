@@ -13,9 +13,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from can_train.policy.packing import BatchCosts
+from can_train.fit.packing import BatchCosts
+from can_train.memory.catalogue import read_gpu_constants
 from can_train.reporter import SilentReporter
-from can_train.state.gpu_constants import read_gpu_constants
 from gpu.configurations import GIB
 from gpu.main import choose, read_arguments, remember
 from gpu.measurements import BEYOND_PROBES, CLOSE, true_limit

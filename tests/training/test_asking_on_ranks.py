@@ -1,4 +1,4 @@
-"""Companions of several ranks: one decides how they are asked, all are told the same, and what happens to one while it
+"""Reference models of several ranks: one decides how they are asked, all are told the same, and what happens to one while it
 asks ends all.
 """
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from asking_ranks import ask_together
-from several_ranks import error_text, run_ranks
+from fakes.asking_ranks import ask_together
+from fakes.several_ranks import error_text, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def test_two_ranks_learn_from_answers_as_one_does_wherever_they_come_from(tmp_pa
 def test_the_first_rank_decides_for_all_where_answers_come_from(tmp_path: Path, slow: int, taken: str) -> None:
     ranks = asked(tmp_path, 2, placements=WAYS, capacities_mib=(64, 64), trouble=(slow, "slow"))
     assert [rank["plans"][0]["placement"] for rank in ranks] == [taken, taken]
-    (kept,) = tmp_path.glob("runs/*/companions.json")
+    (kept,) = tmp_path.glob("runs/*/reference_models.json")
     assert json.loads(kept.read_text())[0]["placement"] == taken
 
 

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
-from can_train.training import loop, randomness
-from can_train.training.session import make_session
-from can_train.training.state import Session
-from line_fit import LineBatch, LineTask, StoppedTask, fixed, line_parts
+from can_train.fit import random_state
+from can_train.training import train as training_loop
+from can_train.training.session import Session, make_session
+from fakes.line_fit import LineBatch, LineTask, StoppedTask, fixed, line_parts
 
 STEPS = 6
 SETTINGS = {"batch_size": 20, "find_batch_size": "off", "epochs": 2}
@@ -69,7 +69,7 @@ def trained(folder: Path, task: LineTask, **training: Any) -> Session:
     parts = line_parts(folder, task, **{**SETTINGS, **training})
     session = make_session(parts, fixed(0.5))
     with parts.stops.installed():
-        loop.train(session)
+        training_loop.train(session)
     return session
 
 
@@ -88,14 +88,15 @@ def test_it_comes_before_each_step_with_the_steps_samples_and_the_share_that_is_
 
 def test_its_randomness_is_a_function_of_seed_and_step(tmp_path: Path) -> None:
     written = diary(trained(tmp_path, DiaryTask(), seed=3))
-    drawn = [torch.rand((), generator=randomness.before_step_generator(seed=3, step=step)) for step in range(STEPS)]
+    drawn = [torch.rand((), generator=random_state.before_step_generator(seed=3, step=step)) for step in range(STEPS)]
     assert written == [float(number) for number in drawn]
     assert len(set(written)) == STEPS
 
 
 def test_it_draws_nothing_from_the_steps_own_randomness() -> None:
     before, own = (
-        make(seed=3, step=2).initial_seed() for make in (randomness.before_step_generator, randomness.step_generator)
+        make(seed=3, step=2).initial_seed()
+        for make in (random_state.before_step_generator, random_state.step_generator)
     )
     assert before != own
 

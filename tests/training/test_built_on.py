@@ -9,49 +9,50 @@ from typing import Any, cast
 import pytest
 
 from can_train.errors import RunError
-from can_train.training.built_on import hold_to_beginning
-from can_train.training.finished import load_finished
-from can_train.training.moved import found_beside, without_the_gone
-from can_train.training.run_folder import RunFolder
-from can_train.training.task import Task
-from finished_runs import Shelf
+from can_train.task import Task
+from can_train.training.loading import load_finished
+from can_train.training.run_folder import RunFolder, relocate_prerequisites, without_the_gone
+from can_train.training.session import check_inputs_unchanged
+from fakes.finished_runs import Shelf
 
 
 def task_with(data: str = "", **digests: str) -> Task:
-    """A task whose data and companions have digests, those by role."""
-    companions = [SimpleNamespace(role=role, name=f"run-{role}", digest=digest) for role, digest in digests.items()]
-    return cast(Task, SimpleNamespace(companions=companions, data_digest=data))
+    """A task whose data and reference models have digests, those by role."""
+    reference_models = [
+        SimpleNamespace(role=role, name=f"run-{role}", digest=digest) for role, digest in digests.items()
+    ]
+    return cast(Task, SimpleNamespace(reference_models=lambda: reference_models, data_digest=lambda: data))
 
 
-def test_a_companion_that_is_another_by_now_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_reference_model_that_is_another_by_now_is_refused_by_name(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for _ in range(2):
-        hold_to_beginning(folder, task_with(teacher="1", autoencoder="2"))
+        check_inputs_unchanged(folder, task_with(teacher="1", autoencoder="2"))
     with pytest.raises(RunError, match=r"the autoencoder run-autoencoder has other weights.*\nBring back"):
-        hold_to_beginning(folder, task_with(teacher="1", autoencoder="3"))
+        check_inputs_unchanged(folder, task_with(teacher="1", autoencoder="3"))
 
 
 def test_data_that_are_others_by_now_are_refused_and_said_alone(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for _ in range(2):
-        hold_to_beginning(folder, task_with("1", teacher="1"))
+        check_inputs_unchanged(folder, task_with("1", teacher="1"))
     with pytest.raises(RunError, match=r"the data that it began with: its logs have other contents.*\nBring back"):
-        hold_to_beginning(folder, task_with("2", teacher="2"))
+        check_inputs_unchanged(folder, task_with("2", teacher="2"))
 
 
 def test_a_run_that_does_without_what_it_was_compared_with_goes_on(tmp_path: Path) -> None:
-    hold_to_beginning(RunFolder(tmp_path), task_with("1", teacher="1", without_teacher="2"))
+    check_inputs_unchanged(RunFolder(tmp_path), task_with("1", teacher="1", without_teacher="2"))
     written = (tmp_path / "built_on.json").read_text()
-    hold_to_beginning(RunFolder(tmp_path), task_with("1", teacher="1"))
+    check_inputs_unchanged(RunFolder(tmp_path), task_with("1", teacher="1"))
     assert (tmp_path / "built_on.json").read_text() == written
 
 
 def test_a_file_that_is_damaged_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / "built_on.json").write_text("{")
     for _ in range(2):
-        hold_to_beginning(RunFolder(tmp_path), task_with(teacher="1"))
+        check_inputs_unchanged(RunFolder(tmp_path), task_with(teacher="1"))
     with pytest.raises(RunError, match="teacher"):
-        hold_to_beginning(RunFolder(tmp_path), task_with(teacher="2"))
+        check_inputs_unchanged(RunFolder(tmp_path), task_with(teacher="2"))
 
 
 @pytest.fixture
@@ -67,10 +68,10 @@ def distilled(tmp_path: Path) -> tuple[Shelf, Any, RunFolder]:
 
 def test_runs_that_were_moved_together_find_each_other(distilled: tuple[Shelf, Any, RunFolder]) -> None:
     shelf, run, folder = distilled
-    assert found_beside(run, folder.path) is run
+    assert relocate_prerequisites(run, folder.path) is run
     moved = shelf.folder / "elsewhere"
     (shelf.folder / "runs").rename(moved)
-    found = found_beside(run, moved / folder.run_id)
+    found = relocate_prerequisites(run, moved / folder.run_id)
     assert found.mode.teacher == str(moved / Path(run.mode.teacher).name)
     assert found.mode.without_teacher == str(moved / Path(run.mode.without_teacher).name)
 

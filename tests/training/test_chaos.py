@@ -18,17 +18,16 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
+from can_train.fit.optimizer import make_optimizer
 from can_train.memory.meters import SimulatedMeter
-from can_train.policy.features import Feature
 from can_train.reporter import SilentReporter
-from can_train.training import loop
-from can_train.training.optimization import make_optimizer
+from can_train.task import Feature, Task
+from can_train.training import train as training_loop
+from can_train.training.attempts import StopRequests
 from can_train.training.run_folder import RunFolder
-from can_train.training.session import Parts, make_session
-from can_train.training.signals import StopRequests
-from can_train.training.state import Session
-from costly import Costly
-from line_fit import fixed, line_run
+from can_train.training.session import Parts, Session, make_session
+from fakes.costly import Costly
+from fakes.line_fit import fixed, line_run
 
 MIB = 2**20
 RUNS, BLOCKS = 1000, 8
@@ -116,7 +115,7 @@ class HeavyNet(nn.Module):
         return out
 
 
-class HeavyTask:
+class HeavyTask(Task):
     """A regression on ragged samples whose error counts by their nodes."""
 
     features: Sequence[Feature] = (Feature("nodes"), Feature("edges"))
@@ -132,9 +131,6 @@ class HeavyTask:
 
     def build_model(self) -> nn.Module:
         return HeavyNet()
-
-    def describe(self, row: int) -> str:
-        return f"sample {row}"
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return self.world.sizes[rows]
@@ -238,7 +234,7 @@ def live(seed: int, run: ResolvedRun, folder: Path) -> Told:
             session = make_session(parts, fixed(world.factor))
             neighbours.awake = True
             watch(session, meter, task, told)
-            loop.train(session)
+            training_loop.train(session)
         except DoesNotFitError:
             told.refused = True
             told.rightly_refused = world.largest > 0.8 * meter.available_bytes()

@@ -9,8 +9,8 @@ import torch
 
 from can_train.errors import CheckpointError
 from can_train.reporter import SilentReporter
-from can_train.training.checkpoints import Checkpoints
-from line_fit import Notices
+from can_train.training.checkpoint import Checkpoints
+from fakes.line_fit import Notices
 
 
 def state(value: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Companions: what they answer, from wherever, what that takes of the device, and what is kept of it on disk."""
+"""Reference models: what they answer, from wherever, what that takes of the device, and what is kept of it on disk."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,27 +10,34 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asking_worlds import HUNGER, AskingTask, Oracle
-from can_train.config.training import TrainingSettings
+from can_train.config.settings import TrainingSettings
 from can_train.memory.meters import Meter, open_meter
-from can_train.training.answers import FromDevice, FromHost, FromTable
-from can_train.training.asking import ASKED_SHARE
-from can_train.training.companions import CompanionPlan, Companions, keep, kept
-from line_fit import Notices
+from can_train.training.inference import ASKED_SHARE
+from can_train.training.reference_models import (
+    CachedOutputs,
+    FromDevice,
+    FromHost,
+    ReferenceModelPlan,
+    ReferenceModels,
+    keep,
+    kept,
+)
+from fakes.asking_worlds import HUNGER, AskingTask, Oracle
+from fakes.line_fit import Notices
 
 CPU = torch.device("cpu")
 MIB = 2**20
 
 
-def desk(folder: Path, task: AskingTask, meter: Meter | None = None, **training: Any) -> Companions:
-    return Companions(
+def desk(folder: Path, task: AskingTask, meter: Meter | None = None, **training: Any) -> ReferenceModels:
+    return ReferenceModels(
         task=task, training=TrainingSettings(**training), meter=meter or open_meter("cpu"), reporter=Notices(),
         cache=folder / "cache",
     )  # fmt: skip
 
 
-def planned(placement: str, role: str = "oracle") -> CompanionPlan:
-    return CompanionPlan(role=role, name=Oracle.name, placement=placement)
+def planned(placement: str, role: str = "oracle") -> ReferenceModelPlan:
+    return ReferenceModelPlan(role=role, name=Oracle.name, placement=placement)
 
 
 def assert_answers(task: AskingTask, oracle: Oracle, rows: Any) -> None:
@@ -40,22 +47,24 @@ def assert_answers(task: AskingTask, oracle: Oracle, rows: Any) -> None:
 
 @pytest.mark.parametrize("placement", ["device", "cache", "offload"])
 @pytest.mark.parametrize("device", ["cpu", "sim:64MiB"])
-def test_answers_are_the_companions_own_wherever_they_come_from(tmp_path: Path, placement: str, device: str) -> None:
+def test_answers_are_the_reference_models_own_wherever_they_come_from(
+    tmp_path: Path, placement: str, device: str
+) -> None:
     oracle, meter = Oracle(), open_meter(device)
     task = AskingTask(oracle)
     with meter.active():
-        desk(tmp_path, task, meter).listen([planned(placement)])
+        desk(tmp_path, task, meter).bind_outputs([planned(placement)])
         assert_answers(task, oracle, [5, 3, 3, 69, 0, 8])
         assert_answers(task, oracle, [4])
 
 
 @pytest.mark.parametrize("placement", ["device", "cache", "offload"])
-def test_a_companion_of_double_precision_answers_wherever_it_is_asked(tmp_path: Path, placement: str) -> None:
+def test_a_reference_model_of_double_precision_answers_wherever_it_is_asked(tmp_path: Path, placement: str) -> None:
     oracle = Oracle()
     rows = np.array([5, 3])
     oracle.model.double()
     task = AskingTask(oracle)
-    desk(tmp_path, task, precision="fp64").listen([planned(placement)])
+    desk(tmp_path, task, precision="fp64").bind_outputs([planned(placement)])
     expected = oracle.model(torch.from_numpy(np.repeat(rows, rows % 4)).double()[:, None])
     torch.testing.assert_close(task.told["oracle"](rows)["word"].double(), expected, rtol=1e-6, atol=1e-6)
 
@@ -64,46 +73,46 @@ def test_a_companion_of_double_precision_answers_wherever_it_is_asked(tmp_path: 
 def test_a_table_finds_each_samples_own_rows(rows: list[int]) -> None:
     oracle = Oracle()
     table = {"word": oracle.truth(oracle.rows).numpy()}
-    answers = FromTable(oracle, CPU, table)(np.asarray(rows))
+    answers = CachedOutputs(oracle, CPU, table)(np.asarray(rows))
     torch.testing.assert_close(answers["word"], oracle.truth(np.asarray(rows)))
 
 
 def test_a_blank_table_has_the_shape_of_the_answers_and_takes_no_memory() -> None:
     oracle = Oracle()
-    blank = FromTable.blank(oracle, CPU)
+    blank = CachedOutputs.blank(oracle, CPU)
     assert blank(np.array([7, 6]))["word"].tolist() == [[0.0] * 3] * 5
     assert blank.table["word"].strides == (0, 0)
 
 
 def test_what_was_answered_once_is_not_asked_again(tmp_path: Path) -> None:
     first = Oracle()
-    desk(tmp_path, AskingTask(first)).listen([planned("cache")])
+    desk(tmp_path, AskingTask(first)).bind_outputs([planned("cache")])
     assert first.asked > 0
     again = Oracle()
     again.model.load_state_dict(first.model.state_dict())
     task = AskingTask(again)
-    told, resident = desk(tmp_path, task).listen([planned("cache")])
+    told, resident = desk(tmp_path, task).bind_outputs([planned("cache")])
     assert (again.asked, resident, told[0].peak_bytes) == (0, [], None)
     assert_answers(task, again, [5, 3])
 
 
 def test_other_weights_are_asked_anew(tmp_path: Path) -> None:
-    desk(tmp_path, AskingTask(Oracle())).listen([planned("cache")])
+    desk(tmp_path, AskingTask(Oracle())).bind_outputs([planned("cache")])
     other = Oracle()
-    desk(tmp_path, AskingTask(other)).listen([planned("cache")])
+    desk(tmp_path, AskingTask(other)).bind_outputs([planned("cache")])
     assert other.asked > 0
 
 
 def test_damaged_answers_are_said_and_made_again(tmp_path: Path) -> None:
     oracle = Oracle()
-    desk(tmp_path, AskingTask(oracle)).listen([planned("cache")])
+    desk(tmp_path, AskingTask(oracle)).bind_outputs([planned("cache")])
     (file,) = tmp_path.glob("cache/answers/*/word.npy")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     task = AskingTask(oracle)
     here = desk(tmp_path, task)
-    here.listen([planned("cache")])
+    here.bind_outputs([planned("cache")])
     assert any("are damaged and are made again" in text for text in here.reporter.texts)  # type: ignore[attr-defined]
     assert_answers(task, oracle, range(70))
 
@@ -113,7 +122,7 @@ def test_where_answers_cannot_be_kept_the_run_has_them_nevertheless(tmp_path: Pa
     oracle = Oracle()
     task = AskingTask(oracle)
     here = desk(tmp_path, task)
-    here.listen([planned("cache")])
+    here.bind_outputs([planned("cache")])
     assert any("are not kept" in text for text in here.reporter.texts)  # type: ignore[attr-defined]
     assert_answers(task, oracle, range(70))
 
@@ -129,18 +138,18 @@ def test_asking_takes_what_was_predicted(tmp_path: Path) -> None:
 
     with meter.active():
         here = replace(desk(tmp_path, AskingTask(oracle), meter), reporter=Watching())
-        (told,), _ = here.listen([planned("cache")])
+        (told,), _ = here.bind_outputs([planned("cache")])
     assert told.peak_bytes is not None
     assert 32 * MIB < told.peak_bytes <= ASKED_SHARE * 64 * MIB
     assert meter.peak_bytes() == pytest.approx(told.peak_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize(("placement", "there"), [("device", True), ("cache", False), ("offload", False)])
-def test_only_a_companion_on_the_device_stays_there(tmp_path: Path, placement: str, there: bool) -> None:
+def test_only_a_reference_model_on_the_device_stays_there(tmp_path: Path, placement: str, there: bool) -> None:
     meter, oracle = open_meter("sim:64MiB"), Oracle()
     with meter.active():
         before = meter.allocated_bytes()
-        _, resident = desk(tmp_path, AskingTask(oracle), meter).listen([planned(placement)])
+        _, resident = desk(tmp_path, AskingTask(oracle), meter).bind_outputs([planned(placement)])
         meter.release()
         assert bool(resident) == there
         assert (meter.allocated_bytes() > before) == there
@@ -172,7 +181,7 @@ def test_with_a_choice_each_way_is_measured_and_one_is_taken(tmp_path: Path) -> 
     assert plan.on(cost["offload"].base_bytes + cost["offload"].largest_bytes + 1, samples=60).placement != "device"
 
 
-def test_a_companion_that_does_not_fit_on_the_device_is_not_put_there(tmp_path: Path) -> None:
+def test_a_reference_model_that_does_not_fit_on_the_device_is_not_put_there(tmp_path: Path) -> None:
     meter, oracle = open_meter("sim:4MiB"), Oracle(placements=("device", "offload"), hunger=2**19)
     task = AskingTask(oracle)
     with meter.active():
@@ -181,13 +190,13 @@ def test_a_companion_that_does_not_fit_on_the_device_is_not_put_there(tmp_path: 
 
 
 @pytest.mark.parametrize("width", [1, 2**20])
-def test_a_companion_that_does_not_fit_on_the_device_is_asked_on_the_host(tmp_path: Path, width: int) -> None:
+def test_a_reference_model_that_does_not_fit_on_the_device_is_asked_on_the_host(tmp_path: Path, width: int) -> None:
     meter, oracle = open_meter("sim:2MiB"), Oracle(hunger=2**19 if width == 1 else 1)
     oracle.model.extra = torch.nn.Linear(1, width).requires_grad_(False)
     task = AskingTask(oracle)
     here = desk(tmp_path, task, meter)
     with meter.active():
-        here.listen([planned("cache")])
+        here.bind_outputs([planned("cache")])
         assert_answers(task, oracle, range(70))
         expected = oracle.model(torch.tensor([[3.0]])).double().numpy()
         np.testing.assert_allclose(here.score("oracle", np.array([3])), expected, rtol=1e-6)
@@ -203,7 +212,7 @@ def test_deciding_draws_no_random_number(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_companion_scores_in_parts_that_fit(tmp_path: Path) -> None:
+def test_a_reference_model_scores_in_parts_that_fit(tmp_path: Path) -> None:
     meter, oracle = open_meter("sim:64MiB"), Oracle()
     rows = np.array([9, 2, 2])
     with meter.active():
@@ -212,11 +221,11 @@ def test_a_companion_scores_in_parts_that_fit(tmp_path: Path) -> None:
     np.testing.assert_allclose(scores, expected.double().numpy(), rtol=1e-6)
 
 
-def test_plans_are_kept_for_the_companions_that_they_are_of(tmp_path: Path) -> None:
+def test_plans_are_kept_for_the_reference_models_that_they_are_of(tmp_path: Path) -> None:
     oracle = Oracle(placements=("device", "offload"))
     task = AskingTask(oracle)
     plans = desk(tmp_path, task).decide(task.build_model())
-    keep(tmp_path / "companions.json", plans)
-    assert kept(tmp_path / "companions.json", task) == plans
-    assert kept(tmp_path / "companions.json", AskingTask(Oracle(role="another"))) is None
+    keep(tmp_path / "reference_models.json", plans)
+    assert kept(tmp_path / "reference_models.json", task) == plans
+    assert kept(tmp_path / "reference_models.json", AskingTask(Oracle(role="another"))) is None
     assert kept(tmp_path / "nothing.json", task) is None

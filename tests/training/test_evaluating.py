@@ -15,20 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.resolved import PathSettings
-from can_train.config.training import TrainingSettings
+from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.companions import FinishedNetwork
-from can_train.training.asking import Place
-from can_train.training.checkpoints import Checkpoints
-from can_train.training.evaluating import EvaluationRequest, evaluate, scores_of
-from can_train.training.finished import load_finished
+from can_train.tasks.can.reference_models import FinishedNetwork
+from can_train.training.checkpoint import Checkpoints
+from can_train.training.evaluate import EvaluationRequest, evaluate, scores_of
+from can_train.training.inference import Place, Scoring
+from can_train.training.loading import load_finished
 from can_train.training.run_folder import RunFolder
-from can_train.training.scoring import Scoring
-from line_fit import Notices
-from trained_runs import bus_log, finished_run, own_log
-from windows_by_hand import windows_of
+from fakes.line_fit import Notices
+from fakes.trained_runs import bus_log, finished_run, own_log
+from fakes.windows_by_hand import windows_of
 
 REAL_LOGS = Path(__file__).parents[2] / "../shared/data/can"
 MODELS = ("gat", "vgae")
@@ -122,8 +121,8 @@ def test_the_whole_of_another_log_is_judged_by_the_threshold_of_validation(tmp_p
     assert document["threshold"] == result_of(run)["judgement"]["threshold"]
     assert document["threshold_rule"] == "max F1 on validation, in drive"
     folder = document["judgement"]["test"]["other.csv"]
-    assert list(folder["floors"]) == ["flag_everything", "flag_nothing"]
-    assert set(document["judgement"]["absent_floors"]) == {"id_lookup", "random_forest"}
+    assert list(folder["baselines"]) == ["flag_everything", "flag_nothing"]
+    assert set(document["judgement"]["absent"]) == {"id_lookup", "random_forest"}
 
 
 def test_a_copied_run_judges_without_the_machine_that_trained_it(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from can_train.errors import CheckpointError
-from can_train.training.checkpoints import Checkpoints
-from can_train.training.finished import load_finished
-from finished_runs import Shelf
+from can_train.training.checkpoint import Checkpoints
+from can_train.training.loading import load_finished
+from fakes.finished_runs import Shelf
 
 
 def saved(folder: Path, state: dict[str, Any]) -> Path:

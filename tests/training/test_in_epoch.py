@@ -15,18 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from can_train.launch.progress import read_progress
-from can_train.policy.features import Feature
-from can_train.training import loop
-from can_train.training.epochs import planned_orders
-from can_train.training.planning import RunPlan
+from can_train.fit.epochs import planned_orders
+from can_train.fit.planner import RunPlan
+from can_train.slurm.status import read_progress
+from can_train.task import Feature
+from can_train.training import train as training_loop
 from can_train.training.report import plan_lines
 from can_train.training.run_folder import RunFolder
-from can_train.training.session import make_session
-from can_train.training.state import Session
-from line_fit import SAMPLES, LineBatch, LineTask, fixed, line_parts
-from several_ranks import run_ranks
-from training_worlds import fit_line
+from can_train.training.session import Session, make_session
+from fakes.line_fit import SAMPLES, LineBatch, LineTask, fixed, line_parts
+from fakes.several_ranks import run_ranks
+from fakes.training_worlds import fit_line
 
 HALF = fixed(0.5)
 SETTINGS = {"batch_size": 20, "micro_batch_size": 10, "epochs": 4, "checkpoint_every": 3}
@@ -79,7 +78,7 @@ def trained(folder: Path, task: LineTask, **training: Any) -> Session:
     parts = line_parts(folder, task, **(SETTINGS | training))
     session = make_session(parts, HALF)
     with parts.stops.installed():
-        loop.train(session)
+        training_loop.train(session)
     return session
 
 
@@ -100,7 +99,7 @@ def test_each_epoch_sees_its_own_samples_once_in_batches_of_its_own(tmp_path: Pa
         batches = [rows for number, rows in task.seen if number == epoch]
         assert [len(rows) for rows in batches] == [20] * (count // 20) + [count % 20] * bool(count % 20)
         assert sorted(row for rows in batches for row in rows) == list(range(count))
-    # What validates is the task itself, once an epoch; the search and the look for coupling come before.
+    # What validates is the task itself, once an epoch; the search and the look for batch dependence come before.
     assert task.validated == 4
 
 
@@ -145,7 +144,7 @@ def test_samples_that_are_left_out_are_left_out_of_every_epoch(tmp_path: Path) -
     parts.folder.plan_path.write_text(json.dumps(plan))
     again = make_session(parts, HALF)
     assert again.run_plan == RunPlan.from_plain(plan)
-    loop.train(again)
+    training_loop.train(again)
     seen = [sorted(row for number, rows in task.seen if number == epoch for row in rows) for epoch in range(4)]
     assert seen == [sorted(set(range(count)) - {3, 30}) for count in EPOCH_ROWS]
     assert again.progress.step == again.epochs.total_steps(4)
@@ -242,5 +241,5 @@ def test_a_plan_of_before_epochs_could_differ_is_read(tmp_path: Path) -> None:
 
 def test_what_a_task_has_to_say_is_said_with_the_plan(tmp_path: Path) -> None:
     task = GrowingTask()
-    task.notices = ("points are few",)  # type: ignore[attr-defined]
+    task.notices = lambda: ("points are few",)  # type: ignore[method-assign]
     assert "points are few" in make_session(line_parts(tmp_path, task), HALF).run_plan.notices

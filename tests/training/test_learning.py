@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from can_train.errors import CheckpointError, DoesNotFitError, StateError
-from can_train.policy.first_factor import ANY_PEAK
-from can_train.state.factor_store import get_safety_factor_db
-from can_train.state.observations import read_observations, write_observation
-from can_train.training import loop
-from can_train.training.effective_factor import factor_rule, get_effective_safety_factor
-from can_train.training.learning import Attempt
-from can_train.training.session import make_session
-from can_train.training.state import Session
-from line_fit import LineTask, Notices, StoppedTask, fixed, line_parts, line_run
+from can_train.factors.observations import read_observations, write_observation
+from can_train.factors.resolve import factor_rule
+from can_train.factors.store import get_safety_factor_db
+from can_train.fit.factor_rule import ANY_PEAK
+from can_train.training import train as training_loop
+from can_train.training.dry_run import get_effective_safety_factor
+from can_train.training.observe import Attempt
+from can_train.training.session import Session, make_session
+from fakes.line_fit import LineTask, Notices, StoppedTask, fixed, line_parts, line_run
 
 KEY = "synthetic_gat_teacher_normal"
 
@@ -26,7 +26,7 @@ def attempt(folder: Path, task: LineTask | None = None, **training: Any) -> Sess
     factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
     with parts.stops.installed(), Attempt(run=parts.run, folder=parts.folder, session=session):
-        loop.train(session)
+        training_loop.train(session)
     return session
 
 
@@ -52,7 +52,7 @@ def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
     assert session.plan.most_parts == 1
     roomy.fail_above = 20
     with Attempt(run=parts.run, folder=parts.folder, session=session):
-        loop.train(session)
+        training_loop.train(session)
     (observed,) = read_observations(tmp_path / "state").finished
     assert (observed.outcome, observed.logical_batch, observed.ooms_rescued) == ("rescued", 30, session.batcher.ooms)
     assert observed.largest_micro_batch <= 20
@@ -100,7 +100,7 @@ def test_what_cannot_be_rescued_is_named_and_the_run_saved(
         pytest.raises(DoesNotFitError, match=rf"{rule}.*: point \d+.*\n.*{remedy}"),
         Attempt(run=parts.run, folder=parts.folder, session=session),
     ):
-        loop.train(session)
+        training_loop.train(session)
     assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == ["oom"]
     task.fail_above = 10**9
     assert attempt(tmp_path, task, batch_size=30, **training).progress.trained

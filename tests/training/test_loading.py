@@ -6,7 +6,7 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import StateError
 from can_train.training.loading import load_task
-from line_fit import Notices
+from fakes.line_fit import Notices
 
 
 def run_with_state(folder: Path) -> ResolvedRun:

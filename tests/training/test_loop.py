@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from can_train.config.monitor import MonitorSettings
+from can_train.config.settings import MonitorSettings
 from can_train.errors import CanTrainError
-from can_train.training import loop
-from can_train.training.session import make_session
-from can_train.training.state import Session
-from line_fit import LineTask, Notices, StoppedTask, fixed, line_parts
+from can_train.training import train as training_loop
+from can_train.training.session import Session, make_session
+from fakes.line_fit import LineTask, Notices, StoppedTask, fixed, line_parts
 
 HALF = fixed(0.5)
 
@@ -21,7 +20,7 @@ def trained(folder: Path, task: LineTask | None = None, **training: Any) -> Sess
     parts = line_parts(folder, task, **training)
     session = make_session(parts, HALF)
     with parts.stops.installed():
-        loop.train(session)
+        training_loop.train(session)
     return session
 
 
@@ -39,7 +38,7 @@ def test_training_lowers_the_loss_and_keeps_the_best_weights(tmp_path: Path) -> 
     assert losses[-1] < losses[0] / 2
     assert session.progress.best_loss == min(losses)
     session.model.load_state_dict(session.best)
-    assert loop.validation_loss(session) == pytest.approx(min(losses))
+    assert training_loop.validation_loss(session) == pytest.approx(min(losses))
 
 
 @pytest.mark.parametrize("limit", [1, 3, 7])
@@ -103,7 +102,7 @@ def test_on_the_cpu_cost_and_peak_are_those_of_the_measured_steps(tmp_path: Path
     costs = [session.run_plan.training_costs(session.task, rows) for rows in session.epochs.steps(0)]
     first, second, last = [cost.cost(0, len(cost)) for cost in costs]
     assert session.plan.most_parts == 1
-    assert session.largest_cost == session.settled_cost == last < max(first, second)
+    assert session.largest_cost == session.cost_after_rescue == last < max(first, second)
 
 
 def test_the_monitor_has_the_rhythm_that_was_set(tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_the_monitor_has_the_rhythm_that_was_set(tmp_path: Path) -> None:
         return step()
 
     session.optimization.step = noted  # type: ignore[method-assign]
-    loop.train(session)
+    training_loop.train(session)
     assert due == [2, 5, 8]
 
 
@@ -163,7 +162,7 @@ def test_generators_that_are_not_restored_give_other_weights(tmp_path: Path) -> 
         trained(tmp_path / "cut", DroppingTask(after=2), **settings)
     resumed = make_session(line_parts(tmp_path / "cut", DroppingTask(after=0), **settings), HALF)
     torch.manual_seed(1)
-    loop.train(resumed)
+    training_loop.train(resumed)
     assert not torch.equal(weights(resumed), weights(whole))
 
 

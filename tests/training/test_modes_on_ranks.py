@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from bitwise import final_state
-from can_train.engine.ranks import Ranks
-from several_ranks import run_ranks
-from trained_runs import finished_run, own_log
-from training_worlds import train_mode
+from can_train.training.distributed import Ranks
+from fakes.bitwise import final_state
+from fakes.several_ranks import run_ranks
+from fakes.trained_runs import finished_run, own_log
+from fakes.training_worlds import train_mode
 
 pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "training.epochs": 2, "training.precision": "fp64", "training.batch_size": 40, "training.micro_batch_size": 40,
-    "training.optimizer": "sgd", "training.lr": 0.1, "training.scheduler": "constant", "mode.floors": False,
+    "training.optimizer": "sgd", "training.lr": 0.1, "training.scheduler": "constant", "mode.baselines": False,
     "dataset.window": 20, "dataset.stride": 20,
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ def assert_same(shared: Path, alone: Path) -> None:
 def test_two_ranks_teach_a_student_as_one_does(tmp_path: Path, model: str, way: str) -> None:
     alone, shared = trained(tmp_path, model, "knowledge_distillation", **{"mode.teacher_placement": way})
     assert_same(shared, alone)
-    assert result(shared)["companions"][0]["placement"] == way
+    assert result(shared)["reference_models"][0]["placement"] == way
     assert result(shared)["judgement"]["compared"].keys() == {"model", "teacher"}
 
 

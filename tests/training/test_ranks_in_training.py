@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from can_train.state.observations import read_observations
-from several_ranks import error_text, run_ranks
-from training_worlds import fit_line, train_windows
+from can_train.factors.observations import read_observations
+from fakes.several_ranks import error_text, run_ranks
+from fakes.training_worlds import fit_line, train_windows
 
 pytestmark = pytest.mark.slow
 

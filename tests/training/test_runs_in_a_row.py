@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
+from can_train.factors.observations import Observation, read_observations
+from can_train.factors.resolve import factor_rule
+from can_train.factors.store import get_safety_factor_db
 from can_train.memory.meters import SimulatedMeter
-from can_train.policy.features import Feature
-from can_train.state.factor_store import get_safety_factor_db
-from can_train.state.observations import Observation, read_observations
-from can_train.training import loop
-from can_train.training.effective_factor import factor_rule
-from can_train.training.learning import Attempt
+from can_train.task import Feature
+from can_train.training import train as training_loop
+from can_train.training.observe import Attempt
 from can_train.training.run_folder import RunFolder
 from can_train.training.session import make_session
-from costly import CostlyNet
-from line_fit import SAMPLES, LineBatch, LineTask, line_parts
+from fakes.costly import CostlyNet
+from fakes.line_fit import SAMPLES, LineBatch, LineTask, line_parts
 
 MIB = 2**20
 CAPACITY = 400 * MIB
@@ -72,14 +72,14 @@ def train(folder: Path, *, hidden: float = 0.0, settings: Mapping[str, Any] = {}
         session = make_session(parts, factor_rule(parts.run, meter.key, parts.reporter))
         with parts.stops.installed(), Attempt(run=parts.run, folder=parts.folder, session=session):
             held = torch.empty(int(hidden * CAPACITY), dtype=torch.uint8)
-            loop.train(session)
+            training_loop.train(session)
             del held
     return read_observations(folder / "state").finished[-1]
 
 
 def peak(run: Observation) -> float:
     """The peak that a run settled at."""
-    return (run.settled_peak_bytes or run.peak_allocated_bytes or 0) / run.capacity_bytes
+    return (run.peak_bytes_after_rescue or run.peak_allocated_bytes or 0) / run.capacity_bytes
 
 
 PROBE = {"factor.prior": "probe"}

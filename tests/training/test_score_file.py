@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from can_train.errors import ConfigError, StateError
-from can_train.training.score_file import check_is_no_data, write_score_file
+from can_train.training.evaluate import check_is_no_data, write_score_file
 
 SCORES = {"log": ["a.csv"] * 3, "score": [0.5, None, 2.0]}
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from can_train.training.signals import StopRequests
+from can_train.training.attempts import StopRequests
 
 
 def send(number: int) -> None:

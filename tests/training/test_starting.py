@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from can_train.errors import CheckpointError
-from can_train.state.atomic import write_json_atomic
-from can_train.training.checkpoints import Checkpoints
+from can_train.io.atomic import write_json_atomic
+from can_train.training.checkpoint import Checkpoints
+from can_train.training.loading import start_from
 from can_train.training.run_folder import RunFolder
-from can_train.training.starting import start_from
 
 
 def finished_run(path: Path, model: nn.Module) -> Path:

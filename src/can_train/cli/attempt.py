@@ -5,22 +5,21 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from can_train.cli.reporters import LineReporter, make_reporter
-from can_train.cli.tables import print_tables
+from can_train.cli.output import LineReporter, make_reporter, print_tables
 from can_train.errors import CanTrainError
-from can_train.training.signals import StopRequests
+from can_train.training.attempts import StopRequests
 
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
     from can_train.reporter import Reporter
-    from can_train.training.run import Outcome
     from can_train.training.run_folder import RunFolder
+    from can_train.training.train import Outcome
 
 
 def start(run: "ResolvedRun") -> None:
     """Trains a new run and shows what came of it."""
     # torch, which a submission need not wait for, though it names what the job is to call.
-    from can_train.training.run import train_new
+    from can_train.training.train import train_new
 
     _show(train_new(run, make_reporter()))
 
@@ -43,12 +42,12 @@ def _go_on(folder: "RunFolder", reporter: "Reporter", stops: StopRequests, envir
     """Trains as one of the processes that the environment tells of."""
     # A job handles signals by now, which the seconds that these imports take may bring.
     from can_train.config.compose import from_plain
-    from can_train.engine.ranks import join_ranks
-    from can_train.launch.ranks import rank_place
-    from can_train.training.moved import found_beside, without_the_gone
-    from can_train.training.run import train_on
+    from can_train.slurm.job import rank_place
+    from can_train.training.distributed import join_ranks
+    from can_train.training.run_folder import relocate_prerequisites, without_the_gone
+    from can_train.training.train import train_on
 
-    run, notices = without_the_gone(found_beside(from_plain(folder.config()), folder.path))
+    run, notices = without_the_gone(relocate_prerequisites(from_plain(folder.config()), folder.path))
     for notice in notices:
         reporter.notice(notice)
     ranks = join_ranks(rank_place(environment), run.device)

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.cli.looking import AsJson, Place, Run, RunsDir, StateDir
-from can_train.cli.reporters import make_reporter
-from can_train.cli.requests import command_of
-from can_train.cli.tables import print_tables
+from can_train.cli.options import command_of
+from can_train.cli.output import make_reporter, print_tables
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from can_train.training.evaluating import Evaluated
+    from can_train.training.evaluate import Evaluated
 
 _FILLED: Final = ("dataset", "device", "scores", "data_root")
 """Flags that an unset variable of a script would leave empty."""
@@ -59,10 +58,10 @@ def make_evaluate_command() -> Callable[..., None]:
 def _evaluate(request: EvaluateRequest) -> None:
     """Judge a finished run once more: on its own test data, or on other logs."""
     _check(request)
-    known = Place(request.runs_dir, request.state_dir).find(request.run)
+    known = RunLocator(request.runs_dir, request.state_dir).find(request.run)
     # Hydra and torch: a line that is wrong does not wait for them.
     from can_train.config.resolved import PathSettings
-    from can_train.training.evaluating import EvaluationRequest, evaluate
+    from can_train.training.evaluate import EvaluationRequest, evaluate
 
     evaluated = evaluate(
         EvaluationRequest(

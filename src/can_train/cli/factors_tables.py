@@ -1,17 +1,112 @@
-"""Makes the tables and the plain values that `can-train factors` prints, from the store's records."""
+"""Draws a configuration's factor and peak over its runs with plain characters, so that every terminal, pipe and file
+shows them alike.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any, Final
 
-from can_train.cli.factors_plot import PlotPoint, plot_lines
-from can_train.cli.tables import TextTable
-from can_train.state.events import ANY_DEVICE, EventLog
-from can_train.state.export import run_notes
-from can_train.state.observations import Observation, ObservationLog
-from can_train.state.records import FactorRecord
-from can_train.state.replay import Replay
+from can_train.cli.output import TextTable
+from can_train.factors.events import ANY_DEVICE, EventLog
+from can_train.factors.observations import Observation, ObservationLog
+from can_train.factors.records import FactorSummary
+from can_train.factors.store import Replay, run_notes
+
+PLOT_COLUMNS: Final = 76
+"""Widest line: with the two columns by which notes are indented, a little less than the narrowest terminal in use."""
+
+
+_LABEL: Final = "{:>4.0%} |"
+
+
+_LABEL_COLUMNS: Final = 6
+
+
+_STEP: Final = 0.05
+"""Share of the capacity, or of the tuned limit, that one line stands for."""
+
+
+_WIDEST_RUN: Final = 4
+"""Columns for a run where there is room: a few runs should not lie at the ends of a long line."""
+
+
+_FACTOR, _PEAK, _BOTH, _OUT_OF_MEMORY, _TARGET = "f", "o", "*", "X", "-"
+
+
+@dataclass(frozen=True)
+class PlotPoint:
+    """One run.
+
+    Attributes:
+        factor: Safety factor in force.
+        peak: Peak ÷ capacity; None where nothing was measured.
+        ran_out: Whether memory ran out.
+    """
+
+    factor: float
+    peak: float | None
+    ran_out: bool
+
+
+def plot_lines(points: Sequence[PlotPoint], *, target: float, columns: int = PLOT_COLUMNS) -> list[str]:
+    """Draws the runs from left to right, no line longer than `columns`.
+
+    A history too long for the line is thinned: each column then stands for several runs and shows their last factor,
+    their highest peak, and an out-of-memory if there was one.
+
+    Args:
+        points: The runs, oldest first; none give no lines.
+        target: Peak to reach, as a share of the capacity.
+        columns: Characters of the longest line.
+    """
+    if not points:
+        return []
+    room = columns - _LABEL_COLUMNS
+    thinned = _thinned(points, room)
+    spacing = max(min(room // len(thinned), _WIDEST_RUN), 1)
+    lowest = min([target, *(share for point in thinned for share in (point.factor, point.peak or 1.0))])
+    rows = range(_row(1.0), _row(lowest) - 1, -1)
+    lines = [_line(row, thinned, _row(target), spacing) for row in rows]
+    run_lines = f"{len(points)} runs, oldest first" if len(points) > 1 else "1 run"
+    shared = f"; up to {-(-len(points) // len(thinned))} of them in a column" if len(thinned) < len(points) else ""
+    legend = (
+        f"{_PEAK} peak  {_FACTOR} factor  {_BOTH} both  {_OUT_OF_MEMORY} out of memory  {_TARGET} target {target:.0%}"
+    )
+    return [*lines, " " * (_LABEL_COLUMNS - 1) + "+" + "-" * (len(thinned) * spacing),
+            *(" " * _LABEL_COLUMNS + text for text in (run_lines + shared, legend))]  # fmt: skip
+
+
+def _thinned(points: Sequence[PlotPoint], most: int) -> list[PlotPoint]:
+    if len(points) <= most:
+        return list(points)
+    bounds = [index * len(points) // most for index in range(most + 1)]
+    return [_together(points[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def _together(points: Sequence[PlotPoint]) -> PlotPoint:
+    peak = max((point.peak for point in points if point.peak is not None), default=None)
+    return PlotPoint(points[-1].factor, peak, any(point.ran_out for point in points))
+
+
+def _row(share: float) -> int:
+    return round(min(share, 1.0) / _STEP)
+
+
+def _line(row: int, points: Sequence[PlotPoint], target: int, spacing: int) -> str:
+    empty = _TARGET if row == target else " "
+    cells = [_mark(point, row).replace(" ", empty).ljust(spacing, empty) for point in points]
+    return (_LABEL.format(row * _STEP) + "".join(cells)).rstrip()
+
+
+def _mark(point: PlotPoint, row: int) -> str:
+    # An out-of-memory is a peak above everything, whatever was measured before it.
+    peak = _row(1.0) if point.ran_out else None if point.peak is None else _row(point.peak)
+    if row == peak:
+        return _OUT_OF_MEMORY if point.ran_out else _BOTH if row == _row(point.factor) else _PEAK
+    return _FACTOR if row == _row(point.factor) else " "
+
 
 _COLUMNS: Final = (
     "key",
@@ -25,11 +120,15 @@ _COLUMNS: Final = (
     "converged",
     "reason",
 )
+
+
 _RUN_COLUMNS: Final = ("run", "attempt", "ended", "factor", "used", "peak", "batch", "micro-batch", "outcome", "notes")
+
+
 _FORGOTTEN: Final = "before the reset"
 
 
-def factors_table(records: Sequence[FactorRecord], notes: Sequence[str] = ()) -> TextTable:
+def factors_table(records: Sequence[FactorSummary], notes: Sequence[str] = ()) -> TextTable:
     """Makes the overview: one row a configuration and kind of device."""
     rows = [
         (
@@ -49,7 +148,7 @@ def factors_table(records: Sequence[FactorRecord], notes: Sequence[str] = ()) ->
     return TextTable("Safety factors of the next runs", _COLUMNS, rows, notes)
 
 
-def runs_tables(record: FactorRecord) -> list[TextTable]:
+def runs_tables(record: FactorSummary) -> list[TextTable]:
     """Makes the list of a configuration's runs on one kind of device, oldest first, with their plot; then those of
     other settings. Without a run there is no list.
     """
@@ -100,7 +199,7 @@ def log_notes(log: ObservationLog, events: EventLog) -> list[str]:
 
 
 def factors_json(
-    records: Sequence[FactorRecord], log: ObservationLog, events: EventLog, *, show: bool
+    records: Sequence[FactorSummary], log: ObservationLog, events: EventLog, *, show: bool
 ) -> dict[str, Any]:
     """Makes the same as plain values; peaks are shares of the capacity."""
     return {
@@ -131,7 +230,7 @@ def named_device(device: str) -> str:
     return "any other device" if device == ANY_DEVICE else device
 
 
-def _record_json(record: FactorRecord, *, show: bool) -> dict[str, Any]:
+def _record_json(record: FactorSummary, *, show: bool) -> dict[str, Any]:
     figures = {
         "config_key": record.key,
         "device": record.device,
@@ -160,7 +259,7 @@ def _record_json(record: FactorRecord, *, show: bool) -> dict[str, Any]:
     return {**figures, "fingerprint": record.fingerprint, "runs": _runs_json(record), "other_settings": others}
 
 
-def _runs_json(record: FactorRecord) -> list[dict[str, Any]]:
+def _runs_json(record: FactorSummary) -> list[dict[str, Any]]:
     parts = ((record.forgotten, True), (record.runs, False))
     return [
         {**asdict(run), "peak_memory_pct": run.peak, "before_reset": forgotten}
@@ -169,7 +268,7 @@ def _runs_json(record: FactorRecord) -> list[dict[str, Any]]:
     ]
 
 
-def _run_rows(record: FactorRecord) -> list[tuple[str, ...]]:
+def _run_rows(record: FactorSummary) -> list[tuple[str, ...]]:
     return [_run_row(run, [_FORGOTTEN]) for run in record.forgotten] + [_run_row(run, []) for run in record.runs]
 
 
@@ -192,7 +291,7 @@ def _plot_point(run: Observation) -> PlotPoint:
     return PlotPoint(run.factor, run.peak, run.ran_out_of_memory)
 
 
-def _factor(record: FactorRecord) -> str:
+def _factor(record: FactorSummary) -> str:
     if record.factor is None:
         return "–"
     if record.state == "pinned" or record.interval is None:
@@ -200,11 +299,11 @@ def _factor(record: FactorRecord) -> str:
     return f"{record.factor:.3f} ± {record.interval:.3f}"
 
 
-def _learned(record: FactorRecord) -> str:
+def _learned(record: FactorSummary) -> str:
     return f"factor {_factor(record)}, {record.why}"
 
 
-def _reason(record: FactorRecord) -> str:
+def _reason(record: FactorSummary) -> str:
     if record.state == "learned":
         return f"{record.why}; first: {record.reason}"
     if record.state == "pinned" and record.interval is not None:
@@ -212,7 +311,7 @@ def _reason(record: FactorRecord) -> str:
     return record.why
 
 
-def _hidden(record: FactorRecord) -> Iterable[str]:
+def _hidden(record: FactorSummary) -> Iterable[str]:
     """What a row says nothing of but how much it is."""
     if record.forgotten:
         yield f"+{_runs(len(record.forgotten))} {_FORGOTTEN}"
@@ -220,7 +319,7 @@ def _hidden(record: FactorRecord) -> Iterable[str]:
         yield f"+{_runs(_other_runs(record))} with other settings"
 
 
-def _other_runs(record: FactorRecord) -> int:
+def _other_runs(record: FactorSummary) -> int:
     return sum(len(other.runs) + len(other.forgotten) for other in record.others)
 
 

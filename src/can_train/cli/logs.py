@@ -7,16 +7,18 @@ from typing import Annotated, Final
 
 import typer
 
-from can_train.cli.looking import Place, Run, RunsDir, StateDir, told
-from can_train.launch.following import GrowingLog, logs_of
-from can_train.launch.states import FINISHED
-from can_train.launch.survey import KnownRun, Surveyed
+from can_train.cli.output import told
+from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
+from can_train.slurm.run_state import FINISHED
+from can_train.slurm.status import GrowingLog, KnownRun, RunStatus, logs_of
 
 _READ_S: Final = 0.5
 """Seconds between two looks at a log."""
 
+
 _LOOK_S: Final = 5.0
 """Seconds between two looks at the run: SLURM's controller is everybody's."""
+
 
 _ENDED_OTHERWISE: Final = 1
 """Exit code where a followed run did not finish."""
@@ -30,14 +32,14 @@ def logs(
     state_dir: StateDir = None,
 ) -> None:
     """Print what a run printed; with -f, what it prints, across requeues and new jobs."""
-    place = Place(runs_dir, state_dir)
-    known = place.find(run)
+    locator = RunLocator(runs_dir, state_dir)
+    known = locator.find(run)
     if follow:
-        found = _follow(place, known, rank)
+        found = _follow(locator, known, rank)
         _say(f"Run {known.run_id}: {told(found.state)}")
         raise typer.Exit(0 if found.state.state == FINISHED else _ENDED_OTHERWISE)
-    found = place.look(known)
-    paths = logs_of(found.evidence.jobs, known, rank)
+    found = locator.status(known)
+    paths = logs_of(found.facts.jobs, known, rank)
     log = GrowingLog(paths[-1])
     if not _print_all(log):
         _say(f"Nothing is printed yet ({told(found.state)}). can-train logs {run} -f waits for it")
@@ -45,11 +47,11 @@ def logs(
         _say(f"The log of an earlier job: {earlier}")
 
 
-def _follow(place: Place, known: KnownRun, rank: int) -> Surveyed:
+def _follow(locator: RunLocator, known: KnownRun, rank: int) -> RunStatus:
     """Prints the newest log as it grows, goes over to that of a new job, and returns when the run has ended."""
     log, waited = None, False
     while True:
-        found = place.look(known)
+        found = locator.status(known)
         path = _newest(found, known, rank)
         if path is not None and (log is None or log.path != path):
             if log is not None:
@@ -64,12 +66,12 @@ def _follow(place: Place, known: KnownRun, rank: int) -> Surveyed:
         waited = True
 
 
-def _newest(found: Surveyed, known: KnownRun, rank: int) -> Path | None:
+def _newest(found: RunStatus, known: KnownRun, rank: int) -> Path | None:
     """Names the log of the newest job; None: its rank has not written one yet."""
     from can_train.errors import RunError
 
     try:
-        return logs_of(found.evidence.jobs, known, rank)[-1]
+        return logs_of(found.facts.jobs, known, rank)[-1]
     except RunError:
         if not rank or not found.state.live:
             raise

@@ -1,21 +1,58 @@
-"""The command line: which command an argument list means, and how errors reach a person."""
+"""`can-train status RUN`: what state a run is in and why, how far it has come, and all its jobs and attempts."""
 
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.flags import canonical_arguments
+from can_train.cli.options import canonical_arguments
+from can_train.cli.output import print_tables
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
+from can_train.cli.runs import history_tables, run_json, run_lines
 from can_train.errors import CanTrainError, of_system
+
+
+def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
+    """Show the state of a run, and how it came to it."""
+    locator = RunLocator(runs_dir, state_dir)
+    found = locator.status(locator.find(run))
+    if as_json:
+        print(json.dumps(run_json(found), indent=2, ensure_ascii=False))
+        return
+    print("\n".join(run_lines(found)))
+    print_tables(history_tables(found))
+
+
+def after_job(
+    state_dir: Annotated[Path, typer.Option(help="State folder, where the registry is.")],
+    status: Annotated[int, typer.Option(help="Exit status of the job step.")],
+) -> None:
+    """Record how a job ended, and have its run go on where that makes sense.
+
+    Standard input has the variables that the job began with.
+    """
+    from can_train.cli.attempt import go_on_in_job
+    from can_train.slurm.restart import after_job as look_after
+    from can_train.slurm.script import remembered_environment
+
+    began_with = remembered_environment(sys.stdin.buffer.read())
+    said = look_after(go_on_in_job, state_dir, status=status, began_with=began_with)
+    if said:
+        print(f"can-train: {said}", flush=True)
+
 
 _HELP: Final = """Launches PyTorch training that fits. A line that starts with an option trains:
 
 \b
   can-train --model gat --dataset synthetic
 """
+
+
 _COMMANDS: Final = """Other commands, each with its own --help:
 
 \b
@@ -29,6 +66,7 @@ _COMMANDS: Final = """Other commands, each with its own --help:
   resubmit RUN   a new run with other settings: --set training.lr=0.01
   pipeline       several runs, each building on those before it
 """
+
 
 _STYLE: Final[dict[str, Any]] = {
     "add_completion": False,
@@ -85,7 +123,6 @@ def _runs() -> Callable[..., None]:
 
 
 def _status() -> Callable[..., None]:
-    from can_train.cli.status import status
 
     return status
 
@@ -109,7 +146,7 @@ def _resume() -> Callable[..., None]:
 
 
 def _resubmit() -> Callable[..., None]:
-    from can_train.cli.resubmit import make_resubmit_command
+    from can_train.cli.resume import make_resubmit_command
 
     return make_resubmit_command()
 
@@ -127,7 +164,6 @@ def _evaluate() -> Callable[..., None]:
 
 
 def _after_job() -> Callable[..., None]:
-    from can_train.cli.after_job import after_job
 
     return after_job
 
@@ -145,6 +181,7 @@ _NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {
     "after-job": _after_job,
 }
 """What makes each command; a line of one of them does not import the others."""
+
 
 _HIDDEN: Final = ("after-job",)
 """Commands that no person gives."""

@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.cli.looking import duration, seconds_between
-from can_train.cli.runs_tables import strict
-from can_train.cli.tables import TextTable
-from can_train.launch.ranking import by_test_set
-from can_train.launch.survey import Surveyed, short_name
-from can_train.state.registry import JobRecord
+from can_train.cli.output import TextTable, duration, seconds_between, strict
+from can_train.slurm.status import RunStatus, by_test_set, short_name
+from can_train.training.run_folder import JobRecord
 
 if TYPE_CHECKING:
-    # Composition imports Hydra, which help does not wait for.
-    from can_train.launch.pipeline import Step
+    from can_train.slurm.pipeline import Step
 
 _METRIC: Final = "mcc"
+
 
 _UNDEFINED: Final = "-"
 """What stands for a figure that there is none of."""
@@ -35,13 +32,13 @@ class StageResult:
     """
 
     step: Step
-    found: Surveyed | None
+    found: RunStatus | None
     told: str = ""
 
     @property
     def result(self) -> Mapping[str, Any]:
         """What came of it; nothing where it has not finished."""
-        return (self.found.evidence.result if self.found else None) or {}
+        return (self.found.facts.result if self.found else None) or {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +169,12 @@ def _figures(each: StageResult) -> tuple[str, str, str]:
     )
 
 
-def _seconds(found: Surveyed) -> float | None:
+def _seconds(found: RunStatus) -> float | None:
     """Returns how long a run's attempts took together; None: nothing tells."""
     spans = [
-        seconds_between(facts.began.time, facts.ended.time)
-        for facts in found.evidence.attempts
-        if facts.ended is not None
+        seconds_between(facts.start.start_time, facts.end.time)
+        for facts in found.facts.attempts
+        if facts.end is not None
     ]
     return sum(spans) if spans else None
 

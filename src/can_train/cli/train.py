@@ -1,14 +1,13 @@
-"""`can-train --model … --dataset …`: trains here, submits, or says what would be done."""
+"""What `--dry-run` prints: configuration and plan, for one device in full, for several as a table, or as JSON."""
 
 import inspect
+import json
 import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from can_train.cli.dry_run import check_planning_flags, print_dry_runs
-from can_train.cli.flags import training_parameters
-from can_train.cli.line import (
+from can_train.cli.options import (
     OPTIONS,
     Flags,
     check_given,
@@ -17,12 +16,94 @@ from can_train.cli.line import (
     role_parameters,
     settled_runs,
     split_names,
+    training_parameters,
 )
+from can_train.cli.output import TextTable, make_reporter, print_tables
+from can_train.config.overrides import split_list
 from can_train.errors import CanTrainError, ConfigError, RunError
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
     from can_train.config.resolved import ResolvedRun
+    from can_train.training.dry_run import DryPlan
+
+
+def check_planning_flags(flags: dict[str, Any]) -> None:
+    """Refuses flags that only plans understand where nothing is planned, and targets that are none.
+
+    Raises:
+        ConfigError: There is such a flag.
+    """
+    for name in ("target_gpu", "target_memory", "json"):
+        if flags[name] and not flags["dry_run"] and not (name == "json" and flags["submit"]):
+            raise ConfigError(f"--{name.replace('_', '-')} plans and does not train", remedy="Add --dry-run")
+    gpus = flags["target_gpu"]
+    if gpus is not None and not split_list(gpus):
+        raise ConfigError("--target-gpu names no GPU", value=repr(gpus), remedy="Name one: --target-gpu h100-80gb")
+
+
+def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any], awaited: Sequence[str]) -> None:
+    """Plans each run and prints what would be done; writes nothing.
+
+    Args:
+        runs: At least one.
+        flags: Of the line.
+        awaited: Runs that a submission would wait for.
+
+    Raises:
+        CanTrainError: A target is unknown, the data cannot be read, or the training does not fit on the only target.
+    """
+    from can_train.training.dry_run import dry_json, dry_plans, find_targets, nothing_left_behind
+
+    # First: what is wrong with the job is known at once, a plan takes seconds.
+    scripts = _scripts(runs, awaited) if flags["submit"] else None
+    reporter, found = make_reporter(), []
+    for run in runs:
+        gpus = split_list(flags["target_gpu"] or "", existing=[])
+        with nothing_left_behind():
+            plans = dry_plans(run, find_targets(run, gpus, flags["target_memory"], reporter), reporter)
+        if flags["json"]:
+            found.append(dry_json(run.config, run.key, plans))
+        else:
+            _print_plans(run, plans)
+    if scripts is not None:
+        found = [plan | {"script": script} for plan, script in zip(found, scripts, strict=False)]
+    if flags["json"]:
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False))
+    elif scripts is not None:
+        _print_scripts(runs, scripts)
+
+
+def _scripts(runs: Sequence["ResolvedRun"], awaited: Sequence[str]) -> list[str | None]:
+    from can_train.cli.submit import scripts
+    from can_train.slurm.order import SubmitOptions
+
+    return scripts(runs, SubmitOptions(after=awaited))
+
+
+def _print_scripts(runs: Sequence["ResolvedRun"], scripts: Sequence[str | None]) -> None:
+    """Prints each script once: an array has one for all of its runs."""
+    for script in dict.fromkeys(scripts):
+        if script is not None:
+            print(f"\nScript that --submit would send:\n\n{script}")
+    for executor in sorted({run.cluster.executor for run in runs} - {"slurm"}):
+        place = "the background of this machine" if executor == "local" else "this process"
+        print(f"\nNo script: --cluster {executor} trains in {place}.")
+
+
+def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"]) -> None:
+    from can_train.config.resolved import plain_to_yaml
+    from can_train.training.dry_run import COLUMNS, data_text, dry_lines, dry_row, warnings_of
+
+    lines = dry_lines(run.key, plans[0]) if len(plans) == 1 else []
+    print(plain_to_yaml(run.config))
+    if lines:
+        print("\n".join(lines))
+        return
+    notes = list(dict.fromkeys(note for dry in plans for note in warnings_of(dry)))
+    sources = list(dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans))
+    rows = [dry_row(dry) for dry in plans]
+    print_tables([TextTable(f"Plans of {run.key}", COLUMNS, rows, [data_text(plans[0]), *sources, *notes])])
 
 
 def make_train_command() -> Callable[..., None]:
@@ -43,7 +124,7 @@ def _train(flags: Flags) -> None:
     check_given(flags)
     check_planning_flags(flags)
     # Composition imports Hydra, training imports torch: neither is paid for by a line that is wrong before them.
-    from can_train.config.sweeps import expand
+    from can_train.config.compose import expand
 
     awaited = split_names(flags["after"]) if flags["after"] else ()
     runs = settled_runs(expand(_requests(flags)), awaited)
@@ -90,6 +171,6 @@ def _run_here(runs: Sequence["ResolvedRun"]) -> None:
 
 def _submit(runs: Sequence["ResolvedRun"], flags: Flags, awaited: Sequence[str]) -> None:
     from can_train.cli.submit import submit_runs
-    from can_train.launch.order import Wanted
+    from can_train.slurm.order import SubmitOptions
 
-    submit_runs(runs, Wanted(after=awaited, force=flags["force"]), as_json=flags["json"])
+    submit_runs(runs, SubmitOptions(after=awaited, force=flags["force"]), as_json=flags["json"])

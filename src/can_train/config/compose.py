@@ -1,30 +1,30 @@
-"""Composes a run from the presets in `configs/`, the settings classes and what the command line gave. The home of Hydra
-and hydra-zen: their errors leave here as `ConfigError`.
-"""
+"""Composes a run from presets, settings classes and the command line. The only module that imports Hydra."""
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Final, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra_zen import ZenStore, builds, make_config
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from can_train.config.assignments import Assignment, check_contradictions, from_model_args, from_set
-from can_train.config.cluster import ClusterSettings
-from can_train.config.factor import FactorSettings
-from can_train.config.monitor import MonitorSettings
+from can_train.config.overrides import Assignment, check_contradictions, from_model_args, from_set
 from can_train.config.resolved import PathSettings, ResolvedRun
+from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings
-from can_train.config.training import TrainingSettings
 from can_train.errors import ConfigError, nearest_first, unknown_name
+from can_train.reporter import Reporter
 
 _SCALARS = ("task", "model_name", "size", "device")
+
 
 _OPEN = "cluster.additional."
 """Beginning of the keys that a person may add to."""
@@ -308,3 +308,192 @@ def _named_line(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
+
+
+_NAMED: Final = 5
+"""Settings that a message names."""
+
+
+def changed(plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[str, Any]) -> ResolvedRun:
+    """Makes the run of a configuration with changes.
+
+    Args:
+        plain: A run's resolved configuration.
+        sets: `group.key=value`, in Hydra's grammar.
+        values: Further settings, with their values as they stand.
+
+    Raises:
+        ConfigError: A setting is unknown (the nearest are named), is given several values, or does not fit.
+    """
+    given = [from_set(text) for text in sets]
+    flags = [
+        Assignment(key=key, value=value, spelling=f"--{key.rpartition('.')[2]}", grammar=False)
+        for key, value in values.items()
+    ]
+    check_contradictions([*given, *flags])
+    parser = OverridesParser.create()
+    result = _copied(plain)
+    for assignment in given:
+        _put(result, assignment.key, _parsed(assignment, parser))
+    for assignment in flags:
+        _put(result, assignment.key, assignment.value)
+    try:
+        return from_plain(result)
+    except ConfigError as error:
+        if error.__cause__ is None:
+            raise
+        # Only what was changed can be of the wrong form: the rest was read before.
+        raise ConfigError("A setting does not have the right form", value=error.value) from error
+
+
+def _parsed(assignment: Assignment, parser: OverridesParser) -> Any:
+    text = f"{assignment.key}={assignment.value}"
+    try:
+        override = parser.parse_override(text)
+    except HydraException as error:
+        raise ConfigError("A setting does not have the right form", value=text) from error
+    if override.is_sweep_override():
+        raise ConfigError("A run is submitted again with one value of each setting", value=text,
+                          remedy="Sweep with a training line: can-train --model … --set key=1,2")  # fmt: skip
+    return _copied(override.value())
+
+
+def _put(plain: dict[str, Any], key: str, value: Any) -> None:
+    """Changes one setting; `cluster.additional` and its like take new names too."""
+    if key not in set(_names(plain)) and not _is_open(plain, key.rpartition(".")[0]):
+        known = nearest_first(key, _names(plain))[:_NAMED]
+        raise ConfigError("Unknown setting", value=repr(key), remedy=f"Nearest: {', '.join(known)}")
+    *path, last = key.split(".")
+    inner: Any = plain
+    for name in path:
+        inner = inner[name]
+    inner[last] = value
+
+
+def _is_open(plain: Mapping[str, Any], key: str) -> bool:
+    """Whether a setting is a table of any names."""
+    return key == "cluster.additional" and isinstance(plain.get("cluster"), Mapping)
+
+
+def _names(plain: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Lists the settings in groups, by their dotted names; what says which model it is, is no setting."""
+    for name, value in plain.items():
+        if isinstance(value, Mapping) and f"{before}{name}" != "cluster.additional":
+            yield from _names(value, f"{before}{name}.")
+        elif before or name == "device":
+            yield f"{before}{name}"
+
+
+def _copied(value: Any) -> Any:
+    """Copies plain values deeply, as what can be changed and written."""
+    if isinstance(value, Mapping):
+        return {str(name): _copied(inner) for name, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+MOST_RUNS: Final = 1000
+"""Runs of one sweep: what a scheduler's array holds by default, and far from what anybody means."""
+
+
+def expand(requests: Sequence[RunRequest]) -> list[RunRequest]:
+    """Spells out the combinations of swept settings, the last setting changing fastest.
+
+    Args:
+        requests: Each `sets` may hold `group.key=1,2,3`, `choice(…)` and `range(…)`.
+
+    Returns:
+        Requests without sweeps, in the order of those given.
+
+    Raises:
+        ConfigError: A sweep has no countable values, or there are more than `MOST_RUNS` combinations.
+    """
+    return [single for request in requests for single in _expanded(request)]
+
+
+def _expanded(request: RunRequest) -> Iterator[RunRequest]:
+    # One parser for them all: making it takes as long as a composition.
+    parser = OverridesParser.create()
+    choices = [_choices(text, parser) for text in request.sets]
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count > MOST_RUNS:
+        raise ConfigError(f"A sweep has at most {MOST_RUNS} runs", value=f"{count}", remedy="Sweep fewer values")
+    for sets in product(*choices):
+        yield replace(request, sets=sets)
+
+
+def _choices(text: str, parser: OverridesParser) -> Sequence[str]:
+    """Returns the assignments that one `--set` stands for."""
+    try:
+        override = parser.parse_override(text)
+    except HydraException:
+        # Composition says what is wrong with it.
+        return [text]
+    if not override.is_sweep_override():
+        return [text]
+    return [f"{text.partition('=')[0]}={value}" for value in _values(override, text)]
+
+
+def _values(override: Override, text: str) -> list[str]:
+    if not override.is_discrete_sweep():
+        raise ConfigError(
+            "A sweep tries each of its values, so they must be countable",
+            value=text,
+            remedy="Write them out, as 0.1,0.01, or as range(0,3)",
+        )
+    values = list(override.sweep_string_iterator())
+    if not values:
+        raise ConfigError("A sweep has at least one value", value=text)
+    return values
+
+
+_READING = "dataset."
+"""Beginning of the settings that say how data are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedData:
+    """Data that a finished run is asked to judge.
+
+    Attributes:
+        dataset: The task's settings of them.
+        own: Whether they are what the run was trained on, wherever that lies by now.
+        data_root: Folder of the published data sets.
+        cache: Folder of prepared data.
+        reporter: Where progress and notices go.
+    """
+
+    dataset: Any
+    own: bool
+    data_root: Path
+    cache: Path
+    reporter: Reporter
+
+
+def judged_dataset(run: ResolvedRun, dataset: str | None, sets: Sequence[str]) -> Any:
+    """Settings of the data that a finished run is asked to judge.
+
+    Args:
+        run: The finished run.
+        dataset: Name of a preset, or a path; None: the run's own.
+        sets: `dataset.key=value`, in Hydra's grammar.
+
+    Returns:
+        The task's data-set settings.
+
+    Raises:
+        ConfigError: An unknown name, a value that does not fit, or a setting that has nothing to do with data.
+    """
+    for text in sets:
+        if not from_set(text).key.startswith(_READING):
+            raise ConfigError("A finished run is what it is: only how data are read can be set", value=f"--set {text}",
+                              remedy="Give --set dataset.KEY=VALUE")  # fmt: skip
+    plain = dict(run.config)
+    if dataset is not None:
+        request = RunRequest(
+            task=run.task, model=run.model_name, mode=run.mode.name, size=run.size or None, dataset=dataset
+        )
+        carried = {name: plain["dataset"][name] for name in load_task_settings(run.task).carried}
+        plain["dataset"] = {**resolve(request).config["dataset"], **carried}
+    return changed(plain, sets, {}).dataset

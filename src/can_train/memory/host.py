@@ -1,25 +1,24 @@
-"""What the host says of itself: how much memory it can still give a process (the capacity of the device `cpu`), and
-which NVIDIA driver it runs.
-"""
+"""What the host offers: its memory, as far as control groups leave it to this process, and its NVIDIA driver."""
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class _Hierarchy:
-    """Where a version of control groups has its figures.
+class _Files(NamedTuple):
+    """The files of a memory control group in one version of the kernel's interface.
 
     Attributes:
-        controllers: What /proc/self/cgroup names it by.
+        controllers: Names the hierarchy in /proc/self/cgroup.
         root: Folder of the topmost group.
-        limit, usage: Files of a group.
-        reclaimable: Line of its memory.stat: of the usage, cached files that give way to allocations.
+        limit, usage: Bytes, or "max" for no limit.
+        reclaimable: Line of memory.stat: cached file pages, which count as used but give way to allocations.
+        events: Counts the processes that the kernel has killed.
     """
 
     controllers: str
@@ -27,25 +26,68 @@ class _Hierarchy:
     limit: str
     usage: str
     reclaimable: str
+    events: str
 
 
-_HIERARCHIES: Final = (
-    _Hierarchy("", _CGROUP_ROOT, "memory.max", "memory.current", "inactive_file"),
-    _Hierarchy(
-        "memory", _CGROUP_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    ),
-)
+_VERSIONS: Final = (
+    _Files("", _CGROUP_ROOT, "memory.max", "memory.current", "inactive_file", "memory.events"),
+    _Files("memory", _CGROUP_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+           "total_inactive_file", "memory.oom_control"),
+)  # fmt: skip
 """Version 2 and version 1."""
 
 
-def available_bytes() -> int:
-    """Returns the bytes that can be allocated without swapping: the least of host and control groups, which a container
-    or a job has less than the host by.
+@dataclass(frozen=True)
+class ControlGroup:
+    """A memory control group."""
+
+    path: Path
+    files: _Files
+
+    def available_bytes(self) -> int | None:
+        """Returns what the group may still allocate; None where it has no limit."""
+        try:
+            limit, usage = int(self._read(self.files.limit)), int(self._read(self.files.usage))
+        except ValueError:
+            return None
+        reclaimable = re.search(rf"^{self.files.reclaimable} (\d+)$", self._read("memory.stat"), re.MULTILINE)
+        return max(limit - usage + (int(reclaimable[1]) if reclaimable else 0), 0)
+
+    def has_killed(self) -> bool:
+        """Tells whether the kernel has killed a process of the group because its memory ran out."""
+        return re.search(r"^oom_kill [1-9]", self._read(self.files.events), re.MULTILINE) is not None
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.path / name).read_text()
+        except OSError:
+            return ""
+
+
+def control_groups(membership: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
+    """Lists the memory control groups of this process, of both versions, each from its own up to the topmost one.
+
+    Args:
+        membership: The process's groups, as the kernel lists them: `hierarchy:controllers:path`.
     """
-    found = [_meminfo_available(Path("/proc/meminfo"))]
-    found += [_cgroup_room(group, kind) for kind in _HIERARCHIES for group in _own_groups(kind)]
-    known = [value for value in found if value is not None]
-    return min(known) if known else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        lines = []
+    for files in _VERSIONS:
+        own = [files.root / path.lstrip("/") for _, controllers, path in lines if controllers == files.controllers]
+        above = [group for group in (own[0], *own[0].parents) if group.is_relative_to(files.root)] if own else []
+        # A container sees its own group as the topmost one, under whatever path the host has given it.
+        for path in above or [files.root]:
+            yield ControlGroup(path, files)
+
+
+def available_bytes() -> int:
+    """Returns the bytes that can be allocated without swapping; a container or a job may have less than the host."""
+    limits = [_meminfo_available(Path("/proc/meminfo"))]
+    # Every group up to the topmost may set a limit, and the least of them binds.
+    limits += [group.available_bytes() for group in control_groups()]
+    return min((limit for limit in limits if limit is not None), default=total_bytes())
 
 
 def total_bytes() -> int:
@@ -53,50 +95,19 @@ def total_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def _meminfo_available(path: Path) -> int | None:
+    try:
+        found = re.search(r"^MemAvailable:\s*(\d+) kB$", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
 def nvidia_driver_version() -> str:
-    """Returns the NVIDIA kernel driver's version; empty where there is none."""
+    """Returns the version of the NVIDIA kernel driver; empty where there is none."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return ""
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
     return found.group() if found else ""
-
-
-def _meminfo_available(path: Path) -> int | None:
-    try:
-        text = path.read_text()
-    except OSError:
-        return None
-    lines = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else None
-
-
-def _own_groups(kind: _Hierarchy, membership: Path = Path("/proc/self/cgroup")) -> list[Path]:
-    """Lists the control groups that this process is in, from its own up to the topmost: each may set a limit."""
-    try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
-    except OSError:
-        lines = []
-    own = [kind.root / path.lstrip("/") for _, controllers, path in lines if controllers == kind.controllers]
-    # A container sees its own group as the topmost, under whatever path the host has given it.
-    above = [group for group in (own[0], *own[0].parents) if group.is_relative_to(kind.root)] if own else []
-    return above or [kind.root]
-
-
-def _cgroup_room(group: Path, kind: _Hierarchy) -> int | None:
-    try:
-        limit, usage = int((group / kind.limit).read_text()), int((group / kind.usage).read_text())
-    except (OSError, ValueError):
-        # No control group, or the limit reads "max".
-        return None
-    return max(limit - usage + _reclaimable(group, kind), 0)
-
-
-def _reclaimable(group: Path, kind: _Hierarchy) -> int:
-    try:
-        text = (group / "memory.stat").read_text()
-    except OSError:
-        return 0
-    found = re.search(rf"^{kind.reclaimable} (\d+)$", text, re.MULTILINE)
-    return int(found[1]) if found else 0

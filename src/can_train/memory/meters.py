@@ -1,24 +1,58 @@
-"""Meters: what a device can hold and how much a span of work took at its peak. One per kind of device, all of one
-shape; what the figures mean for a batch is decided elsewhere.
-"""
+"""Meters: the capacity of a device and the peak memory of a span of work."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from can_train.errors import ConfigError, DeviceError, nearest_first
+from can_train.io.units import exact_size, parse_size
 from can_train.memory import host
-from can_train.memory.allocator_settings import expand_cuda_segments, segments_expand
-from can_train.memory.devices import is_simulated, resolve_device, simulated_bytes
-from can_train.memory.live_storage import LiveStorage
-from can_train.memory.neighbours import neighbours, nobody
-from can_train.memory.simulated_gpu import SimulatedGpu
-from can_train.policy.card_names import gpu_key
-from can_train.policy.cards import Usable
-from can_train.policy.sizes import exact_size
+from can_train.memory.allocator import no_contention
+from can_train.memory.catalogue import Usable, gpu_key
+from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.simulated_gpu import LiveStorageTracker, SimulatedGpu, simulated_contention
+
+_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The user's own settings, the first that is set before the others; torch reads the first since 2.9."""
+
+
+_SETTING: Final = "expandable_segments:True"
+
+
+def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
+    """Tells whether segments expand under the user's settings, or under can-train's where there are none."""
+    own = _own_settings(environment)
+    return own is None or re.search(r"\bexpandable_segments\s*:\s*True\b", own) is not None
+
+
+def settings_in_force(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the user's settings, or can-train's where there are none."""
+    own = _own_settings(environment)
+    return _SETTING if own is None else own
+
+
+def expand_cuda_segments(environment: Mapping[str, str] = os.environ) -> None:
+    """Makes CUDA's segments expand unless the user has settings of their own; comes before the first allocation.
+
+    Only this process is changed: the variables would be inherited by whatever it starts.
+    """
+    if _own_settings(environment) is None:
+        # The first is torch 2.9's and later; the second warns there that it is deprecated.
+        newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        apply = newer or torch.cuda.memory._set_allocator_settings
+        apply(_SETTING)
+
+
+def _own_settings(environment: Mapping[str, str]) -> str | None:
+    return next((environment[name] for name in _VARIABLES if name in environment), None)
+
 
 _OWN_MOST_BYTES: Final = 2**30
 """Most that this process's own context and kernels take of a GPU outside the allocator: what is missing beyond that,
@@ -97,7 +131,7 @@ class CpuMeter:
         self.taken_bytes = 0
         self.key = f"cpu-{_gigabytes(self.total_bytes)}gb"
         self.counts_always = False
-        self._open: list[LiveStorage] = []
+        self._open: list[LiveStorageTracker] = []
         self._peak_bytes = 0
 
     @property
@@ -116,7 +150,7 @@ class CpuMeter:
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
         """Counts storages inside the block; more than the capacity raises `torch.OutOfMemoryError`."""
-        tracker = LiveStorage(self._limit_bytes, resident)
+        tracker = LiveStorageTracker(self._limit_bytes, resident)
         self._open.append(tracker)
         try:
             with tracker:
@@ -166,7 +200,7 @@ class CpuMeter:
             gc.collect()
 
 
-class TargetMeter(CpuMeter):
+class AbsentGpuMeter(CpuMeter):
     """Stands for a GPU that is not here, where a plan is made for it: key and sizes are the GPU's, what is measured is
     counted on the CPU and has the host's memory.
 
@@ -285,12 +319,12 @@ class SimulatedMeter:
         gpu: The simulated GPU.
     """
 
-    def __init__(self, total_bytes: int, *, expandable: bool, others: Callable[[], int] = nobody) -> None:
+    def __init__(self, total_bytes: int, *, expandable: bool, contention: Callable[[], int] = no_contention) -> None:
         self.device = torch.device("cpu")
         self.name = "Simulated GPU"
         self.driver = ""
         self.total_bytes = total_bytes
-        self.gpu = SimulatedGpu(total_bytes, expandable=expandable, others=others)
+        self.gpu = SimulatedGpu(total_bytes, expandable=expandable, contention=contention)
         self.capacity_bytes = self.gpu.allocator.available_bytes
         self.taken_bytes = total_bytes - self.capacity_bytes
         self.key = f"sim-{exact_size(total_bytes)}"
@@ -362,6 +396,90 @@ class SimulatedMeter:
         self.gpu.allocator.release_cached()
 
 
+_ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
+"""Variables in which a scheduler says which GPUs it gave a job, and their values that mean none: the first two list
+indices, and GPU 0 is one; the last counts."""
+
+
+_FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")
+"""What `--device` may read, an example of each kind."""
+
+
+def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) -> torch.device:
+    """Turns `auto`, `cpu`, `cuda[:i]` or `sim:<size>` into a torch device: tensors of a simulated GPU are the CPU's.
+
+    Raises:
+        DeviceError: There is no such device, or a GPU is there and torch cannot use it.
+    """
+    if text == "cpu" or is_simulated(text):
+        return torch.device("cpu")
+    if text == "auto":
+        return _automatic(environment)
+    if not re.fullmatch(r"cuda(:\d+)?", text):
+        raise DeviceError("Unknown device", value=repr(text), remedy=f"Valid: {', '.join(nearest_first(text, _FORMS))}")
+    if not torch.cuda.is_available():
+        raise DeviceError("torch sees no CUDA GPU", value=f"--device {text}", remedy=_cuda_remedy())
+    device = torch.device(text)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise DeviceError("There is no such GPU", value=text, remedy=f"torch sees {torch.cuda.device_count()}")
+    return torch.device("cuda", device.index or 0)
+
+
+def is_simulated(text: str) -> bool:
+    """Tells whether a device is a simulated GPU, `sim:<size>`.
+
+    Raises:
+        DeviceError: It is one without a size that can be read.
+    """
+    return text.partition(":")[0] == "sim" and simulated_bytes(text) > 0
+
+
+def simulated_bytes(text: str) -> int:
+    """Reads the memory of a simulated GPU, in bytes.
+
+    Raises:
+        DeviceError: It has none that can be read.
+    """
+    try:
+        return parse_size(text.removeprefix("sim:"))
+    except ConfigError:
+        raise DeviceError(
+            "A simulated GPU is written sim:<size>", value=repr(text), remedy="Give it memory: sim:512MiB, sim:2GiB"
+        ) from None
+
+
+def _automatic(environment: Mapping[str, str]) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", 0)
+    promised = _promised_gpu(environment)
+    if promised:
+        raise DeviceError("A GPU is here but torch cannot use it", value=promised, remedy=_cuda_remedy())
+    return torch.device("cpu")
+
+
+def _promised_gpu(environment: Mapping[str, str]) -> str:
+    """Says what shows that a GPU was given to this process; empty where nothing does."""
+    for name, none in _ALLOCATED:
+        if environment.get(name, "") not in none:
+            return f"{name}={environment[name]}"
+    if environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+        return ""
+    gpus = Path("/proc/driver/nvidia/gpus")
+    return (
+        f"the NVIDIA driver lists {len(list(gpus.iterdir()))} GPU(s)" if gpus.is_dir() and any(gpus.iterdir()) else ""
+    )
+
+
+def _cuda_remedy() -> str:
+    if torch.version.cuda is None:
+        return (
+            "This torch was built without CUDA: install a CUDA build, or set CAN_TRAIN_PYTHON to an environment that "
+            "has one; --device cpu trains without a GPU"
+        )
+    built = f"torch was built for CUDA {torch.version.cuda}"
+    return f"{built}: check the driver (nvidia-smi); --device cpu trains without a GPU"
+
+
 def open_meter(text: str) -> Meter:
     """Makes the meter of what `--device` reads: `auto`, `cpu`, `cuda[:i]` or `sim:<size>`.
 
@@ -370,7 +488,7 @@ def open_meter(text: str) -> Meter:
     """
     device = resolve_device(text)
     if is_simulated(text):
-        return SimulatedMeter(simulated_bytes(text), expandable=segments_expand(), others=neighbours())
+        return SimulatedMeter(simulated_bytes(text), expandable=segments_expand(), contention=simulated_contention())
     if device.type == "cpu":
         return CpuMeter()
     expand_cuda_segments()
@@ -396,3 +514,41 @@ def _memory_fraction(device: torch.device) -> float:
 
 def _gigabytes(size: int) -> int:
     return max(1, round(size / 2**30))
+
+
+FRAGMENTATION_PROBE_BYTES: Final = 256 * 2**20
+"""Largest cost of a batch that shows the gaps: larger ones take longer to show about the same share. Of much smaller
+ones they are mostly the last page of 20 MiB, as they are on a device that holds no more."""
+
+
+_ENDLESS: Final = 2**50
+
+
+def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[int, int]:
+    """Runs a batch on an endless simulated GPU.
+
+    Args:
+        run: Runs the batch on the host.
+        resident: Tensors that are there before.
+    """
+    meter = SimulatedMeter(_ENDLESS, expandable=segments_expand())
+    with meter.measuring(resident):
+        run()
+    return meter.peak_bytes(), meter.peak_reserved_bytes()
+
+
+def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_bytes: int) -> bool:
+    """Tells whether a batch runs on a simulated GPU of a capacity, also once its allocator's cache is full.
+
+    Args:
+        run: Runs the batch on the host.
+        resident: Tensors that are there before.
+        capacity_bytes: What the allocator may use.
+    """
+    with CatchOutOfMemory():
+        meter = SimulatedMeter(capacity_bytes, expandable=segments_expand())
+        with meter.measuring(resident):
+            run()
+            run()
+        return True
+    return False

@@ -1,9 +1,8 @@
-"""Measures what training takes of a device at its peak: which steps are looked at, and the largest peak of all, whoever
-resets the meter in between. What peaks mean for the next run is the factor policies' matter.
-"""
+"""Measures peak memory during training and notices leaks."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -16,8 +15,10 @@ from can_train.memory.meters import Meter, open_meter
 INTERVAL: Final = 50
 """Steps from one measured step to the next: on the CPU one costs about a fifth more."""
 
+
 WARMUP: Final = 20
 """Steps before the first measured one: what is made lazily (the optimizer's state, say) is there by then."""
+
 
 Held = nn.Module | Optimizer | Iterable[Tensor]
 """What has tensors on the device between steps."""
@@ -117,7 +118,7 @@ class MemoryMonitor:
 
     def rescued(self) -> None:
         """Says that memory ran out and was made free again (`MicroBatcher.watch`). The peak from here on is known apart
-        too: `settled_peak_bytes`.
+        too: `peak_bytes_after_rescue`.
         """
         self.read()
         self._settled_peak_bytes = 0
@@ -147,7 +148,7 @@ class MemoryMonitor:
         return self._peak_reserved_bytes
 
     @property
-    def settled_peak_bytes(self) -> int:
+    def peak_bytes_after_rescue(self) -> int:
         """Largest allocated bytes since the last rescue, or since the first step where there was none."""
         self.read()
         return self._settled_peak_bytes
@@ -171,3 +172,49 @@ def _tensors(held: Iterable[Held]) -> Iterator[Tensor]:
                 yield from (value for value in state.values() if isinstance(value, Tensor))
         else:
             yield from holder
+
+
+WINDOW_STEPS: Final = 50
+"""Steps whose smallest reading counts: single steps go up and down with their batches."""
+
+
+RISES: Final = 5
+"""Windows in a row that must each lie above the one before."""
+
+
+LEAST_BYTES: Final = 2**20
+"""Total rise that is worth a word."""
+
+
+@dataclass
+class LeakWatch:
+    """Watches the floor of the memory in use.
+
+    Attributes:
+        floors: Smallest reading of each full window of the current rise.
+        current: Readings of the window that is not full yet.
+    """
+
+    floors: list[int] = field(default_factory=list)
+    current: list[int] = field(default_factory=list)
+    told: bool = False
+
+    def after_step(self, allocated_bytes: int) -> int:
+        """Takes the reading after a step.
+
+        Returns:
+            Bytes that the floor has risen by, the first time that this counts as a leak; else 0.
+        """
+        if self.told:
+            return 0
+        self.current.append(allocated_bytes)
+        if len(self.current) < WINDOW_STEPS:
+            return 0
+        floor = min(self.current)
+        self.current.clear()
+        if self.floors and floor <= self.floors[-1]:
+            self.floors.clear()
+        self.floors.append(floor)
+        rise = floor - self.floors[0]
+        self.told = len(self.floors) > RISES and rise >= LEAST_BYTES
+        return rise if self.told else 0

@@ -1,15 +1,17 @@
 """What a run says of its plan, as text."""
 
-from collections.abc import Sequence
-from typing import Final
+from __future__ import annotations
 
-from can_train.policy.cost_model import CostModel
-from can_train.policy.device_limits import DeviceLimits
-from can_train.policy.first_factor import ANY_PEAK
-from can_train.policy.placement import PlacementCost
-from can_train.policy.sizes import size_text
-from can_train.training.companions import CompanionPlan
-from can_train.training.planning import RunPlan
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from can_train.fit.cost_model import CostModel, DeviceLimits
+from can_train.fit.factor_rule import ANY_PEAK
+from can_train.io.units import size_text
+
+if TYPE_CHECKING:
+    from can_train.fit.planner import RunPlan
+    from can_train.training.reference_models import PlacementCost, ReferenceModelPlan
 
 _WHY: Final = {
     "requested": "as asked for",
@@ -49,8 +51,8 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
     return lines
 
 
-def companion_lines(asked: Sequence[CompanionPlan]) -> list[str]:
-    """Writes how companions are asked as aligned lines: each one's run, then what each way costs that was measured."""
+def reference_model_lines(asked: Sequence[ReferenceModelPlan]) -> list[str]:
+    """Writes how reference models are asked as aligned lines: each one's run, then what each way costs that was measured."""
     lines = []
     for plan in asked:
         lines.append(f"  {plan.role:<14} {plan.name}, {_ANSWERED[plan.placement]}{_asked_once(plan)}")
@@ -65,7 +67,7 @@ _ANSWERED: Final = {
 }
 
 
-def _asked_once(plan: CompanionPlan) -> str:
+def _asked_once(plan: ReferenceModelPlan) -> str:
     return "" if plan.peak_bytes is None else f" (asked once, with a peak of {size_text(plan.peak_bytes)})"
 
 

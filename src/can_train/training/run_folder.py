@@ -1,4 +1,4 @@
-"""The folder of one run, `runs/<run id>/`: resolved configuration, environment, metrics, checkpoints and result."""
+"""The folder of one run, and the registry of all runs."""
 
 import fcntl
 import json
@@ -8,18 +8,162 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from can_train.config.plain_text import plain_from_yaml, plain_to_yaml
-from can_train.errors import RunError
-from can_train.state.atomic import write_json_atomic, write_text_atomic
+from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir
+from can_train.errors import RunError, StateError
+from can_train.io.atomic import is_file, write_json_atomic, write_text_atomic
+from can_train.io.records import (
+    DOCUMENT_SUFFIX,
+    SetAside,
+    check_time,
+    list_names,
+    read_documents,
+    time_stamp,
+    utc_now,
+    write_document,
+)
+from can_train.reporter import Reporter
 from can_train.training.attempts import Attempts
+
+_RUNS: Final = "runs"
+
+
+_MOST_BYTES: Final = 2**20
+"""Largest file that is taken for an entry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run.
+
+    Attributes:
+        run_id: Its name, also that of its folder.
+        path: Absolute path of the folder.
+        key: Its configuration's name in the factor store.
+        time: When it was made.
+        identity: Digest of resolved configuration, code and data: equal for runs that would do the same.
+        after: Runs that it waits for, by comma; empty: none.
+        sweep: Name that the runs of one sweep share; empty: it is not of one.
+    """
+
+    run_id: str
+    path: str
+    key: str
+    time: str
+    identity: str = ""
+    after: str = ""
+    sweep: str = ""
+
+    def __post_init__(self) -> None:
+        check_time("time", self.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """A job that was started for a run: of a scheduler, or a process of a machine.
+
+    Attributes:
+        run_id: The run.
+        executor: slurm, local or debug.
+        job_id: As the executor names it: 123, 123_4 for an element of an array, or a process number.
+        time: When it was submitted.
+        host: Machine that it was submitted from.
+        log_path: What it prints.
+        reason: Why, in words, where it is not the first: "host out-of-memory: 600M instead of 400M".
+        resources: What was asked for, by sbatch's names.
+    """
+
+    run_id: str
+    executor: str
+    job_id: str
+    time: str
+    host: str
+    log_path: str
+    reason: str = ""
+    resources: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_time("time", self.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelRecord:
+    """That a person asked for a run to be cancelled.
+
+    Attributes:
+        run_id: The run.
+        time: When.
+    """
+
+    run_id: str
+    time: str
+
+    def __post_init__(self) -> None:
+        check_time("time", self.time)
+
+
+_Record = TypeVar("_Record", RunRecord, JobRecord, CancelRecord)
+
+
+class Registry:
+    """The runs that a state folder knows.
+
+    Args:
+        state_dir: The state folder; it need not exist.
+
+    Attributes:
+        set_aside: Files that could not be read.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self._folder = state_dir / _RUNS
+        self.set_aside: list[SetAside] = []
+
+    def add(self, record: RunRecord | JobRecord | CancelRecord) -> None:
+        """Writes an entry down.
+
+        Raises:
+            StateError: It cannot be written.
+        """
+        write_document(self._folder / record.run_id / _file_name(record), record)
+
+    def runs(self) -> list[RunRecord]:
+        """Reads all runs, the oldest first."""
+        found = [record for run_id in list_names(self._folder) for record in self._read(run_id, "run", RunRecord)]
+        return sorted(found, key=lambda record: (record.time, record.run_id))
+
+    def jobs(self, run_id: str) -> list[JobRecord]:
+        """Reads the jobs of a run, the first one first."""
+        return sorted(self._read(run_id, "job-", JobRecord), key=lambda record: record.time)
+
+    def cancels(self, run_id: str) -> list[CancelRecord]:
+        """Reads when a run was asked to be cancelled."""
+        return sorted(self._read(run_id, "cancel-", CancelRecord), key=lambda record: record.time)
+
+    def _read(self, run_id: str, beginning: str, kind: type[_Record]) -> list[_Record]:
+        folder = self._folder / run_id
+        if not folder.is_dir():
+            return []
+        names = [n for n in list_names(folder) if n.startswith(beginning) and n.endswith(DOCUMENT_SUFFIX)]
+        return read_documents(folder, names, kind, self.set_aside, most_bytes=_MOST_BYTES)
+
+
+def _file_name(record: RunRecord | JobRecord | CancelRecord) -> str:
+    if isinstance(record, RunRecord):
+        return f"run{DOCUMENT_SUFFIX}"
+    kind = "job" if isinstance(record, JobRecord) else "cancel"
+    # Of two machines in the same moment neither may lose.
+    return f"{kind}-{time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}{DOCUMENT_SUFFIX}"
+
 
 CONFIG: Final = "config.yaml"
 """The file that makes a folder one of a run."""
+
 
 _LIBRARIES: Final = ("can-train", "torch", "torch_geometric", "numpy", "polars", "scikit-learn", "hydra-core")
 
@@ -38,7 +182,7 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
         self.result_path = path / "result.json"
         self.plan_path = path / "plan.json"
-        self.companions_path = path / "companions.json"
+        self.reference_models_path = path / "reference_models.json"
         self.attempts = Attempts(path)
 
     @classmethod
@@ -158,3 +302,63 @@ def _version(library: str) -> str:
         return version(library)
     except PackageNotFoundError:
         return ""
+
+
+def make_run(run: ResolvedRun, reporter: Reporter) -> RunFolder:
+    """Makes a run that trains here and now; where the registry cannot be written, with a notice.
+
+    Raises:
+        RunError: The folder cannot be written.
+    """
+    folder = RunFolder.create(run.runs_dir, run.key, run.config)
+    try:
+        enter(run, folder)
+    except StateError as error:
+        reporter.notice(f"This run is not listed by `can-train runs`. {error}")
+    return folder
+
+
+def enter(run: ResolvedRun, folder: RunFolder, *, identity: str = "", after: str = "", sweep: str = "") -> None:
+    """Enters a run into the registry.
+
+    Raises:
+        StateError: The registry cannot be written.
+    """
+    record = RunRecord(
+        run_id=folder.run_id,
+        path=str(folder.path.resolve()),
+        key=run.key,
+        time=utc_now(),
+        identity=identity,
+        after=after,
+        sweep=sweep,
+    )
+    Registry(state_dir(run.paths)).add(record)
+
+
+def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:
+    """Looks beside a run for those that it builds on and that are no longer where they were.
+
+    Args:
+        run: As it was made.
+        folder: Where its folder is now.
+    """
+    moved = {}
+    for needed in run.prerequisites:
+        path = Path(getattr(run.mode, needed.role))
+        beside = folder.resolve().parent / path.name
+        if path.name and not is_file(path / CONFIG) and is_file(beside / CONFIG):
+            moved[needed.role] = str(beside)
+    return replace(run, mode=replace(run.mode, **moved)) if moved else run
+
+
+def without_the_gone(run: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
+    """Leaves out of a run what it can do without and is gone.
+
+    Returns:
+        The run; and what is gone, as sentences.
+    """
+    named = {needed.role: getattr(run.mode, needed.role) for needed in run.prerequisites if not needed.required}
+    gone = {role: name for role, name in named.items() if name and not is_file(Path(name) / CONFIG)}
+    notices = [f"{role.replace('_', ' ')}: {name} is gone, so the run goes on without" for role, name in gone.items()]
+    return replace(run, mode=replace(run.mode, **dict.fromkeys(gone, ""))) if gone else run, notices

@@ -1,7 +1,7 @@
 import pytest
 
-from can_train.policy.experience import experience_factor
-from can_train.tasks.can.experience import experience
+from can_train.factors.resolve import experience_factor
+from can_train.tasks.can.settings import experience
 
 
 @pytest.mark.parametrize(

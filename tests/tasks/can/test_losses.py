@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.engine.micro_batcher import Losses
-from can_train.tasks.can.flat import FlatGraphs
-from can_train.tasks.can.gather import Gatherer, GraphBatch
+from can_train.fit.micro_batcher import Losses
+from can_train.tasks.can.data.batches import Gatherer, GraphBatch
+from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.losses import (
     AutoencoderBatch,
     ClassifierBatch,
@@ -24,8 +24,8 @@ from can_train.tasks.can.models.gat import GatClassifier
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 from can_train.tasks.can.models.vgae import Vgae
 from can_train.tasks.can.settings import GatSettings, VgaeSettings
-from random_bus import cached_graphs, random_blocks
-from split_gradients import gradient, relative_error
+from fakes.random_bus import cached_graphs, random_blocks
+from fakes.split_gradients import gradient, relative_error
 
 WINDOWS = 23
 CUTS = (3, 11, 1, 8)

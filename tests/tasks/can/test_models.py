@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from can_train.tasks.can.flat import FlatGraphs
-from can_train.tasks.can.gather import Gatherer
+from can_train.tasks.can.data.batches import Gatherer
+from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.models.gat import GatClassifier
 from can_train.tasks.can.models.inputs import UNKNOWN_ID, InputEncoder, InputStatistics
 from can_train.tasks.can.models.vgae import Vgae
 from can_train.tasks.can.settings import GatSettings, VgaeSettings
-from random_bus import cached_graphs, random_blocks
+from fakes.random_bus import cached_graphs, random_blocks
 
 STUDENT = GatSettings(hidden=24, layers=2, heads=4, embedding=8, dropout=0.1, head_layers=2)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from can_train.errors import ConfigError, StateError
 from can_train.reporter import SilentReporter, Stage
-from can_train.tasks.can.frames import Frames
-from can_train.tasks.can.layout import find_logs
-from can_train.tasks.can.reading import LogReader
+from can_train.tasks.can.data.frames import Frames
+from can_train.tasks.can.data.layout import find_logs
+from can_train.tasks.can.data.reading import LogReader
 from can_train.tasks.can.settings import CanDatasetSettings, SyntheticSettings
 from can_train.tasks.can.synthetic.attacks import ATTACKS
 from can_train.tasks.can.synthetic.traffic import SECOND_US
@@ -29,7 +29,7 @@ from can_train.tasks.can.synthetic.writing import (
     synthetic_folder_name,
     write_synthetic,
 )
-from simulated_drives import DRIVES, FRAMES, SHORTEST, as_traffic, drive_log
+from fakes.simulated_drives import DRIVES, FRAMES, SHORTEST, as_traffic, drive_log
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from can_train.tasks.can.synthetic.attacks import ATTACKS
 from can_train.tasks.can.synthetic.traffic import draw_stretches
-from simulated_drives import assert_same, attacked, benign_drive, frames_of
+from fakes.simulated_drives import assert_same, attacked, benign_drive, frames_of
 
 REMOVING = ("suppress", "masquerade")
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, transmit, vehicle_traffic
 from can_train.tasks.can.synthetic.vehicles import Checksum, Message, Rhythm, Signal, make_vehicles, seal
-from simulated_drives import as_traffic, assert_same, benign_drive, drive_log, frames_of
+from fakes.simulated_drives import as_traffic, assert_same, benign_drive, drive_log, frames_of
 
 # The bus
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from can_train.config.compose import RunRequest, resolve
 from can_train.errors import DataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.frames import Frames
+from can_train.tasks.can.data.frames import Frames
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.task import make_task
-from random_bus import random_frames, write_log
+from fakes.random_bus import random_frames, write_log
 
 CPU = torch.device("cpu")
 WINDOW = 20
@@ -24,7 +24,7 @@ WINDOWS = 150
 
 def task_of(folder: Path, frames: Frames, model: str = "gat") -> Any:
     log = write_log(folder / "drive.csv", frames)
-    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.floors": False}
+    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.baselines": False}
     run = resolve(RunRequest(model=model, size="student", dataset=str(log), values=values))
     return make_task(run, {}, folder, folder / "cache", SilentReporter())
 

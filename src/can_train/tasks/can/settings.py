@@ -1,11 +1,47 @@
-"""Names and defaults of the CAN task: what a preset, a flag or `--set` may change. Imports no torch."""
+"""What is known, before the first run, of the share of a tuned limit that CAN models may use: larger data sets hold
+larger graphs, and some modes keep more in memory than a trial step shows.
+"""
 
 from dataclasses import dataclass, field
+from typing import Final
 
-from can_train.config.checks import check_choice, check_range
+from can_train.config.settings import check_choice, check_range
 from can_train.config.task_settings import ModelSpec, Prerequisite, TaskSettings
 from can_train.errors import ConfigError
-from can_train.tasks.can.experience import experience
+
+_DATASETS: Final = (
+    (("set_02", "set_03", "set_04"), 0.45, "large dataset (set_02/03/04)"),
+    (("hcrl_sa",), 0.55, "medium dataset (hcrl_sa)"),
+    (("hcrl_ch", "set_01"), 0.65, "small dataset (hcrl_ch/set_01)"),
+)
+"""(names, share of the tuned limit, reason)."""
+
+
+_OTHER_DATASET: Final = (0.60, "other dataset")
+
+
+_MODES: Final = {
+    "knowledge_distillation": (0.75, "knowledge distillation (teacher caching)"),
+    "fusion": (0.80, "fusion (two models in memory)"),
+    "curriculum": (0.90, "curriculum (VGAE scoring)"),
+    "autoencoder": (0.95, "autoencoder (reconstruction)"),
+}
+"""Multiplier and reason of each mode that has one."""
+
+
+def experience(dataset: str, mode: str) -> tuple[float, str, list[tuple[float, str]]]:
+    """Looks up the arguments of `can_train.factors.resolve.experience_factor`.
+
+    Args:
+        dataset: Name of the data set.
+        mode: Name of the mode.
+
+    Returns:
+        The base share, its reason in words, and the mode's adjustments.
+    """
+    base, reason = next(((share, why) for names, share, why in _DATASETS if dataset in names), _OTHER_DATASET)
+    return base, reason, [_MODES[mode]] if mode in _MODES else []
+
 
 FORMATS = (
     "can_train_and_test", "car_hacking", "hcrl_text", "hcrl_challenge",
@@ -13,7 +49,10 @@ FORMATS = (
 )  # fmt: skip
 """Log formats the reader knows; `auto` recognises them from the content."""
 
+
 ID_BASES = ("auto", "hex", "dec")
+
+
 SIZES = ("teacher", "student")
 
 
@@ -165,7 +204,7 @@ class CanModeSettings:
     """Weight of the CAN-ID term in the autoencoder's loss."""
     kl_weight: float = 0.01
     """Weight of the KL divergence in the autoencoder's loss."""
-    floors: bool = True
+    baselines: bool = True
     """Compute the simple detectors that a result is compared with."""
 
     def __post_init__(self) -> None:
@@ -275,12 +314,17 @@ def _without_teacher(model: str, mode: str) -> Prerequisite:
 
 
 _SUPERVISED = ("normal", "curriculum")
+
+
 _AUTOENCODER = Prerequisite(
     role="autoencoder", what="an autoencoder", models=("vgae",), modes=("autoencoder", "knowledge_distillation")
 )
+
+
 _CLASSIFIER = Prerequisite(
     role="classifier", what="a classifier", models=("gat",), modes=(*_SUPERVISED, "knowledge_distillation")
 )
+
 
 TASK = TaskSettings(
     dataset=CanDatasetSettings,
@@ -327,7 +371,7 @@ TASK = TaskSettings(
     },
     factory="can_train.tasks.can.task:make_task",
     sampler="can_train.tasks.can.task:sample_task",
-    evaluator="can_train.tasks.can.evaluation:make_evaluation",
-    files="can_train.tasks.can.files:data_files",
+    evaluator="can_train.tasks.can.evaluation.evaluate:make_evaluation",
+    files="can_train.tasks.can.data.files:data_files",
     experience=experience,
 )

@@ -1,23 +1,19 @@
 """The CAN task: window graphs of a log, and the modes that learn from them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.reporter import Reporter
-from can_train.tasks.can.dataset import CanData, prepare
-from can_train.tasks.can.layout import find_logs
+from can_train.tasks.can.data.dataset import CanData, load_data
+from can_train.tasks.can.data.sampling import sample_data
+from can_train.tasks.can.fusion.mode import FusionTask
 from can_train.tasks.can.modes.autoencoder import AutoencoderTask
 from can_train.tasks.can.modes.classifier import ClassifierTask
 from can_train.tasks.can.modes.curriculum import CurriculumTask
 from can_train.tasks.can.modes.distillation import distillation_task
-from can_train.tasks.can.modes.fusion import FusionTask
 from can_train.tasks.can.modes.windows import WindowTask
-from can_train.tasks.can.sampling import sample_data
-from can_train.tasks.can.settings import CanDatasetSettings
-from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder
 
 
 def make_task(
@@ -59,6 +55,7 @@ def sample_task(
 
 Finished = Mapping[str, FinishedModel]
 
+
 _MODES: Final[Mapping[str, Callable[[ResolvedRun, CanData, Finished], WindowTask]]] = {
     "normal": lambda run, data, finished: ClassifierTask(run, data),
     "autoencoder": lambda run, data, finished: AutoencoderTask(run, data),
@@ -71,25 +68,3 @@ _MODES: Final[Mapping[str, Callable[[ResolvedRun, CanData, Finished], WindowTask
 
 def _task(run: ResolvedRun, data: CanData, finished: Finished) -> WindowTask:
     return _MODES[run.mode.name](run, data, finished)
-
-
-def load_data(dataset: CanDatasetSettings, data_root: Path, cache: Path, reporter: Reporter) -> CanData:
-    """Prepares a data set to train on.
-
-    Args:
-        dataset: Its settings.
-        data_root: Folder of the published data sets.
-        cache: Folder of prepared data.
-        reporter: Where progress and notices go.
-
-    Raises:
-        DataError: A log cannot be read, or is too short.
-    """
-    return prepare(dataset, find_logs(located(dataset, cache, reporter), data_root), cache, reporter)
-
-
-def located(dataset: CanDatasetSettings, cache: Path, reporter: Reporter) -> CanDatasetSettings:
-    """Says where a data set's logs are, which simulates a synthetic one."""
-    if not is_synthetic(dataset):
-        return dataset
-    return replace(dataset, path=str(synthetic_folder(cache, dataset.synthetic, reporter)))

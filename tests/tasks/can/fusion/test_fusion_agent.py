@@ -6,12 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.engine.snapshot import Snapshot
-from can_train.tasks.can.fusion.acting import act, exploration
-from can_train.tasks.can.fusion.agent import FusionAgent
-from can_train.tasks.can.fusion.batch import MixingProblem, ReplayBatch
+from can_train.fit.random_state import Snapshot
+from can_train.tasks.can.fusion.agent import FusionAgent, MixingProblem, ReplayBatch, act, exploration
 from can_train.tasks.can.settings import FusionAgentSettings
-from mixing_worlds import WEIGHTS, WINDOWS, divided_problem, mean_reward, remember_at_random, small_agent
+from fakes.mixing_worlds import WEIGHTS, WINDOWS, divided_problem, mean_reward, remember_at_random, small_agent
 
 ROWS = np.arange(WINDOWS)
 

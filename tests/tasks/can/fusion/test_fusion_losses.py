@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.tasks.can.fusion.agent import FusionAgent
-from can_train.tasks.can.fusion.batch import MixingProblem, PolicyBatch, ReplayBatch
-from can_train.tasks.can.fusion.states import NO_WINDOW
-from mixing_worlds import divided_problem, mean_reward, remember_at_random, small_agent
-from split_gradients import gradient, relative_error
+from can_train.tasks.can.fusion.agent import FusionAgent, MixingProblem, PolicyBatch, ReplayBatch
+from can_train.tasks.can.fusion.scores import NO_WINDOW
+from fakes.mixing_worlds import divided_problem, mean_reward, remember_at_random, small_agent
+from fakes.split_gradients import gradient, relative_error
 
 SAMPLES = 40
 CUTS = (3, 19, 1, 17)

@@ -13,18 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitwise import assert_ends_like
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import ConfigError, DataError, RunError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.fusion.agent import FusionAgent
-from can_train.tasks.can.fusion.batch import PolicyBatch, ReplayBatch
-from can_train.tasks.can.fusion.finished import FinishedFusion
-from can_train.tasks.can.modes.fusion import FusionTask
+from can_train.tasks.can.fusion.agent import FinishedFusion, FusionAgent, PolicyBatch, ReplayBatch
+from can_train.tasks.can.fusion.mode import FusionTask
 from can_train.tasks.can.task import make_task
-from killed_runs import finish, finish_killed, only_run
-from random_bus import random_frames, write_log
+from fakes.bitwise import assert_ends_like
+from fakes.killed_runs import finish, finish_killed, only_run
+from fakes.random_bus import random_frames, write_log
 
 CPU = torch.device("cpu")
 WINDOW, WINDOWS = 20, 200
@@ -40,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_of(folder: Path, model: str, **settings: Any) -> ResolvedRun:
-    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.floors": False}
+    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.baselines": False}
     values |= {name.replace("__", "."): value for name, value in settings.items()}
     return resolve(RunRequest(model=model, size="student", dataset=str(folder / "drive.csv"), values=values))
 
@@ -63,16 +61,18 @@ def task_of(folder: Path, **settings: Any) -> Any:
 def tell(task: FusionTask, role: str, said: NDArray[np.float64]) -> None:
     """Has a model say something of every window of the data set."""
     output = {"autoencoder": "errors", "classifier": "logits"}[role]
-    task.listen(role, lambda rows: {output: torch.from_numpy(said[rows]).float()})
+    task.bind_outputs(role, lambda rows: {output: torch.from_numpy(said[rows]).float()})
 
 
 def told(folder: Path, **settings: Any) -> FusionTask:
     """A task to which both models have told what they really say."""
     task: FusionTask = task_of(folder, **settings)
-    for companion in task.companions:
+    for reference_model in task.reference_models():
         with torch.no_grad():
-            said = companion.answer(companion.model, np.arange(WINDOWS), CPU, torch.float32)[companion.output]
-        tell(task, companion.role, said.double().numpy())
+            said = reference_model.outputs(reference_model.model, np.arange(WINDOWS), CPU, torch.float32)[
+                reference_model.output
+            ]
+        tell(task, reference_model.role, said.double().numpy())
     return task
 
 
@@ -99,10 +99,10 @@ def test_every_window_that_trains_validates_or_is_judged_is_asked_about(folder: 
         asked.extend(rows.tolist())
         return {"errors": torch.ones(len(rows), 3)}
 
-    task.listen("autoencoder", answers)
+    task.bind_outputs("autoencoder", answers)
     split = task._data.split
     assert sorted(asked) == sorted([*split.train, *split.validation, *np.concatenate([*split.test.values()])])
-    assert all(companion.placements == ("cache",) for companion in task.companions)
+    assert all(reference_model.placements == ("cache",) for reference_model in task.reference_models())
 
 
 @pytest.mark.parametrize("role", MADE_BY)
@@ -199,7 +199,7 @@ def test_a_finished_agent_scores_windows_as_it_did_in_training(folder: Path) -> 
     assert fusion.combine(alone.numpy()).shape == (len(rows),)
 
 
-DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--size", "student", "--no-floors")
+DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--size", "student", "--no-baselines")
 TRAINING = ("--epochs", "6", "--checkpoint-every", "3", "--set", "mode.target_every=7", "--set", "mode.replay_size=900")
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.tasks.can.fusion.replay import ReplayMemory
+from can_train.tasks.can.fusion.agent import ReplayMemory
 
 PUSHES = st.lists(st.integers(0, 30), max_size=8)
 

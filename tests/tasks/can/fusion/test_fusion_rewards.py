@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.tasks.can.fusion.rewards import rewards
+from can_train.tasks.can.fusion.agent import rewards
 
 SCORES = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=20)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from can_train.tasks.can.fusion.states import (
+from can_train.tasks.can.fusion.scores import (
     NO_WINDOW,
     STATE_WIDTH,
     WindowScores,

@@ -1,11 +1,7 @@
-"""Simple ways to mix the two scores, to be judged beside the agent: what does not beat them has learned nothing. They
-are chosen on validation, or fitted on training windows; a run keeps them as plain numbers, to be judged again with it.
-
-Shapes: R windows, A mixing weights.
-"""
+"""Simple mixes of the two scores, and the agent judged beside them."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, Self
 
@@ -16,25 +12,32 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 from sklearn.preprocessing import StandardScaler
 
-from can_train.tasks.can.flat import FlatGraphs
-from can_train.tasks.can.floors import sample_by_class
-from can_train.tasks.can.fusion.states import WindowScores, logistic
-from can_train.tasks.can.metrics import detector_metrics
-from can_train.tasks.can.splits import Split
-from can_train.tasks.can.thresholds import choose_threshold
+from can_train.tasks.can.data.dataset import CanData, Split
+from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train.tasks.can.evaluation.baselines import sample_by_class
+from can_train.tasks.can.evaluation.judging import FolderJudgement, Judgement, JudgingOptions, ModelScores, judge
+from can_train.tasks.can.evaluation.metrics import choose_threshold, detector_metrics
+from can_train.tasks.can.fusion.agent import FUSED, WEIGHT, MixingProblem
+from can_train.tasks.can.fusion.scores import WindowScores, logistic
 
 BEST_MIX: Final = "best_mix"
 """Name of the constant mix whose weight is the best one on validation."""
 
+
 EVEN_WEIGHT: Final = 0.5
+
 
 MAX_FITTED_WINDOWS: Final = 20_000
 """Training windows that a small model is fitted on: seconds, and far more than seven numbers need."""
 
+
 HIDDEN: Final = (32,)
 """Widths of the small network."""
 
+
 LOGISTIC_ROUNDS: Final = 1000
+
+
 NETWORK_ROUNDS: Final = 100
 """Most iterations of each fit; on this few inputs both have settled long before."""
 
@@ -194,3 +197,94 @@ def fitted_mixes(table: WindowScores, flat: FlatGraphs, train: NDArray[np.int64]
     }
     states, is_attack = table.states(rows), flat.label[rows] > 0
     return {name: FittedMix.fit(model, states, is_attack) for name, model in models.items()}
+
+
+def judge_agent(
+    score: Callable[[NDArray[np.int64]], NDArray[np.float64]],
+    data: CanData,
+    problem: MixingProblem,
+    options: JudgingOptions,
+) -> dict[str, Any]:
+    """Judges the agent and the mixes, each with a threshold from validation.
+
+    Args:
+        score: Returns [R, 2] fused scores and chosen mixing weights of windows.
+        data: The windows.
+        problem: Their two scores, and the weights that there are.
+        options: How detectors are judged; without baselines the mixes that must be fitted are left out, too.
+
+    Returns:
+        The judgement; `mixing` tells which weights were chosen, and what the mixes are.
+
+    Raises:
+        RunError: A score is not a finite number.
+        DataError: Validation allows no threshold.
+    """
+    split = data.split
+    validation, test = score(split.validation), {folder: score(rows) for folder, rows in split.test.items()}
+    chosen = ModelScores(
+        validation=validation[:, FUSED], test={folder: told[:, FUSED] for folder, told in test.items()}
+    )
+    mixes = constant_mixes(problem.scores, data.flat, split, problem.weights, options.validation_fpr)
+    fitted = fitted_mixes(problem.scores, data.flat, split.train, options.seed) if options.baselines else {}
+    named = {**mixes.mixes, **fitted}
+    references = {
+        name: ModelScores(
+            validation=mix.score(problem.scores, split.validation),
+            test={folder: mix.score(problem.scores, rows) for folder, rows in split.test.items()},
+        )
+        for name, mix in named.items()
+    }
+    judgement = judge(data.flat, split, chosen, options, references)
+    judgement["absent"] |= mixes.absent
+    mixing = {BEST_MIX: mixes.best_weight, "mixes": {name: mix.plain() for name, mix in named.items()}}
+    return with_choices(judgement, mixing, {folder: told[:, WEIGHT] for folder, told in test.items()})
+
+
+def with_choices(
+    judgement: Judgement, mixing: Mapping[str, Any], weights: Mapping[str, NDArray[np.float64]]
+) -> dict[str, Any]:
+    """Adds to an agent's judgement what came of its choices, in figures and in words.
+
+    Args:
+        judgement: Its remarks are added to.
+        mixing: What the mixes are.
+        weights: [R] those that it chose, by folder.
+    """
+    chosen = {folder: weights_chosen(each) for folder, each in weights.items()}
+    for folder, judged in judgement["test"].items():
+        judged["remarks"] += [*verdict(judged, mixing[BEST_MIX]), told_in_words(chosen[folder])]
+    return {**judgement, "mixing": {**mixing, "chosen": chosen}}
+
+
+def verdict(judged: FolderJudgement, best_weight: float | None) -> list[str]:
+    """Says where a folder shows that one weight for all windows does as well as the agent.
+
+    Args:
+        judged: The folder.
+        best_weight: Of the best constant mix; None where there is none.
+    """
+    if best_weight is None:
+        return []
+    reached, constant = judged["model"]["mcc"], judged["references"][BEST_MIX]["mcc"]
+    if reached is None or constant is None or reached > constant:
+        return []
+    of_them = f"MCC {reached:.3f}, the mix {constant:.3f}"
+    return [f"the agent does not beat the best constant mix, weight {best_weight:g} for every window: {of_them}"]
+
+
+def weights_chosen(weights: NDArray[np.float64]) -> dict[str, float]:
+    """Describes the [R] mixing weights that the agent chose: their mean, the most frequent one, and its share."""
+    values, counts = np.unique(weights, return_counts=True)
+    often = int(np.argmax(counts))
+    return {
+        "mean": float(weights.mean()),
+        "most_frequent": float(values[often]),
+        "share": float(counts[often] / len(weights)),
+    }
+
+
+def told_in_words(chosen: dict[str, float]) -> str:
+    """Writes `weights_chosen` as a sentence."""
+    often = f"{chosen['most_frequent']:g} for {chosen['share']:.0%} of the windows"
+    return f"weights chosen for the classifier: {chosen['mean']:.2f} on average, {often}"

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch_geometric.utils import scatter
 
-from can_train.tasks.can.flat import EDGE_FEATURES, NODE_FEATURES, FlatGraphs
-from can_train.tasks.can.gather import GraphBatch
+from can_train.tasks.can.data.batches import GraphBatch
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs
 
 UNKNOWN_ID: Final = 0
 """Vocabulary index of an ID that training did not see."""

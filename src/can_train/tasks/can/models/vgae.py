@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.nn import GATConv
 
-from can_train.tasks.can.flat import EDGE_FEATURES, NODE_FEATURES
-from can_train.tasks.can.gather import GraphBatch
+from can_train.tasks.can.data.batches import GraphBatch
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES
 from can_train.tasks.can.models.inputs import InputEncoder
 from can_train.tasks.can.settings import VgaeSettings
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DataError
-from can_train.tasks.can.anomaly import anomaly_scores, error_units
-from can_train.tasks.can.dataset import CanData
+from can_train.tasks.can.data.dataset import CanData
+from can_train.tasks.can.evaluation.judging import Score
+from can_train.tasks.can.evaluation.metrics import anomaly_scores, error_units
 from can_train.tasks.can.losses import AutoencoderBatch
-from can_train.tasks.can.modes.windows import Score, WindowTask
+from can_train.tasks.can.modes.windows import WindowTask
 
 if TYPE_CHECKING:
-    from can_train.tasks.can.judging import ModelScores
+    from can_train.tasks.can.evaluation.judging import ModelScores
 
 
 class AutoencoderTask(WindowTask):
@@ -59,20 +60,20 @@ class AutoencoderTask(WindowTask):
         return AutoencoderBatch.scores(model, self._gatherer_to(device, dtype)(rows))
 
     def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges each test folder by itself, beside the floors; units and threshold come from validation."""
-        from can_train.tasks.can.judging import judge
+        """Judges each test folder by itself, beside the baselines; units and threshold come from validation."""
+        from can_train.tasks.can.evaluation.judging import judge
 
         (own, units), options = self._final_scores(score), self._options(supervised=False)
-        others = {role: self._final_scores(score, role) for role in self.judged_beside}
-        beside = {role: scores for role, (scores, _) in others.items()}
-        judgement = judge(self._data.flat, self._data.split, own, options, beside)
+        others = {role: self._final_scores(score, role) for role in self.reference_roles}
+        references = {role: scores for role, (scores, _) in others.items()}
+        judgement = judge(self._data.flat, self._data.split, own, options, references)
         for role, (_, its_units) in others.items():
-            judgement["beside"][role]["error_units"] = its_units
+            judgement["references"][role]["error_units"] = its_units
         return {**judgement, "error_units": units}
 
     def _final_scores(self, score: Score, *role: str) -> tuple["ModelScores", list[float]]:
-        """Scores validation and test windows with the model, or a companion; returns its units, too."""
-        from can_train.tasks.can.judging import ModelScores
+        """Scores validation and test windows with the model, or a reference model; returns its units, too."""
+        from can_train.tasks.can.evaluation.judging import ModelScores
 
         split = self._data.split
         validation = score(split.validation, *role)

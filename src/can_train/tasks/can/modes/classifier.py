@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DataError
-from can_train.tasks.can.dataset import CanData
-from can_train.tasks.can.layout import TEST
+from can_train.tasks.can.data.dataset import CanData, Split
+from can_train.tasks.can.data.layout import TEST
+from can_train.tasks.can.evaluation.judging import Score
 from can_train.tasks.can.losses import ClassifierBatch
-from can_train.tasks.can.modes.windows import Score, WindowTask
-from can_train.tasks.can.splits import Split
+from can_train.tasks.can.modes.windows import WindowTask
 
 if TYPE_CHECKING:
-    from can_train.tasks.can.judging import ModelScores
+    from can_train.tasks.can.evaluation.judging import ModelScores
 
 MAX_NAMED_LOGS: Final = 3
 """Logs that an error names before it stops."""
@@ -56,20 +56,20 @@ class ClassifierTask(WindowTask):
         return ClassifierBatch.scores(model, self._gatherer_to(device, dtype)(rows))
 
     def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges each test folder by itself, beside the floors; the threshold comes from validation."""
-        from can_train.tasks.can.judging import judge
+        """Judges each test folder by itself, beside the baselines; the threshold comes from validation."""
+        from can_train.tasks.can.evaluation.judging import judge
 
         own, options = final_scores(score, self._data.split), self._options(supervised=True)
-        beside = {role: final_scores(score, self._data.split, role) for role in self.judged_beside}
-        return judge(self._data.flat, self._data.split, own, options, beside)
+        references = {role: final_scores(score, self._data.split, role) for role in self.reference_roles}
+        return judge(self._data.flat, self._data.split, own, options, references)
 
     def _weights(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return self._class_weights[self._is_attack(rows).astype(np.int64)]
 
 
 def final_scores(score: Score, split: Split, *role: str) -> "ModelScores":
-    """Scores validation and test windows with the model, or with the companion of a role."""
-    from can_train.tasks.can.judging import ModelScores
+    """Scores validation and test windows with the model, or with the reference model of a role."""
+    from can_train.tasks.can.evaluation.judging import ModelScores
 
     return ModelScores(
         validation=score(split.validation, *role)[:, 0],

@@ -4,7 +4,7 @@ latents and reconstructions.
 Shapes: R rows (windows).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,23 +14,27 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
-from can_train.tasks.can.companions import WindowCompanion, companion_of
-from can_train.tasks.can.dataset import CanData
-from can_train.tasks.can.losses import Answers, DistilledAutoencoderBatch, DistilledClassifierBatch
-from can_train.tasks.can.models.building import build_network
+from can_train.task import Outputs
+from can_train.tasks.can.data.dataset import CanData
+from can_train.tasks.can.evaluation.judging import Score
+from can_train.tasks.can.losses import DistilledAutoencoderBatch, DistilledClassifierBatch
+from can_train.tasks.can.models.build import build_network
 from can_train.tasks.can.modes.autoencoder import AutoencoderTask
 from can_train.tasks.can.modes.classifier import ClassifierTask
-from can_train.tasks.can.modes.windows import Score, WindowTask
+from can_train.tasks.can.modes.windows import WindowTask
+from can_train.tasks.can.reference_models import WindowReferenceModel, reference_model_of
 from can_train.tasks.can.settings import DistillationSettings, GatSettings
 
 if TYPE_CHECKING:
-    from can_train.tasks.can.comparison import TimedScore
+    from can_train.tasks.can.evaluation.judging import TimedScore
 
 LATENT_SHARE: Final = 0.5
 """Weight of the difference from the teacher's latents."""
 
+
 RECONSTRUCTION_SHARE: Final = 0.25
 """Weight of the difference from the teacher's reconstruction of nodes, and again of edges: ½ together."""
+
 
 _WAYS: Final = ("device", "cache", "offload")
 
@@ -51,21 +55,21 @@ class _Teacher:
     """The teacher, and who is judged beside the student.
 
     Attributes:
-        companion: The teacher.
+        reference model: The teacher.
         others: All that can be asked, the teacher first.
-        answers: Where its outputs come from, once that is known.
+        outputs: Where its outputs come from, once that is known.
         student_parameters: Weights of the student, once it is made; what projects to the teacher is no part of it.
     """
 
-    companion: WindowCompanion
-    others: list[WindowCompanion]
-    answers: Answers | None = None
+    reference_model: WindowReferenceModel
+    others: list[WindowReferenceModel]
+    outputs: Outputs | None = None
     student_parameters: int = 0
 
-    def ask(self) -> Answers:
+    def ask(self) -> Outputs:
         """Returns where its outputs come from."""
-        assert self.answers is not None, "training tells the answers before it asks for a batch"
-        return self.answers
+        assert self.outputs is not None, "training tells the answers before it asks for a batch"
+        return self.outputs
 
     def compared(self, timed: "TimedScore") -> dict[str, Any]:
         """Returns the size and speed of the student and the others, by name.
@@ -73,7 +77,7 @@ class _Teacher:
         Args:
             timed: What scored them.
         """
-        from can_train.tasks.can.comparison import STUDENT
+        from can_train.tasks.can.evaluation.judging import STUDENT
 
         sizes = {"": self.student_parameters, **{other.role: num_weights(other.model) for other in self.others}}
         runs = {other.role: other.name for other in self.others}
@@ -86,15 +90,15 @@ class _Teacher:
 def _teacher(
     run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel], rows: NDArray[np.int64], output: str
 ) -> _Teacher:
-    teacher = companion_of("teacher", finished["teacher"], data, np.unique(rows), output=output)
+    teacher = reference_model_of("teacher", finished["teacher"], data, np.unique(rows), output=output)
     teacher.placements = _placements(run.mode)
     others = [teacher]
     if "without_teacher" in finished:
-        rival = companion_of("without_teacher", finished["without_teacher"], data, np.unique(rows), output=output)
+        rival = reference_model_of("without_teacher", finished["without_teacher"], data, np.unique(rows), output=output)
         # It is asked for scores alone.
         rival.placements = ()
         others.append(rival)
-    return _Teacher(companion=teacher, others=others)
+    return _Teacher(reference_model=teacher, others=others)
 
 
 def _placements(mode: DistillationSettings) -> tuple[str, ...]:
@@ -108,13 +112,17 @@ class _Student(WindowTask):
 
     _teacher: _Teacher
 
-    def listen(self, role: str, answers: Answers) -> None:
+    def reference_models(self) -> Sequence[WindowReferenceModel]:
+        """Returns the teacher and, where one is named, the student that was trained without it."""
+        return self._teacher.others
+
+    def bind_outputs(self, role: str, outputs: Outputs) -> None:
         """Learns where the teacher's outputs come from."""
-        self._teacher.answers = answers
+        self._teacher.outputs = outputs
 
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges the student as any model of its kind, beside its teacher and beside itself without one."""
-        from can_train.tasks.can.comparison import TimedScore
+        from can_train.tasks.can.evaluation.judging import TimedScore
 
         timed = TimedScore(score)
         return {**super().judge(timed), "compared": self._teacher.compared(timed)}
@@ -123,8 +131,7 @@ class _Student(WindowTask):
         """Takes one of the finished models for the teacher, which is asked for some output."""
         rows = np.concatenate([self.train_rows, self.validation_rows])
         self._teacher = _teacher(self._run, self._data, finished, rows, output)
-        self.companions = self._teacher.others
-        self.judged_beside = [other.role for other in self.companions]
+        self.reference_roles = [other.role for other in self._teacher.others]
 
 
 class DistilledClassifierTask(_Student, ClassifierTask):
@@ -188,7 +195,7 @@ class DistilledAutoencoderTask(_Student, AutoencoderTask):
 
     def build_model(self) -> nn.Module:
         """Makes the network, with a projection to the teacher's latent."""
-        projected = self._teacher.companion.widths["latent"]
+        projected = self._teacher.reference_model.widths["latent"]
         model = build_network(self._run.model, self._inputs(), projected=projected)
         self._teacher.student_parameters = num_weights(model) - (self._run.model.latent + 1) * projected
         return model

@@ -4,6 +4,8 @@ alarms that scores make. What is learned from windows is left to the modes.
 Shapes: R rows (windows).
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +17,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.resolved import ResolvedRun
-from can_train.policy.features import Feature
-from can_train.tasks.can.dataset import CanData
-from can_train.tasks.can.gather import GRAPH_FEATURES, Gatherer, GraphBatch
-from can_train.tasks.can.models.building import build_network
+from can_train.task import Feature, Task
+from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer, GraphBatch
+from can_train.tasks.can.models.build import build_network
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 
 if TYPE_CHECKING:
-    from can_train.tasks.can.judgement_table import FolderTable
-    from can_train.tasks.can.judging import JudgingOptions
-
-Score = Callable[..., NDArray[np.float64]]
-"""Scores windows, `score(rows)`; `score(rows, role)` asks the companion of that role."""
+    from can_train.tasks.can.data.dataset import CanData
+    from can_train.tasks.can.evaluation.judging import FolderTable, JudgingOptions, Score
 
 
-class WindowTask:
+class WindowTask(Task):
     """The part of a task that no mode changes.
 
     Args:
@@ -39,13 +37,13 @@ class WindowTask:
         validation_rows: Those whose loss decides when to stop.
 
     Attributes:
-        judged_beside: Roles of the companions that the model is judged beside.
+        reference_roles: Roles of the reference models that the model is judged beside.
         sample_note: What the windows are a sample of, as a sentence; empty where they are all there are.
         estimated_train_rows: Training samples of the whole data set.
     """
 
     features: Sequence[Feature] = GRAPH_FEATURES
-    judged_beside: Sequence[str] = ()
+    reference_roles: Sequence[str] = ()
 
     def __init__(
         self, run: ResolvedRun, data: CanData, *, train_rows: NDArray[np.int64], validation_rows: NDArray[np.int64]
@@ -57,9 +55,8 @@ class WindowTask:
         self.sample_note = "" if data.sample is None else data.sample.note
         self._train_on(train_rows)
 
-    @property
     def data_digest(self) -> str:
-        """Of the logs that the windows are of: what they hold, in which role and order, wherever they lie."""
+        """Returns a digest of the logs that the windows are of: what they hold, in which role and order, wherever they lie."""
         logs = [(source.role, source.group, source.sha256) for source in self._data.flat.sources]
         return hashlib.sha256(json.dumps(logs).encode()).hexdigest()
 
@@ -77,12 +74,12 @@ class WindowTask:
         return self._gather.batch_features(rows)
 
     def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges each test folder by itself, beside the floors; all that is decided comes from validation."""
+        """Judges each test folder by itself, beside the baselines; all that is decided comes from validation."""
         raise NotImplementedError
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence["FolderTable"]:
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[FolderTable]:
         """Writes a judgement as one table a test folder, and one of sizes and speeds where they are compared."""
-        from can_train.tasks.can.comparison import tables_of
+        from can_train.tasks.can.evaluation.judging import tables_of
 
         return tables_of(judgement)
 
@@ -105,8 +102,8 @@ class WindowTask:
         is_attack: NDArray[np.bool_] = self._data.flat.label[rows] > 0
         return is_attack
 
-    def _options(self, *, supervised: bool) -> "JudgingOptions":
+    def _options(self, *, supervised: bool) -> JudgingOptions:
         # Sees scikit-learn, which takes a second to import: only a run that ends pays.
-        from can_train.tasks.can.judging import JudgingOptions
+        from can_train.tasks.can.evaluation.judging import JudgingOptions
 
         return JudgingOptions.of(self._run, supervised=supervised)

@@ -14,36 +14,46 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.tasks.can.frames import MAX_PAYLOAD_BYTES
+from can_train.tasks.can.data.frames import MAX_PAYLOAD_BYTES
 from can_train.tasks.can.synthetic.traffic import SECOND_US, Stretch, Traffic, draw_stretches
 from can_train.tasks.can.synthetic.vehicles import Message, Signal, Vehicle, seal
 
 _T = TypeVar("_T")
 
+
 _BURST_CYCLE_US: Final = 6 * SECOND_US
 """One burst of one to two seconds in each: about a quarter of an attack drive is under attack."""
+
 
 _DOS_PERIODS_US: Final = (400, 1_000, 4_000, 15_000, 60_000)
 """From a bus at four fifths of its capacity down to one frame in most windows."""
 
+
 _FUZZING_PERIODS_US: Final = (800, 3_000, 12_000, 40_000, 120_000)
+
 
 _SPOOFED_SHARES: Final = (1.0, 0.5, 0.2, 0.08)
 """Share of the real frames that a forged one follows."""
 
+
 _SOONEST_SPOOF_US: Final = 300
+
 
 _LATEST_SPOOF: Final = (0.1, 0.5, 1.0)
 """How late the forged frame follows at most, as a share of the period: the sooner, the longer receivers believe it."""
 
+
 _INTERVAL_FACTORS: Final = (0.13, 0.3, 0.55, 0.85, 1.3)
 """The attacker's period as a share of the real one."""
+
 
 _REPLAYED_SHARES: Final = (1.0, 0.4, 0.1)
 """Share of a vehicle's IDs that are replayed together."""
 
+
 _FAST_US: Final = 50_000
 """Longest period of a message worth suppressing, and of the one that every replay includes: it shows in each window."""
+
 
 _MODERATE_US: Final = 200_000
 """Longest period of a message sent at a wrong interval: several frames in a burst."""

@@ -19,29 +19,38 @@ from can_train.tasks.can.synthetic.vehicles import STATUS_CHANNELS, Message, Rhy
 
 SECOND_US: Final = 1_000_000
 
+
 _TICK_US: Final = 10_000
 """Resolution of the drive's state: the period of the fastest message."""
+
 
 _BIT_US: Final = 2
 """One bit at 500 kbit/s, the usual speed of a powertrain bus."""
 
+
 _FRAME_BITS: Final = 47
 """Bits of a data frame with an 11-bit ID beside its payload, the gap after it included, stuff bits left out."""
+
 
 _LOSS: Final = 0.002
 """Share of frames that a busy control unit skips, so that a missing frame alone does not prove an attack."""
 
+
 _JITTER: Final = 0.02
 """Largest usual deviation of a frame from its period, as a share of the period."""
+
 
 _LATE: Final = 0.01
 """Share of frames delayed by other work of their control unit, by up to a third of the period."""
 
+
 _REPEATED: Final = 0.3
 """Share of an eager message's frames that another one follows before the next is due."""
 
+
 _SOONEST_REPEAT_US: Final = 500
 """How soon it may follow; attackers are no faster, so a short interval alone does not prove an attack either."""
+
 
 _STRETCH_CYCLE_US: Final = 8 * SECOND_US
 """How often an occasional or eager message becomes active, on average."""

@@ -12,40 +12,51 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.tasks.can.frames import MAX_PAYLOAD_BYTES
+from can_train.tasks.can.data.frames import MAX_PAYLOAD_BYTES
 
 NUM_VEHICLES: Final = 4
 """Three that training sees and one that only the tests know, as in can-train-and-test."""
 
+
 ANALOG_CHANNELS: Final = ("rpm", "speed", "steering", "throttle", "brake", "torque", "yaw", "coolant", "fuel", "gear")
 """Readings of the drive's state, most of them smooth; attacks forge the first three, so every vehicle sends those."""
+
 
 STATUS_CHANNELS: Final = ("status_1", "status_2", "status_3", "status_4")
 """Readings that hold one of a few levels for seconds: doors, lamps, modes."""
 
+
 _FORGEABLE: Final = 3
 """How many of `ANALOG_CHANNELS`, from the first, get a fast and steady message of their own."""
+
 
 _PERIODS_MS: Final = {10: (4, 6), 20: (5, 8), 50: (3, 6), 100: (5, 9), 200: (3, 5), 500: (2, 5), 1000: (3, 6)}
 """Fewest and most messages of each period: 25 to 43 IDs, some 800 to 1,200 frames/s, about a fifth of 500 kbit/s."""
 
+
 _ID_RANGE: Final = (0x010, 0x7E0)
 """11-bit identifiers given to vehicles; those below and above are left to bus management and diagnostics."""
+
 
 _SHARED_IDS: Final = 24
 """IDs that any vehicle may use, each with a meaning of its own, as makers do."""
 
+
 _SHARED_PART: Final = 3
 """One in this many of a vehicle's IDs is a shared one."""
+
 
 _OWN_IDS: Final = 45
 """IDs reserved for each vehicle: enough for the largest."""
 
+
 _LENGTHS: Final = (8, 8, 8, 8, 8, 8, 7, 6, 5, 4, 3, 2, 0)
 """Payload bytes to draw from: most messages fill a frame, a few carry nothing but their ID."""
 
+
 _CRC8_POLYNOMIAL: Final = 0x1D
 """x^8 + x^4 + x^3 + x^2 + 1 of SAE J1850."""
+
 
 _CRC8_START: Final = 0xFF
 """Initial value and final XOR of SAE J1850."""
@@ -196,7 +207,7 @@ def _make_vehicle(rng: np.random.Generator, *, shared: NDArray[np.int64], own: N
 def _make_forgeable(rng: np.random.Generator, can_id: int, period_ms: int, channel: str) -> Message:
     """A full frame with the channel in two bytes, another reading, a counter and a checksum."""
     high = int(rng.integers(8_000, 60_000))
-    companion = ANALOG_CHANNELS[int(rng.integers(_FORGEABLE, len(ANALOG_CHANNELS)))]
+    reference_model = ANALOG_CHANNELS[int(rng.integers(_FORGEABLE, len(ANALOG_CHANNELS)))]
     return Message(
         can_id=can_id,
         period_us=period_ms * 1000,
@@ -205,7 +216,7 @@ def _make_forgeable(rng: np.random.Generator, can_id: int, period_ms: int, chann
         constants=_constants(rng, MAX_PAYLOAD_BYTES),
         signals=(
             Signal(channel=channel, byte=int(rng.integers(0, 3)), width=2, low=int(rng.integers(0, 500)), high=high),
-            Signal(channel=companion, byte=4, width=1, low=0, high=255),
+            Signal(channel=reference_model, byte=4, width=1, low=0, high=255),
         ),
         counter_byte=MAX_PAYLOAD_BYTES - 2,
         checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))],

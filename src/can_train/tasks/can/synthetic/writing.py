@@ -27,25 +27,39 @@ from can_train.tasks.can.synthetic.vehicles import NUM_VEHICLES, Vehicle, make_v
 GENERATOR_VERSION: Final = 1
 """Raised whenever the same settings give other bytes, so that folders written before are not taken for new ones."""
 
+
 ATTACK_FREE: Final = "attack-free"
 
+
 _KNOWN_ATTACKS: Final = ("DoS", "fuzzing", "rpm", "interval")
+
+
 _UNKNOWN_ATTACKS: Final = ("replay", "speed", "double")
+
+
 _UNKNOWN_VEHICLE: Final = NUM_VEHICLES
+
+
 _KNOWN_VEHICLES: Final = tuple(range(1, NUM_VEHICLES))
+
 
 _TEST_SHARE: Final = 0.5
 """Length of a test drive as a share of a training drive's: three or four of them make a folder of some 400 windows."""
 
+
 _EPOCH_US: Final = 1_600_000_000 * SECOND_US
 """Unix time at which the first drive begins; the log's clock is no wall clock."""
 
+
 _BETWEEN_DRIVES_US: Final = 86_400 * SECOND_US
+
 
 _HEADER: Final = b"timestamp,arbitration_id,data_field,attack\n"
 
+
 _TIME_DIGITS: Final = 16
 """Digits of a Unix time in microseconds: ten before the decimal point, six after it."""
+
 
 _ID_DIGITS: Final = 3
 

@@ -1,0 +1,366 @@
+"""The settings of every task: training, device, safety factor, monitor and cluster, with names and defaults."""
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from can_train.errors import ConfigError, unknown_name
+from can_train.io.units import parse_memory_mib, parse_time_min
+
+
+def check_range(
+    name: str, value: float, *, low: float | None = None, high: float | None = None, above: float | None = None
+) -> None:
+    """Checks that a number lies in [low, high], and strictly above `above`.
+
+    Raises:
+        ConfigError: It does not (not-a-number never does).
+    """
+    bounds = []
+    if above is not None:
+        bounds.append((value > above, f"greater than {above:g}"))
+    if low is not None:
+        bounds.append((value >= low, f"at least {low:g}"))
+    if high is not None:
+        bounds.append((value <= high, f"at most {high:g}"))
+    if not all(holds for holds, _ in bounds):
+        raise ConfigError(f"{name} must be {' and '.join(text for _, text in bounds)}", value=f"{value!r}")
+
+
+def check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    """Checks that a value is one of a few names.
+
+    Raises:
+        ConfigError: It is not; the message lists them, nearest first.
+    """
+    if value not in choices:
+        raise unknown_name(f"value of {name}", value, choices)
+
+
+def number_or_off(name: str, text: str, *, on: float | None = None) -> float:
+    """Reads a setting that is a positive number or a word.
+
+    Args:
+        name: Of the setting.
+        text: A number, `off` (also spelt 0, false or none), or `on` where that has a meaning.
+        on: What `on` means; None: nothing.
+
+    Returns:
+        The number; infinite for `off`.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    word = text.strip().lower()
+    if word in ("off", "false", "none", "0"):
+        return math.inf
+    if on is not None and word in ("on", "true"):
+        return on
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        words = "or off" if on is None else f", on ({on:g}) or off"
+        raise ConfigError(f"{name} must be a positive number {words}".replace(" ,", ","), value=repr(text))
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorSettings:
+    """Which training steps have their memory measured."""
+
+    interval: int = 50
+    """Steps from one measured step to the next; on the CPU one costs about a fifth more."""
+    warmup: int = 20
+    """Steps before the first measured one; a shorter run has its last one measured."""
+
+    def __post_init__(self) -> None:
+        check_range("monitor.interval", self.interval, low=1)
+        check_range("monitor.warmup", self.warmup, low=0)
+
+
+POLICIES = ("affine", "momentum")
+
+
+PRIORS = ("auto", "probe", "table")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorSettings:
+    """How the safety factor is learned from run to run."""
+
+    policy: str = "affine"
+    """How observations become the next factor: a straight line through them, or a share of the way to the target."""
+    prior: str = "auto"
+    """Where the first run's factor comes from: what the probes predict, or the experience table; auto is probe, and
+    table under momentum."""
+    target: float = 0.90
+    """Share of the capacity that a run's peak should reach."""
+    momentum: float = 0.3
+    """Share of an adjustment that is applied at once (policy momentum)."""
+    oom_cut: float = 0.15
+    """What an out-of-memory takes off the factor (policy momentum)."""
+    min: float = 0.05
+    """Smallest factor."""
+    max: float = 1.0
+    """Largest factor."""
+
+    def __post_init__(self) -> None:
+        check_choice("factor.policy", self.policy, POLICIES)
+        check_choice("factor.prior", self.prior, PRIORS)
+        check_range("factor.target", self.target, above=0.0, high=1.0)
+        check_range("factor.momentum", self.momentum, above=0.0, high=1.0)
+        check_range("factor.oom_cut", self.oom_cut, low=0.0, high=1.0)
+        check_range("factor.min", self.min, above=0.0, high=1.0)
+        check_range("factor.max", self.max, low=self.min, high=1.0)
+
+    @property
+    def from_table(self) -> bool:
+        """Whether the first run's factor comes from the experience table."""
+        return self.prior == "table" or (self.prior == "auto" and self.policy == "momentum")
+
+
+EXECUTORS = ("slurm", "local", "debug")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """One place that `--submit` can send a run to."""
+
+    executor: str = "local"
+    """How jobs are started: slurm, local (a background process of this machine) or debug (in this process)."""
+    partition: str = ""
+    """Partition; empty: the cluster's default."""
+    account: str = ""
+    """Account that is charged; empty: the user's default."""
+    qos: str = ""
+    """Quality of service; empty: the default."""
+    time: str = ""
+    """Time limit as SLURM writes it (90, 1:30:00, 2-12); empty: a day, or the partition's limit if that is less."""
+    nodes: int = 1
+    """Nodes."""
+    gpus: str = "auto"
+    """GPUs of each node, one rank each: a number, type:number, or auto: one where the run's device is a GPU."""
+    cpus: int = 0
+    """Processors of each rank; 0: a share of the node."""
+    mem: str = ""
+    """Memory of each node (16G, 900M); empty: a share of the node."""
+    constraint: str = ""
+    """Features that nodes must have."""
+    gres: str = ""
+    """Generic resources of each node, as SLURM writes them."""
+    exclude: str = ""
+    """Nodes that are not to be used."""
+    additional: Mapping[str, Any] = field(default_factory=dict)
+    """Any other option of sbatch, by its long name."""
+    setup: Sequence[str] = ()
+    """Lines of shell that a job of SLURM runs first (module load, conda activate)."""
+    signal_delay_s: int = 120
+    """Seconds before the time limit at which a job is warned, saves and is put back into the queue."""
+    max_restarts: int = 100
+    """Times that a job is put back into the queue for the time limit or a killed process."""
+    oom_resubmits: int = 2
+    """Times that a run is submitted again after it ran out of memory."""
+    max_parallel: int = 0
+    """Jobs of an array that run at once; 0: any number."""
+
+    def __post_init__(self) -> None:
+        check_choice("cluster.executor", self.executor, EXECUTORS)
+        check_range("cluster.nodes", self.nodes, low=1)
+        for name in ("cpus", "max_restarts", "oom_resubmits", "max_parallel", "signal_delay_s"):
+            check_range(f"cluster.{name}", getattr(self, name), low=0)
+        self._check_resources()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Processes of each node: one a GPU, and at least one."""
+        return max(1, self.num_gpus or _gpus_of_gres(self.gres))
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of each node that `gpus` names; 0 where it leaves that to the partition."""
+        return 0 if self.gpus == "auto" else int(self.gpus.rpartition(":")[2])
+
+    @property
+    def gpu_type(self) -> str:
+        """Their kind, by the cluster's name for it; empty: any."""
+        return self.gpus.rpartition(":")[0]
+
+    def _check_resources(self) -> None:
+        if self.time:
+            parse_time_min(self.time)
+        if self.mem:
+            parse_memory_mib(self.mem)
+        if self.gpus != "auto" and not re.fullmatch(r"(?:[\w.-]+:)?\d{1,4}", self.gpus, re.ASCII):
+            raise ConfigError(
+                "cluster.gpus is a number, type:number or auto", value=repr(self.gpus), remedy="Write it as 2 or a100:2"
+            )
+        if self.num_gpus and _gpus_of_gres(self.gres):
+            raise ConfigError("GPUs are asked for once", value=f"gpus {self.gpus}, gres {self.gres}",
+                              remedy="Leave one of them out")  # fmt: skip
+
+
+def _gpus_of_gres(gres: str) -> int:
+    """Counts the GPUs among generic resources: gpu:2, gpu:a100:2, gpu."""
+    found = re.findall(r"(?:^|,)gpu(?::[^,:()]*[^,:()\d][^,:()]*)?(?::(\d+))?(?=[,(]|$)", gres)
+    return sum(int(number or 1) for number in found)
+
+
+FIND_BATCH_SIZE = ("auto", "max", "opt", "off")
+
+
+ACCUMULATION = ("even", "divisor")
+
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
+
+
+OPTIMIZERS = ("adamw", "adam", "sgd")
+
+
+SCHEDULES = ("cosine", "constant")
+
+
+INTERVALS = ("step", "epoch")
+
+
+LR_SCALES = ("auto", "none", "sqrt", "linear")
+
+
+OVERSIZE = ("error", "skip")
+
+
+DEFAULT_TARGET_MIB = 2048.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """How a run is trained."""
+
+    epochs: int = 6
+    """Passes over the training data."""
+    batch_size: int = 0
+    """Logical batch: samples that one optimizer step sees; 0 lets the device decide, once, before the first step."""
+    find_batch_size: str = "auto"
+    """auto: opt where a batch size was given, else max; max: largest that fits; opt: split it; off: as given."""
+    accumulation: str = "even"
+    """even: fewest micro-batches, sizes differing by at most 1; divisor: equal micro-batches."""
+    find_batch_size_steps_per_trial: int = 3
+    """Steps of one trial of the batch-size search."""
+    gradient_accumulation_steps: int = 1
+    """Batches of batch_size samples that make one optimizer step."""
+    accumulation_threshold: float = 0.0
+    """Units of the task's main feature up to which a batch that fits is not cut; 0 cuts whatever needs it."""
+    accumulation_target_mib: str = "off"
+    """Cut until a micro-batch costs no more than this many MiB; on: 2048."""
+    accumulation_max_splits: int = 4
+    """Most micro-batches planned to reach accumulation_target_mib; a rescue may exceed it, and says so."""
+    preflight_threshold: str = "off"
+    """Units of the main feature above which a batch becomes several optimizer steps. Changes what is optimised."""
+    oversize: str = "error"
+    """Samples that do not fit by themselves: error names them before the first step, skip leaves them out."""
+    min_steps_per_epoch: int = 50
+    """With max: never so large a batch that an epoch has fewer optimizer steps."""
+    micro_batch_size: int = 0
+    """Fixed number of samples on the device at once, without a search; 0 searches."""
+    min_micro_batch_size: int = 1
+    """Samples below which a batch is never split."""
+    adaptive_micro_batch: bool = True
+    """Rescue from out-of-memory: undo the micro-batch, split it and go on. Off, it is an error."""
+    backoff_factor: float = 2.0
+    """What a micro-batch that ran out of memory is divided by."""
+    oom_retries: int = 3
+    """Attempts at the smallest micro-batch, in case another process holds the memory."""
+    regrow: bool = True
+    """Let micro-batches grow back after a quiet stretch; off keeps the size that worked."""
+    cuda_empty_cache_interval: int = 1000
+    """Optimizer steps between releases of the allocator's cache; 0: never."""
+    cuda_empty_cache_threshold_mib: str = "off"
+    """Free memory below which the allocator's cache is released after a step, in MiB."""
+    lr: float = 1e-3
+    """Learning rate at the batch size it was chosen for (lr_batch_size)."""
+    lr_batch_size: int = 64
+    """Batch size that lr was chosen for."""
+    lr_scale: str = "auto"
+    """Learning rate against batch ÷ lr_batch_size: none, sqrt or linear; auto: sqrt under max, else none."""
+    weight_decay: float = 1e-4
+    """Weight decay of the optimizer."""
+    optimizer: str = "adamw"
+    """adamw, adam or sgd (with momentum 0.9)."""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16 (mixed precision), fp64."""
+    grad_clip_norm: float = 0.0
+    """Largest gradient norm, applied once a step after unscaling; 0 turns it off."""
+    scheduler: str = "cosine"
+    """Learning-rate schedule: cosine (to zero, after the warm-up) or constant."""
+    scheduler_interval: str = "step"
+    """Whether the schedule moves after each optimizer step or after each epoch."""
+    warmup_share: float = 0.05
+    """Share of the schedule over which the learning rate rises linearly."""
+    seed: int = 42
+    """Seed of weights, data order and dropout."""
+    deterministic: bool = False
+    """Use deterministic algorithms only; an operation that has none is an error."""
+    patience: int = 0
+    """Epochs without a better validation loss before training stops; 0 never stops early."""
+    val_interval: int = 1
+    """Epochs between validations."""
+    checkpoint_every: int = 100
+    """Optimizer steps between checkpoints, beside the one after each epoch."""
+    start_from: str = ""
+    """Finished run, by its folder, whose best weights training starts from; empty: fresh weights."""
+    use_adaptive_batch_size_factor: bool = True
+    """Learn the safety factor from every run; off, graph_memory_safety_factor is used and nothing learned."""
+    graph_memory_safety_factor: float = 0.6
+    """Static safety factor, used where use_adaptive_batch_size_factor is off."""
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        check_choice("training.find_batch_size", self.find_batch_size, FIND_BATCH_SIZE)
+        check_choice("training.accumulation", self.accumulation, ACCUMULATION)
+        check_choice("training.oversize", self.oversize, OVERSIZE)
+        check_choice("training.lr_scale", self.lr_scale, LR_SCALES)
+        check_choice("training.optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("training.precision", self.precision, PRECISIONS)
+        check_choice("training.scheduler", self.scheduler, SCHEDULES)
+        check_choice("training.scheduler_interval", self.scheduler_interval, INTERVALS)
+
+    @property
+    def target_mib(self) -> float:
+        """`accumulation_target_mib` as a number; infinite where it is off."""
+        return number_or_off("training.accumulation_target_mib", self.accumulation_target_mib, on=DEFAULT_TARGET_MIB)
+
+    @property
+    def preflight_units(self) -> float:
+        """`preflight_threshold` as a number; infinite where it is off."""
+        return number_or_off("training.preflight_threshold", self.preflight_threshold)
+
+    @property
+    def free_threshold_mib(self) -> float:
+        """`cuda_empty_cache_threshold_mib` as a number; infinite where it is off."""
+        return number_or_off("training.cuda_empty_cache_threshold_mib", self.cuda_empty_cache_threshold_mib)
+
+    def _check_numbers(self) -> None:
+        for name in ("epochs", "find_batch_size_steps_per_trial", "gradient_accumulation_steps", "min_steps_per_epoch",
+                     "lr_batch_size", "val_interval", "checkpoint_every", "accumulation_max_splits",
+                     "min_micro_batch_size"):  # fmt: skip
+            check_range(f"training.{name}", getattr(self, name), low=1)
+        for name in ("batch_size", "micro_batch_size", "weight_decay", "grad_clip_norm", "seed", "patience",
+                     "accumulation_threshold", "oom_retries", "cuda_empty_cache_interval"):  # fmt: skip
+            check_range(f"training.{name}", getattr(self, name), low=0)
+        check_range("training.backoff_factor", self.backoff_factor, above=1.0, high=1e6)
+        if 0 < self.micro_batch_size < self.min_micro_batch_size:
+            raise ConfigError(
+                "A fixed micro-batch is not smaller than the smallest one allowed",
+                value=f"training.micro_batch_size {self.micro_batch_size}, "
+                f"training.min_micro_batch_size {self.min_micro_batch_size}",
+                remedy="Change one of them",
+            )
+        # Reading them checks them.
+        _ = (self.target_mib, self.preflight_units, self.free_threshold_mib)
+        check_range("training.lr", self.lr, above=0.0)
+        check_range("training.warmup_share", self.warmup_share, low=0.0, high=1.0)
+        check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)

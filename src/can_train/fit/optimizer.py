@@ -1,0 +1,211 @@
+"""The optimizer, its schedule, mixed precision, and the memory it takes."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from can_train.config.settings import TrainingSettings
+from can_train.memory.simulated_gpu import LiveStorageTracker
+
+_UNLIMITED: Final = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerMemory:
+    """Bytes on the device.
+
+    Attributes:
+        parameter_bytes: The trained parameters; their gradients take as much.
+        state_bytes: What the optimizer keeps from its first step on.
+        transient_bytes: What a step needs beside that while it runs.
+        tensor_bytes: Of each trained parameter, none of them empty: the pieces that an optimizer works in.
+    """
+
+    parameter_bytes: int
+    state_bytes: int
+    transient_bytes: int
+    tensor_bytes: tuple[int, ...]
+
+
+def measure_optimizer(
+    parameters: Iterable[Tensor], make: Callable[[Sequence[nn.Parameter]], Optimizer]
+) -> OptimizerMemory:
+    """Takes two steps of the optimizer on zeros of the parameters' shapes.
+
+    Args:
+        parameters: The trained ones.
+        make: Makes the optimizer as the run will.
+    """
+    with LiveStorageTracker(_UNLIMITED) as tracker:
+        shadows = [nn.Parameter(torch.zeros_like(parameter, device="cpu")) for parameter in parameters]
+        parameter_bytes = tracker.live_bytes
+        for shadow in shadows:
+            shadow.grad = torch.zeros_like(shadow)
+        optimizer = make(shadows)
+        before = tracker.live_bytes
+        optimizer.step()
+        state_bytes = tracker.live_bytes - before
+        optimizer.step()
+        transient_bytes = tracker.peak_bytes - tracker.live_bytes
+    return OptimizerMemory(
+        parameter_bytes=parameter_bytes,
+        state_bytes=max(state_bytes, 0),
+        transient_bytes=max(transient_bytes, 0),
+        tensor_bytes=tuple(shadow.nbytes for shadow in shadows if shadow.nbytes),
+    )
+
+
+SGD_MOMENTUM: Final = 0.9
+
+
+_AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats of a run.
+
+    Attributes:
+        dtype: Of weights and inputs.
+        autocast: Of the matrix products under mixed precision; None: as `dtype`.
+    """
+
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+
+    @classmethod
+    def named(cls, name: str) -> "Precision":
+        """Returns the precision that `training.precision` names."""
+        return cls(dtype=torch.float64 if name == "fp64" else torch.float32, autocast=_AUTOCAST.get(name))
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Opens the autocast of a forward pass."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+@dataclass(kw_only=True)
+class Optimization:
+    """Optimizer, schedule and gradient scaler, which step together.
+
+    Attributes:
+        optimizer: Updates the weights.
+        scheduler: Moves the learning rate.
+        scaler: Scales losses under fp16; disabled, a pass-through, otherwise.
+        clip_norm: Largest gradient norm; 0: none.
+        parameters: What is clipped.
+    """
+
+    optimizer: Optimizer
+    scheduler: LambdaLR
+    scaler: torch.amp.GradScaler
+    clip_norm: float
+    parameters: list[nn.Parameter]
+
+    def step(self) -> bool:
+        """Unscales, clips once, steps, and clears the gradients; the schedule moves elsewhere.
+
+        Returns:
+            Whether the weights moved: under fp16 the scaler skips a step whose gradients overflowed.
+        """
+        scale = self.scaler.get_scale()
+        if self.clip_norm > 0:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.scaler.get_scale() >= scale
+
+    def drop_stale_state(self) -> None:
+        """Forgets the moments of parameters that are frozen by now: thawed, they would push into an old direction."""
+        for parameter in [p for p in self.optimizer.state if not p.requires_grad]:
+            del self.optimizer.state[parameter]
+
+    @property
+    def state_bytes(self) -> int:
+        """What the optimizer's state takes by now."""
+        states = self.optimizer.state.values()
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+    @property
+    def lr(self) -> float:
+        """The learning rate in force."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a resumed run needs to continue bit by bit."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+
+
+def make_optimization(
+    model: nn.Module, training: TrainingSettings, *, lr: float, total_steps: int, device: torch.device
+) -> Optimization:
+    """Makes optimizer, schedule and scaler.
+
+    Args:
+        model: Its trainable parameters are optimised.
+        training: Names and numbers.
+        lr: Learning rate at the plan's logical batch.
+        total_steps: Optimizer steps, not micro-batches, of the whole run: the schedule is as long as the training.
+        device: Where the model is.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(parameters, training, lr, device)
+    ticks = total_steps if training.scheduler_interval == "step" else training.epochs
+    shape = _schedule(training.scheduler, ticks, training.warmup_share)
+    return Optimization(
+        optimizer=optimizer,
+        scheduler=LambdaLR(optimizer, shape),
+        scaler=torch.amp.GradScaler(device.type, enabled=training.precision == "fp16"),
+        clip_norm=training.grad_clip_norm,
+        parameters=parameters,
+    )
+
+
+def make_optimizer(
+    parameters: list[nn.Parameter], training: TrainingSettings, lr: float, device: torch.device
+) -> Optimizer:
+    """Makes the optimizer alone.
+
+    On a GPU it is the fused one: the default there keeps a copy of the parameters' size for a moment in every step,
+    which the batch could have used.
+    """
+    fused = True if device.type == "cuda" else None
+    if training.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=lr, weight_decay=training.weight_decay, momentum=SGD_MOMENTUM, fused=fused
+        )
+    kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=lr, weight_decay=training.weight_decay, fused=fused)
+
+
+def _schedule(name: str, ticks: int, warmup_share: float) -> Callable[[int], float]:
+    """Returns the share of the learning rate at each tick: a linear rise, then level or half a cosine down to zero."""
+    warmup = round(ticks * warmup_share)
+
+    def share(tick: int) -> float:
+        if tick < warmup:
+            return (tick + 1) / (warmup + 1)
+        if name == "constant":
+            return 1.0
+        # Past the end, where a run is continued for longer, the rate stays at zero rather than rising again.
+        return 0.5 * (1 + math.cos(math.pi * min((tick - warmup) / max(ticks - warmup, 1), 1.0)))
+
+    return share

@@ -1,0 +1,335 @@
+"""The resolved decision of a run: its logical batch, how it is cut, and which limit decided. Arithmetic only: the
+caller has searched for the tuned limit, priced the samples and looked the safety factor up.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Final, Literal
+
+import numpy as np
+
+from can_train.fit.packing import BatchCosts, SplitRules, cut, largest_typical_batch, optimizer_batches, share_out
+
+FEW_STEPS: Final = 5
+"""Optimizer steps an epoch below which schedules, early stopping and averages over an epoch lose their meaning."""
+
+
+Mode = Literal["max", "opt", "off"]
+
+
+BindingLimit = Literal["requested", "memory", "dataset", "min_steps"]
+
+
+LrScale = Literal["auto", "none", "sqrt", "linear"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a plan is resolved from.
+
+    Attributes:
+        mode: `max`: the largest batch that fits; `opt`: the batch asked for, cut to fit; `off`: as asked, uncut.
+        requested_batch: Logical batch asked for, in samples; None where nobody asked.
+        preset_batch: Logical batch that the learning rate was chosen for, in samples.
+        loader_batch: Samples of one loader batch; several of them make a logical batch.
+        min_steps_per_epoch: With `max`, an epoch has at least so many optimizer steps where the data set allows.
+        micro_batch_size: Fixed micro-batch in samples, without a search; 0 searches.
+        lr_scale: Learning rate against logical ÷ preset batch; `auto` is `sqrt` under `max`, else `none`.
+        rules: The accumulation options; the limits in them are not known yet.
+        ranks: Processes that share a logical batch, each on a device of its own.
+        preflight_threshold: Units of the main feature above which a batch becomes several optimizer steps; infinite:
+            never.
+        epoch_shares: Samples of each epoch ÷ those of the last, which has all; a single one where epochs are alike.
+    """
+
+    mode: Mode
+    requested_batch: int | None
+    preset_batch: int
+    loader_batch: int = 0
+    min_steps_per_epoch: int = 50
+    micro_batch_size: int = 0
+    lr_scale: LrScale = "auto"
+    rules: SplitRules = field(default_factory=SplitRules)
+    ranks: int = 1
+    preflight_threshold: float = math.inf
+    epoch_shares: tuple[float, ...] = (1.0,)
+
+    @property
+    def searches(self) -> bool:
+        """Whether the plan needs a tuned limit."""
+        return self.mode != "off" and self.micro_batch_size == 0
+
+    @property
+    def takes_what_fits(self) -> bool:
+        """Whether the device decides the logical batch."""
+        return self.mode == "max" and self.searches
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the plan needs costs in bytes."""
+        return self.searches or self.rules.target < math.inf
+
+    def epoch_sizes(self, dataset_size: int) -> list[int]:
+        """Returns the samples of each epoch."""
+        return [max(1, round(share * dataset_size)) for share in self.epoch_shares]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The resolved decision.
+
+    Attributes:
+        logical_batch: Samples that one optimizer step sees.
+        rules: How it is cut, limits included.
+        steps_per_epoch: Optimizer steps of the first epoch, the last one perhaps on fewer samples; of the last epoch,
+            where epochs differ.
+        fewest_steps_per_epoch, mean_steps_per_epoch: Likewise of the epoch that has fewest, and on average.
+        fewest_parts, most_parts: Micro-batches of a step, over the first epoch and, where epochs differ, the last; on
+            one device, where several share it.
+        largest_micro_batch: Samples of the largest micro-batch of these epochs.
+        largest_cost: Cost of the costliest one.
+        largest_later_cost: Likewise of those that are not the first of their step, beside which the gradients so far
+            are there; 0 where a step has one only.
+        binding_limit: What decided the logical batch.
+        lr_factor: Multiplier of the learning rate.
+        safety_factor: Share of the tuned limit in use; None without a search.
+        notices: What the user should know, as sentences.
+    """
+
+    logical_batch: int
+    rules: SplitRules
+    steps_per_epoch: int
+    fewest_steps_per_epoch: int
+    mean_steps_per_epoch: float
+    fewest_parts: int
+    most_parts: int
+    largest_micro_batch: int
+    largest_cost: float
+    largest_later_cost: float
+    binding_limit: BindingLimit
+    lr_factor: float
+    safety_factor: float | None
+    notices: tuple[str, ...]
+
+
+def resolve_mode(find_batch_size: str, *, batch_size_given: bool) -> Mode:
+    """Decides what `auto` means: `opt` where a batch size was given, else `max`. The other modes mean themselves."""
+    if find_batch_size == "auto":
+        return "opt" if batch_size_given else "max"
+    modes: dict[str, Mode] = {"max": "max", "opt": "opt", "off": "off"}
+    return modes[find_batch_size]
+
+
+def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> float:
+    """Returns the largest cost that a device's finder need try: from there on memory no longer decides anything.
+
+    Args:
+        request: What was asked for.
+        order: The training samples.
+        factor: Safety factor, in (0, 1].
+    """
+    if request.takes_what_fits:
+        needed = min(limit for limit, _ in _limits_beside_memory(request, len(order)))
+    else:
+        needed = _asked_batch(request, len(order))
+    largest, ranks = float(order.each().max()), request.ranks
+    # Shares are made of whole samples: the costliest may be above the mean by all but an equal part of one.
+    share = costliest(order, needed) / ranks + (1 - 1 / ranks) * largest
+    # Trials are, too: up to one sample may be missing from what was asked for.
+    return share / factor + largest
+
+
+def costliest(order: BatchCosts, size: int) -> float:
+    """Returns the cost of the costliest batch of `size` samples."""
+    positions = np.argsort(-order.each(), kind="stable")[:size]
+    return order.chosen(positions).cost(0, len(positions))
+
+
+def resolve_plan(
+    request: PlanRequest,
+    order: BatchCosts,
+    *,
+    tuned_limit: float | None = None,
+    factor: float = 1.0,
+    beside: Sequence[BatchCosts] = (),
+) -> Plan:
+    """Resolves a plan.
+
+    Args:
+        request: What was asked for.
+        order: The training samples in the first epoch's order, or in the last one's, where epochs differ; none of them
+            costs more than the tuned limit.
+        tuned_limit: Largest cost that fits, searched for up to `search_upper`; None without a search.
+        factor: Safety factor, in (0, 1].
+        beside: Orders of epochs with other samples.
+    """
+    rules = split_rules(request, tuned_limit=tuned_limit, factor=factor)
+    logical, binding = _logical_batch(request, order, rules.safe_limit)
+    epochs = [_batches(one, logical) for one in (order, *beside)]
+    return cut_plan(request, epochs, rules, factor=None if tuned_limit is None else factor, decided=(logical, binding))
+
+
+def cut_plan(
+    request: PlanRequest,
+    epochs: list[list[BatchCosts]],
+    rules: SplitRules,
+    *,
+    factor: float | None,
+    decided: tuple[int, BindingLimit],
+) -> Plan:
+    """Works out what the decided logical batch means: how an epoch's batches are cut.
+
+    Args:
+        request: What was asked for.
+        epochs: Logical batches of the epoch that the plan is made for, and of those with other samples.
+        rules: How they are cut.
+        factor: Safety factor; None without a search.
+        decided: The logical batch in samples, and what decided it.
+    """
+    logical, binding = decided
+    by_epoch = [[step for batch in epoch for step in _steps(batch, request.preflight_threshold)] for epoch in epochs]
+    shares = [share for steps in by_epoch for step in steps for share in _shares(step, request.ranks)]
+    sizes = [cut(share, rules.limit_for(share)) for share in shares]
+    costs = [_part_costs(share, parts) for share, parts in zip(shares, sizes, strict=True)]
+    counts = _step_counts(request, epochs[0], len(by_epoch[0]), logical)
+    notices = _notices(request, logical) + _epoch_notices(by_epoch[0], min(counts), logical)
+    notices += _preflight_notices(request, len(by_epoch[0]), len(epochs[0])) + _cut_notices(sizes, shares, rules)
+    return Plan(
+        logical_batch=logical,
+        rules=rules,
+        steps_per_epoch=len(by_epoch[0]),
+        fewest_steps_per_epoch=min(counts),
+        mean_steps_per_epoch=sum(counts) / len(counts),
+        fewest_parts=min(len(parts) for parts in sizes),
+        most_parts=max(len(parts) for parts in sizes),
+        largest_micro_batch=max(max(parts) for parts in sizes),
+        largest_cost=max(max(parts) for parts in costs),
+        largest_later_cost=max(max(parts[1:], default=0.0) for parts in costs),
+        binding_limit=binding,
+        lr_factor=_lr_factor(request, logical),
+        safety_factor=factor,
+        notices=tuple(notices),
+    )
+
+
+def split_rules(request: PlanRequest, *, tuned_limit: float | None, factor: float) -> SplitRules:
+    """Puts the limits into the accumulation options."""
+    if tuned_limit is not None:
+        return replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
+    samples = request.micro_batch_size or request.loader_batch
+    return replace(request.rules, samples=samples)
+
+
+def _batches(order: BatchCosts, size: int) -> list[BatchCosts]:
+    return [order.part(start, min(start + size, len(order))) for start in range(0, len(order), size)]
+
+
+def _step_counts(request: PlanRequest, batches: list[BatchCosts], steps: int, logical: int) -> list[int]:
+    """Returns the steps of each epoch, taking it that preflight splits the batches of all of them alike."""
+    samples = sum(len(batch) for batch in batches)
+    return [round(-(-size // logical) * steps / len(batches)) for size in request.epoch_sizes(samples)]
+
+
+def _steps(batch: BatchCosts, threshold: float) -> list[BatchCosts]:
+    steps, start = [], 0
+    for size in optimizer_batches(batch, threshold):
+        steps.append(batch.part(start, start + size))
+        start += size
+    return steps
+
+
+def _shares(step: BatchCosts, ranks: int) -> list[BatchCosts]:
+    """Shares a step out; a rank whose share is empty has nothing to cut."""
+    if ranks == 1:
+        return [step]
+    stops = np.cumsum(share_out(step, ranks)).tolist()
+    return [step.part(start, stop) for start, stop in pairwise([0, *stops]) if stop > start]
+
+
+def _part_costs(step: BatchCosts, sizes: tuple[int, ...]) -> list[float]:
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    return [step.cost(int(start), int(stop)) for start, stop in pairwise(starts)]
+
+
+def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -> tuple[int, BindingLimit]:
+    if request.takes_what_fits:
+        limits = _limits_beside_memory(request, len(order))
+        upper = min(limit for limit, _ in limits)
+        by_memory = largest_typical_batch(order, safe_limit, upper=upper, shares=request.ranks)
+        # Memory comes last: a search that stopped at its upper end ties with what bounded it, and did not bind.
+        return min([*limits, (by_memory, "memory")], key=lambda limit: limit[0])
+    logical = _asked_batch(request, len(order))
+    return logical, "dataset" if logical < _wanted_batch(request) else "requested"
+
+
+def _limits_beside_memory(request: PlanRequest, dataset_size: int) -> list[tuple[int, BindingLimit]]:
+    smallest = min(request.epoch_sizes(dataset_size))
+    by_steps = max(1, smallest // request.min_steps_per_epoch)
+    # The data set ties with min_steps only where a single step is asked for: then it is the data set that binds.
+    return [(smallest, "dataset"), (by_steps, "min_steps")]
+
+
+def _wanted_batch(request: PlanRequest) -> int:
+    return request.requested_batch or request.preset_batch
+
+
+def _asked_batch(request: PlanRequest, dataset_size: int) -> int:
+    return min(_wanted_batch(request), dataset_size)
+
+
+def _lr_factor(request: PlanRequest, logical_batch: int) -> float:
+    scale = request.lr_scale
+    if scale == "auto":
+        scale = "sqrt" if request.takes_what_fits else "none"
+    ratio = logical_batch / request.preset_batch
+    return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scale]
+
+
+def _notices(request: PlanRequest, logical_batch: int) -> list[str]:
+    if request.takes_what_fits:
+        if request.requested_batch is None:
+            return []
+        ignored = f"the batch size of {request.requested_batch} was ignored"
+        return [f"find_batch_size=max chose a batch of {logical_batch}; {ignored}"]
+    notices = []
+    if request.mode == "max":
+        fixed = f"micro_batch_size={request.micro_batch_size} is fixed"
+        notices.append(f"{fixed}, so find_batch_size=max has nothing to search; the batch is {logical_batch}")
+    if logical_batch < (wanted := _wanted_batch(request)):
+        notices.append(f"The data set has {logical_batch} samples: a batch of {wanted} is the whole of it")
+    return notices
+
+
+def _epoch_notices(steps: list[BatchCosts], fewest: int, logical_batch: int) -> list[str]:
+    """Says where an epoch is hardly one: weights move a few times only, or by single samples."""
+    notices = []
+    if fewest < FEW_STEPS:
+        many = "1 optimizer step" if fewest == 1 else f"{fewest} optimizer steps"
+        notices.append(f"An epoch has only {many}: smaller batches, or more epochs, move the weights more often")
+    if logical_batch == 1:
+        notices.append(
+            "A batch is a single sample: gradients are as noisy as they can be, and BatchNorm has no statistics"
+        )
+    elif len(steps) > 1 and len(steps[-1]) == 1:
+        notices.append("The last step of an epoch sees a single sample")
+    return notices
+
+
+def _preflight_notices(request: PlanRequest, steps: int, batches: int) -> list[str]:
+    if steps == batches:
+        return []
+    made = f"preflight_threshold={request.preflight_threshold:g} makes {steps} optimizer steps of {batches} batches"
+    return [f"{made} in one epoch: the optimizer sees smaller batches than asked for"]
+
+
+def _cut_notices(sizes: list[tuple[int, ...]], shares: list[BatchCosts], rules: SplitRules) -> list[str]:
+    if not rules.equal:
+        return []
+    even = SplitRules(safe_limit=rules.safe_limit, samples=rules.samples)
+    fewest = max(len(cut(share, even.limit_for(share))) for share in shares)
+    most = max(len(parts) for parts in sizes)
+    if most <= fewest:
+        return []
+    return [f"accumulation=divisor cuts a batch into up to {most} micro-batches; even needs {fewest}"]

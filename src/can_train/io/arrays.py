@@ -1,0 +1,289 @@
+"""Folders of arrays that can be mapped into memory: a .npy file for each, and a meta.json. A folder is written block by
+block, appears under its name only when complete, and is verified byte by byte before it is mapped. What its name stands
+for, and making anew what is damaged, are the caller's.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from can_train.errors import StateError
+
+META: Final = "meta.json"
+
+
+_HEADER_BYTES: Final = 128
+"""Length of our .npy headers: constant, since the shape is written last, and a multiple of 64, which numpy asks for."""
+
+
+_READ_BYTES: Final = 2**20
+"""Read at a time. Files are verified by reading, not through the map, whose touched pages would count as our memory."""
+
+
+_LEFTOVER_SECONDS: Final = 24 * 3600
+"""Age from which an unfinished folder cannot belong to a living process: preparing takes minutes."""
+
+
+Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Type and shape of one row of every array."""
+
+
+class FolderDamageError(Exception):
+    """Says why a folder of arrays cannot be used. Not for users: the caller makes it anew."""
+
+
+def read_arrays(
+    folder: Path, names: Sequence[str], *, verify: bool = True
+) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Verifies a folder's arrays and maps them into memory, copy on write: nobody can change the files through them.
+
+    Args:
+        folder: The folder.
+        names: Arrays that it must have.
+        verify: Whether every byte is read, in order to find altered ones; the sizes of files are looked at anyway.
+
+    Returns:
+        The arrays, and what the folder says beside them.
+
+    Raises:
+        FolderDamageError: A file is missing, truncated or altered.
+    """
+    with noticing_damage():
+        meta = _read_meta(folder / META)
+        arrays = {name: _map_array(folder / f"{name}.npy", **meta["arrays"][name], verify=verify) for name in names}
+    return arrays, meta
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Reads what a folder says beside its arrays.
+
+    Raises:
+        FolderDamageError: The file is missing or altered, or the folder is none of arrays.
+    """
+    with noticing_damage():
+        return _read_meta(folder / META)
+
+
+def discard_folder(folder: Path) -> None:
+    """Removes a folder in one step, so that nobody sees it half there. Who has it mapped keeps what they mapped.
+
+    Raises:
+        StateError: It cannot be removed.
+    """
+    aside = _temporary_folder(folder)
+    with _blamed_on(folder.parent):
+        try:
+            folder.rename(aside)
+        except FileNotFoundError:
+            return  # another process that saw the same damage was faster
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+class ArrayWriter:
+    """Writes a folder of arrays, as a context manager: leaving it before `finish` leaves nothing behind.
+
+    Args:
+        folder: Where the finished folder will be. Its parent is created.
+        kinds: The arrays.
+    """
+
+    def __init__(self, folder: Path, kinds: Kinds) -> None:
+        self._folder = folder
+        self._kinds = kinds
+        self._temporary = _temporary_folder(folder)
+        self._stack = ExitStack()
+        self._arrays: dict[str, _ArrayFile] = {}
+
+    def __enter__(self) -> Self:
+        with _blamed_on(self._folder.parent):
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self._folder.parent)
+            self._temporary.mkdir()
+            self._stack.callback(shutil.rmtree, self._temporary, ignore_errors=True)
+            for name, (dtype, row_shape) in self._kinds.items():
+                array = _ArrayFile(self._temporary / f"{name}.npy", np.dtype(dtype), row_shape)
+                self._stack.callback(array.abandon)
+                self._arrays[name] = array
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def append(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Adds rows to some of the arrays.
+
+        Raises:
+            StateError: The folder cannot be written.
+        """
+        with _blamed_on(self._folder.parent):
+            for name, rows in arrays.items():
+                self._arrays[name].append(rows)
+
+    def take_back(self, name: str, rows: int) -> Iterator[NDArray[Any]]:
+        """Reads an array again, and removes it: what was written down for later has been used.
+
+        Args:
+            name: The array; it is no part of the folder any more.
+            rows: How many are read at a time; each of them is one number.
+
+        Raises:
+            StateError: The folder cannot be written.
+        """
+        array = self._arrays.pop(name)
+        dtype = np.dtype(self._kinds[name][0])
+        with _blamed_on(self._folder.parent):
+            array.finish()
+            with array.path.open("rb") as file:
+                file.seek(_HEADER_BYTES)
+                while data := file.read(rows * dtype.itemsize):
+                    yield np.frombuffer(data, dtype)
+            array.path.unlink()
+
+    def finish(self, meta: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+        """Completes the folder, maps it and puts it in its place. Where another process has put the same one there
+        meanwhile, that one stays; ours, mapped already, remains readable although its files go.
+
+        Args:
+            meta: What it says beside the arrays.
+
+        Raises:
+            StateError: The folder cannot be written.
+        """
+        with _blamed_on(self._folder.parent):
+            arrays = {name: array.finish() for name, array in self._arrays.items()}
+            _write_meta(self._temporary / META, {**meta, "arrays": arrays})
+            mapped, _ = read_arrays(self._temporary, list(arrays))
+            try:
+                self._temporary.rename(self._folder)
+            except OSError:
+                if not self._folder.exists():
+                    raise
+        return mapped
+
+
+class _ArrayFile:
+    """A .npy file that grows by rows."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
+        self.path = path
+        self._dtype = dtype
+        self._row_shape = row_shape
+        self._rows = 0
+        self._crc32 = 0
+        self._file = path.open("wb")
+        self._file.write(bytes(_HEADER_BYTES))
+
+    def append(self, rows: NDArray[Any]) -> None:
+        data = np.ascontiguousarray(rows, dtype=self._dtype).data
+        self._crc32 = zlib.crc32(data, self._crc32)
+        self._file.write(data)
+        self._rows += len(rows)
+
+    def finish(self) -> dict[str, Any]:
+        """Writes the header, closes the file and returns its entry in meta.json.
+
+        Nothing is forced to the disk: what a power failure takes away, the checksum notices and making anew restores.
+        """
+        shape = (self._rows, *self._row_shape)
+        self._file.seek(0)
+        self._file.write(_npy_header(self._dtype.str, shape))
+        self.close()
+        return {"dtype": self._dtype.str, "shape": shape, "crc32": self._crc32}
+
+    def close(self) -> None:
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Closes the file whatever becomes of what it has not written yet: on a full disk that fails once more."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def _npy_header(dtype: str, shape: Sequence[int]) -> bytes:
+    """Returns the header that makes a file an array for `np.load`, at a constant length."""
+    text = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {tuple(shape)!r}, }}"
+    magic = b"\x93NUMPY\x01\x00"
+    length = _HEADER_BYTES - len(magic) - 2
+    return magic + struct.pack("<H", length) + text.ljust(length - 1).encode("ascii") + b"\n"
+
+
+@contextmanager
+def noticing_damage() -> Iterator[None]:
+    """Raises `FolderDamageError` for whatever a damaged file makes reading fail with."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise FolderDamageError(str(error)) from error
+
+
+def _map_array(path: Path, *, dtype: str, shape: Sequence[int], crc32: int, verify: bool) -> NDArray[Any]:
+    header = _npy_header(dtype, shape)
+    expected_bytes = _HEADER_BYTES + np.dtype(dtype).itemsize * int(np.prod(shape))
+    found_bytes = path.stat().st_size
+    if found_bytes != expected_bytes:
+        raise ValueError(f"{path.name} has {found_bytes} bytes instead of {expected_bytes}")
+    if verify and not _is_sound(path, header, crc32):
+        raise ValueError(f"{path.name} was altered")
+    mapped = np.memmap(path, dtype=dtype, mode="c", offset=_HEADER_BYTES, shape=tuple(shape))
+    return mapped.view(np.ndarray)
+
+
+def _is_sound(path: Path, header: bytes, crc32: int) -> bool:
+    with path.open("rb") as file:
+        sound = file.read(_HEADER_BYTES) == header
+        found_crc32 = 0
+        while data := file.read(_READ_BYTES):
+            found_crc32 = zlib.crc32(data, found_crc32)
+    return sound and found_crc32 == crc32
+
+
+def _write_meta(path: Path, meta: dict[str, Any]) -> None:
+    text = json.dumps(meta)
+    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "meta": meta}, indent=1), encoding="utf-8")
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    meta: dict[str, Any] = document["meta"]
+    if zlib.crc32(json.dumps(meta).encode()) != document["crc32"]:
+        raise ValueError(f"{path.name} was altered")
+    return meta
+
+
+def _temporary_folder(folder: Path) -> Path:
+    """Names a folder beside `folder` that no other process uses: a rename stays inside one file system."""
+    return folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Removes the unfinished folders of processes that were killed."""
+    for folder in parent.glob(".*.*-*/"):
+        newest = max((file.stat().st_mtime for file in folder.iterdir()), default=folder.stat().st_mtime)
+        if time.time() - newest > _LEFTOVER_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _blamed_on(parent: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StateError(
+            "The folder for prepared data must be writable and have room",
+            value=f"{parent} ({error.strerror or error})",
+            remedy="Free some space there, or choose another folder",
+        ) from error

@@ -1,0 +1,170 @@
+"""Files that appear whole or not at all, also when the power fails: written beside their place, flushed to the disk,
+then renamed over it, or, where nothing may be overwritten, given their name if nobody has it.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+TEMPORARY_SUFFIX: Final = ".tmp"
+"""Ends the name of a file that is being written; a crash may leave one behind, and readers pass it over."""
+
+
+_CANNOT_FLUSH_FOLDERS: Final = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""What network file systems without folder flushes answer; there the rename is as durable as they make it."""
+
+
+_CANNOT_LINK: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EMLINK)
+"""What file systems without hard links answer (FAT, some FUSE and SMB mounts, Android)."""
+
+
+Link = Callable[[Path, Path], None]
+
+
+_CLAIM_SUFFIX: Final = ".claim"
+"""Ends the name of the empty file that reserves a name where there are no hard links."""
+
+
+@contextmanager
+def open_atomic(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for writing that takes its place at `path` when the block ends well; else nothing changes.
+
+    The folder must exist. The file gets the permissions that the process's umask gives new files.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with _temporary(path) as (temporary, file):
+        yield file
+        _flush(file)
+        temporary.replace(path)
+    _flush_folder(path.parent)
+
+
+def write_bytes_atomic(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all (see `open_atomic`)."""
+    with open_atomic(path) as file:
+        file.write(data)
+
+
+def write_new_atomic(path: Path, data: bytes, *, link: Link = os.link) -> None:
+    """Writes a file whole or not at all, and never over another: of several writers of one name, one succeeds.
+
+    Args:
+        path: Its place.
+        data: Its content.
+        link: Gives a file a second name, as some file systems cannot.
+
+    Raises:
+        FileExistsError: Something has that name; it is left as it is.
+        OSError: The file cannot be written.
+    """
+    with _temporary(path) as (temporary, file):
+        file.write(data)
+        _flush(file)
+        try:
+            _link(temporary, path, link)
+        except OSError as error:
+            if error.errno not in _CANNOT_LINK:
+                raise
+            _rename_to_free_name(temporary, path)
+        else:
+            temporary.unlink(missing_ok=True)
+    _flush_folder(path.parent)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Writes UTF-8 text whole or not at all (see `open_atomic`)."""
+    write_bytes_atomic(path, text.encode())
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Writes indented JSON whole or not at all (see `open_atomic`).
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: A number is not finite, so that the file would not be JSON.
+    """
+    write_text_atomic(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Makes indented JSON that ends with a line break.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """Opens a file beside `path`, and removes it if the block fails."""
+    # Not the final name with a suffix, which could be longer than a file system allows; and not tempfile's file, whose
+    # permissions would hide the result from a group that shares the folder.
+    temporary = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
+    try:
+        with temporary.open("xb") as file:
+            yield temporary, file
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _link(temporary: Path, path: Path, link: Link) -> None:
+    try:
+        link(temporary, path)
+    except FileExistsError:
+        # An NFS server may have made the link, and the answer been lost: the repeated request then finds it there.
+        if temporary.stat().st_nlink != 2:
+            raise
+
+
+def _rename_to_free_name(temporary: Path, path: Path) -> None:
+    """Renames to a name that nobody has. A writer killed in here leaves its claim, and the name is never given."""
+    claim = path.with_name(f".{path.name}{_CLAIM_SUFFIX}")
+    claim.open("xb").close()
+    try:
+        # Whoever had the claim before may have just finished.
+        if path.exists() or path.is_symlink():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        temporary.replace(path)
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Makes a rename in the folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH_FOLDERS:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def is_file(path: Path) -> bool:
+    """Tells whether a file is there for us: unlike `Path.is_file`, also where a folder above it cannot be read."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Tells the same of a folder."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False

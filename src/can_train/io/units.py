@@ -1,0 +1,168 @@
+"""Reads and writes amounts of memory and time as people and SLURM spell them: `512MiB`, `2GB`, `16G`, `1:30:00`."""
+
+import math
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Final
+
+from can_train.errors import ConfigError
+
+_PREFIXES: Final = ("k", "m", "g", "t")
+
+
+_UNIT_BYTES: Final = {
+    **{prefix: 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)},
+}
+
+
+_THREE_DIGITS: Final = 100
+"""MiB from which a fraction of one is no longer worth a digit."""
+
+
+_SIZE: Final = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?)\s*([a-z]+)\s*", re.IGNORECASE)
+
+
+_RULE: Final = "A size is a number above zero with its unit"
+
+
+_REMEDY: Final = "Write it as 512MiB, 1.5GiB or 2GB"
+
+
+def parse_size(text: str) -> int:
+    """Reads a size as whole bytes, a fraction of a byte dropped; upper and lower case are the same.
+
+    >>> parse_size("1.5GiB"), parse_size("2gb")
+    (1610612736, 2000000000)
+
+    Raises:
+        ConfigError: It has no number, no unit or an unknown one, or is less than a byte.
+    """
+    found = _SIZE.fullmatch(text)
+    unit_bytes = _UNIT_BYTES.get(found[2].lower(), 0) if found else 0
+    size_bytes = int(Fraction(found[1]) * unit_bytes) if found else 0
+    if size_bytes < 1:
+        raise ConfigError(_RULE, value=repr(text), remedy=_REMEDY)
+    return size_bytes
+
+
+def exact_size(size_bytes: int) -> str:
+    """Writes a size in the largest binary unit that divides it: equal sizes read alike, however they were spelt.
+
+    >>> exact_size(3 * 2**29), exact_size(2**31), exact_size(1000)
+    ('1536mib', '2gib', '1000b')
+    """
+    for power in range(len(_PREFIXES), 0, -1):
+        if size_bytes % 1024**power == 0:
+            return f"{size_bytes // 1024**power}{_PREFIXES[power - 1]}ib"
+    return f"{size_bytes}b"
+
+
+def size_text(size_bytes: float) -> str:
+    """Writes a size for people, to three digits or a hundredth of a GiB.
+
+    >>> size_text(3 * 2**29), size_text(2**28), size_text(2**24)
+    ('1.50 GiB', '256 MiB', '16.0 MiB')
+    """
+    if size_bytes >= _UNIT_BYTES["gib"]:
+        return f"{size_bytes / _UNIT_BYTES['gib']:.2f} GiB"
+    size_mib = size_bytes / _UNIT_BYTES["mib"]
+    return f"{size_mib:.0f} MiB" if size_mib >= _THREE_DIGITS else f"{size_mib:.1f} MiB"
+
+
+_DAY_S: Final = 24 * 3600
+
+
+_WORDED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)", re.IGNORECASE)
+
+
+_UNIT_S: Final[Mapping[str, int]] = {"s": 1, "min": 60, "h": 3600, "d": _DAY_S}
+
+
+_COLONS: Final = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})", re.ASCII)
+
+
+_MEMORY: Final = re.compile(r"(\d{1,12})([KMGT]?)B?", re.IGNORECASE | re.ASCII)
+
+
+_UNIT_KIB: Final[Mapping[str, int]] = {"K": 1, "": 2**10, "M": 2**10, "G": 2**20, "T": 2**30}
+
+
+def parse_time_min(text: str) -> int:
+    """Reads a time limit as whole minutes, a part of one counted as one, as SLURM does.
+
+    Args:
+        text: Minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
+            days-hours:minutes:seconds; beyond SLURM also a number with its unit: 90s, 90min, 12h, 2d.
+
+    >>> parse_time_min("90"), parse_time_min("1:30:00"), parse_time_min("2-12"), parse_time_min("12h")
+    (90, 90, 3600, 720)
+
+    Raises:
+        ConfigError: It is none of these, or no time at all.
+    """
+    minutes = math.ceil(_seconds(text.strip()) / 60)
+    if minutes < 1:
+        raise ConfigError(
+            "A time limit is a number of minutes, or as SLURM writes it",
+            value=repr(text),
+            remedy="Write it as 90, 1:30:00 or 2-12 (days-hours), or with a unit: 90min, 12h, 2d",
+        )
+    return minutes
+
+
+def time_text(minutes: int) -> str:
+    """Writes a time limit as SLURM does.
+
+    >>> time_text(90), time_text(3600)
+    ('1:30:00', '2-12:00:00')
+    """
+    days, rest = divmod(minutes, 24 * 60)
+    clock = f"{rest // 60}:{rest % 60:02d}:00"
+    return f"{days}-{clock}" if days else clock
+
+
+def parse_memory_mib(text: str) -> int:
+    """Reads memory as SLURM counts it: whole MiB, a part of one counted as one; 0 stands for a node's whole memory.
+
+    >>> parse_memory_mib("900"), parse_memory_mib("16G"), parse_memory_mib("1K")
+    (900, 16384, 1)
+
+    Raises:
+        ConfigError: It is not a number with K, M, G or T behind it.
+    """
+    found = _MEMORY.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(
+            "Memory is a whole number of MiB, or has K, M, G or T behind it",
+            value=repr(text),
+            remedy="Write it as 900M or 16G",
+        )
+    return math.ceil(int(found[1]) * _UNIT_KIB[found[2].upper()] / 2**10)
+
+
+def memory_text(mib: int) -> str:
+    """Writes memory as SLURM does.
+
+    >>> memory_text(16384), memory_text(2000)
+    ('16G', '2000M')
+    """
+    return f"{mib // 2**10}G" if mib and mib % 2**10 == 0 else f"{mib}M"
+
+
+def _seconds(text: str) -> float:
+    """Reads seconds; 0 where the text is no time."""
+    worded = _WORDED.fullmatch(text)
+    if worded is not None:
+        return float(worded[1]) * _UNIT_S[worded[2].lower()]
+    colons = _COLONS.fullmatch(text)
+    if colons is None:
+        return 0
+    parts = [int(part) for part in colons["parts"].split(":")]
+    if colons["days"] is not None:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        return int(colons["days"]) * _DAY_S + hours * 3600 + minutes * 60 + seconds
+    hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return hours * 3600 + minutes * 60 + seconds

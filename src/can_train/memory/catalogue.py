@@ -1,0 +1,469 @@
+"""The catalogue of NVIDIA GPUs: names, memory sizes, and how much of each a training can use."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from can_train.errors import ConfigError, StateError, nearest_first
+from can_train.io.atomic import write_json_atomic
+from can_train.reporter import Reporter
+
+MIB: Final = 2**20
+
+
+UNKNOWN: Final = "unknown"
+"""Generation of a GPU that is not in the catalogue."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """One kind of GPU.
+
+    Attributes:
+        key: Its name in plans and in the factor store, `a100-80gb`.
+        name: What people call it.
+        nominal_gb: The gigabytes on the box.
+        total_bytes: The least that a driver was seen to show of it.
+        generation: Its architecture, which its overheads follow.
+        desktop: Whether it is sold to have a screen attached.
+        spellings: Names without size that mean it, in letters and digits alone.
+        also_gb: Other sizes that stand in its names, of memory that is not the GPU's.
+    """
+
+    key: str
+    name: str
+    nominal_gb: int
+    total_bytes: int
+    generation: str
+    desktop: bool = False
+    spellings: tuple[str, ...] = ()
+    also_gb: tuple[int, ...] = ()
+
+
+def _card(name: str, nominal_gb: int, total_mib: int, generation: str, spellings: str, **more: object) -> Card:
+    key = f"{name.lower().replace(' ', '-')}-{nominal_gb}gb"
+    return Card(
+        key=key,
+        name=name,
+        nominal_gb=nominal_gb,
+        total_bytes=total_mib * MIB,
+        generation=generation,
+        spellings=tuple(spellings.split()),
+        **more,  # type: ignore[arg-type]  # the optional fields
+    )
+
+
+_DATA_CENTRE: Final = (
+    _card("P100", 16, 16_280, "pascal", "p100"),
+    _card("V100", 16, 16_128, "volta", "v100"),
+    _card("V100", 32, 32_490, "volta", "v100 v100s"),
+    _card("T4", 16, 14_905, "turing", "t4"),
+    _card("A10", 24, 22_485, "ampere", "a10"),
+    _card("A10G", 24, 22_485, "ampere", "a10g"),
+    _card("A16", 16, 14_880, "ampere", "a16"),
+    _card("A30", 24, 24_060, "ampere", "a30"),
+    _card("A40", 48, 45_400, "ampere", "a40"),
+    _card("A100", 40, 40_320, "ampere", "a100"),
+    _card("A100", 80, 81_000, "ampere", "a100"),
+    _card("L4", 24, 22_555, "ada", "l4"),
+    _card("L40", 48, 45_370, "ada", "l40"),
+    _card("L40S", 48, 45_370, "ada", "l40s"),
+    _card("H100", 80, 80_990, "hopper", "h100"),
+    _card("H100", 94, 95_230, "hopper", "h100nvl"),
+    _card("H200", 141, 143_070, "hopper", "h200 h200nvl"),
+    # The size in its name is that of the processor beside it.
+    _card("GH200", 96, 96_760, "hopper", "gh200", also_gb=(120, 480)),
+    _card("B200", 180, 182_630, "blackwell", "b200"),
+)
+
+
+_DESKTOP: Final = (
+    _card("Quadro RTX 6000", 24, 22_500, "turing", "quadrortx6000 rtx6000", desktop=True),
+    _card("Quadro RTX 8000", 48, 45_400, "turing", "quadrortx8000 rtx8000", desktop=True),
+    _card("RTX A4000", 16, 15_970, "ampere", "rtxa4000 a4000", desktop=True),
+    _card("RTX A5000", 24, 24_110, "ampere", "rtxa5000 a5000", desktop=True),
+    _card("RTX A6000", 48, 48_400, "ampere", "rtxa6000 a6000", desktop=True),
+    _card("RTX 6000 Ada", 48, 48_400, "ada", "rtx6000ada 6000ada rtx6000", desktop=True),
+    _card("GTX 1080 Ti", 11, 11_165, "pascal", "gtx1080ti 1080ti", desktop=True),
+    _card("RTX 2080 Ti", 11, 10_810, "turing", "rtx2080ti 2080ti", desktop=True),
+    _card("RTX 3060", 12, 11_890, "ampere", "rtx3060 3060", desktop=True),
+    _card("RTX 3070", 8, 7_780, "ampere", "rtx3070 3070", desktop=True),
+    _card("RTX 3080", 10, 9_850, "ampere", "rtx3080 3080", desktop=True),
+    _card("RTX 3080", 12, 11_760, "ampere", "rtx3080 3080", desktop=True),
+    _card("RTX 3090", 24, 24_110, "ampere", "rtx3090 3090", desktop=True),
+    _card("RTX 4070", 12, 11_760, "ada", "rtx4070 4070", desktop=True),
+    _card("RTX 4070 Ti", 12, 11_760, "ada", "rtx4070ti 4070ti", desktop=True),
+    _card("RTX 4080", 16, 15_940, "ada", "rtx4080 4080", desktop=True),
+    _card("RTX 4090", 24, 24_070, "ada", "rtx4090 4090", desktop=True),
+    _card("RTX 5080", 16, 15_830, "blackwell", "rtx5080 5080", desktop=True),
+    _card("RTX 5090", 32, 32_080, "blackwell", "rtx5090 5090", desktop=True),
+)
+
+
+CARDS: Final = (*_DATA_CENTRE, *_DESKTOP)
+"""Every card of the catalogue.
+
+Source of the sizes: the least that PyTorch's out-of-memory messages ("has a total capacity of …") and the start lines
+of training programs ("CUDA:0 (Tesla T4, 14912MiB)") show in public logs and issues, rounded down; newer drivers keep
+more for themselves than older ones. Cards with error correction have it on, as they are delivered. Nobody's log was
+found of the A16 and the Quadros: theirs are the sizes of nvidia-smi, or fifteen sixteenths of what is on the box, less
+as much as the driver keeps of cards like them.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuConstants:
+    """One measurement of one kind of GPU.
+
+    Attributes:
+        key: The kind, `h100-80gb`.
+        total_bytes: What the driver shows of it.
+        outside_bytes: In use beside the allocator once all libraries are: the context, their kernels, the driver.
+        workspace_bytes: What the libraries keep inside the allocator.
+        date: Day of the measurement, `2026-01-31`.
+        driver: Version of the driver; empty where it is not known.
+        torch: Version of torch.
+    """
+
+    key: str
+    total_bytes: int
+    outside_bytes: int
+    workspace_bytes: int
+    date: str
+    driver: str
+    torch: str
+
+    @property
+    def source(self) -> str:
+        """Where the figures come from, in words."""
+        return f"measured on {self.date} with driver {self.driver or 'unknown'}, torch {self.torch}"
+
+    @classmethod
+    def from_gpu_check(cls, device: Mapping[str, Any], steps: list[Mapping[str, Any]], *, date: str) -> "GpuConstants":
+        """Reads what scripts/gpu-check found.
+
+        Args:
+            device: The card, driver and versions.
+            steps: What the libraries took, one after another.
+            date: Day of the measurement.
+        """
+        return cls(
+            key=device["key"],
+            total_bytes=device["total_bytes"],
+            outside_bytes=max(step["outside_bytes"] for step in steps),
+            workspace_bytes=sum(max(step["kept_bytes"], 0) for step in steps),
+            date=date,
+            driver=device["driver"],
+            torch=device["torch"],
+        )
+
+
+MEASURED: Final[Mapping[str, GpuConstants]] = {}
+"""Measurements that come with can-train, by key. There is none yet: every plan for a card that nobody has measured on
+the same cluster rests on assumed figures, and says so."""
+
+
+GIB: Final = 2**30
+
+
+ASSUMED: Final = "assumed, on the safe side"
+"""Source of figures that nobody has measured."""
+
+
+@dataclass(frozen=True)
+class _Overheads:
+    """What a generation of GPUs takes, in bytes.
+
+    Attributes:
+        context: Outside the allocator: the CUDA context and the kernels that PyTorch and its libraries load.
+        workspace: Inside the allocator: what cuBLAS and cuBLASLt keep, in the forward and in the backward thread.
+    """
+
+    context: int
+    workspace: int
+
+
+_OVERHEADS: Final = {
+    "pascal": _Overheads(512 * MIB, 32 * MIB),
+    "volta": _Overheads(512 * MIB, 32 * MIB),
+    "turing": _Overheads(512 * MIB, 32 * MIB),
+    "ampere": _Overheads(640 * MIB, 32 * MIB),
+    "ada": _Overheads(640 * MIB, 32 * MIB),
+    "hopper": _Overheads(768 * MIB, 128 * MIB),
+    "blackwell": _Overheads(1024 * MIB, 128 * MIB),
+    UNKNOWN: _Overheads(1024 * MIB, 128 * MIB),
+}
+"""By generation. Sources: PyTorch's issues report 270 to 430 MiB for the context since kernels are loaded when they are
+first used (CUDA 11.7), to which each library adds its own: rounded up by half and more. PyTorch's source gives cuBLAS
+8.1 MiB for each thread, and 32 MiB from Hopper on, and cuBLASLt up to 32 MiB."""
+
+
+_SCREEN_BYTES: Final = 512 * MIB
+"""What a desktop takes of the card that draws it: 459 and 507 MiB of two RTX 4090 without a job, in a public report."""
+
+
+FRAGMENTATION: Final = 0.05
+"""Share of a capacity that the allocator cannot hand out: gaps between blocks in use, and a last page that must fit
+whole. It is not subtracted from the capacity, of which peaks are shares, but bounds what is predicted to fit. With
+expanding segments, which can-train turns on, the finder left 3.4 % (GAT) and 5.2 % (VGAE) of a simulated GPU of 1 GiB;
+gaps grow little with the batch, so larger GPUs lose a smaller share (and one of 0.5 GiB up to 12 %)."""
+
+
+_NAMED: Final = 3
+"""Cards that a message names."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Something that takes memory beside a training's tensors.
+
+    Attributes:
+        what: In words.
+        num_bytes: How much.
+    """
+
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usable:
+    """What a training can use of a card.
+
+    Attributes:
+        key: The kind of card.
+        name: What people call it.
+        total_bytes: What its driver shows.
+        taken: What is subtracted, in this order.
+        source: Where the figures come from: `ASSUMED`, or "measured on …".
+    """
+
+    key: str
+    name: str
+    total_bytes: int
+    taken: tuple[Taken, ...]
+    source: str
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What is left for weights, gradients, optimizer state and batches."""
+        return self.total_bytes - sum(taken.num_bytes for taken in self.taken)
+
+
+def usable(card: Card, measured: GpuConstants | None = None) -> Usable:
+    """Subtracts what a card keeps from training on it with one GPU.
+
+    Workspaces are inside the allocator, so a peak measured on a GPU contains them; one predicted from probes on a CPU
+    does not, and that is what this is for.
+
+    Args:
+        card: The card.
+        measured: What was measured of one, in place of what is assumed.
+    """
+    if measured is None:
+        overheads, total_bytes = _OVERHEADS[card.generation], card.total_bytes
+        taken = [Taken("CUDA context and the libraries' kernels", overheads.context)]
+        taken += [Taken("a screen and its programs", _SCREEN_BYTES)] if card.desktop else []
+        workspace_bytes = overheads.workspace
+    else:
+        total_bytes, workspace_bytes = measured.total_bytes, measured.workspace_bytes
+        taken = [Taken("CUDA context, the libraries' kernels and the driver", measured.outside_bytes)]
+    taken.append(Taken("the libraries' workspaces, which probes on a CPU do not show", workspace_bytes))
+    source = ASSUMED if measured is None else measured.source
+    return Usable(key=card.key, name=card.name, total_bytes=total_bytes, taken=tuple(taken), source=source)
+
+
+def predicted_room(capacity_bytes: float) -> float:
+    """Returns how much of a capacity is predicted to hold tensors before memory runs out."""
+    return (1 - FRAGMENTATION) * capacity_bytes
+
+
+def other_card(total_bytes: int) -> Card:
+    """Makes a card of a GPU that the catalogue does not have: of any generation, and with a screen.
+
+    Args:
+        total_bytes: What its driver shows.
+    """
+    nominal_gb = max(1, round(total_bytes / GIB))
+    return Card(
+        key=f"gpu-{nominal_gb}gb",
+        name="GPU",
+        nominal_gb=nominal_gb,
+        total_bytes=total_bytes,
+        generation=UNKNOWN,
+        desktop=True,
+    )
+
+
+def cards_that_hold(need_bytes: float) -> str:
+    """Names the smallest common GPUs that would hold `need_bytes`, in words."""
+    capacities = sorted((usable(card).capacity_bytes, card.key) for card in CARDS)
+    names = [key for capacity_bytes, key in capacities if predicted_room(capacity_bytes) >= need_bytes]
+    return ", ".join(names[:_NAMED]) if names else "no common GPU"
+
+
+_NO_NAME: Final = re.compile(
+    r"nvidia|geforce|tesla|graphics|tensor|core|gpu|generation|hgx|dgxs?|fhhl|pcie|sxm\d*|hbm\d*e?"
+)
+"""Words that stand in names and tell no kind of card: makers, families, plugs."""
+
+
+_NO_KIND: Final = re.compile(r"nvidia|geforce|tesla|pcie|sxm\d*|hbm\d*e?|\d+gb")
+"""Words that stand in no key of a card that the catalogue does not have. Never more than these: keys are in use."""
+
+
+_REQUEST: Final = re.compile(r"(?:gres[/:])?(?:gpus?[:/])?(?P<name>.*?)(?:[:=]\d+)?(?:\([^)]*\))?")
+"""A scheduler's request, `gres/gpu:a100=1`, `gpu:h100:4` or `gpu:a100:2(S:0-1)`, around the name of a card."""
+
+
+_GIGABYTE: Final = ("gb", "g", "gib", "")
+"""How the unit behind a size is spelt."""
+
+
+_SHOWN: Final = (0.87, 1.03)
+"""What a driver shows of a card's gigabytes, least and most: error correction takes a sixteenth, the driver some more;
+sizes that are counted in thousands are a little above one."""
+
+
+def find_card(text: str) -> Card:
+    """Finds the card that somebody means: a key, or what a driver, a scheduler or a person calls it.
+
+    >>> find_card("gpu:nvidia_h100_80gb_hbm3:4").key, find_card("Tesla V100-SXM2-16GB").key, find_card("rtx3090").key
+    ('h100-80gb', 'v100-16gb', 'rtx-3090-24gb')
+
+    Raises:
+        ConfigError: No card of the catalogue has this name, or several have and it takes their size to tell.
+    """
+    request = _REQUEST.fullmatch(text.strip().lower())
+    words = _words(request["name"] if request else text)
+    found = _spelled(words)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = " or ".join(card.key for card in found)
+        raise ConfigError("This name stands for cards of several sizes", value=repr(text), remedy=f"Say {names}")
+    valid = ", ".join(nearest_first("-".join(words), (card.key for card in CARDS)))
+    raise ConfigError(
+        "Unknown GPU",
+        value=repr(text),
+        remedy=f"Valid, nearest first: {valid}; or the memory of another one, or of a slice: --target-memory 16GiB",
+    )
+
+
+def gpu_key(name: str, total_bytes: int) -> str:
+    """Names a kind of GPU: `h100-80gb`.
+
+    The catalogue's key where the driver's name and size are of one of its cards. Else the name with a size: the one in
+    the driver's name where it has one, since what can be used of 80 GB reads 79.1 or 79.6 GiB, by driver, and a
+    learned factor must survive a new driver. A slice of a GPU has its own size last in its name.
+
+    Args:
+        name: What the driver calls it.
+        total_bytes: What it shows of it.
+    """
+    least, most = _SHOWN
+    found = [
+        card
+        for card in _spelled(_words(name))
+        if least * card.nominal_gb <= total_bytes / GIB <= most * card.nominal_gb
+    ]
+    if len(found) == 1:
+        return found[0].key
+    sizes = re.findall(r"(\d+)gb\b", name.lower())
+    return f"{_slug(name)}-{int(sizes[-1]) if sizes else max(1, round(total_bytes / GIB))}gb"
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in re.findall(r"[a-z0-9]+", text.lower()) if not _NO_NAME.fullmatch(word)]
+
+
+def _spelled(words: list[str]) -> list[Card]:
+    """Finds the cards whose name these words are, with a size or without."""
+    compact = "".join(words)
+    return [card for card in CARDS if compact in _spellings(card)]
+
+
+def _spellings(card: Card) -> Iterator[str]:
+    yield "".join(re.findall(r"[a-z0-9]+", card.key))
+    for name in card.spellings:
+        yield name
+        yield from (f"{name}{size}{unit}" for size in (card.nominal_gb, *card.also_gb) for unit in _GIGABYTE)
+
+
+def _slug(name: str) -> str:
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    return "-".join(word for word in words if not _NO_KIND.fullmatch(word)) or "gpu"
+
+
+SCHEMA: Final = 1
+"""Raised when a field's meaning changes; what a newer can-train wrote is not read."""
+
+
+_FOLDER: Final = "gpus"
+
+
+def write_gpu_constants(state: Path, constants: GpuConstants) -> Path:
+    """Writes a measurement in place of an earlier one of the same kind of GPU, and returns where.
+
+    Raises:
+        StateError: The file cannot be written.
+    """
+    path = _path(state, constants.key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(path, {"schema": SCHEMA, **asdict(constants)})
+    except OSError as error:
+        remedy = "Choose another state folder with $CAN_TRAIN_HOME, or mend this one"
+        raise StateError("The state folder cannot be written", value=f"{path}: {error}", remedy=remedy) from error
+    return path
+
+
+def read_gpu_constants(state: Path, key: str, reporter: Reporter) -> GpuConstants | None:
+    """Finds what was measured of a kind of GPU: by this user, else what comes with can-train. Writes nothing.
+
+    Args:
+        state: The state folder, which need not exist.
+        key: The kind, `h100-80gb`.
+        reporter: Is told of a file that cannot be read; it is passed over.
+
+    Returns:
+        The measurement; None where there is none.
+    """
+    path = _path(state, key)
+    try:
+        return _parse(path.read_bytes(), key)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        reporter.notice(f"The measurement of {key} in {path} is passed over: {error}")
+    return MEASURED.get(key)
+
+
+def _path(state: Path, key: str) -> Path:
+    return state / _FOLDER / f"{key}.json"
+
+
+def _parse(data: bytes, key: str) -> GpuConstants:
+    """Turns a file's content into a measurement.
+
+    Raises:
+        ValueError: It is none, or none that can be.
+    """
+    values = json.loads(data)
+    if not isinstance(values, dict) or not isinstance(values.get("schema"), int):
+        raise ValueError("it is no measurement of can-train")
+    if values["schema"] > SCHEMA:
+        raise ValueError(f"a newer can-train wrote it (schema {values['schema']}, this one knows {SCHEMA})")
+    wanted = {field.name: field.type for field in fields(GpuConstants)}
+    wrong = [name for name, kind in wanted.items() if type(values.get(name)) is not kind]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {values.get(wrong[0])!r:.40}")
+    constants = GpuConstants(**{name: values[name] for name in wanted})
+    if constants.key != key:
+        raise ValueError(f"it is of {constants.key}")
+    if min(constants.outside_bytes, constants.workspace_bytes) < 0 or constants.total_bytes <= constants.outside_bytes:
+        raise ValueError("its sizes cannot be")
+    return constants

@@ -1,0 +1,203 @@
+"""The code that a job runs: a copy of the package and its presets as they were at submission, in a folder named by its
+content in the state folder. Later edits change nothing of it.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from can_train.errors import RunError
+from can_train.io.atomic import write_bytes_atomic, write_json_atomic, write_text_atomic
+from can_train.io.records import unusable
+
+_FOLDER: Final = "code"
+
+
+_PARTS: Final = ("src", "configs")
+"""Of a checkout: what a job imports and reads."""
+
+
+_DIGITS: Final = 24
+"""Hexadecimal digits of a snapshot's name: 96 bits, so that two never meet."""
+
+
+_GIT_S: Final = 20
+"""Seconds that git may take; it answers in hundredths."""
+
+
+_DESCRIPTION: Final = "code.json"
+
+
+_DIFFERENCE: Final = "code.diff"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """The code as it is now.
+
+    Attributes:
+        digest: Of all files' paths and contents.
+        files: Path in the snapshot to content.
+        root: Where it was taken from.
+        revision: Of git; empty where there is none.
+        difference: From that revision, as git writes it.
+        untracked: Files that git does not know.
+    """
+
+    digest: str
+    files: Mapping[str, bytes]
+    root: Path
+    revision: str = ""
+    difference: str = ""
+    untracked: tuple[str, ...] = ()
+
+    def folder(self, state_dir: Path) -> Path:
+        """Names its place in a state folder."""
+        return state_dir / _FOLDER / self.digest
+
+
+def read_code(package: Path | None = None) -> Code:
+    """Reads the running package: of a checkout the files under src/ and configs/ that git tracks or would track, as
+    they are in the working tree; of an installation the package's folder.
+
+    Args:
+        package: Its folder; None: the one that this process imported.
+    """
+    package = package or Path(__file__).resolve().parents[1]
+    if (package / "configs").is_dir():
+        return _code(package, {f"src/{package.name}/{name}": package / name for name in _walk(package)})
+    root = package.parents[1]
+    names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PARTS)
+    if names is None:
+        return _code(root, {f"{part}/{name}": root / part / name for part in _PARTS for name in _walk(root / part)})
+    code = _code(root, {name: root / name for name in sorted({*names.split("\0")} - {""})})
+    others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *_PARTS) or ""
+    return Code(
+        digest=code.digest,
+        files=code.files,
+        root=root,
+        revision=(_git(root, "rev-parse", "HEAD") or "").strip(),
+        difference=_git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--", *_PARTS) or "",
+        untracked=tuple(sorted({*others.split("\0")} - {""})),
+    )
+
+
+def keep(code: Code, state_dir: Path) -> Path:
+    """Puts a copy of the code into the state folder, unless it is there.
+
+    Returns:
+        The copy's folder; its `src` is to be imported.
+
+    Raises:
+        StateError: The state folder cannot be written.
+    """
+    folder = code.folder(state_dir)
+    try:
+        if not folder.is_dir():
+            _make(folder, code.files)
+        for name in _lost(folder, code.files):
+            # A file system that clears away what is old has taken it.
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomic(folder / name, code.files[name])
+    except OSError as error:
+        raise unusable("written", folder, error) from error
+    return folder
+
+
+def describe(code: Code, state_dir: Path, run_path: Path) -> None:
+    """Writes down in a run's folder which code it runs.
+
+    Raises:
+        RunError: The folder cannot be written.
+    """
+    description = {
+        "digest": code.digest,
+        "folder": str(code.folder(state_dir)),
+        "root": str(code.root),
+        "revision": code.revision,
+        "modified": bool(code.difference or code.untracked),
+        "untracked": list(code.untracked),
+    }
+    try:
+        write_json_atomic(run_path / _DESCRIPTION, description)
+        if code.difference:
+            write_text_atomic(run_path / _DIFFERENCE, code.difference)
+    except OSError as error:
+        raise RunError("The run folder cannot be written", value=f"{run_path}: {error.strerror}") from error
+
+
+def code_of(run_path: Path) -> Path:
+    """Finds the snapshot that a run was submitted with.
+
+    Raises:
+        RunError: The run has none.
+    """
+    try:
+        description: dict[str, Any] = json.loads((run_path / _DESCRIPTION).read_text())
+        return Path(description["folder"])
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(
+            "The run was not submitted, or the note of its code is damaged", value=str(run_path / _DESCRIPTION)
+        ) from error
+
+
+def _code(root: Path, places: Mapping[str, Path]) -> Code:
+    # What git tracks may have been deleted since.
+    files = {name: place.read_bytes() for name, place in sorted(places.items()) if place.is_file()}
+    digest = hashlib.sha256()
+    for name, content in files.items():
+        digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
+    return Code(digest=digest.hexdigest()[:_DIGITS], files=files, root=root)
+
+
+def _walk(folder: Path) -> list[str]:
+    """Lists the files below a folder, without what Python makes of them."""
+    paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(path.as_posix() for path in paths if "__pycache__" not in path.parts)
+
+
+def _make(folder: Path, files: Mapping[str, bytes]) -> None:
+    temporary = folder.with_name(f".{os.urandom(8).hex()}.tmp")
+    try:
+        for name, content in files.items():
+            place = temporary / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+        temporary.rename(folder)
+    except OSError:
+        # Another submission of the same code was quicker.
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _lost(folder: Path, files: Mapping[str, bytes]) -> list[str]:
+    def size(name: str) -> int:
+        try:
+            return (folder / name).stat().st_size
+        except FileNotFoundError:
+            return -1
+
+    return [name for name, content in files.items() if size(name) != len(content)]
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    """Asks git; None where it does not know the folder, or is not there."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments],
+            capture_output=True,
+            timeout=_GIT_S,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="surrogateescape")

@@ -1,0 +1,225 @@
+"""How good a detector is on one set of windows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from can_train.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold:
+    """A score above which windows are flagged, and the rule that chose it, in words."""
+
+    value: float
+    rule: str
+
+
+def choose_threshold(
+    is_attack: NDArray[np.bool_], score: NDArray[np.float64], *, supervised: bool, fpr: float
+) -> Threshold:
+    """Chooses the threshold for a detector.
+
+    A detector that learned from attacks gets the best F1, if validation holds attacks to measure it on; any other one
+    gets a false-positive rate on the benign windows.
+
+    Args:
+        is_attack: [V].
+        score: [V], higher is more attack-like.
+        supervised: Whether the detector learned from attacks.
+        fpr: Share of the benign windows that may be flagged where F1 cannot decide.
+
+    Raises:
+        DataError: There is no window that the rule could be applied to.
+    """
+    if supervised and is_attack.any():
+        rule = "max F1 on validation" + (" (which holds attacks only)" if is_attack.all() else "")
+        return Threshold(value=threshold_max_f1(is_attack, score), rule=rule)
+    if is_attack.all():
+        raise DataError(
+            "The threshold needs benign windows in the validation part",
+            value=f"{len(is_attack)} windows, none of them benign",
+            remedy="Use a longer log, or raise dataset.validation_share",
+        )
+    reason = " (which holds no attacks)" if supervised else ""
+    return Threshold(
+        value=threshold_at_fpr(score[~is_attack], fpr),
+        rule=f"at most {100 * fpr:g} % of benign windows flagged on validation{reason}",
+    )
+
+
+def threshold_max_f1(is_attack: NDArray[np.bool_], score: NDArray[np.float64]) -> float:
+    """Returns the threshold with the best attack-class F1; of equally good ones, the one that flags fewest windows.
+
+    It lies midway between the lowest flagged score and the highest one that is not.
+
+    Args:
+        is_attack: [V], at least one of them true.
+        score: [V], finite.
+    """
+    levels, level_of = np.unique(-score, return_inverse=True)
+    flagged = np.cumsum(np.bincount(level_of))
+    hits = np.cumsum(np.bincount(level_of, weights=is_attack))
+    f1 = 2 * hits / (flagged + hits[-1])
+    best = int(np.argmax(f1))
+    lowest_flagged = -float(levels[best])
+    if best + 1 == len(levels):
+        return float(np.nextafter(lowest_flagged, -np.inf))
+    return _between(-float(levels[best + 1]), lowest_flagged)
+
+
+def _between(low: float, high: float) -> float:
+    """Returns a number in [low, high): the middle, unless rounding or overflow puts that elsewhere."""
+    middle = (low + high) / 2
+    return middle if low <= middle < high else low
+
+
+def threshold_at_fpr(benign_score: NDArray[np.float64], fpr: float) -> float:
+    """Returns the lowest of the benign scores that leaves at most a share `fpr` of them strictly above it.
+
+    Equal scores are flagged together or not at all, so the rate that is reached may be lower, but never higher.
+
+    Args:
+        benign_score: [V], at least one.
+        fpr: In [0, 1].
+    """
+    count = len(benign_score)
+    rates = np.arange(1, count) / count
+    allowed = int(np.searchsorted(rates, fpr, side="right"))
+    return float(np.sort(benign_score)[count - 1 - allowed])
+
+
+FIXED_FPR: Final = 0.01
+"""False-positive rate at which `recall_at_fpr_1pct` is read: customary, and already hundreds of alarms an hour."""
+
+
+class Metrics(TypedDict):
+    """Figures of one detector on one set of windows; the rates are in [0, 1], `mcc` in [-1, 1]."""
+
+    f1: float | None
+    precision: float | None
+    recall: float | None
+    mcc: float | None
+    pr_auc: float | None
+    roc_auc: float | None
+    recall_at_fpr_1pct: float | None
+    false_positive_rate: float | None
+    false_alarms_per_hour: float | None
+    flagged_share: float | None
+    windows: int
+    attack_windows: int
+
+
+class KindRecall(TypedDict):
+    """Share of one attack kind's windows that were flagged, and how many windows that kind has."""
+
+    recall: float
+    windows: int
+
+
+def detector_metrics(
+    is_attack: NDArray[np.bool_], score: NDArray[np.float64], flagged: NDArray[np.bool_], *, benign_hours: float
+) -> Metrics:
+    """Computes every figure of one detector.
+
+    A precision with nothing flagged is 0, as in scikit-learn; so is an MCC if all windows, or none, are flagged. With
+    windows of one class only, MCC is undefined for every detector, hence None.
+
+    Args:
+        is_attack: [W] the truth.
+        score: [W] higher is more attack-like; finite.
+        flagged: [W] what the detector calls an attack.
+        benign_hours: Observed time without attacks, in hours.
+    """
+    hits = int(np.count_nonzero(is_attack & flagged))
+    false_alarms = int(np.count_nonzero(flagged)) - hits
+    attacks = int(np.count_nonzero(is_attack))
+    benign = len(is_attack) - attacks
+    both = attacks > 0 and benign > 0
+    return Metrics(
+        f1=2 * hits / (hits + false_alarms + attacks) if attacks else None,
+        precision=hits / max(hits + false_alarms, 1) if attacks else None,
+        recall=_ratio(hits, attacks),
+        mcc=_mcc(hits, false_alarms, attacks, benign) if both else None,
+        pr_auc=float(average_precision_score(is_attack, score)) if attacks else None,
+        roc_auc=float(roc_auc_score(is_attack, score)) if both else None,
+        recall_at_fpr_1pct=recall_at_fpr(is_attack, score, FIXED_FPR) if both else None,
+        false_positive_rate=_ratio(false_alarms, benign),
+        false_alarms_per_hour=_ratio(false_alarms, benign_hours),
+        flagged_share=_ratio(hits + false_alarms, len(is_attack)),
+        windows=len(is_attack),
+        attack_windows=attacks,
+    )
+
+
+def _ratio(part: int, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _mcc(hits: int, false_alarms: int, attacks: int, benign: int) -> float:
+    """Matthews correlation coefficient from counts, in Python integers: their products exceed 64 bits."""
+    flagged = hits + false_alarms
+    passed = attacks + benign - flagged
+    if not flagged or not passed:
+        return 0.0
+    covariance = hits * (benign - false_alarms) - false_alarms * (attacks - hits)
+    return float(covariance / (flagged * passed * attacks * benign) ** 0.5)
+
+
+def recall_at_fpr(is_attack: NDArray[np.bool_], score: NDArray[np.float64], fpr: float) -> float:
+    """Returns the best recall that any threshold reaches with at most a share `fpr` of the benign windows flagged.
+
+    It says how well the scores rank, whatever threshold was chosen. Both classes must occur.
+    """
+    threshold = threshold_at_fpr(score[~is_attack], fpr)
+    return float(np.mean(score[is_attack] > threshold))
+
+
+def recall_by_kind(
+    label: NDArray[np.uint8], flagged: NDArray[np.bool_], kinds: tuple[str, ...]
+) -> dict[str, KindRecall]:
+    """Computes the recall of every attack kind that occurs.
+
+    Args:
+        label: [W] indices into `kinds`; 0 is benign.
+        flagged: [W].
+        kinds: Names of the label codes.
+    """
+    return {
+        kinds[code]: KindRecall(
+            recall=float(np.mean(flagged[label == code])), windows=int(np.count_nonzero(label == code))
+        )
+        for code in np.unique(label[label > 0])
+    }
+
+
+NODE_WEIGHT: Final = 0.40
+
+
+EDGE_WEIGHT: Final = 0.35
+
+
+LATENT_WEIGHT: Final = 0.25
+"""Shares of the autoencoder's error terms in the anomaly score."""
+
+
+def error_units(benign_errors: NDArray[np.float64]) -> list[float]:
+    """Returns the [3] units of the error terms, from [R, 3] errors of benign validation windows."""
+    units: list[float] = np.maximum(benign_errors.mean(axis=0), np.finfo(np.float64).tiny).tolist()
+    return units
+
+
+def anomaly_scores(errors: NDArray[np.float64], units: Sequence[float]) -> NDArray[np.float64]:
+    """Returns [R] scores: 1 is as erroneous as the mean benign window of validation.
+
+    Args:
+        errors: [R, 3] node, edge and latent errors.
+        units: [3] of the error terms.
+    """
+    weights = np.array([NODE_WEIGHT, EDGE_WEIGHT, LATENT_WEIGHT])
+    scores: NDArray[np.float64] = errors @ (weights / np.asarray(units))
+    return scores

@@ -1,0 +1,125 @@
+"""The two scores that fusion mixes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+STATE_WIDTH: Final = 7
+"""Anomaly score, attack probability, the confidence of each, and the autoencoder's three error terms."""
+
+
+NO_WINDOW: Final = -1
+"""Stands for the window after a last one."""
+
+
+THRESHOLD: Final = 0.5
+"""Of a fused score, as of the two scores it is made of."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WindowScores:
+    """What two finished models say of windows, each figure in [0, 1].
+
+    Attributes:
+        anomaly: [G] of the autoencoder; 0.5 is its threshold.
+        attack: [G] of the classifier; 0.5 is its threshold.
+        errors: [G, 3] node, edge and latent errors; 0.5 is the mean benign window of validation.
+    """
+
+    anomaly: NDArray[np.float64]
+    attack: NDArray[np.float64]
+    errors: NDArray[np.float64]
+
+    @classmethod
+    def unknown(cls, windows: int) -> Self:
+        """Makes the table of windows that nobody has been asked about yet."""
+        return cls(anomaly=np.zeros(windows), attack=np.zeros(windows), errors=np.zeros((windows, 3)))
+
+    def states(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Returns [R, 7] what the agent sees."""
+        scores = np.stack([self.anomaly[rows], self.attack[rows]], axis=1)
+        return np.concatenate([scores, confidence(scores), self.errors[rows]], axis=1, dtype=np.float32)
+
+    def fused(self, rows: NDArray[np.int64], weights: NDArray[np.float64] | float) -> NDArray[np.float64]:
+        """Returns [R] (1 − α) · anomaly + α · attack.
+
+        Args:
+            rows: [R].
+            weights: [R] the α of each window, or one for all.
+        """
+        fused: NDArray[np.float64] = (1 - weights) * self.anomaly[rows] + weights * self.attack[rows]
+        return fused
+
+
+def mixing_weights(count: int) -> NDArray[np.float64]:
+    """Returns the [count] weights α that the agent chooses from, evenly spaced in [0, 1]."""
+    return np.linspace(0.0, 1.0, count)
+
+
+def confidence(score: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns how far scores in [0, 1] lie from their threshold: 0 on it, 1 at either end."""
+    far: NDArray[np.float64] = np.abs(score - THRESHOLD) * 2
+    return far
+
+
+def bounded_anomaly(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
+    """Returns anomaly scores as s / (s + threshold): in [0, 1], in the same order, the threshold at 0.5.
+
+    Args:
+        score: [R], not negative.
+        threshold: The autoencoder's own.
+    """
+    # A threshold of 0 flags whatever is above it.
+    bounded: NDArray[np.float64] = score / (score + max(threshold, np.finfo(np.float64).tiny))
+    return bounded
+
+
+def attack_probability(logit_difference: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
+    """Returns the logistic function of logit differences, shifted so that the threshold is at 0.5.
+
+    Trained with classes of equal weight, a classifier's own 0.5 flags too much where attacks are rare; mixed unshifted,
+    it would have to be outvoted where it is right.
+
+    Args:
+        logit_difference: [R] attack minus benign.
+        threshold: The classifier's own, of the same kind.
+    """
+    return logistic(logit_difference - threshold)
+
+
+def logistic(logit_difference: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns probabilities of logit differences."""
+    # As a tangent it overflows nowhere.
+    probability: NDArray[np.float64] = 0.5 * (1 + np.tanh(logit_difference / 2))
+    return probability
+
+
+def bounded_errors(errors: NDArray[np.float64], units: Sequence[float]) -> NDArray[np.float64]:
+    """Returns [R, 3] error terms as e / (e + unit): in [0, 1], their mean over benign validation windows at 0.5."""
+    bounded: NDArray[np.float64] = errors / (errors + np.asarray(units))
+    return bounded
+
+
+def next_windows(rows: NDArray[np.int64], source: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Finds the window that follows each one in time: the next of the same log.
+
+    The last window of a log has none; nor has one whose next belongs to another part of the data set, so that training
+    sees nothing of validation and test, not even as what comes next.
+
+    Args:
+        rows: [R] the windows of one part of a data set.
+        source: [G] the log of every window; a log's windows lie one after another, in time.
+
+    Returns:
+        [G] of every window of the data set, `NO_WINDOW` where there is none.
+    """
+    following = np.full(len(source), NO_WINDOW, dtype=np.int64)
+    in_part = np.zeros(len(source) + 1, dtype=np.bool_)
+    in_part[rows] = True
+    same_log = np.append(source[1:] == source[:-1], False)
+    goes_on = rows[in_part[rows + 1] & same_log[rows]]
+    following[goes_on] = goes_on + 1
+    return following

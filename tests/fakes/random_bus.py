@@ -1,0 +1,56 @@
+"""Frames of a made-up bus, and the graphs they become."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from can_train.tasks.can.data.cache import CacheContent, CacheWriter
+from can_train.tasks.can.data.frames import Frames
+from can_train.tasks.can.data.graphs import FlatGraphs, GraphBlock, GraphBuilder, SourceFile
+
+
+def random_frames(size: int, seed: int = 0, num_ids: int = 12) -> Frames:
+    rng = np.random.default_rng(seed)
+    ids = np.sort(rng.choice(2**29, num_ids, replace=False)).astype(np.uint32)
+    return Frames(
+        timestamp=np.cumsum(rng.exponential(5e-4, size)),
+        can_id=rng.choice(ids, size, p=rng.dirichlet(np.ones(num_ids))),
+        length=np.full(size, 8, np.uint8),
+        payload=rng.integers(0, 256, (size, 8), dtype=np.uint8),
+        label=(rng.random(size) < 0.01).astype(np.uint8),
+    )
+
+
+def write_log(path: Path, frames: Frames) -> Path:
+    """Writes frames as can-train-and-test does, their IDs cut to 11 bits."""
+    rows = zip(frames.timestamp, frames.can_id & 0x7FF, frames.payload, frames.label, strict=True)
+    text = "".join(
+        f"{time:.6f},{can_id:03X},{bytes(data).hex().upper()},{label}\n" for time, can_id, data, label in rows
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("timestamp,arbitration_id,data_field,attack\n" + text)
+    return path
+
+
+def random_blocks(num_windows: int, seed: int = 0, window: int = 20) -> list[GraphBlock]:
+    return list(GraphBuilder(window, window).feed(random_frames(num_windows * window, seed)))
+
+
+def source_file(role: str = "log", group: str = "drive.log") -> SourceFile:
+    return SourceFile(path=f"data/{group}", role=role, group=group, frames=0, labelled=True, sha256="00")
+
+
+def content_of(num_sources: int, window: int = 20) -> CacheContent:
+    sources = tuple(replace(source_file(), path=f"data/{index}.log") for index in range(num_sources))
+    return CacheContent(kinds=("benign", "DoS"), sources=sources, window=window, notices=("3 rows left out",))
+
+
+def cached_graphs(folder: Path, logs: Sequence[Sequence[GraphBlock]], window: int = 20) -> FlatGraphs:
+    """Puts the blocks of each log through a cache in `folder`."""
+    with CacheWriter(folder) as writer:
+        for index, blocks in enumerate(logs):
+            for block in blocks:
+                writer.append(block, index)
+        return writer.finish(content_of(len(logs), window))

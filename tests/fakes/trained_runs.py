@@ -1,0 +1,49 @@
+"""Small finished runs on logs of a made-up bus, for the tests of what is done with them."""
+
+import atexit
+from functools import cache
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+
+from can_train.config.compose import RunRequest, resolve
+from can_train.config.resolved import settled_paths
+from can_train.reporter import SilentReporter
+from can_train.training.train import train_new
+from fakes.random_bus import random_frames, write_log
+
+WINDOW = 20
+
+_SETTINGS = {
+    "training.epochs": 1, "training.min_steps_per_epoch": 2, "dataset.window": WINDOW, "dataset.stride": WINDOW,
+}  # fmt: skip
+
+
+def bus_log(path: Path, seed: int = 0, frames: int = 4_000) -> Path:
+    """Writes a log with some attacks, the same IDs whatever the seed."""
+    return write_log(path, random_frames(frames, seed))
+
+
+@cache
+def finished_run(model: str, mode: str | None = None, size: str = "student", **more: object) -> Path:
+    """The folder of a run, trained for a moment: `drive.csv` beside its runs folder is its log, alike for all."""
+    place = Path(mkdtemp(prefix=f"finished-{model}-"))
+    atexit.register(rmtree, place, ignore_errors=True)
+    folders = {"paths.runs_dir": str(place / "runs"), "paths.state_dir": str(place / "state")}
+    settings = {name.replace("__", "."): value for name, value in more.items()}
+    run = resolve(
+        RunRequest(
+            model=model,
+            dataset=str(bus_log(place / "drive.csv")),
+            mode=mode,
+            size=size,
+            device="cpu",
+            values=_SETTINGS | folders | settings,
+        )
+    )
+    return train_new(settled_paths(run), SilentReporter()).folder.path
+
+
+def own_log(run: Path) -> Path:
+    """The log that a run of `finished_run` was trained on."""
+    return run.parent.parent / "drive.csv"

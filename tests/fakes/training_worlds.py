@@ -1,0 +1,190 @@
+"""What ranks do in the tests of training: a line is fitted together, and something may happen to one of them."""
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.config.compose import RunRequest, resolve
+from can_train.fit import random_state
+from can_train.training import train as training_loop
+from can_train.training.distributed import Ranks
+from can_train.training.observe import Attempt
+from can_train.training.session import make_session
+from can_train.training.train import train_new
+from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
+
+MIB = 2**20
+
+
+class TroubledTask(LineTask):
+    """Points, some of which are dropped; from the moment it is armed something happens at its `at`th batch."""
+
+    def __init__(self, *, dropout: float, norm: bool, how: str, at: int) -> None:
+        super().__init__()
+        self.dropout, self.norm, self.how, self.at = dropout, norm, how, at
+        self.armed = False
+        self.asked = 0
+        self.validated = 0
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.BatchNorm1d(4) if self.norm else nn.Identity(), super().build_model(), nn.Dropout(self.dropout)
+        )
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LineBatch:
+        self.asked += 1
+        if self.armed and generator is None:
+            self.validated += len(rows)
+        elif self.armed:
+            self.at -= 1
+            if self.at == 0:
+                self._happen()
+        return super().logical_batch(rows, device, dtype, generator)
+
+    def _happen(self) -> None:
+        if self.how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "bug":
+            raise ValueError("a bug")
+        elif self.how == "little memory":
+            self.fail_above = 2
+        elif self.how == "no memory":
+            self.fail_above = 0
+
+
+class GrowingTask(TroubledTask):
+    """Points of which each epoch has more."""
+
+    def in_epoch(self, epoch: int, epochs: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            train_rows=self.train_rows[: SAMPLES * (epoch + 1) // epochs], logical_batch=self.logical_batch
+        )
+
+
+class HungryTask(TroubledTask):
+    """Points of which each takes 1 MiB; to the odd ones among the ranks, as many bytes by its position."""
+
+    def __init__(self, *, odd: bool, **given: Any) -> None:
+        super().__init__(**given)
+        self.odd = odd
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LineBatch:
+        points = super().logical_batch(rows, device, dtype, generator)
+        return HungryBatch(points._x, (rows + 1) / SAMPLES * 2 if self.odd else np.ones(len(rows)))
+
+
+class HungryBatch(LineBatch):
+    """Some of them, and the MiB that each takes."""
+
+    def __init__(self, x: Tensor, mib: NDArray[np.float64]) -> None:
+        super().__init__(x, 10**9)
+        self._mib = mib
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
+        held = torch.ones(int(self._mib[start:stop].sum() * MIB / 4), requires_grad=True)
+        total, denominator = super().losses(model, start, stop)["error"]
+        return {"error": (total + 0 * held.square().sum(), denominator)}
+
+
+def fit_line(
+    ranks: Ranks,
+    folder: Path,
+    *,
+    trouble: tuple[int, str, int] = (0, "", 0),
+    dropout: float = 0.0,
+    norm: bool = False,
+    capacities_mib: tuple[int, ...] = (),
+    odd: bool = False,
+    growing: bool = False,
+    **training: Any,
+) -> None:
+    """Trains as a run does, from the plan to the last step.
+
+    Args:
+        ranks: Who trains.
+        folder: Of the run; what each rank came to is in its `rank-<rank>.pt`.
+        trouble: The rank that something happens to, what, and at which batch.
+        dropout: Of the model.
+        norm: Whether it has a BatchNorm.
+        capacities_mib: Of each rank's device, on which points take memory.
+        odd: Whether they take it otherwise on every other rank.
+        growing: Whether epochs have more and more points.
+        training: Settings.
+    """
+    torch.use_deterministic_algorithms(True)
+    unlucky, how, at = trouble
+    given = {"dropout": dropout, "norm": norm, "how": how if unlucky == ranks.rank else "", "at": at}
+    plain = GrowingTask if growing else TroubledTask
+    task = HungryTask(odd=odd and ranks.rank % 2 == 1, **given) if capacities_mib else plain(**given)
+    parts = ranks.on_rank0_first(lambda: line_parts(folder, task, **training))
+    parts = replace(parts, ranks=ranks)
+    if capacities_mib:
+        parts.meter.capacity_bytes = capacities_mib[ranks.rank] * MIB
+    session = make_session(parts, fixed(0.5))
+    planning, generators = task.asked, random_state.capture()
+    drawn = torch.rand(3)
+    random_state.restore(generators)
+    task.armed = True
+    with parts.stops.installed(), Attempt(run=parts.run, folder=parts.folder, session=session):
+        training_loop.train(session)
+    assert isinstance(parts.reporter, Notices)
+    told = {
+        "weights": torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()]),
+        "buffers": dict(session.model.named_buffers()),
+        "best": session.best,
+        "step": session.progress.step,
+        "ooms": (session.batcher.ooms, session.ooms_elsewhere),
+        "plan": session.run_plan.to_plain(),
+        "notices": parts.reporter.texts,
+        "asked in planning": planning,
+        "validated": task.validated,
+        "drawn": drawn,
+    }
+    torch.save(told, folder / f"rank-{ranks.rank}.pt")
+    ranks.close()
+
+
+def train_windows(ranks: Ranks, folder: Path, *, model: str, state: Path) -> None:
+    """Trains a small model on simulated windows, from the data to the judgement."""
+    values = {
+        "dataset.synthetic.seconds": 5,
+        "training.epochs": 1,
+        "training.precision": "fp64",
+        "training.batch_size": 40,
+        "model.dropout": 0.0,
+        "mode.baselines": False,
+        "paths.runs_dir": str(folder / "runs"),
+        "paths.state_dir": str(state),
+    }
+    _train(ranks, folder, RunRequest(model=model, dataset="synthetic", size="student", device="cpu", values=values))
+
+
+def train_mode(ranks: Ranks, folder: Path, *, model: str, mode: str, log: Path, values: Mapping[str, Any]) -> None:
+    """Trains a mode on the windows of a log, from the data to the judgement."""
+    paths = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
+    _train(
+        ranks,
+        folder,
+        RunRequest(model=model, mode=mode, dataset=str(log), size="student", device="cpu", values={**values, **paths}),
+    )
+
+
+def _train(ranks: Ranks, folder: Path, request: RunRequest) -> None:
+    reporter = Notices()
+    outcome = train_new(resolve(request), reporter, ranks)
+    torch.save((outcome.summary, reporter.texts), folder / f"outcome-{ranks.rank}.pt")

@@ -1,0 +1,166 @@
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.typing import ArrayLike
+
+from can_train.fit.cost_model import ALLOCATION_QUANTUM, UNSEEN, CostModel, fit_cost_model
+from can_train.task import Feature
+
+MIB = 2**20
+GRAPHS = (Feature("nodes"), Feature("edges"))
+THREE = (*GRAPHS, Feature("graphs"))
+
+# Eight probes of nodes, edges and graphs: sparse and dense ones, small and large ones.
+TOTALS = np.array(
+    [[40, 80, 4], [40, 400, 4], [200, 300, 4], [200, 4_000, 4],
+     [80, 160, 8], [400, 600, 8], [90, 500, 8], [900, 9_000, 16]],
+    dtype=np.float64,
+)  # fmt: skip
+
+rows_of_two = st.tuples(st.floats(1.0, 10**4), st.floats(1.0, 10**4))
+coefficients = st.just(0.0) | st.floats(10.0, 10**6)
+laws = st.tuples(coefficients, coefficients, coefficients)
+
+
+def fitted(base: float, law: tuple[float, ...], noise: ArrayLike = 0.0) -> CostModel:
+    totals = TOTALS[:, : len(law)]
+    return fit_cost_model(THREE[: len(law)], totals, (base + totals @ np.array(law)) * (1 + np.asarray(noise)))
+
+
+def simple(peaks: Sequence[float], totals: Sequence[float]) -> CostModel:
+    return fit_cost_model((Feature("tokens"),), np.array(totals)[:, None], np.array(peaks))
+
+
+@given(base=st.floats(0.0, 10**9), law=laws.filter(any))
+def test_a_straight_line_is_recovered(base: float, law: tuple[float, ...]) -> None:
+    model = fitted(base, law)
+    largest = base + float((TOTALS @ np.array(law)).max())
+    assert model.base_bytes == pytest.approx(base, abs=1e-8 * largest)
+    assert (np.array(model.coefficients) * TOTALS.max(axis=0)).tolist() == pytest.approx(
+        (np.array(law) * TOTALS.max(axis=0)).tolist(), abs=1e-7 * largest
+    )
+    assert model.sigma_bytes == pytest.approx(ALLOCATION_QUANTUM, abs=1e-8 * largest)
+
+
+@given(
+    base=st.floats(0.0, 10**9),
+    law=laws,
+    noise=st.lists(st.floats(-0.5, 0.5), min_size=len(TOTALS), max_size=len(TOTALS)),
+)
+def test_no_coefficient_is_negative_whatever_the_peaks(base: float, law: tuple[float, ...], noise: list[float]) -> None:
+    model = fitted(base + 1, law, noise)
+    assert min(model.base_bytes, *model.coefficients) >= 0
+    assert max(model.coefficients) > 0
+
+
+@given(base=st.floats(1.0, 10**9), law=laws.filter(any), noise=st.lists(st.floats(-0.5, 0.5), min_size=8, max_size=8))
+def test_no_other_law_without_negative_coefficients_fits_better(
+    base: float, law: tuple[float, ...], noise: list[float]
+) -> None:
+    peaks = (base + TOTALS @ np.array(law)) * (1 + np.array(noise))
+    model = fit_cost_model(THREE, TOTALS, peaks)
+    assume(model.coefficients != (1.0, 1.0, 1.0))  # what stands for nothing that grows
+    scale = TOTALS.max(axis=0)
+    rows = np.column_stack([np.ones(len(TOTALS)), TOTALS / scale])
+    solution = np.array([model.base_bytes, *(np.array(model.coefficients) * scale)]) / peaks.max()
+    uphill = rows.T @ (rows @ solution - peaks / peaks.max())
+    # Karush, Kuhn and Tucker: no direction goes down, and along what is in use there is none that goes up either.
+    assert (uphill > -1e-6).all()
+    assert (np.abs(uphill[solution > 1e-6]) < 1e-6).all()
+
+
+def test_a_base_of_nearly_nothing_does_not_cost_the_law_its_slope() -> None:
+    model = simple([0.97e6, 1.99e6, 4e6, 8.03e6], [1, 2, 4, 8])
+    assert model.base_bytes == 0
+    assert model.coefficients[0] == pytest.approx(1e6, rel=0.01)
+
+
+def test_peaks_that_do_not_grow_leave_a_byte_a_unit() -> None:
+    model = simple([50e6, 50e6, 50e6], [10, 20, 30])
+    assert (*model.coefficients, model.base_bytes) == pytest.approx((1.0, 50e6))
+    assert model.explains
+
+
+@given(totals=st.lists(rows_of_two, min_size=1, max_size=20), peak=st.integers(1, 10**11))
+def test_round_off_is_no_coefficient(totals: list[tuple[float, float]], peak: int) -> None:
+    model = fit_cost_model(GRAPHS, np.array(totals), np.full(len(totals), float(peak)))
+    shares = np.array(model.coefficients) * np.array(totals).max(axis=0) / peak
+    assert model.coefficients == (1.0, 1.0) or (shares[shares > 0] > 1e-9).all()
+
+
+def test_peaks_that_fall_leave_a_byte_a_unit_and_are_not_explained() -> None:
+    model = simple([90e6, 80e6, 70e6], [10, 20, 30])
+    assert model.coefficients == (1.0,)
+    assert not model.explains
+
+
+def test_a_single_probe_is_priced_as_it_was() -> None:
+    model = simple([8e6], [4])
+    assert model.base_bytes + 4 * model.coefficients[0] == pytest.approx(8e6)
+
+
+def test_features_that_cannot_be_told_apart_share_their_coefficient() -> None:
+    totals = np.array([[1.0, 1.0], [2.0, 2.0], [5.0, 5.0]])
+    model = fit_cost_model(GRAPHS, totals, 7 + totals[:, 0] * 30)
+    assert model.coefficients == pytest.approx((15, 15))
+
+
+def test_a_feature_that_nothing_has_costs_nothing() -> None:
+    totals = np.array([[1.0, 0.0], [2.0, 0.0], [5.0, 0.0]])
+    assert fit_cost_model(GRAPHS, totals, totals[:, 0] * MIB).coefficients == pytest.approx((MIB, 0))
+
+
+def test_features_of_very_different_size_are_both_found() -> None:
+    totals = np.array([[1e0, 1e9], [2e0, 1e9], [3e0, 5e9], [9e0, 7e9], [4e0, 2e9]])
+    model = fit_cost_model(GRAPHS, totals, totals @ [1e8, 0.5])
+    assert model.coefficients == pytest.approx((1e8, 0.5))
+
+
+@pytest.mark.parametrize(("bend", "explains"), [(0.0, True), (0.01, True), (1.0, False)])
+def test_a_law_that_bends_is_not_explained(bend: float, explains: bool) -> None:
+    sizes = np.array([4.0, 8.0, 16.0, 32.0])
+    peaks = MIB * (1 + sizes + bend * sizes**2 / 32)
+    assert simple(peaks.tolist(), sizes.tolist()).explains is explains
+
+
+def test_a_feature_that_says_nothing_is_not_explained() -> None:
+    peaks = [10 * MIB, 30 * MIB, 20 * MIB, 40 * MIB]
+    assert not simple(peaks, [4, 4, 4, 4]).explains
+
+
+def test_the_cost_of_a_batch_is_what_its_features_add_to_the_base() -> None:
+    padded = (Feature("tokens", padding=1),)
+    model = fit_cost_model(padded, np.array([[8.0], [24.0], [64.0]]), np.array([108.0, 124.0, 164.0]))
+    assert model.cost(np.array([[3.0], [5.0]])) == pytest.approx(10)
+    assert model.cost(np.empty((0, 1))) == 0
+
+
+def test_the_interval_grows_with_extrapolation() -> None:
+    noise = np.random.default_rng(0).normal(0, 0.002, len(TOTALS))
+    model = fitted(MIB, (1_000.0, 200.0), noise)
+    widths = [model.half_width(scale * TOTALS[0, :2]) for scale in (1, 10, 100, 1_000)]
+    unseen = [UNSEEN * scale * TOTALS[0, :2] @ np.array(model.coefficients) for scale in (1, 10, 100, 1_000)]
+    beyond = [width - share for width, share in zip(widths, unseen, strict=True)]
+    assert beyond == sorted(beyond)
+    assert beyond[3] > 50 * beyond[0]
+
+
+def test_the_interval_holds_what_it_says() -> None:
+    target, held, widths = 20 * TOTALS[-1], 0, []
+    for seed in range(200):
+        model = fitted(50 * MIB, (9e3, 800.0, 3e4), np.random.default_rng(seed).normal(0, 0.001, len(TOTALS)))
+        error = model.base_bytes + target @ np.array(model.coefficients) - (50 * MIB + target @ [9e3, 800.0, 3e4])
+        widths.append(model.half_width(target))
+        held += abs(error) <= widths[-1]
+    assert held >= 0.97 * 200
+    assert np.mean(widths) <= 0.15 * float(target @ [9e3, 800.0, 3e4])
+
+
+def test_a_model_survives_its_file() -> None:
+    model = replace(fitted(MIB, (1_000.0, 200.0), 0.01 * np.arange(len(TOTALS))), below=((1.0, 2.0), (3.0, 4.0)))
+    assert CostModel.from_plain(json.loads(json.dumps(asdict(model)))) == model

@@ -1,0 +1,117 @@
+"""What a loop of one's own may give to MicroBatcher, and what it is told otherwise."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from can_train.errors import ArgumentError
+from can_train.fit.micro_batcher import Losses, MicroBatcher
+from can_train.fit.packing import SplitRules
+from can_train.memory.meters import SimulatedMeter
+
+MIB = 2**20
+X = torch.arange(32.0).reshape(16, 2)
+
+
+def batcher(**rules: Any) -> MicroBatcher:
+    torch.manual_seed(0)
+    return MicroBatcher(nn.Linear(2, 1), rules=SplitRules(**rules))
+
+
+def losses(made: MicroBatcher, start: int, stop: int) -> Losses:
+    return {"loss": (made._model(X[start:stop]).square().sum(), float(stop - start))}
+
+
+@pytest.mark.parametrize("batch", [16, np.int64(16), torch.tensor(16), [1.0] * 16, np.ones(16), (2,) * 16])
+def test_a_batch_is_a_number_of_samples_or_their_costs(batch: Any) -> None:
+    made = batcher()
+    assert made.run(lambda start, stop: losses(made, start, stop), batch).micro_batches == (16,)
+
+
+@pytest.mark.parametrize("batch", [16.0, None, "16", torch.tensor(16.0), [[1.0]], {"samples": 16}])
+def test_anything_else_is_refused(batch: Any) -> None:
+    made = batcher()
+    with pytest.raises(ArgumentError, match="A batch is a number of samples, or a cost for each of them"):
+        made.run(lambda start, stop: losses(made, start, stop), batch)
+
+
+@pytest.mark.parametrize("batch", [0, -1, [], np.ones(0)])
+def test_a_batch_has_a_sample(batch: Any) -> None:
+    made = batcher()
+    with pytest.raises(ArgumentError, match="at least one sample"):
+        made.run(lambda start, stop: losses(made, start, stop), batch)
+
+
+@pytest.mark.parametrize("cost", [float("nan"), -1.0, float("inf")])
+def test_costs_are_finite_and_not_negative(cost: float) -> None:
+    made = batcher()
+    with pytest.raises(ArgumentError, match="Costs of samples"):
+        made.run(lambda start, stop: losses(made, start, stop), [1.0, cost])
+
+
+@pytest.mark.parametrize("computed", [{}, torch.ones(()), {"loss": torch.ones(())}, None, 3.0])
+def test_losses_are_sums_with_denominators(computed: Any) -> None:
+    with pytest.raises(ArgumentError, match="losses_of returns"):
+        batcher().run(lambda start, stop: computed, 4)
+
+
+@pytest.mark.parametrize(("given", "message"), [("denominators", "has a denominator"), ("weights", "has a weight")])
+def test_every_term_is_known(given: str, message: str) -> None:
+    made = batcher()
+    with pytest.raises(ArgumentError, match=message):
+        made.run(lambda start, stop: losses(made, start, stop), 16, **{given: {"other": 16.0}})
+
+
+def test_a_model_has_parameters() -> None:
+    with pytest.raises(ArgumentError, match=r"A model to be trained has parameters: ReLU"):
+        MicroBatcher(nn.ReLU())
+
+
+@pytest.mark.parametrize("error", [ValueError("corrupt sample"), KeyboardInterrupt()])
+def test_an_error_in_a_loss_loses_no_gradient_that_was_there(error: BaseException) -> None:
+    made = batcher(samples=4)
+    weight = made._model.weight
+    made.run(lambda start, stop: losses(made, start, stop), 16)
+    assert isinstance(weight.grad, torch.Tensor)
+    before = weight.grad.clone()
+
+    def corrupt(start: int, stop: int) -> Losses:
+        raise error
+
+    with pytest.raises(type(error)):
+        made.run(corrupt, 16)
+    assert torch.equal(weight.grad, before)
+
+
+class Buffered(nn.Module):
+    """Has a buffer that is large beside the memory there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("table", torch.zeros(12 * MIB // 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def test_setting_buffers_aside_may_run_out_of_memory_too() -> None:
+    meter = SimulatedMeter(60 * MIB, expandable=True)
+    with meter.active():
+        model = Buffered()
+        made = MicroBatcher(model, meter=meter)
+        kept = [torch.empty(20 * MIB, dtype=torch.uint8)]
+
+        def losses_of(start: int, stop: int) -> Losses:
+            kept.clear()
+            return {"loss": (model(torch.ones(stop - start, 64)).square().sum(), float(stop - start))}
+
+        rescue = made._rescue
+        rescue._wait = lambda seconds: kept.clear()
+        result = made.run(losses_of, 1)
+    assert result.ooms == 1
+    assert result.micro_batches == (1,)

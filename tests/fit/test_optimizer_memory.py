@@ -1,0 +1,85 @@
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from can_train.fit.optimizer import OptimizerMemory, measure_optimizer
+
+LAYERS = 8
+LAYER_BYTES = 256 * 256 * 4
+WEIGHTS = LAYERS * LAYER_BYTES
+
+
+def layers() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(256, 256)) for _ in range(LAYERS)]
+
+
+def measured(optimizer: Any, **settings: Any) -> OptimizerMemory:
+    return measure_optimizer(layers(), partial(optimizer, lr=0.1, **settings))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "state", "total"),
+    [
+        (torch.optim.AdamW, {"foreach": True}, 2.0, 5.0),
+        (torch.optim.AdamW, {"foreach": False}, 2.0, 4 + 3 / LAYERS),
+        (torch.optim.AdamW, {"fused": True}, 2.0, 4.0),
+        (torch.optim.SGD, {"momentum": 0.9}, 1.0, 3.0),
+        (torch.optim.SGD, {"momentum": 0.0, "foreach": False}, 0.0, 2.0),
+        (torch.optim.Adam, {"amsgrad": True, "foreach": False}, 3.0, 5 + 3 / LAYERS),
+    ],
+    ids=["adamw foreach", "adamw for-loop", "adamw fused", "sgd momentum", "sgd", "amsgrad"],
+)
+def test_an_optimizer_takes_what_is_known_of_it(
+    optimizer: Any, settings: dict[str, Any], state: float, total: float
+) -> None:
+    memory = measured(optimizer, **settings)
+    assert memory.parameter_bytes == WEIGHTS
+    assert memory.state_bytes / WEIGHTS == pytest.approx(state, abs=0.01)
+    needed = 2 * memory.parameter_bytes + memory.state_bytes + memory.transient_bytes
+    assert needed / WEIGHTS == pytest.approx(total, rel=0.03)
+
+
+def test_the_parameters_themselves_are_neither_stepped_nor_given_gradients() -> None:
+    parameters = layers()
+    before = [parameter.detach().clone() for parameter in parameters]
+    handed: list[nn.Parameter] = []
+
+    def make(shadows: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        handed.extend(shadows)
+        return torch.optim.AdamW(shadows, lr=0.1)
+
+    measure_optimizer(parameters, make)
+    assert all(parameter.grad is None for parameter in parameters)
+    assert all(torch.equal(now, then) for now, then in zip(parameters, before, strict=True))
+    assert not {id(shadow) for shadow in handed} & {id(parameter) for parameter in parameters}
+
+
+def test_half_precision_weights_have_half_precision_state() -> None:
+    halves = [nn.Parameter(torch.zeros(256, 256, dtype=torch.bfloat16))]
+    memory = measure_optimizer(halves, partial(torch.optim.AdamW, foreach=False))
+    assert memory.parameter_bytes == LAYER_BYTES / 2
+    assert memory.state_bytes == pytest.approx(LAYER_BYTES, rel=0.01)
+
+
+class Later(torch.optim.SGD):
+    """Needs 1 MiB for a moment in one of its steps."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, hungry: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self._left = hungry
+
+    def step(self, closure: Any = None) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            torch.empty(2**20, dtype=torch.uint8)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("hungry", [1, 2])
+def test_what_only_the_first_or_only_a_later_step_needs_counts(hungry: int) -> None:
+    memory = measure_optimizer(layers(), partial(Later, hungry=hungry))
+    assert (memory.state_bytes, memory.transient_bytes) == (0, 2**20)

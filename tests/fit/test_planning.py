@@ -1,0 +1,245 @@
+"""Plans of a line: exploring leaves nothing behind, and the plan says what decided."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.errors import DoesNotFitError
+from can_train.fit.epochs import kept_rows
+from can_train.fit.packing import BatchCosts
+from can_train.fit.planner import Planner, RunPlan, plan_request, still_fits
+from can_train.fit.probe import fit_by_probes
+from can_train.fit.search import Peak, Room, find_phase_limit, pack_worst_case
+from can_train.memory.meters import CpuMeter
+from can_train.task import Feature
+from can_train.training.session import make_session
+from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts, line_run
+
+MIB = 2**20
+FACTOR = fixed(0.5)
+
+
+class HungryBatch(LineBatch):
+    """Takes 1 MiB of activations for each unit of its samples' positions."""
+
+    def __init__(self, x: Tensor, units: NDArray[np.float64]) -> None:
+        super().__init__(x, 10**9)
+        self._units = units
+
+    def losses(self, model: nn.Module, start: int, stop: int) -> Any:
+        held = torch.ones(int(self._units[start:stop].sum()) * MIB // 4, requires_grad=True)
+        terms = super().losses(model, start, stop)
+        total, denominator = terms["error"]
+        return {"error": (total + 0 * held.square().sum(), denominator)}
+
+
+class HungryTask(LineTask):
+    """Points of which number r takes 1 + r % 5 MiB, or more where it says so."""
+
+    def __init__(self, *, largest: int = 5) -> None:
+        super().__init__()
+        self.features = (Feature("units"),)
+        self._units = 1.0 + np.arange(SAMPLES + 10) % 5
+        self._units[7] = largest
+        self.asked: list[list[int]] = []
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self._units[rows, None]
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> HungryBatch:
+        self.asked.append(rows.tolist())
+        return HungryBatch(self._x[rows].to(device, dtype), self._units[rows])
+
+
+def planned(folder: Path, task: LineTask, capacity_mib: float, **training: Any) -> tuple[RunPlan, Notices]:
+    meter, reporter = CpuMeter(), Notices()
+    meter.capacity_bytes = int(capacity_mib * MIB)
+    run = line_run(folder, **training)
+    planner = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=reporter)
+    return planner.make(FACTOR), reporter
+
+
+def test_the_law_of_the_memory_is_found_and_the_limit_tried(tmp_path: Path) -> None:
+    plan, _ = planned(tmp_path, HungryTask(), 100, batch_size=60)
+    assert plan.limits is not None
+    training = plan.limits.training
+    # At the end of the backward pass: a unit itself, its gradient, and two factors of the square's.
+    assert training.model.coefficients[0] == pytest.approx(4 * MIB, rel=1e-3)
+    assert 0.9 * 100 * MIB <= training.peak_bytes(training.tuned_limit) <= 100 * MIB
+    assert training.trials <= 6
+    assert training.measured_ratio == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("training", "batch", "binding"),
+    [
+        ({"min_steps_per_epoch": 2}, range(3, 9), "memory"),
+        ({"min_steps_per_epoch": 30}, [2], "min_steps"),
+        ({"batch_size": 20}, [20], "requested"),
+        ({"batch_size": 10, "gradient_accumulation_steps": 3}, [30], "requested"),
+        ({"batch_size": 100}, [60], "dataset"),
+    ],
+)
+def test_the_plan_names_the_limit_that_decided(tmp_path: Path, training: Any, batch: Any, binding: str) -> None:
+    plan, _ = planned(tmp_path, HungryTask(), 150, **training)
+    assert plan.plan.logical_batch in batch
+    assert plan.plan.binding_limit == binding
+    assert plan.plan.largest_cost <= plan.plan.rules.safe_limit
+
+
+@pytest.mark.parametrize("batch", [1, 60])
+def test_evaluation_takes_no_more_memory_than_a_step(tmp_path: Path, batch: int) -> None:
+    plan, _ = planned(tmp_path, HungryTask(), 400, batch_size=batch)
+    assert plan.limits is not None
+    assert plan.predicted_peak_bytes is not None
+    cost, evaluation = plan.evaluation_limit.cost, plan.limits.evaluation
+    assert 0 < cost <= FACTOR.provisional * evaluation.tuned_limit
+    assert evaluation.peak_bytes(cost) <= plan.predicted_peak_bytes * 1.000001
+
+
+@pytest.mark.parametrize("training", [{"find_batch_size": "off", "batch_size": 30}, {"micro_batch_size": 8}])
+def test_a_plan_that_needs_no_limit_tries_nothing_but_whether_samples_are_coupled(
+    tmp_path: Path, training: dict[str, Any]
+) -> None:
+    task = HungryTask()
+    assert planned(tmp_path, task, 100, **training)[0].limits is None
+    assert [len(rows) for rows in task.asked] == [8]
+
+
+def test_oversize_samples_are_named_with_need_and_cards(tmp_path: Path) -> None:
+    with pytest.raises(
+        DoesNotFitError, match=r"1 of 60 do not: point 7; they need .* of 100 MiB\.\n.*--oversize skip.*cards"
+    ):
+        planned(tmp_path, HungryTask(largest=64), 100)
+
+
+def test_oversize_samples_are_skipped_where_asked_and_counted(tmp_path: Path) -> None:
+    plan, _ = planned(tmp_path, HungryTask(largest=64), 100, oversize="skip", batch_size=20)
+    assert plan.skipped == (7,)
+    assert 7 not in kept_rows(LineTask(), plan.skipped)
+    assert "oversize=skip leaves 1 of 60 training samples out" in plan.notices
+
+
+def test_a_device_that_holds_no_sample_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="At least one training sample must fit"):
+        planned(tmp_path, HungryTask(), 1.5)
+
+
+def test_a_task_that_lies_about_its_memory_is_told(tmp_path: Path) -> None:
+    class Lying(HungryTask):
+        def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+            return np.ones((len(rows), 1))
+
+    plan, _ = planned(tmp_path, Lying(), 200, batch_size=60)
+    assert any("does not follow its features (units)" in notice for notice in plan.notices)
+
+
+def test_a_hidden_allocation_is_noticed_by_the_verification() -> None:
+    order = BatchCosts.of_samples(np.full(1000, 1.0))
+    counts = np.ones((1000, 1))
+
+    def law(positions: NDArray[np.int64]) -> int:
+        return MIB + len(positions) * 1000
+
+    probed = fit_by_probes(law, (Feature("samples"),), counts, capacity_bytes=10 * MIB)
+    costs = BatchCosts(counts, probed.model.features, probed.model.coefficients)
+
+    def measured(positions: NDArray[np.int64]) -> Peak:
+        hidden = int(0.12 * 10 * MIB)
+        peak = law(positions) + hidden
+        if peak > 10 * MIB:
+            raise torch.OutOfMemoryError
+        return Peak(peak, 0)
+
+    room = Room(capacity_bytes=10 * MIB, slack_bytes=0)
+    limit = find_phase_limit(probed, measured, costs, upper=20 * MIB, room=room)
+    assert limit.measured_ratio > 1.1
+    assert len(order) == 1000
+    assert 0.93 <= limit.peak_bytes(limit.tuned_limit) / (10 * MIB) <= 1
+
+
+def test_a_worst_case_batch_holds_the_costliest_samples_and_is_filled_up() -> None:
+    order = BatchCosts.of_samples([1.0, 7.0, 5.0, 3.0])
+    assert sorted(order.each()[pack_worst_case(order, 13.0)].tolist(), reverse=True) == [7.0, 5.0, 1.0]
+    assert pack_worst_case(order, 0.5).size == 0
+    assert order.each()[pack_worst_case(order, 100.0)].sum() == pytest.approx(100.0, abs=1.0)
+
+
+def test_exploring_leaves_model_gradients_and_generators_as_they_were(tmp_path: Path) -> None:
+    task = HungryTask()
+    model = nn.Sequential(task.build_model(), nn.BatchNorm1d(1), nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state = torch.get_rng_state()
+    meter = CpuMeter()
+    meter.capacity_bytes = 100 * MIB
+    Planner(run=line_run(tmp_path), task=task, model=model, meter=meter, reporter=Notices()).make(fixed(0.5))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is not None and bool((parameter.grad == 1).all()) for parameter in model.parameters())
+    assert model.training
+
+
+def test_coupled_samples_are_named(tmp_path: Path) -> None:
+    class Normalising(LineTask):
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(super().build_model(), nn.BatchNorm1d(1))
+
+    plan, _ = planned(tmp_path, Normalising(), 100, batch_size=20)
+    assert any("coupled by 1: micro-batches change the gradient of error" in notice for notice in plan.notices)
+
+
+def test_a_session_draws_the_same_numbers_with_a_search_and_without(tmp_path: Path) -> None:
+    class Dropping(LineTask):
+        """Draws from the global generator, as dropout does."""
+
+        def build_model(self) -> nn.Module:
+            return nn.Sequential(super().build_model(), nn.Dropout(0.5))
+
+    draws = []
+    for name, training in (("searched", {}), ("fixed", {"micro_batch_size": 20})):
+        parts = line_parts(tmp_path / name, Dropping(), batch_size=20, **training)
+        session = make_session(replace(parts, reporter=Notices()), FACTOR)
+        draws.append((torch.rand(3), [parameter.detach().clone() for parameter in session.model.parameters()]))
+    assert torch.equal(draws[0][0], draws[1][0])
+    assert all(torch.equal(one, other) for one, other in zip(draws[0][1], draws[1][1], strict=True))
+
+
+def test_the_plan_of_the_first_attempt_is_kept(tmp_path: Path) -> None:
+    first = make_session(line_parts(tmp_path), FACTOR).run_plan
+    task = HungryTask()
+    again = make_session(line_parts(tmp_path, task), fixed(0.9))
+    assert again.run_plan == first
+    assert task.asked == []
+
+
+def test_on_another_device_the_batch_is_kept_and_cut_anew(tmp_path: Path) -> None:
+    parts = line_parts(tmp_path, HungryTask(), batch_size=40)
+    parts.meter.capacity_bytes = 1000 * MIB
+    first = make_session(parts, FACTOR).run_plan
+    smaller = line_parts(tmp_path, HungryTask(), batch_size=40)
+    smaller.meter.capacity_bytes = 100 * MIB
+    assert not still_fits(first, smaller.meter)
+    again = make_session(smaller, FACTOR).run_plan
+    assert again.plan.logical_batch == first.plan.logical_batch == 40
+    assert again.plan.most_parts > first.plan.most_parts == 1
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    plan, _ = planned(tmp_path, HungryTask(), 100, batch_size=60)
+    assert RunPlan.from_plain(plan.to_plain()) == plan
+
+
+def test_words_for_numbers_become_limits(tmp_path: Path) -> None:
+    request = plan_request(line_run(tmp_path, accumulation_target_mib="on", preflight_threshold=50).training)
+    assert request.rules.target == 2048 * MIB
+    assert request.preflight_threshold == 50

@@ -1,0 +1,142 @@
+"""Peaks predicted from tiny batches, against those measured of batches many times as large."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from can_train.errors import ArgumentError
+from can_train.fit.prediction import LossOf, predict_peak
+from can_train.memory.simulated_gpu import LiveStorageTracker
+from fakes.line_fit import LineTask
+
+ENDLESS = 2**62
+
+
+def measured(model: nn.Module, loss_of: LossOf, rows: NDArray[np.int64], make: Callable[..., Any]) -> int:
+    """The peak of a warm training step on the whole batch."""
+    optimizer = make(list(model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    optimizer.zero_grad()
+    tracker = LiveStorageTracker(ENDLESS, [*model.parameters(), *model.buffers(), *state])
+    with tracker:
+        loss_of(rows).backward()
+        optimizer.step()
+    return tracker.peak_bytes
+
+
+class Tokens(nn.Module):
+    """Embeds items and sums each sample's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.outer = nn.Embedding(50, 32), nn.Linear(32, 64), nn.Linear(64, 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.outer(torch.relu(self.inner(self.embedding(tokens))))
+        return hidden.sum()
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.BatchNorm1d(256), nn.Linear(256, 10))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 16, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(576, 128),
+        nn.Linear(128, 10),
+    )
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("build", [perceptron, convolutions])
+@pytest.mark.parametrize("size", [2_000, 20_000])
+def test_a_uniform_batch_is_predicted_within_three_per_cent(
+    build: Callable[[], nn.Module], make: Callable[..., Any], size: int
+) -> None:
+    model, x = build(), torch.randn(64, 64)
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        out: Tensor = model(x[rows % 64])
+        return out.square().sum()
+
+    found = predict_peak(model, size, loss_of=loss_of, optimizer=make)
+    assert found.peak_bytes == pytest.approx(measured(model, loss_of, np.arange(size), make), rel=0.03)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("size", [30, 200, 500, 1_600, 40_000])
+@pytest.mark.parametrize("width", [256, 1024])
+def test_neither_large_weights_nor_small_batches_lead_a_prediction_astray(
+    width: int, size: int, make: Callable[..., Any]
+) -> None:
+    model, x = nn.Sequential(nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)), torch.randn(64, 64)
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        out: Tensor = model(x[rows % 64])
+        return out.square().sum()
+
+    found = predict_peak(model, size, loss_of=loss_of, optimizer=make)
+    assert found.peak_bytes == pytest.approx(measured(model, loss_of, np.arange(size), make), rel=0.01)
+
+
+def test_a_ragged_batch_is_predicted_from_its_counts() -> None:
+    model, lengths = Tokens(), np.random.default_rng(0).integers(1, 60, size=3_000)
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        loss: Tensor = model(torch.zeros(int(lengths[rows].sum()), dtype=torch.int64))
+        return loss
+
+    found = predict_peak(model, lengths, loss_of=loss_of)
+    peak = measured(model, loss_of, np.arange(len(lengths)), torch.optim.AdamW)
+    assert found.explains
+    assert found.peak_bytes == pytest.approx(peak, rel=0.01)
+    assert found.fits(peak * 1.1)
+    assert not found.fits(peak * 0.9)
+
+
+def test_where_the_optimizer_takes_most_its_step_is_the_peak() -> None:
+    model = nn.Linear(1000, 1000)
+    found = predict_peak(model, 1, loss_of=lambda rows: model(torch.zeros(len(rows), 1000)).sum())
+    assert found.peak_bytes > 4.9 * 4 * 1000 * 1000
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = perceptron()
+    model[0].weight.grad = torch.ones(256, 64)
+    before, generator = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    predict_peak(model, 100, loss_of=lambda rows: model(torch.randn(len(rows), 64)).sum())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.equal(model[0].weight.grad, torch.ones(256, 64))
+    assert model[3].weight.grad is None
+
+
+def test_a_task_is_predicted_from_its_own_samples() -> None:
+    task = LineTask()
+    few, many = predict_peak(task, 10), predict_peak(task, 10_000)
+    assert few.peak_bytes < many.peak_bytes
+    assert predict_peak(task, task.train_rows[:10]).base_bytes == few.base_bytes
+
+
+@pytest.mark.parametrize("batch", [0, -1, True, 2.5, "many", [], [[1.0, float("nan")]], [-1.0]])
+def test_a_batch_that_is_none_is_refused(batch: Any) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ArgumentError, match=r"A batch is a number|Counts of samples"):
+        predict_peak(model, batch, loss_of=lambda rows: model(torch.zeros(len(rows), 1)).sum())
+
+
+def test_a_model_needs_its_loss() -> None:
+    with pytest.raises(ArgumentError, match="loss_of"):
+        predict_peak(nn.Linear(1, 1), 8)

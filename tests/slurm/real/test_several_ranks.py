@@ -1,0 +1,91 @@
+"""One run on two nodes of two ranks each, started by a real SLURM, trains what one process trains."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fakes.bitwise import final_state
+from slurm.real.on_slurm import Slurm
+
+TRAIN = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
+         "--set", "model.dropout=0", "--precision", "fp64", "--optimizer", "sgd", "--batch-size", "96", "--no-baselines",
+         "--epochs", "3")  # fmt: skip
+FOUR = ("--submit", "--nodes", "2", "--gpus", "2", "--cpus", "1", "--mem", "3000M", "--time", "20", "--json")
+
+SMALL = ("--device", "sim:24MiB", "--cuda-empty-cache-interval", "1")
+"""Nobody else can take what the allocator keeps, so it keeps nothing from step to step."""
+
+ONE_RANK_ONLY = """\
+import os
+if os.environ.get("SLURM_PROCID") == "2":
+    os.environ["CAN_TRAIN_SIM_FOREIGN"] = {path!r}
+"""
+"""Shows one of the ranks what others hold of the GPU."""
+
+
+def submitted(slurm: Slurm, *arguments: str) -> dict[str, Any]:
+    (run,) = json.loads(slurm.can_train(*TRAIN, *FOUR, *arguments).stdout)["submitted"]
+    return {**run, "path": slurm.folder / "runs" / run["run_id"]}
+
+
+def weights(path: Path) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in final_state(path)["model"].values() if value.is_floating_point()])
+
+
+def alone(slurm: Slurm) -> torch.Tensor:
+    slurm.can_train(*TRAIN, "--device", "cpu", "--runs-dir", "alone")
+    (path,) = (slurm.folder / "alone").glob("2*")
+    return weights(path)
+
+
+def relative_error(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def observed_ooms(slurm: Slurm) -> dict[int, int]:
+    """Out-of-memories that each rank survived, from the observations."""
+    found = [json.loads(path.read_text()) for path in (slurm.folder / "state" / "observations").glob("*.json")]
+    return {
+        one.get("rank", 0): one["ooms_rescued"] for one in found if "outcome" in one and one["device"]["key"] != "cpu"
+    }
+
+
+def test_two_nodes_of_two_ranks_train_the_weights_of_one_process(slurm: Slurm) -> None:
+    run = submitted(slurm, "--device", "cpu")
+    assert slurm.ended(run["job_id"]) == "COMPLETED", Path(run["log"]).read_text()
+    assert relative_error(weights(run["path"]), alone(slurm)) <= 1e-12
+    told = json.loads(slurm.can_train("status", run["run_id"], "--json").stdout)
+    assert told["state"] == "finished"
+
+
+def test_an_out_of_memory_on_one_rank_is_rescued_there_and_holds_nobody_up(slurm: Slurm) -> None:
+    crowd, site = slurm.folder / "crowd", slurm.folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(ONE_RANK_ONLY.format(path=str(crowd)))
+    run = submitted(
+        slurm, *SMALL, "--set", f"cluster.setup=['export PYTHONPATH={site}:$PYTHONPATH']",
+    )  # fmt: skip
+    slurm.wait_for((run["path"] / "checkpoints" / "manifest.json").exists)
+    crowd.write_text("18MiB")
+    assert slurm.ended(run["job_id"]) == "COMPLETED", Path(run["log"]).read_text()
+    result = json.loads((run["path"] / "result.json").read_text())
+    assert result["ooms_rescued"] > 0, Path(run["log"]).read_text()
+    assert relative_error(weights(run["path"]), alone(slurm)) <= 1e-12
+
+
+def test_samples_that_fit_on_one_rank_no_more_end_all_with_the_cause(slurm: Slurm) -> None:
+    crowd, site = slurm.folder / "crowd", slurm.folder / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(ONE_RANK_ONLY.format(path=str(crowd)))
+    run = submitted(
+        slurm, *SMALL, "--set", f"cluster.setup=['export PYTHONPATH={site}:$PYTHONPATH']",
+        "--set", "cluster.oom_resubmits=0", "--oom-retries", "1",
+    )  # fmt: skip
+    slurm.wait_for((run["path"] / "checkpoints" / "manifest.json").exists)
+    crowd.write_text("24MiB")
+    assert slurm.ended(run["job_id"]) == "FAILED", Path(run["log"]).read_text()
+    told = json.loads(slurm.can_train("status", run["run_id"], "--json").stdout)
+    assert told["state"] == "CUDA out-of-memory"
+    assert not (run["path"] / "result.json").exists()

@@ -1,0 +1,193 @@
+"""Runs submitted to a real SLURM: what is sent, what is refused, what is the same, and what a job runs."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from can_train.factors.observations import read_observations
+from fakes.bitwise import assert_same, final_state
+from slurm.real.on_slurm import Slurm
+
+TRAIN = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
+         "--epochs", "1", "--no-baselines", "--device", "cpu")  # fmt: skip
+JOB = ("--mem", "1500M", "--time", "10")
+ODD = "a b'c\"d$(touch x)#é"
+
+
+def submitted(slurm: Slurm, *arguments: str) -> list[dict[str, Any]]:
+    """Submits; returns what the JSON says of each run."""
+    found: list[dict[str, Any]] = json.loads(slurm.can_train(*arguments, "--submit", "--json").stdout)["submitted"]
+    return found
+
+
+def shown(slurm: Slurm, job: str, field: str) -> str:
+    """A field of `scontrol show job`."""
+    found = re.search(rf"\b{field}=(.*?)(?:\s\w+(?::\w+)?=|\n)", slurm.command("scontrol", "show", "job", job))
+    return found[1].strip() if found else ""
+
+
+def test_a_run_with_awkward_names_is_trained_and_nothing_of_them_is_executed(slurm: Slurm) -> None:
+    runs, state = slurm.folder / ODD, slurm.folder / f"state {ODD}"
+    places = ("--runs-dir", str(runs), "--state-dir", str(state))
+    (run,) = submitted(slurm, *TRAIN, *JOB, *places, "--set", "cluster.additional.comment='a b $(touch y)'")
+    assert shown(slurm, run["job_id"], "Comment") == "a b $(touch y)"
+    assert slurm.ended(run["job_id"]) == "COMPLETED"
+    assert json.loads((runs / run["run_id"] / "result.json").read_text())["status"] == "finished"
+    assert "Result: " in Path(run["log"]).read_text()
+    assert not [*slurm.folder.rglob("x"), *slurm.folder.rglob("y")]
+
+
+def test_what_a_dry_run_prints_is_what_is_sent(slurm: Slurm) -> None:
+    line = (*TRAIN, "--time", "12h", "--gpus", "fake:1", "--qos", "normal", "--set", "cluster.setup=['module list']")
+    planned = json.loads(slurm.can_train(*line, "--submit", "--dry-run", "--json").stdout)["script"]
+    assert not (slurm.folder / "runs").exists()
+    assert not (slurm.folder / "state").exists()
+    (run,) = submitted(slurm, *line, "--set", "cluster.additional.hold=true")
+    sent = Path(run["script"]).read_text().replace("#SBATCH --hold\n", "")
+    slurm.command("scancel", run["job_id"])
+    (name,) = {*re.findall(r"/runs/([^/]+)/", planned)}
+    assert planned.replace(name, run["run_id"]) == sent
+
+
+def test_a_job_runs_the_code_that_was_submitted_whatever_is_edited_later(slurm: Slurm, repository: Path) -> None:
+    tree = slurm.folder / "tree"
+    for part in ("src", "configs"):
+        shutil.copytree(repository / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+    slurm.variables["PYTHONPATH"] = str(tree / "src")
+    (run,) = submitted(slurm, *TRAIN, *JOB, "--set", "cluster.additional.hold=true")
+    for file in (tree / "src").rglob("*.py"):
+        file.write_text("raise SystemExit('edited')\n")
+    shutil.rmtree(tree / "configs")
+    # Neither does what lies in the folder that the job starts in.
+    (slurm.folder / "can_train.py").write_text("raise SystemExit('shadowed')\n")
+    slurm.command("scontrol", "release", run["job_id"])
+    assert slurm.ended(run["job_id"]) == "COMPLETED", Path(run["log"]).read_text()
+
+
+def test_an_identical_run_is_pointed_out_while_it_waits_and_when_it_has_finished(slurm: Slurm) -> None:
+    (run,) = submitted(slurm, *TRAIN, *JOB, "--set", "cluster.additional.hold=true")
+    said = slurm.can_train(*TRAIN, "--submit").stdout
+    assert said.startswith(f"{run['run_id']}  is the same, and is queued")
+    slurm.command("scontrol", "release", run["job_id"])
+    assert slurm.ended(run["job_id"]) == "COMPLETED"
+    assert "has finished" in slurm.can_train(*TRAIN, "--submit").stdout
+    (other,) = submitted(slurm, *TRAIN, "--epochs", "2", "--set", "cluster.additional.hold=true")
+    (again,) = submitted(slurm, *TRAIN, "--force", "--set", "cluster.additional.hold=true")
+    slurm.command("scancel", other["job_id"], again["job_id"])
+    assert len({run["run_id"], other["run_id"], again["run_id"]}) == 3
+
+
+def test_a_cancelled_run_is_no_reason_not_to_submit(slurm: Slurm) -> None:
+    (run,) = submitted(slurm, *TRAIN, *JOB, "--set", "cluster.additional.hold=true")
+    slurm.command("scancel", run["job_id"])
+    slurm.wait_for(lambda: not slurm.command("squeue", "--noheader", f"--jobs={run['job_id']}"))
+    (again,) = submitted(slurm, *TRAIN, *JOB, "--set", "cluster.additional.hold=true")
+    slurm.command("scancel", again["job_id"])
+
+
+def test_a_sweep_is_one_array_of_runs_with_a_log_each(slurm: Slurm) -> None:
+    line = ["--model", "gat,vgae", *TRAIN[2:], "--set", "training.seed=range(0,5)"]
+    runs = submitted(slurm, *line, *JOB, "--cpus", "1", "--max-parallel", "4")
+    array = runs[0]["job_id"].partition("_")[0]
+    assert [run["job_id"] for run in runs] == [f"{array}_{index}" for index in range(10)]
+    assert "%4" in Path(runs[0]["script"]).read_text()
+    assert slurm.ended(array) == "COMPLETED"
+    assert slurm.attempts(array) == ["COMPLETED"] * 10
+    for run in runs:
+        assert f"Run {run['run_id']}: 1 epochs" in Path(run["log"]).read_text()
+    assert read_observations(slurm.folder / "state").unfinished == []
+    assert len(read_observations(slurm.folder / "state").finished) == 10
+    slurm.can_train("--model", "vgae", *TRAIN[2:], "--seed", "4", "--runs-dir", "alone")
+    (alone,) = (slurm.folder / "alone").glob("2*")
+    assert_same(final_state(slurm.folder / "runs" / runs[9]["run_id"]), final_state(alone))
+
+
+def test_a_run_waits_for_another_and_is_cancelled_with_it(slurm: Slurm) -> None:
+    bad = slurm.folder / "bad.csv"
+    bad.write_text("no log at all\n")
+    line = ["--model", "gat", "--device", "cpu", *JOB]
+    (parent,) = submitted(slurm, *line, "--dataset", str(bad), "--set", "cluster.additional.hold=true")
+    (child,) = submitted(slurm, *TRAIN, *JOB, "--after", parent["run_id"][:-2])
+    assert shown(slurm, child["job_id"], "Dependency") == f"afterok:{parent['job_id']}(unfulfilled)"
+    slurm.command("scontrol", "release", parent["job_id"])
+    assert slurm.ended(parent["job_id"]) == "FAILED"
+    assert slurm.ended(child["job_id"]).startswith("CANCELLED")
+    refused = slurm.can_train(*TRAIN, "--submit", "--after", parent["run_id"], check=False)
+    assert refused.returncode == 2
+    assert f"can-train resume {parent['run_id']}" in refused.stderr
+
+
+def test_a_finished_run_is_not_waited_for(slurm: Slurm) -> None:
+    (parent,) = submitted(slurm, *TRAIN, *JOB)
+    assert slurm.ended(parent["job_id"]) == "COMPLETED"
+    (child,) = submitted(
+        slurm, *TRAIN, "--epochs", "2", "--after", parent["run_id"], "--set", "cluster.additional.hold=true"
+    )
+    assert shown(slurm, child["job_id"], "Dependency") == "(null)"
+    slurm.command("scancel", child["job_id"])
+
+
+def test_a_run_is_submitted_from_inside_a_job_without_anything_of_it(slurm: Slurm) -> None:
+    inner = shlex.join([sys.executable, "-P", "-m", "can_train", *TRAIN, *JOB, "--submit", "--json"])
+    outer = slurm.sbatch(f"{inner} > submitted.json", "--mem=500", "--job-name=outer", "--ntasks=2", "--export=ALL")
+    assert slurm.ended(outer) == "COMPLETED", slurm.log(outer)
+    (run,) = json.loads((slurm.folder / "submitted.json").read_text())["submitted"]
+    assert slurm.ended(run["job_id"]) == "COMPLETED", Path(run["log"]).read_text()
+
+
+def test_variables_of_sbatch_do_not_beat_what_was_asked_for(slurm: Slurm) -> None:
+    slurm.variables |= {"SBATCH_TIMELIMIT": "1", "SBATCH_PARTITION": "scavenge", "SBATCH_JOB_NAME": "mine"}
+    (run,) = submitted(slurm, *TRAIN, *JOB, "--set", "cluster.additional.hold=true")
+    job = run["job_id"]
+    assert shown(slurm, job, "TimeLimit") == "00:10:00"
+    assert shown(slurm, job, "JobName") == "synthetic_gat_student_normal"
+    assert shown(slurm, job, "Partition") == "scavenge", "a default of the user's own"
+    (other,) = submitted(slurm, *TRAIN, *JOB, "--partition", "main", "--force", "--set", "cluster.additional.hold=true")
+    assert shown(slurm, other["job_id"], "Partition") == "main"
+    slurm.command("scancel", job, other["job_id"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--partition", "mian"), "Valid, nearest first: main"),
+        (("--partition", "short", "--time", "5"), "Its time limit is 0:02:00"),
+        (("--nodes", "3"), "A job has at most 2 nodes"),
+        (("--mem", "5G"), "A node has at most 4000M"),
+        (("--gpus", "3"), "A node has at most 2 GPUs"),
+        (("--gpus", "a100:1"), "Partition main has no GPU of this kind"),
+        (("--set", "cluster.additional.no-such-option=1"), "unrecognized option"),
+        (("--account", "nobody"), "Invalid account"),
+        (("--after", "nothing"), "There is no such run"),
+    ],
+)
+def test_what_slurm_would_refuse_or_never_start_is_refused_and_leaves_nothing(
+    slurm: Slurm, arguments: tuple[str, ...], message: str
+) -> None:
+    refused = slurm.can_train(*TRAIN, "--submit", *arguments, check=False)
+    assert refused.returncode == 2, refused.stdout
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not [*(slurm.folder / "runs").glob("*")]
+    assert not [*(slurm.folder / "state" / "runs").glob("*")]
+
+
+def test_where_no_controller_answers_it_says_so_and_names_the_alternatives(slurm: Slurm) -> None:
+    conf = slurm.folder / "slurm.conf"
+    text = Path(slurm.variables["SLURM_CONF"]).read_text()
+    conf.write_text(re.sub(r"SlurmctldPort=\d+", "SlurmctldPort=9", text))
+    refused = subprocess.run(
+        [sys.executable, "-P", "-m", "can_train", *TRAIN, "--submit"],
+        env={**slurm.variables, "SLURM_CONF": str(conf)}, cwd=slurm.folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert refused.returncode == 2
+    assert "No SLURM answers on this machine" in refused.stderr
+    assert "--cluster local" in refused.stderr
+    assert [path.name for path in slurm.folder.iterdir()] == ["slurm.conf"]

@@ -1,0 +1,57 @@
+"""A submitted run outlives the process that submitted it: real processes, through submitit's local executor."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from can_train.training.run_folder import Registry
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 120
+SYNTHETIC = ("synthetic", "--set", "dataset.synthetic.seconds=5")
+
+
+def submitted(folder: Path, *arguments: str) -> tuple[Path, Path]:
+    """Submits a run; returns its log and where its result will be."""
+    command = [sys.executable, "-m", "can_train", "--model", "gat", "--size", "student", "--device", "cpu",
+               "--epochs", "1", "--no-baselines", "--min-steps-per-epoch", "3", "--submit", "--runs-dir",
+               str(folder / "runs"), "--state-dir", str(folder / "state"), "--dataset", *arguments]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    (run,) = Registry(folder / "state").runs()
+    (job,) = Registry(folder / "state").jobs(run.run_id)
+    assert job.executor in arguments
+    return Path(job.log_path), Path(run.path) / "result.json"
+
+
+def wait_for(path: Path, text: str = "") -> str:
+    limit = time.monotonic() + TIMEOUT_S
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < limit, path.read_text() if path.exists() else f"{path} did not appear"
+        time.sleep(0.1)
+    return path.read_text()
+
+
+def test_a_submitted_run_finishes_after_its_submitter_has_gone(tmp_path: Path) -> None:
+    log, result = submitted(tmp_path, *SYNTHETIC, "--cluster", "local")
+    assert json.loads(wait_for(result))["status"] == "finished"
+    assert "Result: " in wait_for(log, "Result: ")
+
+
+def test_a_job_that_cannot_run_says_why_in_its_log(tmp_path: Path) -> None:
+    log_file = tmp_path / "drive.csv"
+    log_file.write_text("no log at all\n")
+    log, result = submitted(tmp_path, str(log_file), "--cluster", "local")
+    assert "drive.csv" in wait_for(log, "error: ")
+    assert not result.exists()
+
+
+def test_to_be_looked_at_a_job_runs_in_the_process_that_submits_it(tmp_path: Path) -> None:
+    _, result = submitted(tmp_path, *SYNTHETIC, "--cluster", "debug")
+    assert json.loads(result.read_text())["status"] == "finished"
+    assert (result.parent / "code.json").exists()

@@ -1,0 +1,148 @@
+"""The batch script, compared with saved records, and how a person's values get into it. `sbatch` reads a value between
+quotes as a shell does, but for the backslash, which escapes there too (measured on SLURM 22.05).
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from can_train.config.settings import ClusterSettings
+from can_train.errors import ConfigError
+from can_train.slurm.script import ScriptInputs, check_folder, parameters, resources, script, with_sbatch_defaults
+
+TEXT = ScriptInputs(name="synthetic_gat_student_normal", code=Path("/state/code/0123"), state_dir=Path("/state"))
+FULL = ClusterSettings(
+    executor="slurm", partition="gpu", account="lab's", qos="high", time="2-12", nodes=2, gpus="a100:4", cpus=6,
+    mem="64G", constraint="ib&a100", exclude="g[1-3]", max_parallel=4, signal_delay_s=300,
+    setup=["module load cuda/12", "conda activate 'my env'"],
+    additional={"comment": "a b", "mail_type": "END", "exclusive": True, "overcommit": False, "nice": 7},
+)  # fmt: skip
+
+
+def written(cluster: ClusterSettings, count: int = 1, folder: str = "/runs/a run/slurm", **text: Any) -> str:
+    said = ScriptInputs(**{**vars(TEXT), **text})
+    return script(Path(folder), parameters(cluster, said), count).replace(shlex.quote(sys.executable), "PYTHON")
+
+
+@pytest.mark.parametrize(
+    ("record", "cluster", "count", "text"),
+    [
+        ("least.sh", ClusterSettings(executor="slurm", time="90"), 1, {}),
+        ("full.sh", FULL, 10, {"dependency": "afterok:17"}),
+    ],
+)
+def test_the_script_is_as_it_was(
+    repository: Path, record: str, cluster: ClusterSettings, count: int, text: dict[str, Any]
+) -> None:
+    assert written(cluster, count, **text) + "\n" == (repository / "tests/fixtures/slurm" / record).read_text()
+
+
+def as_sbatch_reads(line: str) -> str:
+    """A directive's value as sbatch takes it: one word, whose backslashes escape wherever they stand."""
+    (word,) = shlex.split(line)
+    return re.sub(r"\\(.)", r"\1", word)
+
+
+@example("a\\b 'c\\\\d")
+@given(st.text(st.characters(exclude_categories=("C", "Z")) | st.sampled_from(" '\"$()\\`#;&|<>"), min_size=1))
+def test_a_value_arrives_as_it_stands(value: str) -> None:
+    cluster = ClusterSettings(time="90", account=value, additional={"comment": value})
+    lines = written(cluster, name=value, folder="/runs").splitlines()
+    for option in ("account", "comment", "job-name"):
+        (line,) = (line for line in lines if line.startswith(f"#SBATCH --{option}="))
+        assert as_sbatch_reads(line.removeprefix(f"#SBATCH --{option}=")) == value
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\0b", "a\x1bb", "\u2028"])
+@pytest.mark.parametrize("place", ["account", "comment", "name", "setup"])
+def test_a_value_that_could_end_its_line_is_refused(place: str, value: str) -> None:
+    settings: dict[str, Any] = {"account": {"account": value}, "comment": {"additional": {"comment": value}},
+                                "name": {}, "setup": {"setup": [f"echo {value}"]}}[place]  # fmt: skip
+    with pytest.raises(ConfigError, match="one line"):
+        written(ClusterSettings(time="90", **settings), **({"name": value} if place == "name" else {}))
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("output", "--runs-dir"),
+        ("ntasks_per_node", "--gpus"),
+        ("time", "--time"),
+        ("signal", "signal_delay_s"),
+        ("array", "Sweep"),
+    ],
+)
+def test_what_can_train_decides_itself_is_refused_with_the_way_to_it(option: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match="sets this option of sbatch itself") as error:
+        written(ClusterSettings(time="90", additional={option: "1"}))
+    assert remedy in error.value.remedy
+
+
+def test_an_option_is_a_name() -> None:
+    with pytest.raises(ConfigError, match="named by letters"):
+        written(ClusterSettings(time="90", additional={"comment=x\n#SBATCH --exclusive": "1"}))
+
+
+@pytest.mark.parametrize("folder", ["/runs/50%", "/runs/a\\b", "/runs/a\nb"])
+def test_a_folder_that_slurm_would_take_for_another_is_refused(folder: str) -> None:
+    with pytest.raises(ConfigError, match="--runs-dir"):
+        check_folder(Path(folder))
+
+
+def test_folders_with_anything_else_in_their_names_reach_the_shell_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "a 'b\" $(touch x) ;c"
+    (line,) = (
+        line for line in written(ClusterSettings(time="90"), folder=str(folder)).splitlines() if line.startswith("srun")
+    )
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert words.stdout.splitlines()[-1] == str(folder)
+    assert f"{folder}/%j_%t_log.out" in words.stdout.splitlines()
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(("status", "said"), [(0, "0"), (3, "3"), (137, "137")])
+def test_what_is_done_after_a_job_leaves_its_status_as_it_was(status: int, said: str) -> None:
+    teardown = written(ClusterSettings(time="90")).partition("# teardown\n")[2]
+    ended = subprocess.run(
+        ["bash", "-c", f'PYTHON() {{ echo "${{@: -1}}"; return 9; }}\n(exit {status})\n{teardown}'],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (status, f"{said}\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tasks"),
+    [({"gpus": "2"}, 2), ({"gpus": "a100:4"}, 4), ({"gres": "gpu:a100:3"}, 3), ({"gres": "nvme:1,gpu:2"}, 2),
+     ({"gres": "gpu:1(S:0)"}, 1), ({"gres": "gpu"}, 1), ({"gres": "nvme:8"}, 1), ({"gpus": "0"}, 1), ({}, 1)],
+)  # fmt: skip
+def test_there_is_a_task_for_each_gpu_of_a_node(settings: dict[str, Any], tasks: int) -> None:
+    assert resources(ClusterSettings(**settings))["ntasks-per-node"] == tasks
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gpus": "many"}, {"gpus": "a100"}, {"gpus": "2", "gres": "gpu:2"}, {"mem": "x"}, {"time": "x"}]
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        ClusterSettings(**settings)
+
+
+def test_a_run_that_is_never_restarted_is_not_put_back_by_slurm_either() -> None:
+    text = written(ClusterSettings(time="90", max_restarts=0))
+    assert "#SBATCH --no-requeue" in text
+    assert "#SBATCH --requeue" not in text
+
+
+def test_a_users_own_defaults_are_written_where_nothing_was_asked_for() -> None:
+    mine = {"SBATCH_PARTITION": "theirs", "SBATCH_ACCOUNT": "lab", "SBATCH_TIMELIMIT": "1"}
+    cluster = with_sbatch_defaults(ClusterSettings(partition="mine"), mine)
+    assert (cluster.partition, cluster.account, cluster.time) == ("mine", "lab", "")

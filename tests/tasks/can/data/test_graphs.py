@@ -1,0 +1,158 @@
+"""The vectorised graph builder against a slow reference that follows the definitions word by word."""
+
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from can_train.errors import ConfigError
+from can_train.tasks.can.data.frames import Frames
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_WINDOW, NODE_FEATURES, GraphBlock, GraphBuilder
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> Frames:
+    size = draw(st.integers(0, 60))
+    ids = draw(st.lists(st.integers(0, 2**29 - 1), min_size=1, max_size=8))
+    gap = st.sampled_from([0.0, 1e-4, 3e-3, 0.5, -2e-3])
+    length = draw(hnp.arrays(np.uint8, size, elements=st.integers(0, 8)))
+    payload = draw(hnp.arrays(np.uint8, (size, 8)))
+    return Frames(
+        timestamp=1.6e9 + np.cumsum(draw(hnp.arrays(np.float64, size, elements=gap))),
+        can_id=draw(hnp.arrays(np.uint32, size, elements=st.sampled_from(ids))),
+        length=length,
+        payload=np.where(np.arange(8) < length[:, None], payload, 0).astype(np.uint8),
+        label=draw(hnp.arrays(np.uint8, size, elements=st.sampled_from([0, 0, 1, 3]))),
+    )
+
+
+def reference(frames: Frames) -> dict:
+    """One window's graph, from the definitions, one element at a time."""
+    window = len(frames)
+    ids = sorted({int(i) for i in frames.can_id})
+    positions = {i: [p for p in range(window) if frames.can_id[p] == i] for i in ids}
+    nodes = [
+        [*(np.mean(frames.payload[positions[i], byte] / 255) for byte in range(8)),
+         len(positions[i]), positions[i][-1] / (window - 1)]
+        for i in ids
+    ]  # fmt: skip
+    runs = defaultdict(list)
+    for position, (source, target) in enumerate(pairwise(int(i) for i in frames.can_id)):
+        runs[ids.index(source), ids.index(target)].append(position)
+    degree = [sum((edge[0] == n) + (edge[1] == n) for edge in runs) for n in range(len(ids))]
+    attacks = [int(code) for code in frames.label if code]
+    return {
+        "can_id": ids,
+        "node_features": nodes,
+        "edge_index": np.array(sorted(runs)).T,
+        "edge_features": [reference_edge(frames, edge, runs, degree) for edge in sorted(runs)],
+        "label": max(sorted(set(attacks)), key=attacks.count, default=0),
+    }
+
+
+def reference_edge(frames: Frames, edge: tuple[int, int], runs: dict, degree: list[int]) -> list[float]:
+    window, positions = len(frames), runs[edge]
+    intervals = [1000 * max(0.0, frames.timestamp[p + 1] - frames.timestamp[p]) for p in positions]
+    mean, std = float(np.mean(intervals)), float(np.std(intervals))
+    first, last = positions[0] / (window - 1), positions[-1] / (window - 1)
+    source, target = edge
+    values = {
+        "count": len(positions),
+        "count_share": len(positions) / window,
+        "interval_mean_ms": mean,
+        "interval_std_ms": std,
+        "regularity": 1 / (1 + std / mean) if mean else 1.0,
+        "first_position": first,
+        "last_position": last,
+        "spread": last - first,
+        "reverse_exists": (target, source) in runs,
+        "degree_product": degree[source] * degree[target],
+        "degree_ratio": degree[source] / degree[target],
+    }
+    return [values[name] for name in EDGE_FEATURES]
+
+
+def split_graphs(blocks: list[GraphBlock]) -> list[dict]:
+    graphs = []
+    for block in blocks:
+        node_end, edge_end = np.cumsum(block.num_nodes), np.cumsum(block.num_edges)
+        for g in range(len(block)):
+            nodes = slice(node_end[g] - block.num_nodes[g], node_end[g])
+            edges = slice(edge_end[g] - block.num_edges[g], edge_end[g])
+            graphs.append({
+                "can_id": block.can_id[nodes],
+                "node_features": block.node_features[nodes],
+                "edge_index": block.edge_index[:, edges],
+                "edge_features": block.edge_features[edges],
+                "label": block.label[g],
+                "place": (block.first_frame[g], block.start_time[g], block.end_time[g]),
+            })  # fmt: skip
+    return graphs
+
+
+def feed_in_parts(frames: Frames, window: int, stride: int, cuts: list[int]) -> list[GraphBlock]:
+    builder = GraphBuilder(window, stride)
+    edges = [0, *sorted(min(cut, len(frames)) for cut in cuts), len(frames)]
+    return [block for a, b in pairwise(edges) for block in builder.feed(frames[a:b])]
+
+
+@settings(deadline=None, max_examples=200)
+@given(logs(), st.integers(2, 12), st.integers(1, 15), st.lists(st.integers(0, 60), max_size=4))
+def test_any_log_in_any_portions_gives_the_graphs_of_the_definitions(
+    frames: Frames, window: int, stride: int, cuts: list[int]
+) -> None:
+    graphs = split_graphs(feed_in_parts(frames, window, stride, cuts))
+    starts = range(0, len(frames) - window + 1, stride)
+    assert len(graphs) == len(starts)
+    for graph, start in zip(graphs, starts, strict=True):
+        part = frames[start : start + window]
+        for name, expected in reference(part).items():
+            np.testing.assert_allclose(graph[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+        assert graph["place"] == (start, part.timestamp[0], part.timestamp[-1])
+
+
+def bus(size: int) -> Frames:
+    rng = np.random.default_rng(5)
+    return Frames(
+        timestamp=np.cumsum(rng.exponential(5e-4, size)),
+        can_id=rng.integers(0, 40, size, dtype=np.uint32),
+        length=np.full(size, 8, np.uint8),
+        payload=rng.integers(0, 256, (size, 8), dtype=np.uint8),
+        label=rng.integers(0, 2, size, dtype=np.uint8),
+    )
+
+
+@pytest.mark.parametrize("stride", [1, 60, 100, 130])
+def test_long_logs_are_built_in_bounded_blocks_without_seams(stride: int) -> None:
+    frames = bus(3_000 if stride == 1 else 100_000)
+    blocks = feed_in_parts(frames, 100, stride, [])
+    starts = np.concatenate([block.first_frame for block in blocks])
+    np.testing.assert_array_equal(starts, np.arange(0, len(frames) - 99, stride))
+    assert len(blocks) > 1
+    assert max(len(block) for block in blocks) < 1_000
+    later = blocks[-1]
+    expected = reference(frames[(start := int(later.first_frame[-1])) : start + 100])
+    np.testing.assert_allclose(later.node_features[-later.num_nodes[-1] :], expected["node_features"], rtol=1e-5)
+    np.testing.assert_allclose(later.edge_features[-later.num_edges[-1] :], expected["edge_features"], rtol=1e-5)
+
+
+def test_the_shapes_follow_the_feature_names() -> None:
+    (block,) = GraphBuilder(100, 100).feed(bus(100))
+    assert block.node_features.shape == (block.num_nodes.sum(), len(NODE_FEATURES))
+    assert block.edge_features.shape == (block.num_edges.sum(), len(EDGE_FEATURES))
+    assert block.edge_index.shape == (2, block.num_edges.sum())
+
+
+def test_the_builder_counts_the_frames_it_saw_even_without_a_full_window() -> None:
+    builder = GraphBuilder(100, 100)
+    assert not list(builder.feed(bus(60)))
+    assert builder.frames_seen == 60
+
+
+def test_a_window_that_overflows_the_sort_keys_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 1048576"):
+        GraphBuilder(MAX_WINDOW + 1, 1)

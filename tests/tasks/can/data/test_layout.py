@@ -1,0 +1,137 @@
+from pathlib import Path
+
+import pytest
+
+from can_train.errors import ConfigError, MissingDataError
+from can_train.tasks.can.data.layout import LogFile, attack_kind, find_logs
+from can_train.tasks.can.settings import CanDatasetSettings
+
+NEWER = (
+    "train_01_attack_free/attack-free-1.csv",
+    "train_02_with_attacks/DoS-1.csv",
+    "test_01_known_vehicle_known_attack/DoS-2.csv",
+    "test_06_masquerade/speed-masquerade-1.csv",
+)
+OLDER = ("train_01/attack-free-1.csv", "train_01/DoS-1.csv", "test_01_known_vehicle_known_attack/DoS-2.csv")
+
+
+def lay_out(folder: Path, files: tuple[str, ...]) -> Path:
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    return folder
+
+
+def by_name(name: str, root: Path) -> list[LogFile]:
+    return find_logs(CanDatasetSettings(name=name), root)
+
+
+def by_path(path: Path) -> list[LogFile]:
+    return find_logs(CanDatasetSettings(path=str(path)), Path("nowhere"))
+
+
+@pytest.mark.parametrize(
+    "on_disk", ["hcrl-ch", "hcrl_ch", "can-train-and-test-v1.5/hcrl-ch", "can-train-and-test/hcrl_ch"]
+)
+def test_a_named_set_is_found_with_either_spelling_and_in_either_repository(tmp_path: Path, on_disk: str) -> None:
+    folder = lay_out(tmp_path / on_disk, NEWER)
+    assert [log.path for log in by_name("hcrl_ch", tmp_path)] == [folder / file for file in NEWER]
+
+
+def test_roles_and_groups_come_from_the_folders_and_kinds_from_the_files(tmp_path: Path) -> None:
+    lay_out(tmp_path / "set_01", NEWER)
+    assert [(log.role, log.group, log.kind) for log in by_name("set_01", tmp_path)] == [
+        ("train", "train_01_attack_free", "attack"),
+        ("train", "train_02_with_attacks", "DoS"),
+        ("test", "test_01_known_vehicle_known_attack", "DoS"),
+        ("test", "test_06_masquerade", "speed-masquerade"),
+    ]
+
+
+def test_the_older_release_has_one_training_folder(tmp_path: Path) -> None:
+    lay_out(tmp_path / "set_02", OLDER)
+    assert [(log.role, log.kind) for log in by_name("set_02", tmp_path)] == [
+        ("train", "DoS"), ("train", "attack"), ("test", "DoS"),
+    ]  # fmt: skip
+
+
+def test_a_missing_set_tells_where_it_was_looked_for_what_must_be_there_and_who_publishes_it(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError) as error:
+        by_name("hcrl_sa", tmp_path)
+    told = ("hcrl-sa", "hcrl_sa", "can-train-and-test-v1.5/hcrl-sa", "can-train-and-test/hcrl_sa")
+    assert all(str(tmp_path / folder) in error.value.value for folder in told)
+    for text in ("train_01_attack_free", "bitbucket.org", "ocslab.hksecurity.net", "--dataset PATH"):
+        assert text in error.value.remedy
+
+
+def test_an_unknown_name_lists_the_nearest_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'hcrl_hc'.\nValid, nearest first: hcrl_ch"):
+        by_name("hcrl_hc", tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["train", "test"])
+def test_a_set_without_training_or_test_folders_is_refused(tmp_path: Path, missing: str) -> None:
+    lay_out(tmp_path / "set_03", tuple(file for file in NEWER if not file.startswith(missing)))
+    with pytest.raises(MissingDataError, match=f"must hold folders named {missing}_"):
+        by_name("set_03", tmp_path)
+
+
+def test_an_empty_split_folder_is_named(tmp_path: Path) -> None:
+    (lay_out(tmp_path / "set_04", NEWER) / "test_05_suppress").mkdir()
+    with pytest.raises(MissingDataError, match=r"none in .*test_05_suppress"):
+        by_name("set_04", tmp_path)
+
+
+def test_a_file_by_path_is_one_log_whatever_its_suffix(tmp_path: Path) -> None:
+    path = tmp_path / "drive.capture"
+    path.touch()
+    assert by_path(path) == [LogFile(path=path, role="log", group="drive.capture", kind="attack")]
+
+
+def test_a_folder_by_path_with_train_and_test_folders_is_split_by_them(tmp_path: Path) -> None:
+    assert [log.role for log in by_path(lay_out(tmp_path, NEWER))] == ["train", "train", "test", "test"]
+
+
+def test_another_folder_gives_every_log_below_it_a_group_of_its_own(tmp_path: Path) -> None:
+    lay_out(tmp_path, ("Soul/Fuzzy_dataset_KIA_Soul.txt", "Sonata/a.csv.gz", "b.LOG"))
+    assert [(log.role, log.group) for log in by_path(tmp_path)] == [
+        ("log", "Sonata/a.csv.gz"), ("log", "Soul/Fuzzy_dataset_KIA_Soul.txt"), ("log", "b.LOG"),
+    ]  # fmt: skip
+
+
+def test_hidden_files_documents_and_other_suffixes_are_no_logs(tmp_path: Path) -> None:
+    lay_out(
+        tmp_path,
+        ("a.csv", ".b.csv", ".cache/c.csv", "README.txt", "LICENSE.txt", "d.pcap", "e.csv.zip", "deep/er/f.txt"),
+    )
+    (tmp_path / "folder.csv").mkdir()
+    assert [log.group for log in by_path(tmp_path)] == ["a.csv", "deep/er/f.txt"]
+
+
+def test_logs_in_a_hidden_place_are_found_when_it_is_asked_for(tmp_path: Path) -> None:
+    assert len(by_path(lay_out(tmp_path / ".data", ("a.csv",)))) == 1
+
+
+def test_a_path_that_does_not_exist_is_refused_with_the_known_names(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match=r"gone.*\nKnown: hcrl_ch, .*, synthetic"):
+        by_path(tmp_path / "gone")
+
+
+def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match=r"must hold files named .* none in"):
+        by_path(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("DoS-1.csv", "DoS"), ("force-neutral-2.csv", "force-neutral"), ("fuzzing-train.csv.gz", "fuzzing"),
+        ("gear-test-1.csv", "gear"), ("attack-free-1.csv", "attack"), ("DoS_dataset.csv", "DoS"),
+        ("Flooding_dataset_KIA_Soul.txt", "Flooding"), ("Malfunction1st_dataset_HY_Sonata.txt", "Malfunction"),
+        ("Malfunction_2nd_dataset_HY_Sonata.txt", "Malfunction"), ("Fuzzy_attack_dataset.txt", "Fuzzy"),
+        ("Attack_free_dataset.txt", "attack"), ("normal_run_data.txt", "attack"), ("capture.log", "attack"),
+        ("labeled_TSC1.csv", "attack"), ("2024-01-05.log", "attack"), ("odd name", "attack"),
+    ],
+)  # fmt: skip
+def test_the_attack_kind_is_read_from_published_file_names(name: str, kind: str) -> None:
+    assert attack_kind(name) == kind

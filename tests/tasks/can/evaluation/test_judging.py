@@ -1,0 +1,204 @@
+import json
+
+import numpy as np
+import pytest
+
+from can_train.errors import DataError, RunError
+from can_train.tasks.can.data.dataset import Split
+from can_train.tasks.can.evaluation.judging import JudgingOptions, ModelScores, benign_hours, judge, remarks
+from can_train.tasks.can.evaluation.metrics import detector_metrics
+from fakes.windows_by_hand import source_file, windows_of
+
+OPTIONS = JudgingOptions(supervised=True, validation_fpr=0.01, baselines=True, seed=0)
+NO_BASELINES = JudgingOptions(supervised=True, validation_fpr=0.01, baselines=False, seed=0)
+
+BENIGN_WINDOW = [1, 2, 3, 1, 2, 3]
+FLOOD_WINDOW = [1, 0, 0, 0, 0, 2]
+LABEL = np.array([0, 0, 1, 2] * 10)
+TEST = {"test_01": np.arange(16, 28), "test_02": np.arange(28, 40)}
+
+
+def traffic(label=LABEL):
+    return windows_of([FLOOD_WINDOW if code else BENIGN_WINDOW for code in label], label=label)
+
+
+def judged(score, *, flat=None, test=None, options=NO_BASELINES, references=None):
+    """Judges scores given for all windows: 8 windows to train on, 8 for validation, the rest for testing."""
+    flat, test = flat or traffic(), TEST if test is None else test
+    split = Split(train=np.arange(8), validation=np.arange(8, 16), test=test)
+
+    def parts(score):
+        return ModelScores(validation=score[8:16], test={folder: score[rows] for folder, rows in test.items()})
+
+    return judge(flat, split, parts(score), options, {name: parts(other) for name, other in (references or {}).items()})
+
+
+def figures(is_attack, flagged):
+    return detector_metrics(
+        np.array(is_attack, bool), np.zeros(len(flagged)), np.array(flagged, bool), benign_hours=1.0
+    )
+
+
+def test_each_test_folder_is_judged_alone():
+    score = (LABEL > 0).astype(float)
+    score[28:] = 0.0
+    judgement = judged(score)
+    assert {folder: told["model"]["f1"] for folder, told in judgement["test"].items()} == {
+        "test_01": 1.0,
+        "test_02": 0.0,
+    }
+    assert [told["model"]["windows"] for told in judgement["test"].values()] == [12, 12]
+
+
+def test_the_threshold_comes_from_validation_whatever_the_test_scores_are():
+    score = np.where(LABEL > 0, 3.0, 1.0)
+    score[16:] += 10.0
+    judgement = judged(score)
+    assert (judgement["threshold"], judgement["threshold_rule"]) == (2.0, "max F1 on validation")
+    assert judgement["validation"]["f1"] == 1.0
+    assert judgement["test"]["test_01"]["model"]["flagged_share"] == 1.0
+
+
+def test_an_anomaly_detector_is_judged_at_the_chosen_false_positive_rate():
+    anomaly = JudgingOptions(supervised=False, validation_fpr=0.25, baselines=False, seed=0)
+    score = np.arange(40.0)
+    judgement = judged(score, options=anomaly)
+    assert judgement["threshold_rule"] == "at most 25 % of benign windows flagged on validation"
+    assert judgement["threshold"] == 12.0
+
+
+def test_the_recall_of_each_attack_kind_is_told():
+    told = judged((LABEL == 1).astype(float))["test"]["test_01"]
+    assert told["recall_by_kind"] == {"DoS": {"recall": 1.0, "windows": 3}, "fuzzing": {"recall": 0.0, "windows": 3}}
+
+
+def test_the_baselines_are_reference_roles_the_model_and_named_where_it_does_not_beat_them():
+    told = judged((LABEL == 1).astype(float), options=OPTIONS)["test"]["test_01"]
+    assert list(told["baselines"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+    assert told["baselines"]["random_forest"]["mcc"] == 1.0
+    assert told["remarks"] == ["does not beat id_lookup (1.000), random_forest (1.000) on MCC (0.577)"]
+
+
+def test_another_detector_is_reference_roles_the_model_with_a_threshold_of_its_own():
+    references = {"rival": np.where(LABEL > 0, 30.0, 10.0), "stranger": np.where(LABEL > 0, -5.0, -6.0)}
+    told = judged((LABEL == 1).astype(float), options=OPTIONS, references=references)["test"]["test_01"]
+    assert {name: figures["mcc"] for name, figures in told["references"].items()} == {"rival": 1.0, "stranger": 1.0}
+    assert list(told["baselines"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+    unbeaten = "rival (1.000), stranger (1.000), id_lookup (1.000), random_forest (1.000)"
+    assert told["remarks"] == [f"does not beat {unbeaten} on MCC (0.577)"]
+
+
+def test_a_detector_beside_the_model_has_finite_scores_too():
+    broken = np.full(40, np.nan)
+    with pytest.raises(RunError, match="must be a finite number: 8 of 8 in validation are not"):
+        judged((LABEL > 0).astype(float), references={"rival": broken})
+
+
+def test_without_baselines_none_is_computed():
+    judgement = judged((LABEL > 0).astype(float))
+    assert judgement["absent"] == {}
+    assert judgement["test"]["test_01"]["baselines"] == {}
+
+
+def test_a_floor_that_cannot_be_computed_is_absent_with_its_reason():
+    label = LABEL.copy()
+    label[:8] = 0
+    judgement = judged((LABEL > 0).astype(float), flat=traffic(label), options=OPTIONS)
+    assert list(judgement["absent"]) == ["random_forest"]
+    assert "isolation_forest" in judgement["test"]["test_01"]["baselines"]
+
+
+def test_a_judgement_is_strict_json():
+    judgement = judged((LABEL > 0).astype(float), options=OPTIONS)
+    assert json.loads(json.dumps(judgement, allow_nan=False)) == judgement
+
+
+def test_an_unlabelled_log_is_presumed_benign_and_said_to_be():
+    flat = windows_of([BENIGN_WINDOW] * 40, sources=(source_file(labelled=False),))
+    told = judged(np.arange(40.0), flat=flat)["test"]["test_01"]
+    assert told["model"]["f1"] is None
+    assert told["model"]["false_positive_rate"] == 1.0
+    assert told["remarks"] == [
+        "labels absent: all windows are presumed benign, only false-alarm figures are defined",
+        "flags everything: every alarm is a false one",
+    ]
+
+
+def test_windows_without_labels_among_others_are_counted():
+    sources = (source_file("labelled"), source_file("free", labelled=False))
+    flat = windows_of([BENIGN_WINDOW] * 40, label=LABEL, source=[0] * 20 + [1] * 20, sources=sources)
+    told = judged((LABEL > 0).astype(float), flat=flat)["test"]["test_01"]
+    assert told["remarks"] == ["8 of 12 windows have no labels and are presumed benign"]
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("row", "where"), [(9, "1 of 8 in validation"), (30, "1 of 12 in test_02")])
+def test_scores_that_are_not_finite_are_refused(broken, row, where):
+    score = np.zeros(40)
+    score[row] = broken
+    with pytest.raises(RunError, match=f"must be a finite number: {where} are not"):
+        judged(score)
+
+
+def test_a_validation_without_windows_is_refused():
+    split = Split(train=np.arange(8), validation=np.empty(0, np.int64), test={})
+    with pytest.raises(DataError, match="needs benign windows in the validation part"):
+        judge(traffic(), split, ModelScores(validation=np.empty(0), test={}), NO_BASELINES)
+
+
+@pytest.mark.parametrize(
+    ("is_attack", "flagged", "remark"),
+    [
+        ([1, 1, 0, 0], [1, 1, 1, 1], ["flags everything (recall 1.0 says nothing; accuracy = attack share)"]),
+        (
+            [0, 0],
+            [1, 1],
+            ["no attacks: only false-alarm figures are defined", "flags everything: every alarm is a false one"],
+        ),
+        ([1, 0], [0, 0], ["flags nothing: every attack is missed"]),
+        ([0, 0], [0, 0], ["no attacks: only false-alarm figures are defined"]),
+        ([1, 1], [1, 0], ["all windows are attacks: false-alarm figures are not defined"]),
+        ([1] * 199 + [0], [1] * 199 + [0], []),
+        ([1] + [0] * 99, [0] + [1] * 99, ["flags everything (recall 1.0 says nothing; accuracy = attack share)"]),
+        ([1] + [0] * 99, [0] * 2 + [1] * 98, []),
+    ],
+)
+def test_what_the_figures_hide_is_said(is_attack, flagged, remark):
+    assert remarks(figures(is_attack, flagged), {}, unlabelled_windows=0) == remark
+
+
+def test_a_floor_is_beaten_only_by_a_larger_correlation():
+    weak, strong = figures([1, 1, 0, 0], [1, 0, 0, 0]), figures([1, 1, 0, 0], [1, 1, 0, 0])
+    assert remarks(strong, {"weak": weak}, unlabelled_windows=0) == []
+    assert remarks(weak, {"weak": weak}, unlabelled_windows=0) == ["does not beat weak (0.577) on MCC (0.577)"]
+
+
+def test_overlapping_windows_do_not_lengthen_the_observed_time():
+    apart = windows_of([BENIGN_WINDOW] * 4, start_time=[0, 1, 2, 3])
+    overlapping = windows_of([BENIGN_WINDOW] * 7, start_time=[0, 0.5, 1, 1.5, 2, 2.5, 3])
+    assert benign_hours(apart, np.arange(4)) == benign_hours(overlapping, np.arange(7)) == 4 / 3600
+
+
+def test_the_time_between_the_frames_of_two_windows_is_observed():
+    flat = windows_of([BENIGN_WINDOW] * 2, start_time=[0, 1.5])
+    assert benign_hours(flat, np.arange(2)) == 2.5 / 3600
+
+
+def test_the_time_between_chosen_parts_of_a_log_is_not_observed():
+    flat = windows_of([BENIGN_WINDOW] * 5)
+    assert benign_hours(flat, np.array([0, 1, 4])) == 3 / 3600
+
+
+def test_hours_are_counted_file_by_file_and_for_benign_windows_only():
+    sources = (source_file("a"), source_file("b"))
+    start = [0, 1, 2, 3, 1_000_000, 1_000_001]
+    flat = windows_of(
+        [BENIGN_WINDOW] * 6, label=[0, 1, 1, 0, 0, 0], source=[0] * 4 + [1] * 2, start_time=start, sources=sources
+    )
+    assert benign_hours(flat, np.arange(6)) == 4 / 3600
+    assert benign_hours(flat, np.array([1, 2])) == 0.0
+
+
+def test_a_step_back_in_time_takes_no_observed_time_away():
+    flat = windows_of([BENIGN_WINDOW] * 3, start_time=[5, 6, 0])
+    assert benign_hours(flat, np.arange(3)) == 2 / 3600
