@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_bus import random_frames, write_log
+from fakes.random_bus import random_frames, write_log
 
 from can_train.config.compose import RunRequest, resolve
 from can_train.errors import DataError
