@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_of(folder: Path, model: str, **settings: Any) -> ResolvedRun:
-    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.floors": False}
+    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.baselines": False}
     values |= {name.replace("__", "."): value for name, value in settings.items()}
     return resolve(RunRequest(model=model, size="student", dataset=str(folder / "drive.csv"), values=values))
 
@@ -67,9 +67,9 @@ def tell(task: FusionTask, role: str, said: NDArray[np.float64]) -> None:
 def told(folder: Path, **settings: Any) -> FusionTask:
     """A task to which both models have told what they really say."""
     task: FusionTask = task_of(folder, **settings)
-    for reference_model in task.reference_models:
+    for reference_model in task.reference_models():
         with torch.no_grad():
-            said = reference_model.answer(reference_model.model, np.arange(WINDOWS), CPU, torch.float32)[
+            said = reference_model.outputs(reference_model.model, np.arange(WINDOWS), CPU, torch.float32)[
                 reference_model.output
             ]
         tell(task, reference_model.role, said.double().numpy())
@@ -102,7 +102,7 @@ def test_every_window_that_trains_validates_or_is_judged_is_asked_about(folder: 
     task.bind_outputs("autoencoder", answers)
     split = task._data.split
     assert sorted(asked) == sorted([*split.train, *split.validation, *np.concatenate([*split.test.values()])])
-    assert all(reference_model.placements == ("cache",) for reference_model in task.reference_models)
+    assert all(reference_model.placements == ("cache",) for reference_model in task.reference_models())
 
 
 @pytest.mark.parametrize("role", MADE_BY)
@@ -199,7 +199,7 @@ def test_a_finished_agent_scores_windows_as_it_did_in_training(folder: Path) -> 
     assert fusion.combine(alone.numpy()).shape == (len(rows),)
 
 
-DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--size", "student", "--no-floors")
+DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--size", "student", "--no-baselines")
 TRAINING = ("--epochs", "6", "--checkpoint-every", "3", "--set", "mode.target_every=7", "--set", "mode.replay_size=900")
 
 
