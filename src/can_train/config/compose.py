@@ -165,7 +165,7 @@ def evaluation_dataset(run: ResolvedRun, dataset: str | None, sets: Sequence[str
     """
     for text in sets:
         if not from_set(text).key.startswith("dataset."):
-            raise ConfigError("Only settings of the data can be changed for a finished run", value=f"--set {text}",
+            raise ConfigError("For a finished run, only how data are read can be set", value=f"--set {text}",
                               remedy="Give --set dataset.KEY=VALUE")  # fmt: skip
     plain = dict(run.config)
     if dataset is not None:
