@@ -43,9 +43,6 @@ _MAX_RUNS_READ: Final = 5
 _MEMORY_SETTINGS: Final = ("precision", "optimizer", "deterministic")
 """Training settings that change how much memory a run takes, beside the model's."""
 
-_COMPLETED: Final = ("partition", "account", "qos", "constraint", "gpus", "time", "cpus", "mem")
-"""Settings that a submission decides where the user left them open."""
-
 _SAME_MODEL: Final = ("task", "model_name", "size", "model")
 """Settings that must agree for one run's weights to fit another. Only the job itself can be certain."""
 
@@ -333,8 +330,7 @@ def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> Resolv
         config = RunFolder(Path(parent.path)).config()
         same = all(config.get(name) == run.config[name] for name in _SAME_MODEL)
         if same and not run.training.start_from and str(Path(parent.path).resolve()) not in built_on:
-            plain = {**run.config, "training": {**run.config["training"], "start_from": parent.path}}
-            return replace(run, training=replace(run.training, start_from=parent.path), config=plain)
+            return replace(run, training=replace(run.training, start_from=parent.path))
     return run
 
 
@@ -349,12 +345,7 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
     cluster = with_cluster_defaults(cluster, places[0] if places else None, run.device)
     check_job(cluster, places)
     notices = [check_device(run.device, cluster), waiting_notice(places)]
-    return _with_cluster(run, cluster), [notice for notice in notices if notice]
-
-
-def _with_cluster(run: ResolvedRun, cluster: ClusterSettings) -> ResolvedRun:
-    completed = {name: getattr(cluster, name) for name in _COMPLETED}
-    return replace(run, cluster=cluster, config={**run.config, "cluster": {**run.config["cluster"], **completed}})
+    return replace(run, cluster=cluster), [notice for notice in notices if notice]
 
 
 def _grouped(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
