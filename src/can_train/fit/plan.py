@@ -164,10 +164,7 @@ def resolve_plan(
         factor: Safety factor, in (0, 1].
         other_epochs: Orders of epochs with other samples.
     """
-    if tuned_limit is None:
-        rules = replace(request.rules, samples=request.micro_batch_size or request.loader_batch)
-    else:
-        rules = replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
+    rules = _rules_with_limits(request, tuned_limit, factor)
     logical, binding = _logical_batch(request, order, rules.safe_limit)
     num_batches = -(-len(order) // logical)
     by_epoch = [_optimizer_steps(one, logical, request.preflight_threshold) for one in (order, *other_epochs)]
@@ -198,6 +195,12 @@ def resolve_plan(
             *_divisor_notices(sizes, shares, rules),
         ),
     )
+
+
+def _rules_with_limits(request: PlanRequest, tuned_limit: float | None, factor: float) -> SplitRules:
+    if tuned_limit is None:
+        return replace(request.rules, samples=request.micro_batch_size or request.loader_batch)
+    return replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
 
 
 def _optimizer_steps(order: BatchCosts, logical: int, preflight_threshold: float) -> list[BatchCosts]:

@@ -289,8 +289,7 @@ class Planner:
         )
 
     def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
-        notices = [*getattr(self.task, "notices", ())]
-        notices += self.batch_dependence.sentences(split=plan.most_parts > 1)
+        notices = [*self.task.notices(), *self.batch_dependence.sentences(split=plan.most_parts > 1)]
         if limits is not None:
             notices += _too_large_notices(plan, limits, self.run.training)
             notices += _unexplained_notices("training", limits.training)

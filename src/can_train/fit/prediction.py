@@ -19,7 +19,7 @@ from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError
 from can_train.fit.explore import Explorer, Workload, left_as_it_was, probe
 from can_train.fit.features import batch_totals
-from can_train.fit.optimizer import measure_optimizer
+from can_train.fit.optimizer import OptimizerMemory, measure_optimizer
 from can_train.fit.packing import BatchCosts
 from can_train.memory.meters import CpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory
@@ -117,47 +117,53 @@ def _of_model(
     loss_of: LossOf,
     make: Callable[[Sequence[nn.Parameter]], Optimizer],
 ) -> PeakPrediction:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = measure_optimizer(parameters, make)
-    meter, features = CpuMeter(), [Feature(f"feature {i}") for i in range(counts.shape[1])]
-    batch = totals(features)
-
-    def step(rows: NDArray[np.int64]) -> None:
-        try:
-            loss_of(rows).backward()
-        finally:
-            for parameter in parameters:
-                parameter.grad = None
-
-    # As in the middle of a run: the optimizer's state is there.
-    state = torch.empty(optimizer.state_bytes, dtype=torch.uint8)
-    resident = [*model.parameters(), *model.buffers()]
-    work = Workload(
-        run=step,
-        rows=np.arange(len(counts)),
-        counts=counts,
-        features=features,
-        resident=[*resident, state],
-        gradient_bytes=optimizer.parameter_bytes,
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = measure_optimizer(trained, make)
+    features = [Feature(f"feature {i}") for i in range(counts.shape[1])]
+    batch, meter, work = totals(features), CpuMeter(), _training_work(model, counts, features, loss_of, optimizer)
     with left_as_it_was(model, meter):
         fit = probe(work, meter)
-        fitted = fit.model
-        cost = float(batch @ np.asarray(fitted.coefficients))
-        peak = fitted.base_bytes + cost
+        cost = float(batch @ np.asarray(fit.model.coefficients))
+        peak = fit.model.base_bytes + cost
         if cost <= fit.largest_cost:
             # Gradients decide the peak of a batch no larger than the probes, which no line tells: it is run. The last
             # feature counts samples.
             positions = np.arange(round(batch[-1]))
             with CatchOutOfMemory():
                 peak = float(replace(work, rows=positions).peak(meter, positions).allocated)
-    weights = sum(tensor.nbytes for tensor in resident)
-    optimizer_step = weights + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
+    resident_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    optimizer_step = resident_bytes + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
     return PeakPrediction(
         peak_bytes=max(peak, float(optimizer_step)),
-        half_width_bytes=fitted.half_width(batch),
-        base_bytes=fitted.base_bytes,
-        explains=fitted.explains,
+        half_width_bytes=fit.model.half_width(batch),
+        base_bytes=fit.model.base_bytes,
+        explains=fit.model.explains,
+    )
+
+
+def _training_work(
+    model: nn.Module,
+    counts: NDArray[np.float64],
+    features: Sequence[Feature],
+    loss_of: LossOf,
+    optimizer: OptimizerMemory,
+) -> Workload:
+    def step(rows: NDArray[np.int64]) -> None:
+        try:
+            loss_of(rows).backward()
+        finally:
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    # As in the middle of a run: the optimizer's state is there.
+    state = torch.empty(optimizer.state_bytes, dtype=torch.uint8)
+    return Workload(
+        run=step,
+        rows=np.arange(len(counts)),
+        counts=counts,
+        features=features,
+        resident=[*model.parameters(), *model.buffers(), state],
+        gradient_bytes=optimizer.parameter_bytes,
     )
 
 

@@ -51,7 +51,7 @@ from can_train.training.reference_models import ReferenceModelPlan, ReferenceMod
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
-    from can_train.task import SampledTask
+    from can_train.task import Task
 
 # Share of an allocator's memory that is in use where it is badly fragmented; on the simulated GPU it was at least 0.83.
 _LITTLE_IN_USE: Final = 0.7
@@ -168,14 +168,12 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
     return plans_of_sample(run, sample_task(run, reporter), targets, reporter)
 
 
-def plans_of_sample(
-    run: ResolvedRun, sampled: SampledTask, targets: Sequence[Usable], reporter: Reporter
-) -> list[DryPlan]:
+def plans_of_sample(run: ResolvedRun, sampled: Task, targets: Sequence[Usable], reporter: Reporter) -> list[DryPlan]:
     """Plans a run for each of the targets from a task that has read a sample of its data."""
     # A copy: planning gives the task rows and outputs of reference models that are not those of a training.
     task = copy(sampled)
     # The sample is repeated to the length of the data set, so that an epoch has as many steps as in training.
-    task.train_rows = np.resize(sampled.train_rows, sampled.estimated_train_rows)
+    task.train_rows = np.resize(sampled.train_rows, sampled.estimated_train_rows or len(sampled.train_rows))
     # What the largest target holds is explored once; less is predicted of the others.
     meter = AbsentGpuMeter(max(targets, key=lambda target: target.capacity_bytes))
     planner = Planner(
