@@ -116,7 +116,7 @@ def train(capacity_bytes: int, case: Case, splits: Splits | None = None) -> Trai
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             batcher.stepped()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return Trained(state, sizes, batcher.ooms, torch.rand(1))
+    return Trained(state, sizes, batcher.ooms_rescued, torch.rand(1))
 
 
 def differing(one: Trained, other: Trained) -> list[str]:
