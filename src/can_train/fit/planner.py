@@ -297,7 +297,7 @@ class Planner:
         )
 
     def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
-        said = [*getattr(self.task, "notices", ())]
+        said = [*self.task.notices()]
         said += self.measured_batch_dependence().sentences(split=plan.most_parts > 1)
         if limits is not None:
             said += [text for name in ("training", "evaluation") for text in _unexplained(name, getattr(limits, name))]

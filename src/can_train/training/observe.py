@@ -12,10 +12,11 @@ import torch
 
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails, StateError
-from can_train.factors.observations import Device, Observation, Started, this_host, write_observation, write_started
+from can_train.factors.observations import Device, Observation, Started, write_observation, write_started
 from can_train.factors.resolve import memory_fingerprint, policy_options, store_of
 from can_train.factors.store import next_time
 from can_train.fit.cost_model import DeviceLimits
+from can_train.io.processes import this_host
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.training.distributed import RankFailedError, RankGoneError
 from can_train.training.run_folder import RunFolder

@@ -36,7 +36,7 @@ from can_train.training.attempts import StopRequests
 from can_train.training.checkpoint import Checkpoints
 from can_train.training.distributed import Ranks
 from can_train.training.loading import fresh_model, start_from
-from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels, keep, kept, reference_models_of
+from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels, keep, kept
 from can_train.training.report import plan_lines, reference_model_lines
 from can_train.training.run_folder import MetricsLog, RunFolder
 
@@ -54,8 +54,8 @@ def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
         RunError: It is another by now.
     """
     path = folder.path / BUILT_ON
-    now = {reference_model.role: reference_model.digest for reference_model in reference_models_of(task)}
-    if data := getattr(task, "data_digest", ""):
+    now = {reference_model.role: reference_model.digest for reference_model in task.reference_models()}
+    if data := task.data_digest():
         now[_DATA] = data
     try:
         before = json.loads(path.read_text())
@@ -67,7 +67,7 @@ def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
     if _DATA in changed:
         raise RunError("A run goes on with the data that it began with", value="its logs have other contents by now",
                        remedy="Bring back what was there, or train anew")  # fmt: skip
-    others = ", ".join(f"the {one.role.replace('_', ' ')} {one.name}" for one in reference_models_of(task)
+    others = ", ".join(f"the {one.role.replace('_', ' ')} {one.name}" for one in task.reference_models()
                        if one.role in changed)  # fmt: skip
     if others:
         raise RunError("A run goes on with the models that it began with",

@@ -15,7 +15,6 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import CanTrainError, DoesNotFitError
 from can_train.factors.resolve import factor_rule
 from can_train.fit import random_state
-from can_train.fit.epochs import in_epoch
 from can_train.fit.micro_batcher import BatchResult, Losses, check_denominators, combine_shares, sum_by_term
 from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import PartDoesNotFitError, describe_out_of_memory
@@ -124,11 +123,9 @@ def _own_share(session: Session, rows: NDArray[np.int64]) -> tuple[BatchResult, 
 
 def _prepare(session: Session, rows: NDArray[np.int64]) -> None:
     """Lets the task do what it wants done before each step, alike on all ranks."""
-    before_step = getattr(session.task, "before_step", None)
-    if before_step is not None:
-        seed, step = session.training.seed, session.progress.step
-        generator = random_state.before_step_generator(seed=seed, step=step)
-        before_step(session.model, rows, step / session.total_steps, generator)
+    seed, step = session.training.seed, session.progress.step
+    generator = random_state.before_step_generator(seed=seed, step=step)
+    session.task.before_step(session.model, rows, step / session.total_steps, generator)
 
 
 def _move(session: Session, *, ends_epoch: bool) -> int | None:
@@ -228,7 +225,7 @@ def release_training_memory(session: Session) -> None:
 
 def _train_epoch(session: Session, stage: Any) -> None:
     progress, training = session.progress, session.training
-    session.task_in_epoch = in_epoch(session.task, progress.epoch, training.epochs)
+    session.task_in_epoch = session.task.in_epoch(progress.epoch, training.epochs)
     steps = session.epochs.steps(progress.epoch)
     started, samples_before = time.perf_counter(), progress.epoch_samples
     session.model.train()
