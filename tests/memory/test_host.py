@@ -1,9 +1,17 @@
 from pathlib import Path
 
 import pytest
-from can_train.memory.devices import _meminfo_available, available_bytes, nvidia_driver_version, total_bytes
 
-from can_train.memory.host import _VERSIONS, ControlGroup, _Files, control_groups
+from can_train.memory.host import (
+    _VERSIONS,
+    ControlGroup,
+    _Files,
+    _meminfo_available,
+    available_bytes,
+    control_groups,
+    nvidia_driver_version,
+    total_bytes,
+)
 
 
 def written(path: Path, text: str) -> Path:

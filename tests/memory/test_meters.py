@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from can_train.memory.devices import available_bytes, total_bytes
 from torch import nn
 
 from can_train.errors import DeviceError
 from can_train.memory.catalogue import Usable, find_card, other_card, usable
+from can_train.memory.host import available_bytes, total_bytes
 from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter, open_meter, resolve_device
 
 MIB = 2**20

@@ -292,12 +292,12 @@ def _asked(stages: Sequence["Stage"], flags: Flags) -> list["Asked"]:
 
 def _resolved(stage: "Stage", request: "RunRequest") -> "ResolvedRun":
     from can_train.config.compose import expand, resolve
-    from can_train.config.resolved import settled_paths
+    from can_train.config.resolved import with_absolute_paths
 
     try:
         if len(expand([request])) > 1:
             raise ConfigError("A stage is one run", value=" ".join(request.sets), remedy="Give each setting one value")
-        return settled_paths(resolve(request))
+        return with_absolute_paths(resolve(request))
     except ConfigError as error:
         own = f"For one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
         remedy = ".\n".join(filter(None, (error.remedy, own)))

@@ -265,10 +265,6 @@ def _result(path: Path) -> dict[str, Any] | None:
     return result
 
 
-_SETTLED: Final = ("partition", "account", "qos", "constraint", "gpus", "time", "cpus", "mem")
-"""Settings that a submission decides where a person leaves them open."""
-
-
 _SAME_MODEL: Final = ("task", "model_name", "size", "model")
 """What runs have in common whose weights fit each other; whether they really do, the job sees."""
 
@@ -371,8 +367,7 @@ def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> Resolv
         config = RunFolder(Path(parent.path)).config()
         same = all(config.get(name) == run.config[name] for name in _SAME_MODEL)
         if same and not run.training.start_from and str(Path(parent.path).resolve()) not in built_on:
-            plain = {**run.config, "training": {**run.config["training"], "start_from": parent.path}}
-            return replace(run, training=replace(run.training, start_from=parent.path), config=plain)
+            return replace(run, training=replace(run.training, start_from=parent.path))
     return run
 
 
@@ -387,12 +382,7 @@ def _ready(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedR
     cluster = with_cluster_defaults(cluster, places[0] if places else None, run.device)
     check_job(cluster, places)
     notices = [check_device(run.device, cluster), waiting_notice(places)]
-    return _with_cluster(run, cluster), [notice for notice in notices if notice]
-
-
-def _with_cluster(run: ResolvedRun, cluster: ClusterSettings) -> ResolvedRun:
-    decided = {name: getattr(cluster, name) for name in _SETTLED}
-    return replace(run, cluster=cluster, config={**run.config, "cluster": {**run.config["cluster"], **decided}})
+    return replace(run, cluster=cluster), [notice for notice in notices if notice]
 
 
 def _grouped(ordered: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
