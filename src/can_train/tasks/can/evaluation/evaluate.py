@@ -14,14 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.config.compose import JudgedData
-from can_train.config.resolved import FinishedModel
+from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError, ConfigError, DataError
 from can_train.reporter import Reporter
 from can_train.tasks.can.data.batches import Gatherer
-from can_train.tasks.can.data.dataset import CanData, load_data, located, prepare_judged
+from can_train.tasks.can.data.dataset import CanData, load_data, prepare_for_evaluation, simulate_if_synthetic
 from can_train.tasks.can.data.graphs import SourceFile
-from can_train.tasks.can.data.layout import TEST, LogFile, find_judged_logs, find_logs, hash_logs
+from can_train.tasks.can.data.layout import TEST, LogFile, find_evaluation_logs, find_logs, hash_logs
 from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines
 from can_train.tasks.can.evaluation.judging import (
     STUDENT,
@@ -48,7 +47,7 @@ from can_train.tasks.can.settings import (
     FusionSettings,
     VgaeSettings,
 )
-from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder_name
+from can_train.tasks.can.synthetic.writing import synthetic_folder_name
 
 _OF_THE_MODEL: Final = ("window", "identity")
 """Settings that a trained model is bound to."""
@@ -62,12 +61,12 @@ _MAX_NAMED_LOGS: Final = 3
 """Logs that a notice names before it stops."""
 
 
-def read_own(trained: CanDatasetSettings, asked: JudgedData) -> CanData:
+def read_own(trained: CanDatasetSettings, asked: EvaluationData) -> CanData:
     """Prepares data as they were for training."""
     return load_data(trained, asked.data_root, asked.cache, asked.reporter)
 
 
-def read_asked(trained: CanDatasetSettings, asked: JudgedData) -> tuple[CanData, bool]:
+def read_asked(trained: CanDatasetSettings, asked: EvaluationData) -> tuple[CanData, bool]:
     """Prepares the windows that a model is asked to judge.
 
     Args:
@@ -85,8 +84,8 @@ def read_asked(trained: CanDatasetSettings, asked: JudgedData) -> tuple[CanData,
     _check_kept(trained, asked.dataset, (*_OF_THE_MODEL, *(_OF_THE_SPLIT if own else ())))
     if own:
         return read_own(asked.dataset, asked), True
-    logs = find_judged_logs(located(asked.dataset, asked.cache, asked.reporter), asked.data_root)
-    data = prepare_judged(asked.dataset, logs, asked.cache, asked.reporter)
+    logs = find_evaluation_logs(simulate_if_synthetic(asked.dataset, asked.cache, asked.reporter), asked.data_root)
+    data = prepare_for_evaluation(asked.dataset, logs, asked.cache, asked.reporter)
     _tell_of_training(_training_logs(trained, asked), data.flat.sources, asked.reporter)
     return data, False
 
@@ -115,10 +114,10 @@ def _tell_of_training(logs: Sequence[LogFile], sources: Sequence[SourceFile], re
         reporter.notice(f"The run was trained on {len(known)} of these {len(sources)} logs, which flatters it: {named}")
 
 
-def _training_logs(trained: CanDatasetSettings, asked: JudgedData) -> list[LogFile]:
+def _training_logs(trained: CanDatasetSettings, asked: EvaluationData) -> list[LogFile]:
     """Finds what a run was trained on; nothing where that is no longer there."""
     folder = asked.cache / synthetic_folder_name(trained.synthetic)
-    here = replace(trained, path=str(folder)) if is_synthetic(trained) else trained
+    here = replace(trained, path=str(folder)) if trained.is_synthetic else trained
     try:
         return [log for log in find_logs(here, asked.data_root) if log.role != TEST]
     except CanTrainError:
@@ -361,7 +360,7 @@ class Verdict:
     notes: Sequence[str]
 
 
-def make_evaluation(finished: FinishedModel, reference_model: ReferenceModel, asked: JudgedData) -> "Evaluation":
+def make_evaluation(finished: FinishedModel, reference_model: ReferenceModel, asked: EvaluationData) -> "Evaluation":
     """Prepares the windows that are judged.
 
     Args:
@@ -393,7 +392,7 @@ def _lacks_units(finished: FinishedModel) -> bool:
     return isinstance(finished.run.model, VgaeSettings) and "error_units" not in finished.result["judgement"]
 
 
-def _own_data(finished: FinishedModel, asked: JudgedData) -> CanData:
+def _own_data(finished: FinishedModel, asked: EvaluationData) -> CanData:
     try:
         return read_own(finished.run.dataset, asked)
     except DataError as error:
@@ -417,7 +416,7 @@ class Evaluation:
         own_split: Whether they are split as they were for training; else all of them are judged.
     """
 
-    def __init__(self, windows: Windows, reference: Windows, references: Alone, asked: JudgedData) -> None:
+    def __init__(self, windows: Windows, reference: Windows, references: Alone, asked: EvaluationData) -> None:
         self._windows = windows
         self._reference = reference
         self._references = references
