@@ -10,7 +10,7 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
 from can_train.slurm.client import Node, Partition, QueueRow, SlurmAnswer
 from can_train.slurm.duplicates import find_duplicate_run, identity
-from can_train.slurm.order import SubmitOptions, plan_submission
+from can_train.slurm.submission_plan import SubmitOptions, plan_submission
 from can_train.training.run_folder import Registry, RunRecord
 from fakes.made_runs import RESULT, Runs
 

@@ -107,7 +107,7 @@ def _resubmit(request: ResubmitRequest) -> None:
         start(run)
         return
     from can_train.cli.submit import submit_runs
-    from can_train.slurm.order import SubmitOptions
+    from can_train.slurm.submission_plan import SubmitOptions
 
     submit_runs([run], SubmitOptions(force=request.force))
 
