@@ -86,7 +86,9 @@ def test_only_the_client_calls_the_programs_of_slurm() -> None:
     assert [found for source in package_sources() for found in slurm_calls(source)] == []
 
 
-@pytest.mark.parametrize("line", ['run("squeue", "--me")', "run(['scontrol', 'show'])", 'run("sacct -n -P", shell=True)'])
+@pytest.mark.parametrize(
+    "line", ['run("squeue", "--me")', "run(['scontrol', 'show'])", 'run("sacct -n -P", shell=True)']
+)
 def test_a_call_of_slurm_elsewhere_is_found(line: str) -> None:
     assert len(slurm_calls(parse("slurm/duplicates.py", line))) == 1
     assert slurm_calls(parse(SLURM_CLIENT, line)) == []
