@@ -32,10 +32,8 @@ from can_train.training.attempts import Attempts
 _MAX_ENTRY_BYTES: Final = 2**20
 """Largest file that is read as an entry of the registry."""
 
-
 CONFIG: Final = "config.yaml"
 """The file that makes a folder a run's."""
-
 
 _LIBRARIES: Final = ("can-train", "torch", "torch_geometric", "numpy", "polars", "scikit-learn", "hydra-core")
 
@@ -45,10 +43,8 @@ class RunRecord:
     """A run in the registry.
 
     Attributes:
-        run_id: Its name, also that of its folder.
-        path: Absolute path of the folder.
+        path: Absolute path of its folder, whose name is the run id.
         key: Its configuration's key in the factor store.
-        time: When it was created.
         identity: Digest of resolved configuration, code and data, equal for runs that would do the same.
         after: Ids of the runs that it waits for, separated by commas.
         sweep: Name that the runs of one sweep share; empty: it belongs to none.
@@ -71,12 +67,9 @@ class JobRecord:
     """A job that was started for a run: a scheduler's, or a process of a machine.
 
     Attributes:
-        run_id: The run.
         executor: slurm, local or debug.
         job_id: As the executor names it: 123, 123_4 for an element of an array, or a process id.
-        time: When it was submitted.
         host: Machine that it was submitted from.
-        log_path: Its log.
         reason: Why, in words, unless it is the first: "host out-of-memory: 600M instead of 400M".
         resources: What was asked for, by sbatch's names.
     """
@@ -109,11 +102,7 @@ _Record = TypeVar("_Record", RunRecord, JobRecord, CancelRecord)
 
 
 class Registry:
-    """The runs that a state folder knows: one immutable file an entry, so that nothing needs a lock.
-
-    Args:
-        state_dir: The state folder; it need not exist.
-    """
+    """The runs of a state folder, which need not exist: one immutable file an entry, so that nothing needs a lock."""
 
     def __init__(self, state_dir: Path) -> None:
         self._folder = state_dir / "runs"
@@ -154,11 +143,7 @@ class Registry:
 
 
 class RunFolder:
-    """Paths and files of one run.
-
-    Args:
-        path: The folder; its name is the run id.
-    """
+    """Paths and files of one run, whose id is the folder's name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,6 +195,7 @@ class RunFolder:
         """
         try:
             result = json.loads(self.result_path.read_text())
+            # Written whole or not at all; but a person may have copied or edited it.
             if not isinstance(result, dict):
                 raise ValueError("not an object")
         except FileNotFoundError:
@@ -240,11 +226,7 @@ def new_run_id(key: str) -> str:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object a line.
-
-    Args:
-        path: The file.
-    """
+    """`metrics.jsonl`: one JSON object a line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -312,15 +294,11 @@ def register_run(run: ResolvedRun, folder: RunFolder, *, identity: str = "", aft
 
 
 def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:
-    """Looks for prerequisites that are no longer where they were beside the run's own folder: a copy brings them along.
-
-    Args:
-        run: As it was made.
-        folder: Where its folder is now.
-    """
+    """Looks for prerequisites that are no longer where they were beside the folder where the run is now."""
     moved = {}
     for needed in run.prerequisites:
         path = Path(getattr(run.mode, needed.role))
+        # Who copies a folder of runs to another machine brings them along.
         beside = folder.resolve().parent / path.name
         if path.name and not is_file(path / CONFIG) and is_file(beside / CONFIG):
             moved[needed.role] = str(beside)
@@ -328,11 +306,7 @@ def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:
 
 
 def without_missing_prerequisites(run: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
-    """Drops the optional prerequisites of a run that are gone.
-
-    Returns:
-        The run; and what is gone, as sentences.
-    """
+    """Drops the optional prerequisites of a run that are gone; returns also notices that say so."""
     optional = {needed.role: getattr(run.mode, needed.role) for needed in run.prerequisites if not needed.required}
     gone = {role: name for role, name in optional.items() if name and not is_file(Path(name) / CONFIG)}
     notices = [f"{role.replace('_', ' ')}: {name} is gone, so the run goes on without" for role, name in gone.items()]
