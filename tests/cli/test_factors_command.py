@@ -199,6 +199,32 @@ def test_a_file_goes_out_and_in_again(state: Path, tmp_path_factory: pytest.Temp
     ]
 
 
+def test_an_import_without_size_and_with_a_short_gpu_name_is_used(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(json.dumps({"hcrl_ch_gat_normal": {"v100": 0.5}}))
+    values = done(tmp_path, "--import", str(tmp_path / "old.json"))
+    assert values["config_keys"] == ["hcrl_ch_gat_normal"]
+    for key in ("hcrl_ch_gat_normal", KEY):
+        found = as_json(tmp_path, key, "--device", "v100-32gb")["factors"]
+        assert [(record["safety_factor"], record["state"]) for record in found] == [(0.5, "imported")]
+
+
+def test_an_import_that_could_never_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text('{"a": 1}')
+    assert "a is not a configuration key" in str(run(tmp_path, "--import", str(tmp_path / "old.json")).exception)
+    assert {path.name for path in tmp_path.iterdir()} == {"old.json"}
+
+
+def test_ones_own_export_is_imported_without_a_change_or_a_warning(state: Path) -> None:
+    before = as_json(state, "--show")
+    run(state, "--export", str(state / "out.json"))
+    values = as_json(state, "--import", str(state / "out.json"))
+    assert (values["config_keys"], values["event"], values["notices"]) == ([], None, [])
+    result = run(state, "--import", str(state / "out.json"))
+    assert (result.stdout, result.stderr) == (f"Nothing changed: {state}/out.json has the factors in force.\n", "")
+    assert as_json(state, "--show") == before
+    assert not (state / "events").exists()
+
+
 def test_a_replay_shows_what_another_policy_would_have_set(state: Path) -> None:
     (replayed,) = as_json(state, KEY, "--device", "v100-16gb", "--replay", "affine")["replays"]
     assert [entry["factor"] for entry in replayed["runs"]] == [0.489, 0.489]

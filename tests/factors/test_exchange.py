@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from can_train.errors import DataError
 from can_train.factors.events import Imported
 from can_train.factors.observations import write_observation
-from can_train.factors.store import get_safety_factor_db, parse_import
+from can_train.factors.store import FactorStore, get_safety_factor_db, parse_import
 from fakes.samples import A100, KEY, observation, out_of_memory
 
 OLD = {"config_key": KEY, "safety_factor": 0.5142, "initial_factor_reason": "small dataset", "runs": [{"run_id": "a"}]}
@@ -97,3 +97,68 @@ def test_the_runs_that_a_file_brings_are_exported_again_once(tmp_path: Path) -> 
     get_safety_factor_db(other).refresh_export()
     runs = json.loads((other / "batch_size_factors.json").read_text())[KEY]["runs"]
     assert [run["run_id"] for run in runs] == ["run-1", "run-2"]
+
+
+SHORT = "hcrl_ch_gat_normal"
+STUDENT = "hcrl_ch_gat_student_normal"
+
+
+def importing(state: Path, content: Any) -> FactorStore:
+    """The store after an import of some content."""
+    state.mkdir(exist_ok=True)
+    (state / "file.json").write_text(json.dumps(content))
+    store = get_safety_factor_db(state)
+    store.import_file(state / "file.json")
+    return store
+
+
+def test_a_key_without_its_size_and_a_short_gpu_name_serve_every_size_and_memory_size(tmp_path: Path) -> None:
+    store = importing(tmp_path, {SHORT: {"v100": 0.5}})
+    for key in (KEY, STUDENT, SHORT):
+        assert [store.get_factor(key, device) for device in ("v100-16gb", "v100-32gb")] == [0.5, 0.5]
+    choice = store.known(KEY, "v100-32gb", size="teacher").choice
+    assert choice is not None
+    assert choice.factor == 0.5
+    assert store.known(KEY, "a100-40gb", size="teacher").choice is None
+
+
+def test_an_imported_key_without_its_size_is_the_first_factor_of_runs_of_any_size(tmp_path: Path) -> None:
+    store = importing(tmp_path, {SHORT: {"v100": 0.7}})
+    late = {"start_time": "2500-01-01T00:00:00+00:00", "end_time": "2500-01-01T01:00:00+00:00"}
+    write_observation(tmp_path, observation(1, size="teacher", used=0.7, factor=0.7, **late))
+    assert store.get_factor(KEY, "v100-16gb") == pytest.approx(0.7 + 0.3 * 0.3 * 0.28)
+    assert store.get_factor(SHORT, "v100-16gb") == store.get_factor(KEY, "v100-16gb")
+    assert store.get_factor(STUDENT, "v100-16gb") == 0.7
+
+
+def test_a_size_and_a_memory_size_of_its_own_come_before_the_general_ones(tmp_path: Path) -> None:
+    store = importing(tmp_path, {SHORT: {"v100": 0.5, "v100-32gb": 0.6}, KEY: {"v100-16gb": 0.7}})
+    assert [store.get_factor(KEY, device) for device in ("v100-16gb", "v100-32gb")] == [0.7, 0.6]
+    assert [store.get_factor(STUDENT, device) for device in ("v100-16gb", "v100-32gb")] == [0.5, 0.6]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ({"a": 1}, r"a is not a configuration key \({dataset}_{model}_{size}_{mode}"),
+        ({SHORT: {"v1000": 0.5}}, f"{SHORT}, v1000: unknown device.*v100-16gb"),
+        ({SHORT: {"v100": 0.5, "tesla v100": 0.6}}, "v100 and tesla v100 are both v100-16gb"),
+    ],
+)
+def test_what_could_never_be_used_is_refused(content: Any, found: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=found):
+        importing(tmp_path, content)
+    assert not (tmp_path / "events").exists()
+
+
+def test_importing_ones_own_export_changes_nothing(tmp_path: Path) -> None:
+    write_observation(tmp_path, observation(1))
+    write_observation(tmp_path, out_of_memory(2, device=A100))
+    importing(tmp_path, {SHORT: {"v100": 0.5}})
+    store = get_safety_factor_db(tmp_path)
+    store.pin("a", 0.4, "nowhere")
+    store.refresh_export()
+    before, events = store.records(), len(list((tmp_path / "events").iterdir()))
+    assert store.import_file(store.db_path) == (None, [])
+    assert store.records() == before
+    assert len(list((tmp_path / "events").iterdir())) == events
