@@ -69,11 +69,11 @@ def table(judged: dict[bool, list[dict[str, Any]]]) -> str:
     rows = [["test folder", "with IDs", "without IDs", "flag everything", "random forest"]]
     for name in judged[True][0]:
         models = [spread([tests[name]["model"]["mcc"] for tests in judged[identity]]) for identity in (True, False)]
-        floors = [
-            spread([tests[name]["floors"][floor]["mcc"] for tests in judged[False]])
-            for floor in ("flag_everything", "random_forest")
+        baselines = [
+            spread([tests[name]["baselines"][baseline]["mcc"] for tests in judged[False]])
+            for baseline in ("flag_everything", "random_forest")
         ]
-        rows.append([name, *models, *floors])
+        rows.append([name, *models, *baselines])
     return markdown(rows)
 
 
@@ -92,7 +92,7 @@ def unbeaten(runs: Sequence[dict[str, Any]]) -> list[str]:
 
 def beats_flagging(folder: dict[str, Any]) -> bool:
     """Tells whether the model's MCC is above that of flagging everything."""
-    return bool(folder["model"]["mcc"] > folder["floors"]["flag_everything"]["mcc"])
+    return bool(folder["model"]["mcc"] > folder["baselines"]["flag_everything"]["mcc"])
 
 
 if __name__ == "__main__":

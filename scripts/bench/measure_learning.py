@@ -144,7 +144,7 @@ def resolved(scenario: Scenario, folder: Path, seconds: float) -> ResolvedRun:
     values = {
         "training.batch_size": scenario.batch,
         "training.epochs": 1,
-        "mode.floors": False,
+        "mode.baselines": False,
         "dataset.synthetic.seconds": seconds,
         "paths.runs_dir": str(folder / "runs"),
         "paths.state_dir": str(folder / "state"),

@@ -30,7 +30,7 @@ GOAL: Final = 100_000
 
 TRAINING: Final = (
     "--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
-    "--epochs", "1", "--no-floors", "--device", "cpu",
+    "--epochs", "1", "--no-baselines", "--device", "cpu",
 )  # fmt: skip
 
 NOTES: Final = """\

@@ -27,7 +27,7 @@ from can_train.training.run_folder import RunFolder
 SANDBOX: Final = Path(__file__).resolve().parents[1] / "slurm-sandbox"
 
 TRAINING: Final = (
-    "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-floors",
+    "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines",
     "--epochs", "2", "--min-steps-per-epoch", "20", "--checkpoint-every", "5", "--device", "cpu", "--mem", "1200M",
     "--cpus", "1", "--time", "30",
 )  # fmt: skip

@@ -51,7 +51,7 @@ class Line:
 
 def training(epochs: int, *more: str) -> tuple[str, ...]:
     return ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
-            "--device", "cpu", "--no-floors", "--epochs", str(epochs), *more)  # fmt: skip
+            "--device", "cpu", "--no-baselines", "--epochs", str(epochs), *more)  # fmt: skip
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ def train_windows(ranks: Ranks, folder: Path, *, model: str, state: Path) -> Non
         "training.precision": "fp64",
         "training.batch_size": 40,
         "model.dropout": 0.0,
-        "mode.floors": False,
+        "mode.baselines": False,
         "paths.runs_dir": str(folder / "runs"),
         "paths.state_dir": str(state),
     }

@@ -155,9 +155,9 @@ def test_an_error_knows_whether_another_device_would_help(foreign_mib: int, one_
     rescue = Rescue(device.meter, RescueSettings(adaptive=adaptive, retries=0))
     with pytest.raises(PartDoesNotFitError) as caught:
         list(rescue.run(device.batch, PartLimit(), device.attempt, Noted))
-    shortage = caught.value.shortage
-    assert (shortage.one_sample, shortage.should_fit) == (one_sample, not one_sample)
-    assert (shortage.foreign_bytes, shortage.capacity_bytes) == (foreign_mib * MIB, 64 * MIB)
+    details = caught.value.details
+    assert (details.one_sample, details.should_fit) == (one_sample, not one_sample)
+    assert (details.foreign_bytes, details.capacity_bytes) == (foreign_mib * MIB, 64 * MIB)
 
 
 def test_a_sample_that_does_not_fit_is_named_with_need_capacity_and_cards() -> None:
@@ -437,6 +437,6 @@ def test_what_ran_before_memory_ran_out_is_not_settled() -> None:
 
     result = batcher.run(losses_of, [9, 1, 4, 5, 2, 2])
     assert result.micro_batches == (2, 1, 1, 2)
-    assert (result.largest_cost, result.settled_cost, batcher.oom_cost) == (10, 5, 9)
+    assert (result.largest_cost, result.cost_after_rescue, batcher.oom_cost) == (10, 5, 9)
     result = batcher.run(losses_of, [3, 1])
-    assert result.settled_cost == result.largest_cost == 4
+    assert result.cost_after_rescue == result.largest_cost == 4

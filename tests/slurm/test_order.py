@@ -98,7 +98,7 @@ def test_what_has_finished_is_not_waited_for_and_what_never_will_is_refused(tmp_
 
 def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
     parent = entered(tmp_path, "a", "local:17")
-    begin(Path(parent.path), time=utc_now())
+    begin(Path(parent.path), start_time=utc_now())
     with pytest.raises(RunError, match="Only a job of SLURM can wait"):
         make_order([run(tmp_path)], Wanted(after=["a"]), "code", [MAIN])
 

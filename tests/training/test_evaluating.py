@@ -121,8 +121,8 @@ def test_the_whole_of_another_log_is_judged_by_the_threshold_of_validation(tmp_p
     assert document["threshold"] == result_of(run)["judgement"]["threshold"]
     assert document["threshold_rule"] == "max F1 on validation, in drive"
     folder = document["judgement"]["test"]["other.csv"]
-    assert list(folder["floors"]) == ["flag_everything", "flag_nothing"]
-    assert set(document["judgement"]["absent_floors"]) == {"id_lookup", "random_forest"}
+    assert list(folder["baselines"]) == ["flag_everything", "flag_nothing"]
+    assert set(document["judgement"]["absent"]) == {"id_lookup", "random_forest"}
 
 
 def test_a_copied_run_judges_without_the_machine_that_trained_it(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "json": (bool, False, "With --dry-run or --submit: print JSON."),
     "model_args": (str, "", "Settings of the model or the training: hidden=32,lr=0.01."),
     "set": (list[str] | None, None, "Any setting, in Hydra's grammar: dataset.window=50. Repeatable."),
-    "floors": (bool | None, None, "Judge the model beside simple detectors. [yes]"),
+    "baselines": (bool | None, None, "Judge the model beside simple detectors. [yes]"),
     "runs_dir": (str | None, None, "Folder of run folders. [runs]"),
     "data_root": (str | None, None, "Folder of the published data sets. [$CAN_TRAIN_DATA, else data]"),
     "state_dir": (str | None, None, "Folder of observations and caches. [$CAN_TRAIN_HOME, else the user's]"),
@@ -306,7 +306,7 @@ def settled_runs(requests: Sequence["RunRequest"], awaited: Sequence[str] = ()) 
 def _values(flags: Flags) -> dict[str, Any]:
     """Returns the settings that flags give, by their dotted names."""
     values = {f"training.{p.name}": flags[p.name] for p in training_parameters()}
-    values |= {f"paths.{name}": flags[name] for name in PATHS} | {"mode.floors": flags["floors"]}
+    values |= {f"paths.{name}": flags[name] for name in PATHS} | {"mode.baselines": flags["baselines"]}
     values |= {f"cluster.{name}": flags[name] for name in JOB if name in flags}
     values |= {f"mode.{role}": flags[role] for role in role_texts() if role in flags}
     return {key: value for key, value in values.items() if value is not None}
@@ -314,7 +314,7 @@ def _values(flags: Flags) -> dict[str, Any]:
 
 def _declaration(name: str) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
-    return [f"{flag}/--no-{name}"] if name == "floors" else [flag]
+    return [f"{flag}/--no-{name}"] if name == "baselines" else [flag]
 
 
 def _metavar(name: str, kind: Any) -> str | None:

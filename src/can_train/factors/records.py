@@ -65,10 +65,10 @@ def _lessons(runs: Sequence[Observation]) -> list[Observation]:
 
 
 def _lesson(run: Observation) -> FactorPoint:
-    settled = None
-    if run.settled_used is not None and run.settled_peak_bytes is not None:
-        settled = (run.settled_used, run.settled_peak_bytes / run.capacity_bytes)
-    return FactorPoint(used=run.oom_used or run.used or run.factor, peak=None, settled=settled)
+    after_rescue = None
+    if run.used_after_rescue is not None and run.peak_bytes_after_rescue is not None:
+        after_rescue = (run.used_after_rescue, run.peak_bytes_after_rescue / run.capacity_bytes)
+    return FactorPoint(used=run.oom_used or run.used or run.factor, peak=None, after_rescue=after_rescue)
 
 
 def _success(run: Observation) -> list[FactorPoint]:

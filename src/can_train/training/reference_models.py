@@ -22,8 +22,8 @@ from can_train.fit.features import members
 from can_train.fit.optimizer import Precision
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train.io.atomic import write_json_atomic
-from can_train.memory.meters import CpuMeter, Meter, TargetMeter
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
+from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter
+from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter
 from can_train.task import ReferenceModel, Task
 from can_train.training.distributed import Ranks
@@ -409,7 +409,7 @@ class ReferenceModels:
 
     def _decided(self, reference_model: ReferenceModel, model: nn.Module) -> ReferenceModelPlan:
         # On the host itself a reference model that stays there is one that stays on the device.
-        is_host = isinstance(self.meter, CpuMeter) and not isinstance(self.meter, TargetMeter)
+        is_host = isinstance(self.meter, CpuMeter) and not isinstance(self.meter, AbsentGpuMeter)
         ways = [
             way for way in reference_model.placements if way != "offload" or not is_host
         ] or reference_model.placements
@@ -431,7 +431,7 @@ class ReferenceModels:
         self, reference_model: ReferenceModel, placement: str, model: nn.Module
     ) -> list[PlacementCost]:
         """Measures what one way costs; nothing where it does not fit."""
-        with OutOfMemoryEndsQuietly():
+        with CatchOutOfMemory():
             try:
                 return [self._cost(reference_model, placement, model)]
             except DoesNotFitError:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_of(folder: Path, model: str, mode: str | None, **settings: Any) -> ResolvedRun:
-    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.floors": False, "model.dropout": 0.0}
+    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.baselines": False, "model.dropout": 0.0}
     values |= {"training.epochs": EPOCHS} | {name.replace("__", "."): value for name, value in settings.items()}
     log = str(folder / "drive.csv")
     return resolve(RunRequest(model=model, mode=mode, size="student", dataset=log, values=values))
@@ -218,7 +218,7 @@ def test_what_is_learned_does_not_depend_on_how_many_windows_are_benign() -> Non
     assert torch.allclose(without[0] - without[1], torch.full((2,), math.log(10), dtype=torch.float64), atol=1e-4)
 
 
-SETTINGS = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--size", "student", "--no-floors")
+SETTINGS = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--size", "student", "--no-baselines")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ WINDOWS = 150
 
 def task_of(folder: Path, frames: Frames, model: str = "gat") -> Any:
     log = write_log(folder / "drive.csv", frames)
-    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.floors": False}
+    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.baselines": False}
     run = resolve(RunRequest(model=model, size="student", dataset=str(log), values=values))
     return make_task(run, {}, folder, folder / "cache", SilentReporter())
 

@@ -204,7 +204,7 @@ class CanModeSettings:
     """Weight of the CAN-ID term in the autoencoder's loss."""
     kl_weight: float = 0.01
     """Weight of the KL divergence in the autoencoder's loss."""
-    floors: bool = True
+    baselines: bool = True
     """Compute the simple detectors that a result is compared with."""
 
     def __post_init__(self) -> None:

@@ -51,7 +51,7 @@ Factory = Callable[..., WindowTask]
 
 def task_by(factory: Factory, dataset: str, folder: Path, model: str = "gat", reporter: Reporter | None = None,
             **values: object) -> WindowTask:  # fmt: skip
-    changed = {"mode.floors": False, **{name.replace("__", "."): value for name, value in values.items()}}
+    changed = {"mode.baselines": False, **{name.replace("__", "."): value for name, value in values.items()}}
     run = resolve(RunRequest(model=model, size="student", dataset=dataset, values=changed))
     return factory(run, {}, folder / "data", folder / "state" / "cache", reporter or SilentReporter())
 

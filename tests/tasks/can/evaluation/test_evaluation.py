@@ -100,11 +100,11 @@ def test_a_model_without_ids_is_not_said_to_know_any(tmp_path: Path) -> None:
     assert not any("CAN IDs" in note for note in verdict.notes)
 
 
-def test_floors_that_need_training_windows_are_fitted_on_the_runs_own(tmp_path: Path) -> None:
+def test_baselines_that_need_training_windows_are_fitted_on_the_runs_own(tmp_path: Path) -> None:
     finished = finished_on(log(tmp_path / "own.csv", frames=4_000))
     own = evaluation_of(finished, tmp_path, None).judge(by_row, None)
     (judged,) = own.judgement["test"].values()
-    assert set(judged["floors"]) == {"flag_everything", "flag_nothing", "id_lookup", "random_forest"}
+    assert set(judged["baselines"]) == {"flag_everything", "flag_nothing", "id_lookup", "random_forest"}
     assert "validation" in own.judgement
     other = evaluation_of(finished, tmp_path, log(tmp_path / "other.csv", 1)).judge(by_row, None)
     assert "validation" not in other.judgement

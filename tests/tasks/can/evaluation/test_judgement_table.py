@@ -4,14 +4,14 @@ from can_train.tasks.can.evaluation.judging import COLUMNS, judgement_table
 from can_train.tasks.can.evaluation.metrics import detector_metrics
 
 
-def judgement_with(model, floors, **parts):
-    folder = {"model": model, "floors": floors, "recall_by_kind": {}, "remarks": [], **parts}
+def judgement_with(model, baselines, **parts):
+    folder = {"model": model, "baselines": baselines, "recall_by_kind": {}, "remarks": [], **parts}
     return {
         "threshold": 0.5,
         "threshold_rule": "",
         "validation": model,
         "test": {"test_01": folder},
-        "absent_floors": {},
+        "absent": {},
     }
 
 
@@ -21,8 +21,8 @@ def figures(is_attack, flagged, benign_hours=1.0):
 
 
 def test_a_folder_becomes_a_table_with_the_model_first():
-    model, floor = figures([1, 1, 0, 0], [1, 0, 0, 0]), figures([1, 1, 0, 0], [1, 1, 1, 1], benign_hours=0.001)
-    (table,) = judgement_table(judgement_with(model, {"flag_everything": floor}))
+    model, baseline = figures([1, 1, 0, 0], [1, 0, 0, 0]), figures([1, 1, 0, 0], [1, 1, 1, 1], benign_hours=0.001)
+    (table,) = judgement_table(judgement_with(model, {"flag_everything": baseline}))
     assert table.title == "test_01: 4 windows, 2 attacks"
     assert table.rows == (
         ("model", "0.667", "1.000", "0.500", "0.577", "0.750", "0.750", "0.500", "0.0"),
@@ -30,9 +30,9 @@ def test_a_folder_becomes_a_table_with_the_model_first():
     )
 
 
-def test_what_the_model_is_seen_beside_stands_between_it_and_the_floors():
+def test_what_the_model_is_seen_beside_stands_between_it_and_the_baselines():
     told = figures([1, 0], [1, 0])
-    (table,) = judgement_table(judgement_with(told, {"flag_nothing": told}, beside={"teacher": told}))
+    (table,) = judgement_table(judgement_with(told, {"flag_nothing": told}, references={"teacher": told}))
     assert [row[0] for row in table.rows] == ["model", "teacher", "flag_nothing"]
 
 

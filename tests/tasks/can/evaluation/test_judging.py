@@ -9,8 +9,8 @@ from can_train.tasks.can.evaluation.judging import JudgingOptions, ModelScores, 
 from can_train.tasks.can.evaluation.metrics import detector_metrics
 from fakes.windows_by_hand import source_file, windows_of
 
-OPTIONS = JudgingOptions(supervised=True, validation_fpr=0.01, floors=True, seed=0)
-NO_FLOORS = JudgingOptions(supervised=True, validation_fpr=0.01, floors=False, seed=0)
+OPTIONS = JudgingOptions(supervised=True, validation_fpr=0.01, baselines=True, seed=0)
+NO_BASELINES = JudgingOptions(supervised=True, validation_fpr=0.01, baselines=False, seed=0)
 
 BENIGN_WINDOW = [1, 2, 3, 1, 2, 3]
 FLOOD_WINDOW = [1, 0, 0, 0, 0, 2]
@@ -22,7 +22,7 @@ def traffic(label=LABEL):
     return windows_of([FLOOD_WINDOW if code else BENIGN_WINDOW for code in label], label=label)
 
 
-def judged(score, *, flat=None, test=None, options=NO_FLOORS, beside=None):
+def judged(score, *, flat=None, test=None, options=NO_BASELINES, references=None):
     """Judges scores given for all windows: 8 windows to train on, 8 for validation, the rest for testing."""
     flat, test = flat or traffic(), TEST if test is None else test
     split = Split(train=np.arange(8), validation=np.arange(8, 16), test=test)
@@ -30,7 +30,7 @@ def judged(score, *, flat=None, test=None, options=NO_FLOORS, beside=None):
     def parts(score):
         return ModelScores(validation=score[8:16], test={folder: score[rows] for folder, rows in test.items()})
 
-    return judge(flat, split, parts(score), options, {name: parts(other) for name, other in (beside or {}).items()})
+    return judge(flat, split, parts(score), options, {name: parts(other) for name, other in (references or {}).items()})
 
 
 def figures(is_attack, flagged):
@@ -60,7 +60,7 @@ def test_the_threshold_comes_from_validation_whatever_the_test_scores_are():
 
 
 def test_an_anomaly_detector_is_judged_at_the_chosen_false_positive_rate():
-    anomaly = JudgingOptions(supervised=False, validation_fpr=0.25, floors=False, seed=0)
+    anomaly = JudgingOptions(supervised=False, validation_fpr=0.25, baselines=False, seed=0)
     score = np.arange(40.0)
     judgement = judged(score, options=anomaly)
     assert judgement["threshold_rule"] == "at most 25 % of benign windows flagged on validation"
@@ -72,18 +72,18 @@ def test_the_recall_of_each_attack_kind_is_told():
     assert told["recall_by_kind"] == {"DoS": {"recall": 1.0, "windows": 3}, "fuzzing": {"recall": 0.0, "windows": 3}}
 
 
-def test_the_floors_are_judged_beside_the_model_and_named_where_it_does_not_beat_them():
+def test_the_baselines_are_reference_roles_the_model_and_named_where_it_does_not_beat_them():
     told = judged((LABEL == 1).astype(float), options=OPTIONS)["test"]["test_01"]
-    assert list(told["floors"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
-    assert told["floors"]["random_forest"]["mcc"] == 1.0
+    assert list(told["baselines"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+    assert told["baselines"]["random_forest"]["mcc"] == 1.0
     assert told["remarks"] == ["does not beat id_lookup (1.000), random_forest (1.000) on MCC (0.577)"]
 
 
-def test_another_detector_is_judged_beside_the_model_with_a_threshold_of_its_own():
-    beside = {"rival": np.where(LABEL > 0, 30.0, 10.0), "stranger": np.where(LABEL > 0, -5.0, -6.0)}
-    told = judged((LABEL == 1).astype(float), options=OPTIONS, beside=beside)["test"]["test_01"]
-    assert {name: figures["mcc"] for name, figures in told["beside"].items()} == {"rival": 1.0, "stranger": 1.0}
-    assert list(told["floors"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+def test_another_detector_is_reference_roles_the_model_with_a_threshold_of_its_own():
+    references = {"rival": np.where(LABEL > 0, 30.0, 10.0), "stranger": np.where(LABEL > 0, -5.0, -6.0)}
+    told = judged((LABEL == 1).astype(float), options=OPTIONS, references=references)["test"]["test_01"]
+    assert {name: figures["mcc"] for name, figures in told["references"].items()} == {"rival": 1.0, "stranger": 1.0}
+    assert list(told["baselines"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
     unbeaten = "rival (1.000), stranger (1.000), id_lookup (1.000), random_forest (1.000)"
     assert told["remarks"] == [f"does not beat {unbeaten} on MCC (0.577)"]
 
@@ -91,21 +91,21 @@ def test_another_detector_is_judged_beside_the_model_with_a_threshold_of_its_own
 def test_a_detector_beside_the_model_has_finite_scores_too():
     broken = np.full(40, np.nan)
     with pytest.raises(RunError, match="must be a finite number: 8 of 8 in validation are not"):
-        judged((LABEL > 0).astype(float), beside={"rival": broken})
+        judged((LABEL > 0).astype(float), references={"rival": broken})
 
 
-def test_without_floors_none_is_computed():
+def test_without_baselines_none_is_computed():
     judgement = judged((LABEL > 0).astype(float))
-    assert judgement["absent_floors"] == {}
-    assert judgement["test"]["test_01"]["floors"] == {}
+    assert judgement["absent"] == {}
+    assert judgement["test"]["test_01"]["baselines"] == {}
 
 
 def test_a_floor_that_cannot_be_computed_is_absent_with_its_reason():
     label = LABEL.copy()
     label[:8] = 0
     judgement = judged((LABEL > 0).astype(float), flat=traffic(label), options=OPTIONS)
-    assert list(judgement["absent_floors"]) == ["random_forest"]
-    assert "isolation_forest" in judgement["test"]["test_01"]["floors"]
+    assert list(judgement["absent"]) == ["random_forest"]
+    assert "isolation_forest" in judgement["test"]["test_01"]["baselines"]
 
 
 def test_a_judgement_is_strict_json():
@@ -143,7 +143,7 @@ def test_scores_that_are_not_finite_are_refused(broken, row, where):
 def test_a_validation_without_windows_is_refused():
     split = Split(train=np.arange(8), validation=np.empty(0, np.int64), test={})
     with pytest.raises(DataError, match="needs benign windows in the validation part"):
-        judge(traffic(), split, ModelScores(validation=np.empty(0), test={}), NO_FLOORS)
+        judge(traffic(), split, ModelScores(validation=np.empty(0), test={}), NO_BASELINES)
 
 
 @pytest.mark.parametrize(

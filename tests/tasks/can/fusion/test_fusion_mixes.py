@@ -24,7 +24,7 @@ from can_train.tasks.can.fusion.scores import WindowScores, mixing_weights
 from fakes.mixing_worlds import WEIGHTS, WINDOWS, divided_problem
 from fakes.windows_by_hand import windows_of
 
-OPTIONS = JudgingOptions(supervised=True, validation_fpr=0.01, floors=True, seed=0)
+OPTIONS = JudgingOptions(supervised=True, validation_fpr=0.01, baselines=True, seed=0)
 ROWS = np.arange(WINDOWS)
 SPLIT = Split(train=ROWS[:200], validation=ROWS[200:400], test={"test_01": ROWS[400:500], "test_02": ROWS[500:]})
 
@@ -48,32 +48,32 @@ def knowing_weights(problem: MixingProblem) -> NDArray[np.float64]:
     return np.where(problem.scores.errors[:, 2] > 0.5, 0.0, 1.0)
 
 
-def test_the_mixes_are_judged_beside_the_agent_in_the_same_table() -> None:
+def test_the_mixes_are_reference_roles_the_agent_in_the_same_table() -> None:
     problem = divided_problem()
     told = judged(problem, knowing_weights(problem))["test"]["test_01"]
     named = ["autoencoder", "classifier", "even_mix", "best_mix", "logistic", "small_mlp"]
-    assert list(told["beside"]) == named
-    assert list(told["floors"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
-    assert told["model"]["mcc"] > max(told["beside"][name]["mcc"] for name in named[:4])
+    assert list(told["references"]) == named
+    assert list(told["baselines"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+    assert told["model"]["mcc"] > max(told["references"][name]["mcc"] for name in named[:4])
     assert not [remark for remark in told["remarks"] if "constant mix" in remark]
 
 
 def test_an_agent_that_is_no_better_than_a_constant_mix_is_said_to_be() -> None:
     problem = divided_problem()
-    judgement = judged(problem, np.full(WINDOWS, 0.5), floors=False)
+    judgement = judged(problem, np.full(WINDOWS, 0.5), baselines=False)
     best = judgement["mixing"]["best_mix"]
     for told in judgement["test"].values():
-        reached, constant = told["model"]["mcc"], told["beside"]["best_mix"]["mcc"]
+        reached, constant = told["model"]["mcc"], told["references"]["best_mix"]["mcc"]
         (remark,) = [remark for remark in told["remarks"] if "constant mix" in remark]
         expected = f"weight {best:g} for every window: MCC {reached:.3f}, the mix {constant:.3f}"
         assert remark == f"the agent does not beat the best constant mix, {expected}"
 
 
-def test_without_floors_nothing_is_fitted() -> None:
+def test_without_baselines_nothing_is_fitted() -> None:
     problem = divided_problem()
-    told = judged(problem, knowing_weights(problem), floors=False)["test"]["test_01"]
-    assert list(told["beside"]) == ["autoencoder", "classifier", "even_mix", "best_mix"]
-    assert told["floors"] == {}
+    told = judged(problem, knowing_weights(problem), baselines=False)["test"]["test_01"]
+    assert list(told["references"]) == ["autoencoder", "classifier", "even_mix", "best_mix"]
+    assert told["baselines"] == {}
 
 
 def test_the_judgement_is_strict_json_and_tells_the_weights() -> None:
@@ -95,13 +95,13 @@ def test_weights_are_told_by_their_mean_and_the_most_frequent() -> None:
 def test_nothing_is_said_where_nothing_can_be_compared_or_the_agent_wins(
     reached: float | None, constant: float | None
 ) -> None:
-    told: Any = {"model": {"mcc": reached}, "beside": {"best_mix": {"mcc": constant}}}
+    told: Any = {"model": {"mcc": reached}, "references": {"best_mix": {"mcc": constant}}}
     assert verdict(told, 0.5) == []
     assert verdict(SimpleNamespace(), None) == []  # type: ignore[arg-type]
 
 
 def test_as_good_as_the_constant_mix_is_not_better() -> None:
-    told: Any = {"model": {"mcc": 0.5}, "beside": {"best_mix": {"mcc": 0.5}}}
+    told: Any = {"model": {"mcc": 0.5}, "references": {"best_mix": {"mcc": 0.5}}}
     said = "the agent does not beat the best constant mix, weight 0.25 for every window: MCC 0.500, the mix 0.500"
     assert verdict(told, 0.25) == [said]
 

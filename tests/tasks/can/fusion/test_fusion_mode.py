@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_of(folder: Path, model: str, **settings: Any) -> ResolvedRun:
-    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.floors": False}
+    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.baselines": False}
     values |= {name.replace("__", "."): value for name, value in settings.items()}
     return resolve(RunRequest(model=model, size="student", dataset=str(folder / "drive.csv"), values=values))
 
@@ -199,7 +199,7 @@ def test_a_finished_agent_scores_windows_as_it_did_in_training(folder: Path) -> 
     assert fusion.combine(alone.numpy()).shape == (len(rows),)
 
 
-DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--size", "student", "--no-floors")
+DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--size", "student", "--no-baselines")
 TRAINING = ("--epochs", "6", "--checkpoint-every", "3", "--set", "mode.target_every=7", "--set", "mode.replay_size=900")
 
 

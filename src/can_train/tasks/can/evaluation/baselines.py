@@ -90,7 +90,7 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True)
-class Floor:
+class Baseline:
     """A named simple detector, ready to judge windows."""
 
     name: str
@@ -99,10 +99,10 @@ class Floor:
 
 
 @dataclass(frozen=True)
-class Floors:
-    """The floors of one data set, and why any usual one is absent (name to reason)."""
+class Baselines:
+    """The baselines of one data set, and why any usual one is absent (name to reason)."""
 
-    fitted: tuple[Floor, ...] = ()
+    fitted: tuple[Baseline, ...] = ()
     absent: dict[str, str] = field(default_factory=dict)
 
 
@@ -199,17 +199,17 @@ def sample_by_class(flat: FlatGraphs, rows: NDArray[np.int64], *, most: int, see
     return np.sort(np.concatenate(drawn))
 
 
-def fit_floors(
+def fit_baselines(
     flat: FlatGraphs, train: NDArray[np.int64], validation: NDArray[np.int64], *, seed: int, fpr: float
-) -> Floors:
-    """Fits every floor that the training windows allow.
+) -> Baselines:
+    """Fits every baseline that the training windows allow.
 
     Args:
         flat: All windows.
         train: [R] windows to fit on.
         validation: Windows to set thresholds on.
         seed: Seed of the forests.
-        fpr: Share of the benign validation windows that a floor which learned from no attack may flag.
+        fpr: Share of the benign validation windows that a baseline which learned from no attack may flag.
 
     Raises:
         DataError: Validation allows no threshold.
@@ -224,19 +224,19 @@ def fit_floors(
         absent["random_forest"] = "the training windows hold attacks only"
     else:
         scorers["random_forest"] = fit_random_forest(flat, train, seed)
-    floors = constant_floors()
+    baselines = constant_baselines()
     for name, scorer in scorers.items():
         threshold = choose_threshold(
             flat.label[validation] > 0, scorer.score(flat, validation), supervised=bool(is_attack.any()), fpr=fpr
         )
-        floors.append(Floor(name, scorer, threshold))
-    return Floors(tuple(floors), absent)
+        baselines.append(Baseline(name, scorer, threshold))
+    return Baselines(tuple(baselines), absent)
 
 
-def constant_floors() -> list[Floor]:
-    """Makes the floors that are fitted on nothing."""
+def constant_baselines() -> list[Baseline]:
+    """Makes the baselines that are fitted on nothing."""
     return [_constant("flag_everything", 1.0), _constant("flag_nothing", 0.0)]
 
 
-def _constant(name: str, score: float) -> Floor:
-    return Floor(name, ConstantScore(score), Threshold(value=0.5, rule="fixed"))
+def _constant(name: str, score: float) -> Baseline:
+    return Baseline(name, ConstantScore(score), Threshold(value=0.5, rule="fixed"))

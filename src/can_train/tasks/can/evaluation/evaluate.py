@@ -22,7 +22,7 @@ from can_train.tasks.can.data.batches import Gatherer
 from can_train.tasks.can.data.dataset import CanData, load_data, located, prepare_judged
 from can_train.tasks.can.data.graphs import SourceFile
 from can_train.tasks.can.data.layout import TEST, LogFile, find_judged_logs, find_logs, hash_logs
-from can_train.tasks.can.evaluation.baselines import Floors, constant_floors
+from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines
 from can_train.tasks.can.evaluation.judging import (
     STUDENT,
     Decided,
@@ -34,7 +34,7 @@ from can_train.tasks.can.evaluation.judging import (
     TimedScore,
     check_scores,
     judge_at,
-    own_floors,
+    own_baselines,
     tables_of,
 )
 from can_train.tasks.can.evaluation.metrics import Threshold, error_units
@@ -207,7 +207,7 @@ _OLDER: Final = "an older version made the run's result, without their threshold
 
 
 class Alone:
-    """A model that is judged beside nothing but floors.
+    """A model that is judged beside nothing but baselines.
 
     Args:
         result: The run's own judgement.
@@ -254,7 +254,7 @@ class Taught(Alone):
 
     def __init__(self, result: Mapping[str, Any], data: CanData, reference_model: ReferenceModel) -> None:
         super().__init__(result, {})
-        for role, decided in result["beside"].items():
+        for role, decided in result["references"].items():
             with self._missed(role):
                 # Judged as beside the student then, whatever its own run decided.
                 finished = replace(reference_model(role), result={"judgement": decided})
@@ -272,13 +272,15 @@ class Taught(Alone):
 
     def completed(self, judgement: Judgement, told: Scores, timed: TimedScore) -> dict[str, Any]:
         """Adds everyone's size and speed."""
-        beside = {role: {**self._result["beside"][role], **decided} for role, decided in judgement["beside"].items()}
+        references = {
+            role: {**self._result["references"][role], **decided} for role, decided in judgement["references"].items()
+        }
         compared = {
             name: {**known, "windows_per_second": timed.speed("" if name == STUDENT else name)}
             for name, known in self._result["compared"].items()
-            if name == STUDENT or name in beside
+            if name == STUDENT or name in references
         }
-        return {**judgement, "beside": beside, "compared": compared}
+        return {**judgement, "references": references, "compared": compared}
 
     @contextmanager
     def _missed(self, role: str) -> Iterator[None]:
@@ -297,7 +299,7 @@ class Mixed(Alone):
     """
 
     def __init__(self, result: Mapping[str, Any]) -> None:
-        super().__init__(result, {name: why for name, why in result["absent_floors"].items() if name == BEST_MIX})
+        super().__init__(result, {name: why for name, why in result["absent"].items() if name == BEST_MIX})
 
     def scores(self, told: Scores, ask: Callable[[str], Scores]) -> dict[str, Scores]:
         """Returns the scores of the mixes, by name."""
@@ -321,8 +323,8 @@ def beside_of(finished: FinishedModel, data: CanData, reference_model: Reference
         reference_model: Reads the models that the run builds on.
     """
     result, mode = finished.result["judgement"], finished.run.mode
-    if "beside" not in result:
-        shown = [name for judged in result.get("test", {}).values() for name in judged.get("beside", {})]
+    if "references" not in result:
+        shown = [name for judged in result.get("test", {}).values() for name in judged.get("references", {})]
         return Alone(result, dict.fromkeys(shown, _OLDER))
     if isinstance(mode, DistillationSettings):
         return Taught(result, data, reference_model)
@@ -337,8 +339,8 @@ AS_GIVEN: Final = "as given"
 """The rule of a threshold that a person chose."""
 
 
-FITTED_FLOORS: Final = ("id_lookup", "random_forest")
-"""Floors that learn from training windows."""
+FITTED_BASELINES: Final = ("id_lookup", "random_forest")
+"""Baselines that learn from training windows."""
 
 
 _NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
@@ -376,14 +378,14 @@ def make_evaluation(finished: FinishedModel, reference_model: ReferenceModel, as
     if "threshold" not in finished.result.get("judgement", ()):
         raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
     data, own = read_asked(finished.run.dataset, asked)
-    windows, beside = (
+    windows, references = (
         Windows(data, scorer_of(finished, data, reference_model)),
         beside_of(finished, data, reference_model),
     )
     if own or not _lacks_units(finished):
-        return Evaluation(windows, windows, beside, replace(asked, own=own))
+        return Evaluation(windows, windows, references, replace(asked, own=own))
     reference = _own_data(finished, asked)
-    return Evaluation(windows, Windows(reference, scorer_of(finished, reference, reference_model)), beside, asked)
+    return Evaluation(windows, Windows(reference, scorer_of(finished, reference, reference_model)), references, asked)
 
 
 def _lacks_units(finished: FinishedModel) -> bool:
@@ -408,17 +410,17 @@ class Evaluation:
     Args:
         windows: Those that are judged.
         reference: The run's own, where its result lacks what only they tell; else the same.
-        beside: What the model is judged beside, other than floors.
+        references: What the model is judged beside, other than baselines.
         asked: How the judged ones were asked for.
 
     Attributes:
         own_split: Whether they are split as they were for training; else all of them are judged.
     """
 
-    def __init__(self, windows: Windows, reference: Windows, beside: Alone, asked: JudgedData) -> None:
+    def __init__(self, windows: Windows, reference: Windows, references: Alone, asked: JudgedData) -> None:
         self._windows = windows
         self._reference = reference
-        self._beside = beside
+        self._references = references
         self._finished = windows.scorer.finished
         self._data = windows.data
         self._asked = asked
@@ -440,7 +442,7 @@ class Evaluation:
         return {"windows": len(self._rows), "frames": flat.window + int(fresh.sum())}
 
     def judge(self, score: Score, threshold: float | None) -> Verdict:
-        """Judges each group of windows by itself, beside floors and what the run was judged beside.
+        """Judges each group of windows by itself, beside baselines and what the run was judged beside.
 
         Args:
             score: Scores windows.
@@ -452,7 +454,7 @@ class Evaluation:
         flat, split, scorer = self._data.flat, self._data.split, self._windows.scorer
         if _lacks_units(self._finished):
             scorer.finished = self._with_units(score)
-        asked = {"": self._windows, **self._beside.asked}
+        asked = {"": self._windows, **self._references.asked}
         timed = TimedScore(lambda rows, role="": score(asked[role], rows))
         told = self._told(timed)
         own = ModelScores(
@@ -460,13 +462,13 @@ class Evaluation:
             test={folder: scorer.combine(raw) for folder, raw in told.items()},
         )
         decided = self._threshold(threshold)
-        judgement = judge_at(flat, split, Detector(own, decided), self._floors(), self._others(told, timed))
-        judgement["absent_floors"] |= self._beside.absent
+        judgement = judge_at(flat, split, Detector(own, decided), self._baselines(), self._others(told, timed))
+        judgement["absent"] |= self._references.absent
         units = {name: value for name, value in scorer.finished.result["judgement"].items() if name == "error_units"}
         return Verdict(
-            judgement={**self._beside.completed(judgement, told, timed), **units},
+            judgement={**self._references.completed(judgement, told, timed), **units},
             samples=self._samples(own.test, decided.value),
-            notes=[*self._unknown_ids(), *_notes(decided, judgement["absent_floors"])],
+            notes=[*self._unknown_ids(), *_notes(decided, judgement["absent"])],
         )
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[FolderTable]:
@@ -480,8 +482,8 @@ class Evaluation:
 
     def _others(self, told: Scores, timed: TimedScore) -> dict[str, Detector]:
         """Scores what the model is judged beside; each flags by the threshold that it had in the run's validation."""
-        scores = self._beside.scores(told, lambda role: self._told(timed, role))
-        decided = self._finished.result["judgement"].get("beside", {})
+        scores = self._references.scores(told, lambda role: self._told(timed, role))
+        decided = self._finished.result["judgement"].get("references", {})
         return {
             name: Detector(ModelScores(validation=np.empty(0), test=test), self._known_threshold(decided[name]))
             for name, test in scores.items()
@@ -514,12 +516,12 @@ class Evaluation:
         need_none = "a model that is trained with dataset.identity=false needs to know none"
         return [f"The model knows {known} of the {len(flat.ids)} CAN IDs; {need_none}"]
 
-    def _floors(self) -> Floors:
+    def _baselines(self) -> Baselines:
         run, data = self._finished.run, self._data
         if not self.own_split:
-            return Floors(tuple(constant_floors()), dict.fromkeys(FITTED_FLOORS, _NOT_FITTED))
+            return Baselines(tuple(constant_baselines()), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
         options = JudgingOptions.of(run, supervised=not isinstance(run.model, VgaeSettings))
-        return own_floors(data.flat, data.split, options)
+        return own_baselines(data.flat, data.split, options)
 
     def _samples(
         self, scores: Mapping[str, NDArray[np.float64]], threshold: float
@@ -550,7 +552,7 @@ class Evaluation:
 
 
 def _notes(threshold: Threshold, absent: Mapping[str, str]) -> list[str]:
-    """Says how windows were flagged, and which floors are missing and why."""
+    """Says how windows were flagged, and which baselines are missing and why."""
     said = [f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}"]
     for reason in dict.fromkeys(absent.values()):
         names = ", ".join(name for name, why in absent.items() if why == reason)

@@ -13,7 +13,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
 from can_train.tasks.can.data.dataset import Split
 from can_train.tasks.can.data.graphs import FlatGraphs
-from can_train.tasks.can.evaluation.baselines import Floors, fit_floors
+from can_train.tasks.can.evaluation.baselines import Baselines, fit_baselines
 from can_train.tasks.can.evaluation.metrics import (
     KindRecall,
     Metrics,
@@ -75,28 +75,28 @@ class JudgingOptions:
     Attributes:
         supervised: Whether it learned from attacks; decides the threshold's rule.
         validation_fpr: Share of the benign validation windows an anomaly detector may flag.
-        floors: Whether the floors are computed.
-        seed: Seed of the floors.
+        baselines: Whether the baselines are computed.
+        seed: Seed of the baselines.
     """
 
     supervised: bool
     validation_fpr: float
-    floors: bool
+    baselines: bool
     seed: int
 
     @classmethod
     def of(cls, run: ResolvedRun, *, supervised: bool) -> "JudgingOptions":
         """Reads them from a run's settings."""
         mode, seed = run.mode, run.training.seed
-        return cls(supervised=supervised, validation_fpr=mode.validation_fpr, floors=mode.floors, seed=seed)
+        return cls(supervised=supervised, validation_fpr=mode.validation_fpr, baselines=mode.baselines, seed=seed)
 
 
 class FolderJudgement(TypedDict):
-    """What one test folder says about the model, about detectors that it is to be seen beside, and about the floors."""
+    """What one test folder says about the model, about detectors that it is to be seen beside, and about the baselines."""
 
     model: Metrics
-    beside: dict[str, Metrics]
-    floors: dict[str, Metrics]
+    references: dict[str, Metrics]
+    baselines: dict[str, Metrics]
     recall_by_kind: dict[str, KindRecall]
     remarks: list[str]
 
@@ -111,13 +111,13 @@ class Decided(TypedDict):
 
 class Judgement(Decided):
     """The whole judgement, as it stands in a run's result: strict JSON. Data that no run was trained on have no
-    validation part; `beside` has the detectors that the model is seen beside, `absent_floors` why any is missing.
+    validation part; `references` has the detectors that the model is seen beside, `absent` why any is missing.
     """
 
     validation: NotRequired[Metrics]
     test: dict[str, FolderJudgement]
-    beside: dict[str, Decided]
-    absent_floors: dict[str, str]
+    references: dict[str, Decided]
+    absent: dict[str, str]
 
 
 def judge(
@@ -125,7 +125,7 @@ def judge(
     split: Split,
     scores: ModelScores,
     options: JudgingOptions,
-    beside: Mapping[str, ModelScores] = MappingProxyType({}),
+    references: Mapping[str, ModelScores] = MappingProxyType({}),
 ) -> Judgement:
     """Judges a model on every test folder.
 
@@ -134,7 +134,7 @@ def judge(
         split: Which of them validate and are judged.
         scores: The model's.
         options: How it is judged.
-        beside: Scores of other detectors that it is to be seen beside, by name; each gets a threshold by the same rule,
+        references: Scores of other detectors that it is to be seen beside, by name; each gets a threshold by the same rule,
             from validation scores of its own.
 
     Raises:
@@ -142,27 +142,27 @@ def judge(
         DataError: Validation allows no threshold.
     """
     model = Detector(scores, _threshold(flat, split, scores, options))
-    others = {name: Detector(other, _threshold(flat, split, other, options)) for name, other in beside.items()}
-    return judge_at(flat, split, model, own_floors(flat, split, options), others)
+    others = {name: Detector(other, _threshold(flat, split, other, options)) for name, other in references.items()}
+    return judge_at(flat, split, model, own_baselines(flat, split, options), others)
 
 
-def own_floors(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Floors:
-    """Fits the floors on a split's own training windows, where they are wanted.
+def own_baselines(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Baselines:
+    """Fits the baselines on a split's own training windows, where they are wanted.
 
     Raises:
         DataError: Validation allows no threshold.
     """
-    if not options.floors:
-        return Floors()
-    return fit_floors(flat, split.train, split.validation, seed=options.seed, fpr=options.validation_fpr)
+    if not options.baselines:
+        return Baselines()
+    return fit_baselines(flat, split.train, split.validation, seed=options.seed, fpr=options.validation_fpr)
 
 
 def judge_at(
     flat: FlatGraphs,
     split: Split,
     model: Detector,
-    floors: Floors,
-    beside: Mapping[str, Detector] = MappingProxyType({}),
+    baselines: Baselines,
+    references: Mapping[str, Detector] = MappingProxyType({}),
 ) -> Judgement:
     """Judges a model whose threshold is known; validation, too, where the split has such a part.
 
@@ -170,13 +170,13 @@ def judge_at(
         flat: All windows.
         split: Which of them validate and are judged.
         model: The model.
-        floors: The floors, fitted.
-        beside: Other detectors that it is to be seen beside, by name.
+        baselines: The baselines, fitted.
+        references: Other detectors that it is to be seen beside, by name.
 
     Raises:
         RunError: A score is not a finite number.
     """
-    for detector in (model, *beside.values()):
+    for detector in (model, *references.values()):
         check_scores(detector.scores)
     threshold = model.threshold
     judgement = Judgement(
@@ -184,15 +184,15 @@ def judge_at(
         threshold_rule=threshold.rule,
         test={
             folder: _judge_folder(
-                flat, rows, model.on(folder), {name: other.on(folder) for name, other in beside.items()}, floors
+                flat, rows, model.on(folder), {name: other.on(folder) for name, other in references.items()}, baselines
             )
             for folder, rows in split.test.items()
         },
-        beside={
+        references={
             name: Decided(threshold=other.threshold.value, threshold_rule=other.threshold.rule)
-            for name, other in beside.items()
+            for name, other in references.items()
         },
-        absent_floors=floors.absent,
+        absent=baselines.absent,
     )
     if len(split.validation):
         judgement["validation"] = _metrics(flat, split.validation, model.scores.validation, threshold)
@@ -231,21 +231,22 @@ def _check_finite(name: str, score: NDArray[np.float64]) -> None:
 
 
 def _judge_folder(
-    flat: FlatGraphs, rows: NDArray[np.int64], judged: Judged, others: Mapping[str, Judged], floors: Floors
+    flat: FlatGraphs, rows: NDArray[np.int64], judged: Judged, others: Mapping[str, Judged], baselines: Baselines
 ) -> FolderJudgement:
     score, threshold = judged
     model = _metrics(flat, rows, score, threshold)
-    beside = {name: _metrics(flat, rows, *other) for name, other in others.items()}
+    references = {name: _metrics(flat, rows, *other) for name, other in others.items()}
     below = {
-        floor.name: _metrics(flat, rows, floor.scorer.score(flat, rows), floor.threshold) for floor in floors.fitted
+        baseline.name: _metrics(flat, rows, baseline.scorer.score(flat, rows), baseline.threshold)
+        for baseline in baselines.fitted
     }
     labelled = np.array([source.labelled for source in flat.sources])[flat.source[rows]]
     return FolderJudgement(
         model=model,
-        beside=beside,
-        floors=below,
+        references=references,
+        baselines=below,
         recall_by_kind=recall_by_kind(flat.label[rows], score > threshold.value, flat.kinds),
-        remarks=remarks(model, {**beside, **below}, unlabelled_windows=int(np.count_nonzero(~labelled))),
+        remarks=remarks(model, {**references, **below}, unlabelled_windows=int(np.count_nonzero(~labelled))),
     )
 
 
@@ -271,18 +272,18 @@ def benign_hours(flat: FlatGraphs, rows: NDArray[np.int64]) -> float:
     return float(seconds[flat.label[rows] == 0].sum()) / SECONDS_PER_HOUR
 
 
-def remarks(model: Metrics, floors: Mapping[str, Metrics], *, unlabelled_windows: int) -> list[str]:
+def remarks(model: Metrics, baselines: Mapping[str, Metrics], *, unlabelled_windows: int) -> list[str]:
     """Says in words what the figures of a folder hide.
 
     Args:
         model: The model's figures.
-        floors: The floors' figures, by name.
+        baselines: The baselines' figures, by name.
         unlabelled_windows: How many of the windows come from logs that do not say what is an attack.
     """
     return [
         *_remarks_on_labels(model, unlabelled_windows),
         *_remarks_on_flags(model),
-        *_remarks_on_floors(model, floors),
+        *_remarks_on_baselines(model, baselines),
     ]
 
 
@@ -313,12 +314,14 @@ def _remarks_on_flags(model: Metrics) -> list[str]:
     return ["flags everything (recall 1.0 says nothing; accuracy = attack share)"]
 
 
-def _remarks_on_floors(model: Metrics, floors: Mapping[str, Metrics]) -> list[str]:
+def _remarks_on_baselines(model: Metrics, baselines: Mapping[str, Metrics]) -> list[str]:
     reached = model["mcc"]
     if reached is None:
         return []
     unbeaten = [
-        f"{name} ({mcc:.3f})" for name, floor in floors.items() if (mcc := floor["mcc"]) is not None and reached <= mcc
+        f"{name} ({mcc:.3f})"
+        for name, baseline in baselines.items()
+        if (mcc := baseline["mcc"]) is not None and reached <= mcc
     ]
     return [f"does not beat {', '.join(unbeaten)} on MCC ({reached:.3f})"] if unbeaten else []
 
@@ -341,7 +344,7 @@ class FolderTable:
 
     Attributes:
         title: The folder and what is in it.
-        rows: Cells under `COLUMNS`, the model first, then what it is to be seen beside, then the floors.
+        rows: Cells under `COLUMNS`, the model first, then what it is to be seen beside, then the baselines.
         notes: Recall by attack kind, and remarks.
         columns: The headings.
     """
@@ -360,7 +363,7 @@ def judgement_table(judgement: Judgement) -> list[FolderTable]:
 def _folder_table(folder: str, judged: FolderJudgement) -> FolderTable:
     model = judged["model"]
     # Results of older versions have nothing beside the model.
-    detectors = {"model": model, **judged.get("beside", {}), **judged["floors"]}
+    detectors = {"model": model, **judged.get("references", {}), **judged["baselines"]}
     kinds = [f"{kind} {told['recall']:.3f} of {told['windows']:,}" for kind, told in judged["recall_by_kind"].items()]
     return FolderTable(
         title=f"{folder}: {model['windows']:,} windows, {model['attack_windows']:,} attacks",
@@ -451,5 +454,5 @@ def comparison_table(judgement: Mapping[str, Any]) -> FolderTable:
         title="size and speed, windows a second as they were judged",
         columns=("detector", "parameters", "windows/s", "run"),
         rows=rows,
-        notes=() if "without_teacher" in {*compared, *judgement["absent_floors"]} else (alone,),
+        notes=() if "without_teacher" in {*compared, *judgement["absent"]} else (alone,),
     )

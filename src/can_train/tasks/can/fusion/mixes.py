@@ -211,7 +211,7 @@ def judge_agent(
         score: Returns [R, 2] fused scores and chosen mixing weights of windows.
         data: The windows.
         problem: Their two scores, and the weights that there are.
-        options: How detectors are judged; without floors the mixes that must be fitted are left out, too.
+        options: How detectors are judged; without baselines the mixes that must be fitted are left out, too.
 
     Returns:
         The judgement; `mixing` tells which weights were chosen, and what the mixes are.
@@ -226,17 +226,17 @@ def judge_agent(
         validation=validation[:, FUSED], test={folder: told[:, FUSED] for folder, told in test.items()}
     )
     mixes = constant_mixes(problem.scores, data.flat, split, problem.weights, options.validation_fpr)
-    fitted = fitted_mixes(problem.scores, data.flat, split.train, options.seed) if options.floors else {}
+    fitted = fitted_mixes(problem.scores, data.flat, split.train, options.seed) if options.baselines else {}
     named = {**mixes.mixes, **fitted}
-    beside = {
+    references = {
         name: ModelScores(
             validation=mix.score(problem.scores, split.validation),
             test={folder: mix.score(problem.scores, rows) for folder, rows in split.test.items()},
         )
         for name, mix in named.items()
     }
-    judgement = judge(data.flat, split, chosen, options, beside)
-    judgement["absent_floors"] |= mixes.absent
+    judgement = judge(data.flat, split, chosen, options, references)
+    judgement["absent"] |= mixes.absent
     mixing = {BEST_MIX: mixes.best_weight, "mixes": {name: mix.plain() for name, mix in named.items()}}
     return with_choices(judgement, mixing, {folder: told[:, WEIGHT] for folder, told in test.items()})
 
@@ -266,7 +266,7 @@ def verdict(judged: FolderJudgement, best_weight: float | None) -> list[str]:
     """
     if best_weight is None:
         return []
-    reached, constant = judged["model"]["mcc"], judged["beside"][BEST_MIX]["mcc"]
+    reached, constant = judged["model"]["mcc"], judged["references"][BEST_MIX]["mcc"]
     if reached is None or constant is None or reached > constant:
         return []
     of_them = f"MCC {reached:.3f}, the mix {constant:.3f}"

@@ -134,7 +134,7 @@ class FusionTask(WindowTask):
         return torch.from_numpy(np.stack([self._problem.scores.fused(rows, weights), weights], axis=1))
 
     def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges each test folder by itself, beside simple mixes of the same scores and the usual floors."""
+        """Judges each test folder by itself, beside simple mixes of the same scores and the usual baselines."""
         # Sees scikit-learn, which takes a second to import: only a run that ends pays.
         from can_train.tasks.can.fusion.mixes import judge_agent
 

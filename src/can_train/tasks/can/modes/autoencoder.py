@@ -60,15 +60,15 @@ class AutoencoderTask(WindowTask):
         return AutoencoderBatch.scores(model, self._gatherer_to(device, dtype)(rows))
 
     def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges each test folder by itself, beside the floors; units and threshold come from validation."""
+        """Judges each test folder by itself, beside the baselines; units and threshold come from validation."""
         from can_train.tasks.can.evaluation.judging import judge
 
         (own, units), options = self._final_scores(score), self._options(supervised=False)
-        others = {role: self._final_scores(score, role) for role in self.judged_beside}
-        beside = {role: scores for role, (scores, _) in others.items()}
-        judgement = judge(self._data.flat, self._data.split, own, options, beside)
+        others = {role: self._final_scores(score, role) for role in self.reference_roles}
+        references = {role: scores for role, (scores, _) in others.items()}
+        judgement = judge(self._data.flat, self._data.split, own, options, references)
         for role, (_, its_units) in others.items():
-            judgement["beside"][role]["error_units"] = its_units
+            judgement["references"][role]["error_units"] = its_units
         return {**judgement, "error_units": units}
 
     def _final_scores(self, score: Score, *role: str) -> tuple["ModelScores", list[float]]:

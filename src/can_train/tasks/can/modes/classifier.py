@@ -56,12 +56,12 @@ class ClassifierTask(WindowTask):
         return ClassifierBatch.scores(model, self._gatherer_to(device, dtype)(rows))
 
     def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges each test folder by itself, beside the floors; the threshold comes from validation."""
+        """Judges each test folder by itself, beside the baselines; the threshold comes from validation."""
         from can_train.tasks.can.evaluation.judging import judge
 
         own, options = final_scores(score, self._data.split), self._options(supervised=True)
-        beside = {role: final_scores(score, self._data.split, role) for role in self.judged_beside}
-        return judge(self._data.flat, self._data.split, own, options, beside)
+        references = {role: final_scores(score, self._data.split, role) for role in self.reference_roles}
+        return judge(self._data.flat, self._data.split, own, options, references)
 
     def _weights(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return self._class_weights[self._is_attack(rows).astype(np.int64)]

@@ -127,7 +127,7 @@ class _Student(WindowTask):
         rows = np.concatenate([self.train_rows, self.validation_rows])
         self._teacher = _teacher(self._run, self._data, finished, rows, output)
         self.reference_models = self._teacher.others
-        self.judged_beside = [other.role for other in self.reference_models]
+        self.reference_roles = [other.role for other in self.reference_models]
 
 
 class DistilledClassifierTask(_Student, ClassifierTask):

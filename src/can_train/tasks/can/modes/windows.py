@@ -37,13 +37,13 @@ class WindowTask:
         validation_rows: Those whose loss decides when to stop.
 
     Attributes:
-        judged_beside: Roles of the reference models that the model is judged beside.
+        reference_roles: Roles of the reference models that the model is judged beside.
         sample_note: What the windows are a sample of, as a sentence; empty where they are all there are.
         estimated_train_rows: Training samples of the whole data set.
     """
 
     features: Sequence[Feature] = GRAPH_FEATURES
-    judged_beside: Sequence[str] = ()
+    reference_roles: Sequence[str] = ()
 
     def __init__(
         self, run: ResolvedRun, data: CanData, *, train_rows: NDArray[np.int64], validation_rows: NDArray[np.int64]
@@ -75,7 +75,7 @@ class WindowTask:
         return self._gather.batch_features(rows)
 
     def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges each test folder by itself, beside the floors; all that is decided comes from validation."""
+        """Judges each test folder by itself, beside the baselines; all that is decided comes from validation."""
         raise NotImplementedError
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[FolderTable]:

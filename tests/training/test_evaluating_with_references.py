@@ -19,7 +19,7 @@ from fakes.trained_runs import bus_log, finished_run
 TEACHERS = {"gat": {"model__hidden": 8, "model__layers": 2, "model__heads": 2}, "vgae": {"model__hidden": (800, 400)}}
 """Of each model how its teacher differs from the preset."""
 
-QUICK = {"training__micro_batch_size": 64, "mode__floors": False}
+QUICK = {"training__micro_batch_size": 64, "mode__baselines": False}
 """No search for what fits, no forests."""
 
 WAY = {"mode__teacher_placement": "device"}
@@ -92,7 +92,7 @@ def test_on_its_own_data_a_run_is_beside_what_it_was_at_its_end_bit_by_bit(make:
     run = make()
     again = evaluated(run)
     assert without_speeds(again.document["judgement"]) == without_speeds(result_of(run))
-    assert set(again.document["judgement"]["test"]["drive.csv"]["beside"]) in (OTHERS, set(MIXES))
+    assert set(again.document["judgement"]["test"]["drive.csv"]["references"]) in (OTHERS, set(MIXES))
 
 
 def test_a_teacher_is_asked_in_full_precision_whatever_its_student_computes_in(other: Path) -> None:
@@ -101,9 +101,9 @@ def test_a_teacher_is_asked_in_full_precision_whatever_its_student_computes_in(o
         "gat", "knowledge_distillation", mode__teacher=teacher, training__precision="bf16", **WAY, **QUICK
     )
     assert without_speeds(judgement_of(run)) == without_speeds(result_of(run))
-    threshold = result_of(run)["beside"]["teacher"]["threshold"]
+    threshold = result_of(run)["references"]["teacher"]["threshold"]
     alone = judgement_of(Path(teacher), other, threshold=threshold)["test"]["other.csv"]["model"]
-    assert judgement_of(run, other)["test"]["other.csv"]["beside"]["teacher"] == alone
+    assert judgement_of(run, other)["test"]["other.csv"]["references"]["teacher"] == alone
 
 
 @pytest.mark.parametrize("model", TEACHERS)
@@ -111,13 +111,13 @@ def test_on_another_log_a_student_is_beside_its_teacher_and_itself_without_one(m
     run = student(model)
     judgement = judgement_of(run, other)
     for role, alone in (("teacher", teacher_of(model)), ("without_teacher", plain(model))):
-        threshold = result_of(run)["beside"][role]["threshold"]
-        assert judgement["beside"][role]["threshold"] == threshold
-        assert judgement["beside"][role]["threshold_rule"].endswith("on validation, in drive")
+        threshold = result_of(run)["references"][role]["threshold"]
+        assert judgement["references"][role]["threshold"] == threshold
+        assert judgement["references"][role]["threshold_rule"].endswith("on validation, in drive")
         # As a run of its own it is judged by another way through the code.
         expected = judgement_of(alone, other, threshold=threshold)["test"]["other.csv"]["model"]
-        assert judgement["test"]["other.csv"]["beside"][role] == expected
-    assert judgement["test"]["other.csv"]["beside"]["teacher"] != judgement["test"]["other.csv"]["model"]
+        assert judgement["test"]["other.csv"]["references"][role] == expected
+    assert judgement["test"]["other.csv"]["references"]["teacher"] != judgement["test"]["other.csv"]["model"]
 
 
 def test_sizes_and_speeds_stand_in_a_table_of_their_own(other: Path) -> None:
@@ -136,10 +136,14 @@ def test_a_teacher_that_is_gone_is_said_and_all_else_is_as_with_it(tmp_path: Pat
     orphan = copied(run, tmp_path, **{str(gone): str(tmp_path / "gone")})
     whole, left = judgement_of(run, other), evaluated(orphan, other)
     judgement = left.document["judgement"]
-    assert "teacher" in judgement["absent_floors"]
+    assert "teacher" in judgement["absent"]
     assert any("Not beside it: teacher" in note and f"{tmp_path / 'gone'} is gone" in note for note in left.notes)
-    del whole["test"]["other.csv"]["beside"]["teacher"], whole["beside"]["teacher"], whole["compared"]["teacher"]
-    assert judgement["test"]["other.csv"]["beside"] == whole["test"]["other.csv"]["beside"]
+    del (
+        whole["test"]["other.csv"]["references"]["teacher"],
+        whole["references"]["teacher"],
+        whole["compared"]["teacher"],
+    )
+    assert judgement["test"]["other.csv"]["references"] == whole["test"]["other.csv"]["references"]
     assert without_speeds(judgement)["compared"] == without_speeds(whole)["compared"]
     assert judgement["test"]["other.csv"]["model"] == whole["test"]["other.csv"]["model"]
 
@@ -163,30 +167,30 @@ def test_a_teacher_that_says_no_number_is_left_out(tmp_path: Path, other: Path) 
     checkpoints.save({**state, "best": best}, step=99)
     run = copied(student("gat"), tmp_path, **{str(teacher_of("gat")): str(broken)})
     judgement = judgement_of(run, other)
-    assert set(judgement["beside"]) == {"without_teacher"}
-    assert "must be a finite number" in judgement["absent_floors"]["teacher"]
+    assert set(judgement["references"]) == {"without_teacher"}
+    assert "must be a finite number" in judgement["absent"]["teacher"]
 
 
 def test_a_teacher_that_does_not_fit_on_the_device_stops_nobody(other: Path) -> None:
     judgement = judgement_of(student("vgae"), other, device="sim:3MiB")
-    assert "teacher" not in judgement["beside"]
-    assert "out of memory" in judgement["absent_floors"]["teacher"]
+    assert "teacher" not in judgement["references"]
+    assert "out of memory" in judgement["absent"]["teacher"]
     assert list(judgement["compared"]) == ["model", "without_teacher"]
 
 
 def test_on_another_log_an_agent_is_beside_the_mixes_of_its_run(other: Path) -> None:
     run = agent()
     result, judgement = result_of(run), judgement_of(run, other)
-    beside = judgement["test"]["other.csv"]["beside"]
-    assert set(beside) == set(MIXES)
-    assert {name: told["threshold"] for name, told in judgement["beside"].items()} == {
-        name: told["threshold"] for name, told in result["beside"].items()
+    references = judgement["test"]["other.csv"]["references"]
+    assert set(references) == set(MIXES)
+    assert {name: told["threshold"] for name, told in judgement["references"].items()} == {
+        name: told["threshold"] for name, told in result["references"].items()
     }
     assert judgement["mixing"]["mixes"] == result["mixing"]["mixes"]
     # Each score alone ranks windows as the model that it comes from does.
     for role, model in (("autoencoder", "vgae"), ("classifier", "gat")):
         alone = judgement_of(plain(model), other)["test"]["other.csv"]["model"]
-        assert beside[role]["roc_auc"] == pytest.approx(alone["roc_auc"], abs=1e-3)
+        assert references[role]["roc_auc"] == pytest.approx(alone["roc_auc"], abs=1e-3)
     assert any("weights chosen for the classifier" in remark for remark in judgement["test"]["other.csv"]["remarks"])
 
 
@@ -197,9 +201,9 @@ def test_nothing_is_decided_by_the_labels_of_what_is_judged(make: Any, tmp_path:
     unlabelled.parent.mkdir()
     unlabelled.write_text("\n".join(line.rpartition(",")[0] for line in rows) + "\n")
     labelled, presumed = (judgement_of(make(), path) for path in (other, unlabelled))
-    assert labelled["beside"] == presumed["beside"]
+    assert labelled["references"] == presumed["references"]
     flagged = [
-        {name: told["flagged_share"] for name, told in judgement["test"]["other.csv"]["beside"].items()}
+        {name: told["flagged_share"] for name, told in judgement["test"]["other.csv"]["references"].items()}
         for judgement in (labelled, presumed)
     ]
     assert flagged[0] == flagged[1]
@@ -208,8 +212,8 @@ def test_nothing_is_decided_by_the_labels_of_what_is_judged(make: Any, tmp_path:
 def test_a_result_of_an_older_version_is_judged_alone_and_says_why(tmp_path: Path, other: Path) -> None:
     run = copied(agent(), tmp_path)
     result = json.loads((run / "result.json").read_text())
-    del result["judgement"]["beside"], result["judgement"]["mixing"]["mixes"]
+    del result["judgement"]["references"], result["judgement"]["mixing"]["mixes"]
     (run / "result.json").write_text(json.dumps(result))
     left = evaluated(run, other)
-    assert left.document["judgement"]["test"]["other.csv"]["beside"] == {}
+    assert left.document["judgement"]["test"]["other.csv"]["references"] == {}
     assert any(f"{', '.join(MIXES)} (an older version made" in note for note in left.notes)

@@ -6,7 +6,7 @@ import pytest
 from can_train.tasks.can.evaluation.baselines import (
     FRAMES_PER_CHUNK,
     IdLookup,
-    fit_floors,
+    fit_baselines,
     fit_random_forest,
     sample_by_class,
 )
@@ -22,8 +22,8 @@ def mixed_traffic(benign=30, attacks=10):
 
 
 def fitted(flat, train, validation, seed=0):
-    floors = fit_floors(flat, np.array(train), np.array(validation), seed=seed, fpr=0.01)
-    return {floor.name: floor for floor in floors.fitted}, floors.absent
+    baselines = fit_baselines(flat, np.array(train), np.array(validation), seed=seed, fpr=0.01)
+    return {baseline.name: baseline for baseline in baselines.fitted}, baselines.absent
 
 
 def test_the_lookup_scores_a_window_by_its_id_with_the_largest_attack_share():
@@ -47,46 +47,46 @@ def test_without_attacks_in_training_the_lookup_finds_unseen_ids():
     assert lookup.score(flat, np.arange(4)).tolist() == [0.0, 0.0, 1.0, 0.0]
 
 
-def test_with_attacks_of_both_classes_in_training_the_floors_are_the_four_usual_ones():
+def test_with_attacks_of_both_classes_in_training_the_baselines_are_the_four_usual_ones():
     flat = mixed_traffic()
-    floors, absent = fitted(flat, range(0, 40, 2), range(1, 40, 2))
-    assert list(floors) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+    baselines, absent = fitted(flat, range(0, 40, 2), range(1, 40, 2))
+    assert list(baselines) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
     assert absent == {}
-    assert floors["random_forest"].threshold.rule == "max F1 on validation"
+    assert baselines["random_forest"].threshold.rule == "max F1 on validation"
 
 
 @pytest.mark.parametrize("name", ["id_lookup", "random_forest"])
-def test_a_flood_with_an_id_of_its_own_is_found_by_floors_that_learn(name):
+def test_a_flood_with_an_id_of_its_own_is_found_by_baselines_that_learn(name):
     flat = mixed_traffic()
-    floor = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
-    flagged = floor.scorer.score(flat, np.arange(40)) > floor.threshold.value
+    baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
+    flagged = baseline.scorer.score(flat, np.arange(40)) > baseline.threshold.value
     assert flagged.tolist() == (flat.label > 0).tolist()
 
 
 @pytest.mark.parametrize(("name", "flags"), [("flag_everything", True), ("flag_nothing", False)])
-def test_the_constant_floors_do_what_their_names_say(name, flags):
+def test_the_constant_baselines_do_what_their_names_say(name, flags):
     flat = mixed_traffic()
-    floor = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
-    assert (floor.scorer.score(flat, np.arange(40)) > floor.threshold.value).tolist() == [flags] * 40
+    baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
+    assert (baseline.scorer.score(flat, np.arange(40)) > baseline.threshold.value).tolist() == [flags] * 40
 
 
 def test_without_attacks_in_training_an_isolation_forest_stands_in_for_the_random_forest():
     benign = np.random.default_rng(0).integers(1, 5, (30, 6)).tolist()
     flat = windows_of([*benign, FLOOD_WINDOW], label=[0] * 30 + [1])
-    floors, absent = fitted(flat, range(20), range(20, 31))
+    baselines, absent = fitted(flat, range(20), range(20, 31))
     assert absent == {"random_forest": "the training windows hold no attacks; isolation_forest stands in"}
-    assert floors["isolation_forest"].threshold.rule == "at most 1 % of benign windows flagged on validation"
-    score = floors["isolation_forest"].scorer.score(flat, np.arange(31))
+    assert baselines["isolation_forest"].threshold.rule == "at most 1 % of benign windows flagged on validation"
+    score = baselines["isolation_forest"].scorer.score(flat, np.arange(31))
     assert score[30] > np.median(score[:20])
 
 
 def test_a_training_of_attacks_only_has_no_forest_and_says_why():
-    floors, absent = fitted(mixed_traffic(), range(30, 40), range(20))
-    assert list(floors) == ["flag_everything", "flag_nothing", "id_lookup"]
+    baselines, absent = fitted(mixed_traffic(), range(30, 40), range(20))
+    assert list(baselines) == ["flag_everything", "flag_nothing", "id_lookup"]
     assert absent == {"random_forest": "the training windows hold attacks only"}
 
 
-def test_thresholds_of_the_floors_come_from_validation_only():
+def test_thresholds_of_the_baselines_come_from_validation_only():
     flat = windows_of([[1, 2]] * 4 + [[1, 9]] * 4, label=[0, 0, 1, 1, 0, 0, 1, 1])
     unseen_is_an_attack = fitted(flat, [0, 2], [1, 6])[0]["id_lookup"].threshold
     unseen_is_benign = fitted(flat, [0, 2], [3, 4])[0]["id_lookup"].threshold
@@ -106,8 +106,8 @@ def test_the_same_seed_gives_the_same_forest():
 @pytest.mark.parametrize("name", ["flag_everything", "id_lookup", "random_forest"])
 def test_a_folder_without_windows_gets_no_scores(name):
     flat = mixed_traffic()
-    floor = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
-    assert floor.scorer.score(flat, np.empty(0, np.int64)).shape == (0,)
+    baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
+    assert baseline.scorer.score(flat, np.empty(0, np.int64)).shape == (0,)
 
 
 @pytest.mark.parametrize(
