@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from can_train.cli.factors import make_factors_command
+from can_train.cli.factors import factors
 from can_train.errors import CanTrainError, ConfigError
 from can_train.factors.observations import write_observation, write_started
 from fakes.samples import A100, KEY, observation, out_of_memory, started
@@ -28,7 +28,7 @@ def state(tmp_path: Path) -> Path:
 
 def run(state: Path, *arguments: str) -> Result:
     app = typer.Typer()
-    app.command()(make_factors_command())
+    app.command()(factors)
     return CliRunner().invoke(app, ["--state-dir", str(state), *arguments])
 
 
@@ -108,7 +108,7 @@ def test_lost_attempts_and_files_set_aside_are_named(state: Path) -> None:
     (state / "observations" / "broken.json").write_text("{")
     text = run(state).stdout
     assert "no result: run-9 (attempt 1" in text
-    assert "broken.json: Expecting property name" in text
+    assert "broken.json: Input data was truncated" in text
     assert [entry["run_id"] for entry in as_json(state)["unfinished"]] == ["run-9"]
 
 

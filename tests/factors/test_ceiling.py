@@ -1,5 +1,4 @@
-from can_train.factors.policies import DEFAULT_PRIOR, Reading
-from can_train.factors.policies import fit_with_ceiling
+from can_train.factors.policies import DEFAULT_PRIOR, Reading, fit_with_ceiling
 
 FITTED = [Reading(used, 0.1 + used) for used in (0.4, 0.6, 0.7, 0.75, 0.76)]
 

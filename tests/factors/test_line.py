@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.factors.policies import DEFAULT_PRIOR, RegressionPrior, Reading
+from can_train.factors.policies import DEFAULT_PRIOR, Reading, RegressionPrior
 
 VAGUE = RegressionPrior(base_sd=100.0, full_sd=100.0)
 
@@ -33,7 +33,9 @@ def test_an_out_of_memory_below_the_line_raises_it_and_one_above_does_not() -> N
     line = DEFAULT_PRIOR.fit(measured)
 
     def raised(used: float, ceiling: float = 1.0) -> float:
-        return DEFAULT_PRIOR.fit([*measured, Reading(used, None)], start=line, ceiling=ceiling).peak(0.8) - line.peak(0.8)
+        return DEFAULT_PRIOR.fit([*measured, Reading(used, None)], start=line, ceiling=ceiling).peak(0.8) - line.peak(
+            0.8
+        )
 
     assert raised(0.8) > 0.01
     assert raised(1.0) == pytest.approx(0, abs=1e-3)

@@ -14,11 +14,11 @@ import torch
 from can_train.config.compose import from_plain
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
 from can_train.errors import ConfigError, DoesNotFitError
-from can_train.factors.resolve import _rule, factor_rule
+from can_train.factors.resolve import factor_rule, read_factor_rule
 from can_train.fit import random_state
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import model_does_not_fit
-from can_train.fit.factor_rule import ANY_PEAK, PROVISIONAL, FactorRule
+from can_train.fit.factor_rule import NO_AIM, PROVISIONAL, FactorRule
 from can_train.fit.planner import Planner, RunPlan
 from can_train.io.units import parse_size, size_text
 from can_train.memory.catalogue import (
@@ -357,8 +357,8 @@ def _decision_json(run_plan: RunPlan) -> dict[str, Any]:
         "lr_factor": plan.lr_factor,
         "safety_factor": plan.safety_factor,
         "safety_factor_reason": run_plan.factor_reason if searched else "",
-        "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != ANY_PEAK else None,
-        "target_reason": run_plan.aim.why,
+        "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != NO_AIM else None,
+        "target_reason": run_plan.aim.reason,
     }
 
 
@@ -406,7 +406,7 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
     """
     run = config if isinstance(config, ResolvedRun) else from_plain(config)
     meter = open_meter(run.device)
-    rule = _rule(run, meter.key)
+    rule = read_factor_rule(run, meter.key)
     if rule.known is not None:
         return rule.known.factor
     return _plan_of(run, meter, rule).factor.factor

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from can_train.fit.cost_model import CostModel, DeviceLimits
-from can_train.fit.factor_rule import ANY_PEAK
+from can_train.fit.factor_rule import NO_AIM
 from can_train.io.units import size_text
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
     if plan.safety_factor is not None:
         lines.append(f"  tuned limit    {_tuned(limits)}")
         lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor_reason}")
-    if plan.safety_factor is not None and run_plan.aim != ANY_PEAK:
+    if plan.safety_factor is not None and run_plan.aim != NO_AIM:
         lines.append(f"  target         {_target(run_plan)}")
     share = peak / limits.capacity_bytes
     width = _half_width(run_plan) / limits.capacity_bytes
@@ -102,7 +102,7 @@ _PADDED: Final = {0: "", 1: " (padded)", 2: " (padded, squared)"}
 
 def _target(run_plan: RunPlan) -> str:
     aim = run_plan.aim
-    return f"a peak of {aim.share:.1%} of what is usable" + (f": {aim.why}" if aim.why else "")
+    return f"a peak of {aim.share:.1%} of what is usable" + (f": {aim.reason}" if aim.reason else "")
 
 
 def _tuned(limits: DeviceLimits) -> str:
