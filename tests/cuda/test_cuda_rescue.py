@@ -16,7 +16,7 @@ from can_train.config.settings import TrainingSettings
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import Optimization, Precision, make_optimization
 from can_train.memory.meters import Meter
-from gpu.limited import limited_device
+from gpu.trainer import limited_device
 
 MIB = 2**20
 CAPACITIES = {"cuda": 1024 * MIB, "sim": 160 * MIB}

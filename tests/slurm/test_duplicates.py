@@ -7,10 +7,10 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
-from can_train.config.resolved import settled_paths
+from can_train.config.resolved import with_absolute_paths
 from can_train.slurm.client import Answer, Node, Partition, QueueRow
 from can_train.slurm.duplicates import find_duplicate_run, identity
-from can_train.slurm.order import Wanted, make_order
+from can_train.slurm.order import SubmitOptions, plan_submission
 from can_train.training.run_folder import Registry, RunRecord
 from fakes.made_runs import RESULT, Runs
 
@@ -28,7 +28,7 @@ def test_a_job_in_the_queue_is_seen_alike_by_status_and_by_the_duplicate_check(
     runs = Runs(tmp_path)
     path = runs.add(1, entered=False)
     places = {"paths.runs_dir": str(runs.runs_dir), "paths.state_dir": str(runs.state_dir)}
-    run = settled_paths(resolve(RunRequest(model="gat", dataset="synthetic", cluster="slurm", values=places)))
+    run = with_absolute_paths(resolve(RunRequest(model="gat", dataset="synthetic", cluster="slurm", values=places)))
     Registry(runs.state_dir).add(
         RunRecord(run_id=path.name, path=str(path), key=run.key, time="2026-01-01T00:00:01+00:00",
                   identity=identity(run, "code", []))
@@ -40,7 +40,7 @@ def test_a_job_in_the_queue_is_seen_alike_by_status_and_by_the_duplicate_check(
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
     monkeypatch.setenv("STATE", state)
-    (found,) = make_order([run], Wanted(), "code", [MAIN]).duplicate_runs
+    (found,) = plan_submission([run], SubmitOptions(), "code", [MAIN]).duplicate_runs
     assert main(["status", path.name, "--json", *runs.flags]) == 0
     assert found.state == json.loads(capsys.readouterr().out)["state"]
 

@@ -2,19 +2,18 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from can_train.config.compose import RunRequest, resolve
-from can_train.config.resolved import ResolvedRun, plain_to_yaml, settled_paths
+from can_train.config.resolved import ResolvedRun, plain_to_yaml, with_absolute_paths
 from can_train.errors import MissingDataError, RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import Node, Partition
 from can_train.slurm.duplicates import data_files, identity
-from can_train.slurm.order import UNKNOWN, Wanted, expectation, make_order
+from can_train.slurm.order import UNKNOWN, SubmitOptions, expectation, plan_submission
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
 from fakes.made_runs import begin
 
@@ -25,7 +24,7 @@ def run(tmp_path: Path, **request: Any) -> ResolvedRun:
     paths = {"paths.runs_dir": str(tmp_path / "runs"), "paths.state_dir": str(tmp_path / "state")}
     values = request.pop("values", {}) | paths
     given = {"model": "gat", "dataset": "synthetic", "cluster": "slurm", **request}
-    return settled_paths(resolve(RunRequest(**given, values=values)))
+    return with_absolute_paths(resolve(RunRequest(**given, values=values)))
 
 
 def entered(tmp_path: Path, run_id: str, *jobs: str, **fields: Any) -> RunRecord:
@@ -66,7 +65,7 @@ def test_the_identity_changes_with_the_data(tmp_path: Path) -> None:
 
 def test_runs_that_ask_for_the_same_go_together(tmp_path: Path) -> None:
     runs = [run(tmp_path, values={"training.seed": 1}), run(tmp_path, values={"cluster.mem": "3G"}), run(tmp_path)]
-    order = make_order(runs, Wanted(), "code", [MAIN])
+    order = plan_submission(runs, SubmitOptions(), "code", [MAIN])
     assert [[one.index for one in group] for group in order.groups] == [[0, 2], [1]]
     settled = order.groups[0][0].run
     assert (settled.cluster.gpus, settled.cluster.cpus, settled.cluster.mem) == ("1", 4, "4000M")
@@ -79,20 +78,20 @@ def test_a_duplicate_run_is_left_out_unless_it_is_forced(tmp_path: Path) -> None
     digest = identity(mine, "code", [])
     duplicate_run = entered(tmp_path, "a", identity=digest)
     Path(duplicate_run.path, "result.json").write_text("{}")
-    order = make_order([mine, run(tmp_path, values={"training.seed": 1})], Wanted(), "code", [MAIN])
+    order = plan_submission([mine, run(tmp_path, values={"training.seed": 1})], SubmitOptions(), "code", [MAIN])
     assert [found.run for found in order.duplicate_runs] == [duplicate_run]
     assert [[one.index for one in group] for group in order.groups] == [[1]]
-    assert make_order([mine], Wanted(force=True), "code", [MAIN]).duplicate_runs == []
-    assert make_order([mine], Wanted(), "other code", [MAIN]).duplicate_runs == []
+    assert plan_submission([mine], SubmitOptions(force=True), "code", [MAIN]).duplicate_runs == []
+    assert plan_submission([mine], SubmitOptions(), "other code", [MAIN]).duplicate_runs == []
 
 
 def test_what_has_finished_is_not_waited_for_and_what_never_will_is_refused(tmp_path: Path) -> None:
     parent = entered(tmp_path, "20261121-a")
     with pytest.raises(RunError, match="ended without finishing") as error:
-        make_order([run(tmp_path)], Wanted(after=["2026"]), "code", [MAIN])
+        plan_submission([run(tmp_path)], SubmitOptions(after=["2026"]), "code", [MAIN])
     assert "can-train resume 20261121-a" in error.value.remedy
     Path(parent.path, "result.json").write_text("{}")
-    order = make_order([run(tmp_path)], Wanted(after=["2026"]), "code", [MAIN])
+    order = plan_submission([run(tmp_path)], SubmitOptions(after=["2026"]), "code", [MAIN])
     assert (order.after, order.dependency) == (["20261121-a"], "")
 
 
@@ -100,7 +99,7 @@ def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
     parent = entered(tmp_path, "a", "local:17")
     begin(Path(parent.path), start_time=utc_now())
     with pytest.raises(RunError, match="Only a job of SLURM can wait"):
-        make_order([run(tmp_path)], Wanted(after=["a"]), "code", [MAIN])
+        plan_submission([run(tmp_path)], SubmitOptions(after=["a"]), "code", [MAIN])
 
 
 def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_the_same(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_t
     Path(parent.path, "result.json").write_text("{}")
 
     def started_from(**request: Any) -> str:
-        order = make_order([run(tmp_path, **request)], Wanted(after=["a"]), "code", [MAIN])
+        order = plan_submission([run(tmp_path, **request)], SubmitOptions(after=["a"]), "code", [MAIN])
         ((ordered,),) = order.groups
         assert ordered.run.config["training"]["start_from"] == ordered.run.training.start_from
         return ordered.run.training.start_from
@@ -124,16 +123,16 @@ def test_the_newest_finished_run_of_the_same_memory_says_what_to_expect(tmp_path
               "device": "t4"}  # fmt: skip
     older = {**result, "micro_batch_size": 1}
     runs: list[RunRecord] = []
-    other = replace(mine, config={**mine.config, "model": {}})
+    other = {**mine.config, "model": {}}
     for name, settings, said in (
-        ("o", mine, older),
-        ("a", mine, result),
+        ("o", mine.config, older),
+        ("a", mine.config, result),
         ("b", other, result),
-        ("c", mine, {}),
-        ("d", mine, None),
+        ("c", mine.config, {}),
+        ("d", mine.config, None),
     ):
         runs.append(entered(tmp_path, name, key=mine.key))
-        Path(runs[-1].path, "config.yaml").write_text(plain_to_yaml(settings.config))
+        Path(runs[-1].path, "config.yaml").write_text(plain_to_yaml(settings))
         if said is not None:
             Path(runs[-1].path, "result.json").write_text(json.dumps(said))
     assert expectation(mine, runs) == "a had batch 512, micro-batches of up to 64, peak 1.50 GiB on t4"

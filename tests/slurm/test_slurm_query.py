@@ -91,7 +91,8 @@ CELLS = st.lists(st.text(st.characters(exclude_characters="|", categories=("L", 
 @given(st.lists(CELLS))
 def test_lines_of_another_form_are_passed_over(lines: list[list[str]]) -> None:
     text = "\n".join("|".join(cells) for cells in lines)
-    assert all(row.job_id for row in [*parse_squeue(text), *parse_sacct(text)])
+    assert all(row.job_id for row in parse_squeue(text))
+    assert all(row.job_id for row in parse_sacct(text))
 
 
 @given(st.text())

@@ -246,6 +246,7 @@ def test_the_last_batch_of_an_epoch_weighs_what_it_is(tmp_path: Path) -> None:
     def noted() -> bool:
         rows = session.epochs.steps(0)[session.progress.step_in_epoch]
         accumulated = torch.cat([p.grad.flatten() for p in session.model.parameters() if p.grad is not None]).clone()
+        assert isinstance(session.task, CostlyTask)
         x = session.task._x[rows].to(torch.float32)
         loss = (session.model(x, 0) - 3 * x[:, :1]).square().mean()
         whole = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(session.model.parameters()))])

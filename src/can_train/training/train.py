@@ -15,7 +15,6 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import CanTrainError, DoesNotFitError
 from can_train.factors.resolve import factor_rule
 from can_train.fit import random_state
-from can_train.fit.epochs import in_epoch
 from can_train.fit.micro_batcher import BatchResult, Losses, added, check_denominators, whole
 from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import PartDoesNotFitError, describe_out_of_memory
@@ -37,7 +36,7 @@ def take_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) ->
     progress = session.progress
     session.renew_if_thawed()
     # The reserve's own list, not a copy: it is emptied within the step, and nobody else may keep what was in it.
-    held = session.model, session.optimization.optimizer, session.reserve.tensors, session.planner.beside
+    held = session.model, session.optimization.optimizer, session.reserve.tensors, session.planner.reference_tensors
     with session.monitor.step(*held) as counted:
         own, result = _guarded_step(session, rows, ends_epoch=ends_epoch)
     for term, mean in result.means.items():
@@ -124,11 +123,9 @@ def _own_share(session: Session, rows: NDArray[np.int64]) -> tuple[BatchResult, 
 
 def _prepare(session: Session, rows: NDArray[np.int64]) -> None:
     """Lets the task do what it wants done before each step, alike on all ranks."""
-    before_step = getattr(session.task, "before_step", None)
-    if before_step is not None:
-        seed, step = session.training.seed, session.progress.step
-        generator = random_state.before_step_generator(seed=seed, step=step)
-        before_step(session.model, rows, step / session.total_steps, generator)
+    seed, step = session.training.seed, session.progress.step
+    generator = random_state.before_step_generator(seed=seed, step=step)
+    session.task.before_step(session.model, rows, step / session.total_steps, generator)
 
 
 def _move(session: Session, *, ends_epoch: bool) -> int | None:
@@ -230,7 +227,7 @@ def release_training_memory(session: Session) -> None:
 
 def _train_epoch(session: Session, stage: Any) -> None:
     progress, training = session.progress, session.training
-    session.task_in_epoch = in_epoch(session.task, progress.epoch, training.epochs)
+    session.task_in_epoch = session.task.in_epoch(progress.epoch, training.epochs)
     steps = session.epochs.steps(progress.epoch)
     started, samples_before = time.perf_counter(), progress.epoch_samples
     session.model.train()

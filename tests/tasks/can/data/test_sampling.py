@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,11 +47,11 @@ class Recorder(SilentReporter):
             yield stage
 
 
-Factory = Callable[..., WindowTask]
+Factory = Callable[..., Any]
 
 
 def task_by(factory: Factory, dataset: str, folder: Path, model: str = "gat", reporter: Reporter | None = None,
-            **values: object) -> WindowTask:  # fmt: skip
+            **values: object) -> Any:  # fmt: skip
     changed = {"mode.baselines": False, **{name.replace("__", "."): value for name, value in values.items()}}
     run = resolve(RunRequest(model=model, size="student", dataset=dataset, values=changed))
     return factory(run, {}, folder / "data", folder / "state" / "cache", reporter or SilentReporter())

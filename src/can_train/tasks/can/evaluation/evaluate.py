@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.config.compose import JudgedData
-from can_train.config.resolved import FinishedModel
+from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError, ConfigError, DataError
 from can_train.reporter import Reporter
 from can_train.tasks.can.data.batches import Gatherer
@@ -62,12 +61,12 @@ _MAX_NAMED_LOGS: Final = 3
 """Logs that a notice names before it stops."""
 
 
-def read_own(trained: CanDatasetSettings, asked: JudgedData) -> CanData:
+def read_own(trained: CanDatasetSettings, asked: EvaluationData) -> CanData:
     """Prepares data as they were for training."""
     return load_data(trained, asked.data_root, asked.cache, asked.reporter)
 
 
-def read_asked(trained: CanDatasetSettings, asked: JudgedData) -> tuple[CanData, bool]:
+def read_asked(trained: CanDatasetSettings, asked: EvaluationData) -> tuple[CanData, bool]:
     """Prepares the windows that a model is asked to judge.
 
     Args:
@@ -115,7 +114,7 @@ def _tell_of_training(logs: Sequence[LogFile], sources: Sequence[SourceFile], re
         reporter.notice(f"The run was trained on {len(known)} of these {len(sources)} logs, which flatters it: {named}")
 
 
-def _training_logs(trained: CanDatasetSettings, asked: JudgedData) -> list[LogFile]:
+def _training_logs(trained: CanDatasetSettings, asked: EvaluationData) -> list[LogFile]:
     """Finds what a run was trained on; nothing where that is no longer there."""
     folder = asked.cache / synthetic_folder_name(trained.synthetic)
     here = replace(trained, path=str(folder)) if is_synthetic(trained) else trained
@@ -361,7 +360,7 @@ class Verdict:
     notes: Sequence[str]
 
 
-def make_evaluation(finished: FinishedModel, reference_model: ReferenceModel, asked: JudgedData) -> "Evaluation":
+def make_evaluation(finished: FinishedModel, reference_model: ReferenceModel, asked: EvaluationData) -> "Evaluation":
     """Prepares the windows that are judged.
 
     Args:
@@ -393,7 +392,7 @@ def _lacks_units(finished: FinishedModel) -> bool:
     return isinstance(finished.run.model, VgaeSettings) and "error_units" not in finished.result["judgement"]
 
 
-def _own_data(finished: FinishedModel, asked: JudgedData) -> CanData:
+def _own_data(finished: FinishedModel, asked: EvaluationData) -> CanData:
     try:
         return read_own(finished.run.dataset, asked)
     except DataError as error:
@@ -417,7 +416,7 @@ class Evaluation:
         own_split: Whether they are split as they were for training; else all of them are judged.
     """
 
-    def __init__(self, windows: Windows, reference: Windows, references: Alone, asked: JudgedData) -> None:
+    def __init__(self, windows: Windows, reference: Windows, references: Alone, asked: EvaluationData) -> None:
         self._windows = windows
         self._reference = reference
         self._references = references
