@@ -117,7 +117,7 @@ class Attempt:
         try:
             write()
         except (StateError, ValueError) as error:
-            self.session.reporter.notice(f"Nothing was learned from this run. {error}")
+            self.session.reporter.notice(f"This run teaches nothing. {error}")
 
 
 def _predictions(limits: DeviceLimits | None) -> dict[str, Any]:
