@@ -158,10 +158,14 @@ class Observation:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether memory ran out, rescued or not, at a cost that a search had found safe and without foreign memory."""
+        """Whether memory ran out, rescued or not, while no other process held some of it."""
         failed = self.outcome == "oom" or self.ooms_rescued > 0
-        others = self.foreign_bytes > FOREIGN_SHARE * self.capacity_bytes
-        return failed and self.tuned_limit is not None and not others
+        return failed and self.foreign_bytes <= FOREIGN_SHARE * self.capacity_bytes
+
+    @property
+    def teaches_out_of_memory(self) -> bool:
+        """Whether memory ran out although a search had found that the cost fits."""
+        return self.ran_out_of_memory and self.tuned_limit is not None
 
 
 def without_size(key: str, size: str) -> str:

@@ -32,7 +32,7 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
     # Of several out-of-memories that overlap, the one that began first counts.
     ooms: list[Observation] = []
     for run in runs:
-        if run.ran_out_of_memory and (not ooms or run.started >= ooms[-1].ended):
+        if run.teaches_out_of_memory and (not ooms or run.started >= ooms[-1].ended):
             ooms.append(run)
     starts = [oom.started for oom in ooms]
     counted = {id(oom) for oom in ooms}
@@ -44,7 +44,7 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
         # The counted ones do not overlap: of those that began before this run ended, the last also ended last.
         begun = bisect_left(starts, run.ended)
         overlaps = begun > 0 and run.started < ooms[begun - 1].ended
-        usable = run.outcome in LEARNABLE_OUTCOMES and not run.ran_out_of_memory
+        usable = run.outcome in LEARNABLE_OUTCOMES and not run.teaches_out_of_memory
         if usable and not overlaps and run.used is not None and run.peak is not None:
             points.append(FactorPoint(used=run.used, peak=run.peak))
     return points
@@ -59,7 +59,7 @@ def _one_per_attempt(runs: Sequence[Observation]) -> list[Observation]:
         before = highest.setdefault((run.run_id, run.attempt), run)
         if (run.peak or 0.0) > (before.peak or 0.0):
             highest[run.run_id, run.attempt] = run
-    return [run for run in runs if run.ran_out_of_memory or highest[run.run_id, run.attempt] is run]
+    return [run for run in runs if run.teaches_out_of_memory or highest[run.run_id, run.attempt] is run]
 
 
 def _oom_point(run: Observation) -> FactorPoint:
@@ -392,7 +392,7 @@ def _with_pin(summary: FactorSummary, pin: Event | None) -> FactorSummary:
 
 def _is_converged(runs: Sequence[Observation], aim: float, variance: float) -> bool:
     in_band = [
-        run.peak is not None and abs(run.peak - aim) <= _BAND and not run.ran_out_of_memory
+        run.peak is not None and abs(run.peak - aim) <= _BAND and not run.teaches_out_of_memory
         for run in runs[-_IN_BAND_RUNS:]
     ]
     return len(runs) >= _CONVERGED_RUNS and all(in_band) and variance < _CONVERGED_VARIANCE

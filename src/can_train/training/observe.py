@@ -39,7 +39,7 @@ class Attempt:
     session: Session
 
     def __enter__(self) -> Attempt:
-        meter, self._ooms_before = self.session.meter, self.session.batcher.ooms
+        meter, self._ooms_before = self.session.meter, self.session.batcher.ooms_rescued
         self._started = Started(
             run_id=self.folder.run_id,
             attempt=self.session.ranks.on_rank0(lambda: self.folder.attempts.current),
@@ -64,7 +64,7 @@ class Attempt:
     @property
     def _ooms(self) -> int:
         """Out-of-memories of this attempt; the batcher of a resumed run also counts those before it."""
-        return self.session.batcher.ooms - self._ooms_before
+        return self.session.batcher.ooms_rescued - self._ooms_before
 
     def _record(self, outcome: Outcome) -> None:
         write_observation(state_dir(self.run.paths), self._observation(outcome))
