@@ -6,7 +6,7 @@ Shapes: R samples of the task or of a batch.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 import torch
@@ -31,38 +31,32 @@ Compute = Callable[[nn.Module, NDArray[np.int64], Place], Tensor]
 """From a model, and the rows of a part and where it is computed, to the sum of their losses."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorTask:
+@dataclass(kw_only=True)
+class TensorTask(Task):
     """A task with one feature and one loss.
 
     Attributes:
         feature: What memory grows with.
         counts: [R] of it.
         terms: [R] what each sample adds to the loss's denominator.
-        build_model: Makes the model, on the CPU.
+        network: Makes the model, on the CPU.
         compute: Sums losses.
     """
 
     feature: Feature
     counts: NDArray[np.float64]
     terms: NDArray[np.float64]
-    build_model: Callable[[], nn.Module]
+    network: Callable[[], nn.Module]
     compute: Compute
 
-    @property
-    def features(self) -> tuple[Feature]:
-        """The one."""
-        return (self.feature,)
+    def __post_init__(self) -> None:
+        self.features = (self.feature,)
+        self.loss_weights = {"loss": 1.0}
+        self.train_rows = np.arange(len(self.counts))
 
-    @property
-    def loss_weights(self) -> Mapping[str, float]:
-        """The one."""
-        return {"loss": 1.0}
-
-    @property
-    def train_rows(self) -> NDArray[np.int64]:
-        """Every sample."""
-        return np.arange(len(self.counts))
+    def build_model(self) -> nn.Module:
+        """Makes the model, on the CPU."""
+        return self.network()
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns [len(rows), 1]."""
@@ -91,8 +85,7 @@ class TensorBatch:
 def make_task(name: str, *, small: bool) -> Task:
     """Makes a task by the name of its model; small: narrow enough for a CPU."""
     if name in OTHER_FIELDS:
-        # What judging needs of a task is not there.
-        return cast(Task, OTHER_FIELDS[name](small))
+        return OTHER_FIELDS[name](small)
     request = RunRequest(model=name, dataset="synthetic", size="student" if small else "teacher")
     return load_task(resolve(request), SilentReporter())
 
@@ -110,7 +103,7 @@ def _unet(small: bool) -> TensorTask:
         feature=Feature("images"),
         counts=np.ones(SAMPLES),
         terms=np.full(SAMPLES, float(side**2)),
-        build_model=lambda: UNet(width),
+        network=lambda: UNet(width),
         compute=compute,
     )
 
@@ -143,7 +136,7 @@ def _language(build: Callable[[], nn.Module], *, longest: int) -> TensorTask:
         feature=Feature("tokens", padding=1),
         counts=lengths.astype(np.float64),
         terms=lengths.astype(np.float64),
-        build_model=build,
+        network=build,
         compute=compute,
     )
 

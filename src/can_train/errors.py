@@ -96,7 +96,7 @@ class DeviceError(CanTrainError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shortage:
+class OutOfMemoryDetails:
     """What is known of memory that ran out, for who decides whether to try again, and where.
 
     Attributes:
@@ -125,12 +125,14 @@ class DoesNotFitError(CanTrainError):
         rule: As for every error.
         value: Likewise.
         remedy: Likewise.
-        shortage: What is known of it; None: nothing.
+        details: What is known of it; None: nothing.
     """
 
-    def __init__(self, rule: str, *, value: str = "", remedy: str = "", shortage: Shortage | None = None) -> None:
+    def __init__(
+        self, rule: str, *, value: str = "", remedy: str = "", details: OutOfMemoryDetails | None = None
+    ) -> None:
         super().__init__(rule, value=value, remedy=remedy)
-        self.shortage = shortage or Shortage()
+        self.details = details or OutOfMemoryDetails()
 
 
 def of_system(error: OSError) -> StateError | None:

@@ -18,7 +18,7 @@ DRY = ("--dry-run", "--size", "student", "--target-gpu", "t4", "--set", "dataset
 COMMANDS = {
     "sbatch": 'cat "$1" >> "{folder}/sent"; echo Submitted batch job 41',
     "scontrol": 'cat "{records}/$2s.txt"',
-    "squeue": "echo '41|PENDING'",
+    "squeue": "echo '41|PENDING|Priority||N/A|1:30:00'",
     "srun": "exit 1",
 }
 

@@ -218,9 +218,11 @@ def test_some_runs_teach_nothing(silent: Observation) -> None:
 
 
 def test_an_out_of_memory_tells_what_ran_out_and_what_ran_after_it() -> None:
-    rescued = observation(outcome="rescued", ooms_rescued=1, oom_used=0.7, settled_used=0.35, settled_peak_bytes=5_000)
+    rescued = observation(
+        outcome="rescued", ooms_rescued=1, oom_used=0.7, used_after_rescue=0.35, peak_bytes_after_rescue=5_000
+    )
     assert history_of([rescued]) == [FactorPoint(0.7, None, settled=(0.35, 0.5))]
-    assert history_of([replace(rescued, settled_peak_bytes=None)]) == [FactorPoint(0.7, None)]
+    assert history_of([replace(rescued, peak_bytes_after_rescue=None)]) == [FactorPoint(0.7, None)]
     assert history_of([out_of_memory(used=None)]) == [FactorPoint(0.489, None)]
 
 

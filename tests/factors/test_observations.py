@@ -305,10 +305,14 @@ def test_an_attempt_is_lost_where_its_process_is_known_to_be_gone() -> None:
     gone.join()
     assert started(host="here", pid=gone.pid).is_lost("here")
     assert not started(host="there", pid=gone.pid).is_lost("here")
-    assert not started(host="here", pid=os.getpid()).is_lost("here")
+    assert not started(host="here", pid=os.getpid(), start_time=utc_now()).is_lost("here")
     assert not started().is_lost("")
-    assert not started(host="here", pid=2**62).is_lost("here")
+    assert started(host="here", pid=2**62).is_lost("here")
     assert started(host=socket.gethostname(), pid=gone.pid).is_lost()
+
+
+def test_an_attempt_is_lost_where_a_later_process_has_its_process_id() -> None:
+    assert started(host="here", pid=os.getpid(), start_time="2020-01-01T00:00:00+00:00").is_lost("here")
 
 
 def test_a_full_disk_is_a_state_error_and_leaves_nothing(tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from can_train.io.processes import AttemptStart
 from can_train.slurm.client import Answer
 from can_train.slurm.status import KnownRun, RunStatus, known_runs, run_statuses
-from can_train.training.attempts import AttemptEnd, AttemptStart
+from can_train.training.attempts import AttemptEnd
 from can_train.training.run_folder import JobRecord, Registry, RunRecord
 
 KEY = "synthetic_gat_student_normal"
@@ -64,7 +65,7 @@ def at(second: int) -> str:
 def begin(path: Path, number: int = 1, **values: Any) -> None:
     """Writes that an attempt began: by default of this very process, before it started to test."""
     facts = {"attempt": number, "job_id": "", "restarts": 0, "host": socket.gethostname(), "pid": os.getpid(),
-             "time": at(30)}  # fmt: skip
+             "start_time": at(30)}  # fmt: skip
     write(path, f"{number:04d}-began.json", asdict(AttemptStart(**{**facts, **values})))
 
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from can_train.io.processes import AttemptStart
 from can_train.slurm.client import Answer, parse_sacct, parse_squeue
 from can_train.slurm.run_state import AttemptFacts, RunFacts
-from can_train.training.attempts import AttemptEnd, AttemptStart
+from can_train.training.attempts import AttemptEnd
 from can_train.training.run_folder import JobRecord, RunRecord
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "slurm"
@@ -36,7 +37,14 @@ def attempt(number: int, job_id: str = "", ending: str | None = None, **values: 
             time=minute(10 * number + 5),
         )
     alive = values.pop("alive", None)
-    began = {"attempt": number, "job_id": job_id, "restarts": 0, "host": "here", "pid": 7, "time": minute(10 * number)}
+    began = {
+        "attempt": number,
+        "job_id": job_id,
+        "restarts": 0,
+        "host": "here",
+        "pid": 7,
+        "start_time": minute(10 * number),
+    }
     return AttemptFacts(start=AttemptStart(**{**began, **values}), end=ended, alive=alive)
 
 

@@ -59,7 +59,7 @@ class Device:
 
     def __init__(self, batch: BatchCosts, fits: float, after_wait: Callable[["Device"], None] = lambda device: None):
         self.batch, self.fits, self.after_wait = batch, fits, after_wait
-        self.waits: list[float] = []
+        self.waiting_notice: list[float] = []
         self.noted = Noted()
         self.meter = SimulatedMeter(64 * MIB, expandable=True)
 
@@ -69,7 +69,7 @@ class Device:
         return start, stop
 
     def wait(self, seconds: float) -> None:
-        self.waits.append(seconds)
+        self.waiting_notice.append(seconds)
         self.after_wait(self)
 
     def run(self, settings: RescueSettings | None = None, limit: PartLimit | None = None) -> list[Part[Any]]:
@@ -123,7 +123,7 @@ def test_attempts_at_the_floor_wait_ever_longer() -> None:
     device = Device(BatchCosts.uniform(4), fits=0)
     with pytest.raises(DoesNotFitError, match="Memory ran out 4 times in a row"):
         device.run(RescueSettings(retries=3))
-    assert device.waits == [0.1, 0.2, 0.4]
+    assert device.waiting_notice == [0.1, 0.2, 0.4]
     assert device.rescue.ooms == 3 + 3
 
 
@@ -134,7 +134,7 @@ def test_splitting_is_not_a_retry() -> None:
 
 def test_memory_that_another_process_gives_back_ends_the_wait() -> None:
     def give_back(device: Device) -> None:
-        device.fits = 10 if len(device.waits) == 2 else 0
+        device.fits = 10 if len(device.waiting_notice) == 2 else 0
 
     device = Device(BatchCosts.uniform(4), fits=0, after_wait=give_back)
     assert sizes(device.run()) == [1] * 4
@@ -144,7 +144,7 @@ def test_without_rescue_the_first_out_of_memory_is_an_error() -> None:
     device = Device(BatchCosts.uniform(4), fits=2)
     with pytest.raises(DoesNotFitError, match=r"training.adaptive_micro_batch is off.*\n?.*smaller --micro-batch-size"):
         device.run(RescueSettings(adaptive=False))
-    assert device.waits == []
+    assert device.waiting_notice == []
 
 
 @pytest.mark.parametrize(("foreign_mib", "one_sample"), [(0, True), (40, False)])
@@ -155,9 +155,9 @@ def test_an_error_knows_whether_another_device_would_help(foreign_mib: int, one_
     rescue = Rescue(device.meter, RescueSettings(adaptive=adaptive, retries=0))
     with pytest.raises(PartDoesNotFitError) as caught:
         list(rescue.run(device.batch, PartLimit(), device.attempt, Noted))
-    shortage = caught.value.shortage
-    assert (shortage.one_sample, shortage.should_fit) == (one_sample, not one_sample)
-    assert (shortage.foreign_bytes, shortage.capacity_bytes) == (foreign_mib * MIB, 64 * MIB)
+    details = caught.value.details
+    assert (details.one_sample, details.should_fit) == (one_sample, not one_sample)
+    assert (details.foreign_bytes, details.capacity_bytes) == (foreign_mib * MIB, 64 * MIB)
 
 
 def test_a_sample_that_does_not_fit_is_named_with_need_capacity_and_cards() -> None:
@@ -437,6 +437,6 @@ def test_what_ran_before_memory_ran_out_is_not_settled() -> None:
 
     result = batcher.run(losses_of, [9, 1, 4, 5, 2, 2])
     assert result.micro_batches == (2, 1, 1, 2)
-    assert (result.largest_cost, result.settled_cost, batcher.oom_cost) == (10, 5, 9)
+    assert (result.largest_cost, result.cost_after_rescue, batcher.oom_cost) == (10, 5, 9)
     result = batcher.run(losses_of, [3, 1])
-    assert result.settled_cost == result.largest_cost == 4
+    assert result.cost_after_rescue == result.largest_cost == 4

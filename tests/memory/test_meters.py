@@ -9,7 +9,7 @@ from torch import nn
 from can_train.errors import DeviceError
 from can_train.memory.catalogue import Usable, find_card, other_card, usable
 from can_train.memory.host import available_bytes, total_bytes
-from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter, TargetMeter, open_meter, resolve_device
+from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter, open_meter, resolve_device
 
 MIB = 2**20
 GIB = 2**30
@@ -146,7 +146,7 @@ TARGET = usable(find_card("h100"))
 
 
 def test_a_target_has_the_sizes_of_its_gpu_and_nobody_on_it() -> None:
-    meter = TargetMeter(TARGET)
+    meter = AbsentGpuMeter(TARGET)
     assert (meter.key, meter.name, meter.driver, meter.device.type) == ("h100-80gb", "H100", "", "cpu")
     assert (meter.total_bytes, meter.capacity_bytes) == (TARGET.total_bytes, TARGET.capacity_bytes)
     assert meter.available_bytes() == meter.free_bytes() == meter.capacity_bytes
@@ -155,7 +155,7 @@ def test_a_target_has_the_sizes_of_its_gpu_and_nobody_on_it() -> None:
 
 @pytest.mark.parametrize("target", [TARGET, usable(other_card(MIB))])
 def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: Usable) -> None:
-    meter = TargetMeter(target)
+    meter = AbsentGpuMeter(target)
     for size in (10, 5):
         with meter.measuring([]):
             mebibytes(size)
@@ -168,7 +168,7 @@ def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: Usable
     assert meter.peak_bytes() == 0
 
 
-@pytest.mark.parametrize("meter", [CpuMeter(), TargetMeter(TARGET), SimulatedMeter(GIB, expandable=False)])
+@pytest.mark.parametrize("meter", [CpuMeter(), AbsentGpuMeter(TARGET), SimulatedMeter(GIB, expandable=False)])
 def test_all_meters_are_of_one_shape(meter: Meter) -> None:
     with meter.active(), meter.measuring([]):
         torch.zeros(128)

@@ -116,16 +116,16 @@ def test_a_rescue_keeps_the_peak_and_tells_what_follows_apart(meter: Meter) -> N
         take(40)
         monitor.rescued()
         take(10)
-    assert (monitor.peak_bytes, monitor.settled_peak_bytes) == (45 * MIB, 15 * MIB)
+    assert (monitor.peak_bytes, monitor.peak_bytes_after_rescue) == (45 * MIB, 15 * MIB)
     del kept
     steps(monitor, 30, 20)
-    assert (monitor.peak_bytes, monitor.settled_peak_bytes) == (45 * MIB, 30 * MIB)
+    assert (monitor.peak_bytes, monitor.peak_bytes_after_rescue) == (45 * MIB, 30 * MIB)
 
 
 def test_without_a_rescue_everything_is_settled(gpu: SimulatedMeter) -> None:
     monitor = MemoryMonitor(meter=gpu)
     steps(monitor, 20, 10)
-    assert monitor.settled_peak_bytes == monitor.peak_bytes == 20 * MIB
+    assert monitor.peak_bytes_after_rescue == monitor.peak_bytes == 20 * MIB
 
 
 def test_a_rescue_outside_of_training_leaves_the_meter_alone(gpu: SimulatedMeter) -> None:

@@ -10,7 +10,7 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import settled_paths
 from can_train.slurm.client import Answer, Node, Partition, QueueRow
 from can_train.slurm.duplicates import find_duplicate_run, identity
-from can_train.slurm.order import Wanted, make_order
+from can_train.slurm.order import SubmitOptions, plan_submission
 from can_train.training.run_folder import Registry, RunRecord
 from fakes.made_runs import RESULT, Runs
 
@@ -40,7 +40,7 @@ def test_a_job_in_the_queue_is_seen_alike_by_status_and_by_the_duplicate_check(
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
     monkeypatch.setenv("STATE", state)
-    (found,) = make_order([run], Wanted(), "code", [MAIN]).duplicate_runs
+    (found,) = plan_submission([run], SubmitOptions(), "code", [MAIN]).duplicate_runs
     assert main(["status", path.name, "--json", *runs.flags]) == 0
     assert found.state == json.loads(capsys.readouterr().out)["state"]
 

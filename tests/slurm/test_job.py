@@ -84,7 +84,7 @@ class Started:
 
     @property
     def ended(self) -> AttemptEnd:
-        ended = Attempts(self.folder).ended(len(Attempts(self.folder).began()))
+        ended = Attempts(self.folder).end(len(Attempts(self.folder).starts()))
         assert ended is not None
         return ended
 

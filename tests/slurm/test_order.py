@@ -14,7 +14,7 @@ from can_train.errors import MissingDataError, RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import Node, Partition
 from can_train.slurm.duplicates import data_files, identity
-from can_train.slurm.order import UNKNOWN, Wanted, expectation, make_order
+from can_train.slurm.order import UNKNOWN, SubmitOptions, expectation, plan_submission
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
 from fakes.made_runs import begin
 
@@ -66,7 +66,7 @@ def test_the_identity_changes_with_the_data(tmp_path: Path) -> None:
 
 def test_runs_that_ask_for_the_same_go_together(tmp_path: Path) -> None:
     runs = [run(tmp_path, values={"training.seed": 1}), run(tmp_path, values={"cluster.mem": "3G"}), run(tmp_path)]
-    order = make_order(runs, Wanted(), "code", [MAIN])
+    order = plan_submission(runs, SubmitOptions(), "code", [MAIN])
     assert [[one.index for one in group] for group in order.groups] == [[0, 2], [1]]
     settled = order.groups[0][0].run
     assert (settled.cluster.gpus, settled.cluster.cpus, settled.cluster.mem) == ("1", 4, "4000M")
@@ -79,28 +79,28 @@ def test_a_duplicate_run_is_left_out_unless_it_is_forced(tmp_path: Path) -> None
     digest = identity(mine, "code", [])
     duplicate_run = entered(tmp_path, "a", identity=digest)
     Path(duplicate_run.path, "result.json").write_text("{}")
-    order = make_order([mine, run(tmp_path, values={"training.seed": 1})], Wanted(), "code", [MAIN])
+    order = plan_submission([mine, run(tmp_path, values={"training.seed": 1})], SubmitOptions(), "code", [MAIN])
     assert [found.run for found in order.duplicate_runs] == [duplicate_run]
     assert [[one.index for one in group] for group in order.groups] == [[1]]
-    assert make_order([mine], Wanted(force=True), "code", [MAIN]).duplicate_runs == []
-    assert make_order([mine], Wanted(), "other code", [MAIN]).duplicate_runs == []
+    assert plan_submission([mine], SubmitOptions(force=True), "code", [MAIN]).duplicate_runs == []
+    assert plan_submission([mine], SubmitOptions(), "other code", [MAIN]).duplicate_runs == []
 
 
 def test_what_has_finished_is_not_waited_for_and_what_never_will_is_refused(tmp_path: Path) -> None:
     parent = entered(tmp_path, "20261121-a")
     with pytest.raises(RunError, match="ended without finishing") as error:
-        make_order([run(tmp_path)], Wanted(after=["2026"]), "code", [MAIN])
+        plan_submission([run(tmp_path)], SubmitOptions(after=["2026"]), "code", [MAIN])
     assert "can-train resume 20261121-a" in error.value.remedy
     Path(parent.path, "result.json").write_text("{}")
-    order = make_order([run(tmp_path)], Wanted(after=["2026"]), "code", [MAIN])
+    order = plan_submission([run(tmp_path)], SubmitOptions(after=["2026"]), "code", [MAIN])
     assert (order.after, order.dependency) == (["20261121-a"], "")
 
 
 def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
     parent = entered(tmp_path, "a", "local:17")
-    begin(Path(parent.path), time=utc_now())
+    begin(Path(parent.path), start_time=utc_now())
     with pytest.raises(RunError, match="Only a job of SLURM can wait"):
-        make_order([run(tmp_path)], Wanted(after=["a"]), "code", [MAIN])
+        plan_submission([run(tmp_path)], SubmitOptions(after=["a"]), "code", [MAIN])
 
 
 def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_the_same(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_t
     Path(parent.path, "result.json").write_text("{}")
 
     def started_from(**request: Any) -> str:
-        order = make_order([run(tmp_path, **request)], Wanted(after=["a"]), "code", [MAIN])
+        order = plan_submission([run(tmp_path, **request)], SubmitOptions(after=["a"]), "code", [MAIN])
         ((ordered,),) = order.groups
         assert ordered.run.config["training"]["start_from"] == ordered.run.training.start_from
         return ordered.run.training.start_from

@@ -30,7 +30,7 @@ class Asked:
 
 
 def here(facts: RunFacts, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    monkeypatch.setattr("can_train.slurm.status.this_host", lambda: "here")
     return stop(facts, asked.cancel, asked.terminate)
 
 

@@ -69,7 +69,7 @@ def test_a_folder_that_is_gone_is_said_to_be(runs: Runs) -> None:
 
 
 def test_a_process_that_is_there_runs_and_one_whose_number_was_used_before_does_not(runs: Runs) -> None:
-    begin(runs.add(1), time=utc_now())
+    begin(runs.add(1), start_time=utc_now())
     begin(runs.add(2))  # before this process had started
     begin(runs.add(3), host="another machine")
     states = {each.known.run_id[13:15]: (each.state.state, each.state.certain) for each in runs.look()}

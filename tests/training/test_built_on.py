@@ -21,7 +21,7 @@ def task_with(data: str = "", **digests: str) -> Task:
     reference_models = [
         SimpleNamespace(role=role, name=f"run-{role}", digest=digest) for role, digest in digests.items()
     ]
-    return cast(Task, SimpleNamespace(reference_models=reference_models, data_digest=data))
+    return cast(Task, SimpleNamespace(reference_models=lambda: reference_models, data_digest=lambda: data))
 
 
 def test_a_reference_model_that_is_another_by_now_is_refused_by_name(tmp_path: Path) -> None:

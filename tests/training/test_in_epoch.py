@@ -241,5 +241,5 @@ def test_a_plan_of_before_epochs_could_differ_is_read(tmp_path: Path) -> None:
 
 def test_what_a_task_has_to_say_is_said_with_the_plan(tmp_path: Path) -> None:
     task = GrowingTask()
-    task.notices = ("points are few",)  # type: ignore[attr-defined]
+    task.notices = lambda: ("points are few",)  # type: ignore[method-assign]
     assert "points are few" in make_session(line_parts(tmp_path, task), HALF).run_plan.notices

@@ -270,8 +270,8 @@ def test_after_a_rescue_peak_and_cost_of_what_followed_are_known_apart(tmp_path:
     train(session)
     costs = session.run_plan.training_costs(task, session.epochs.steps(0)[0])
     assert session.oom_cost == pytest.approx(costs.cost(0, len(costs)))
-    assert session.settled_cost == pytest.approx(session.oom_cost / 2)
-    assert session.settled_peak_bytes < 50 * MIB
+    assert session.cost_after_rescue == pytest.approx(session.oom_cost / 2)
+    assert session.peak_bytes_after_rescue < 50 * MIB
     # What failed had half of the 2 × 100 MiB that it wanted.
     assert session.peak_bytes >= 100 * MIB
 
@@ -280,8 +280,8 @@ def test_without_a_rescue_all_that_ran_is_settled(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
     train(session)
     assert session.oom_cost is None
-    assert session.settled_cost == session.largest_cost > 0
-    assert session.settled_peak_bytes == session.peak_bytes
+    assert session.cost_after_rescue == session.largest_cost > 0
+    assert session.peak_bytes_after_rescue == session.peak_bytes
 
 
 def test_where_nothing_ran_after_memory_ran_out_nothing_is_settled(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_where_nothing_ran_after_memory_ran_out_nothing_is_settled(tmp_path: Pat
     with pytest.raises(DoesNotFitError, match="point 17"):
         train(session)
     assert session.largest_cost > 0
-    assert (session.settled_cost, session.settled_peak_bytes) == (0, 0)
+    assert (session.cost_after_rescue, session.peak_bytes_after_rescue) == (0, 0)
     assert session.peak_bytes >= 2 * MIB
 
 
@@ -303,7 +303,7 @@ def test_the_peak_of_a_training_outlasts_the_probes_for_other_parameters(tmp_pat
         take_step(session, rows[1], ends_epoch=True)
     # 30 points of 2 MiB, and then nothing.
     assert session.peak_bytes >= 60 * MIB
-    assert session.settled_peak_bytes == session.peak_bytes
+    assert session.peak_bytes_after_rescue == session.peak_bytes
 
 
 def test_what_follows_the_training_is_not_in_its_peak(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from can_train.config.overrides import split_list
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import ConfigError, RunError
 from can_train.slurm.client import NoControllerError, Partition, read_partitions
-from can_train.slurm.order import Order, Wanted, make_order
+from can_train.slurm.order import SubmissionPlan, SubmitOptions, plan_submission
 from can_train.slurm.pipeline import AT_WORK, REUSED, Step
 from can_train.slurm.prerequisites import is_whole, with_folders
 from can_train.slurm.snapshot import Code, code_of, describe, keep, read_code
@@ -166,14 +166,14 @@ class _Chain:
     code: Code
     partitions: Sequence[Partition]
     folders: dict[str, RunFolder] = field(default_factory=dict)
-    waits: set[str] = field(default_factory=set)
+    waiting_notice: set[str] = field(default_factory=set)
 
     def is_to_be_sent(self, step: Step) -> bool:
         return step.what not in (REUSED, AT_WORK)
 
-    def order(self, runs: Sequence[ResolvedRun], after: Sequence[str] = ()) -> Order:
+    def order(self, runs: Sequence[ResolvedRun], after: Sequence[str] = ()) -> SubmissionPlan:
         """Settles and checks runs; whether they are there already has been decided."""
-        return make_order(runs, Wanted(after=after, force=True), self.code.digest, self.partitions)
+        return plan_submission(runs, SubmitOptions(after=after, force=True), self.code.digest, self.partitions)
 
     def send(self, step: Step) -> SentStage:
         """Submits a stage that is to wait for those before it, unless it has finished or is at work."""
@@ -181,21 +181,21 @@ class _Chain:
             assert step.known is not None, "it is somewhere"
             self.folders[step.name] = step.known.folder
             if step.what == AT_WORK:
-                self.waits.add(step.name)
+                self.waiting_notice.add(step.name)
             return SentStage(step=step, run_id=step.known.run_id, job=None, after=())
-        after = [name for name in dict.fromkeys(step.sources.values()) if name in self.waits]
+        after = [name for name in dict.fromkeys(step.sources.values()) if name in self.waiting_notice]
         run = with_folders(step.run, {role: self.folders[name].path for role, name in step.sources.items()})
         order = self.order([run], [self.folders[name].run_id for name in after])
         job = self._again(step.known.folder, order) if step.known else self._anew(order)
         self.folders[step.name] = RunFolder(step.known.folder.path if step.known else run.runs_dir / job.run_id)
-        self.waits.add(step.name)
+        self.waiting_notice.add(step.name)
         return SentStage(step=step, run_id=job.run_id, job=job, after=after)
 
-    def _anew(self, order: Order) -> JobRecord:
+    def _anew(self, order: SubmissionPlan) -> JobRecord:
         (ordered,) = order.groups
         return start_group(make_group(ordered, order, self.state), order, self.code)[0]
 
-    def _again(self, folder: RunFolder, order: Order) -> JobRecord:
+    def _again(self, folder: RunFolder, order: SubmissionPlan) -> JobRecord:
         """Submits a run that was interrupted, with the code that it began with where it was submitted."""
         ((ordered,),) = order.groups
         folder = RunFolder(folder.path.resolve())

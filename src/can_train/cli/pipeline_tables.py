@@ -172,7 +172,9 @@ def _figures(each: StageResult) -> tuple[str, str, str]:
 def _seconds(found: RunStatus) -> float | None:
     """Returns how long a run's attempts took together; None: nothing tells."""
     spans = [
-        seconds_between(facts.start.time, facts.end.time) for facts in found.facts.attempts if facts.end is not None
+        seconds_between(facts.start.start_time, facts.end.time)
+        for facts in found.facts.attempts
+        if facts.end is not None
     ]
     return sum(spans) if spans else None
 

@@ -107,9 +107,9 @@ def _resubmit(request: ResubmitRequest) -> None:
         start(run)
         return
     from can_train.cli.submit import submit_runs
-    from can_train.slurm.order import Wanted
+    from can_train.slurm.order import SubmitOptions
 
-    submit_runs([run], Wanted(force=request.force))
+    submit_runs([run], SubmitOptions(force=request.force))
 
 
 def _settled(run: "ResolvedRun", locator: RunLocator) -> "ResolvedRun":

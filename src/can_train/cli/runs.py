@@ -83,8 +83,8 @@ def history_tables(each: RunStatus) -> list[TextTable]:
             str(facts.start.attempt),
             facts.start.job_id or f"process {facts.start.pid}",
             facts.start.host,
-            moment(facts.start.time),
-            duration(seconds_between(facts.start.time, facts.end.time)) if facts.end else "",
+            moment(facts.start.start_time),
+            duration(seconds_between(facts.start.start_time, facts.end.time)) if facts.end else "",
             told(infer_attempt_state(facts, each.facts)),
         )
         for facts in each.facts.attempts
@@ -139,7 +139,7 @@ def seconds_of(each: RunStatus) -> float | None:
         return seconds_between(jobs[-1].time)
     if not attempts:
         return seconds_between(jobs[-1].time) if each.state.state == RUNNING and jobs else None
-    began, ended = attempts[0].start.time, attempts[-1].end
+    began, ended = attempts[0].start.start_time, attempts[-1].end
     if each.state.state == RUNNING:
         return seconds_between(began)
     return seconds_between(began, ended.time) if ended is not None else None
@@ -149,7 +149,8 @@ def _attempt_json(each: RunStatus, index: int) -> dict[str, Any]:
     facts = each.facts.attempts[index]
     ending = infer_attempt_state(facts, each.facts)
     return {
-        **vars(facts.start),
+        **{name: getattr(facts.start, name) for name in ("attempt", "job_id", "restarts", "host", "pid")},
+        "time": facts.start.start_time,
         "ended": facts.end.time if facts.end else None,
         "state": ending.state,
         "why": ending.sentence,

@@ -15,11 +15,11 @@ from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import CanTrainError
 from can_train.io.units import parse_time_min, time_text
 from can_train.slurm.client import NoControllerError, Partition, read_partitions
-from can_train.slurm.order import Order, Ordered, Wanted, expectation, make_order
+from can_train.slurm.order import PlannedRun, SubmissionPlan, SubmitOptions, expectation, plan_submission
 from can_train.slurm.run_state import FINISHED
 from can_train.slurm.snapshot import Code, describe, keep, read_code
 from can_train.slurm.submit import (
-    Started,
+    StartedJob,
     Submission,
     enter_job,
     run_here,
@@ -44,7 +44,7 @@ class Group:
         submission: What else is said of them.
     """
 
-    ordered: Sequence[Ordered]
+    ordered: Sequence[PlannedRun]
     folders: Sequence[RunFolder]
     submission: Submission
 
@@ -54,7 +54,7 @@ class Group:
         return self.ordered[0].run
 
 
-def submit_runs(runs: Sequence[ResolvedRun], wanted: Wanted, *, as_json: bool = False) -> None:
+def submit_runs(runs: Sequence[ResolvedRun], wanted: SubmitOptions, *, as_json: bool = False) -> None:
     """Submits runs, those that ask for the same as one array; points out those that are there already.
 
     Args:
@@ -66,7 +66,7 @@ def submit_runs(runs: Sequence[ResolvedRun], wanted: Wanted, *, as_json: bool = 
         CanTrainError: A run cannot be submitted; of those that ask for the same, none has been.
     """
     code, state = read_code(), state_dir(runs[0].paths)
-    order = make_order(runs, wanted, code.digest, read_partitions() if _on_slurm(runs) else [])
+    order = plan_submission(runs, wanted, code.digest, read_partitions() if _on_slurm(runs) else [])
     note(order)
     expected = [expectation(group[0].run, Registry(state).runs()) for group in order.groups]
     keep(code, state)
@@ -82,7 +82,7 @@ def submit_runs(runs: Sequence[ResolvedRun], wanted: Wanted, *, as_json: bool = 
         print(json.dumps(_as_json(jobs, order), indent=2, ensure_ascii=False))
 
 
-def scripts(runs: Sequence[ResolvedRun], wanted: Wanted) -> list[str | None]:
+def scripts(runs: Sequence[ResolvedRun], wanted: SubmitOptions) -> list[str | None]:
     """Writes the batch scripts that would be sent: for each run its own, or that of the array it is in; None where it
     would be a process of this machine. Nothing is written down or sent.
 
@@ -90,7 +90,7 @@ def scripts(runs: Sequence[ResolvedRun], wanted: Wanted) -> list[str | None]:
         CanTrainError: A run could not be submitted.
     """
     code, state = read_code(), state_dir(runs[0].paths)
-    order = make_order(runs, Wanted(after=wanted.after, force=True), code.digest, _partitions_if_any(runs))
+    order = plan_submission(runs, SubmitOptions(after=wanted.after, force=True), code.digest, _partitions_if_any(runs))
     note(order)
     texts: list[str | None] = [None] * len(runs)
     for ordered in order.groups:
@@ -114,7 +114,7 @@ def _partitions_if_any(runs: Sequence[ResolvedRun]) -> list[Partition]:
         return []
 
 
-def make_group(ordered: Sequence[Ordered], order: Order, state: Path) -> Group:
+def make_group(ordered: Sequence[PlannedRun], order: SubmissionPlan, state: Path) -> Group:
     """Names the runs that are submitted together, and their folders; makes none."""
     first = ordered[0].run
     return Group(
@@ -129,7 +129,7 @@ def make_group(ordered: Sequence[Ordered], order: Order, state: Path) -> Group:
     )
 
 
-def start_group(group: Group, order: Order, code: Code) -> list[JobRecord]:
+def start_group(group: Group, order: SubmissionPlan, code: Code) -> list[JobRecord]:
     """Makes the folders of a group's runs, starts their jobs, and enters both into the registry.
 
     Raises:
@@ -144,7 +144,7 @@ def start_group(group: Group, order: Order, code: Code) -> list[JobRecord]:
     return jobs
 
 
-def _started(group: Group, code: Code) -> Iterator[Started | None]:
+def _started(group: Group, code: Code) -> Iterator[StartedJob | None]:
     """Starts the jobs, each yielded once it has been accepted; None is one for this process."""
     waiting = [*group.folders]
     try:
@@ -183,13 +183,13 @@ def submit_again(folder: RunFolder, run: ResolvedRun, submission: Submission) ->
     return submit_jobs(go_on_in_job, [folder], replace(run.cluster, mem=memory), submission)[0]
 
 
-def note(order: Order) -> None:
+def note(order: SubmissionPlan) -> None:
     """Says what a person should know of a submission."""
     for notice in order.notices:
         print(f"note: {notice}", file=sys.stderr)
 
 
-def _say_duplicate_runs(order: Order) -> None:
+def _say_duplicate_runs(order: SubmissionPlan) -> None:
     for duplicate_run in order.duplicate_runs:
         verb = "has finished" if duplicate_run.state == FINISHED else f"is {duplicate_run.state}"
         print(f"{duplicate_run.run.run_id}  is the same, and {verb}")
@@ -226,7 +226,7 @@ def _asked(run: ResolvedRun) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _as_json(jobs: Sequence[JobRecord], order: Order) -> dict[str, Any]:
+def _as_json(jobs: Sequence[JobRecord], order: SubmissionPlan) -> dict[str, Any]:
     return {
         "submitted": [
             {

@@ -76,9 +76,9 @@ def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any], awaited
 
 def _scripts(runs: Sequence["ResolvedRun"], awaited: Sequence[str]) -> list[str | None]:
     from can_train.cli.submit import scripts
-    from can_train.slurm.order import Wanted
+    from can_train.slurm.order import SubmitOptions
 
-    return scripts(runs, Wanted(after=awaited))
+    return scripts(runs, SubmitOptions(after=awaited))
 
 
 def _print_scripts(runs: Sequence["ResolvedRun"], scripts: Sequence[str | None]) -> None:
@@ -171,6 +171,6 @@ def _run_here(runs: Sequence["ResolvedRun"]) -> None:
 
 def _submit(runs: Sequence["ResolvedRun"], flags: Flags, awaited: Sequence[str]) -> None:
     from can_train.cli.submit import submit_runs
-    from can_train.slurm.order import Wanted
+    from can_train.slurm.order import SubmitOptions
 
-    submit_runs(runs, Wanted(after=awaited, force=flags["force"]), as_json=flags["json"])
+    submit_runs(runs, SubmitOptions(after=awaited, force=flags["force"]), as_json=flags["json"])

@@ -3,7 +3,6 @@ ends, never rewritten by anybody, so that there is nothing to lock and nothing t
 next run is the factor store's matter.
 """
 
-import os
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from can_train.io.processes import AttemptStart
 from can_train.io.records import (
     DOCUMENT_SUFFIX,
     SetAside,
@@ -66,25 +66,15 @@ class Device:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
-    """An attempt that began. Without an observation beside it, it still goes on, or was killed and taught nothing."""
+class Started(AttemptStart):
+    """An attempt that began. Without an observation beside it, it still runs, or was killed and taught nothing."""
 
     run_id: str
     """Name of the run."""
-    attempt: int
-    """1 for the first attempt of the run."""
     key: str
     """Configuration key."""
     device: Device
     """The device."""
-    start_time: str
-    """When the attempt began (`next_time`)."""
-    rank: int = 0
-    """Which of the run's processes, counted from 0."""
-    host: str = ""
-    """Name of the machine; empty where an older version wrote this."""
-    pid: int = 0
-    """The process there; 0 likewise."""
 
     def __post_init__(self) -> None:
         check_time("start_time", self.start_time)
@@ -101,15 +91,7 @@ class Started:
         Args:
             host: Name of this machine; None asks it.
         """
-        if self.pid < 1 or self.host != (this_host() if host is None else host):
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except (PermissionError, OverflowError):
-            return False
-        return False
+        return self.is_running(host) is False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +147,9 @@ class Observation:
     """What decided the logical batch."""
     oom_used: float | None = None
     """Cost of the smallest micro-batch that ran out of memory ÷ tuned limit; None where none did."""
-    settled_used: float | None = None
+    used_after_rescue: float | None = None
     """Cost of the largest micro-batch run after the last out-of-memory ÷ tuned limit; None where none was."""
-    settled_peak_bytes: int | None = None
+    peak_bytes_after_rescue: int | None = None
     """Measured peak since then."""
     ooms_rescued: int = 0
     """Times that memory ran out at a cost within the safe limit, and the micro-batch was split."""
@@ -187,7 +169,7 @@ class Observation:
             raise ValueError(f"outcome {self.outcome!r} is not one of {', '.join(_OUTCOMES)}")
         if not 0 < self.factor <= 1:
             raise ValueError(f"factor {self.factor} is not in (0, 1]")
-        for used in (self.used, self.oom_used, self.settled_used):
+        for used in (self.used, self.oom_used, self.used_after_rescue):
             if used is not None and not 0 <= used <= _MOST_SHARE:
                 raise ValueError(f"used {used} is not a share")
         check_time("start_time", self.start_time)
@@ -208,7 +190,7 @@ class Observation:
             safe_limit=self.safe_limit,
             logical_batch=self.logical_batch,
             largest_micro_batch=self.largest_micro_batch,
-            settled_peak_bytes=self.settled_peak_bytes,
+            peak_bytes_after_rescue=self.peak_bytes_after_rescue,
             ooms_rescued=self.ooms_rescued,
             allocator_retries=self.allocator_retries,
             foreign_bytes=self.foreign_bytes,
@@ -264,12 +246,6 @@ class ObservationLog:
     finished: list[Observation]
     unfinished: list[Started]
     set_aside: list[SetAside]
-
-
-def this_host() -> str:
-    """The name of this machine, as `Started` has it."""
-    # What socket.gethostname() says too, without an import that would be a tenth of the command line's start.
-    return os.uname().nodename
 
 
 def write_started(state: Path, started: Started) -> Path:

@@ -66,8 +66,8 @@ def _lessons(runs: Sequence[Observation]) -> list[Observation]:
 
 def _lesson(run: Observation) -> FactorPoint:
     settled = None
-    if run.settled_used is not None and run.settled_peak_bytes is not None:
-        settled = (run.settled_used, run.settled_peak_bytes / run.capacity_bytes)
+    if run.used_after_rescue is not None and run.peak_bytes_after_rescue is not None:
+        settled = (run.used_after_rescue, run.peak_bytes_after_rescue / run.capacity_bytes)
     return FactorPoint(used=run.oom_used or run.used or run.factor, peak=None, settled=settled)
 
 

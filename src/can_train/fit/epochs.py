@@ -15,17 +15,6 @@ from can_train.task import Task, TaskInEpoch
 Rows = NDArray[np.int64]
 
 
-def in_epoch(task: Task, epoch: int, epochs: int) -> TaskInEpoch:
-    """Returns a task as it is in an epoch.
-
-    Args:
-        task: The task.
-        epoch: Counted from 0.
-        epochs: Of the whole run.
-    """
-    return task.in_epoch(epoch, epochs) if _changes(task) else task  # type: ignore[attr-defined]
-
-
 def kept_rows(task: TaskInEpoch, skipped: Sequence[int]) -> Rows:
     """Returns the training samples of a task without those that are left out."""
     return np.setdiff1d(task.train_rows, skipped) if skipped else task.train_rows
@@ -39,15 +28,15 @@ def rows_by_epoch(task: Task, skipped: Sequence[int], *, epochs: int) -> Callabl
         skipped: Samples that are left out.
         epochs: Of the whole run.
     """
-    if _changes(task):
-        return lambda epoch: kept_rows(in_epoch(task, epoch, epochs), skipped)
+    if epochs_differ(task, epochs):
+        return lambda epoch: kept_rows(task.in_epoch(epoch, epochs), skipped)
     rows = kept_rows(task, skipped)
     return lambda epoch: rows
 
 
 def epoch_shares(task: Task, skipped: Sequence[int], *, epochs: int) -> tuple[float, ...]:
     """Returns the samples of each epoch ÷ those of the last; a single one where epochs are alike."""
-    if not _changes(task):
+    if not epochs_differ(task, epochs):
         return (1.0,)
     rows = rows_by_epoch(task, skipped, epochs=epochs)
     sizes = [len(rows(epoch)) for epoch in range(epochs)]
@@ -64,16 +53,17 @@ def planned_orders(task: Task, skipped: Sequence[int], *, seed: int, epochs: int
     rows = kept_rows(task, skipped)
     if len(rows) == 0:
         raise DoesNotFitError("At least one training sample must fit", value="every one of them is oversize")
-    if not _changes(task):
+    if not epochs_differ(task, epochs):
         return [random_state.epoch_order(rows, seed=seed, epoch=0)]
     # Not what the last epoch says: of a sample of the data, a dry run makes as many rows as there are in all.
-    first = kept_rows(in_epoch(task, 0, epochs), skipped)
+    first = kept_rows(task.in_epoch(0, epochs), skipped)
     ends = ((rows, epochs - 1), (first, 0))
     return [random_state.epoch_order(one, seed=seed, epoch=epoch) for one, epoch in ends if len(one)]
 
 
-def _changes(task: Task) -> bool:
-    return hasattr(task, "in_epoch")
+def epochs_differ(task: Task, epochs: int) -> bool:
+    """Tells whether a task changes from epoch to epoch: it then returns another object for the first one."""
+    return task.in_epoch(0, epochs) is not task
 
 
 class Epochs:

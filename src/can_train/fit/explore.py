@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.settings import TrainingSettings
-from can_train.errors import DoesNotFitError, Shortage
+from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit import random_state
 from can_train.fit.batch_dependence import SPLIT, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import CostModel, DeviceLimits, PhaseLimit
@@ -26,8 +26,8 @@ from can_train.fit.search import Peak, Room, find_phase_limit, pack_worst_case, 
 from can_train.io.units import size_text
 from can_train.memory.allocator import LARGE_PAGE_BYTES
 from can_train.memory.catalogue import cards_that_hold, predicted_room
-from can_train.memory.meters import Held, Meter, fits, measure_held
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
+from can_train.memory.meters import Meter, simulate_fit, simulate_peak
+from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.task import Feature, LogicalBatch, Task
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def seconds_a_sample(work: Pass, model: CostModel, meter: Meter) -> float:
     room = _TIMED_SHARE * meter.capacity_bytes - model.base_bytes
     rows = np.resize(work.rows, int(np.clip(room / max(costs.mean(), 1.0), 1, _TIMED_SAMPLES)))
     taken = []
-    with OutOfMemoryEndsQuietly():
+    with CatchOutOfMemory():
         work.run(rows)
         for _ in range(_TIMED_RUNS):
             _wait_for(meter.device)
@@ -255,7 +255,7 @@ class Explorer:
             model = probe(work, self.meter)[0].model
             return model, seconds_a_sample(work, model, self.meter)
 
-    def held_by(self, training: PhaseLimit, cost: float) -> Held:
+    def simulate_peak(self, training: PhaseLimit, cost: float) -> Peak:
         """Measures, on the host, what a GPU's allocator would hold for a worst-case batch of training.
 
         Args:
@@ -263,12 +263,12 @@ class Explorer:
             cost: Of the batch, in bytes.
         """
         with self._worst_case(training, cost) as (run, resident):
-            return measure_held(run, resident)
+            return Peak(*simulate_peak(run, resident))
 
-    def fits(self, training: PhaseLimit, cost: float, capacity_bytes: int) -> bool:
+    def simulate_fit(self, training: PhaseLimit, cost: float, capacity_bytes: int) -> bool:
         """Tries, on the host, whether a worst-case batch of training would run on a GPU of a capacity."""
         with self._worst_case(training, cost) as (run, resident):
-            return fits(run, resident, capacity_bytes)
+            return simulate_fit(run, resident, capacity_bytes)
 
     @contextmanager
     def _worst_case(self, training: PhaseLimit, cost: float) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
@@ -311,7 +311,7 @@ class Explorer:
     def batch_dependence(self) -> BatchDependence:
         """Measures whether samples of a batch influence each other's gradient."""
         batch = self._batch(self._small_samples(sum(SPLIT)), coupled=True)
-        with OutOfMemoryEndsQuietly():
+        with CatchOutOfMemory():
             return measure_batch_dependence(
                 self.model.train(),
                 lambda start, stop: self._losses(batch, start, stop),
@@ -334,7 +334,7 @@ class Explorer:
             DoesNotFitError: They do not fit beside the weights.
         """
         missing = max(optimizer.state_bytes - held_bytes, 0)
-        with OutOfMemoryEndsQuietly():
+        with CatchOutOfMemory():
             state = [torch.empty(missing, dtype=torch.uint8, device=self.meter.device)]
             return state, [torch.zeros_like(parameter) for parameter in self._parameters]
         raise model_does_not_fit(self._resident_bytes(optimizer), self.meter.capacity_bytes)
@@ -389,5 +389,5 @@ def model_does_not_fit(need_bytes: int, capacity_bytes: int) -> DoesNotFitError:
         "Weights, gradients and optimizer state must fit on the device",
         value=f"they need {size_text(need_bytes)} of {size_text(capacity_bytes)}",
         remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need_bytes)})",
-        shortage=Shortage(need_bytes=need_bytes),
+        details=OutOfMemoryDetails(need_bytes=need_bytes),
     )

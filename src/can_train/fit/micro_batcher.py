@@ -38,7 +38,7 @@ class BatchResult:
     denominators: dict[str, float] = field(default_factory=dict)
     micro_batches: tuple[int, ...] = ()
     largest_cost: float = 0.0
-    settled_cost: float = 0.0
+    cost_after_rescue: float = 0.0
     ooms: int = 0
 
     @property
@@ -54,7 +54,7 @@ def whole(shares: Sequence[BatchResult]) -> BatchResult:
         denominators=added([share.denominators for share in shares]),
         micro_batches=tuple(size for share in shares for size in share.micro_batches),
         largest_cost=max(share.largest_cost for share in shares),
-        settled_cost=max(share.settled_cost for share in shares),
+        cost_after_rescue=max(share.cost_after_rescue for share in shares),
         ooms=sum(share.ooms for share in shares),
     )
 
@@ -269,7 +269,7 @@ class MicroBatcher:
             denominators=sums.own,
             micro_batches=tuple(sizes),
             largest_cost=largest,
-            settled_cost=settled,
+            cost_after_rescue=settled,
             ooms=ooms - before,
         )
 

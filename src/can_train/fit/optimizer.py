@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from can_train.config.settings import TrainingSettings
-from can_train.memory.simulated_gpu import LiveStorage
+from can_train.memory.simulated_gpu import LiveStorageTracker
 
 _UNLIMITED: Final = 2**62
 
@@ -43,7 +43,7 @@ def measure_optimizer(
         parameters: The trained ones.
         make: Makes the optimizer as the run will.
     """
-    with LiveStorage(_UNLIMITED) as tracker:
+    with LiveStorageTracker(_UNLIMITED) as tracker:
         shadows = [nn.Parameter(torch.zeros_like(parameter, device="cpu")) for parameter in parameters]
         parameter_bytes = tracker.live_bytes
         for shadow in shadows:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
-from can_train.errors import DoesNotFitError, Shortage
+from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit import random_state
 from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
@@ -22,9 +22,10 @@ from can_train.fit.factor_rule import ANY_PEAK, UNUSED, Aim, FactorChoice, Facto
 from can_train.fit.optimizer import OptimizerMemory
 from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules
 from can_train.fit.plan import Plan, PlanRequest, resolve_mode, resolve_plan, search_upper
+from can_train.fit.search import Peak
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
-from can_train.memory.meters import Held, Meter
+from can_train.memory.meters import Meter
 from can_train.reporter import Reporter
 from can_train.task import Task
 
@@ -248,13 +249,13 @@ class Planner:
             self.batch_dependence = self._explorer(lambda cost: None).batch_dependence()
         return self.batch_dependence
 
-    def held_by(self, limits: DeviceLimits, cost: float) -> Held:
+    def simulate_peak(self, limits: DeviceLimits, cost: float) -> Peak:
         """Measures, on the host, what a GPU's allocator would hold for a batch of a cost."""
-        return self._explorer(lambda cost: None).held_by(limits.training, cost)
+        return self._explorer(lambda cost: None).simulate_peak(limits.training, cost)
 
-    def fits(self, limits: DeviceLimits, cost: float, capacity_bytes: int) -> bool:
+    def simulate_fit(self, limits: DeviceLimits, cost: float, capacity_bytes: int) -> bool:
         """Tries, on the host, whether a batch of a cost would run on a GPU of a capacity."""
-        return self._explorer(lambda cost: None).fits(limits.training, cost, capacity_bytes)
+        return self._explorer(lambda cost: None).simulate_fit(limits.training, cost, capacity_bytes)
 
     def optimizer_memory(self) -> OptimizerMemory:
         """Measures, on the host, what the optimizer takes of the parameters trained by now."""
@@ -296,7 +297,7 @@ class Planner:
         )
 
     def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
-        said = [*getattr(self.task, "notices", ())]
+        said = [*self.task.notices()]
         said += self.measured_batch_dependence().sentences(split=plan.most_parts > 1)
         if limits is not None:
             said += [text for name in ("training", "evaluation") for text in _unexplained(name, getattr(limits, name))]
@@ -332,7 +333,7 @@ class Planner:
             f"Every training sample must fit on the device by itself, and {len(over)} of {len(rows)} do not",
             value=f"{named}{more}; they need up to {size_text(need)} of {size_text(self.meter.capacity_bytes)}",
             remedy=f"--oversize skip leaves them out; cards that would hold them: {cards_that_hold(need)}",
-            shortage=Shortage(need_bytes=round(need)),
+            details=OutOfMemoryDetails(need_bytes=round(need)),
         )
 
 

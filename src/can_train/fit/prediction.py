@@ -22,8 +22,8 @@ from can_train.fit.optimizer import OptimizerMemory, measure_optimizer
 from can_train.fit.probe import Probed, fit_by_probes
 from can_train.fit.random_state import Snapshot
 from can_train.memory.meters import CpuMeter
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
-from can_train.memory.simulated_gpu import LiveStorage
+from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.simulated_gpu import LiveStorageTracker
 from can_train.task import Feature, Task
 
 _PROBED: Final = 256
@@ -179,7 +179,7 @@ class _Step:
 
     def ran(self, num_samples: int) -> float | None:
         """Returns the peak of the batch's first samples; None where they need more than this machine has."""
-        with OutOfMemoryEndsQuietly():
+        with CatchOutOfMemory():
             return float(self._peak(np.arange(num_samples), CpuMeter().capacity_bytes))
         return None
 
@@ -187,7 +187,7 @@ class _Step:
         for parameter in self.parameters:
             parameter.grad = None
         state = torch.empty(self.optimizer.state_bytes, dtype=torch.uint8)
-        tracker = LiveStorage(limit_bytes, [*self.model.parameters(), *self.model.buffers(), state])
+        tracker = LiveStorageTracker(limit_bytes, [*self.model.parameters(), *self.model.buffers(), state])
         with tracker:
             self.loss_of(positions).backward()
         return tracker.peak_bytes

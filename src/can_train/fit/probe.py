@@ -11,7 +11,7 @@ from can_train.errors import DoesNotFitError
 from can_train.fit.cost_model import ALLOCATION_QUANTUM, EXPLAINED, CostModel, fit_cost_model
 from can_train.fit.features import batch_totals
 from can_train.memory.catalogue import cards_that_hold
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
+from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.task import Feature
 
 ROUNDS: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -167,7 +167,7 @@ def _round(
 
 
 def _attempt(measure: Callable[[NDArray[np.int64]], int], positions: NDArray[np.int64]) -> int | None:
-    with OutOfMemoryEndsQuietly():
+    with CatchOutOfMemory():
         return measure(positions)
     return None
 

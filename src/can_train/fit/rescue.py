@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
-from can_train.errors import DoesNotFitError, Shortage
+from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, cut
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from can_train.fit.cost_model import PhaseLimit
 
 
-def shortage_on(meter: Meter, need_bytes: float | None, *, known: Shortage | None = None) -> Shortage:
+def describe_out_of_memory(
+    meter: Meter, need_bytes: float | None, *, known: OutOfMemoryDetails | None = None
+) -> OutOfMemoryDetails:
     """Looks at a device on which something did not fit.
 
     Args:
@@ -34,7 +36,7 @@ def shortage_on(meter: Meter, need_bytes: float | None, *, known: Shortage | Non
     if known is not None and known.should_fit:
         hopeless = False
     return replace(
-        known or Shortage(),
+        known or OutOfMemoryDetails(),
         one_sample=hopeless,
         should_fit=not hopeless,
         of_host=isinstance(meter, CpuMeter),
@@ -200,14 +202,20 @@ class PartDoesNotFitError(DoesNotFitError):
         rule: As for every error.
         value: Likewise.
         remedy: Likewise.
-        shortage: Likewise.
+        details: Likewise.
         part: (start, stop) of the samples in their batch.
     """
 
     def __init__(
-        self, rule: str, *, shortage: Shortage, value: str = "", remedy: str = "", part: tuple[int, int] = (0, 0)
+        self,
+        rule: str,
+        *,
+        details: OutOfMemoryDetails,
+        value: str = "",
+        remedy: str = "",
+        part: tuple[int, int] = (0, 0),
     ) -> None:
-        super().__init__(rule, value=value, remedy=remedy, shortage=shortage)
+        super().__init__(rule, value=value, remedy=remedy, details=details)
         self.part = part
 
 
@@ -346,16 +354,16 @@ class Rescue:
 
     def _does_not_fit(self, batch: BatchCosts, start: int, stop: int, failure: _OutOfMemory) -> DoesNotFitError:
         need_bytes = None if self.phase is None else self.phase.peak_bytes(batch.cost(start, stop))
-        shortage = shortage_on(self._meter, need_bytes)
-        if not (self._settings.adaptive or shortage.foreign_bytes):
+        details = describe_out_of_memory(self._meter, need_bytes)
+        if not (self._settings.adaptive or details.foreign_bytes):
             # It was forbidden to try, and will be again.
-            shortage = replace(shortage, should_fit=False)
+            details = replace(details, should_fit=False)
         return PartDoesNotFitError(
             _WHY[self._settings.adaptive].format(times=_times(self._settings.retries + 1)),
             value=f"{_samples(start, stop)}; the device said: {failure.message}",
             remedy=self._remedy(need_bytes, stop - start),
             part=(start, stop),
-            shortage=shortage,
+            details=details,
         )
 
     def _remedy(self, need_bytes: float | None, samples: int) -> str:

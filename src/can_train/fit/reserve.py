@@ -9,11 +9,11 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from can_train.errors import DoesNotFitError, Shortage
+from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.optimizer import OptimizerMemory
 from can_train.fit.rescue import FIRST_WAIT_S
 from can_train.memory.meters import Meter
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
+from can_train.memory.out_of_memory import CatchOutOfMemory
 
 
 class OptimizerReserve:
@@ -87,11 +87,11 @@ class OptimizerReserve:
             value=f"{need / 2**20:.1f} MiB cannot be had",
             remedy="Another process may hold the memory (nvidia-smi); --optimizer sgd takes less",
             # A run that failed here goes on with smaller micro-batches.
-            shortage=Shortage(should_fit=True),
+            details=OutOfMemoryDetails(should_fit=True),
         )
 
     def _attempt(self, sizes: Sequence[int]) -> list[Tensor]:
-        with OutOfMemoryEndsQuietly():
+        with CatchOutOfMemory():
             return [torch.empty(size, dtype=torch.uint8, device=self._meter.device) for size in sizes]
         return []
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from can_train.errors import ArgumentError
 from can_train.fit.cost_model import PhaseLimit, typical_totals
 from can_train.fit.packing import ROUNDING, BatchCosts
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
+from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
     from can_train.fit.probe import Probed
@@ -155,7 +155,7 @@ def _check(start: int, upper: int, capacity: float | None) -> None:
 
 def _attempt(trial: Callable[[int], object], size: int) -> tuple[bool, float | None]:
     """Runs a trial. Returns whether it fits, and its reading if it gave one."""
-    with OutOfMemoryEndsQuietly():
+    with CatchOutOfMemory():
         return True, _reading(trial(size))
     return False, None
 

@@ -137,7 +137,7 @@ def _room(block: Block) -> int:
     return block.size + (following.size if following is not None and not following.mapped else 0)
 
 
-def nobody() -> int:
+def no_contention() -> int:
     """Returns what others hold of a device that this process has to itself."""
     return 0
 
@@ -169,7 +169,7 @@ class CachingAllocator:
     Args:
         capacity_bytes: Memory of the device that can be reserved.
         expandable: Whether segments expand (`expandable_segments:True`).
-        others: Tells what other processes hold of the capacity.
+        contention: Tells what other processes hold of the capacity.
 
     Attributes:
         allocated_bytes: Sum of the blocks in use.
@@ -177,10 +177,10 @@ class CachingAllocator:
         num_alloc_retries: How often the cache was released because an allocation did not fit.
     """
 
-    def __init__(self, capacity_bytes: int, *, expandable: bool, others: Callable[[], int] = nobody) -> None:
+    def __init__(self, capacity_bytes: int, *, expandable: bool, contention: Callable[[], int] = no_contention) -> None:
         self.capacity_bytes = capacity_bytes
         self.expandable = expandable
-        self._others = others
+        self._contention = contention
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
@@ -192,11 +192,11 @@ class CachingAllocator:
     @property
     def foreign_bytes(self) -> int:
         """What other processes hold of the capacity; may be set at any time."""
-        return self._others()
+        return self._contention()
 
     @foreign_bytes.setter
     def foreign_bytes(self, held_bytes: int) -> None:
-        self._others = lambda: held_bytes
+        self._contention = lambda: held_bytes
 
     @property
     def free_bytes(self) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from torch import Tensor
 from can_train.errors import ConfigError, DeviceError, nearest_first
 from can_train.io.units import exact_size, parse_size
 from can_train.memory import host
-from can_train.memory.allocator import nobody
+from can_train.memory.allocator import no_contention
 from can_train.memory.catalogue import Usable, gpu_key
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
-from can_train.memory.simulated_gpu import LiveStorage, SimulatedGpu, neighbours
+from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.simulated_gpu import LiveStorageTracker, SimulatedGpu, simulated_contention
 
 _VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The user's own settings, the first that is set before the others; torch reads the first since 2.9."""
@@ -131,7 +131,7 @@ class CpuMeter:
         self.taken_bytes = 0
         self.key = f"cpu-{_gigabytes(self.total_bytes)}gb"
         self.counts_always = False
-        self._open: list[LiveStorage] = []
+        self._open: list[LiveStorageTracker] = []
         self._peak_bytes = 0
 
     @property
@@ -150,7 +150,7 @@ class CpuMeter:
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
         """Counts storages inside the block; more than the capacity raises `torch.OutOfMemoryError`."""
-        tracker = LiveStorage(self._limit_bytes, resident)
+        tracker = LiveStorageTracker(self._limit_bytes, resident)
         self._open.append(tracker)
         try:
             with tracker:
@@ -200,7 +200,7 @@ class CpuMeter:
             gc.collect()
 
 
-class TargetMeter(CpuMeter):
+class AbsentGpuMeter(CpuMeter):
     """Stands for a GPU that is not here, where a plan is made for it: key and sizes are the GPU's, what is measured is
     counted on the CPU and has the host's memory.
 
@@ -319,12 +319,12 @@ class SimulatedMeter:
         gpu: The simulated GPU.
     """
 
-    def __init__(self, total_bytes: int, *, expandable: bool, others: Callable[[], int] = nobody) -> None:
+    def __init__(self, total_bytes: int, *, expandable: bool, contention: Callable[[], int] = no_contention) -> None:
         self.device = torch.device("cpu")
         self.name = "Simulated GPU"
         self.driver = ""
         self.total_bytes = total_bytes
-        self.gpu = SimulatedGpu(total_bytes, expandable=expandable, others=others)
+        self.gpu = SimulatedGpu(total_bytes, expandable=expandable, contention=contention)
         self.capacity_bytes = self.gpu.allocator.available_bytes
         self.taken_bytes = total_bytes - self.capacity_bytes
         self.key = f"sim-{exact_size(total_bytes)}"
@@ -488,7 +488,7 @@ def open_meter(text: str) -> Meter:
     """
     device = resolve_device(text)
     if is_simulated(text):
-        return SimulatedMeter(simulated_bytes(text), expandable=segments_expand(), others=neighbours())
+        return SimulatedMeter(simulated_bytes(text), expandable=segments_expand(), contention=simulated_contention())
     if device.type == "cpu":
         return CpuMeter()
     expand_cuda_segments()
@@ -516,7 +516,7 @@ def _gigabytes(size: int) -> int:
     return max(1, round(size / 2**30))
 
 
-GAP_PROBE_BYTES: Final = 256 * 2**20
+FRAGMENTATION_PROBE_BYTES: Final = 256 * 2**20
 """Largest cost of a batch that shows the gaps: larger ones take longer to show about the same share. Of much smaller
 ones they are mostly the last page of 20 MiB, as they are on a device that holds no more."""
 
@@ -524,19 +524,7 @@ ones they are mostly the last page of 20 MiB, as they are on a device that holds
 _ENDLESS: Final = 2**50
 
 
-class Held(NamedTuple):
-    """Bytes at the peak of a batch.
-
-    Attributes:
-        allocated: In use.
-        reserved: Held by the allocator for them.
-    """
-
-    allocated: int
-    reserved: int
-
-
-def measure_held(run: Callable[[], None], resident: Iterable[Tensor]) -> Held:
+def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[int, int]:
     """Runs a batch on an endless simulated GPU.
 
     Args:
@@ -546,10 +534,10 @@ def measure_held(run: Callable[[], None], resident: Iterable[Tensor]) -> Held:
     meter = SimulatedMeter(_ENDLESS, expandable=segments_expand())
     with meter.measuring(resident):
         run()
-    return Held(meter.peak_bytes(), meter.peak_reserved_bytes())
+    return meter.peak_bytes(), meter.peak_reserved_bytes()
 
 
-def fits(run: Callable[[], None], resident: Iterable[Tensor], capacity_bytes: int) -> bool:
+def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_bytes: int) -> bool:
     """Tells whether a batch runs on a simulated GPU of a capacity, also once its allocator's cache is full.
 
     Args:
@@ -557,7 +545,7 @@ def fits(run: Callable[[], None], resident: Iterable[Tensor], capacity_bytes: in
         resident: Tensors that are there before.
         capacity_bytes: What the allocator may use.
     """
-    with OutOfMemoryEndsQuietly():
+    with CatchOutOfMemory():
         meter = SimulatedMeter(capacity_bytes, expandable=segments_expand())
         with meter.measuring(resident):
             run()

@@ -118,7 +118,7 @@ class MemoryMonitor:
 
     def rescued(self) -> None:
         """Says that memory ran out and was made free again (`MicroBatcher.watch`). The peak from here on is known apart
-        too: `settled_peak_bytes`.
+        too: `peak_bytes_after_rescue`.
         """
         self.read()
         self._settled_peak_bytes = 0
@@ -148,7 +148,7 @@ class MemoryMonitor:
         return self._peak_reserved_bytes
 
     @property
-    def settled_peak_bytes(self) -> int:
+    def peak_bytes_after_rescue(self) -> int:
         """Largest allocated bytes since the last rescue, or since the first step where there was none."""
         self.read()
         return self._settled_peak_bytes

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from can_train.errors import ConfigError, DeviceError
 from can_train.io.units import parse_size
-from can_train.memory.allocator import Block, CachingAllocator, nobody, segment_bytes
+from can_train.memory.allocator import Block, CachingAllocator, no_contention, segment_bytes
 
 Lease = TypeVar("Lease")
 
@@ -31,7 +31,7 @@ _SPARSE_PARTS: Final[Mapping[torch.layout, tuple[str, ...]]] = {
 """A sparse tensor has no storage of its own: these methods give the dense tensors that it is made of."""
 
 
-class _Life(weakref.ref[UntypedStorage], Generic[Lease]):
+class _TrackedStorage(weakref.ref[UntypedStorage], Generic[Lease]):
     """A storage that is followed: its size in bytes, and what was taken for it; None for memory outside the device."""
 
     __slots__ = ("key", "lease", "size")
@@ -40,7 +40,7 @@ class _Life(weakref.ref[UntypedStorage], Generic[Lease]):
     size: int
 
 
-class StorageMode(TorchDispatchMode, Generic[Lease]):
+class StorageTracker(TorchDispatchMode, Generic[Lease]):
     """Counts the storages that operations make while it is active, until they die, then or later.
 
     Only memory on the CPU counts. A view of a storage that was made elsewhere, unseen and not given to
@@ -50,10 +50,10 @@ class StorageMode(TorchDispatchMode, Generic[Lease]):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._outside = False
-        self._lives: dict[int, _Life[Lease]] = {}
+        self._lives: dict[int, _TrackedStorage[Lease]] = {}
         # Garbage may be collected at any moment, also while the books are being changed: the dead wait here until the
         # next operation or reading. A bound method of the deque does not keep the mode alive.
-        self._dead: deque[_Life[Lease]] = deque()
+        self._dead: deque[_TrackedStorage[Lease]] = deque()
 
     @contextmanager
     def host(self) -> Iterator[None]:
@@ -86,11 +86,11 @@ class StorageMode(TorchDispatchMode, Generic[Lease]):
             if result is not NotImplemented:
                 return result
         result = func(*args, **(kwargs or {}))
-        shortage = self._count(result, func, args)
-        if shortage:
+        message = self._count(result, func, args)
+        if message:
             # The error's traceback holds this frame: the result would live as long as the error.
             del result
-            raise torch.OutOfMemoryError(shortage)
+            raise torch.OutOfMemoryError(message)
         return result
 
     def seed_resident(self, tensors: Iterable[Tensor]) -> None:
@@ -131,7 +131,7 @@ class StorageMode(TorchDispatchMode, Generic[Lease]):
             return str(error)
         return ""
 
-    def _life(self, storage: UntypedStorage) -> _Life[Lease] | None:
+    def _life(self, storage: UntypedStorage) -> _TrackedStorage[Lease] | None:
         life = self._lives.get(id(storage))
         # The storage that had this id may be among the dead still.
         return life if life is not None and life() is storage else None
@@ -141,11 +141,11 @@ class StorageMode(TorchDispatchMode, Generic[Lease]):
         if size == 0:
             return
         lease = None if outside else self._take(size)
-        life: _Life[Lease] = _Life(storage, self._dead.append)
+        life: _TrackedStorage[Lease] = _TrackedStorage(storage, self._dead.append)
         life.key, life.size, life.lease = id(storage), size, lease
         self._lives[life.key] = life
 
-    def _resize(self, life: _Life[Lease], size: int) -> None:
+    def _resize(self, life: _TrackedStorage[Lease], size: int) -> None:
         """Moves a storage to a room of its new size; while it is copied it has both."""
         old = life.lease
         assert old is not None, "memory outside has no room to give back"
@@ -182,7 +182,7 @@ ALLOCATION_QUANTUM: Final = 512
 """Bytes that an allocation is rounded up to, as CUDA's caching allocator does: figures then compare across devices."""
 
 
-class LiveStorage(StorageMode[int]):
+class LiveStorageTracker(StorageTracker[int]):
     """Tracks live and peak bytes of every storage that operations make, and refuses to go over a limit.
 
     Args:
@@ -230,10 +230,10 @@ FOREIGN: Final = "CAN_TRAIN_SIM_FOREIGN"
 """Variable that names the file. It holds a size, `200MiB`; none, or an empty one, means that nobody else is there."""
 
 
-def neighbours(environment: Mapping[str, str] = os.environ) -> Callable[[], int]:
+def simulated_contention(environment: Mapping[str, str] = os.environ) -> Callable[[], int]:
     """Returns what tells, whenever it is asked, how many bytes other processes hold of the simulated GPU."""
     path = environment.get(FOREIGN)
-    return (lambda: _held_bytes(Path(path))) if path else nobody
+    return (lambda: _held_bytes(Path(path))) if path else no_contention
 
 
 def _held_bytes(path: Path) -> int:
@@ -247,7 +247,7 @@ def _held_bytes(path: Path) -> int:
         raise DeviceError(f"The file that {FOREIGN} names holds a size", value=f"{path}: {text[:50]!r}") from error
 
 
-class SimulatedGpu(StorageMode[Block]):
+class SimulatedGpu(StorageTracker[Block]):
     """Counts what operations make while it is active as memory of a GPU; may be entered once for a whole run.
 
     What an operation takes inside (a library's workspace, temporaries of a fused kernel) does not show, nor what
@@ -257,7 +257,7 @@ class SimulatedGpu(StorageMode[Block]):
         capacity_bytes: Memory of the GPU that PyTorch's allocator may have.
         expandable: Whether the allocator's segments expand (`expandable_segments:True`).
         resident: Tensors that are on it from the start.
-        others: Tells what other processes hold of it.
+        contention: Tells what other processes hold of it.
 
     Raises:
         torch.OutOfMemoryError: `resident` does not fit.
@@ -269,10 +269,10 @@ class SimulatedGpu(StorageMode[Block]):
         *,
         expandable: bool = True,
         resident: Iterable[Tensor] = (),
-        others: Callable[[], int] = nobody,
+        contention: Callable[[], int] = no_contention,
     ) -> None:
         super().__init__()
-        self._allocator = CachingAllocator(capacity_bytes, expandable=expandable, others=others)
+        self._allocator = CachingAllocator(capacity_bytes, expandable=expandable, contention=contention)
         self.seed_resident(resident)
 
     @property

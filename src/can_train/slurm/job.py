@@ -289,7 +289,7 @@ def _check_restarts(folder: RunFolder) -> None:
     Raises:
         SystemExit: Not any more; its cause says so.
     """
-    restarts = folder.attempts.restarts_of(SlurmContext.from_environment().job_id)
+    restarts = folder.attempts.count_restarts(SlurmContext.from_environment().job_id)
     decision = decide(Aftermath(ending="time_limit", restarts=restarts), limits_of(folder))
     if isinstance(decision, Leave):
         raise SystemExit(WARNED) from RunError(

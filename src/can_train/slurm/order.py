@@ -17,7 +17,7 @@ from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, si
 from can_train.slurm.client import Partition
 from can_train.slurm.duplicates import DuplicateRun, data_files, find_duplicate_run, identity
 from can_train.slurm.run_state import FINISHED, live_row
-from can_train.slurm.script import check_folder, settled, wants_gpu, with_own_defaults
+from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
 from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import Registry, RunFolder, RunRecord
 
@@ -86,7 +86,7 @@ def _check_partition(cluster: ClusterSettings, partition: Partition) -> None:
         _check_gpus(cluster, partition)
 
 
-def waits(partitions: Sequence[Partition]) -> str:
+def waiting_notice(partitions: Sequence[Partition]) -> str:
     """Says where a job waits for a partition that takes or starts none at the moment; empty: nowhere."""
     down = [partition.name for partition in partitions if not partition.is_up]
     if not down or len(down) < len(partitions):
@@ -274,7 +274,7 @@ _SAME_MODEL: Final = ("task", "model_name", "size", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SubmitOptions:
     """What a person wants of a submission, beside the runs.
 
     Attributes:
@@ -287,7 +287,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ordered:
+class PlannedRun:
     """A run to be submitted.
 
     Attributes:
@@ -302,7 +302,7 @@ class Ordered:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class SubmissionPlan:
     """A submission.
 
     Attributes:
@@ -313,14 +313,16 @@ class Order:
         notices: What a person should know, as sentences.
     """
 
-    groups: Sequence[Sequence[Ordered]]
+    groups: Sequence[Sequence[PlannedRun]]
     duplicate_runs: Sequence[DuplicateRun] = ()
     after: Sequence[str] = ()
     dependency: str = ""
     notices: Sequence[str] = ()
 
 
-def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partitions: Sequence[Partition]) -> Order:
+def plan_submission(
+    runs: Sequence[ResolvedRun], wanted: SubmitOptions, code: str, partitions: Sequence[Partition]
+) -> SubmissionPlan:
     """Settles and checks runs that are to be submitted.
 
     Args:
@@ -339,16 +341,16 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
     parents = [find_run(known, name) for name in wanted.after]
     candidates, notices = [], []
     for index, run in enumerate(runs):
-        ready, said = _ready(starting_from(run, [parent.record for parent in parents]), partitions)
+        ready, said = _ready(with_start_weights(run, [parent.record for parent in parents]), partitions)
         notices += said
-        candidates.append(Ordered(index=index, run=ready, identity=identity(ready, code, data_files(ready))))
+        candidates.append(PlannedRun(index=index, run=ready, identity=identity(ready, code, data_files(ready))))
     digests = set() if wanted.force else {one.identity for one in candidates}
     identical = [earlier for earlier in known if earlier.record.identity in digests]
     # One survey for both questions, so that SLURM is asked once.
     found = run_statuses([*identical, *parents], registry)
     duplicates = {one.index: find_duplicate_run(one.identity, found[: len(identical)]) for one in candidates}
     waited_for = (_dependency(one, runs[0].cluster.executor) for one in found[len(identical) :])
-    return Order(
+    return SubmissionPlan(
         groups=_grouped([one for one in candidates if duplicates[one.index] is None]),
         duplicate_runs=[duplicate for duplicate in duplicates.values() if duplicate is not None],
         after=[parent.run_id for parent in parents],
@@ -357,7 +359,7 @@ def make_order(runs: Sequence[ResolvedRun], wanted: Wanted, code: str, partition
     )
 
 
-def starting_from(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun:
+def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun:
     """Has a run start from the weights of the first one that it waits for and that trains the same model; not from one
     that it builds on.
 
@@ -380,11 +382,11 @@ def _ready(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedR
     if run.cluster.executor != "slurm":
         return run, []
     check_folder(run.runs_dir)
-    cluster = with_own_defaults(run.cluster, os.environ)
+    cluster = with_sbatch_defaults(run.cluster, os.environ)
     places = find_partitions(cluster.partition, partitions) if partitions else []
-    cluster = settled(cluster, places[0] if places else None, run.device)
+    cluster = with_cluster_defaults(cluster, places[0] if places else None, run.device)
     check_job(cluster, places)
-    notices = [check_device(run.device, cluster), waits(places)]
+    notices = [check_device(run.device, cluster), waiting_notice(places)]
     return _with_cluster(run, cluster), [notice for notice in notices if notice]
 
 
@@ -393,8 +395,8 @@ def _with_cluster(run: ResolvedRun, cluster: ClusterSettings) -> ResolvedRun:
     return replace(run, cluster=cluster, config={**run.config, "cluster": {**run.config["cluster"], **decided}})
 
 
-def _grouped(ordered: Sequence[Ordered]) -> list[list[Ordered]]:
-    groups: list[list[Ordered]] = []
+def _grouped(ordered: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    groups: list[list[PlannedRun]] = []
     for one in ordered:
         group = next((group for group in groups if group[0].run.cluster == one.run.cluster), None)
         if group is None:

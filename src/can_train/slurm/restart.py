@@ -35,7 +35,7 @@ from can_train.slurm.job import (
 )
 from can_train.slurm.script import environment
 from can_train.slurm.submit import Submission
-from can_train.training.attempts import AttemptEnd, Attempts, SlurmContext, this_machine
+from can_train.training.attempts import AttemptEnd, Attempts, SlurmContext, slurm_node_name
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
 
 _REGISTERED_WITHIN_S: Final = 10.0
@@ -91,7 +91,7 @@ class _Over:
     def avoided(self) -> list[str]:
         """Nodes that the next job is not to have: those that this one avoided, and the one that memory ran out on."""
         before = node_names(str(self.job.resources.get("exclude", "")))
-        return list(dict.fromkeys([*before, self.said.host if self.said else this_machine()]))
+        return list(dict.fromkeys([*before, self.said.host if self.said else slurm_node_name()]))
 
 
 def after_job(entry: Entry, state_dir: Path, *, status: int, began_with: Mapping[str, str]) -> str:
@@ -128,7 +128,7 @@ def _look(state_dir: Path) -> _Over | None:
     if found is None:
         return None
     run, job = found
-    said = Attempts(Path(run.path), place).ended_of_job(place)
+    said = Attempts(Path(run.path), place).end_in(place)
     return _Over(run=run, job=job, place=place, said=said, state_dir=state_dir)
 
 
@@ -151,7 +151,7 @@ def _decide(over: _Over, ending: str) -> Decision:
     others = {node.name for node in nodes}.difference(over.avoided if nodes else ())
     facts = Aftermath(
         ending=ending,
-        restarts=over.attempts.restarts_of(over.place.job_id),
+        restarts=over.attempts.count_restarts(over.place.job_id),
         resubmits=resubmits(over.registry.jobs(over.run.run_id)),
         **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
         memory_mib=memory_mib(os.environ),
@@ -196,7 +196,7 @@ def _record(over: _Over, finding: _Finding) -> None:
         return
     own = said.message if said and is_said else finding.message
     message = ". ".join(part for part in (left, own) if part)
-    over.attempts.witness(finding.ending, message, said.details if said else {})
+    over.attempts.record_end(finding.ending, message, said.details if said else {})
 
 
 def _message(ending: str, status: int, log: str) -> str:

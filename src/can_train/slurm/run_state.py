@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from can_train.io.processes import AttemptStart
 from can_train.slurm.client import (
     AT_WORK,
     NEVER_SATISFIED,
@@ -17,7 +18,7 @@ from can_train.slurm.client import (
     QueueRow,
     reason_in_words,
 )
-from can_train.training.attempts import AttemptEnd, AttemptStart
+from can_train.training.attempts import AttemptEnd
 
 if TYPE_CHECKING:
     from can_train.training.run_folder import CancelRecord, JobRecord, RunRecord
@@ -350,7 +351,7 @@ def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
 def slurm_jobs(facts: RunFacts) -> list[str]:
     """Names the jobs of SLURM that a run had, the first one first: those submitted, and any that it was typed into."""
     submitted = [(job.time, job.job_id) for job in facts.jobs if job.executor == "slurm"]
-    entered = [(facts.start.time, facts.start.job_id) for facts in facts.attempts if facts.start.job_id]
+    entered = [(facts.start.start_time, facts.start.job_id) for facts in facts.attempts if facts.start.job_id]
     return list(dict.fromkeys(job_id for _, job_id in sorted([*submitted, *entered])))
 
 
@@ -366,7 +367,7 @@ def _current(facts: RunFacts) -> tuple[JobRecord | None, AttemptFacts | None]:
     attempt = facts.attempts[-1] if facts.attempts else None
     if job is not None and attempt is not None:
         in_job = job.executor == "slurm" and attempt.start.job_id == job.job_id
-        if not in_job and attempt.start.time < job.time:
+        if not in_job and attempt.start.start_time < job.time:
             attempt = None
     return job, attempt
 
@@ -443,7 +444,7 @@ def _final_row(job_id: str, facts: RunFacts) -> AccountRow | None:
 
 
 def _asked(attempt: AttemptFacts, facts: RunFacts) -> bool:
-    return any(cancel.time >= attempt.start.time for cancel in facts.cancels)
+    return any(cancel.time >= attempt.start.start_time for cancel in facts.cancels)
 
 
 def _of_process(attempt: AttemptFacts, facts: RunFacts) -> RunState:

@@ -109,7 +109,7 @@ _SHARING_CPUS: Final = frozenset(("cpus-per-gpu", "exclusive", "threads-per-core
 """Other options of sbatch by which a person has said how much."""
 
 
-def settled(cluster: ClusterSettings, partition: Partition | None, device: str) -> ClusterSettings:
+def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None, device: str) -> ClusterSettings:
     """Decides what the settings leave open.
 
     Args:
@@ -221,7 +221,7 @@ the shell, since there is a limit to what a process can be given and none to wha
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobText:
+class ScriptInputs:
     """What a job's script is made of, beside what is asked for.
 
     Attributes:
@@ -237,7 +237,7 @@ class JobText:
     dependency: str = ""
 
 
-def with_own_defaults(cluster: ClusterSettings, environment: Mapping[str, str]) -> ClusterSettings:
+def with_sbatch_defaults(cluster: ClusterSettings, environment: Mapping[str, str]) -> ClusterSettings:
     """Writes what a user's own variables of sbatch say into settings that say nothing."""
     given: dict[str, Any] = {
         name: environment[variable]
@@ -247,7 +247,7 @@ def with_own_defaults(cluster: ClusterSettings, environment: Mapping[str, str]) 
     return replace(cluster, **given)
 
 
-def parameters(cluster: ClusterSettings, text: JobText) -> dict[str, Any]:
+def parameters(cluster: ClusterSettings, text: ScriptInputs) -> dict[str, Any]:
     """Returns submitit's parameters of a job.
 
     Raises:

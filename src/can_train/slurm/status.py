@@ -3,102 +3,22 @@
 import codecs
 import json
 import math
-import os
 import re
-import signal
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.atomic import is_file, is_folder
+from can_train.io.processes import is_running, terminate, this_host
 from can_train.io.records import utc_text
-from can_train.slurm.client import AT_WORK, WAITING, Answer, cancel_jobs, output_of, query_jobs, tail
+from can_train.slurm.client import AT_WORK, WAITING, Answer, cancel_jobs, query_jobs, tail
 from can_train.slurm.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
 from can_train.training.attempts import Attempts
 from can_train.training.run_folder import CONFIG, JobRecord, Registry, RunFolder, RunRecord
-
-_CLOCK_SLACK_S: Final = 2.0
-"""Seconds by which a process may seem to have started after its own note: the kernel counts from a boot time that is
-rounded, and moves with corrections of the clock."""
-
-
-_PS_TIMEOUT_S: Final = 5.0
-
-
-def is_alive(pid: int, noted: str) -> bool:
-    """Tells whether a process is there that had started when its number was noted.
-
-    Args:
-        pid: Its number.
-        noted: When, in ISO 8601 with a time zone.
-    """
-    age_s = _age_s(pid)
-    if age_s is None:
-        return False
-    started = datetime.now().astimezone() - timedelta(seconds=age_s)
-    return started <= datetime.fromisoformat(noted) + timedelta(seconds=_CLOCK_SLACK_S)
-
-
-def terminate(pid: int, noted: str) -> bool:
-    """Sends SIGTERM to a process that had started when its number was noted, if it runs Python.
-
-    Returns:
-        Whether there was one.
-
-    Raises:
-        PermissionError: It is another user's.
-    """
-    if not is_alive(pid, noted) or "python" not in command_line(pid).lower():
-        return False
-    try:
-        os.kill(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def command_line(pid: int) -> str:
-    """Returns what a process was started with; empty: it is not there."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return _ps(pid, "command")
-
-
-def _age_s(pid: int) -> float | None:
-    """Returns for how many seconds a process has been there; None: it is not, or only its exit status is left."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:
-        return _elapsed_s(_ps(pid, "etime"))
-    # The second field is the program's name in brackets, and may hold anything.
-    fields = stat.rpartition(")")[2].split()
-    state, started_ticks = fields[0], float(fields[19])
-    return None if state in "ZX" else uptime_s - started_ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _elapsed_s(text: str) -> float | None:
-    """Reads what `ps` writes of elapsed time, [[days-]hours:]minutes:seconds."""
-    days, _, clock = text.rpartition("-")
-    parts = clock.split(":")
-    if not all(part.isdecimal() for part in [*parts, days or "0"]):
-        return None
-    seconds = 0
-    for part in parts:
-        seconds = 60 * seconds + int(part)
-    return float(seconds + 86400 * int(days or 0))
-
-
-def _ps(pid: int, field: str) -> str:
-    """Asks `ps`, where there is no /proc."""
-    return (output_of(["ps", "-p", str(pid), "-o", f"{field}="], seconds=_PS_TIMEOUT_S) or "").strip()
-
 
 _EPOCHS: Final = re.compile(r"^training:\n(?:  .*\n)*?  epochs: (\d+)$", re.MULTILINE)
 """The setting, as `plain_to_yaml` writes it."""
@@ -392,22 +312,20 @@ def _gathered(known: KnownRun, registry: Registry) -> RunFacts:
 def _attempts(folder: RunFolder) -> list[AttemptFacts]:
     attempts = Attempts(folder.path)
     try:
-        facts = [AttemptFacts(start=began, end=attempts.ended(began.attempt)) for began in attempts.began()]
+        facts = [AttemptFacts(start=began, end=attempts.end(began.attempt)) for began in attempts.starts()]
     except (OSError, ValueError, TypeError):
         # Damaged, or of another version: what the others say must do.
         return []
     if not facts or facts[-1].end is not None or facts[-1].start.job_id:
         return facts
-    began = facts[-1].start
-    alive = is_alive(began.pid, began.time) if began.host == socket.gethostname() else None
-    return [*facts[:-1], replace(facts[-1], alive=alive)]
+    return [*facts[:-1], replace(facts[-1], alive=facts[-1].start.is_running())]
 
 
 def _job_alive(job: JobRecord) -> bool | None:
     """Tells whether the process of a job is there; None: it is of SLURM, or of another machine."""
-    if job.executor == "slurm" or job.host != socket.gethostname() or not job.job_id.isdecimal():
+    if job.executor == "slurm" or job.host != this_host() or not job.job_id.isdecimal():
         return None
-    return is_alive(int(job.job_id), job.time)
+    return is_running(int(job.job_id), job.time)
 
 
 def _result(folder: RunFolder) -> dict[str, Any] | None:
@@ -627,13 +545,10 @@ def stop(
     if found is None:
         return False
     host, pid, noted = found
-    if host != socket.gethostname():
+    if host != this_host():
         raise RunError("The run is a process of another machine", value=f"process {pid} of {host}",
                        remedy=f"Cancel it there: can-train cancel {facts.run.run_id}")  # fmt: skip
-    try:
-        return terminating(pid, noted)
-    except PermissionError as error:
-        raise RunError("The run is another user's process", value=f"process {pid}") from error
+    return terminating(pid, noted)
 
 
 def _process(facts: RunFacts) -> tuple[str, int, str] | None:
@@ -641,8 +556,8 @@ def _process(facts: RunFacts) -> tuple[str, int, str] | None:
     job = facts.jobs[-1] if facts.jobs else None
     last = facts.attempts[-1] if facts.attempts else None
     if last is not None and last.end is None and not last.start.job_id:
-        return last.start.host, last.start.pid, last.start.time
-    newer = job is not None and (last is None or last.start.time < job.time)
+        return last.start.host, last.start.pid, last.start.start_time
+    newer = job is not None and (last is None or last.start.start_time < job.time)
     if job is not None and newer and job.executor != "slurm" and job.job_id.isdecimal():
         return job.host, int(job.job_id), job.time
     return None

@@ -31,7 +31,14 @@ from can_train.memory.catalogue import (
     read_gpu_constants,
     usable,
 )
-from can_train.memory.meters import GAP_PROBE_BYTES, Meter, TargetMeter, is_simulated, open_meter, simulated_bytes
+from can_train.memory.meters import (
+    FRAGMENTATION_PROBE_BYTES,
+    AbsentGpuMeter,
+    Meter,
+    is_simulated,
+    open_meter,
+    simulated_bytes,
+)
 from can_train.reporter import Reporter, SilentReporter
 from can_train.training.loading import fresh_model, load_task, sample_task
 from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels
@@ -86,7 +93,7 @@ def _device_here(device: str) -> Usable:
 
 
 _LITTLE_IN_USE: Final = 0.7
-"""Share of an allocator's memory that is in use where there are many gaps; the simulated GPU had 0.83 and more."""
+"""Share of an allocator's memory that is in use where it is badly fragmented; the simulated GPU had 0.83 and more."""
 
 
 _TRIALS: Final = 4
@@ -151,7 +158,7 @@ def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -
     task = sample_task(run, reporter)
     # A sample stands for the whole: an epoch has as many of its like as there are estimated to be.
     task.train_rows = np.resize(task.train_rows, task.estimated_train_rows)
-    largest = TargetMeter(max(targets, key=lambda target: target.capacity_bytes))
+    largest = AbsentGpuMeter(max(targets, key=lambda target: target.capacity_bytes))
     planner = Planner(run=run, task=task, model=fresh_model(run, task, largest), meter=largest, reporter=reporter,
                       verify=False)  # fmt: skip
     reference_models = ReferenceModels(
@@ -185,16 +192,16 @@ class _Way:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._gaps = _Gaps(planner, planner.explore(planner.request(), PROVISIONAL))
+        self._fragmentation = _Fragmentation(planner, planner.explore(planner.request(), PROVISIONAL))
         planner.measured_batch_dependence()
 
     def planned(self, target: Usable) -> tuple[RunPlan | None, DoesNotFitError | None]:
         """Resolves the plan for a target, or says why there is none."""
-        return _planned(replace(self._planner, meter=TargetMeter(target)), self._gaps.on(target))
+        return _planned(replace(self._planner, meter=AbsentGpuMeter(target)), self._fragmentation.on(target))
 
 
-class _Gaps:
-    """Measures the allocator's gaps where they may decide."""
+class _Fragmentation:
+    """Measures the allocator's fragmentation where it may decide."""
 
     def __init__(self, planner: Planner, limits: DeviceLimits) -> None:
         self._planner = planner
@@ -213,11 +220,11 @@ class _Gaps:
     def _room(self, capacity_bytes: int) -> float:
         """Returns what may be in use before the allocator holds more than a capacity."""
         room = predicted_room(capacity_bytes)
-        if self._limits.training.cost_within(room) <= GAP_PROBE_BYTES:
+        if self._limits.training.cost_within(room) <= FRAGMENTATION_PROBE_BYTES:
             return self._tried_room(room, capacity_bytes)
         if self._share is None:
-            held = self._planner.held_by(self._limits, GAP_PROBE_BYTES)
-            self._share = held.allocated / max(held.reserved, 1)
+            peak = self._planner.simulate_peak(self._limits, FRAGMENTATION_PROBE_BYTES)
+            self._share = peak.allocated / max(peak.reserved, 1)
         return min(room, self._share * capacity_bytes)
 
     def _tried_room(self, room: float, capacity_bytes: int) -> float:
@@ -225,7 +232,9 @@ class _Gaps:
         low, high = _LITTLE_IN_USE * room, room
         for _ in range(_TRIALS):
             middle = (low + high) / 2
-            if self._planner.fits(self._limits, max(self._limits.training.cost_within(middle), 0.0), capacity_bytes):
+            if self._planner.simulate_fit(
+                self._limits, max(self._limits.training.cost_within(middle), 0.0), capacity_bytes
+            ):
                 low = middle
             else:
                 high = middle

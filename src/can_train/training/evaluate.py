@@ -231,7 +231,7 @@ def scores_of(scoring: Scoring, samples: Named, rows: NDArray[np.int64]) -> NDAr
     except PartDoesNotFitError as error:
         where = samples.describe(int(rows[error.part[0]]))
         raise DoesNotFitError(
-            error.rule, value=f"{where}; {error.value}", remedy=error.remedy, shortage=error.shortage
+            error.rule, value=f"{where}; {error.value}", remedy=error.remedy, details=error.details
         ) from None
 
 

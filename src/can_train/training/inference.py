@@ -21,9 +21,9 @@ from can_train.fit.explore import Pass, Trials, find_limit
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision
 from can_train.fit.packing import BatchCosts, PartLimit
-from can_train.fit.rescue import RescueSettings, shortage_on
+from can_train.fit.rescue import RescueSettings, describe_out_of_memory
 from can_train.memory.meters import CpuMeter, Meter
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly, headline, is_out_of_memory
+from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_out_of_memory
 from can_train.task import ReferenceModel
 
 ASKED_SHARE: Final = 0.9
@@ -71,7 +71,7 @@ def with_host_fallback(place: Place, use: Callable[[Place], T], say: Callable[[]
     Raises:
         DoesNotFitError: It does not fit on the host either.
     """
-    with OutOfMemoryEndsQuietly():
+    with CatchOutOfMemory():
         try:
             return use(place)
         except DoesNotFitError:
@@ -233,5 +233,5 @@ class Scoring:
                 return self._batchers.setdefault(model, (copy, batcher))
             raise DoesNotFitError("A model must fit on the device", value=message,
                                   remedy="Choose another with --device: cpu has the host's memory",
-                                  shortage=shortage_on(meter, None))  # fmt: skip
+                                  details=describe_out_of_memory(meter, None))  # fmt: skip
         return self._batchers[model]

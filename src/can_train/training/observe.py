@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from can_train.config.resolved import ResolvedRun, state_dir
-from can_train.errors import DoesNotFitError, Shortage, StateError
-from can_train.factors.observations import Device, Observation, Started, this_host, write_observation, write_started
+from can_train.errors import DoesNotFitError, OutOfMemoryDetails, StateError
+from can_train.factors.observations import Device, Observation, Started, write_observation, write_started
 from can_train.factors.resolve import memory_fingerprint, policy_options, store_of
 from can_train.factors.store import next_time
 from can_train.fit.cost_model import DeviceLimits
+from can_train.io.processes import this_host
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.training.distributed import RankFailedError, RankGoneError
 from can_train.training.run_folder import RunFolder
@@ -110,7 +111,7 @@ class Attempt:
             "Memory ran out where nothing could be undone (an optimizer step, or code outside the micro-batches)",
             value=f"step {step}, micro-batches of up to {largest} samples",
             remedy=f"The run goes on from its last checkpoint: can-train resume {self.folder.run_id}",
-            shortage=Shortage(should_fit=True),
+            details=OutOfMemoryDetails(should_fit=True),
         )
 
     def _unless_it_fails(self, write: Callable[[], object]) -> None:
@@ -135,11 +136,11 @@ def _memory_lesson(session: Session) -> dict[str, Any]:
     """What ran out of memory, and what ran from then on."""
     if session.oom_cost is None:
         return {}
-    used, settled = session.run_plan.used, session.settled_cost
+    used, settled = session.run_plan.used, session.cost_after_rescue
     return {
         "oom_used": used(session.oom_cost),
-        "settled_used": used(settled) if settled else None,
-        "settled_peak_bytes": session.settled_peak_bytes if settled else None,
+        "used_after_rescue": used(settled) if settled else None,
+        "peak_bytes_after_rescue": session.peak_bytes_after_rescue if settled else None,
     }
 
 

@@ -15,10 +15,9 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import CanTrainError, DoesNotFitError
 from can_train.factors.resolve import factor_rule
 from can_train.fit import random_state
-from can_train.fit.epochs import in_epoch
 from can_train.fit.micro_batcher import BatchResult, Losses, added, check_denominators, whole
 from can_train.fit.random_state import Snapshot
-from can_train.fit.rescue import PartDoesNotFitError, shortage_on
+from can_train.fit.rescue import PartDoesNotFitError, describe_out_of_memory
 from can_train.io.atomic import write_json_atomic
 from can_train.memory.meters import CpuMeter, Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory
@@ -124,11 +123,9 @@ def _own_share(session: Session, rows: NDArray[np.int64]) -> tuple[BatchResult, 
 
 def _prepare(session: Session, rows: NDArray[np.int64]) -> None:
     """Lets the task do what it wants done before each step, alike on all ranks."""
-    before_step = getattr(session.task, "before_step", None)
-    if before_step is not None:
-        seed, step = session.training.seed, session.progress.step
-        generator = random_state.before_step_generator(seed=seed, step=step)
-        before_step(session.model, rows, step / session.total_steps, generator)
+    seed, step = session.training.seed, session.progress.step
+    generator = random_state.before_step_generator(seed=seed, step=step)
+    session.task.before_step(session.model, rows, step / session.total_steps, generator)
 
 
 def _move(session: Session, *, ends_epoch: bool) -> int | None:
@@ -148,7 +145,7 @@ def with_samples(error: DoesNotFitError, task: Task, rows: NDArray[np.int64]) ->
         start, stop = error.part
         more = f" and {stop - start - 1} more" if stop - start > 1 else ""
         value = f"{task.describe(int(rows[start]))}{more}; {value}"
-    return DoesNotFitError(error.rule, value=value, remedy=error.remedy, shortage=error.shortage)
+    return DoesNotFitError(error.rule, value=value, remedy=error.remedy, details=error.details)
 
 
 def _tend_memory(session: Session, result: BatchResult) -> None:
@@ -230,7 +227,7 @@ def release_training_memory(session: Session) -> None:
 
 def _train_epoch(session: Session, stage: Any) -> None:
     progress, training = session.progress, session.training
-    session.task_in_epoch = in_epoch(session.task, progress.epoch, training.epochs)
+    session.task_in_epoch = session.task.in_epoch(progress.epoch, training.epochs)
     steps = session.epochs.steps(progress.epoch)
     started, samples_before = time.perf_counter(), progress.epoch_samples
     session.model.train()
@@ -424,20 +421,20 @@ def _train(parts: Parts) -> Outcome:
     try:
         return _attempt(parts)
     except DoesNotFitError as error:
-        if error.shortage.capacity_bytes is None:
-            error.shortage = shortage_on(parts.meter, error.shortage.need_bytes, known=error.shortage)
+        if error.details.capacity_bytes is None:
+            error.details = describe_out_of_memory(parts.meter, error.details.need_bytes, known=error.details)
         raise
     except Exception as error:
         # Within micro-batches it is rescued; what runs out elsewhere (weights, a copy of them) cannot be.
         if not is_out_of_memory(error):
             raise
         message, of_host = headline(error), is_host_memory(error)
-    shortage = shortage_on(parts.meter, None)
+    details = describe_out_of_memory(parts.meter, None)
     raise DoesNotFitError(
         "What a run keeps on the device must fit beside its micro-batches",
         value=message,
         remedy="Another process may hold the memory (nvidia-smi); else choose a smaller model or a larger device",
-        shortage=replace(shortage, of_host=shortage.of_host or of_host),
+        details=replace(details, of_host=details.of_host or of_host),
     )
 
 

@@ -97,10 +97,10 @@ def test_before_the_autoencoder_is_asked_a_plan_sees_as_many_windows(folder: Pat
 def test_a_ratio_that_the_data_do_not_have_is_said_and_not_waited_for(folder: Path) -> None:
     task = told(task_of(folder), lambda rows: rows)
     assert task.train_rows.tolist() == task_of(folder, "normal").train_rows.tolist()
-    assert "benign windows for each attack: the ratio rises to that, not to mode.end_ratio=10" in task.notices[0]
+    assert "benign windows for each attack: the ratio rises to that, not to mode.end_ratio=10" in task.notices()[0]
     sizes = [len(task.in_epoch(epoch, EPOCHS).train_rows) for epoch in range(EPOCHS)]
     assert sizes[-2] < sizes[-1] == len(task.train_rows)
-    assert task_of(folder, mode__end_ratio=2.0).notices == ()
+    assert task_of(folder, mode__end_ratio=2.0).notices() == ()
 
 
 def test_an_error_that_is_not_finite_is_named(folder: Path) -> None:

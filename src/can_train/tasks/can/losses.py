@@ -3,7 +3,7 @@
 Shapes: R windows of the logical batch, B of a micro-batch, N nodes, E edges, Z latent width.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.utils import scatter
 
+from can_train.task import Outputs
 from can_train.tasks.can.data.batches import GraphBatch
 
 if TYPE_CHECKING:
@@ -23,10 +24,6 @@ Gather = Callable[[NDArray[np.int64]], GraphBatch]
 
 
 Losses = dict[str, tuple[Tensor, float]]
-
-
-Answers = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]
-"""Returns a teacher's outputs for some windows."""
 
 
 class ClassifierBatch:
@@ -85,7 +82,7 @@ class DistilledClassifierBatch(ClassifierBatch):
         rows: NDArray[np.int64],
         gather: Gather,
         weights: NDArray[np.float64],
-        answers: Answers,
+        answers: Outputs,
         temperature: float,
     ) -> None:
         super().__init__(rows, gather, weights)
@@ -198,7 +195,7 @@ class DistilledAutoencoderBatch(AutoencoderBatch):
         answers: The teacher's latents and reconstructions.
     """
 
-    answers: Answers
+    answers: Outputs
 
     @property
     def denominators(self) -> dict[str, float]:

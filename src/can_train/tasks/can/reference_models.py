@@ -7,7 +7,6 @@ Shapes: R rows (windows), N nodes, E edges, Z latent width.
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError
+from can_train.task import ReferenceModel
 from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer, GraphBatch
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs
 from can_train.tasks.can.evaluation.metrics import anomaly_scores
@@ -143,7 +143,7 @@ def _network(finished: FinishedModel) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-class WindowReferenceModel(ABC):
+class WindowReferenceModel(ReferenceModel):
     """A finished model that a mode asks about windows.
 
     Args:
@@ -179,24 +179,9 @@ class WindowReferenceModel(ABC):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
-    @property
-    @abstractmethod
-    def widths(self) -> Mapping[str, int]:
-        """Columns of each output."""
-
-    @abstractmethod
-    def answer(
-        self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
-    ) -> Mapping[str, Tensor]:
-        """Asks the model, or its copy on a device."""
-
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
         return self.network.batch_features(rows)
-
-    def lengths(self, rows: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
-        """Returns, for each output, how many rows of it each window has: one."""
-        return {self.output: np.ones(len(rows), dtype=np.int64)}
 
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Computes what judging needs of each window (see `FinishedNetwork.scores`)."""
@@ -213,7 +198,7 @@ class LogitsReferenceModel(WindowReferenceModel):
         """Columns of each output."""
         return {"logits": 2}
 
-    def answer(
+    def outputs(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
         """Returns [R, 2] logits (benign, attack)."""
@@ -230,7 +215,7 @@ class ErrorsReferenceModel(WindowReferenceModel):
         """Columns of each output."""
         return {"errors": 3}
 
-    def answer(
+    def outputs(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
         """Returns [R, 3] node, edge and latent errors."""
@@ -253,7 +238,7 @@ class ReconstructionReferenceModel(WindowReferenceModel):
         nodes, edges = self._flat.num_nodes[rows], self._flat.num_edges[rows]
         return {"latent": nodes, "node": nodes, "edge": edges}
 
-    def answer(
+    def outputs(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
         """Returns [N, Z] means of the latent, [N, 10] node and [E, 11] edge features as decoded from them."""

@@ -67,9 +67,9 @@ def tell(task: FusionTask, role: str, said: NDArray[np.float64]) -> None:
 def told(folder: Path, **settings: Any) -> FusionTask:
     """A task to which both models have told what they really say."""
     task: FusionTask = task_of(folder, **settings)
-    for reference_model in task.reference_models:
+    for reference_model in task.reference_models():
         with torch.no_grad():
-            said = reference_model.answer(reference_model.model, np.arange(WINDOWS), CPU, torch.float32)[
+            said = reference_model.outputs(reference_model.model, np.arange(WINDOWS), CPU, torch.float32)[
                 reference_model.output
             ]
         tell(task, reference_model.role, said.double().numpy())
@@ -102,7 +102,7 @@ def test_every_window_that_trains_validates_or_is_judged_is_asked_about(folder: 
     task.bind_outputs("autoencoder", answers)
     split = task._data.split
     assert sorted(asked) == sorted([*split.train, *split.validation, *np.concatenate([*split.test.values()])])
-    assert all(reference_model.placements == ("cache",) for reference_model in task.reference_models)
+    assert all(reference_model.placements == ("cache",) for reference_model in task.reference_models())
 
 
 @pytest.mark.parametrize("role", MADE_BY)

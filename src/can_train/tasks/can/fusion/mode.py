@@ -4,7 +4,7 @@ autoencoder's anomaly score makes the better alarm. Both are finished models, as
 Shapes: G windows of the data set, R rows (windows), A mixing weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import ConfigError
-from can_train.task import Feature
+from can_train.task import Feature, Outputs
 from can_train.tasks.can.data.dataset import CanData
 from can_train.tasks.can.evaluation.judging import Score
 from can_train.tasks.can.fusion.agent import (
@@ -29,7 +29,6 @@ from can_train.tasks.can.fusion.agent import (
     numpy_generator,
 )
 from can_train.tasks.can.fusion.scores import WindowScores, mixing_weights, next_windows
-from can_train.tasks.can.losses import Answers
 from can_train.tasks.can.modes.classifier import check_classes
 from can_train.tasks.can.modes.windows import WindowTask
 from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, WindowReferenceModel, reference_model_of
@@ -45,9 +44,6 @@ class FusionTask(WindowTask):
         run: The resolved run.
         data: The windows.
         finished: The models, by role.
-
-    Attributes:
-        reference models: Those models, asked about every window that trains, validates or is judged.
 
     Raises:
         DataError: There are no labels, or windows of one class only.
@@ -66,7 +62,7 @@ class FusionTask(WindowTask):
         asked = np.unique(np.concatenate([split.train, split.validation, *split.test.values()]))
         autoencoder = reference_model_of(AUTOENCODER, finished[AUTOENCODER], data, asked, output="errors")
         classifier = reference_model_of(CLASSIFIER, finished[CLASSIFIER], data, asked, output="logits")
-        self.reference_models: tuple[WindowReferenceModel, ...] = (autoencoder, classifier)
+        self._reference_models = (autoencoder, classifier)
         self._asked = asked
         self._pair = ScorePair(autoencoder=autoencoder.network, classifier=classifier.network)
         self._problem = MixingProblem(
@@ -77,12 +73,16 @@ class FusionTask(WindowTask):
             discount=run.mode.discount,
         )
 
-    def bind_outputs(self, role: str, answers: Answers) -> None:
+    def reference_models(self) -> Sequence[WindowReferenceModel]:
+        """Returns the autoencoder and the classifier, asked about every window that trains, validates or is judged."""
+        return self._reference_models
+
+    def bind_outputs(self, role: str, outputs: Outputs) -> None:
         """Takes down what a finished model says of all windows.
 
         Args:
             role: Of the model.
-            answers: What it says of some windows: [R, 3] `errors` or [R, 2] `logits`.
+            outputs: What it says of some windows: [R, 3] `errors` or [R, 2] `logits`.
 
         Raises:
             RunError: Something that it says is not a finite number.
@@ -90,9 +90,9 @@ class FusionTask(WindowTask):
         """
         rows, scores = self._asked, self._problem.scores
         if role == AUTOENCODER:
-            scores.anomaly[rows], scores.errors[rows] = self._pair.anomaly(_all(answers, rows, "errors"))
+            scores.anomaly[rows], scores.errors[rows] = self._pair.anomaly(_all(outputs, rows, "errors"))
         else:
-            logits = _all(answers, rows, "logits")
+            logits = _all(outputs, rows, "logits")
             scores.attack[rows] = self._pair.attack(logits[:, 1:] - logits[:, :1])
 
     def build_model(self) -> FusionAgent:
@@ -141,9 +141,9 @@ class FusionTask(WindowTask):
         return judge_agent(score, self._data, self._problem, self._options(supervised=True))
 
 
-def _all(answers: Answers, rows: NDArray[np.int64], output: str) -> NDArray[np.float64]:
+def _all(outputs: Outputs, rows: NDArray[np.int64], output: str) -> NDArray[np.float64]:
     parts = np.split(rows, range(ASKED_AT_ONCE, len(rows), ASKED_AT_ONCE))
-    return np.concatenate([np.asarray(answers(part)[output].double().cpu()) for part in parts])
+    return np.concatenate([np.asarray(outputs(part)[output].double().cpu()) for part in parts])
 
 
 def _check_start(run: ResolvedRun) -> None:

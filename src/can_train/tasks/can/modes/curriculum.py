@@ -5,7 +5,7 @@ Shapes: R training windows, H benign ones among them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import RunError
+from can_train.task import Outputs
 from can_train.tasks.can.data.dataset import CanData
-from can_train.tasks.can.losses import Answers, ClassifierBatch, Gather
+from can_train.tasks.can.losses import ClassifierBatch, Gather
 from can_train.tasks.can.modes.classifier import ClassifierTask
-from can_train.tasks.can.reference_models import AUTOENCODER, reference_model_of
+from can_train.tasks.can.reference_models import AUTOENCODER, WindowReferenceModel, reference_model_of
 from can_train.tasks.can.settings import CurriculumSettings
 
 TICK: Final = 1e-3
@@ -142,19 +143,21 @@ class CurriculumTask(ClassifierTask):
         self._is_training_attack = self._is_attack(data.split.train)
         self._benign = data.split.train[~self._is_training_attack]
         self._autoencoder = reference_model_of(AUTOENCODER, finished[AUTOENCODER], data, self._benign, output="errors")
-        self.reference_models = [self._autoencoder]
         self._schedule = self._schedule_of(run.mode)
         # A plan that is made before the autoencoder was asked takes any windows for hard, not the first log's.
         self._rank(np.random.default_rng(run.training.seed).random(len(self._benign)))
-        self.notices = self._notices()
 
-    def bind_outputs(self, role: str, answers: Answers) -> None:
+    def reference_models(self) -> Sequence[WindowReferenceModel]:
+        """Returns the autoencoder, whose errors rank the benign windows."""
+        return (self._autoencoder,)
+
+    def bind_outputs(self, role: str, outputs: Outputs) -> None:
         """Learns how hard each benign window is.
 
         Raises:
             RunError: An error is not a finite number.
         """
-        errors = answers(self._benign)["errors"].double().cpu().numpy()
+        errors = outputs(self._benign)["errors"].double().cpu().numpy()
         difficulty = self._autoencoder.network.combine(errors)
         broken = int(np.count_nonzero(~np.isfinite(difficulty)))
         if broken:
@@ -188,7 +191,7 @@ class CurriculumTask(ClassifierTask):
         """Benign windows for each attack."""
         return len(self._benign) / max(int(self._is_training_attack.sum()), 1)
 
-    def _notices(self) -> tuple[str, ...]:
+    def notices(self) -> Sequence[str]:
         """Says where the data end before the curriculum does; a sample of them cannot tell."""
         wanted = self._run.mode.end_ratio
         if self._data.sample is not None or self._available >= wanted:

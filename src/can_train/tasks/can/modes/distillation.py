@@ -4,7 +4,7 @@ latents and reconstructions.
 Shapes: R rows (windows).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
+from can_train.task import Outputs
 from can_train.tasks.can.data.dataset import CanData
 from can_train.tasks.can.evaluation.judging import Score
-from can_train.tasks.can.losses import Answers, DistilledAutoencoderBatch, DistilledClassifierBatch
+from can_train.tasks.can.losses import DistilledAutoencoderBatch, DistilledClassifierBatch
 from can_train.tasks.can.models.build import build_network
 from can_train.tasks.can.modes.autoencoder import AutoencoderTask
 from can_train.tasks.can.modes.classifier import ClassifierTask
@@ -56,19 +57,19 @@ class _Teacher:
     Attributes:
         reference model: The teacher.
         others: All that can be asked, the teacher first.
-        answers: Where its outputs come from, once that is known.
+        outputs: Where its outputs come from, once that is known.
         student_parameters: Weights of the student, once it is made; what projects to the teacher is no part of it.
     """
 
     reference_model: WindowReferenceModel
     others: list[WindowReferenceModel]
-    answers: Answers | None = None
+    outputs: Outputs | None = None
     student_parameters: int = 0
 
-    def ask(self) -> Answers:
+    def ask(self) -> Outputs:
         """Returns where its outputs come from."""
-        assert self.answers is not None, "training tells the answers before it asks for a batch"
-        return self.answers
+        assert self.outputs is not None, "training tells the answers before it asks for a batch"
+        return self.outputs
 
     def compared(self, timed: "TimedScore") -> dict[str, Any]:
         """Returns the size and speed of the student and the others, by name.
@@ -111,9 +112,13 @@ class _Student(WindowTask):
 
     _teacher: _Teacher
 
-    def bind_outputs(self, role: str, answers: Answers) -> None:
+    def reference_models(self) -> Sequence[WindowReferenceModel]:
+        """Returns the teacher and, where one is named, the student that was trained without it."""
+        return self._teacher.others
+
+    def bind_outputs(self, role: str, outputs: Outputs) -> None:
         """Learns where the teacher's outputs come from."""
-        self._teacher.answers = answers
+        self._teacher.outputs = outputs
 
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges the student as any model of its kind, beside its teacher and beside itself without one."""
@@ -126,8 +131,7 @@ class _Student(WindowTask):
         """Takes one of the finished models for the teacher, which is asked for some output."""
         rows = np.concatenate([self.train_rows, self.validation_rows])
         self._teacher = _teacher(self._run, self._data, finished, rows, output)
-        self.reference_models = self._teacher.others
-        self.reference_roles = [other.role for other in self.reference_models]
+        self.reference_roles = [other.role for other in self._teacher.others]
 
 
 class DistilledClassifierTask(_Student, ClassifierTask):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.resolved import ResolvedRun
-from can_train.task import Feature
+from can_train.task import Feature, Task
 from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer, GraphBatch
 from can_train.tasks.can.models.build import build_network
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from can_train.tasks.can.evaluation.judging import FolderTable, JudgingOptions, Score
 
 
-class WindowTask:
+class WindowTask(Task):
     """The part of a task that no mode changes.
 
     Args:
@@ -55,9 +55,8 @@ class WindowTask:
         self.sample_note = "" if data.sample is None else data.sample.note
         self._train_on(train_rows)
 
-    @property
     def data_digest(self) -> str:
-        """Of the logs that the windows are of: what they hold, in which role and order, wherever they lie."""
+        """Returns a digest of the logs that the windows are of: what they hold, in which role and order, wherever they lie."""
         logs = [(source.role, source.group, source.sha256) for source in self._data.flat.sources]
         return hashlib.sha256(json.dumps(logs).encode()).hexdigest()
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from can_train.memory.meters import fits, measure_held
+from can_train.memory.meters import simulate_fit, simulate_peak
 
 MIB = 2**20
 
@@ -13,7 +13,7 @@ def take(size: int) -> None:
 
 
 def test_a_batch_of_whole_pages_leaves_no_gap() -> None:
-    assert measure_held(lambda: take(40 * MIB), []) == (40 * MIB, 40 * MIB)
+    assert simulate_peak(lambda: take(40 * MIB), []) == (40 * MIB, 40 * MIB)
 
 
 def test_freed_blocks_that_are_too_small_to_use_again_are_gaps() -> None:
@@ -25,20 +25,20 @@ def test_freed_blocks_that_are_too_small_to_use_again_are_gaps() -> None:
         freed.clear()
         kept.append(torch.empty(30 * MIB, dtype=torch.uint8))
 
-    held = measure_held(run, [])
-    assert held.allocated / held.reserved == pytest.approx(160 / 200, abs=0.03)
+    allocated, reserved = simulate_peak(run, [])
+    assert allocated / reserved == pytest.approx(160 / 200, abs=0.03)
 
 
 def test_what_is_resident_is_in_use() -> None:
     weights = torch.empty(100 * MIB, dtype=torch.uint8)
-    assert measure_held(lambda: None, [weights]) == (100 * MIB, 100 * MIB)
+    assert simulate_peak(lambda: None, [weights]) == (100 * MIB, 100 * MIB)
 
 
 def test_a_batch_fits_where_its_pages_do() -> None:
     def run() -> None:
         take(35 * MIB)
 
-    assert fits(run, [], 40 * MIB)
-    assert not fits(run, [], 30 * MIB)
-    assert not fits(run, [torch.empty(10 * MIB, dtype=torch.uint8)], 40 * MIB)
-    assert not fits(run, [torch.empty(50 * MIB, dtype=torch.uint8)], 40 * MIB)
+    assert simulate_fit(run, [], 40 * MIB)
+    assert not simulate_fit(run, [], 30 * MIB)
+    assert not simulate_fit(run, [torch.empty(10 * MIB, dtype=torch.uint8)], 40 * MIB)
+    assert not simulate_fit(run, [torch.empty(50 * MIB, dtype=torch.uint8)], 40 * MIB)

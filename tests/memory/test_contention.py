@@ -4,7 +4,7 @@ import pytest
 
 from can_train.errors import DeviceError
 from can_train.memory.meters import SimulatedMeter, open_meter
-from can_train.memory.simulated_gpu import FOREIGN, neighbours
+from can_train.memory.simulated_gpu import FOREIGN, simulated_contention
 
 MIB = 2**20
 
@@ -24,7 +24,7 @@ def open_gpu(mib: int) -> SimulatedMeter:
 
 
 def test_where_nobody_is_named_nobody_is_there() -> None:
-    assert neighbours({})() == 0
+    assert simulated_contention({})() == 0
 
 
 @pytest.mark.parametrize("text", ["", "\n", None])
