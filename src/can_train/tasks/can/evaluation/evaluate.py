@@ -264,9 +264,7 @@ def _references_of(finished: FinishedModel, data: CanData, load_model: LoadModel
     return MixReferences(result) if isinstance(mode, FusionSettings) else References(result)
 
 
-def _final_scores(
-    model: WindowModel, raw: FolderScores, validation: NDArray[np.float64] | None = None
-) -> ModelScores:
+def _final_scores(model: WindowModel, raw: FolderScores, validation: NDArray[np.float64] | None = None) -> ModelScores:
     return ModelScores(
         validation=np.empty(0) if validation is None else model.combine(validation),
         test={folder: model.combine(columns) for folder, columns in raw.items()},

@@ -81,7 +81,7 @@ class Detector:
     scores: ModelScores
     threshold: Threshold
 
-    def decision(self) -> "ThresholdRecord":
+    def record(self) -> "ThresholdRecord":
         """Returns what validation decided about the detector, as strict JSON."""
         record = ThresholdRecord(threshold=self.threshold.value, threshold_rule=self.threshold.rule)
         if self.scores.error_units is not None:
@@ -167,8 +167,10 @@ def judge(
 
     def with_threshold(one: ModelScores) -> Detector:
         check_scores(one)
-        rule = {"supervised": options.supervised, "fpr": options.validation_fpr}
-        return Detector(one, choose_threshold(is_attack, one.validation, **rule))
+        threshold = choose_threshold(
+            is_attack, one.validation, supervised=options.supervised, fpr=options.validation_fpr
+        )
+        return Detector(one, threshold)
 
     model = with_threshold(scores)
     others = {name: with_threshold(one) for name, one in references.items()}
@@ -208,12 +210,15 @@ def judge_at(
     for detector in (model, *references.values()):
         check_scores(detector.scores)
     detectors = {TRAINED: model, **references}
-    judgement: Judgement = {
-        **model.decision(),
-        "test": {folder: _judge_folder(flat, split, folder, detectors, baselines) for folder in split.test},
-        "references": {name: other.decision() for name, other in references.items()},
-        "absent": baselines.absent,
-    }
+    judgement = Judgement(
+        threshold=model.threshold.value,
+        threshold_rule=model.threshold.rule,
+        test={folder: _judge_folder(flat, split, folder, detectors, baselines) for folder in split.test},
+        references={name: other.record() for name, other in references.items()},
+        absent=baselines.absent,
+    )
+    if model.scores.error_units is not None:
+        judgement["error_units"] = model.scores.error_units
     if len(split.validation):
         judgement["validation"] = _metrics(flat, split.validation, model.scores.validation, model.threshold)
     return judgement
@@ -374,7 +379,9 @@ def judgement_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
 def _folder_table(folder: str, judged: FolderJudgement) -> JudgementTable:
     model = judged["model"]
     detectors = {TRAINED: model, **judged["references"], **judged["baselines"]}
-    kinds = [f"{kind} {found['recall']:.3f} of {found['windows']:,}" for kind, found in judged["recall_by_kind"].items()]
+    kinds = [
+        f"{kind} {found['recall']:.3f} of {found['windows']:,}" for kind, found in judged["recall_by_kind"].items()
+    ]
     return JudgementTable(
         title=f"{folder}: {model['windows']:,} windows, {model['attack_windows']:,} attacks",
         rows=tuple((name, *_cells(figures)) for name, figures in detectors.items()),

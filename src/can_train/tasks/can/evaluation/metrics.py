@@ -193,9 +193,7 @@ def recall_by_kind(
     found = {}
     for code in np.unique(label[label > 0]):
         of_kind = label == code
-        found[kinds[code]] = KindRecall(
-            recall=float(np.mean(flagged[of_kind])), windows=int(np.count_nonzero(of_kind))
-        )
+        found[kinds[code]] = KindRecall(recall=float(np.mean(flagged[of_kind])), windows=int(np.count_nonzero(of_kind)))
     return found
 
 

@@ -313,7 +313,9 @@ class PolicyBatch:
         return {"value": (torch.tensor(-earned.sum()), float(len(rows)))}
 
 
-def decide(agent: nn.Module, table: WindowScores, rows: NDArray[np.int64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def decide(
+    agent: nn.Module, table: WindowScores, rows: NDArray[np.int64], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Returns [R, 2] the fused score of each window, and the mixing weight that the agent chooses for it."""
     assert isinstance(agent, FusionAgent)
     chosen = weights[agent.best_actions(table.states(rows))]
@@ -328,6 +330,7 @@ def scale_errors(
     Raises:
         RunError: An error is not a finite number.
     """
+    assert autoencoder.error_units is not None
     autoencoder.check_finite(errors)
     scores = bounded_anomaly(autoencoder.combine(errors), autoencoder.threshold)
     return scores, bounded_errors(errors, autoencoder.error_units)
