@@ -1,7 +1,6 @@
-"""`can-train status RUN`: what state a run is in and why, how far it has come, and all its jobs and attempts."""
+"""The command line: which command a line names, and how its errors are shown."""
 
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from can_train.cli.options import canonical_arguments
-from can_train.cli.output import print_tables
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
-from can_train.cli.runs import history_tables, run_json, run_lines
 from can_train.errors import CanTrainError, of_system
-
-
-def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
-    """Show the state of a run, and how it came to it."""
-    locator = RunLocator(runs_dir, state_dir)
-    found = locator.status(locator.find(run))
-    if as_json:
-        print(json.dumps(run_json(found), indent=2, ensure_ascii=False))
-        return
-    print("\n".join(run_lines(found)))
-    print_tables(history_tables(found))
 
 
 def after_job(
@@ -37,13 +22,11 @@ def after_job(
     Standard input has the variables that the job began with.
     """
     from can_train.cli.attempt import go_on_in_job
-    from can_train.slurm.restart import after_job as look_after
-    from can_train.slurm.script import remembered_environment
+    from can_train.slurm.restart import after_job as restart_after_job
 
-    began_with = remembered_environment(sys.stdin.buffer.read())
-    said = look_after(go_on_in_job, state_dir, status=status, began_with=began_with)
-    if said:
-        print(f"can-train: {said}", flush=True)
+    message = restart_after_job(go_on_in_job, state_dir, status=status, environment=sys.stdin.buffer.read())
+    if message:
+        print(f"can-train: {message}", flush=True)
 
 
 _HELP: Final = """Launches PyTorch training that fits. A line that starts with an option trains:
@@ -123,6 +106,7 @@ def _runs() -> Callable[..., None]:
 
 
 def _status() -> Callable[..., None]:
+    from can_train.cli.runs import status
 
     return status
 

@@ -27,11 +27,11 @@ from can_train.config.overrides import split_list
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import ConfigError, RunError
 from can_train.slurm.client import NoControllerError, Partition, read_partitions
-from can_train.slurm.order import SubmissionPlan, SubmitOptions, plan_submission
 from can_train.slurm.pipeline import AT_WORK, REUSED, Step
 from can_train.slurm.prerequisites import is_whole, with_folders
 from can_train.slurm.snapshot import Code, code_of, describe, keep, read_code
 from can_train.slurm.status import find_run, known_runs, run_statuses
+from can_train.slurm.submission_plan import SubmissionPlan, SubmitOptions, plan_submission
 from can_train.slurm.submit import Submission, run_line
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, make_run
 
@@ -292,12 +292,12 @@ def _asked(stages: Sequence["Stage"], flags: Flags) -> list["Asked"]:
 
 def _resolved(stage: "Stage", request: "RunRequest") -> "ResolvedRun":
     from can_train.config.compose import expand, resolve
-    from can_train.config.resolved import settled_paths
+    from can_train.config.resolved import with_absolute_paths
 
     try:
         if len(expand([request])) > 1:
             raise ConfigError("A stage is one run", value=" ".join(request.sets), remedy="Give each setting one value")
-        return settled_paths(resolve(request))
+        return with_absolute_paths(resolve(request))
     except ConfigError as error:
         own = f"For one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
         remedy = ".\n".join(filter(None, (error.remedy, own)))

@@ -121,8 +121,7 @@ def chosen(needed: Prerequisite, known: KnownRun, why: str = _NEWEST) -> str:
 def with_folders(run: ResolvedRun, folders: Mapping[str, Path]) -> ResolvedRun:
     """Writes the folders of the runs that a run builds on into its settings, by role."""
     absolute = {role: str(path.resolve()) for role, path in folders.items()}
-    config = {**run.config, "mode": {**run.config["mode"], **absolute}}
-    return replace(run, mode=replace(run.mode, **absolute), config=config)
+    return replace(run, mode=replace(run.mode, **absolute))
 
 
 def misfits(config: Mapping[str, Any], run: ResolvedRun, needed: Prerequisite) -> list[str]:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DoesNotFitError, StateError
 from can_train.fit import random_state
-from can_train.fit.explore import Explorer, probe, seconds_a_sample
+from can_train.fit.explore import Explorer, probe, seconds_per_sample
 from can_train.fit.features import members
 from can_train.fit.optimizer import Precision
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train.io.atomic import write_json_atomic
-from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter
+from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter
 from can_train.task import ReferenceModel, Task
@@ -400,9 +400,8 @@ class ReferenceModels:
 
     def _decided(self, reference_model: ReferenceModel, model: nn.Module) -> ReferenceModelPlan:
         # On the host itself a reference model that stays there is one that stays on the device.
-        is_host = isinstance(self.meter, CpuMeter) and not isinstance(self.meter, AbsentGpuMeter)
         ways = [
-            way for way in reference_model.placements if way != "offload" or not is_host
+            way for way in reference_model.placements if way != "offload" or not self.meter.is_host
         ] or reference_model.placements
         plan = ReferenceModelPlan(role=reference_model.role, name=reference_model.name, placement=ways[0])
         if len(ways) == 1:
@@ -437,7 +436,7 @@ class ReferenceModels:
         rows = self.task.train_rows
         explorer = Explorer(
             task=self.task, model=model, training=self.training, meter=self.meter, rows=rows,
-            tried=lambda cost: None, verify=self.verify, beside=answers.resident,
+            verify=self.verify, reference_tensors=answers.resident,
         )  # fmt: skip
         cost_model, seconds = explorer.step_cost()
         each = self.task.batch_features(rows) @ np.asarray(cost_model.coefficients)
@@ -458,7 +457,7 @@ class ReferenceModels:
             return replace(cost, disk_bytes=num_bytes)
         source = FromDevice(reference_model, self.meter, self.dtype)
         work = asking(reference_model, source.model, source)
-        seconds = seconds_a_sample(work, probe(work, self.meter)[0].model, self.meter)
+        seconds = seconds_per_sample(work, probe(work, self.meter).model, self.meter)
         # What a sample of the data stands for is asked about, too.
         asked = max(len(reference_model.rows), len(self.task.train_rows))
         return replace(cost, disk_bytes=num_bytes, once_seconds=seconds * asked)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from can_train.errors import CanTrainError, CheckpointError, ConfigError
-from can_train.tasks.can.data.dataset import load_data, located, prepare_judged
-from can_train.tasks.can.data.layout import TEST, LogFile, find_judged_logs, find_logs, hash_logs
+from can_train.tasks.can.data.dataset import load_data, prepare_for_evaluation, simulate_if_synthetic
+from can_train.tasks.can.data.layout import TEST, LogFile, find_evaluation_logs, find_logs, hash_logs
 from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines
 from can_train.tasks.can.evaluation.judging import (
     TRAINED,
@@ -43,13 +43,12 @@ from can_train.tasks.can.settings import (
     FusionSettings,
     VgaeSettings,
 )
-from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder_name
+from can_train.tasks.can.synthetic.writing import synthetic_folder_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from can_train.config.compose import JudgedData
-    from can_train.config.resolved import FinishedModel
+    from can_train.config.resolved import EvaluationData, FinishedModel
     from can_train.reporter import Reporter
     from can_train.tasks.can.data.dataset import CanData
     from can_train.tasks.can.data.graphs import SourceFile
@@ -79,7 +78,7 @@ FITTED_BASELINES: Final = ("id_lookup", "random_forest")
 _NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
 
 
-def make_evaluation(finished: FinishedModel, load_model: LoadModel, asked: JudgedData) -> WindowEvaluation:
+def make_evaluation(finished: FinishedModel, load_model: LoadModel, asked: EvaluationData) -> WindowEvaluation:
     """Prepares the windows that are judged.
 
     Args:
@@ -100,14 +99,14 @@ def make_evaluation(finished: FinishedModel, load_model: LoadModel, asked: Judge
     return WindowEvaluation(_model_of(finished, data, load_model), data, references, replace(asked, own=own))
 
 
-def _judged_data(trained: CanDatasetSettings, asked: JudgedData) -> tuple[CanData, bool]:
+def _judged_data(trained: CanDatasetSettings, asked: EvaluationData) -> tuple[CanData, bool]:
     """Loads the windows, and tells whether they are the run's own, split as they were for training."""
     own = asked.own or _same_logs(trained, asked.dataset)
     _check_unchanged(trained, asked.dataset, (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own else ())))
     if own:
         return load_data(asked.dataset, asked.data_root, asked.cache, asked.reporter), True
-    logs = find_judged_logs(located(asked.dataset, asked.cache, asked.reporter), asked.data_root)
-    data = prepare_judged(asked.dataset, logs, asked.cache, asked.reporter)
+    logs = find_evaluation_logs(simulate_if_synthetic(asked.dataset, asked.cache, asked.reporter), asked.data_root)
+    data = prepare_for_evaluation(asked.dataset, logs, asked.cache, asked.reporter)
     _warn_of_training_logs(_training_logs(trained, asked), data.flat.sources, asked.reporter)
     return data, False
 
@@ -127,10 +126,10 @@ def _check_unchanged(trained: CanDatasetSettings, asked: CanDatasetSettings, nam
                               remedy="Leave it out; --dataset names other data")  # fmt: skip
 
 
-def _training_logs(trained: CanDatasetSettings, asked: JudgedData) -> list[LogFile]:
+def _training_logs(trained: CanDatasetSettings, asked: EvaluationData) -> list[LogFile]:
     """Finds the logs that the run was trained on; none where they are gone, or on another machine."""
     folder = asked.cache / synthetic_folder_name(trained.synthetic)
-    here = replace(trained, path=str(folder)) if is_synthetic(trained) else trained
+    here = replace(trained, path=str(folder)) if trained.is_synthetic else trained
     try:
         return [log for log in find_logs(here, asked.data_root) if log.role != TEST]
     except CanTrainError:
@@ -300,7 +299,7 @@ class WindowEvaluation:
         own_split: Whether they are split as they were for training; else all of them are judged.
     """
 
-    def __init__(self, model: WindowModel, data: CanData, references: References, asked: JudgedData) -> None:
+    def __init__(self, model: WindowModel, data: CanData, references: References, asked: EvaluationData) -> None:
         self._model = model
         self._data = data
         self._references = references
