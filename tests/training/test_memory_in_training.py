@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from can_train.factors.records import records_of
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
 from can_train.factors.observations import Observation, read_observations
-from can_train.factors.records import records_of
 from can_train.factors.store import run_notes
 from can_train.memory.meters import SimulatedMeter
 from can_train.memory.monitor import RISES, WINDOW_STEPS
