@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
+from can_train.factors.exchange import run_notes
 from can_train.factors.observations import Observation, read_observations
-from can_train.factors.store import run_notes
 from can_train.memory.meters import SimulatedMeter
 from can_train.memory.monitor import RISES, WINDOW_STEPS
 from can_train.task import Feature
