@@ -215,10 +215,7 @@ def summarize_runs(
     learned = first if decision is None or (imported and not history) else decision.factor
     interval = decision.interval if history and decision else None
     aim, limited_by = (decision.aim, decision.limited_by) if decision else (policy.target, "target")
-    factors = [run.factor for run in runs[-_CONVERGED_RUNS:]]
-    # Not the statistics module, whose import takes a tenth of the command line's start.
-    mean = fsum(factors) / max(len(factors), 1)
-    variance = fsum((factor - mean) ** 2 for factor in factors) / max(len(factors), 1)
+    variance = _variance([run.factor for run in runs[-_CONVERGED_RUNS:]])
     initial_reason = _initial_reason(active, runs)
     times = [run.ended for run in all_runs] or [event.moment for event in (active.pin, cutoff) if event]
     summary = FactorSummary(
@@ -238,10 +235,7 @@ def summarize_runs(
         runs=runs,
         runs_before_reset=tuple(all_runs[: len(all_runs) - len(runs)]),
         factor_variance=variance,
-        converged=_is_converged(runs, aim, variance)
-        and learned is not None
-        and interval is not None
-        and interval < _CONVERGED_INTERVAL * learned,
+        converged=_is_steady(runs, aim, variance) and _is_known(learned, interval),
     )
     return _with_pin(summary, active.pin)
 
@@ -390,9 +384,19 @@ def _with_pin(summary: FactorSummary, pin: Event | None) -> FactorSummary:
     return replace(summary, state="pinned", factor=pin.value, initial_reason=initial_reason, reason=reason)
 
 
-def _is_converged(runs: Sequence[Observation], aim: float, variance: float) -> bool:
+def _is_steady(runs: Sequence[Observation], aim: float, variance: float) -> bool:
     in_band = [
         run.peak is not None and abs(run.peak - aim) <= _BAND and not run.teaches_out_of_memory
         for run in runs[-_IN_BAND_RUNS:]
     ]
     return len(runs) >= _CONVERGED_RUNS and all(in_band) and variance < _CONVERGED_VARIANCE
+
+
+def _is_known(factor: float | None, interval: float | None) -> bool:
+    return factor is not None and interval is not None and interval < _CONVERGED_INTERVAL * factor
+
+
+def _variance(values: Sequence[float]) -> float:
+    # Not the statistics module, whose import takes a tenth of the command line's start.
+    mean = fsum(values) / max(len(values), 1)
+    return fsum((value - mean) ** 2 for value in values) / max(len(values), 1)
