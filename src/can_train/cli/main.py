@@ -91,9 +91,9 @@ def _training() -> Callable[..., None]:
 
 
 def _factors() -> Callable[..., None]:
-    from can_train.cli.factors import make_factors_command
+    from can_train.cli.factors import factors
 
-    return make_factors_command()
+    return factors
 
 
 def _runs() -> Callable[..., None]:
