@@ -7,10 +7,10 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
-from can_train.config.resolved import settled_paths
-from can_train.slurm.client import Answer, Node, Partition, QueueRow
+from can_train.config.resolved import with_absolute_paths
+from can_train.slurm.client import Node, Partition, QueueRow, SlurmAnswer
 from can_train.slurm.duplicates import find_duplicate_run, identity
-from can_train.slurm.order import SubmitOptions, plan_submission
+from can_train.slurm.submission_plan import SubmitOptions, plan_submission
 from can_train.training.run_folder import Registry, RunRecord
 from fakes.made_runs import RESULT, Runs
 
@@ -28,7 +28,7 @@ def test_a_job_in_the_queue_is_seen_alike_by_status_and_by_the_duplicate_check(
     runs = Runs(tmp_path)
     path = runs.add(1, entered=False)
     places = {"paths.runs_dir": str(runs.runs_dir), "paths.state_dir": str(runs.state_dir)}
-    run = settled_paths(resolve(RunRequest(model="gat", dataset="synthetic", cluster="slurm", values=places)))
+    run = with_absolute_paths(resolve(RunRequest(model="gat", dataset="synthetic", cluster="slurm", values=places)))
     Registry(runs.state_dir).add(
         RunRecord(run_id=path.name, path=str(path), key=run.key, time="2026-01-01T00:00:01+00:00",
                   identity=identity(run, "code", []))
@@ -51,7 +51,7 @@ def test_the_newest_run_that_lives_or_has_finished_is_the_duplicate_run(tmp_path
     runs.add(3, identity="x")
     runs.add(4, RESULT, identity="y")
     runs.submit(queued, "7")
-    found = find_duplicate_run("x", runs.look(Answer(queue=[QueueRow(job_id="7", state="PENDING")], accounts=())))
+    found = find_duplicate_run("x", runs.look(SlurmAnswer(queue=[QueueRow(job_id="7", state="PENDING")], accounts=())))
     assert found is not None
     assert (found.run.run_id, found.state) == (queued.name, "queued")
     found = find_duplicate_run("x", runs.look())
@@ -74,5 +74,5 @@ def test_the_newest_job_of_a_run_decides(tmp_path: Path, queue: dict[str, str], 
     runs.submit(path, "2")
     runs.submit(path, "5_3", time="2026-01-01T00:00:09+00:00")
     rows = [QueueRow(job_id=job_id, state=word) for job_id, word in queue.items()]
-    found = find_duplicate_run("x", runs.look(Answer(queue=rows, accounts=())))
+    found = find_duplicate_run("x", runs.look(SlurmAnswer(queue=rows, accounts=())))
     assert (found.state if found else None) == state

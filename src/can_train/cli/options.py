@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_type_hints
 import typer
 
 from can_train.config import settings
-from can_train.config.overrides import ALIASES, canonical, split_list
+from can_train.config.overrides import ALIASES, canonical_name, split_list
 from can_train.config.settings import TrainingSettings
 from can_train.config.task_settings import load_task_settings, task_names
 from can_train.errors import ConfigError
@@ -139,7 +139,7 @@ def _switched(flag: str, value: str) -> str:
 
 def _canonical_flag(spelling: str) -> str:
     name = spelling.removeprefix("--")
-    known = canonical(name) if name.replace("-", "_") in ALIASES else name
+    known = canonical_name(name) if name.replace("-", "_") in ALIASES else name
     return "--" + known.replace("_", "-")
 
 
@@ -290,10 +290,10 @@ def settled_runs(requests: Sequence["RunRequest"], awaited: Sequence[str] = ()) 
     """
     # Composition imports Hydra: a line that is wrong before it does not pay for it.
     from can_train.config.compose import resolve
-    from can_train.config.resolved import settled_paths, state_dir
+    from can_train.config.resolved import state_dir, with_absolute_paths
     from can_train.slurm.prerequisites import PastRuns, settled_prerequisites
 
-    runs = [settled_paths(resolve(request)) for request in requests]
+    runs = [with_absolute_paths(resolve(request)) for request in requests]
     if not any(run.prerequisites for run in runs):
         return runs
     past = PastRuns(state_dir(runs[0].paths), runs[0].runs_dir, awaited)

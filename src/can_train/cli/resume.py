@@ -28,7 +28,7 @@ def resume(
     """Continue a run from its last checkpoint, where it ran before: one of SLURM is submitted again."""
     locator = RunLocator(runs_dir, state_dir)
     found = locator.status(locator.find(run))
-    if not found.facts.present:
+    if not found.facts.has_folder:
         raise RunError("A run goes on from what is in its folder", value=f"{found.known.folder.path} is gone",
                        remedy="Train anew")  # fmt: skip
     if found.state.live and found.state.certain:
@@ -94,20 +94,20 @@ def _resubmit(request: ResubmitRequest) -> None:
     """Start a new run with another's configuration and some changes, where that one ran."""
     locator = RunLocator(request.runs_dir, request.state_dir)
     found = locator.status(locator.find(request.run))
-    from can_train.config.compose import changed
+    from can_train.config.compose import with_changes
 
     given = {name: getattr(request, name) for name in _CLUSTER_FLAGS}
     values = {f"cluster.{name}": value for name, value in given.items() if value is not None}
     # Not where it was written down: the registry that was asked is the one that gets the new run.
     values["paths.state_dir"] = str(locator.state_folder)
-    run = _settled(changed(found.known.folder.config(), request.set or (), values), locator)
+    run = _settled(with_changes(found.known.folder.config(), request.set or (), values), locator)
     if not found.facts.jobs:
         from can_train.cli.attempt import start
 
         start(run)
         return
     from can_train.cli.submit import submit_runs
-    from can_train.slurm.order import SubmitOptions
+    from can_train.slurm.submission_plan import SubmitOptions
 
     submit_runs([run], SubmitOptions(force=request.force))
 

@@ -53,7 +53,8 @@ def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any], awaited
     Raises:
         CanTrainError: A target is unknown, the data cannot be read, or the training does not fit on the only target.
     """
-    from can_train.training.dry_run import dry_json, dry_plans, find_targets, nothing_left_behind
+    from can_train.training.dry_run import dry_plans, find_targets, nothing_left_behind
+    from can_train.training.report import dry_json
 
     # First: what is wrong with the job is known at once, a plan takes seconds.
     scripts = _scripts(runs, awaited) if flags["submit"] else None
@@ -76,7 +77,7 @@ def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any], awaited
 
 def _scripts(runs: Sequence["ResolvedRun"], awaited: Sequence[str]) -> list[str | None]:
     from can_train.cli.submit import scripts
-    from can_train.slurm.order import SubmitOptions
+    from can_train.slurm.submission_plan import SubmitOptions
 
     return scripts(runs, SubmitOptions(after=awaited))
 
@@ -93,14 +94,14 @@ def _print_scripts(runs: Sequence["ResolvedRun"], scripts: Sequence[str | None])
 
 def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"]) -> None:
     from can_train.config.resolved import plain_to_yaml
-    from can_train.training.dry_run import COLUMNS, data_text, dry_lines, dry_row, warnings_of
+    from can_train.training.report import COLUMNS, data_text, dry_lines, dry_row
 
     lines = dry_lines(run.key, plans[0]) if len(plans) == 1 else []
     print(plain_to_yaml(run.config))
     if lines:
         print("\n".join(lines))
         return
-    notes = list(dict.fromkeys(note for dry in plans for note in warnings_of(dry)))
+    notes = list(dict.fromkeys(note for dry in plans for note in dry.warnings))
     sources = list(dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans))
     rows = [dry_row(dry) for dry in plans]
     print_tables([TextTable(f"Plans of {run.key}", COLUMNS, rows, [data_text(plans[0]), *sources, *notes])])
@@ -171,6 +172,6 @@ def _run_here(runs: Sequence["ResolvedRun"]) -> None:
 
 def _submit(runs: Sequence["ResolvedRun"], flags: Flags, awaited: Sequence[str]) -> None:
     from can_train.cli.submit import submit_runs
-    from can_train.slurm.order import SubmitOptions
+    from can_train.slurm.submission_plan import SubmitOptions
 
     submit_runs(runs, SubmitOptions(after=awaited, force=flags["force"]), as_json=flags["json"])

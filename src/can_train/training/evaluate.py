@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from can_train.config.compose import JudgedData, judged_dataset
-from can_train.config.resolved import PathSettings, ResolvedRun, data_root
+from can_train.config.compose import evaluation_dataset
+from can_train.config.resolved import EvaluationData, PathSettings, ResolvedRun, data_root
 from can_train.config.settings import TrainingSettings
 from can_train.config.task_settings import load_object, load_task_settings
 from can_train.errors import ConfigError, StateError
@@ -222,7 +222,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         check_score_file(request.scores)
     finished, meter = load_finished(request.run), open_meter(request.device)
     run, paths = finished.run, _paths(finished.run, request.paths)
-    dataset = judged_dataset(run, request.dataset, request.sets)
+    dataset = evaluation_dataset(run, request.dataset, request.sets)
     task = load_task_settings(run.task)
     if request.scores is not None:
         check_score_file(request.scores, load_object(task.files)(dataset, data_root(paths)))
@@ -230,7 +230,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     prepare: Callable[..., Evaluation] = load_object(task.evaluator)
 
     def judge(cache: Path) -> tuple[Evaluation, Verdict, dict[str, float]]:
-        data = JudgedData(
+        data = EvaluationData(
             dataset=dataset, own=request.dataset is None, data_root=data_root(paths), cache=cache, reporter=reporter
         )
         began = time.perf_counter()

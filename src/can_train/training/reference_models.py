@@ -18,14 +18,14 @@ from can_train.config.settings import TrainingSettings
 from can_train.errors import DoesNotFitError, StateError
 from can_train.fit import random_state
 from can_train.fit.cost_model import DeviceLimits, PhaseLimit
-from can_train.fit.explore import Explorer, Pass, Trials, find_limit, probe, seconds_a_sample
+from can_train.fit.explore import Explorer, Workload, find_limit, probe, seconds_per_sample
 from can_train.fit.features import members
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision
-from can_train.fit.packing import PartLimit
+from can_train.fit.packing import BatchCosts, PartLimit
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train.io.atomic import write_json_atomic
-from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter
+from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter
 from can_train.task import ReferenceModel, Task
@@ -374,8 +374,7 @@ class ReferenceModels:
 
     def _decide(self, reference_model: ReferenceModel, model: nn.Module) -> ReferenceModelPlan:
         # On the host itself a reference model that stays there is one that stays on the device.
-        is_host = isinstance(self.meter, CpuMeter) and not isinstance(self.meter, AbsentGpuMeter)
-        placements = [one for one in reference_model.placements if one != "offload" or not is_host]
+        placements = [one for one in reference_model.placements if one != "offload" or not self.meter.is_host]
         placements = placements or list(reference_model.placements)
         plan = ReferenceModelPlan(role=reference_model.role, name=reference_model.name, placement=placements[0])
         if len(placements) == 1:
@@ -400,7 +399,7 @@ class ReferenceModels:
         rows = self.task.train_rows
         explorer = Explorer(
             task=self.task, model=model, training=self.training, meter=self.meter, rows=rows,
-            tried=lambda cost: None, verify=self.verify, beside=source.resident,
+            verify=self.verify, reference_tensors=source.resident,
         )  # fmt: skip
         cost_model, seconds = explorer.step_cost()
         each = self.task.batch_features(rows) @ np.asarray(cost_model.coefficients)
@@ -424,7 +423,7 @@ class ReferenceModels:
         if self._folder(reference_model).is_dir():
             return 0.0
         work = _work(reference_model, ComputedOutputs(reference_model, self.meter, self._device.precision))
-        seconds = seconds_a_sample(work, probe(work, self.meter)[0].model, self.meter)
+        seconds = seconds_per_sample(work, probe(work, self.meter).model, self.meter)
         # A dry run knows a part of the data, and the training rows of all.
         return seconds * max(len(reference_model.rows), len(self.task.train_rows))
 
@@ -490,14 +489,14 @@ class ReferenceModels:
             batcher=MicroBatcher(source.model, meter=device.meter, limits=limits),
             model=source.model,
             device=device,
-            costs_of=lambda rows: limit.costs(reference_model.batch_features(rows)),
+            costs_of=lambda rows: BatchCosts.priced(limit.model, reference_model.batch_features(rows)),
             limit=PartLimit(cost=LIMIT_SHARE * limit.tuned_limit),
         )
         peak_bytes = 0.0
 
         def compute(part: Rows) -> Mapping[str, Tensor]:
             nonlocal peak_bytes
-            cost = limit.costs(reference_model.batch_features(part)).cost(0, len(part))
+            cost = BatchCosts.priced(limit.model, reference_model.batch_features(part)).cost(0, len(part))
             peak_bytes = max(peak_bytes, limit.peak_bytes(cost))
             return source(part)
 
@@ -513,13 +512,13 @@ class ReferenceModels:
             return writer.finish({}), peak_bytes
 
 
-def _work(reference_model: ReferenceModel, source: ComputedOutputs) -> Pass:
+def _work(reference_model: ReferenceModel, source: ComputedOutputs) -> Workload:
     """Describes the computation of outputs to what explores the device."""
 
     def run(rows: Rows) -> None:
         source(rows)
 
-    return Pass(
+    return Workload(
         run=run,
         rows=reference_model.rows,
         counts=reference_model.batch_features(reference_model.rows),
@@ -534,13 +533,11 @@ def _limit(reference_model: ReferenceModel, source: ComputedOutputs, meter: Mete
     Raises:
         DoesNotFitError: Not even those of one sample.
     """
-    trials = Trials(verify=True, steps=1, tried=lambda cost: None)
     try:
         return find_limit(
             _work(reference_model, source),
             meter,
             lambda costs: float(costs.each().mean()) * WORTHWHILE_SAMPLES / LIMIT_SHARE,
-            trials,
         )
     finally:
         meter.release()

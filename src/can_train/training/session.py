@@ -90,7 +90,7 @@ class Progress:
         self.epoch_samples += samples
         self.epoch_parts += len(result.micro_batches)
         self.epoch_largest = max((self.epoch_largest, *result.micro_batches))
-        self.epoch_ooms += result.ooms
+        self.epoch_ooms += result.ooms_rescued
         self.step_in_epoch += 1
         self.step += 1
 
@@ -195,7 +195,7 @@ class Session:
             self.batcher.use(self.plan.rules, self.run_plan.limits)
             # Costs are in bytes of another tuned limit now.
             self.largest_cost = self.cost_after_rescue = 0.0
-        self.reserve.expect(self.planner.optimizer_memory(), held_bytes=held_bytes)
+        self.reserve.expect(self.planner.explorer.optimizer_memory(), held_bytes=held_bytes)
         self.reserve.hold()
 
     def log(self, **record: Any) -> None:
@@ -253,7 +253,7 @@ def build_session(
         ),
         batcher=MicroBatcher(model, meter=meter, rules=run_plan.plan.rules, rescue=rescue, limits=run_plan.limits),
         planner=planner,
-        reserve=OptimizerReserve(planner.optimizer_memory(), meter, retries=training.oom_retries),
+        reserve=OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=training.oom_retries),
         checkpoints=Checkpoints(parts.folder.checkpoints_path),
         metrics=MetricsLog(parts.folder.metrics_path),
         stops=parts.stops,
@@ -298,7 +298,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     session.optimization.set_trainable(state["trainable"])
     session.best = state["best"] if session.ranks.is_first else {}
     session.optimization.load_state_dict(state["optimization"])
-    session.reserve.expect(session.planner.optimizer_memory(), held_bytes=session.optimization.state_bytes)
+    session.reserve.expect(session.planner.explorer.optimizer_memory(), held_bytes=session.optimization.state_bytes)
     session.progress = Progress(**state["progress"])
     of_ranks = [state, *state["other_ranks"]]
     if len(of_ranks) == session.ranks.size:

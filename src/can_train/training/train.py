@@ -22,12 +22,12 @@ from can_train.errors import CanTrainError, DoesNotFitError
 from can_train.factors.resolve import factor_rule
 from can_train.fit import random_state
 from can_train.fit.factor_rule import FactorRule
-from can_train.fit.micro_batcher import BatchResult, Losses, added, check_denominators, whole
+from can_train.fit.micro_batcher import BatchResult, Losses, check_denominators, combine_shares, sum_by_term
 from can_train.fit.planner import Planner
 from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import describe_out_of_memory
 from can_train.io.atomic import write_json_atomic
-from can_train.memory.meters import CpuMeter, Meter, open_meter
+from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.task import Table, Task, TaskInEpoch
@@ -129,7 +129,7 @@ def _locked(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
 
 def _open_meter(run: ResolvedRun, ranks: Ranks) -> Meter:
     meter = ranks.on_every_rank(lambda: open_meter(rank_device(run.device, ranks)))
-    if isinstance(meter, CpuMeter):
+    if meter.is_host:
         # All ranks of a machine share its memory.
         meter.capacity_bytes //= ranks.sharing_host()
     return meter
@@ -211,7 +211,13 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     )
     resident = reference_models.prepare(model, parts.folder.reference_models_path)
     planner = Planner(
-        run=run, task=parts.task, model=model, meter=parts.meter, reporter=reporter, ranks=ranks.size, beside=resident
+        run=run,
+        task=parts.task,
+        model=model,
+        meter=parts.meter,
+        reporter=reporter,
+        ranks=ranks.size,
+        reference_tensors=resident,
     )
     plans = resolve_plans(planner, ranks, factor, parts.folder.plan_path)
     plan = plans[ranks.rank]
@@ -258,7 +264,7 @@ def train(session: Session) -> None:
                 )
     # Judging has a peak of its own, from which nothing is learned.
     session.monitor.pause()
-    session.ooms_elsewhere = sum(ranks.gather(lambda: session.batcher.ooms)) - session.batcher.ooms
+    session.ooms_elsewhere = sum(ranks.gather(lambda: session.batcher.ooms_rescued)) - session.batcher.ooms_rescued
 
 
 def _train_epoch(session: Session, stage: Any) -> None:
@@ -317,7 +323,7 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool, task: TaskInEpo
         session.ranks.on_every_rank(lambda: _call_before_step(session, rows))
         session.replan_if_thawed()
         # The reserve's own list, not a copy: it is emptied within the step, and nobody else may keep what was in it.
-        held = session.reserve.tensors, session.planner.beside, snapshot.copies
+        held = session.reserve.tensors, session.planner.reference_tensors, snapshot.copies
         with session.monitor.step(session.model, session.optimization.optimizer, *held) as counted:
             own, result = _optimizer_step(session, task or session.task, rows, ends_epoch=ends_epoch)
     except (DoesNotFitError, RankFailedError) as error:
@@ -351,7 +357,7 @@ def _optimizer_step(
     ranks = session.ranks
     shares = ranks.gather(lambda: _accumulate(session, task, rows))
     own, denominators = shares[ranks.rank]
-    result = whole([share for share, _ in shares])
+    result = combine_shares([share for share, _ in shares])
     check_denominators(result, denominators, size=len(rows))
     if not all(math.isfinite(mean) for mean in result.means.values()):
         raise CanTrainError(
@@ -414,8 +420,8 @@ def _release_and_report(session: Session, result: BatchResult) -> None:
     too_full = threshold < math.inf and meter.free_bytes() < threshold
     if too_full or (interval and step % interval == 0):
         meter.release()
-    if result.ooms:
-        splits = f"memory ran out {result.ooms} times; finished in {len(result.micro_batches)} micro-batches"
+    if result.ooms_rescued:
+        splits = f"memory ran out {result.ooms_rescued} times; finished in {len(result.micro_batches)} micro-batches"
         session.reporter.notice(f"step {step}: {splits}, with the same gradient")
     rise = session.leak_watch.after_step(meter.allocated_bytes())
     if rise:
@@ -453,10 +459,10 @@ def validation_loss(session: Session) -> float:
 
     def sums() -> tuple[dict[str, float], dict[str, float]]:
         parts = _inference(session).run(rows[share], losses_of) if share.stop > share.start else []
-        totals = added([{term: total for term, (total, _) in part.items()} for part in parts])
-        return totals, added([{term: denominator for term, (_, denominator) in part.items()} for part in parts])
+        totals = sum_by_term([{term: total for term, (total, _) in part.items()} for part in parts])
+        return totals, sum_by_term([{term: denominator for term, (_, denominator) in part.items()} for part in parts])
 
-    totals, denominators = (added(terms) for terms in zip(*session.ranks.gather(sums), strict=True))
+    totals, denominators = (sum_by_term(terms) for terms in zip(*session.ranks.gather(sums), strict=True))
     return _weighted({term: totals[term] / (denominators[term] or 1.0) for term in totals}, task.loss_weights)
 
 
@@ -507,7 +513,7 @@ def _result(session: Session, folder: RunFolder) -> dict[str, Any]:
         "device": session.meter.key,
         "plan": session.run_plan.to_plain(),
         "reference_models": [asdict(plan) for plan in session.reference_models.plans],
-        "ooms_rescued": session.batcher.ooms + session.ooms_elsewhere,
+        "ooms_rescued": session.batcher.ooms_rescued + session.ooms_elsewhere,
         "micro_batch_size": session.largest_micro_batch or None,
         "predicted_peak_bytes": session.run_plan.predicted_peak_bytes,
         "peak_memory_bytes": monitor.peak_bytes or None,

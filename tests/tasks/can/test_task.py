@@ -74,7 +74,7 @@ def test_a_log_without_a_benign_window_cannot_train_an_autoencoder(tmp_path: Pat
     ("model", "kind", "width"), [("gat", ClassifierBatch, 1), ("vgae", AutoencoderBatch, 3)], ids=["gat", "vgae"]
 )
 def test_a_task_gives_its_model_batches_and_scores(
-    tmp_path: Path, frames: Frames, model: str, kind: type, width: int
+    tmp_path: Path, frames: Frames, model: str, kind: type[Any], width: int
 ) -> None:
     task = task_of(tmp_path, frames, model)
     network = task.build_model().double()

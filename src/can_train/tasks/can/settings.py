@@ -107,8 +107,8 @@ class CanDatasetSettings:
     refused."""
     window: int = 100
     """Frames in a window."""
-    stride: int = 100
-    """Frames from one window's start to the next one's."""
+    stride: int = 0
+    """Frames from one window's start to the next one's; 0: the window's length, so that windows do not overlap."""
     identity: bool = True
     """Whether models see which CAN ID a node is; off, they see behaviour only."""
     validation_share: float = 0.2
@@ -123,9 +123,16 @@ class CanDatasetSettings:
         check_choice("dataset.id_base", self.id_base, ID_BASES)
         check_range("dataset.max_malformed", self.max_malformed, low=0.0, high=1.0)
         check_range("dataset.window", self.window, low=2)
-        check_range("dataset.stride", self.stride, low=1)
+        check_range("dataset.stride", self.stride, low=0)
+        if not self.stride:
+            object.__setattr__(self, "stride", self.window)
         check_range("dataset.validation_share", self.validation_share, above=0.0, high=0.5)
         check_range("dataset.test_share", self.test_share, above=0.0, high=0.5)
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the logs are simulated."""
+        return self.name.startswith("synthetic") and not self.path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +336,8 @@ _CLASSIFIER = Prerequisite(
 TASK = TaskSettings(
     dataset=CanDatasetSettings,
     inputs=("name", "window", "identity", "validation_share", "test_share", "synthetic"),
-    carried=("window", "stride", "identity", "validation_share", "test_share"),
+    follows={"stride": "window"},
+    inherited=("window", "stride", "identity", "validation_share", "test_share"),
     modes={
         "normal": CanModeSettings,
         "autoencoder": CanModeSettings,
@@ -372,6 +380,6 @@ TASK = TaskSettings(
     factory="can_train.tasks.can.task:make_task",
     sampler="can_train.tasks.can.task:sample_task",
     evaluator="can_train.tasks.can.evaluation.evaluate:make_evaluation",
-    files="can_train.tasks.can.data.files:data_files",
+    files="can_train.tasks.can.data.layout:data_files",
     experience=experience,
 )

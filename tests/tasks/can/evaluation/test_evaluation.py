@@ -9,12 +9,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from can_train.config.compose import JudgedData, RunRequest, judged_dataset, resolve
-from can_train.config.resolved import FinishedModel, ResolvedRun
+from can_train.config.compose import RunRequest, evaluation_dataset, resolve
+from can_train.config.resolved import EvaluationData, FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError, ConfigError, MissingDataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.evaluation.evaluate import Evaluation, make_evaluation
-from can_train.tasks.can.models.build import build_network
+from can_train.tasks.can.evaluation.evaluate import WindowEvaluation, make_evaluation
+from can_train.tasks.can.models import build_network
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 from fakes.random_bus import random_frames, write_log
 
@@ -34,9 +34,9 @@ def finished_on(path: Path, **values: object) -> FinishedModel:
     return FinishedModel(run_id="a run", run=run, weights=weights, result=RESULT, sha256="")
 
 
-def evaluation_of(finished: FinishedModel, place: Path, dataset: Path | None, *sets: str) -> Evaluation:
-    asked = JudgedData(
-        dataset=judged_dataset(finished.run, None if dataset is None else str(dataset), sets),
+def evaluation_of(finished: FinishedModel, place: Path, dataset: Path | None, *sets: str) -> WindowEvaluation:
+    asked = EvaluationData(
+        dataset=evaluation_dataset(finished.run, None if dataset is None else str(dataset), sets),
         own=dataset is None,
         data_root=place,
         cache=place / "cache",
@@ -108,7 +108,7 @@ def test_baselines_that_need_training_windows_are_fitted_on_the_runs_own(tmp_pat
     assert "validation" in own.judgement
     other = evaluation_of(finished, tmp_path, log(tmp_path / "other.csv", 1)).judge(by_row, None)
     assert "validation" not in other.judgement
-    assert "Not beside it: id_lookup, random_forest (fitted on training windows" in other.notes[-1]
+    assert "Missing from the tables: id_lookup, random_forest (fitted on training windows" in other.notes[-1]
 
 
 def test_own_data_that_lie_elsewhere_by_now_keep_their_split(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_own_data_that_lie_elsewhere_by_now_keep_their_split(tmp_path: Path) -> 
 def test_other_data_take_over_windows_and_not_how_files_are_written(tmp_path: Path) -> None:
     columns = {"dataset.columns.id": "arbitration_id", "dataset.id_base": "hex"}
     run = run_on(log(tmp_path / "own.csv"), **columns)
-    dataset = judged_dataset(run, str(log(tmp_path / "other.csv", 1)), ["dataset.max_malformed=0.5"])
+    dataset = evaluation_dataset(run, str(log(tmp_path / "other.csv", 1)), ["dataset.max_malformed=0.5"])
     assert (dataset.window, dataset.stride, dataset.max_malformed) == (20, 20, 0.5)
     assert (dataset.columns.id, dataset.id_base, dataset.name) == ("", "auto", "other")
 
@@ -130,7 +130,7 @@ def test_other_data_take_over_windows_and_not_how_files_are_written(tmp_path: Pa
 @pytest.mark.parametrize("sets", ["mode.validation_fpr=0.5", "dataset.windw=3", "window"])
 def test_a_setting_that_has_nothing_to_do_with_reading_is_refused(sets: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"only how data are read|Unknown setting|takes group"):
-        judged_dataset(run_on(log(tmp_path / "own.csv")), None, [sets])
+        evaluation_dataset(run_on(log(tmp_path / "own.csv")), None, [sets])
 
 
 def test_a_result_without_a_threshold_is_refused(tmp_path: Path) -> None:

@@ -2,19 +2,18 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from can_train.config.compose import RunRequest, resolve
-from can_train.config.resolved import ResolvedRun, plain_to_yaml, settled_paths
+from can_train.config.resolved import ResolvedRun, plain_to_yaml, with_absolute_paths
 from can_train.errors import MissingDataError, RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import Node, Partition
 from can_train.slurm.duplicates import data_files, identity
-from can_train.slurm.order import UNKNOWN, SubmitOptions, expectation, plan_submission
+from can_train.slurm.submission_plan import UNKNOWN, SubmitOptions, expectation, plan_submission
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
 from fakes.made_runs import begin
 
@@ -25,7 +24,7 @@ def run(tmp_path: Path, **request: Any) -> ResolvedRun:
     paths = {"paths.runs_dir": str(tmp_path / "runs"), "paths.state_dir": str(tmp_path / "state")}
     values = request.pop("values", {}) | paths
     given = {"model": "gat", "dataset": "synthetic", "cluster": "slurm", **request}
-    return settled_paths(resolve(RunRequest(**given, values=values)))
+    return with_absolute_paths(resolve(RunRequest(**given, values=values)))
 
 
 def entered(tmp_path: Path, run_id: str, *jobs: str, **fields: Any) -> RunRecord:
@@ -124,16 +123,16 @@ def test_the_newest_finished_run_of_the_same_memory_says_what_to_expect(tmp_path
               "device": "t4"}  # fmt: skip
     older = {**result, "micro_batch_size": 1}
     runs: list[RunRecord] = []
-    other = replace(mine, config={**mine.config, "model": {}})
+    other = {**mine.config, "model": {}}
     for name, settings, said in (
-        ("o", mine, older),
-        ("a", mine, result),
+        ("o", mine.config, older),
+        ("a", mine.config, result),
         ("b", other, result),
-        ("c", mine, {}),
-        ("d", mine, None),
+        ("c", mine.config, {}),
+        ("d", mine.config, None),
     ):
         runs.append(entered(tmp_path, name, key=mine.key))
-        Path(runs[-1].path, "config.yaml").write_text(plain_to_yaml(settings.config))
+        Path(runs[-1].path, "config.yaml").write_text(plain_to_yaml(settings))
         if said is not None:
             Path(runs[-1].path, "result.json").write_text(json.dumps(said))
     assert expectation(mine, runs) == "a had batch 512, micro-batches of up to 64, peak 1.50 GiB on t4"

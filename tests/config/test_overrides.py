@@ -2,16 +2,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.config.overrides import ALIASES, canonical, check_contradictions, from_model_args, from_set, split_list
+from can_train.config.overrides import (
+    ALIASES,
+    canonical_name,
+    check_contradictions,
+    from_model_args,
+    from_set,
+    split_list,
+)
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ConfigError
 from can_train.tasks.can.settings import CanModeSettings, GatSettings
 
+GROUPS = {"training": TrainingSettings, "model": GatSettings, "mode": CanModeSettings}
+
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_every_alias_is_a_training_setting_however_it_is_hyphenated(alias: str) -> None:
-    assert canonical(alias) in TrainingSettings.__dataclass_fields__
-    assert canonical(alias.replace("_", "-")) == canonical(alias)
+    assert canonical_name(alias) in TrainingSettings.__dataclass_fields__
+    assert canonical_name(alias.replace("_", "-")) == canonical_name(alias)
 
 
 def test_set_resolves_aliases_of_training_settings_only() -> None:
@@ -35,20 +44,18 @@ def test_the_older_scheduler_switch_names_the_interval() -> None:
 
 
 def test_model_args_go_to_whoever_knows_them() -> None:
-    given = from_model_args("hidden=32,lr=0.01,max_epochs=4", GatSettings, CanModeSettings)
-    keys = {assignment.key: assignment.value for assignment in given}
+    given = from_model_args("hidden=32,lr=0.01,max_epochs=4", GROUPS)
+    keys = {override.key: override.value for override in given}
     assert keys == {"model.hidden": "32", "training.lr": "0.01", "training.epochs": "4"}
 
 
 def test_model_args_keep_lists_whole() -> None:
-    assert [
-        assignment.value for assignment in from_model_args("hidden=[80,40],lr=1", GatSettings, CanModeSettings)
-    ] == ["[80,40]", "1"]
+    assert [override.value for override in from_model_args("hidden=[80,40],lr=1", GROUPS)] == ["[80,40]", "1"]
 
 
 def test_an_unknown_model_arg_lists_the_nearest_first() -> None:
     with pytest.raises(ConfigError, match=r"'hiden'.*\n.*first: hidden"):
-        from_model_args("hiden=3", GatSettings, CanModeSettings)
+        from_model_args("hiden=3", GROUPS)
 
 
 def test_two_spellings_with_different_values_are_an_error() -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import installation
-from environment import shortcomings
-from installation import INCOMPLETE, UNFINISHED, Need, SetUpError, Stamp
+import environment
+from environment import INCOMPLETE, UNFINISHED, SetUpError, shortcomings
 
-CURRENT = "0123abcd"
+WITHOUT_TOOLS, WITH_TOOLS, OLDER = "installed", "installed with tools", "0123abcd" * 8
 
 
 @pytest.fixture
@@ -27,50 +26,65 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def venv(project: Path) -> Path:
+    (project / ".venv" / "bin").mkdir(parents=True)
+    (project / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    return project / ".venv"
+
+
 @pytest.mark.parametrize(
-    ("stamp", "tools", "needed"),
+    ("stamp", "tools", "current"),
     [
-        (None, False, Need.INSTALLATION),
-        (Stamp(CURRENT, tools=False), False, Need.NOTHING),
-        (Stamp(CURRENT, tools=True), False, Need.NOTHING),
-        (Stamp(CURRENT, tools=True), True, Need.NOTHING),
-        (Stamp(CURRENT, tools=False), True, Need.INSTALLATION),
-        (Stamp("of an older pyproject.toml", tools=True), False, Need.INSTALLATION),
-        (Stamp(INCOMPLETE, tools=False), False, Need.INSTALLATION),
-        (Stamp(UNFINISHED, tools=True), True, Need.REBUILDING),
+        (None, False, False),
+        (WITHOUT_TOOLS, False, True),
+        (WITH_TOOLS, False, True),
+        (WITH_TOOLS, True, True),
+        (WITHOUT_TOOLS, True, False),
+        (OLDER, False, False),
+        (INCOMPLETE, False, False),
+        (UNFINISHED, True, False),
     ],
 )
-def test_an_environment_gets_what_its_stamp_says_it_lacks(stamp: Stamp | None, tools: bool, needed: Need) -> None:
-    assert installation.need(stamp, CURRENT, tools=tools) is needed
+def test_an_environment_is_current_when_its_stamp_says_what_is_asked_for(
+    venv: Path, stamp: str | None, tools: bool, current: bool
+) -> None:
+    made = {
+        name: environment.fingerprint(venv.parent, tools=name == WITH_TOOLS) for name in (WITHOUT_TOOLS, WITH_TOOLS)
+    }
+    if stamp is not None:
+        environment.write_stamp(venv, made.get(stamp, stamp))
+    assert environment.is_current(venv.parent, tools=tools) is current
 
 
-def test_a_stamp_reads_back_as_written(tmp_path: Path) -> None:
-    installation.write_stamp(tmp_path, Stamp(CURRENT, tools=True))
-    assert installation.read_stamp(tmp_path) == Stamp(CURRENT, tools=True)
-    assert [file.name for file in tmp_path.iterdir()] == ["can-train.json"]
+@pytest.mark.parametrize("stamp", [OLDER, INCOMPLETE, UNFINISHED])
+def test_a_stamp_reads_back_as_written(tmp_path: Path, stamp: str) -> None:
+    environment.write_stamp(tmp_path, stamp)
+    assert environment.read_stamp(tmp_path) == stamp
+    assert [file.name for file in tmp_path.iterdir()] == ["can-train.stamp"]
 
 
-@pytest.mark.parametrize("damaged", ["", "{", "[]", "{}", "\x00\x00"])
+@pytest.mark.parametrize("damaged", ["", "{", "[]", "{}", "\x00\x00", OLDER[:-1], OLDER + "\n"])
 def test_a_damaged_stamp_counts_as_unfinished(tmp_path: Path, damaged: str) -> None:
-    (tmp_path / "can-train.json").write_text(damaged)
-    assert installation.read_stamp(tmp_path) == Stamp(UNFINISHED, tools=False)
+    (tmp_path / "can-train.stamp").write_text(damaged)
+    assert environment.read_stamp(tmp_path) == UNFINISHED
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/constraints.txt"])
 def test_the_fingerprint_follows_what_is_asked_for(project: Path, changed: str) -> None:
-    before = installation.fingerprint(project)
-    assert installation.fingerprint(project) == before
+    before = environment.fingerprint(project, tools=False)
+    assert environment.fingerprint(project, tools=False) == before
     (project / changed).write_text("# other")
-    assert installation.fingerprint(project) != before
+    assert environment.fingerprint(project, tools=False) != before
 
 
 def test_the_fingerprint_follows_the_folder_and_the_interpreter(project: Path) -> None:
-    before = installation.fingerprint(project)
+    before = environment.fingerprint(project, tools=False)
     (project / ".venv" / "bin").mkdir(parents=True)
     (project / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    linked = installation.fingerprint(project)
+    linked = environment.fingerprint(project, tools=False)
     moved = project.rename(project.with_name("moved"))
-    assert len({before, linked, installation.fingerprint(moved)}) == 3
+    assert len({before, linked, environment.fingerprint(moved, tools=False)}) == 3
 
 
 def test_emptying_leaves_the_stamp_and_the_link_to_another_disk(tmp_path: Path) -> None:
@@ -80,55 +94,37 @@ def test_emptying_leaves_the_stamp_and_the_link_to_another_disk(tmp_path: Path) 
     (elsewhere / "pyvenv.cfg").touch()
     folder = tmp_path / ".venv"
     folder.symlink_to(elsewhere)
-    installation.empty(folder, tools=True)
+    environment.empty(folder)
     assert folder.is_symlink()
-    assert [file.name for file in elsewhere.iterdir()] == ["can-train.json"]
-    assert installation.read_stamp(folder) == Stamp(UNFINISHED, tools=True)
+    assert [file.name for file in elsewhere.iterdir()] == ["can-train.stamp"]
+    assert environment.read_stamp(folder) == UNFINISHED
 
 
 def test_requirements_are_those_of_pyproject(project: Path) -> None:
-    assert installation.requirements(project, tools=False) == ["builder>=1", "torch>=2.6"]
-    assert installation.requirements(project, tools=True) == ["builder>=1", "torch>=2.6", "pytest>=8"]
-    assert installation.requirements(project, tools=False, building=False) == ["torch>=2.6"]
+    assert environment.requirements(project, tools=False) == ["builder>=1", "torch>=2.6"]
+    assert environment.requirements(project, tools=True) == ["builder>=1", "torch>=2.6", "pytest>=8"]
+    assert environment.requirements(project, tools=False, building=False) == ["torch>=2.6"]
 
 
 def test_an_invalid_pyproject_is_a_readable_error(project: Path) -> None:
     (project / "pyproject.toml").write_text("[project")
     with pytest.raises(SetUpError, match=r"pyproject\.toml cannot be read"):
-        installation.requirements(project, tools=False)
+        environment.requirements(project, tools=False)
 
 
 def test_a_folder_that_somebody_else_filled_is_left_alone(project: Path) -> None:
     (project / ".venv").mkdir()
     (project / ".venv" / "thesis.tex").touch()
     with pytest.raises(SetUpError, match="move it away"):
-        installation.make_ready(project, tools=False)
+        environment.venv_python(project, tools=False)
     assert [file.name for file in (project / ".venv").iterdir()] == ["thesis.tex"]
 
 
 def test_a_python_without_ensurepip_is_named_with_the_remedy(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ensurepip", None)
     with pytest.raises(SetUpError, match="python3-venv"):
-        installation.make_ready(project, tools=False)
+        environment.venv_python(project, tools=False)
     assert not (project / ".venv").exists()
-
-
-def test_last_lines_skip_blank_ones_and_cut_long_ones() -> None:
-    text = "first\n\nsecond\n   \n" + "x" * 1000 + "\n"
-    assert installation.last_lines(text, 2) == "  second\n  " + "x" * installation.LINE_CHARACTERS
-
-
-def test_a_missing_network_is_named_and_anything_else_is_quoted() -> None:
-    retries = "WARNING: Retrying (Retry(total={}, connect=None)) after connection broken\n"
-    conflict = "ERROR: ResolutionImpossible\n"
-    assert "no package index could be reached" in installation.failure(retries.format(0) + conflict)
-    assert installation.failure(retries.format(4) + conflict).endswith("  ERROR: ResolutionImpossible")
-
-
-def test_the_status_is_what_pip_began_last() -> None:
-    output = "Collecting torch\n  Downloading torch.whl (195 MB)\nWARNING: Retrying\n\n"
-    assert installation.pip_status(output) == "Downloading torch.whl (195 MB)"
-    assert installation.pip_status("WARNING: odd\n") == "working"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +147,7 @@ def test_a_named_interpreter_is_told_what_it_lacks(
 
 
 def test_every_requirement_is_a_name_with_a_lowest_version(repository: Path) -> None:
-    required = installation.requirements(repository, tools=True)
+    required = environment.requirements(repository, tools=True)
     assert [text for text in required if not re.fullmatch(r"[\w.-]+>=[\d.]+", text)] == []
 
 
@@ -160,7 +156,7 @@ def test_the_constraints_give_every_requirement_one_exact_version(repository: Pa
     pins = [line for line in lines if line and not line.startswith("#")]
     assert [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==[\d.]+", pin)] == []
     names = {_normal(pin.partition("==")[0]) for pin in pins}
-    required = {_normal(text.partition(">=")[0]) for text in installation.requirements(repository, tools=True)}
+    required = {_normal(text.partition(">=")[0]) for text in environment.requirements(repository, tools=True)}
     assert required <= names
     assert len(names) == len(pins)
 
