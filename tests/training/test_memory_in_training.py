@@ -212,6 +212,68 @@ def test_other_parameters_make_another_plan_and_take_stale_state_along(tmp_path:
     assert all(parameter in session.optimization.optimizer.state for parameter in frozen)
 
 
+class ThawingTask(CostlyTask):
+    """Points whose inner layer, and with it all that takes memory, is frozen until the third step."""
+
+    def build_model(self) -> nn.Module:
+        model = CostlyNet()
+        model.inner.requires_grad_(False)
+        return model
+
+    def before_step(
+        self, model: nn.Module, rows: NDArray[np.int64], progress: float, generator: torch.Generator
+    ) -> None:
+        if progress >= 0.5:
+            assert isinstance(model, CostlyNet)
+            model.inner.requires_grad_(True)
+
+
+def test_a_step_that_thaws_a_layer_is_planned_for_it_and_has_room_for_its_optimizer_state(tmp_path: Path) -> None:
+    session = session_on(tmp_path, ThawingTask(), 60, epochs=2)
+    reserved: list[int] = []
+    before_step = session.reserve.before_step
+
+    def noted() -> None:
+        reserved.append(len(session.reserve._tensor_bytes))
+        before_step()
+
+    session.reserve.before_step = noted  # type: ignore[method-assign]
+    assert session.plan.most_parts == 1
+    train(session)
+    assert session.plan.most_parts > 1
+    assert session.batcher.ooms_rescued == 0
+    assert reserved == [2, 2, 4, 4]
+
+
+def test_a_run_that_is_resumed_after_a_layer_was_thawed_is_planned_for_it(tmp_path: Path) -> None:
+    whole = session_on(tmp_path / "whole", ThawingTask(), 60, epochs=3)
+    train(whole)
+    stopped = session_on(tmp_path / "stopped", ThawingTask(), 60, epochs=3)
+    stops = stopped.stops
+
+    def stop(*given: Any) -> None:
+        if stopped.progress.step == 4:
+            stops.received = 15
+
+    stopped.task.before_step = stop_after(stopped.task.before_step, stop)  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        train(stopped)
+    resumed = session_on(tmp_path / "stopped", ThawingTask(), 60, epochs=3)
+    assert resumed.model.inner.weight.requires_grad
+    train(resumed)
+    assert resumed.plan.most_parts == whole.plan.most_parts > 1
+    assert resumed.batcher.ooms_rescued == 0
+    assert all(torch.equal(*pair) for pair in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def stop_after(call: Any, stop: Any) -> Any:
+    def both(*given: Any) -> None:
+        call(*given)
+        stop()
+
+    return both
+
+
 def again(session: Session) -> None:
     """Trains one more epoch."""
     session.progress.trained = False
