@@ -56,8 +56,8 @@ def test_a_card_holds_as_much_as_it_can_use_and_no_more(card: Card) -> None:
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.key)
 def test_what_is_left_and_what_is_taken_are_the_whole(card: Card) -> None:
     what = usable(card)
-    assert what.capacity_bytes + sum(taken.num_bytes for taken in what.taken) == what.total_bytes == card.total_bytes
-    assert all(taken.num_bytes > 0 and taken.what for taken in what.taken)
+    assert what.capacity_bytes + sum(use.num_bytes for use in what.subtracted) == what.total_bytes == card.total_bytes
+    assert all(use.num_bytes > 0 and use.what for use in what.subtracted)
     assert what.source == ASSUMED
 
 
@@ -81,7 +81,7 @@ def test_a_screen_takes_memory_of_a_card_for_desktops() -> None:
 def test_what_was_measured_replaces_what_is_assumed() -> None:
     what = usable(BY_KEY["h100-80gb"], CONSTANTS)
     assert what.total_bytes == CONSTANTS.total_bytes
-    assert [taken.num_bytes for taken in what.taken[:2]] == [600 * MIB, 40 * MIB]
+    assert [use.num_bytes for use in what.subtracted[:2]] == [600 * MIB, 40 * MIB]
     assert what.source == "measured on 2026-01-31 with driver 580.1, torch 2.11.0"
 
 

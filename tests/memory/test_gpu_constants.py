@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import StateError
-from can_train.memory.catalogue import SCHEMA, GpuConstants, _parse, read_gpu_constants, write_gpu_constants
+from can_train.io.records import SCHEMA
+from can_train.memory.catalogue import GpuConstants, _parse, read_gpu_constants, write_gpu_constants
 from can_train.reporter import SilentReporter
 
 CONSTANTS = GpuConstants(
@@ -48,16 +49,22 @@ def test_of_a_card_that_nobody_measured_nothing_is_known_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "Expecting value"),
-        ("{", "Expecting property name"),
-        ("[1]", "it is no measurement of can-train"),
-        ('{"total_bytes": 1}', "it is no measurement of can-train"),
-        (json.dumps({"schema": SCHEMA + 1}), "a newer can-train wrote it"),
-        (json.dumps({"schema": SCHEMA, **asdict(CONSTANTS), "total_bytes": 1.5}), "total_bytes is 1.5"),
-        (json.dumps({"schema": SCHEMA, **asdict(CONSTANTS), "date": None}), "date is None"),
+        ("", "empty"),
+        ("{", "Input data was truncated"),
+        ("[1]", "not a record of can-train"),
+        ('{"total_bytes": 1}', "not a record of can-train"),
+        (json.dumps({"schema": SCHEMA + 1}), "written by a newer can-train"),
+        (
+            json.dumps({"schema": SCHEMA, **asdict(CONSTANTS), "total_bytes": 1.5}),
+            "Expected `int`, got `float` - at `$.total_bytes`",
+        ),
+        (json.dumps({"schema": SCHEMA, **asdict(CONSTANTS), "date": None}), "Expected `str`, got `null` - at `$.date`"),
         (json.dumps({"schema": SCHEMA, **asdict(CONSTANTS), "key": "t4-16gb"}), "it is of t4-16gb"),
-        (json.dumps({"schema": SCHEMA, **asdict(CONSTANTS), "workspace_bytes": -1}), "its sizes cannot be"),
-        (json.dumps({"schema": SCHEMA, **asdict(CONSTANTS), "outside_bytes": 16 * 10**9}), "its sizes cannot be"),
+        (json.dumps({"schema": SCHEMA, **asdict(CONSTANTS), "workspace_bytes": -1}), "Expected `int` >= 0"),
+        (
+            json.dumps({"schema": SCHEMA, **asdict(CONSTANTS), "outside_bytes": 16 * 10**9}),
+            "16000000000 of 16000000000 bytes are in use",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_passed_over_and_named(tmp_path: Path, text: str, reason: str) -> None:

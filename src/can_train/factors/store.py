@@ -31,8 +31,8 @@ from can_train.io.records import utc_text
 
 EXPORT_NAME: Final = "batch_size_factors.json"
 
+# Last runs on another device whose median ratio of measured to predicted peak stands for that device.
 _OTHER_DEVICE_RUNS: Final = 10
-"""Last runs on another device whose median ratio of measured to predicted peak stands for that device."""
 
 
 @dataclass(frozen=True)

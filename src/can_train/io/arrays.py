@@ -23,21 +23,17 @@ from can_train.errors import StateError
 
 META: Final = "meta.json"
 
-
+# Length of our .npy headers: constant, since the shape is written last, and a multiple of 64, which numpy asks for.
 _HEADER_BYTES: Final = 128
-"""Length of our .npy headers: constant, since the shape is written last, and a multiple of 64, which numpy asks for."""
 
-
+# Read at a time. Files are verified by reading, not through the map, whose touched pages would count as our memory.
 _READ_BYTES: Final = 2**20
-"""Read at a time. Files are verified by reading, not through the map, whose touched pages would count as our memory."""
 
-
+# Age from which an unfinished folder cannot belong to a living process: preparing takes minutes.
 _LEFTOVER_SECONDS: Final = 24 * 3600
-"""Age from which an unfinished folder cannot belong to a living process: preparing takes minutes."""
 
-
+# Type and shape of one row of every array.
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type and shape of one row of every array."""
 
 
 class FolderDamageError(Exception):

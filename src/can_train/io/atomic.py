@@ -10,23 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+# Ends the name of a file that is being written; a crash may leave one behind, and readers pass it over.
 TEMPORARY_SUFFIX: Final = ".tmp"
-"""Ends the name of a file that is being written; a crash may leave one behind, and readers pass it over."""
 
-
+# What network file systems without folder flushes answer; there the rename is as durable as they make it.
 _CANNOT_FLUSH_FOLDERS: Final = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""What network file systems without folder flushes answer; there the rename is as durable as they make it."""
 
-
+# What file systems without hard links answer (FAT, some FUSE and SMB mounts, Android).
 _CANNOT_LINK: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EMLINK)
-"""What file systems without hard links answer (FAT, some FUSE and SMB mounts, Android)."""
-
 
 Link = Callable[[Path, Path], None]
 
-
+# Ends the name of the empty file that reserves a name where there are no hard links.
 _CLAIM_SUFFIX: Final = ".claim"
-"""Ends the name of the empty file that reserves a name where there are no hard links."""
 
 
 @contextmanager

@@ -10,23 +10,18 @@ from can_train.errors import ConfigError
 
 _PREFIXES: Final = ("k", "m", "g", "t")
 
-
 _UNIT_BYTES: Final = {
     **{prefix: 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)},
 }
 
-
+# MiB from which a fraction of one is no longer worth a digit.
 _THREE_DIGITS: Final = 100
-"""MiB from which a fraction of one is no longer worth a digit."""
-
 
 _SIZE: Final = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?)\s*([a-z]+)\s*", re.IGNORECASE)
 
-
 _RULE: Final = "A size is a number above zero with its unit"
-
 
 _REMEDY: Final = "Write it as 512MiB, 1.5GiB or 2GB"
 
@@ -74,18 +69,13 @@ def size_text(size_bytes: float) -> str:
 
 _DAY_S: Final = 24 * 3600
 
-
 _WORDED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)", re.IGNORECASE)
-
 
 _UNIT_S: Final[Mapping[str, int]] = {"s": 1, "min": 60, "h": 3600, "d": _DAY_S}
 
-
 _COLONS: Final = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})", re.ASCII)
 
-
 _MEMORY: Final = re.compile(r"(\d{1,12})([KMGT]?)B?", re.IGNORECASE | re.ASCII)
-
 
 _UNIT_KIB: Final[Mapping[str, int]] = {"K": 1, "": 2**10, "M": 2**10, "G": 2**20, "T": 2**30}
 
