@@ -264,7 +264,7 @@ class Replay:
     next_factor: float | None
 
 
-def replay(summary: FactorSummary, policy: FactorPolicy) -> Replay:
+def replay_runs(summary: FactorSummary, policy: FactorPolicy) -> Replay:
     """Computes a policy's factor for every run, from what was known when the run began.
 
     The runs are those that happened: what the policy's own factors would have led to, nobody measured.
