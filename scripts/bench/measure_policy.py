@@ -10,7 +10,7 @@ from importlib.metadata import version
 from statistics import fmean, median
 from typing import Final
 
-from bench.policy_laws import Law, Life, NextFactor, draw_laws, fragmented, live_all, with_hidden
+from bench.policy_laws import Law, NextFactor, SimulatedRuns, draw_laws, fragmented, simulate_all, with_hidden
 from bench.results_file import environment, markdown, write_section
 from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
 
@@ -64,11 +64,11 @@ def main() -> None:
     rows, missed = [["laws", "policy", "reached", "runs", "OOMs", "peak"]], []
     for index, (kind, laws) in enumerate(kinds().items()):
         for name, policy in POLICIES.items():
-            lives = live_all(policy, laws)
-            rows.append([kind, name, *summary(lives)])
+            simulated = simulate_all(policy, laws)
+            rows.append([kind, name, *summary(simulated)])
             print(" | ".join(rows[-1]), flush=True)
             if name == "affine" and index == 0:
-                missed = misses(lives)
+                missed = misses(simulated)
     text = "\n\n".join([environment({"numpy": version("numpy")}), markdown(rows), NOTES])
     write_section("policy", "Factor policies (`scripts/bench/policy`)", text)
     if missed:
@@ -85,28 +85,28 @@ def kinds() -> dict[str, list[Law]]:
     }
 
 
-def runs_to_target(lives: Sequence[Life]) -> list[int]:
+def runs_to_target(simulated: Sequence[SimulatedRuns]) -> list[int]:
     """Returns the number of runs until the target was reached, for the laws that reached it."""
-    runs = [life.settled_after(0.90) for life in lives]
+    runs = [one.runs_to_target(0.90) for one in simulated]
     return [run for run in runs if run is not None]
 
 
-def summary(lives: Sequence[Life]) -> list[str]:
+def summary(simulated: Sequence[SimulatedRuns]) -> list[str]:
     """Returns the cells of a row, without its names."""
-    runs = runs_to_target(lives)
+    runs = runs_to_target(simulated)
     return [
-        f"{len(runs) / len(lives):.0%}",
+        f"{len(runs) / len(simulated):.0%}",
         f"{median(runs):.0f}" if runs else "",
-        f"{fmean(life.ooms for life in lives):.2f}",
-        f"{fmean(fmean(life.peaks[20:]) for life in lives):.1%}",
+        f"{fmean(one.ooms for one in simulated):.2f}",
+        f"{fmean(fmean(one.peaks[20:]) for one in simulated):.1%}",
     ]
 
 
-def misses(lives: Sequence[Life]) -> list[str]:
+def misses(simulated: Sequence[SimulatedRuns]) -> list[str]:
     """Returns the goals that were not met."""
-    runs, ooms = runs_to_target(lives), fmean(life.ooms for life in lives)
+    runs, ooms = runs_to_target(simulated), fmean(one.ooms for one in simulated)
     goals = {
-        f"reached in {len(runs)} of {len(lives)} laws": len(runs) >= REACHED * len(lives),
+        f"reached in {len(runs)} of {len(simulated)} laws": len(runs) >= REACHED * len(simulated),
         f"after {median(runs)} runs": median(runs) <= RUNS,
         f"{ooms:.2f} out-of-memories": ooms <= OOMS,
     }

@@ -83,7 +83,7 @@ def _meets(law: Law, target: float) -> float:
 
 
 @dataclass(frozen=True)
-class Life:
+class SimulatedRuns:
     """The runs of a configuration.
 
     Attributes:
@@ -94,7 +94,7 @@ class Life:
     peaks: tuple[float, ...]
     ooms: int
 
-    def settled_after(self, target: float, *, within: float = 0.02, stays: float = 0.05) -> int | None:
+    def runs_to_target(self, target: float, *, within: float = 0.02, stays: float = 0.05) -> int | None:
         """Returns the first run, counted from 1, whose peak is within `within` of the target, if all later ones stay
         within `stays`.
         """
@@ -105,7 +105,7 @@ class Life:
         return None
 
 
-def live(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> Life:
+def simulate(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> SimulatedRuns:
     """Runs a configuration many times. The policy chooses each run's factor from the history of those before it."""
     draw, peaks = np.random.default_rng(seed), []
     history: list[FactorPoint] = []
@@ -119,9 +119,9 @@ def live(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> Life
             history.append(FactorPoint(used, None, (used / 2, law.peak(used / 2) * noise)))
         else:
             history.append(FactorPoint(used, None))
-    return Life(tuple(peaks), sum(point.peak is None for point in history))
+    return SimulatedRuns(tuple(peaks), sum(point.peak is None for point in history))
 
 
-def live_all(policy: NextFactor, laws: Sequence[Law]) -> list[Life]:
+def simulate_all(policy: NextFactor, laws: Sequence[Law]) -> list[SimulatedRuns]:
     """Runs one configuration for each law."""
-    return [live(policy, law, seed=index) for index, law in enumerate(laws)]
+    return [simulate(policy, law, seed=index) for index, law in enumerate(laws)]
