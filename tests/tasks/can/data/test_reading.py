@@ -148,7 +148,7 @@ def test_a_malformed_row_is_left_out_and_told_with_its_line(position: int, blank
     lines = car_hacking(TRAFFIC).splitlines()
     text = "\n".join([*[""] * blanks, *lines[:position], "1.5,0316,8,05,21", *lines[position:]])
     report = read_text(text, block_bytes=block_bytes).reader.report
-    assert (report.frames, report.malformed, report.length_mismatches) == (200, 1, 1)
+    assert (report.frames, report.malformed, report.reasons["the DLC disagrees with the payload"]) == (200, 1, 1)
     assert (report.examples[0].line, report.examples[0].text) == (position + blanks + 1, "1.5,0316,8,05,21")
     assert "1 of 201 rows are malformed and left out: 1 × the DLC disagrees" in report.summary()[0]
 
