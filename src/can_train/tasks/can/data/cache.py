@@ -2,21 +2,16 @@
 and makes damaged folders anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from can_train.io.arrays import META, ArrayWriter, noticing_damage, read_arrays, read_meta
+from can_train.io.arrays import ArrayWriter, noticing_damage, read_arrays, read_meta
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, GraphBlock, SourceFile
-
-if TYPE_CHECKING:
-    from pathlib import Path
-    from types import TracebackType
-
-    from numpy.typing import NDArray
 
 # Belongs in every key. Raise it when the arrays or the meaning of a column change: older caches are then not found.
 SCHEMA: Final = 1
@@ -73,11 +68,6 @@ def read_content(folder: Path) -> CacheContent:
     """
     with noticing_damage():
         return _content(read_meta(folder))
-
-
-def finished_ns(folder: Path) -> int:
-    """Returns when a cache was finished, in nanoseconds since 1970; raises OSError if it is none."""
-    return (folder / META).stat().st_mtime_ns
 
 
 class CacheWriter:

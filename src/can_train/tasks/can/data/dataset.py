@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from can_train.errors import DataError
-from can_train.io.arrays import FolderDamageError, discard_folder
-from can_train.tasks.can.data.cache import SCHEMA, CacheContent, CacheWriter, finished_ns, read_cache, read_content
+from can_train.io.arrays import META, FolderDamageError, discard_folder
+from can_train.tasks.can.data.cache import SCHEMA, CacheContent, CacheWriter, read_cache, read_content
 from can_train.tasks.can.data.frames import BENIGN, Frames
 from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder, SourceFile
 from can_train.tasks.can.data.layout import LOG, TEST, HashedLog, LogFile, drop_duplicates, find_logs, hash_logs
@@ -151,12 +151,12 @@ def _recorded_logs(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
     or where a log that was left out can be no copy of these.
     """
     try:
-        finished, sources = finished_ns(folder), read_content(folder).sources
+        finished_ns, sources = (folder / META).stat().st_mtime_ns, read_content(folder).sources
         states = {log: log.path.stat() for log in logs}
     except (OSError, FolderDamageError):
         return []
     # No program can set the time of a change (ctime): a log that was replaced by an older one shows by it.
-    if any(max(state.st_mtime_ns, state.st_ctime_ns) > finished for state in states.values()):
+    if any(max(state.st_mtime_ns, state.st_ctime_ns) > finished_ns for state in states.values()):
         return []
     places = {(log.path.resolve(), log.role, log.group): log for log in logs}
     found = [(places.get((Path(source.path).resolve(), source.role, source.group)), source) for source in sources]
