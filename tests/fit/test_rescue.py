@@ -67,7 +67,7 @@ class Device:
 
     def __init__(self, batch: BatchCosts, fits: float, after_wait: Callable[["Device"], None] = lambda device: None):
         self.batch, self.fits, self.after_wait = batch, fits, after_wait
-        self.waiting_notice: list[float] = []
+        self.waits: list[float] = []
         self.noted = Noted()
         self.meter = SimulatedMeter(64 * MIB, expandable=True)
 
@@ -77,7 +77,7 @@ class Device:
         return start, stop
 
     def wait(self, seconds: float) -> None:
-        self.waiting_notice.append(seconds)
+        self.waits.append(seconds)
         self.after_wait(self)
 
     def run(self, settings: RescueSettings | None = None, limit: PartLimit | None = None) -> list[Part[Any]]:
@@ -131,7 +131,7 @@ def test_attempts_at_the_floor_wait_ever_longer() -> None:
     device = Device(BatchCosts.uniform(4), fits=0)
     with pytest.raises(DoesNotFitError, match="Memory ran out 4 times in a row"):
         device.run(RescueSettings(retries=3))
-    assert device.waiting_notice == [0.1, 0.2, 0.4]
+    assert device.waits == [0.1, 0.2, 0.4]
     assert device.rescue.ooms == 3 + 3
 
 
@@ -142,7 +142,7 @@ def test_splitting_is_not_a_retry() -> None:
 
 def test_memory_that_another_process_gives_back_ends_the_wait() -> None:
     def give_back(device: Device) -> None:
-        device.fits = 10 if len(device.waiting_notice) == 2 else 0
+        device.fits = 10 if len(device.waits) == 2 else 0
 
     device = Device(BatchCosts.uniform(4), fits=0, after_wait=give_back)
     assert sizes(device.run()) == [1] * 4
@@ -152,7 +152,7 @@ def test_without_rescue_the_first_out_of_memory_is_an_error() -> None:
     device = Device(BatchCosts.uniform(4), fits=2)
     with pytest.raises(DoesNotFitError, match=r"training.adaptive_micro_batch is off.*\n?.*smaller --micro-batch-size"):
         device.run(RescueSettings(adaptive=False))
-    assert device.waiting_notice == []
+    assert device.waits == []
 
 
 @pytest.mark.parametrize(("foreign_mib", "one_sample"), [(0, True), (40, False)])

@@ -1,7 +1,6 @@
-"""`can-train status RUN`: what state a run is in and why, how far it has come, and all its jobs and attempts."""
+"""The command line: which command a line names, and how its errors are shown."""
 
 import io
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from can_train.cli.options import canonical_arguments
-from can_train.cli.output import print_tables
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
-from can_train.cli.runs import history_tables, run_json, run_lines
 from can_train.errors import CanTrainError, of_system
-
-
-def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
-    """Show the state of a run, and how it came to it."""
-    locator = RunLocator(runs_dir, state_dir)
-    found = locator.status(locator.find(run))
-    if as_json:
-        print(json.dumps(run_json(found), indent=2, ensure_ascii=False))
-        return
-    print("\n".join(run_lines(found)))
-    print_tables(history_tables(found))
 
 
 def after_job(
@@ -37,13 +22,11 @@ def after_job(
     Standard input has the variables that the job began with.
     """
     from can_train.cli.attempt import go_on_in_job
-    from can_train.slurm.restart import after_job as look_after
-    from can_train.slurm.script import remembered_environment
+    from can_train.slurm.restart import after_job as restart_after_job
 
-    began_with = remembered_environment(sys.stdin.buffer.read())
-    said = look_after(go_on_in_job, state_dir, status=status, began_with=began_with)
-    if said:
-        print(f"can-train: {said}", flush=True)
+    message = restart_after_job(go_on_in_job, state_dir, status=status, environment=sys.stdin.buffer.read())
+    if message:
+        print(f"can-train: {message}", flush=True)
 
 
 _HELP: Final = """Launches PyTorch training that fits. A line that starts with an option trains:
@@ -51,7 +34,6 @@ _HELP: Final = """Launches PyTorch training that fits. A line that starts with a
 \b
   can-train --model gat --dataset synthetic
 """
-
 
 _COMMANDS: Final = """Other commands, each with its own --help:
 
@@ -67,14 +49,12 @@ _COMMANDS: Final = """Other commands, each with its own --help:
   pipeline       several runs, each building on those before it
 """
 
-
 _STYLE: Final[dict[str, Any]] = {
     "add_completion": False,
     # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
 }
-
 
 _PATIENT_THREADS: Final = ("OMP_WAIT_POLICY", "passive")
 """Torch's threads sleep while they wait for each other: where other processes keep two cores busy, threads that spin
@@ -111,9 +91,9 @@ def _training() -> Callable[..., None]:
 
 
 def _factors() -> Callable[..., None]:
-    from can_train.cli.factors import make_factors_command
+    from can_train.cli.factors import factors
 
-    return make_factors_command()
+    return factors
 
 
 def _runs() -> Callable[..., None]:
@@ -123,6 +103,7 @@ def _runs() -> Callable[..., None]:
 
 
 def _status() -> Callable[..., None]:
+    from can_train.cli.runs import status
 
     return status
 
@@ -181,7 +162,6 @@ _NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {
     "after-job": _after_job,
 }
 """What makes each command; a line of one of them does not import the others."""
-
 
 _HIDDEN: Final = ("after-job",)
 """Commands that no person gives."""

@@ -77,7 +77,7 @@ def print_dry_runs(runs: Sequence["ResolvedRun"], flags: dict[str, Any], awaited
 
 def _scripts(runs: Sequence["ResolvedRun"], awaited: Sequence[str]) -> list[str | None]:
     from can_train.cli.submit import scripts
-    from can_train.slurm.order import SubmitOptions
+    from can_train.slurm.submission_plan import SubmitOptions
 
     return scripts(runs, SubmitOptions(after=awaited))
 
@@ -172,6 +172,6 @@ def _run_here(runs: Sequence["ResolvedRun"]) -> None:
 
 def _submit(runs: Sequence["ResolvedRun"], flags: Flags, awaited: Sequence[str]) -> None:
     from can_train.cli.submit import submit_runs
-    from can_train.slurm.order import SubmitOptions
+    from can_train.slurm.submission_plan import SubmitOptions
 
     submit_runs(runs, SubmitOptions(after=awaited, force=flags["force"]), as_json=flags["json"])
