@@ -38,66 +38,69 @@ _SUGGESTIONS: Final = 3
 _NEXT: Final = "Every training run teaches: can-train --help shows how to start one."
 
 
+_Key = Annotated[
+    str | None,
+    typer.Argument(help="Configuration key, with or without its size; all of them without.", metavar="[KEY]"),
+]
+_Show = Annotated[bool, typer.Option("--show", help="List every run; with a KEY that is done anyway.")]
+_Reset = Annotated[bool, typer.Option("--reset", help="Let the runs so far teach nothing any more; they stay.")]
+_Pin = Annotated[float | None, typer.Option(help="Fix the factor of KEY, whatever is learned.", metavar="VALUE")]
+_Unpin = Annotated[bool, typer.Option("--unpin", help="Let the learned factor of KEY hold again.")]
+_Export = Annotated[str | None, typer.Option(help="Write factors as JSON; - is standard output.", metavar="FILE")]
+_Import = Annotated[Path | None, typer.Option("--import", help="Import a file's factors.", metavar="FILE")]
+_Replay = Annotated[
+    str | None, typer.Option(help=f"What another policy would have done: {', '.join(POLICIES)}.", metavar="POLICY")
+]
+_Device = Annotated[str | None, typer.Option(help="Kind of device, as v100-16gb.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before --reset.")]
+_StateDir = Annotated[
+    str | None, typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER")
+]
+
+
 def factors(  # noqa: PLR0913 - Typer makes an option of each argument
     *,
-    key: Annotated[
-        str | None,
-        typer.Argument(help="Configuration key, with or without its size; all of them without.", metavar="[KEY]"),
-    ] = None,
-    show: Annotated[bool, typer.Option("--show", help="List every run; with a KEY that is done anyway.")] = False,
-    reset: Annotated[
-        bool, typer.Option("--reset", help="Exclude the runs so far from learning; their history stays.")
-    ] = False,
-    pin: Annotated[
-        float | None, typer.Option(help="Fix the factor of KEY, whatever is learned.", metavar="VALUE")
-    ] = None,
-    unpin: Annotated[bool, typer.Option("--unpin", help="Let the learned factor of KEY hold again.")] = False,
-    export: Annotated[
-        str | None, typer.Option(help="Write factors as JSON; - is standard output.", metavar="FILE")
-    ] = None,
-    import_file: Annotated[
-        Path | None, typer.Option("--import", help="Import a file's factors.", metavar="FILE")
-    ] = None,
-    replay: Annotated[
-        str | None,
-        typer.Option(help=f"Show what another policy would have set: {', '.join(POLICIES)}.", metavar="POLICY"),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Kind of device, as v100-16gb.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --reset.")] = False,
-    state_dir: Annotated[
-        str | None,
-        typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER"),
-    ] = None,
+    key: _Key = None,
+    show: _Show = False,
+    reset: _Reset = False,
+    pin: _Pin = None,
+    unpin: _Unpin = False,
+    export: _Export = None,
+    import_file: _Import = None,
+    replay: _Replay = None,
+    device: _Device = None,
+    as_json: _Json = False,
+    yes: _Yes = False,
+    state_dir: _StateDir = None,
 ) -> None:
     """Show the safety factors that were learned, and from which runs; reset, pin, export or import them."""
-    for name, value in (("KEY", key), ("--device", device), ("--state-dir", state_dir)):
-        if value == "":
-            raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
+    _check_not_empty({"KEY": key, "--device": device, "--state-dir": state_dir})
     asked = {"reset": reset, "pin": pin is not None, "unpin": unpin, "export": export is not None,
              "import": import_file is not None, "replay": replay is not None, "show": show}  # fmt: skip
     action = _only([name for name, given in asked.items() if given])
     store = get_safety_factor_db(state_dir)
-    if action == "reset":
+    if replay is not None:
+        return _print_replay(store, key, device, replay, as_json=as_json)
+    if reset:
         result = _reset(store, key, device, yes=yes)
-    elif action == "pin":
-        result = _pin(store, _needed(key, "--pin"), device, pin or 0.0)
-    elif action == "unpin":
-        result = _unpin(store, _needed(key, "--unpin"), device)
+    elif pin is not None:
+        result = _pin(store, key, device, pin)
+    elif unpin:
+        result = _unpin(store, key, device)
     elif export is not None:
         result = _export(store, key, device, export)
     elif import_file is not None:
-        if key is not None or device is not None:
-            what = "a KEY" if key is not None else "--device"
-            raise ConfigError("--import takes all of a file", value=what, remedy=f"Leave {what} out")
-        result = _import(store, import_file)
-    elif replay is not None:
-        _print_replay(store, key, device, replay, as_json=as_json)
-        return
+        result = _import(store, key, device, import_file)
     else:
-        _print_summaries(store, key, device, show=show or key is not None, as_json=as_json)
-        return
-    _print_result(action, result, store, as_json=as_json)
+        return _print_summaries(store, key, device, show=show or key is not None, as_json=as_json)
+    return _print_result(action, result, store, as_json=as_json)
+
+
+def _check_not_empty(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value == "":
+            raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
 
 
 def _only(asked: Sequence[str]) -> str:
@@ -202,8 +205,8 @@ def _confirm(question: str) -> None:
         raise typer.Exit(1)
 
 
-def _pin(store: FactorStore, given: str, device: str | None, value: float) -> ActionResult:
-    summaries = store.records()
+def _pin(store: FactorStore, key: str | None, device: str | None, value: float) -> ActionResult:
+    given, summaries = _needed(key, "--pin"), store.records()
     known = {summary.key for summary in summaries}
     # A key that no run has had is pinned as it was given.
     key = full_key(summaries, given) if keys_like(summaries, given) else given
@@ -217,9 +220,9 @@ def _pin(store: FactorStore, given: str, device: str | None, value: float) -> Ac
     return ActionResult(text, {"config_key": key, "device": device, "value": value, "event": str(path)}, notices)
 
 
-def _unpin(store: FactorStore, given: str, device: str | None) -> ActionResult:
+def _unpin(store: FactorStore, given: str | None, device: str | None) -> ActionResult:
     summaries = store.records()
-    found = find_summaries(summaries, given, device)
+    found = find_summaries(summaries, _needed(given, "--unpin"), device)
     key = found[0].key
     if all(summary.state != "pinned" for summary in found):
         pinned = sorted({summary.key for summary in summaries if summary.state == "pinned"})
@@ -245,7 +248,10 @@ def _export(store: FactorStore, key: str | None, device: str | None, file: str) 
     return ActionResult(f"{counted(len(export), 'key')} exported to {file}.", values)
 
 
-def _import(store: FactorStore, file: Path) -> ActionResult:
+def _import(store: FactorStore, key: str | None, device: str | None, file: Path) -> ActionResult:
+    if key is not None or device is not None:
+        what = "a KEY" if key is not None else "--device"
+        raise ConfigError("--import takes all of a file", value=what, remedy=f"Leave {what} out")
     path, keys = store.import_file(file)
     text = f"{counted(len(keys), 'key')} imported from {file}; their earlier runs teach nothing any more."
     if path is None:

@@ -131,6 +131,47 @@ class RegressionPrior:
 # The prior of a configuration of which nothing is known.
 DEFAULT_PRIOR: Final = RegressionPrior()
 
+# --- Changes: a new version of a library may move every peak at once.
+
+# Runs on either side of a change: fewer may all be outliers.
+_LEAST_RUNS: Final = 3
+
+# Shift of the peak, as a share of the capacity, below which the weights' forgetting is soon enough.
+_LEAST_CHANGE: Final = 0.03
+
+# Standard errors of the shift. High, since every place in a long history is tried, and chance has many tries.
+_CERTAIN: Final = 5.0
+
+# Standard deviation assumed of residuals, worth as many runs as `_LEAST_RUNS`: a few may agree by chance.
+_LEAST_NOISE: Final = 0.01
+
+
+def since_change(readings: Sequence[Reading], line: PeakRegression) -> Sequence[Reading]:
+    """Returns the readings since how memory grows has changed; all of them where it has not.
+
+    A change shows as residuals from one line through all readings that have one mean before it and another after it:
+    the split with the largest two-sample t statistic.
+
+    Args:
+        readings: Oldest first.
+        line: Fitted to all of them.
+    """
+    residuals = [(i, r.peak - line.peak(r.used)) for i, r in enumerate(readings) if r.peak is not None]
+    total, squares = sum(x for _, x in residuals), sum(x * x for _, x in residuals)
+    start, certainty, sum_before = 0, _CERTAIN, 0.0
+    for before, (index, residual) in enumerate(residuals):
+        after, sum_after = len(residuals) - before, total - sum_before
+        if min(before, after) >= _LEAST_RUNS:
+            shift = abs(sum_after / after - sum_before / before)
+            within = max(squares - sum_before**2 / before - sum_after**2 / after, 0.0)
+            variance = (within + _LEAST_RUNS * _LEAST_NOISE**2) / (len(residuals) + 1)
+            t_statistic = shift / math.sqrt(variance * (1 / before + 1 / after))
+            if shift > _LEAST_CHANGE and t_statistic > certainty:
+                start, certainty = index, t_statistic
+        sum_before += residual
+    return readings[start:]
+
+
 # --- The ceiling: the peak at which memory runs out. It is below the capacity where memory is fragmented.
 
 # Ceilings that are tried, as shares of the capacity; of equally likely ones the first wins.
@@ -153,7 +194,7 @@ _EXPLAINED_WITHIN: Final = 3.0
 
 
 def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> tuple[PeakRegression, float]:
-    """Fits the line, and the ceiling as a share of the capacity.
+    """Fits the line to the readings since the last change, and the ceiling as a share of the capacity.
 
     The ceiling is the capacity unless memory ran out where noise does not explain it. Then it is the level that makes
     the fates of all runs most likely: about where memory ran out, but not below what many runs reached. Weights fall
@@ -163,14 +204,17 @@ def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> tup
         readings: Oldest first.
         prior: What is known of the line before any of them.
     """
-    measured = [reading for reading in readings if reading.peak is not None]
-    line = prior.fit(measured)
-    if len(measured) == len(readings):
+    line = prior.fit([reading for reading in readings if reading.peak is not None])
+    recent = since_change(readings, line)
+    measured = [reading for reading in recent if reading.peak is not None]
+    if len(recent) < len(readings):
+        line = prior.fit(measured)
+    if len(measured) == len(recent):
         return line, 1.0
-    ceiling = max(_CEILINGS, key=lambda level: _log_likelihood(level, readings, line)) if measured else 1.0
+    ceiling = max(_CEILINGS, key=lambda level: _log_likelihood(level, recent, line)) if measured else 1.0
     # A stray out-of-memory far below the ceiling would only raise the line.
     explained = [
-        r for r in readings
+        r for r in recent
         if r.peak is not None or line.peak(r.used) + _EXPLAINED_WITHIN * line.spread(r.used) >= ceiling
     ]  # fmt: skip
     return prior.fit(explained, start=line, ceiling=ceiling), ceiling
