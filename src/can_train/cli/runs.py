@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.options import command_of
+from can_train.cli.command import command_of
 from can_train.cli.output import (
     TextTable,
     duration,
