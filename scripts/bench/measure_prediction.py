@@ -114,13 +114,13 @@ class Held(torch.autograd.Function):
 
 def hide(trainer: Trainer, explored: Explored) -> None:
     """Adds the hidden allocation to batches that are larger than the probes."""
-    task, costs = trainer.task, explored.limits.training.costs
+    task, model = trainer.task, explored.limits.training.model
     num_bytes = int(HIDDEN * trainer.meter.capacity_bytes)
     prepare = task.logical_batch
 
     def with_hidden(rows: Any, *others: Any) -> Any:
         batch = prepare(rows, *others)
-        if costs(task.batch_features(rows)).cost(0, len(rows)) <= 1.01 * explored.probe_cost:
+        if model.cost(task.batch_features(rows)) <= 1.01 * explored.probe_cost:
             return batch
         compute = batch.losses
 

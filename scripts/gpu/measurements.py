@@ -129,7 +129,7 @@ def points(trainer: Trainer, explored: Explored, shares: tuple[float, ...]) -> l
 def _point(trainer: Trainer, explored: Explored, rows: NDArray[np.int64]) -> dict[str, Any]:
     training, optimizer_peak = explored.limits.training, float(explored.limits.optimizer_peak_bytes)
     counts = trainer.task.batch_features(rows)
-    cost = training.costs(counts).cost(0, len(rows))
+    cost = training.model.cost(counts)
     peak = trainer.peak(rows)
     return {
         "samples": len(rows),

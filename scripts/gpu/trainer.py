@@ -100,11 +100,11 @@ class Trainer:
             training=self.training,
             meter=self.meter,
             rows=self.task.train_rows,
-            tried=watched.end,
         )
-        limits = explorer.explore(lambda _: BEYOND_CAPACITY * self.meter.capacity_bytes)
-        costs = limits.training.costs(self.task.batch_features(self.task.train_rows))
-        probes = [limits.training.costs(self.task.batch_features(rows)) for rows in watched.probes]
+        limits = explorer.explore(lambda _: BEYOND_CAPACITY * self.meter.capacity_bytes, on_trial=watched.end)
+        model = limits.training.model
+        costs = BatchCosts.priced(model, self.task.batch_features(self.task.train_rows))
+        probes = [BatchCosts.priced(model, self.task.batch_features(rows)) for rows in watched.probes]
         return Explored(limits, costs, max(probe.cost(0, len(probe)) for probe in probes))
 
     def peak(self, rows: NDArray[np.int64]) -> StepPeak | None:

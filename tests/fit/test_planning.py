@@ -15,7 +15,7 @@ from can_train.fit.epochs import kept_rows
 from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, RunPlan, plan_request, still_fits
 from can_train.fit.probe import fit_by_probes
-from can_train.fit.search import Peak, Room, find_phase_limit, pack_worst_case
+from can_train.fit.search import Peak, find_phase_limit, pack_worst_case
 from can_train.memory.meters import CpuMeter
 from can_train.task import Feature
 from can_train.training.session import make_session
@@ -159,8 +159,7 @@ def test_a_hidden_allocation_is_noticed_by_the_verification() -> None:
             raise torch.OutOfMemoryError
         return Peak(peak, 0)
 
-    room = Room(capacity_bytes=10 * MIB, slack_bytes=0)
-    limit = find_phase_limit(probed, measured, costs, upper=20 * MIB, room=room)
+    limit = find_phase_limit(probed, measured, costs, upper=20 * MIB, capacity_bytes=10 * MIB)
     assert limit.measured_ratio > 1.1
     assert len(order) == 1000
     assert 0.93 <= limit.peak_bytes(limit.tuned_limit) / (10 * MIB) <= 1

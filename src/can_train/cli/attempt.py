@@ -59,9 +59,7 @@ def after_job(
         print(f"can-train: {message}", flush=True)
 
 
-def _continue(
-    folder: "RunFolder", reporter: "Reporter", stops: "StopRequests", environment: Mapping[str, str]
-) -> None:
+def _continue(folder: "RunFolder", reporter: "Reporter", stops: "StopRequests", environment: Mapping[str, str]) -> None:
     """Trains as one of the processes that the environment describes."""
     # A job handles signals by now, and one may arrive during the seconds that these imports take.
     from can_train.config.compose import from_plain

@@ -9,14 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from can_train.cli.train_options import (
-    Flags,
-    check_flags,
-    make_request,
-    option_parameters,
-    options_without,
-    training_parameters,
-)
 from can_train.cli.command import make_command
 from can_train.cli.output import TextTable, make_reporter, print_tables, told
 from can_train.cli.pipeline_tables import (
@@ -30,6 +22,14 @@ from can_train.cli.pipeline_tables import (
     summary_table,
 )
 from can_train.cli.submit import make_group, note, start_group, submit_again
+from can_train.cli.train_options import (
+    Flags,
+    check_flags,
+    make_request,
+    option_parameters,
+    options_without,
+    training_parameters,
+)
 from can_train.config.overrides import split_list
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import ConfigError, RunError
@@ -238,7 +238,6 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
 
 def make_pipeline_command() -> Callable[..., None]:
     """Makes the command; its signature is made of the options above and the training settings."""
-
     return make_command([*option_parameters(_OPTIONS), *training_parameters()], _pipeline)
 
 

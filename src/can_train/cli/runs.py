@@ -21,7 +21,7 @@ from can_train.cli.output import (
     strict,
     told,
 )
-from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.errors import ConfigError
 from can_train.slurm.run_state import QUEUED, RUNNING, infer_attempt_state, live_row
 from can_train.slurm.status import RankedResult, RunProgress, RunStatus, log_of, rank, run_statuses, short_name
@@ -294,3 +294,14 @@ def _best_table(ranked: Sequence[tuple[RunStatus, RankedResult]], metric: str) -
         rows.append((short_name(each.known.run_id), each.known.record.key, *figures))
     notes = [f"{metric} is the mean over {several} test sets"] if several > 1 else []
     return TextTable(f"Best by {metric}", columns, rows, notes)
+
+
+def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
+    """Show the state of a run, and how it came to it."""
+    locator = RunLocator(runs_dir, state_dir)
+    found = locator.status(locator.find(run))
+    if as_json:
+        print(json.dumps(run_json(found), indent=2, ensure_ascii=False))
+        return
+    print("\n".join(run_lines(found)))
+    print_tables(history_tables(found))

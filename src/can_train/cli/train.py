@@ -107,7 +107,8 @@ def _train_here(runs: Sequence["ResolvedRun"]) -> None:
 
 def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]) -> None:
     """Plans each run and prints what would be done, in full for one device and as a table for several."""
-    from can_train.training.dry_run import dry_json, dry_plans, find_targets, nothing_left_behind
+    from can_train.training.dry_run import dry_plans, find_targets, nothing_left_behind
+    from can_train.training.report import dry_json
 
     # Before the plans: they take seconds, and an error in a job is known at once.
     scripts = _scripts(runs, after) if flags["submit"] else None
@@ -130,7 +131,7 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
 
 def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"]) -> None:
     from can_train.config.resolved import plain_to_yaml
-    from can_train.training.dry_run import COLUMNS, data_text, dry_lines, dry_row, warnings_of
+    from can_train.training.report import COLUMNS, data_text, dry_lines, dry_row
 
     # Before anything is printed: a plan that does not fit is an error.
     lines = dry_lines(run.key, plans[0]) if len(plans) == 1 else []
@@ -138,7 +139,7 @@ def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"]) -> None:
     if lines:
         print("\n".join(lines))
         return
-    warnings = list(dict.fromkeys(warning for dry in plans for warning in warnings_of(dry)))
+    warnings = list(dict.fromkeys(warning for dry in plans for warning in dry.warnings))
     sources = list(dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans))
     notes = [data_text(plans[0]), *sources, *warnings]
     print_tables([TextTable(f"Plans of {run.key}", COLUMNS, [dry_row(dry) for dry in plans], notes)])

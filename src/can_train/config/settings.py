@@ -252,18 +252,20 @@ class TrainingSettings:
     """Steps of one trial of the batch-size search."""
     gradient_accumulation_steps: int = 1
     """Batches of batch_size samples that make one optimizer step."""
+    accumulation_splits: str = "off"
+    """A batch is computed in at least this many parts; the batch stays as it is."""
     accumulation_threshold: float = 0.0
-    """Units of the task's main feature up to which a batch that fits is not cut; 0 cuts whatever needs it."""
+    """Units of the task's main feature up to which a batch that fits is not cut; 0: no threshold."""
     accumulation_target_mib: str = "off"
-    """Cut until a micro-batch costs no more than this many MiB; on: 2048."""
+    """Cut batches until a micro-batch costs no more than this many MiB; on: 2048."""
     accumulation_max_splits: int = 4
     """Most micro-batches planned to reach accumulation_target_mib; a rescue may exceed it, and says so."""
     preflight_threshold: str = "off"
-    """Units of the main feature above which a batch becomes several optimizer steps. Changes what is optimised."""
+    """Units of the main feature above which a batch becomes several optimizer steps, which changes the training."""
     oversize: str = "error"
     """Samples that do not fit by themselves: error names them before the first step, skip leaves them out."""
     min_steps_per_epoch: int = 50
-    """With max: never so large a batch that an epoch has fewer optimizer steps."""
+    """With max: fewest optimizer steps of an epoch, which bounds the batch."""
     micro_batch_size: int = 0
     """Fixed number of samples on the device at once, without a search; 0 searches."""
     min_micro_batch_size: int = 1
@@ -329,6 +331,16 @@ class TrainingSettings:
         check_choice("training.scheduler_interval", self.scheduler_interval, INTERVALS)
 
     @property
+    def splits(self) -> int:
+        """`accumulation_splits` as a number; 1 where it is off."""
+        splits = number_or_off("training.accumulation_splits", self.accumulation_splits)
+        if splits == math.inf:
+            return 1
+        if splits != int(splits):
+            raise ConfigError("training.accumulation_splits must be a whole number or off", value=repr(splits))
+        return int(splits)
+
+    @property
     def target_mib(self) -> float:
         """`accumulation_target_mib` as a number; infinite where it is off."""
         return number_or_off("training.accumulation_target_mib", self.accumulation_target_mib, on=DEFAULT_TARGET_MIB)
@@ -359,8 +371,18 @@ class TrainingSettings:
                 f"training.min_micro_batch_size {self.min_micro_batch_size}",
                 remedy="Change one of them",
             )
+        if self.accumulation_threshold > 0 and self.gradient_accumulation_steps > 1:
+            # With a threshold, "accumulation steps" usually means the parts of one batch, not several batches.
+            steps = self.gradient_accumulation_steps
+            raise ConfigError(
+                "training.gradient_accumulation_steps multiplies the batch, and training.accumulation_threshold is for"
+                " splitting it: only one of them was meant",
+                value=f"gradient_accumulation_steps {steps}, accumulation_threshold {self.accumulation_threshold:g}",
+                remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps} --gradient-accumulation-steps"
+                f" 1. To make one step of {steps} batches: --accumulation-threshold 0",
+            )
         # Reading them checks them.
-        _ = (self.target_mib, self.preflight_units, self.free_threshold_mib)
+        _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib)
         check_range("training.lr", self.lr, above=0.0)
         check_range("training.warmup_share", self.warmup_share, low=0.0, high=1.0)
         check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DoesNotFitError, StateError
 from can_train.fit import random_state
-from can_train.fit.explore import Explorer, probe, seconds_a_sample
+from can_train.fit.explore import Explorer, probe, seconds_per_sample
 from can_train.fit.features import members
 from can_train.fit.optimizer import Precision
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
@@ -437,7 +437,7 @@ class ReferenceModels:
         rows = self.task.train_rows
         explorer = Explorer(
             task=self.task, model=model, training=self.training, meter=self.meter, rows=rows,
-            tried=lambda cost: None, verify=self.verify, beside=answers.resident,
+            verify=self.verify, reference_tensors=answers.resident,
         )  # fmt: skip
         cost_model, seconds = explorer.step_cost()
         each = self.task.batch_features(rows) @ np.asarray(cost_model.coefficients)
@@ -458,7 +458,7 @@ class ReferenceModels:
             return replace(cost, disk_bytes=num_bytes)
         source = FromDevice(reference_model, self.meter, self.dtype)
         work = asking(reference_model, source.model, source)
-        seconds = seconds_a_sample(work, probe(work, self.meter)[0].model, self.meter)
+        seconds = seconds_per_sample(work, probe(work, self.meter).model, self.meter)
         # What a sample of the data stands for is asked about, too.
         asked = max(len(reference_model.rows), len(self.task.train_rows))
         return replace(cost, disk_bytes=num_bytes, once_seconds=seconds * asked)

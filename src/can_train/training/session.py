@@ -275,7 +275,7 @@ class Session:
                 self.batcher.use(self.plan.rules, self.run_plan.limits)
                 # In bytes of another tuned limit.
                 self.largest_cost = self.cost_after_rescue = 0.0
-            self.reserve.expect(self.planner.optimizer_memory(), held_bytes=held_bytes)
+            self.reserve.expect(self.planner.explorer.optimizer_memory(), held_bytes=held_bytes)
             self.reserve.hold()
         self.trainable = trainable
 
@@ -379,7 +379,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     session.model.load_state_dict(state["model"])
     session.best = state["best"] if session.ranks.is_first else {}
     session.optimization.load_state_dict(state["optimization"])
-    session.reserve.expect(session.planner.optimizer_memory(), held_bytes=session.optimization.state_bytes)
+    session.reserve.expect(session.planner.explorer.optimizer_memory(), held_bytes=session.optimization.state_bytes)
     session.progress = Progress(**state["progress"])
     of_ranks = [state, *state.get("other_ranks", ())]
     if len(of_ranks) == session.ranks.size:
@@ -435,7 +435,7 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
     asked, beside = _ask(given, reference_models, model)
     planner = Planner(
         run=run, task=given.task, model=model, meter=given.meter, reporter=given.reporter, ranks=ranks.size,
-        beside=beside,
+        reference_tensors=beside,
     )  # fmt: skip
     plans = _plans(given, planner, factor, asked)
     random_state.seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
@@ -473,7 +473,7 @@ def _put_together(given: Parts, planner: Planner, plans: list[RunPlan], *, steps
         monitor=_monitor(given, epochs, steps_done=steps_done),
         batcher=_batcher(given, plan, model),
         planner=planner,
-        reserve=OptimizerReserve(planner.optimizer_memory(), meter, retries=run.training.oom_retries),
+        reserve=OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=run.training.oom_retries),
         checkpoints=Checkpoints(given.folder.checkpoints_path),
         metrics=MetricsLog(given.folder.metrics_path),
         stops=given.stops,

@@ -36,7 +36,7 @@ def take_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) ->
     progress = session.progress
     session.renew_if_thawed()
     # The reserve's own list, not a copy: it is emptied within the step, and nobody else may keep what was in it.
-    held = session.model, session.optimization.optimizer, session.reserve.tensors, session.planner.beside
+    held = session.model, session.optimization.optimizer, session.reserve.tensors, session.planner.reference_tensors
     with session.monitor.step(*held) as counted:
         own, result = _guarded_step(session, rows, ends_epoch=ends_epoch)
     for term, mean in result.means.items():

@@ -25,7 +25,7 @@ from can_train.tasks.can.modes.windows import WindowTask
 from can_train.tasks.can.task import make_task, sample_task
 from fakes.random_bus import random_frames, write_log
 
-SHARED_LOGS = Path(__file__).parents[4] / "shared" / "data" / "can"
+SHARED_LOGS = Path(__file__).parents[5] / "shared" / "data" / "can"
 SEED_FRAMES = 20_000
 WINDOW = 100
 
@@ -52,7 +52,7 @@ Factory = Callable[..., Any]
 
 def task_by(factory: Factory, dataset: str, folder: Path, model: str = "gat", reporter: Reporter | None = None,
             **values: object) -> Any:  # fmt: skip
-    changed = {"mode.floors": False, **{name.replace("__", "."): value for name, value in values.items()}}
+    changed = {"mode.baselines": False, **{name.replace("__", "."): value for name, value in values.items()}}
     run = resolve(RunRequest(model=model, size="student", dataset=dataset, values=changed))
     return factory(run, {}, folder / "data", folder / "state" / "cache", reporter or SilentReporter())
 
