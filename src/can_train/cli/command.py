@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar, get_type_hints
 
-from typer import Context
 from typer.core import TyperCommand
 
 from can_train.config.overrides import canonical_name
@@ -66,7 +65,8 @@ class Command(TyperCommand):
         settings = {**(context_settings or {}), "token_normalize_func": flag_name}
         super().__init__(name, context_settings=settings, **options)
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    # Typer's own contexts are of a private class; the public `typer.Context` is a subclass of it.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses the arguments after checking their flags."""
         return super().parse_args(ctx, self._checked(args))
 
