@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from can_train.io.processes import AttemptStart
-from can_train.slurm.client import Answer, parse_sacct, parse_squeue
+from can_train.slurm.client import SlurmAnswer, parse_sacct, parse_squeue
 from can_train.slurm.run_state import AttemptFacts, RunFacts
 from can_train.training.attempts import AttemptEnd
 from can_train.training.run_folder import JobRecord, RunRecord
@@ -48,12 +48,12 @@ def attempt(number: int, job_id: str = "", ending: str | None = None, **values: 
     return AttemptFacts(start=AttemptStart(**{**began, **values}), end=ended, alive=alive)
 
 
-def recorded(example: str, *, sacct: bool = True, squeue: bool = True) -> Answer:
+def recorded(example: str, *, sacct: bool = True, squeue: bool = True) -> SlurmAnswer:
     """What SLURM said of a recorded job, or what it says where only one of its programs has it."""
     job_id = JOBS[example]
     queue = parse_squeue((RECORDED / "squeue.txt").read_text()) if squeue else []
     accounts = parse_sacct((RECORDED / "sacct.txt").read_text())
-    return Answer(
+    return SlurmAnswer(
         queue=[row for row in queue if row.job_id == job_id],
         accounts=[row for row in accounts if row.job_id == job_id] if sacct else None,
     )

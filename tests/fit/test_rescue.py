@@ -59,7 +59,7 @@ class Device:
 
     def __init__(self, batch: BatchCosts, fits: float, after_wait: Callable[["Device"], None] = lambda device: None):
         self.batch, self.fits, self.after_wait = batch, fits, after_wait
-        self.waiting_notice: list[float] = []
+        self.waits: list[float] = []
         self.noted = Noted()
         self.meter = SimulatedMeter(64 * MIB, expandable=True)
 
@@ -69,7 +69,7 @@ class Device:
         return start, stop
 
     def wait(self, seconds: float) -> None:
-        self.waiting_notice.append(seconds)
+        self.waits.append(seconds)
         self.after_wait(self)
 
     def run(self, settings: RescueSettings | None = None, limit: PartLimit | None = None) -> list[Part[Any]]:
@@ -123,7 +123,7 @@ def test_attempts_at_the_floor_wait_ever_longer() -> None:
     device = Device(BatchCosts.uniform(4), fits=0)
     with pytest.raises(DoesNotFitError, match="Memory ran out 4 times in a row"):
         device.run(RescueSettings(retries=3))
-    assert device.waiting_notice == [0.1, 0.2, 0.4]
+    assert device.waits == [0.1, 0.2, 0.4]
     assert device.rescue.ooms == 3 + 3
 
 
@@ -134,7 +134,7 @@ def test_splitting_is_not_a_retry() -> None:
 
 def test_memory_that_another_process_gives_back_ends_the_wait() -> None:
     def give_back(device: Device) -> None:
-        device.fits = 10 if len(device.waiting_notice) == 2 else 0
+        device.fits = 10 if len(device.waits) == 2 else 0
 
     device = Device(BatchCosts.uniform(4), fits=0, after_wait=give_back)
     assert sizes(device.run()) == [1] * 4
@@ -144,7 +144,7 @@ def test_without_rescue_the_first_out_of_memory_is_an_error() -> None:
     device = Device(BatchCosts.uniform(4), fits=2)
     with pytest.raises(DoesNotFitError, match=r"training.adaptive_micro_batch is off.*\n?.*smaller --micro-batch-size"):
         device.run(RescueSettings(adaptive=False))
-    assert device.waiting_notice == []
+    assert device.waits == []
 
 
 @pytest.mark.parametrize(("foreign_mib", "one_sample"), [(0, True), (40, False)])
@@ -246,9 +246,9 @@ def test_the_size_that_worked_is_kept_for_the_next_steps() -> None:
     gpu = SmallGpu(64)
     first = gpu.step()
     assert len(first) > 1
-    ooms = gpu.batcher.ooms
+    ooms = gpu.batcher.ooms_rescued
     assert gpu.step() == first
-    assert gpu.batcher.ooms == ooms
+    assert gpu.batcher.ooms_rescued == ooms
 
 
 @pytest.mark.parametrize("regrow", [True, False])
@@ -265,18 +265,18 @@ def test_growth_that_fails_waits_longer_and_loses_nothing() -> None:
     gpu = SmallGpu(64)
     for _ in range(12 * QUIET_STEPS):
         gpu.step()
-    assert gpu.batcher.ooms <= 12
+    assert gpu.batcher.ooms_rescued <= 12
 
 
 def test_freezing_or_thawing_parameters_forgets_what_was_learned_of_memory() -> None:
     gpu = SmallGpu(64)
     split = gpu.step()
     gpu.model.weight.requires_grad_(False)
-    ooms = gpu.batcher.ooms
+    ooms = gpu.batcher.ooms_rescued
     gpu.step()
     gpu.model.weight.requires_grad_(True)
     assert gpu.step() == split
-    assert gpu.batcher.ooms > ooms
+    assert gpu.batcher.ooms_rescued > ooms
 
 
 def test_evaluation_is_split_and_rescued_by_itself() -> None:
@@ -297,7 +297,7 @@ def test_an_evaluations_limit_holds_from_the_start() -> None:
     gpu = SmallGpu(400)
     parts = gpu.batcher.evaluate(lambda start, stop: stop - start, 10, PartLimit(cost=4))
     assert parts == [4, 3, 3]
-    assert gpu.batcher.ooms == 0
+    assert gpu.batcher.ooms_rescued == 0
 
 
 class CountedRetries(SimulatedMeter):
@@ -332,7 +332,7 @@ def test_the_limit_in_force_is_in_the_state() -> None:
     resumed = SmallGpu(64)
     resumed.batcher.load_state_dict(gpu.batcher.state_dict())
     assert resumed.step() == split
-    assert resumed.batcher.ooms == gpu.batcher.ooms
+    assert resumed.batcher.ooms_rescued == gpu.batcher.ooms_rescued
 
 
 def test_a_plan_is_rescued_beyond_its_number_of_splits() -> None:
@@ -360,11 +360,11 @@ def test_parts_keep_to_what_others_leave_for_as_long_as_they_are_there() -> None
     gpu.meter.release()
     gpu.others_take(100)
     crowded = gpu.step()
-    ooms = gpu.batcher.ooms
+    ooms = gpu.batcher.ooms_rescued
     assert ooms > 0
     assert max(crowded) * 6 <= 100
     assert gpu.step() == gpu.step()
-    assert gpu.batcher.ooms == ooms
+    assert gpu.batcher.ooms_rescued == ooms
     gpu.others_take(0)
     assert gpu.step() == (30, 30)
 
@@ -373,7 +373,7 @@ def test_a_surprise_at_a_cost_that_did_fit_makes_later_parts_a_little_smaller() 
     gpu = tuned_gpu()
     gpu.model.more_bytes = 40 * MIB
     assert gpu.step() == (15, 23, 22)
-    assert gpu.batcher.ooms == 1
+    assert gpu.batcher.ooms_rescued == 1
 
 
 def test_the_smallest_cost_that_ran_out_within_the_plan_is_known() -> None:
@@ -403,7 +403,7 @@ def test_memory_that_others_took_says_nothing_of_the_plan() -> None:
     gpu = tuned_gpu()
     gpu.others_take(100)
     gpu.step()
-    assert gpu.batcher.ooms > 0
+    assert gpu.batcher.ooms_rescued > 0
     assert gpu.batcher.oom_cost is None
 
 
@@ -420,7 +420,7 @@ def test_who_watches_is_called_when_memory_is_free_again() -> None:
     held: list[int] = []
     gpu.batcher.watch(lambda: held.append(gpu.meter.gpu.allocator.reserved_bytes))
     gpu.step()
-    assert len(held) == gpu.batcher.ooms == 1
+    assert len(held) == gpu.batcher.ooms_rescued == 1
     assert held[0] < 5 * MIB
     assert gpu.batcher.oom_cost == 180 * MIB
 

@@ -54,7 +54,11 @@ def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
     with Attempt(run=parts.run, folder=parts.folder, session=session):
         training_loop.train(session)
     (observed,) = read_observations(tmp_path / "state").finished
-    assert (observed.outcome, observed.logical_batch, observed.ooms_rescued) == ("rescued", 30, session.batcher.ooms)
+    assert (observed.outcome, observed.logical_batch, observed.ooms_rescued) == (
+        "rescued",
+        30,
+        session.batcher.ooms_rescued,
+    )
     assert observed.largest_micro_batch <= 20
     assert "with the same gradient" in "\n".join(parts.reporter.texts)  # type: ignore[attr-defined]
     assert get_effective_safety_factor(parts.run) <= 0.6 * 0.85

@@ -51,10 +51,8 @@ def after_job(
     Standard input has the variables that the job began with.
     """
     from can_train.slurm.restart import after_job as restart_after_job
-    from can_train.slurm.script import remembered_environment
 
-    began_with = remembered_environment(sys.stdin.buffer.read())
-    message = restart_after_job(continue_in_job, state_dir, status=status, began_with=began_with)
+    message = restart_after_job(continue_in_job, state_dir, status=status, environment=sys.stdin.buffer.read())
     if message:
         print(f"can-train: {message}", flush=True)
 

@@ -34,11 +34,11 @@ from can_train.config.overrides import split_list
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import ConfigError, RunError
 from can_train.slurm.client import NoControllerError, Partition, read_partitions
-from can_train.slurm.order import SubmissionPlan, SubmitOptions, plan_submission
 from can_train.slurm.pipeline import AT_WORK, REUSED, Step
 from can_train.slurm.prerequisites import is_whole, with_folders
 from can_train.slurm.snapshot import Code, code_of, describe, keep, read_code
 from can_train.slurm.status import find_run, known_runs, run_statuses
+from can_train.slurm.submission_plan import SubmissionPlan, SubmitOptions, plan_submission
 from can_train.slurm.submit import Submission, run_line
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, make_run
 

@@ -8,7 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.cli.output import TextTable, duration, seconds_between, strict
-from can_train.slurm.status import RunStatus, by_test_set, short_name
+from can_train.cli.ranking import by_test_set
+from can_train.slurm.status import RunStatus, short_name
 from can_train.training.run_folder import JobRecord
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ def resume(
     """Continue a run from its last checkpoint, where it ran before: one of SLURM is submitted again."""
     locator = RunLocator(runs_dir, state_dir)
     found = locator.status(locator.find(run))
-    if not found.facts.present:
+    if not found.facts.has_folder:
         raise RunError("A run goes on from what is in its folder", value=f"{found.known.folder.path} is gone",
                        remedy="Train anew")  # fmt: skip
     if found.state.live and found.state.certain:
@@ -107,7 +107,7 @@ def _resubmit(request: ResubmitRequest) -> None:
         train_run(run)
         return
     from can_train.cli.submit import submit_runs
-    from can_train.slurm.order import SubmitOptions
+    from can_train.slurm.submission_plan import SubmitOptions
 
     submit_runs([run], SubmitOptions(force=request.force))
 

@@ -15,9 +15,9 @@ from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import CanTrainError
 from can_train.io.units import parse_time_min, time_text
 from can_train.slurm.client import NoControllerError, Partition, read_partitions
-from can_train.slurm.order import PlannedRun, SubmissionPlan, SubmitOptions, expectation, plan_submission
 from can_train.slurm.run_state import FINISHED
 from can_train.slurm.snapshot import Code, describe, keep, read_code
+from can_train.slurm.submission_plan import PlannedRun, SubmissionPlan, SubmitOptions, expectation, plan_submission
 from can_train.slurm.submit import (
     StartedJob,
     Submission,

@@ -44,7 +44,7 @@ def _train(flags: Flags) -> None:
         _print_dry_runs(runs, flags, after)
     elif flags["submit"]:
         from can_train.cli.submit import submit_runs
-        from can_train.slurm.order import SubmitOptions
+        from can_train.slurm.submission_plan import SubmitOptions
 
         submit_runs(runs, SubmitOptions(after=after, force=flags["force"]), as_json=flags["json"])
     else:
@@ -147,7 +147,7 @@ def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"]) -> None:
 
 def _scripts(runs: Sequence["ResolvedRun"], after: Sequence[str]) -> list[str | None]:
     from can_train.cli.submit import scripts
-    from can_train.slurm.order import SubmitOptions
+    from can_train.slurm.submission_plan import SubmitOptions
 
     return scripts(runs, SubmitOptions(after=after))
 

@@ -227,10 +227,14 @@ class Observation:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether memory ran out, rescued or not, at a cost that a search had shown safe, and by this run's doing."""
+        """Whether memory ran out, rescued or not, by this run's doing."""
         failed = self.outcome == "oom" or self.ooms_rescued > 0
-        others = self.foreign_bytes > FOREIGN_SHARE * self.capacity_bytes
-        return failed and self.tuned_limit is not None and not others
+        return failed and self.foreign_bytes <= FOREIGN_SHARE * self.capacity_bytes
+
+    @property
+    def teaches_out_of_memory(self) -> bool:
+        """Whether memory ran out, by this run's doing, although a search had shown that it fits."""
+        return self.ran_out_of_memory and self.tuned_limit is not None
 
 
 @dataclass(frozen=True)

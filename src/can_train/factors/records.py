@@ -52,14 +52,14 @@ def _once_an_attempt(runs: Sequence[Observation]) -> list[Observation]:
         before = highest.setdefault((run.run_id, run.attempt), run)
         if (run.peak or 0.0) > (before.peak or 0.0):
             highest[run.run_id, run.attempt] = run
-    return [run for run in runs if run.ran_out_of_memory or highest[run.run_id, run.attempt] is run]
+    return [run for run in runs if run.teaches_out_of_memory or highest[run.run_id, run.attempt] is run]
 
 
 def _lessons(runs: Sequence[Observation]) -> list[Observation]:
     """The runs whose out-of-memory counts: of several that overlap, the one that began first."""
     lessons: list[Observation] = []
     for run in runs:
-        if run.ran_out_of_memory and (not lessons or run.started >= lessons[-1].ended):
+        if run.teaches_out_of_memory and (not lessons or run.started >= lessons[-1].ended):
             lessons.append(run)
     return lessons
 
@@ -72,7 +72,7 @@ def _lesson(run: Observation) -> FactorPoint:
 
 
 def _success(run: Observation) -> list[FactorPoint]:
-    if run.outcome not in LEARNABLE_OUTCOMES or run.ran_out_of_memory or run.used is None or run.peak is None:
+    if run.outcome not in LEARNABLE_OUTCOMES or run.teaches_out_of_memory or run.used is None or run.peak is None:
         return []
     return [FactorPoint(used=run.used, peak=run.peak)]
 
@@ -418,7 +418,7 @@ def _pinned(record: FactorSummary, pin: Event | None) -> FactorSummary:
 
 
 def _settled(runs: Sequence[Observation], aim: float, variance: float) -> bool:
-    in_band = [not run.ran_out_of_memory and _in_band(run, aim) for run in runs[-_IN_BAND_RUNS:]]
+    in_band = [not run.teaches_out_of_memory and _in_band(run, aim) for run in runs[-_IN_BAND_RUNS:]]
     return len(runs) >= _SETTLED_RUNS and all(in_band) and variance < _SETTLED_VARIANCE
 
 

@@ -12,7 +12,7 @@ from can_train.factors.observations import read_observations
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore
 from can_train.fit.factor_rule import ANY_PEAK, Aim, FactorChoice, FactorRule
-from can_train.memory.meters import settings_in_force
+from can_train.memory.meters import allocator_settings
 from can_train.reporter import Reporter
 
 
@@ -80,7 +80,7 @@ def memory_fingerprint(run: ResolvedRun) -> dict[str, Any]:
         "precision": training.precision,
         "optimizer": training.optimizer,
         "deterministic": training.deterministic,
-        "allocator": settings_in_force(),
+        "allocator": allocator_settings(),
         # This version compiles nothing; runs of one that does must not be mixed with its runs.
         "compiled": False,
     }

@@ -9,7 +9,7 @@ from can_train.config.compose import RunRequest, config_folder, presets
 from can_train.config.resolved import ResolvedRun, plain_from_yaml
 from can_train.config.task_settings import Prerequisite
 from can_train.errors import ConfigError, unknown_name
-from can_train.slurm.duplicates import data_files, what_it_does
+from can_train.slurm.duplicates import data_files, identity_config
 from can_train.slurm.prerequisites import PastRuns, chosen, is_whole, misfits, settled_prerequisites, with_folders
 from can_train.slurm.run_state import RunState
 from can_train.slurm.status import KnownRun
@@ -249,13 +249,13 @@ def _check(source: Step, run: ResolvedRun, needed: Prerequisite) -> None:
 def _again(step: Step, since: float, lookout: Lookout) -> Step:
     """Finds the run that has done the same since a time, or was about to."""
     roles = [needed.role for needed in step.run.prerequisites]
-    wanted = what_it_does(step.run.config, roles)
+    wanted = identity_config(step.run.config, roles)
     same = [
         known
         for known in lookout.past.known
         if known.record.key == step.run.key
         and datetime.fromisoformat(known.record.time).timestamp() >= since
-        and what_it_does(lookout.past.config(known), roles) == wanted
+        and identity_config(lookout.past.config(known), roles) == wanted
     ]
     finished = next((known for known in same if is_whole(known.folder)), None)
     if finished is not None:

@@ -40,7 +40,7 @@ class Attempt:
     session: Session
 
     def __enter__(self) -> Attempt:
-        meter, self._ooms_before = self.session.meter, self.session.batcher.ooms
+        meter, self._ooms_before = self.session.meter, self.session.batcher.ooms_rescued
         self._started = Started(
             run_id=self.folder.run_id,
             attempt=self.session.ranks.on_rank0(lambda: self.folder.attempts.current),
@@ -67,7 +67,7 @@ class Attempt:
     @property
     def _ooms(self) -> int:
         """Out-of-memories that this attempt survived; a resumed one starts with those before it."""
-        return self.session.batcher.ooms - self._ooms_before
+        return self.session.batcher.ooms_rescued - self._ooms_before
 
     def _record(self, outcome: str) -> None:
         write_observation(state_dir(self.run.paths), self._observation(outcome))

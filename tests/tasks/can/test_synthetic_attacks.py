@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.tasks.can.synthetic.attacks import ATTACKS
-from can_train.tasks.can.synthetic.traffic import draw_stretches
+from can_train.tasks.can.synthetic.traffic import draw_time_spans
 from fakes.simulated_drives import assert_same, attacked, benign_drive, frames_of
 
 REMOVING = ("suppress", "masquerade")
@@ -12,7 +12,7 @@ REMOVING = ("suppress", "masquerade")
 
 @given(st.integers(0, 2**32), st.integers(2_000_000, 100_000_000), st.integers(1_000_000, 20_000_000))
 def test_stretches_are_ordered_apart_and_leave_more_time_than_they_take(seed: int, duration: int, cycle: int) -> None:
-    stretches = draw_stretches(np.random.default_rng(seed), duration, cycle_us=cycle)
+    stretches = draw_time_spans(np.random.default_rng(seed), duration, cycle_us=cycle)
     edges = [0, *(edge for stretch in stretches for edge in (stretch.start_us, stretch.end_us)), duration]
     assert (np.diff(edges) > 0).all()
     share = sum(stretch.end_us - stretch.start_us for stretch in stretches) / duration

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, transmit, vehicle_traffic
-from can_train.tasks.can.synthetic.vehicles import Checksum, Message, Rhythm, Signal, make_vehicles, seal
+from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, simulate_bus, vehicle_traffic
+from can_train.tasks.can.synthetic.vehicles import Checksum, Message, SendType, Signal, make_vehicles, write_checksum
 from fakes.simulated_drives import as_traffic, assert_same, benign_drive, drive_log, frames_of
 
 # The bus
@@ -34,7 +34,7 @@ def test_the_bus_is_never_shared_never_idle_and_goes_to_the_lowest_id(
     order, ends = zip(*slow_bus(traffic), strict=True)
     expected = traffic.pick(np.array(order))
     expected.time_us[:] = ends
-    assert_same(transmit(traffic), expected)
+    assert_same(simulate_bus(traffic), expected)
 
 
 # Vehicles and their traffic
@@ -67,13 +67,13 @@ def test_a_steady_message_keeps_its_period_but_for_jitter_and_rare_gaps() -> Non
 
 def test_occasional_messages_pause_and_eager_ones_repeat_early() -> None:
     vehicles = [make_vehicles(seed)[0] for seed in range(8)]
-    gaps: dict[Rhythm, list[float]] = {rhythm: [] for rhythm in Rhythm}
+    gaps: dict[SendType, list[float]] = {send_type: [] for send_type in SendType}
     for vehicle in vehicles:
         traffic = vehicle_traffic(np.random.default_rng(0), vehicle, 20 * SECOND_US)
         for message in vehicle.messages:
-            gaps[message.rhythm] += (np.diff(frames_of(traffic, message).time_us) / message.period_us).tolist()
-    assert max(gaps[Rhythm.OCCASIONAL]) > 4 > max(gaps[Rhythm.EAGER])
-    assert min(gaps[Rhythm.EAGER]) < 0.1 < min(gaps[Rhythm.STEADY])
+            gaps[message.send_type] += (np.diff(frames_of(traffic, message).time_us) / message.period_us).tolist()
+    assert max(gaps[SendType.CYCLIC_IF_ACTIVE]) > 4 > max(gaps[SendType.CYCLIC_AND_ON_CHANGE])
+    assert min(gaps[SendType.CYCLIC_AND_ON_CHANGE]) < 0.1 < min(gaps[SendType.CYCLIC])
 
 
 def crc8_bit_by_bit(data: bytes) -> int:
@@ -91,11 +91,11 @@ def xor(data: bytes) -> int:
 
 def test_the_crc_is_the_one_of_sae_j1850() -> None:
     message = Message(
-        can_id=0x3132, period_us=1, length=8, rhythm=Rhythm.STEADY, constants=(0,) * 8, signals=(), counter_byte=None,
+        can_id=0x3132, period_us=1, length=8, send_type=SendType.CYCLIC, constants=(0,) * 8, signals=(), counter_byte=None,
         checksum=Checksum.CRC8,
     )  # fmt: skip
     payload = np.array([list(b"3456789\0")], np.uint8)
-    seal(message, payload)
+    write_checksum(message, payload)
     assert payload[0, 7] == crc8_bit_by_bit(b"123456789") == 0x4B
 
 

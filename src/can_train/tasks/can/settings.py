@@ -129,6 +129,11 @@ class CanDatasetSettings:
         check_range("dataset.validation_share", self.validation_share, above=0.0, high=0.5)
         check_range("dataset.test_share", self.test_share, above=0.0, high=0.5)
 
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the logs are simulated."""
+        return self.name.startswith("synthetic") and not self.path
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatSettings:
@@ -375,6 +380,6 @@ TASK = TaskSettings(
     factory="can_train.tasks.can.task:make_task",
     sampler="can_train.tasks.can.task:sample_task",
     evaluator="can_train.tasks.can.evaluation.evaluate:make_evaluation",
-    files="can_train.tasks.can.data.files:data_files",
+    files="can_train.tasks.can.data.layout:data_files",
     experience=experience,
 )

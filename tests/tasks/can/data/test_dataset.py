@@ -12,7 +12,7 @@ from can_train.errors import DataError
 from can_train.reporter import SilentReporter, Stage
 from can_train.tasks.can.data.dataset import CanData, cache_key, prepare
 from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder
-from can_train.tasks.can.data.layout import LOG, TEST, TRAIN, LogFile, hash_logs, without_duplicates
+from can_train.tasks.can.data.layout import LOG, TEST, TRAIN, LogFile, drop_duplicates, hash_logs
 from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
 from fakes.random_bus import random_frames, write_log
 
@@ -187,14 +187,14 @@ def test_copies_stay_in_two_test_folders_but_not_in_one(tmp_path: Path) -> None:
         log_file(tmp_path / f"{group}/{name}", TEST, group)
         for group, name in (("test_01", "a.csv"), ("test_02", "a.csv"), ("test_01", "b.csv"))
     ]
-    kept, notices = without_duplicates(hash_logs(logs, SilentReporter()))
+    kept, notices = drop_duplicates(hash_logs(logs, SilentReporter()))
     assert [hashed.log for hashed in kept] == logs[:2]
     assert notices == ["Left out as copies of other logs: test_01/b.csv"]
 
 
 def test_a_training_log_is_read_once(tmp_path: Path) -> None:
     logs = [log_file(tmp_path / name, TRAIN, "train_01") for name in ("a.csv", "b.csv")]
-    kept, notices = without_duplicates(hash_logs(logs, SilentReporter()))
+    kept, notices = drop_duplicates(hash_logs(logs, SilentReporter()))
     assert [hashed.log for hashed in kept] == logs[:1]
     assert "b.csv" in notices[0]
 

@@ -4,8 +4,14 @@ import polars as pl
 import pytest
 
 from can_train.errors import ConfigError, DataError
-from can_train.tasks.can.data.formats import Grammar, header_grammars, looks_hexadecimal, parse_rows, surely_decimal
-from can_train.tasks.can.data.reading import AttackKinds
+from can_train.tasks.can.data.formats import (
+    Grammar,
+    header_grammars,
+    looks_hexadecimal,
+    parse_rows,
+    too_large_for_hexadecimal,
+)
+from can_train.tasks.can.data.reading import LabelEncoder
 from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
 
 
@@ -75,8 +81,8 @@ def test_letters_and_leading_zeros_make_a_column_hexadecimal(ids: list[str], hex
 
 
 def test_an_id_that_would_exceed_29_bits_in_hexadecimal_is_surely_decimal() -> None:
-    assert surely_decimal(pl.Series(["100", "20000000"]))
-    assert not surely_decimal(pl.Series(["100", "19999999"]))
+    assert too_large_for_hexadecimal(pl.Series(["100", "20000000"]))
+    assert not too_large_for_hexadecimal(pl.Series(["100", "19999999"]))
 
 
 @pytest.mark.parametrize(("id_base", "can_id"), [("auto", 316), ("dec", 316), ("hex", 0x316)])
@@ -119,31 +125,31 @@ def test_a_first_line_that_is_no_header_makes_no_grammar(line: str) -> None:
 
 
 def test_label_words_name_kinds_and_bare_yes_means_the_logs_own_kind() -> None:
-    kinds = AttackKinds(CanDatasetSettings().benign_values, "fuzzing")
+    kinds = LabelEncoder(CanDatasetSettings().benign_values, "fuzzing")
     labels = pl.Series(["Normal", "1.0", '"DoS"', "T", " dos", "0.0", "2"])
     names = [kinds.names[code] for code in kinds.codes(labels)]
     assert names == ["benign", "fuzzing", "dos", "fuzzing", "dos", "benign", "2"]
 
 
 def test_a_second_column_names_the_attack_and_makes_none() -> None:
-    kinds = AttackKinds(CanDatasetSettings().benign_values, "attack")
+    kinds = LabelEncoder(CanDatasetSettings().benign_values, "attack")
     codes = kinds.codes(pl.Series(["Normal", "Attack", "Attack"]), pl.Series(["Replay", "Replay", "Normal"]))
     assert [kinds.names[code] for code in codes] == ["benign", "replay", "attack"]
     assert kinds.names == ["benign", "attack", "replay"]
 
 
 def test_codes_hold_their_meaning_from_block_to_block() -> None:
-    kinds = AttackKinds(["normal"], "attack")
+    kinds = LabelEncoder(["normal"], "attack")
     assert kinds.codes(pl.Series(["spoof", "normal"])).tolist() == [1, 0]
     assert kinds.codes(pl.Series(["dos", "spoof"])).tolist() == [2, 1]
 
 
 def test_any_true_word_of_several_labels_is_an_attack() -> None:
-    kinds = AttackKinds(CanDatasetSettings().benign_values, "attack")
+    kinds = LabelEncoder(CanDatasetSettings().benign_values, "attack")
     codes = kinds.codes(pl.Series(["False\tTrue", "False\tFalse", "1 0"]), several=True)
     assert codes.tolist() == [1, 0, 1]
 
 
 def test_a_label_column_with_too_many_values_is_refused() -> None:
     with pytest.raises(DataError, match=r"at most 255 kinds of attack.*\n.*dataset.columns.label"):
-        AttackKinds([], "attack").codes(pl.Series([f"kind {i}" for i in range(300)]))
+        LabelEncoder([], "attack").codes(pl.Series([f"kind {i}" for i in range(300)]))

@@ -15,10 +15,10 @@ from can_train.io.arrays import FolderDamageError, discard_folder
 from can_train.reporter import Reporter, Stage
 from can_train.tasks.can.data.cache import SCHEMA, CacheContent, CacheWriter, finished_ns, read_cache, read_content
 from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder, SourceFile
-from can_train.tasks.can.data.layout import HashedLog, LogFile, find_logs, hash_logs, without_duplicates
+from can_train.tasks.can.data.layout import HashedLog, LogFile, drop_duplicates, find_logs, hash_logs
 from can_train.tasks.can.data.reading import KindTable, LogReader
 from can_train.tasks.can.settings import CanDatasetSettings
-from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder
+from can_train.tasks.can.synthetic.writing import synthetic_folder
 
 MIN_PHASE_WINDOWS: Final = 10
 """Windows. A shorter run of benign or attack windows is not cut by itself: a fifth of it would be a window or none."""
@@ -84,7 +84,7 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
     return split, notices
 
 
-def judge_all(flat: FlatGraphs) -> Split:
+def test_only_split(flat: FlatGraphs) -> Split:
     """Makes the split in which every window is judged, each group by itself: none was trained on."""
     groups: dict[str, list[NDArray[np.int64]]] = {}
     for index, source in enumerate(flat.sources):
@@ -118,7 +118,7 @@ def _cut_log(
     plain = _cut_phases(flat, rows, np.array([0]), shares)
     if is_attack.all() or not is_attack.any() or _all_have_both(flat, plain):
         return plain, []
-    by_phase = _cut_phases(flat, rows, phase_starts(is_attack), shares)
+    by_phase = _cut_phases(flat, rows, find_phase_starts(is_attack), shares)
     if _all_have_both(flat, by_phase):
         return by_phase, ["a plain cut of its time leaves a part with one class only, so each phase is cut by itself"]
     poor = [name for name, part in zip(_PART_NAMES, plain, strict=False) if not _has_both(flat, part)]
@@ -133,7 +133,7 @@ def _has_both(flat: FlatGraphs, rows: NDArray[np.int64]) -> bool:
     return len(np.unique(flat.label[rows] > 0)) > 1
 
 
-def phase_starts(is_attack: NDArray[np.bool_]) -> NDArray[np.int64]:
+def find_phase_starts(is_attack: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Finds where phases of benign and of attack windows begin.
 
     Runs shorter than `MIN_PHASE_WINDOWS` belong to the phase before them (at the beginning, to the one after).
@@ -236,7 +236,7 @@ def prepare(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Pat
     return _prepared(dataset, logs, cache_dir, reporter, _by_shares(dataset))
 
 
-def prepare_judged(
+def prepare_for_evaluation(
     dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter
 ) -> CanData:
     """Does the same for logs that were not trained on: all of their windows are judged, each group by itself.
@@ -251,10 +251,12 @@ def prepare_judged(
         DataError: As `prepare` does.
         StateError: Likewise.
     """
-    return _prepared(dataset, logs, cache_dir, reporter, lambda flat: (judge_all(flat), []))
+    return _prepared(dataset, logs, cache_dir, reporter, lambda flat: (test_only_split(flat), []))
 
 
-def recall(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter) -> CanData | None:
+def find_prepared(
+    dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter
+) -> CanData | None:
     """Finds the graphs that logs became before without reading the logs: by where they lie, and by their times, which
     say that nobody has touched them since. Writes nothing, and does not look for damage in what it finds.
 
@@ -302,7 +304,7 @@ def _by_shares(dataset: CanDatasetSettings) -> _Cut:
 def _prepared(
     dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter, cut: _Cut
 ) -> CanData:
-    kept, notices = without_duplicates(hash_logs(logs, reporter))
+    kept, notices = drop_duplicates(hash_logs(logs, reporter))
     graphs = _cached(cache_dir / cache_key(dataset, kept), reporter) or _built(dataset, kept, cache_dir, reporter)
     return _split(kept, graphs, notices, reporter, cut)
 
@@ -438,11 +440,11 @@ def load_data(dataset: CanDatasetSettings, data_root: Path, cache: Path, reporte
     Raises:
         DataError: A log cannot be read, or is too short.
     """
-    return prepare(dataset, find_logs(located(dataset, cache, reporter), data_root), cache, reporter)
+    return prepare(dataset, find_logs(simulate_if_synthetic(dataset, cache, reporter), data_root), cache, reporter)
 
 
-def located(dataset: CanDatasetSettings, cache: Path, reporter: Reporter) -> CanDatasetSettings:
+def simulate_if_synthetic(dataset: CanDatasetSettings, cache: Path, reporter: Reporter) -> CanDatasetSettings:
     """Says where a data set's logs are, which simulates a synthetic one."""
-    if not is_synthetic(dataset):
+    if not dataset.is_synthetic:
         return dataset
     return replace(dataset, path=str(synthetic_folder(cache, dataset.synthetic, reporter)))

@@ -470,7 +470,7 @@ def _columns_grammar(header: _Header, roles: Mapping[str, list[int]], sample: pl
         byte_columns=len(roles["data"]) if len(roles["data"]) > 1 else 0,
         anything=f'[^"{header.delimiter}]',
         header=header.line,
-        assumption=_ID_ASSUMPTION if id_base == "auto" and decimal and not surely_decimal(ids) else "",
+        assumption=_ID_ASSUMPTION if id_base == "auto" and decimal and not too_large_for_hexadecimal(ids) else "",
     )
 
 
@@ -479,7 +479,7 @@ def looks_hexadecimal(ids: pl.Series) -> bool:
     return bool(ids.str.contains("[A-Za-z]|^0[0-9]").any())
 
 
-def surely_decimal(ids: pl.Series) -> bool:
+def too_large_for_hexadecimal(ids: pl.Series) -> bool:
     """Tells whether any ID would have more than 29 bits if it were hexadecimal."""
     return bool((ids.str.to_integer(base=16, dtype=pl.UInt64, strict=False) > MAX_CAN_ID).any())
 

@@ -91,7 +91,7 @@ def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
     return _by_layout(place, (TRAIN, TEST)) if _is_layout(dataset, place) else _single_logs(place)
 
 
-def find_judged_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
+def find_evaluation_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
     """Finds the logs of a data set that was not trained on: those of a published layout's test folders; any other log
     is a group of its own, whole.
 
@@ -103,6 +103,16 @@ def find_judged_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFi
     if _is_layout(dataset, place):
         return _by_layout(place, (TEST,))
     return [replace(log, role=TEST) for log in _single_logs(place)]
+
+
+def data_files(dataset: CanDatasetSettings, data_root: Path) -> list[Path]:
+    """Lists the files of a data set, by which a submission recognises a duplicate run; none where they are simulated.
+
+    Raises:
+        MissingDataError: They are not there.
+        ConfigError: No data set has this name.
+    """
+    return [] if dataset.is_synthetic else [log.path for log in find_logs(dataset, data_root)]
 
 
 def _is_layout(dataset: CanDatasetSettings, place: Path) -> bool:
@@ -241,7 +251,7 @@ def _hash_log(log: LogFile) -> HashedLog:
     return HashedLog(log=log, sha256=digest, size=status.st_size, modified_ns=status.st_mtime_ns)
 
 
-def without_duplicates(logs: Sequence[HashedLog]) -> tuple[list[HashedLog], list[str]]:
+def drop_duplicates(logs: Sequence[HashedLog]) -> tuple[list[HashedLog], list[str]]:
     """Leaves out every copy of a log that is trained on, and copies inside one test group. The same log in two test
     groups stays in both: each is judged by itself.
 

@@ -38,7 +38,7 @@ MAX_KINDS: Final = 256
 """Codes are bytes. A label column with more values is no label column."""
 
 
-class AttackKinds:
+class LabelEncoder:
     """Turns label texts into codes, and remembers what each code means.
 
     Args:
@@ -164,7 +164,7 @@ _NO_SEPARATOR: Final = "\x01"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class SampleSpec:
     """How a text is read in parts.
 
     Attributes:
@@ -179,7 +179,7 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextPieces:
+class TextSample:
     """Parts of a text.
 
     Attributes:
@@ -243,7 +243,7 @@ class LogText:
                     remedy="Wait until the recording has ended, or read a copy",
                 )
 
-    def spread(self, wanted: Spread) -> TextPieces:
+    def spread(self, wanted: SampleSpec) -> TextSample:
         """Reads parts of the text, evenly spread from its beginning to its end, or all of it where that is no more.
 
         Raises:
@@ -253,7 +253,7 @@ class LogText:
         with self._reading() as stream:
             compressed = isinstance(stream, gzip.GzipFile)
             if not compressed and size <= wanted.pieces * wanted.piece_bytes:
-                wanted = Spread(pieces=1, piece_bytes=size, reach_bytes=0)
+                wanted = SampleSpec(pieces=1, piece_bytes=size, reach_bytes=0)
             last_start = (wanted.reach_bytes if compressed else size) - wanted.piece_bytes
             step = max(last_start // max(wanted.pieces - 1, 1), wanted.piece_bytes)
             found: list[bytes] = []
@@ -267,7 +267,7 @@ class LogText:
             text_bytes = stream.tell()
             if isinstance(stream, gzip.GzipFile) and not ended:
                 text_bytes = text_bytes * size // max(cast(IO[bytes], stream.fileobj).tell(), 1)
-        return TextPieces(
+        return TextSample(
             pieces=[_split_lines(text) for text in found if text],
             read_bytes=sum(map(len, found)),
             text_bytes=text_bytes if compressed else size,
@@ -378,7 +378,7 @@ _MAX_TEXT: Final = 80
 
 
 @dataclass(frozen=True)
-class BadRow:
+class RowProblem:
     """One row that counts against the limit."""
 
     line: int
@@ -412,7 +412,7 @@ class ReadReport:
     backwards: int = 0
     jitter: int = 0
     largest_jitter_s: float = 0.0
-    examples: list[BadRow] = field(default_factory=list)
+    examples: list[RowProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -448,7 +448,8 @@ class ReadReport:
         bad = [*rows.malformed.head(wanted).iter_rows()]
         bad += [(position, lines[position], TIME_RUNS_BACKWARDS) for position in backwards[:wanted].tolist()]
         self.examples += [
-            BadRow(first_line + position, shortened(text), reason) for position, text, reason in sorted(bad)[:wanted]
+            RowProblem(first_line + position, shortened(text), reason)
+            for position, text, reason in sorted(bad)[:wanted]
         ]
 
     def check(self, max_malformed: float) -> None:
@@ -510,7 +511,7 @@ RECOGNISED_SHARE: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogPieces:
+class LogSample:
     """Parts of a log.
 
     Attributes:
@@ -546,7 +547,7 @@ class LogReader:
     ) -> None:
         self._text = LogText(path, block_bytes)
         self._grammar = _recognise(self._text.sample, settings, path)
-        self._kinds = AttackKinds(settings.benign_values, kind)
+        self._kinds = LabelEncoder(settings.benign_values, kind)
         self._max_malformed = settings.max_malformed
         self._path = path
         self.report = ReadReport(path=path)
@@ -588,7 +589,7 @@ class LogReader:
         """Mean length of the first lines."""
         return self._text.line_bytes
 
-    def pieces(self, wanted: Spread) -> LogPieces:
+    def pieces(self, wanted: SampleSpec) -> LogSample:
         """Reads parts of the log, spread over it. The report is of these parts, as if each were a log; nothing is
         refused for what is wrong with them, unless they are the whole log.
 
@@ -606,7 +607,7 @@ class LogReader:
         if text.whole:
             self.report.check(self._max_malformed)
         expected_frames = round(self.report.frames * text.text_bytes / max(text.read_bytes, 1))
-        return LogPieces(pieces=pieces, read_bytes=text.read_bytes, whole=text.whole, expected_frames=expected_frames)
+        return LogSample(pieces=pieces, read_bytes=text.read_bytes, whole=text.whole, expected_frames=expected_frames)
 
     def _frames(self, rows: ParsedRows) -> Frames:
         if rows.label is None:

@@ -15,12 +15,12 @@ import numpy as np
 from can_train.errors import DataError
 from can_train.reporter import Reporter, SilentReporter
 from can_train.tasks.can.data.cache import CacheContent, CacheWriter
-from can_train.tasks.can.data.dataset import CanData, DataSample, Split, prepare, recall
+from can_train.tasks.can.data.dataset import CanData, DataSample, Split, find_prepared, prepare
 from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder, SourceFile
 from can_train.tasks.can.data.layout import LOG, TEST, LogFile, find_logs
-from can_train.tasks.can.data.reading import KindTable, LogPieces, LogReader, Spread
+from can_train.tasks.can.data.reading import KindTable, LogReader, LogSample, SampleSpec
 from can_train.tasks.can.settings import CanDatasetSettings
-from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder_name, write_synthetic
+from can_train.tasks.can.synthetic.writing import synthetic_folder_name, write_synthetic
 
 WHOLE_BYTES: Final = 24 * 2**20
 """Training logs up to this size together are read whole: at 60 MB/s, in less than half a second."""
@@ -78,19 +78,19 @@ def sample_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, r
     Raises:
         DataError: A training log that was read cannot be, or is too short.
     """
-    if is_synthetic(dataset):
+    if dataset.is_synthetic:
         folder = cache_dir / synthetic_folder_name(dataset.synthetic)
         if not folder.is_dir():
             return _simulated(dataset, reporter)
         dataset = replace(dataset, path=str(folder))
     logs = find_logs(dataset, data_root)
-    prepared = recall(dataset, logs, cache_dir, reporter)
+    prepared = find_prepared(dataset, logs, cache_dir, reporter)
     if prepared is not None:
         return prepared
     training = [log for log in logs if log.role != TEST]
     if sum(map(_text_bytes, training)) <= WHOLE_BYTES:
         return _whole(dataset, training, reporter)
-    return _in_pieces(dataset, without_likely_copies(training), reporter)
+    return _in_pieces(dataset, drop_probable_duplicates(training), reporter)
 
 
 def _simulated(dataset: CanDatasetSettings, reporter: Reporter) -> CanData:
@@ -120,7 +120,7 @@ def _whole(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: Repor
 
 
 def _in_pieces(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: Reporter) -> CanData:
-    chosen = chosen_logs(logs)
+    chosen = choose_logs(logs)
     with (
         tempfile.TemporaryDirectory() as scratch,
         CacheWriter(Path(scratch) / "sample") as writer,
@@ -151,7 +151,7 @@ def _in_pieces(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: R
     return CanData(flat=flat, split=split, notices=tuple(sampling.notices), sample=sample)
 
 
-def chosen_logs(logs: Sequence[LogFile]) -> list[LogFile]:
+def choose_logs(logs: Sequence[LogFile]) -> list[LogFile]:
     """Chooses the logs that a sample is taken from: one of every folder and kind, then a second one, and so on."""
     earlier: Counter[tuple[str, str]] = Counter()
     turns = []
@@ -164,7 +164,7 @@ def chosen_logs(logs: Sequence[LogFile]) -> list[LogFile]:
     return [logs[index] for index in sorted(order[:SAMPLED_LOGS])]
 
 
-def without_likely_copies(logs: Sequence[LogFile]) -> list[LogFile]:
+def drop_probable_duplicates(logs: Sequence[LogFile]) -> list[LogFile]:
     """Leaves out logs that have the size, the beginning and the end of an earlier one: training leaves out copies."""
     sizes = Counter(log.path.stat().st_size for log in logs)
     seen: set[tuple[int, bytes]] = set()
@@ -216,7 +216,7 @@ class _Sampling:
         piece_bytes = max(PIECE_BYTES, round(MIN_PIECE_WINDOWS * self._dataset.window * reader.line_bytes))
         pieces = max(MIN_PIECES, SAMPLE_BYTES // self._num_logs // piece_bytes)
         reach_bytes = REACH_BYTES // self._num_logs
-        read = reader.pieces(Spread(pieces=pieces, piece_bytes=piece_bytes, reach_bytes=reach_bytes))
+        read = reader.pieces(SampleSpec(pieces=pieces, piece_bytes=piece_bytes, reach_bytes=reach_bytes))
         for frames in read.pieces:
             # A builder for each: no window reaches from one piece into another.
             for block in GraphBuilder(self._dataset.window, self._dataset.stride).feed(frames):
@@ -270,7 +270,7 @@ class _Sampling:
         )
         return round(per_byte * log.path.stat().st_size)
 
-    def _say(self, log: LogFile, reader: LogReader, read: LogPieces) -> None:
+    def _say(self, log: LogFile, reader: LogReader, read: LogSample) -> None:
         """Says what is unusual; that a part has more bad rows than a whole log may have is no error yet."""
         said = [f"{log.path.name}: {note}" for note in reader.report.notes]
         if not read.whole and reader.report.bad_share > self._dataset.max_malformed:

@@ -18,9 +18,9 @@ from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError, ConfigError, DataError
 from can_train.reporter import Reporter
 from can_train.tasks.can.data.batches import Gatherer
-from can_train.tasks.can.data.dataset import CanData, load_data, located, prepare_judged
+from can_train.tasks.can.data.dataset import CanData, load_data, prepare_for_evaluation, simulate_if_synthetic
 from can_train.tasks.can.data.graphs import SourceFile
-from can_train.tasks.can.data.layout import TEST, LogFile, find_judged_logs, find_logs, hash_logs
+from can_train.tasks.can.data.layout import TEST, LogFile, find_evaluation_logs, find_logs, hash_logs
 from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines
 from can_train.tasks.can.evaluation.judging import (
     STUDENT,
@@ -47,7 +47,7 @@ from can_train.tasks.can.settings import (
     FusionSettings,
     VgaeSettings,
 )
-from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder_name
+from can_train.tasks.can.synthetic.writing import synthetic_folder_name
 
 _OF_THE_MODEL: Final = ("window", "identity")
 """Settings that a trained model is bound to."""
@@ -84,8 +84,8 @@ def read_asked(trained: CanDatasetSettings, asked: EvaluationData) -> tuple[CanD
     _check_kept(trained, asked.dataset, (*_OF_THE_MODEL, *(_OF_THE_SPLIT if own else ())))
     if own:
         return read_own(asked.dataset, asked), True
-    logs = find_judged_logs(located(asked.dataset, asked.cache, asked.reporter), asked.data_root)
-    data = prepare_judged(asked.dataset, logs, asked.cache, asked.reporter)
+    logs = find_evaluation_logs(simulate_if_synthetic(asked.dataset, asked.cache, asked.reporter), asked.data_root)
+    data = prepare_for_evaluation(asked.dataset, logs, asked.cache, asked.reporter)
     _tell_of_training(_training_logs(trained, asked), data.flat.sources, asked.reporter)
     return data, False
 
@@ -117,7 +117,7 @@ def _tell_of_training(logs: Sequence[LogFile], sources: Sequence[SourceFile], re
 def _training_logs(trained: CanDatasetSettings, asked: EvaluationData) -> list[LogFile]:
     """Finds what a run was trained on; nothing where that is no longer there."""
     folder = asked.cache / synthetic_folder_name(trained.synthetic)
-    here = replace(trained, path=str(folder)) if is_synthetic(trained) else trained
+    here = replace(trained, path=str(folder)) if trained.is_synthetic else trained
     try:
         return [log for log in find_logs(here, asked.data_root) if log.role != TEST]
     except CanTrainError:

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.tasks.can.data.frames import MAX_PAYLOAD_BYTES
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Stretch, Traffic, draw_stretches
-from can_train.tasks.can.synthetic.vehicles import Message, Signal, Vehicle, seal
+from can_train.tasks.can.synthetic.traffic import SECOND_US, TimeSpan, Traffic, draw_time_spans
+from can_train.tasks.can.synthetic.vehicles import Message, Signal, Vehicle, write_checksum
 
 _T = TypeVar("_T")
 
@@ -60,7 +60,7 @@ _MODERATE_US: Final = 200_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Scene:
+class AttackContext:
     """One drive, before the attack.
 
     Attributes:
@@ -72,10 +72,10 @@ class Scene:
 
     vehicle: Vehicle
     traffic: Traffic
-    bursts: tuple[Stretch, ...]
+    bursts: tuple[TimeSpan, ...]
     rng: np.random.Generator
 
-    def rows(self, message: Message, burst: Stretch) -> NDArray[np.int64]:
+    def rows(self, message: Message, burst: TimeSpan) -> NDArray[np.int64]:
         """Finds the positions of a message's frames inside a burst."""
         first, last = np.searchsorted(self.traffic.time_us, [burst.start_us, burst.end_us])
         rows: NDArray[np.int64] = first + np.flatnonzero(self.traffic.can_id[first:last] == message.can_id)
@@ -95,27 +95,27 @@ def attack(kind: str, rng: np.random.Generator, vehicle: Vehicle, traffic: Traff
     Returns:
         What is sent instead, ordered by the time it is ready, attack frames labelled.
     """
-    bursts = draw_stretches(rng, duration_us, cycle_us=_BURST_CYCLE_US)
-    return ATTACKS[kind](Scene(vehicle=vehicle, traffic=traffic, bursts=bursts, rng=rng))
+    bursts = draw_time_spans(rng, duration_us, cycle_us=_BURST_CYCLE_US)
+    return ATTACKS[kind](AttackContext(vehicle=vehicle, traffic=traffic, bursts=bursts, rng=rng))
 
 
-def _dos(scene: Scene) -> Traffic:
+def _dos(scene: AttackContext) -> Traffic:
     """Floods the bus with the ID that always wins arbitration."""
     return _inject(scene, _dos_burst)
 
 
-def _dos_burst(scene: Scene, burst: Stretch) -> Traffic:
+def _dos_burst(scene: AttackContext, burst: TimeSpan) -> Traffic:
     time_us = _periodic(scene.rng, burst, _draw(scene.rng, _DOS_PERIODS_US))
     payload = np.full((len(time_us), MAX_PAYLOAD_BYTES), _draw(scene.rng, (0x00, 0xFF)), np.uint8)
     return _forged(time_us, np.zeros_like(time_us), np.full_like(time_us, MAX_PAYLOAD_BYTES), payload)
 
 
-def _fuzzing(scene: Scene) -> Traffic:
+def _fuzzing(scene: AttackContext) -> Traffic:
     """Sends random payloads, in some bursts under random IDs, in others under the vehicle's own."""
     return _inject(scene, _fuzzing_burst)
 
 
-def _fuzzing_burst(scene: Scene, burst: Stretch) -> Traffic:
+def _fuzzing_burst(scene: AttackContext, burst: TimeSpan) -> Traffic:
     rng = scene.rng
     time_us = _periodic(rng, burst, _draw(rng, _FUZZING_PERIODS_US))
     if rng.random() < 0.5:
@@ -129,16 +129,16 @@ def _fuzzing_burst(scene: Scene, burst: Stretch) -> Traffic:
     return _forged(time_us, can_id, length, payload)
 
 
-def _spoofing(*channels: str) -> Callable[[Scene], Traffic]:
+def _spoofing(*channels: str) -> Callable[[AttackContext], Traffic]:
     """Makes the attack that lets a forged frame follow the real ones that carry these channels."""
 
-    def spoof(scene: Scene) -> Traffic:
+    def spoof(scene: AttackContext) -> Traffic:
         return _inject(scene, lambda scene, burst: Traffic.merge([_spoofed(scene, burst, c) for c in channels]))
 
     return spoof
 
 
-def _spoofed(scene: Scene, burst: Stretch, channel: str) -> Traffic:
+def _spoofed(scene: AttackContext, burst: TimeSpan, channel: str) -> Traffic:
     rng = scene.rng
     message, signal = scene.vehicle.carrier(channel)
     rows = scene.rows(message, burst)
@@ -153,17 +153,17 @@ def _spoofed(scene: Scene, burst: Stretch, channel: str) -> Traffic:
         raw = signal.read(forged.payload) + int(span * (0.4 * rng.random() - 0.2))
     signal.write(forged.payload, raw)
     if rng.random() < 0.5:
-        seal(message, forged.payload)
+        write_checksum(message, forged.payload)
     forged.attack[:] = True
     return forged
 
 
-def _interval(scene: Scene) -> Traffic:
-    """Sends a real message's latest payload again, in a rhythm of the attacker's own."""
+def _interval(scene: AttackContext) -> Traffic:
+    """Sends a real message's latest payload again, in a send_type of the attacker's own."""
     return _inject(scene, _interval_burst)
 
 
-def _interval_burst(scene: Scene, burst: Stretch) -> Traffic:
+def _interval_burst(scene: AttackContext, burst: TimeSpan) -> Traffic:
     message = _draw(scene.rng, scene.vehicle.steady(_MODERATE_US))
     time_us = _periodic(scene.rng, burst, int(message.period_us * _draw(scene.rng, _INTERVAL_FACTORS)))
     own = np.flatnonzero(scene.traffic.can_id == message.can_id)
@@ -172,12 +172,12 @@ def _interval_burst(scene: Scene, burst: Stretch) -> Traffic:
     return _forged(time_us, forged.can_id, forged.length, forged.payload)
 
 
-def _replay(scene: Scene) -> Traffic:
+def _replay(scene: AttackContext) -> Traffic:
     """Sends again what some of the vehicle's IDs sent in an earlier stretch as long as the burst."""
     return _inject(scene, _replay_burst)
 
 
-def _replay_burst(scene: Scene, burst: Stretch) -> Traffic:
+def _replay_burst(scene: AttackContext, burst: TimeSpan) -> Traffic:
     rng = scene.rng
     duration_us = min(burst.end_us - burst.start_us, burst.start_us)
     recorded_us = int((burst.start_us - duration_us) * rng.random())
@@ -192,7 +192,7 @@ def _replay_burst(scene: Scene, burst: Stretch) -> Traffic:
     return forged
 
 
-def _suppress(scene: Scene) -> Traffic:
+def _suppress(scene: AttackContext) -> Traffic:
     """Silences one to three messages; see the module's note on labels."""
     missing = np.zeros(len(scene.traffic), np.bool_)
     for burst in scene.bursts:
@@ -205,7 +205,7 @@ def _suppress(scene: Scene) -> Traffic:
     return rest
 
 
-def _masquerade(scene: Scene) -> Traffic:
+def _masquerade(scene: AttackContext) -> Traffic:
     """Silences a message and sends it in its place: all is right but its reading and a little of its timing."""
     replaced = np.zeros(len(scene.traffic), np.bool_)
     forged = []
@@ -217,7 +217,7 @@ def _masquerade(scene: Scene) -> Traffic:
     return Traffic.merge([scene.traffic.pick(~replaced), *forged])
 
 
-def _impersonated(scene: Scene, rows: NDArray[np.int64], message: Message, signal: Signal) -> Traffic:
+def _impersonated(scene: AttackContext, rows: NDArray[np.int64], message: Message, signal: Signal) -> Traffic:
     rng = scene.rng
     forged = scene.traffic.pick(rows)
     # The attacker's clock is not the victim's: another phase, and the jitter of software instead of a timer's.
@@ -229,16 +229,16 @@ def _impersonated(scene: Scene, rows: NDArray[np.int64], message: Message, signa
     else:
         final_error = (signal.high - signal.low) * _draw(rng, (-0.5, -0.2, 0.2, 0.5))
         signal.write(forged.payload, raw + np.floor(np.linspace(0.0, final_error, len(raw))).astype(np.int64))
-    seal(message, forged.payload)
+    write_checksum(message, forged.payload)
     forged.attack[:] = True
     return forged
 
 
-def _inject(scene: Scene, frames_of: Callable[[Scene, Stretch], Traffic]) -> Traffic:
+def _inject(scene: AttackContext, frames_of: Callable[[AttackContext, TimeSpan], Traffic]) -> Traffic:
     return Traffic.merge([scene.traffic, *(frames_of(scene, burst) for burst in scene.bursts)])
 
 
-def _periodic(rng: np.random.Generator, burst: Stretch, period_us: int) -> NDArray[np.int64]:
+def _periodic(rng: np.random.Generator, burst: TimeSpan, period_us: int) -> NDArray[np.int64]:
     """Draws the attacker's sending times: a period with up to a tenth of jitter, [M] ascending, at least one."""
     time_us = np.arange(burst.start_us, burst.end_us, period_us)
     return time_us + rng.integers(period_us // 10 + 1, size=len(time_us))
@@ -255,7 +255,7 @@ def _draw(rng: np.random.Generator, choices: Sequence[_T]) -> _T:
     return choices[int(rng.integers(len(choices)))]
 
 
-ATTACKS: Final[Mapping[str, Callable[[Scene], Traffic]]] = {
+ATTACKS: Final[Mapping[str, Callable[[AttackContext], Traffic]]] = {
     "DoS": _dos,
     "fuzzing": _fuzzing,
     "rpm": _spoofing("rpm"),

@@ -15,7 +15,7 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.tasks.can.synthetic.vehicles import STATUS_CHANNELS, Message, Rhythm, Vehicle, seal
+from can_train.tasks.can.synthetic.vehicles import STATUS_CHANNELS, Message, SendType, Vehicle, write_checksum
 
 SECOND_US: Final = 1_000_000
 
@@ -61,7 +61,7 @@ class Traffic:
     """Frames on their way to the bus, or in a log of it.
 
     Attributes:
-        time_us: [M] int64, microseconds since the drive began: when the frame was ready to be sent or, once `transmit`
+        time_us: [M] int64, microseconds since the drive began: when the frame was ready to be sent or, once `simulate_bus`
             has put it on the bus, when it had been sent.
         can_id: [M] int64.
         length: [M] int64, payload bytes.
@@ -90,14 +90,14 @@ class Traffic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class TimeSpan:
     """A part of a drive, in microseconds since its start."""
 
     start_us: int
     end_us: int
 
 
-def draw_stretches(rng: np.random.Generator, duration_us: int, *, cycle_us: int) -> tuple[Stretch, ...]:
+def draw_time_spans(rng: np.random.Generator, duration_us: int, *, cycle_us: int) -> tuple[TimeSpan, ...]:
     """Draws one stretch in each cycle of about `cycle_us`, 15 to 35 % of it long and never at its very start.
 
     Returns:
@@ -110,11 +110,11 @@ def draw_stretches(rng: np.random.Generator, duration_us: int, *, cycle_us: int)
         length_us = int(whole_us * (0.15 + 0.2 * rng.random()))
         earliest_us = whole_us // 10
         start_us = cycle * whole_us + earliest_us + int((whole_us - length_us - earliest_us) * rng.random())
-        stretches.append(Stretch(start_us=start_us, end_us=start_us + length_us))
+        stretches.append(TimeSpan(start_us=start_us, end_us=start_us + length_us))
     return tuple(stretches)
 
 
-def inside(time_us: NDArray[np.int64], stretches: Sequence[Stretch]) -> NDArray[np.bool_]:
+def inside(time_us: NDArray[np.int64], stretches: Sequence[TimeSpan]) -> NDArray[np.bool_]:
     """Marks the instants [M] that lie in any of the stretches."""
     marks = np.zeros(len(time_us), np.bool_)
     for stretch in stretches:
@@ -159,7 +159,7 @@ def vehicle_traffic(rng: np.random.Generator, vehicle: Vehicle, duration_us: int
     return Traffic.merge([_message_traffic(rng, message, state, duration_us) for message in vehicle.messages])
 
 
-def transmit(traffic: Traffic) -> Traffic:
+def simulate_bus(traffic: Traffic) -> Traffic:
     """Sends frames over the bus: one at a time, never interrupted, among those waiting the lowest ID first.
 
     Args:
@@ -202,7 +202,7 @@ def _message_traffic(
     if message.counter_byte is not None:
         count = (np.arange(len(time_us)) + int(rng.integers(16))) % 16
         payload[:, message.counter_byte] = (message.constants[message.counter_byte] & 0xF0) | count
-    seal(message, payload)
+    write_checksum(message, payload)
     return Traffic(
         time_us=time_us,
         can_id=np.full(len(time_us), message.can_id, np.int64),
@@ -217,13 +217,13 @@ def _due_times(rng: np.random.Generator, message: Message, duration_us: int) -> 
     period_us = message.period_us
     due_us = np.arange(int(rng.integers(period_us)), duration_us, period_us)
     sent = rng.random(len(due_us)) >= _LOSS
-    active = inside(due_us, draw_stretches(rng, duration_us, cycle_us=_STRETCH_CYCLE_US))
-    if message.rhythm is Rhythm.OCCASIONAL:
+    active = inside(due_us, draw_time_spans(rng, duration_us, cycle_us=_STRETCH_CYCLE_US))
+    if message.send_type is SendType.CYCLIC_IF_ACTIVE:
         sent &= active
     jitter = _JITTER * (rng.random(len(due_us)) + rng.random(len(due_us)))
     jitter += np.where(rng.random(len(due_us)) < _LATE, rng.random(len(due_us)) / 3, 0.0)
     due_us += np.floor(jitter * period_us).astype(np.int64)
-    if message.rhythm is Rhythm.EAGER:
+    if message.send_type is SendType.CYCLIC_AND_ON_CHANGE:
         repeated = active & (rng.random(len(due_us)) < _REPEATED)
         again_us = due_us + rng.integers(_SOONEST_REPEAT_US, period_us, size=len(due_us))
         due_us = np.sort(np.concatenate([due_us[sent], again_us[repeated]]))

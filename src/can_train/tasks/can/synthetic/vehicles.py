@@ -62,12 +62,12 @@ _CRC8_START: Final = 0xFF
 """Initial value and final XOR of SAE J1850."""
 
 
-class Rhythm(Enum):
+class SendType(Enum):
     """When a message is sent."""
 
-    STEADY = "every period"
-    OCCASIONAL = "every period, in some stretches of the drive only"
-    EAGER = "every period, and in some stretches again as soon as something changes"
+    CYCLIC = "every period"
+    CYCLIC_IF_ACTIVE = "every period, in some stretches of the drive only"
+    CYCLIC_AND_ON_CHANGE = "every period, and in some stretches again as soon as something changes"
 
 
 class Checksum(Enum):
@@ -123,7 +123,7 @@ class Message:
         can_id: 11-bit identifier.
         period_us: Microseconds between two frames.
         length: Payload bytes.
-        rhythm: When it is sent.
+        send_type: When it is sent.
         constants: The 8 payload bytes before anything is written into them; zero beyond `length`.
         signals: The readings it carries.
         counter_byte: Byte whose low nibble counts the frames; None without a counter.
@@ -133,7 +133,7 @@ class Message:
     can_id: int
     period_us: int
     length: int
-    rhythm: Rhythm
+    send_type: SendType
     constants: tuple[int, ...]
     signals: tuple[Signal, ...]
     counter_byte: int | None
@@ -153,7 +153,7 @@ class Vehicle:
 
     def steady(self, longest_us: int) -> list[Message]:
         """Lists the messages that are always sent, with a period of at most `longest_us`."""
-        return [m for m in self.messages if m.rhythm is Rhythm.STEADY and m.period_us <= longest_us]
+        return [m for m in self.messages if m.send_type is SendType.CYCLIC and m.period_us <= longest_us]
 
 
 def make_vehicles(seed: int) -> tuple[Vehicle, ...]:
@@ -167,7 +167,7 @@ def make_vehicles(seed: int) -> tuple[Vehicle, ...]:
     return tuple(vehicles)
 
 
-def seal(message: Message, payload: NDArray[np.uint8]) -> None:
+def write_checksum(message: Message, payload: NDArray[np.uint8]) -> None:
     """Writes the checksum into payloads [M, 8] of one message."""
     if message.checksum is Checksum.NONE:
         return
@@ -212,7 +212,7 @@ def _make_forgeable(rng: np.random.Generator, can_id: int, period_ms: int, chann
         can_id=can_id,
         period_us=period_ms * 1000,
         length=MAX_PAYLOAD_BYTES,
-        rhythm=Rhythm.STEADY,
+        send_type=SendType.CYCLIC,
         constants=_constants(rng, MAX_PAYLOAD_BYTES),
         signals=(
             Signal(channel=channel, byte=int(rng.integers(0, 3)), width=2, low=int(rng.integers(0, 500)), high=high),
@@ -231,7 +231,7 @@ def _make_message(rng: np.random.Generator, can_id: int, period_ms: int) -> Mess
         can_id=can_id,
         period_us=period_ms * 1000,
         length=length,
-        rhythm=_draw_rhythm(rng, period_ms),
+        send_type=_draw_rhythm(rng, period_ms),
         constants=_constants(rng, length),
         signals=_draw_signals(rng, free_bytes=length if counter_byte is None else counter_byte),
         counter_byte=counter_byte,
@@ -239,12 +239,12 @@ def _make_message(rng: np.random.Generator, can_id: int, period_ms: int) -> Mess
     )
 
 
-def _draw_rhythm(rng: np.random.Generator, period_ms: int) -> Rhythm:
+def _draw_rhythm(rng: np.random.Generator, period_ms: int) -> SendType:
     """Control loops (10 ms) never pause; the slower a message, the likelier it depends on what happens."""
     draw = rng.random()
     if period_ms >= 20 and draw < 0.15:
-        return Rhythm.EAGER
-    return Rhythm.OCCASIONAL if period_ms >= 100 and draw > 0.75 else Rhythm.STEADY
+        return SendType.CYCLIC_AND_ON_CHANGE
+    return SendType.CYCLIC_IF_ACTIVE if period_ms >= 100 and draw > 0.75 else SendType.CYCLIC
 
 
 def _constants(rng: np.random.Generator, length: int) -> tuple[int, ...]:

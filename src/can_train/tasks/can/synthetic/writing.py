@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from can_train.errors import StateError
 from can_train.reporter import Reporter
-from can_train.tasks.can.settings import CanDatasetSettings, SyntheticSettings
+from can_train.tasks.can.settings import SyntheticSettings
 from can_train.tasks.can.synthetic.attacks import attack
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, transmit, vehicle_traffic
+from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, simulate_bus, vehicle_traffic
 from can_train.tasks.can.synthetic.vehicles import NUM_VEHICLES, Vehicle, make_vehicles
 
 GENERATOR_VERSION: Final = 1
@@ -65,7 +65,7 @@ _ID_DIGITS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drive:
+class PlannedDrive:
     """One file of the data set.
 
     Attributes:
@@ -84,7 +84,7 @@ class Drive:
         return f"{self.folder}/{self.kind}-{self.vehicle}.csv"
 
 
-def plan_drives() -> tuple[Drive, ...]:
+def plan_drives() -> tuple[PlannedDrive, ...]:
     """Lists the drives of the data set, in a fixed order: a drive's random numbers follow from its position."""
     parts = {
         "train_01_attack_free": product((ATTACK_FREE,), _KNOWN_VEHICLES),
@@ -97,13 +97,10 @@ def plan_drives() -> tuple[Drive, ...]:
         "test_06_masquerade": product(("masquerade",), _KNOWN_VEHICLES),
     }
     return tuple(
-        Drive(folder=folder, kind=kind, vehicle=vehicle) for folder, pairs in parts.items() for kind, vehicle in pairs
+        PlannedDrive(folder=folder, kind=kind, vehicle=vehicle)
+        for folder, pairs in parts.items()
+        for kind, vehicle in pairs
     )
-
-
-def is_synthetic(dataset: CanDatasetSettings) -> bool:
-    """Tells whether a data set is simulated rather than found."""
-    return dataset.name.startswith("synthetic") and not dataset.path
 
 
 def synthetic_folder_name(settings: SyntheticSettings) -> str:
@@ -149,7 +146,7 @@ def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporte
         ) from error
 
 
-def simulate(drive: Drive, position: int, vehicle: Vehicle, settings: SyntheticSettings) -> Traffic:
+def simulate(drive: PlannedDrive, position: int, vehicle: Vehicle, settings: SyntheticSettings) -> Traffic:
     """Simulates one drive.
 
     Args:
@@ -169,7 +166,7 @@ def simulate(drive: Drive, position: int, vehicle: Vehicle, settings: SyntheticS
     traffic = vehicle_traffic(traffic_rng, vehicle, duration_us)
     if drive.kind != ATTACK_FREE:
         traffic = attack(drive.kind, attack_rng, vehicle, traffic, duration_us)
-    return transmit(traffic)
+    return simulate_bus(traffic)
 
 
 def format_rows(log: Traffic, start_us: int) -> bytes:

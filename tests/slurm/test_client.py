@@ -1,4 +1,4 @@
-"""What SLURM prints becomes rows: as it was recorded from SLURM 22.05, and whatever else a program may print."""
+"""SLURM's programs: what they print, as recorded from SLURM 22.05 and 21.08 or of any other form, and how they fail."""
 
 from pathlib import Path
 
@@ -6,7 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.slurm.client import AccountRow, QueueRow, Step, parse_sacct, parse_squeue, query_jobs, reason_in_words
+from can_train.slurm.client import (
+    AccountRow,
+    JobStep,
+    NoControllerError,
+    Partition,
+    QueueRow,
+    moved_dependency,
+    parse_partitions,
+    parse_sacct,
+    parse_squeue,
+    query_cluster,
+    query_jobs,
+    reason_in_words,
+    run_command,
+)
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "slurm"
 JOBS = dict(line.split() for line in (RECORDED / "jobs.txt").read_text().splitlines())
@@ -50,7 +64,7 @@ def test_squeue_has_a_row_for_each_element_of_an_array() -> None:
 def test_sacct_has_the_step_that_the_kernel_killed_under_a_job_that_only_failed() -> None:
     (row,) = accounts("oom")
     assert (row.state, row.exit_code) == ("FAILED", "1:0")
-    assert row.steps[-1] == Step(name="0", state="OUT_OF_MEMORY", exit_code="0:125")
+    assert row.steps[-1] == JobStep(name="0", state="OUT_OF_MEMORY", exit_code="0:125")
 
 
 @pytest.mark.parametrize(
@@ -161,3 +175,75 @@ def test_without_slurm_nothing_answers(tmp_path: Path, monkeypatch: pytest.Monke
 def test_without_jobs_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert query_jobs([]).queue == ()
+
+
+def test_a_command_has_its_output_its_errors_or_why_it_has_no_status() -> None:
+    result = run_command("sh", "-c", "echo out; echo why >&2; exit 3", timeout_s=60)
+    assert (result.status, result.output, result.errors) == (3, "out\n", "why\n")
+    late = run_command("sleep", "60", timeout_s=0.1)
+    assert (late.status, late.errors) == (None, "sleep gave no answer after 0.1 s")
+    assert run_command("no-such-program", timeout_s=60).status is None
+
+
+job_ids = st.integers(1, 99_999).map(str) | st.tuples(st.integers(1, 9_999), st.integers(0, 99)).map(
+    lambda pair: f"{pair[0]}_{pair[1]}"
+)
+
+
+@given(st.lists(job_ids, min_size=1, max_size=4, unique=True), job_ids)
+def test_only_the_job_that_was_waited_for_is_another(waited: list[str], new: str) -> None:
+    shown = ",".join(f"afterok:{job}(unfulfilled)" for job in waited)
+    expected = ",".join(f"afterok:{job}" for job in [new, *waited[1:]])
+    assert moved_dependency(shown, waited[0], new) == expected
+
+
+@pytest.mark.parametrize(
+    "dependency", ["", "(null)", "afterok:123(unfulfilled)", "afterok:12_3(unfulfilled)", "singleton"]
+)
+def test_a_job_that_waits_for_others_is_left_alone(dependency: str) -> None:
+    assert moved_dependency(dependency, "12", "40") == dependency
+
+
+@pytest.fixture
+def partitions(repository: Path) -> dict[str, Partition]:
+    texts = [
+        (repository / "tests" / "fixtures" / "slurm" / f"{name}.txt").read_text() for name in ("partitions", "nodes")
+    ]
+    return {partition.name: partition for partition in parse_partitions(*texts)}
+
+
+def test_partitions_have_their_limits_and_nodes(partitions: dict[str, Partition]) -> None:
+    assert [*partitions] == ["main", "scavenge", "short", "big"]
+    assert [p.is_default for p in partitions.values()] == [True, False, False, False]
+    assert [p.max_time_min for p in partitions.values()] == [None, None, 2, 2880]
+    assert [p.max_nodes for p in partitions.values()] == [None, None, None, 4]
+    assert [p.is_up for p in partitions.values()] == [True, True, True, False]
+    assert [node.name for node in partitions["main"].nodes] == ["n1", "n2"]
+
+
+def test_nodes_have_what_jobs_may_use_whatever_their_descriptions_say(partitions: dict[str, Partition]) -> None:
+    first, second = partitions["big"].nodes
+    assert (first.cpus, first.memory_mib, first.gpus) == (126, 509952, {"a100": 4})
+    assert (second.cpus, second.memory_mib, second.gpus) == (128, 256000, {"a100": 2, "v100": 2})
+    assert (first.is_up, second.is_up) == (False, True), "the first is drained"
+    assert (second.num_gpus(), second.num_gpus("v100"), second.num_gpus("t4")) == (4, 2, 0)
+
+
+def test_nobody_who_answers_is_an_error_that_names_the_alternatives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoControllerError, match="not both installed") as error:
+        query_cluster("scontrol", "ping")
+    assert "--cluster local" in error.value.remedy
+    for name, script in {
+        "sbatch": "",
+        "scontrol": "echo 'Unable to contact' >&2; exit 1",
+        "sinfo": "/bin/sleep 9",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(NoControllerError, match="Unable to contact"):
+        query_cluster("scontrol", "ping")
+    with pytest.raises(NoControllerError, match=r"no answer after 0\.2 s"):
+        query_cluster("sinfo", timeout_s=0.2)

@@ -13,7 +13,7 @@ from can_train.errors import MissingDataError, RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import Node, Partition
 from can_train.slurm.duplicates import data_files, identity
-from can_train.slurm.order import UNKNOWN, SubmitOptions, expectation, plan_submission
+from can_train.slurm.submission_plan import UNKNOWN, SubmitOptions, expectation, plan_submission
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
 from fakes.made_runs import begin
 

@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from can_train.slurm.client import Answer
-from can_train.slurm.run_state import CAUSES, LIVE, RunFacts, infer_attempt_state, infer_run_state
+from can_train.slurm.client import SlurmAnswer
+from can_train.slurm.run_state import CAUSES, LIVE, RunFacts, infer_attempt_state, infer_run_state, last_error_line
 from can_train.training.run_folder import CancelRecord
 from fakes.run_evidence import JOBS, RUN, attempt, job, minute, of_job, recorded, text_of
 
-NO_SLURM = Answer()
-FORGOTTEN = Answer(queue=(), accounts=())
+NO_SLURM = SlurmAnswer()
+FORGOTTEN = SlurmAnswer(queue=(), accounts=())
 
 
 def begun(example: str, ending: str | None = None, **values: Any) -> Any:
     return attempt(1, JOBS[example], ending, **values)
 
 
-def without_reasons(answer: Answer) -> Answer:
+def without_reasons(answer: SlurmAnswer) -> SlurmAnswer:
     """What sacct says in the first seconds after a job's end."""
     return replace(answer, accounts=[replace(row, reason="") for row in answer.accounts or ()])
 
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
     "a limit, without accounting": (
         of_job("timeout", begun("timeout"), answer=recorded("timeout", sacct=False)), "time limit", "1:00"),
     "a limit, as the log says": (
-        of_job("timeout", begun("timeout", "terminated"), answer=Answer(queue=(), accounts=None),
+        of_job("timeout", begun("timeout", "terminated"), answer=SlurmAnswer(queue=(), accounts=None),
                log_tail=text_of("timeout")), "time limit", "as its log says"),
     "preempted, as the log says": (
         of_job("preempt", begun("preempt"), answer=FORGOTTEN, log_tail=text_of("preempted")), "preempted", ""),
@@ -141,8 +141,7 @@ def test_the_state_is(name: str) -> None:
         (of_job("ok", begun("ok", "terminated"), answer=NO_SLURM), "queued", "does not answer here"),
         (RunFacts(run=RUN, attempts=[attempt(1, host="there")]), "running", "process 7 of there"),
         (RunFacts(run=RUN, jobs=[job("7", executor="local")]), "running", "on here"),
-        (RunFacts(run=RUN, worked=True), "failed", "no ending was written down"),
-        (RunFacts(run=RUN, present=False), "failed", "/runs/r is gone"),
+        (RunFacts(run=RUN, has_folder=False), "failed", "/runs/r is gone"),
     ],
 )
 def test_what_is_not_certain_is_said_to_be_so(facts: RunFacts, state: str, part: str) -> None:
@@ -158,7 +157,7 @@ def test_an_error_is_certain_also_where_no_slurm_answers() -> None:
 
 @pytest.mark.parametrize(("example", "state"), [("ok", "finished"), ("timeout", "time limit"), ("crun", "cancelled")])
 def test_of_a_run_whose_folder_is_gone_slurm_may_know_the_end(example: str, state: str) -> None:
-    found = infer_run_state(of_job(example, present=False))
+    found = infer_run_state(of_job(example, has_folder=False))
     assert found.state == state
     assert "/runs/r is gone" in found.sentence
 
@@ -176,3 +175,9 @@ def test_each_attempt_of_a_job_that_was_put_back_has_its_own_ending(example: str
     facts = of_job(example, first, second)
     assert infer_attempt_state(first, facts).state == state
     assert infer_attempt_state(second, facts).state == "finished"
+
+
+def test_the_last_line_is_the_trainings_own() -> None:
+    log = "note: a\nerror: b\n\nsrun: error: n1: task 0: Exited with exit code 2\nslurmstepd: error: x\ncan-train: y\n"
+    assert last_error_line(log) == "error: b"
+    assert last_error_line("") == ""

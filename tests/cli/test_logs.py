@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from can_train.cli.logs import GrowingLog, log_paths, ranks_with_logs
 from can_train.errors import RunError
-from can_train.slurm.status import GrowingLog, logs_of, ranks_of
 from fakes.made_runs import Runs
 
 
@@ -28,14 +28,14 @@ def test_each_rank_has_a_log_beside_the_first(tmp_path: Path) -> None:
     for name in ("7_3_0_log.out", "7_3_1_log.out", "7_30_0_log.out", "7_3_0_result.pkl"):
         (path / "slurm" / name).touch()
     (known,) = runs.known()
-    assert ranks_of(path / "slurm" / "7_3_0_log.out") == [0, 1]
-    assert logs_of([job], known, 1) == [path / "slurm" / "7_3_1_log.out"]
+    assert ranks_with_logs(path / "slurm" / "7_3_0_log.out") == [0, 1]
+    assert log_paths([job], known, 1) == [path / "slurm" / "7_3_1_log.out"]
     with pytest.raises(RunError, match=r"No such rank(.|\n)*0, 1"):
-        logs_of([job], known, 2)
+        log_paths([job], known, 2)
 
 
 def test_a_run_of_a_terminal_has_no_log(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     runs.add(1)
     with pytest.raises(RunError, match="Only a submitted run has a log"):
-        logs_of([], runs.known()[0], 0)
+        log_paths([], runs.known()[0], 0)

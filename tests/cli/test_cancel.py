@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from can_train.cli.cancel import stop
 from can_train.errors import RunError
-from can_train.slurm.client import Answer
+from can_train.slurm.client import SlurmAnswer
 from can_train.slurm.run_state import RunFacts
-from can_train.slurm.status import stop
 from fakes.run_evidence import JOBS, RUN, attempt, job, of_job
 
 
@@ -29,9 +29,8 @@ class Asked:
         return True
 
 
-def here(facts: RunFacts, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr("can_train.slurm.status.this_host", lambda: "here")
-    return stop(facts, asked.cancel, asked.terminate)
+def stop_here(facts: RunFacts, asked: Asked) -> bool:
+    return stop(facts, asked.cancel, asked.terminate, host="here")
 
 
 @pytest.mark.parametrize("example", ["held", "child2", "preempt"])
@@ -47,21 +46,21 @@ def test_of_a_job_that_has_ended_nothing_is_cancelled() -> None:
     assert asked.jobs == []
 
 
-def test_a_process_that_trains_is_terminated_and_not_what_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_trains_is_terminated_and_not_what_started_it() -> None:
     asked = Asked()
-    assert here(RunFacts(run=RUN, jobs=[job("5", executor="local")], attempts=[attempt(1)]), asked, monkeypatch)
+    assert stop_here(RunFacts(run=RUN, jobs=[job("5", executor="local")], attempts=[attempt(1)]), asked)
     assert asked.processes == [7]
 
 
-def test_a_process_that_has_not_begun_is_stopped_by_what_controls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_not_begun_is_stopped_by_what_controls_it() -> None:
     asked = Asked()
-    assert here(RunFacts(run=RUN, jobs=[job("5", executor="local")]), asked, monkeypatch)
+    assert stop_here(RunFacts(run=RUN, jobs=[job("5", executor="local")]), asked)
     assert asked.processes == [5]
 
 
-def test_a_process_that_has_ended_is_not_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_ended_is_not_terminated() -> None:
     asked = Asked()
-    assert not here(RunFacts(run=RUN, attempts=[attempt(1, ending="failed")]), asked, monkeypatch)
+    assert not stop_here(RunFacts(run=RUN, attempts=[attempt(1, ending="failed")]), asked)
     assert asked.processes == []
 
 
@@ -69,7 +68,7 @@ def test_a_process_that_has_ended_is_not_terminated(monkeypatch: pytest.MonkeyPa
     ("facts", "message"),
     [
         (RunFacts(run=RUN, attempts=[attempt(1, host="there")]), "process of another machine"),
-        (replace(of_job("held"), answer=Answer()), "SLURM does not answer"),
+        (replace(of_job("held"), answer=SlurmAnswer()), "SLURM does not answer"),
     ],
 )
 def test_what_cannot_be_reached_from_here_is_an_error(facts: RunFacts, message: str) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from can_train.cli.ranking import rank
 from can_train.errors import ConfigError
-from can_train.slurm.status import rank
 
 
 def result(loss: float, **mcc: float) -> dict[str, Any]:

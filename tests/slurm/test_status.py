@@ -8,8 +8,8 @@ import pytest
 
 from can_train.errors import RunError
 from can_train.io.records import utc_now
-from can_train.slurm.client import AccountRow, Answer, QueueRow
-from can_train.slurm.status import find_run, run_statuses, short_name
+from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer
+from can_train.slurm.status import find_run, read_tail, run_statuses, short_name
 from fakes.made_runs import KEY, RESULT, Runs, at, begin, end
 
 
@@ -79,7 +79,7 @@ def test_a_process_that_is_there_runs_and_one_whose_number_was_used_before_does_
 def test_each_run_gets_what_slurm_said_of_its_own_jobs(runs: Runs) -> None:
     for number, job_id in enumerate(["7_0", "7_1", "8"], start=1):
         runs.submit(runs.add(number), job_id)
-    answer = Answer(
+    answer = SlurmAnswer(
         queue=[QueueRow(job_id="7_0", state="RUNNING", nodes="n1"), QueueRow(job_id="8", state="PENDING")],
         accounts=[AccountRow(job_id="7_1", state="CANCELLED", by_person=True)],
     )
@@ -91,7 +91,7 @@ def test_slurm_is_asked_once_and_only_about_runs_that_have_not_finished(runs: Ru
     asked: list[list[str]] = []
     for number in (1, 2, 3):
         runs.submit(runs.add(number, RESULT if number == 2 else None), str(number))
-    run_statuses(runs.known(), runs.registry, lambda job_ids: asked.append(sorted(job_ids)) or Answer())  # type: ignore[func-returns-value]
+    run_statuses(runs.known(), runs.registry, lambda job_ids: asked.append(sorted(job_ids)) or SlurmAnswer())  # type: ignore[func-returns-value]
     assert asked == [["1", "3"]]
 
 
@@ -139,3 +139,11 @@ def test_the_log_of_a_moved_run_has_moved_with_it(runs: Runs, tmp_path: Path) ->
     shutil.move(runs.runs_dir, moved.runs_dir)
     (found,) = moved.look()
     assert found.state.sentence == "error: no such data"
+
+
+def test_of_a_long_log_the_end_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\xff" * 2**20 + b"\nthe end\n")
+    assert read_tail(log).endswith("\nthe end\n")
+    assert len(read_tail(log)) <= 2**16
+    assert read_tail(tmp_path / "none") == ""
