@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from can_train.cli.command import make_command
-from can_train.cli.output import TextTable, make_reporter, print_tables, told
+from can_train.cli.output import TextTable, make_reporter, print_tables, state_text
 from can_train.cli.pipeline_tables import (
     SentStage,
     StageResult,
@@ -80,7 +80,7 @@ def train_steps(steps: Sequence[Step], output: TextIO | None) -> list[StageResul
 def what_there_is(steps: Sequence[Step]) -> list[StageResult]:
     """Finds out what has become of stages so far."""
     folders = {step.name: step.known.folder for step in steps if step.known is not None}
-    said = {step.name: told(step.state) if step.state is not None else "not trained yet" for step in steps}
+    said = {step.name: state_text(step.state) if step.state is not None else "not trained yet" for step in steps}
     return _results(steps, folders, said)
 
 
@@ -88,7 +88,7 @@ def _check_nobody_works(steps: Sequence[Step]) -> None:
     for step in steps:
         if step.what == AT_WORK and step.known is not None and step.state is not None:
             run = step.known.run_id
-            raise RunError(f"Stage {step.name} is being trained already", value=f"{run}, {told(step.state)}",
+            raise RunError(f"Stage {step.name} is being trained already", value=f"{run}, {state_text(step.state)}",
                            remedy=f"Wait for its end (can-train logs {run} -f) and give the same line again, "
                                   f"or end it: can-train cancel {run}")  # fmt: skip
 

@@ -48,10 +48,12 @@ _HCRL_KIND: Final = re.compile(r"(?P<kind>[a-z]+?)_?(?:\d(?:st|nd|rd|th))?(?:_at
 
 
 _LAYOUT: Final = (
-    "It must hold folders train_01_attack_free and train_02_with_attacks (or one train_01) and test_01_…, test_02_…, "
-    "with logs (.csv, .txt or .log, also .gz) in each. The sets are published by Lampe and Meng (can-train-and-test) "
-    "at https://bitbucket.org/brooke-lampe/can-train-and-test-v1.5, the HCRL logs in them first at "
-    "https://ocslab.hksecurity.net/Datasets. Unpack there or give --data-root; or train on any log or folder with "
+    "A data set has folders train_01_attack_free and train_02_with_attacks (or one train_01), test_01_…, test_02_…,\n"
+    "with logs (.csv, .txt or .log, also .gz) in each. Lampe and Meng publish the sets (can-train-and-test) at\n"
+    "  https://bitbucket.org/brooke-lampe/can-train-and-test-v1.5\n"
+    "and the HCRL logs in them were first published at\n"
+    "  https://ocslab.hksecurity.net/Datasets\n"
+    "Give the folder above that of the data set with --data-root. Or train on any log or folder of logs with\n"
     "--dataset PATH, or without data with --dataset synthetic"
 )
 
@@ -135,7 +137,7 @@ def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
     candidates = _candidates(dataset.name, data_root.expanduser())
     found = next((folder for folder in candidates if folder.is_dir()), None)
     if found is None:
-        looked = ", ".join(map(str, candidates))
+        looked = "".join(f"\n  {folder}" for folder in candidates) + "\nNone of them exists"
         raise MissingDataError(f"Data set {dataset.name} must be in one of these folders", value=looked, remedy=_LAYOUT)
     return found
 
