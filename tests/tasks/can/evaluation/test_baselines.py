@@ -59,7 +59,7 @@ def test_with_attacks_of_both_classes_in_training_the_baselines_are_the_four_usu
 def test_a_flood_with_an_id_of_its_own_is_found_by_baselines_that_learn(name):
     flat = mixed_traffic()
     baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
-    flagged = baseline.scorer.score(flat, np.arange(40)) > baseline.threshold.value
+    flagged = baseline.score(flat, np.arange(40)) > baseline.threshold.value
     assert flagged.tolist() == (flat.label > 0).tolist()
 
 
@@ -67,7 +67,7 @@ def test_a_flood_with_an_id_of_its_own_is_found_by_baselines_that_learn(name):
 def test_the_constant_baselines_do_what_their_names_say(name, flags):
     flat = mixed_traffic()
     baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
-    assert (baseline.scorer.score(flat, np.arange(40)) > baseline.threshold.value).tolist() == [flags] * 40
+    assert (baseline.score(flat, np.arange(40)) > baseline.threshold.value).tolist() == [flags] * 40
 
 
 def test_without_attacks_in_training_an_isolation_forest_stands_in_for_the_random_forest():
@@ -76,7 +76,7 @@ def test_without_attacks_in_training_an_isolation_forest_stands_in_for_the_rando
     baselines, absent = fitted(flat, range(20), range(20, 31))
     assert absent == {"random_forest": "the training windows hold no attacks; isolation_forest stands in"}
     assert baselines["isolation_forest"].threshold.rule == "at most 1 % of benign windows flagged on validation"
-    score = baselines["isolation_forest"].scorer.score(flat, np.arange(31))
+    score = baselines["isolation_forest"].score(flat, np.arange(31))
     assert score[30] > np.median(score[:20])
 
 
@@ -96,9 +96,7 @@ def test_thresholds_of_the_baselines_come_from_validation_only():
 def test_the_same_seed_gives_the_same_forest():
     rng = np.random.default_rng(1)
     flat = windows_of(rng.integers(0, 5, (60, 6)).tolist(), label=rng.integers(0, 2, 60).tolist())
-    first, again, other = (
-        fit_random_forest(flat, np.arange(50), seed).score(flat, np.arange(60)) for seed in (3, 3, 4)
-    )
+    first, again, other = (fit_random_forest(flat, np.arange(50), seed)(flat, np.arange(60)) for seed in (3, 3, 4))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
@@ -107,7 +105,7 @@ def test_the_same_seed_gives_the_same_forest():
 def test_a_folder_without_windows_gets_no_scores(name):
     flat = mixed_traffic()
     baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
-    assert baseline.scorer.score(flat, np.empty(0, np.int64)).shape == (0,)
+    assert baseline.score(flat, np.empty(0, np.int64)).shape == (0,)
 
 
 @pytest.mark.parametrize(

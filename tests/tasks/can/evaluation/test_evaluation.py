@@ -13,8 +13,8 @@ from can_train.config.compose import RunRequest, evaluation_dataset, resolve
 from can_train.config.resolved import EvaluationData, FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError, ConfigError, MissingDataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.evaluation.evaluate import Evaluation, make_evaluation
-from can_train.tasks.can.models.build import build_network
+from can_train.tasks.can.evaluation.evaluate import WindowEvaluation, make_evaluation
+from can_train.tasks.can.models import build_network
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
 from fakes.random_bus import random_frames, write_log
 
@@ -34,7 +34,7 @@ def finished_on(path: Path, **values: object) -> FinishedModel:
     return FinishedModel(run_id="a run", run=run, weights=weights, result=RESULT, sha256="")
 
 
-def evaluation_of(finished: FinishedModel, place: Path, dataset: Path | None, *sets: str) -> Evaluation:
+def evaluation_of(finished: FinishedModel, place: Path, dataset: Path | None, *sets: str) -> WindowEvaluation:
     asked = EvaluationData(
         dataset=evaluation_dataset(finished.run, None if dataset is None else str(dataset), sets),
         own=dataset is None,
@@ -108,7 +108,7 @@ def test_baselines_that_need_training_windows_are_fitted_on_the_runs_own(tmp_pat
     assert "validation" in own.judgement
     other = evaluation_of(finished, tmp_path, log(tmp_path / "other.csv", 1)).judge(by_row, None)
     assert "validation" not in other.judgement
-    assert "Not beside it: id_lookup, random_forest (fitted on training windows" in other.notes[-1]
+    assert "Missing from the tables: id_lookup, random_forest (fitted on training windows" in other.notes[-1]
 
 
 def test_own_data_that_lie_elsewhere_by_now_keep_their_split(tmp_path: Path) -> None:

@@ -72,14 +72,14 @@ def test_the_recall_of_each_attack_kind_is_told():
     assert told["recall_by_kind"] == {"DoS": {"recall": 1.0, "windows": 3}, "fuzzing": {"recall": 0.0, "windows": 3}}
 
 
-def test_the_baselines_are_reference_roles_the_model_and_named_where_it_does_not_beat_them():
+def test_the_baselines_are_compared_with_the_model_and_named_where_it_does_not_beat_them():
     told = judged((LABEL == 1).astype(float), options=OPTIONS)["test"]["test_01"]
     assert list(told["baselines"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
     assert told["baselines"]["random_forest"]["mcc"] == 1.0
     assert told["remarks"] == ["does not beat id_lookup (1.000), random_forest (1.000) on MCC (0.577)"]
 
 
-def test_another_detector_is_reference_roles_the_model_with_a_threshold_of_its_own():
+def test_another_detector_is_compared_with_the_model_with_a_threshold_of_its_own():
     references = {"rival": np.where(LABEL > 0, 30.0, 10.0), "stranger": np.where(LABEL > 0, -5.0, -6.0)}
     told = judged((LABEL == 1).astype(float), options=OPTIONS, references=references)["test"]["test_01"]
     assert {name: figures["mcc"] for name, figures in told["references"].items()} == {"rival": 1.0, "stranger": 1.0}

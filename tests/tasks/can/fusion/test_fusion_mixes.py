@@ -13,12 +13,12 @@ from can_train.tasks.can.evaluation.judging import JudgingOptions
 from can_train.tasks.can.fusion.agent import MixingProblem
 from can_train.tasks.can.fusion.mixes import (
     best_weight,
+    constant_mix_remarks,
     constant_mixes,
     fitted_mixes,
     judge_agent,
-    told_in_words,
-    verdict,
-    weights_chosen,
+    summarize_weights,
+    weights_remark,
 )
 from can_train.tasks.can.fusion.scores import WindowScores, mixing_weights
 from fakes.mixing_worlds import WEIGHTS, WINDOWS, divided_problem
@@ -48,7 +48,7 @@ def knowing_weights(problem: MixingProblem) -> NDArray[np.float64]:
     return np.where(problem.scores.errors[:, 2] > 0.5, 0.0, 1.0)
 
 
-def test_the_mixes_are_reference_roles_the_agent_in_the_same_table() -> None:
+def test_the_mixes_are_compared_with_the_agent_in_the_same_table() -> None:
     problem = divided_problem()
     told = judged(problem, knowing_weights(problem))["test"]["test_01"]
     named = ["autoencoder", "classifier", "even_mix", "best_mix", "logistic", "small_mlp"]
@@ -82,13 +82,13 @@ def test_the_judgement_is_strict_json_and_tells_the_weights() -> None:
     assert json.loads(json.dumps(judgement, allow_nan=False)) == judgement
     chosen = judgement["mixing"]["chosen"]["test_02"]
     assert chosen["mean"] == pytest.approx(float(knowing_weights(problem)[500:].mean()))
-    assert any(told_in_words(chosen) == remark for remark in judgement["test"]["test_02"]["remarks"])
+    assert any(weights_remark(chosen) == remark for remark in judgement["test"]["test_02"]["remarks"])
 
 
 def test_weights_are_told_by_their_mean_and_the_most_frequent() -> None:
-    chosen = weights_chosen(np.array([0.0, 0.75, 0.75, 1.0]))
+    chosen = summarize_weights(np.array([0.0, 0.75, 0.75, 1.0]))
     assert chosen == {"mean": 0.625, "most_frequent": 0.75, "share": 0.5}
-    assert told_in_words(chosen) == "weights chosen for the classifier: 0.62 on average, 0.75 for 50% of the windows"
+    assert weights_remark(chosen) == "weights chosen for the classifier: 0.62 on average, 0.75 for 50% of the windows"
 
 
 @pytest.mark.parametrize(("reached", "constant"), [(None, 0.5), (0.5, None), (0.6, 0.5)])
@@ -96,14 +96,14 @@ def test_nothing_is_said_where_nothing_can_be_compared_or_the_agent_wins(
     reached: float | None, constant: float | None
 ) -> None:
     told: Any = {"model": {"mcc": reached}, "references": {"best_mix": {"mcc": constant}}}
-    assert verdict(told, 0.5) == []
-    assert verdict(SimpleNamespace(), None) == []  # type: ignore[arg-type]
+    assert constant_mix_remarks(told, 0.5) == []
+    assert constant_mix_remarks(SimpleNamespace(), None) == []  # type: ignore[arg-type]
 
 
 def test_as_good_as_the_constant_mix_is_not_better() -> None:
     told: Any = {"model": {"mcc": 0.5}, "references": {"best_mix": {"mcc": 0.5}}}
     said = "the agent does not beat the best constant mix, weight 0.25 for every window: MCC 0.500, the mix 0.500"
-    assert verdict(told, 0.25) == [said]
+    assert constant_mix_remarks(told, 0.25) == [said]
 
 
 def scores_of(anomaly: NDArray[np.float64], attack: NDArray[np.float64]) -> WindowScores:

@@ -110,7 +110,7 @@ def test_what_is_no_number_is_refused_with_its_run(folder: Path, role: str) -> N
     task = task_of(folder)
     said = np.ones((WINDOWS, 3 if role == "autoencoder" else 2))
     said[task.train_rows[3], 1] = np.nan
-    with pytest.raises(RunError, match=rf"What the {role} says.*of 1 of \d+ windows it is not, by untrained"):
+    with pytest.raises(RunError, match=rf"score of the {role} must be a finite number: 1 of \d+ are not, by untrained"):
         tell(task, role, said)
 
 
