@@ -8,7 +8,7 @@ import pytest
 from can_train.slurm.client import SlurmAnswer
 from can_train.slurm.run_state import CAUSES, LIVE, RunFacts, infer_attempt_state, infer_run_state, last_error_line
 from can_train.training.run_folder import CancelRecord
-from fakes.run_evidence import JOBS, RUN, attempt, job, minute, of_job, recorded, text_of
+from fakes.run_facts import JOBS, RUN, attempt, job, minute, of_job, recorded, text_of
 
 NO_SLURM = SlurmAnswer()
 FORGOTTEN = SlurmAnswer(queue=(), accounts=())

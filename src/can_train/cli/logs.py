@@ -19,18 +19,14 @@ from can_train.training.run_folder import JobRecord
 
 _READ_INTERVAL_S: Final = 0.5
 
-
 _STATUS_INTERVAL_S: Final = 5.0
 """Seconds between two questions to SLURM, whose controller everybody shares."""
-
 
 _NOT_FINISHED: Final = 1
 """Exit code where a followed run did not finish."""
 
-
 _RANK: Final = re.compile(r"_(\d+)_log\.(out|err)$")
 """submitit's names of logs end in the rank."""
-
 
 _READ_BYTES: Final = 2**20
 
@@ -58,11 +54,7 @@ def logs(
 
 
 class GrowingLog:
-    """A file that another process appends to.
-
-    Args:
-        path: The file; it need not exist yet.
-    """
+    """A file that another process appends to; it need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -100,9 +100,9 @@ def _load_command(name: str) -> Callable[..., None]:
     """Imports one command: importing all of them takes longer than most of them run."""
     match name:
         case "factors":
-            from can_train.cli.factors import make_factors_command
+            from can_train.cli.factors import factors
 
-            return make_factors_command()
+            return factors
         case "runs":
             from can_train.cli.runs import make_runs_command
 

@@ -30,14 +30,11 @@ from can_train.slurm.status import RunStatus, log_path, run_statuses, short_name
 _LIMIT: Final = 20
 """Runs that are listed unless more are asked for: what fits a terminal."""
 
-
 _WATCH_INTERVAL_S: Final = 5.0
 """Seconds between two questions to SLURM, whose controller everybody shares."""
 
-
 _CLEAR: Final = "\x1b[H\x1b[2J"
 """Control sequence that empties a terminal."""
-
 
 _COLUMNS: Final = ("run", "configuration", "state", "time", "epoch", "loss")
 """They fit a terminal of 80 columns; steps and all else are in `status` and in the JSON."""

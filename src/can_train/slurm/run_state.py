@@ -25,45 +25,21 @@ if TYPE_CHECKING:
     from can_train.training.run_folder import CancelRecord, JobRecord, RunRecord
 
 QUEUED: Final = "queued"
-
-
 RUNNING: Final = "running"
-
-
 FINISHED: Final = "finished"
-
-
 FAILED: Final = "failed"
-
-
 GPU_OOM: Final = "CUDA out-of-memory"
-
-
 HOST_OOM: Final = "host out-of-memory"
-
-
 TIME_LIMIT: Final = "time limit"
-
-
 PREEMPTED: Final = "preempted"
-
-
 NODE_FAILURE: Final = "node failure"
-
-
 CANCELLED: Final = "cancelled"
-
-
 NEVER_STARTED: Final = "never started"
-
-
 LIVE: Final = (QUEUED, RUNNING)
-
 
 CAUSES: Final = (
     FINISHED, FAILED, GPU_OOM, HOST_OOM, TIME_LIMIT, PREEMPTED, NODE_FAILURE, CANCELLED, NEVER_STARTED,
 )  # fmt: skip
-
 
 REQUEUED: Final = "requeued"
 """State of an attempt only: its job was put back into the queue, and SLURM does not say by whom."""
@@ -144,7 +120,6 @@ _BY_SLURM_STATE: Final[Mapping[str, str]] = {
 }
 """SLURM's states of a job that something other than its own processes ended."""
 
-
 _BY_ENDING: Final[Mapping[str, tuple[str, str]]] = {
     "finished": (FINISHED, ""),
     "failed": (FAILED, ""),
@@ -157,7 +132,6 @@ _BY_ENDING: Final[Mapping[str, tuple[str, str]]] = {
 }
 """State and sentence by what a process recorded of its end. SIGTERM means a person's wish unless SLURM knows better."""
 
-
 _LOG_PATTERNS: Final[Mapping[str, str]] = {
     TIME_LIMIT: "DUE TO TIME LIMIT",
     PREEMPTED: "DUE TO PREEMPTION",
@@ -169,17 +143,13 @@ _LOG_PATTERNS: Final[Mapping[str, str]] = {
 }
 """What slurmstepd and srun write into a job's log."""
 
-
 _LOG_CAUSE: Final = re.compile("|".join(f"({pattern})" for pattern in _LOG_PATTERNS.values()), re.MULTILINE)
-
 
 _SCHEDULER_LINES: Final = ("srun: ", "slurmstepd", "can-train: ")
 """Beginnings of the lines of a log that are not the training's own."""
 
-
 _CONCLUSIVE: Final = ("finished", "gpu_oom", "host_oom")
 """Endings that nobody knows better than the process itself."""
-
 
 _OOM: Final = "OUT_OF_MEMORY"
 """SLURM's state of a job or a step whose process the kernel killed for its memory."""
@@ -297,7 +267,6 @@ def _exit_words(row: AccountRow) -> str:
 
 _UNOPENED: Final = "0:53"
 """Exit code of a job whose folder or log could not be opened, so that nothing of it ran."""
-
 
 _UNLAUNCHED: Final = "JobLaunchFailure"
 """SLURM's reason for the same."""
