@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from can_train.reporter import Reporter, Stage
-    from can_train.slurm.run_state import RunState
     from can_train.task import Table
 
 # Characters from which a column is text, which may be wrapped in a narrow terminal; figures and names stay whole.
@@ -230,16 +229,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): finite(inner) for name, inner in value.items()}
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def state_name(state: RunState) -> str:
-    """Returns the name of a run's state, with a question mark if the state is uncertain."""
-    return state.state if state.certain else f"{state.state}?"
-
-
-def state_text(state: RunState) -> str:
-    """Returns the name of a run's state, and why it is in it."""
-    return f"{state_name(state)}: {state.sentence}" if state.sentence else state_name(state)
 
 
 def duration(seconds: float) -> str:

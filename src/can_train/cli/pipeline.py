@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from can_train.cli.command import make_command
-from can_train.cli.output import TextTable, make_reporter, print_tables, state_text
+from can_train.cli.output import TextTable, make_reporter, print_tables
 from can_train.cli.pipeline_tables import (
     SentStage,
     StageResult,
@@ -77,7 +77,7 @@ def train_stages(steps: Sequence[PlannedStage], output: TextIO | None) -> list[S
 def current_results(steps: Sequence[PlannedStage]) -> list[StageResult]:
     """Returns the current results of all stages; trains nothing."""
     folders = {step.name: step.known.folder for step in steps if step.known is not None}
-    said = {step.name: state_text(step.state) if step.state is not None else "not trained yet" for step in steps}
+    said = {step.name: str(step.state) if step.state is not None else "not trained yet" for step in steps}
     return _results(steps, folders, said)
 
 
@@ -85,7 +85,7 @@ def _check_nobody_works(steps: Sequence[PlannedStage]) -> None:
     for step in steps:
         if step.what == RUNNING_ALREADY and step.known is not None and step.state is not None:
             run = step.known.run_id
-            raise RunError(f"Stage {step.name} is being trained already", value=f"{run}, {state_text(step.state)}",
+            raise RunError(f"Stage {step.name} is being trained already", value=f"{run}, {step.state}",
                            remedy=f"Wait for its end (can-train logs {run} -f) and give the same line again, "
                                   f"or end it: can-train cancel {run}")  # fmt: skip
 

@@ -18,8 +18,6 @@ from can_train.cli.output import (
     print_tables,
     rough_duration,
     seconds_between,
-    state_name,
-    state_text,
 )
 from can_train.cli.ranking import RankedResult, rank
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
@@ -107,7 +105,7 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
         rows.append((
             short_name(each.known.run_id),
             each.known.record.key,
-            state_name(each.state),
+            each.state.label,
             rough_duration(seconds) if seconds is not None else "",
             _done_of(0 if epoch is None and epochs else epoch, epochs),
             f"{loss:.3g}" if loss is not None else "",
@@ -122,7 +120,7 @@ def _watch(locator: RunLocator, limit: int) -> None:
     try:
         while True:
             statuses, older = _newest(locator, limit)
-            states = {each.known.run_id: state_text(each.state) for each in statuses}
+            states = {each.known.run_id: str(each.state) for each in statuses}
             if sys.stdout.isatty():
                 print(_CLEAR, end="")
                 _print_runs(statuses, older, locator)
@@ -177,7 +175,7 @@ def _status_lines(found: RunStatus) -> list[str]:
     ]
     lines = {
         "run": record.run_id,
-        "state": state_text(found.state),
+        "state": str(found.state),
         "time": duration(seconds) if seconds is not None else "",
         "progress": ", ".join(filter(None, steps)),
         "loss": f"{loss:.4g} at best in validation" if loss else "",
@@ -205,7 +203,7 @@ def _history_tables(found: RunStatus) -> list[TextTable]:
             attempt.start.host,
             local_time(attempt.start.start_time),
             duration(seconds_between(attempt.start.start_time, attempt.end.time)) if attempt.end else "",
-            state_text(infer_attempt_state(attempt, found.facts)),
+            str(infer_attempt_state(attempt, found.facts)),
         )
         for attempt in found.facts.attempts
     ]
