@@ -103,14 +103,10 @@ def _load_command(name: str) -> Callable[..., None]:
             from can_train.cli.factors import factors
 
             return factors
-        case "runs":
-            from can_train.cli.runs import make_runs_command
+        case "runs" | "status":
+            from can_train.cli.runs import make_runs_command, status
 
-            return make_runs_command()
-        case "status":
-            from can_train.cli.runs import status
-
-            return status
+            return status if name == "status" else make_runs_command()
         case "logs":
             from can_train.cli.logs import logs
 
@@ -119,18 +115,14 @@ def _load_command(name: str) -> Callable[..., None]:
             from can_train.cli.cancel import cancel
 
             return cancel
-        case "resume":
-            from can_train.cli.resume import resume
+        case "resume" | "resubmit":
+            from can_train.cli.resume import make_resubmit_command, resume
 
-            return resume
+            return resume if name == "resume" else make_resubmit_command()
         case "evaluate":
             from can_train.cli.evaluate import make_evaluate_command
 
             return make_evaluate_command()
-        case "resubmit":
-            from can_train.cli.resume import make_resubmit_command
-
-            return make_resubmit_command()
         case "pipeline":
             from can_train.cli.pipeline import make_pipeline_command
 
