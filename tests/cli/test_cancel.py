@@ -9,7 +9,7 @@ from can_train.cli.cancel import stop
 from can_train.errors import RunError
 from can_train.slurm.client import SlurmAnswer
 from can_train.slurm.run_state import RunFacts
-from fakes.run_evidence import JOBS, RUN, attempt, job, of_job
+from fakes.run_facts import JOBS, RUN, attempt, job, of_job
 
 
 class Asked:

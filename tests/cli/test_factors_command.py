@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from can_train.cli.factors import make_factors_command
+from can_train.cli.factors import factors
 from can_train.errors import CanTrainError, ConfigError
 from can_train.factors.observations import write_observation, write_started
 from fakes.samples import A100, KEY, observation, out_of_memory, started
@@ -28,7 +28,7 @@ def state(tmp_path: Path) -> Path:
 
 def run(state: Path, *arguments: str) -> Result:
     app = typer.Typer()
-    app.command()(make_factors_command())
+    app.command()(factors)
     return CliRunner().invoke(app, ["--state-dir", str(state), *arguments])
 
 
@@ -108,7 +108,7 @@ def test_lost_attempts_and_files_set_aside_are_named(state: Path) -> None:
     (state / "observations" / "broken.json").write_text("{")
     text = run(state).stdout
     assert "no result: run-9 (attempt 1" in text
-    assert "broken.json: Expecting property name" in text
+    assert "broken.json: Input data was truncated" in text
     assert [entry["run_id"] for entry in as_json(state)["unfinished"]] == ["run-9"]
 
 
@@ -197,6 +197,32 @@ def test_a_file_goes_out_and_in_again(state: Path, tmp_path_factory: pytest.Temp
     assert [record["safety_factor"] for record in records] == [
         record["safety_factor"] for record in as_json(state)["factors"]
     ]
+
+
+def test_an_import_without_size_and_with_a_short_gpu_name_is_used(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text(json.dumps({"hcrl_ch_gat_normal": {"v100": 0.5}}))
+    values = done(tmp_path, "--import", str(tmp_path / "old.json"))
+    assert values["config_keys"] == ["hcrl_ch_gat_normal"]
+    for key in ("hcrl_ch_gat_normal", KEY):
+        found = as_json(tmp_path, key, "--device", "v100-32gb")["factors"]
+        assert [(record["safety_factor"], record["state"]) for record in found] == [(0.5, "imported")]
+
+
+def test_an_import_that_could_never_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text('{"a": 1}')
+    assert "a is not a configuration key" in str(run(tmp_path, "--import", str(tmp_path / "old.json")).exception)
+    assert {path.name for path in tmp_path.iterdir()} == {"old.json"}
+
+
+def test_ones_own_export_is_imported_without_a_change_or_a_warning(state: Path) -> None:
+    before = as_json(state, "--show")
+    run(state, "--export", str(state / "out.json"))
+    values = as_json(state, "--import", str(state / "out.json"))
+    assert (values["config_keys"], values["event"], values["notices"]) == ([], None, [])
+    result = run(state, "--import", str(state / "out.json"))
+    assert (result.stdout, result.stderr) == (f"Nothing changed: {state}/out.json has the factors in force.\n", "")
+    assert as_json(state, "--show") == before
+    assert not (state / "events").exists()
 
 
 def test_a_replay_shows_what_another_policy_would_have_set(state: Path) -> None:

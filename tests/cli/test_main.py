@@ -135,6 +135,6 @@ def test_a_full_disk_is_said_in_words_with_exit_code_2(tmp_path: Path) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         2,
-        "error: A disk must have room for what is written: No space left on device.",
+        "error: A file cannot be written for lack of space: No space left on device.",
     )
     assert len(done.stderr.splitlines()) == 2

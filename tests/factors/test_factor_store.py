@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from can_train.errors import ConfigError, StateError
 from can_train.factors.observations import Observation, write_observation
 from can_train.factors.policies import Decision, FactorPoint, MomentumPolicy
-from can_train.factors.records import history_of, records_of
 from can_train.factors.store import Known, get_safety_factor_db
-from can_train.fit.factor_rule import Elsewhere
+from can_train.factors.summary import history_of, summarize
+from can_train.fit.factor_rule import OtherDevice
 from fakes.samples import A100, KEY, at, observation, out_of_memory
 
 
@@ -32,7 +32,7 @@ def converging(**changed: Any) -> list[Observation]:
 
 
 def test_nothing_is_known_before_the_first_run(tmp_path: Path) -> None:
-    assert get_safety_factor_db(tmp_path).known(KEY, "v100-16gb") == Known(None, 0.9, None, "", None)
+    assert get_safety_factor_db(tmp_path).known(KEY, "v100-16gb") == Known(None)
 
 
 def test_the_next_run_has_what_was_learned(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_stats_of_runs_that_measured_nothing_are_empty(tmp_path: Path) -> None:
 
 def test_a_factor_converges_after_five_runs_the_last_three_in_band() -> None:
     def converged(runs: list[Observation]) -> bool:
-        return records_of(runs, policy=MomentumPolicy())[0].converged
+        return summarize(runs, policy=MomentumPolicy())[0].converged
 
     runs = converging()
     assert converged(runs)
@@ -120,7 +120,7 @@ class Unsure(MomentumPolicy):
 
 def test_a_factor_whose_interval_is_wide_has_not_converged() -> None:
     runs = converging()
-    sure, unsure = (records_of(runs, policy=Unsure(half_width=width))[0] for width in (0.009, 0.011))
+    sure, unsure = (summarize(runs, policy=Unsure(half_width=width))[0] for width in (0.009, 0.011))
     assert (sure.interval, sure.converged) == (0.009, True)
     assert (unsure.interval, unsure.converged) == (0.011, False)
 
@@ -132,14 +132,14 @@ def settings(**changed: Any) -> dict[str, Any]:
 def test_runs_of_other_settings_that_change_memory_teach_apart(tmp_path: Path) -> None:
     wide = observation(2, fingerprint=settings(model={"hidden": 128}), peak_allocated_bytes=9_000)
     runs = [out_of_memory(1, fingerprint=settings()), wide, observation(3, fingerprint=settings())]
-    (record,) = records_of(runs)
+    (record,) = summarize(runs)
     assert ([run.run_id for run in record.runs], record.fingerprint) == (["run-1", "run-3"], settings())
-    assert [[run.run_id for run in other.runs] for other in record.others] == [["run-2"]]
+    assert [[run.run_id for run in other.runs] for other in record.other_settings] == [["run-2"]]
     remember(tmp_path, *runs)
     store = get_safety_factor_db(tmp_path)
     assert store.get_stats(KEY)["num_runs"] == 2
     factors = [store.known(KEY, "v100-16gb", run.fingerprint).choice for run in runs[:2]]
-    assert [choice and choice.factor for choice in factors] == [record.factor, record.others[0].factor]
+    assert [choice and choice.factor for choice in factors] == [record.factor, record.other_settings[0].factor]
     assert store.known(KEY, "v100-16gb", settings(compiled=True)).choice is None
 
 
@@ -163,11 +163,11 @@ def test_a_new_device_hears_what_the_one_seen_last_has_measured(tmp_path: Path) 
     remember(tmp_path, predicted(1, 9_000, device=A100), *(predicted(n, 4_000 + n) for n in range(2, 5)), *unclean)
     store = get_safety_factor_db(tmp_path)
     known = store.known(KEY, "h100-80gb")
-    assert (known.choice, known.elsewhere) == (None, Elsewhere(ratio=4_003 / 5_000, runs=3, device="v100-16gb"))
-    assert store.known(KEY, "a100-40gb").elsewhere is None
-    assert store.known("another", "h100-80gb").elsewhere is None
+    assert (known.choice, known.other_device) == (None, OtherDevice(ratio=4_003 / 5_000, runs=3, device="v100-16gb"))
+    assert store.known(KEY, "a100-40gb").other_device is None
+    assert store.known("another", "h100-80gb").other_device is None
     store.reset(KEY, "v100-16gb")
-    assert store.known(KEY, "h100-80gb").elsewhere == Elsewhere(ratio=9_000 / 5_000, runs=1, device="a100-40gb")
+    assert store.known(KEY, "h100-80gb").other_device == OtherDevice(ratio=9_000 / 5_000, runs=1, device="a100-40gb")
 
 
 def test_runs_that_taught_nothing_leave_the_choice_to_the_prior(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_runs_that_taught_nothing_leave_the_choice_to_the_prior(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["target", "minimum", "maximum", "half_life", "noise"])
 def test_a_policy_that_a_hand_has_written_breaks_no_arithmetic(name: str, value: Any) -> None:
     run = observation(policy={"name": "affine", "options": {name: value}})
-    assert 0 < (records_of([run])[0].factor or 0) <= 1
+    assert 0 < (summarize([run])[0].factor or 0) <= 1
 
 
 @given(order=st.permutations(range(10)))
@@ -188,7 +188,7 @@ def test_nine_successes_that_began_before_an_out_of_memory_ended_do_not_undo_it(
     last = out_of_memory(0, start_time=at(5), end_time=at(8))
     successes = [observation(n, start_time=at(n / 2), end_time=at(60 + order[n])) for n in range(1, 10)]
     runs = sorted([last, *successes], key=lambda run: run.started)
-    assert records_of(runs, policy=MomentumPolicy())[0].factor == pytest.approx(0.489 - 0.15)
+    assert summarize(runs, policy=MomentumPolicy())[0].factor == pytest.approx(0.489 - 0.15)
 
 
 def test_out_of_memories_of_one_moment_are_one_lesson() -> None:
@@ -221,7 +221,7 @@ def test_an_out_of_memory_tells_what_ran_out_and_what_ran_after_it() -> None:
     rescued = observation(
         outcome="rescued", ooms_rescued=1, oom_used=0.7, used_after_rescue=0.35, peak_bytes_after_rescue=5_000
     )
-    assert history_of([rescued]) == [FactorPoint(0.7, None, settled=(0.35, 0.5))]
+    assert history_of([rescued]) == [FactorPoint(0.7, None, after_rescue=(0.35, 0.5))]
     assert history_of([replace(rescued, peak_bytes_after_rescue=None)]) == [FactorPoint(0.7, None)]
     assert history_of([out_of_memory(used=None)]) == [FactorPoint(0.489, None)]
 
@@ -309,8 +309,8 @@ def test_the_order_in_which_files_were_written_does_not_matter(tmp_path: Path) -
 
 def test_ranks_of_one_attempt_teach_once_by_the_highest_peak() -> None:
     ranks = [observation(1, rank=rank, peak_allocated_bytes=6_000 + 100 * (rank % 3)) for rank in range(4)]
-    (record,) = records_of([*ranks, observation(2)])
+    (record,) = summarize([*ranks, observation(2)])
     assert [point.peak for point in history_of([*ranks, observation(2)])] == [0.62, 0.62]
-    assert record.why == "learned from 2 runs"
+    assert record.reason == "learned from 2 runs"
     oom = out_of_memory(1, rank=3)
     assert [point.peak for point in history_of([*ranks[:3], oom])] == [None]

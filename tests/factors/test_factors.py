@@ -10,7 +10,7 @@ from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
 shares = st.floats(0.0, 1.0)
 settled = st.none() | st.tuples(shares, shares)
 points = st.lists(
-    st.builds(FactorPoint, used=shares, peak=st.none() | st.floats(0.0, 1.2), settled=settled), max_size=30
+    st.builds(FactorPoint, used=shares, peak=st.none() | st.floats(0.0, 1.2), after_rescue=settled), max_size=30
 )
 
 
@@ -53,24 +53,24 @@ def test_an_out_of_memory_teaches_whatever_was_used() -> None:
 
 
 def test_what_ran_on_after_an_out_of_memory_changes_nothing() -> None:
-    rescued = FactorPoint(0.427, None, settled=(0.2, 0.3))
+    rescued = FactorPoint(0.427, None, after_rescue=(0.2, 0.3))
     assert MomentumPolicy().next_factor([rescued], first=0.427) == pytest.approx(0.277)
 
 
 def test_the_aim_is_the_target_unless_the_largest_factor_leads_no_further() -> None:
     short = [FactorPoint(used, 0.04 + 0.8 * used) for used in (0.6, 0.7, 0.8, 0.9, 1.0, 1.0)]
     decision = MomentumPolicy().decide(short, first=0.6)
-    assert (decision.holds, decision.aim) == ("maximum", pytest.approx(0.84, abs=0.005))
-    assert MomentumPolicy().decide([FactorPoint(0.5, 0.6)], first=0.5).holds == "target"
-    assert MomentumPolicy(maximum=0.5).aim([], first=0.5) == 0.9
+    assert (decision.limited_by, decision.aim) == ("maximum", pytest.approx(0.84, abs=0.005))
+    assert MomentumPolicy().decide([FactorPoint(0.5, 0.6)], first=0.5).limited_by == "target"
+    assert MomentumPolicy(maximum=0.5).decide([], first=0.5).aim == 0.9
 
 
 @given(history=points, first=st.floats(0.05, 1.0))
 def test_both_policies_know_the_factor_equally_well(history: list[FactorPoint], first: float) -> None:
-    interval = MomentumPolicy().interval(history, first=first)
+    interval = MomentumPolicy().decide(history, first=first).interval
     assert 0 < interval <= 1
     momentum, affine = MomentumPolicy().decide(history, first=first), AffinePolicy().decide(history, first=first)
-    assert (momentum.interval == affine.interval) or affine.holds in ("noise", "ceiling")
+    assert (momentum.interval == affine.interval) or affine.limited_by in ("noise", "ceiling")
 
 
 @given(history=points, first=st.floats(0.01, 1.0))

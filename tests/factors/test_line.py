@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.factors.peak_regression import DEFAULT_PRIOR, LinePrior, Reading
+from can_train.factors.policies import DEFAULT_PRIOR, Reading, RegressionPrior
 
-VAGUE = LinePrior(base_sd=100.0, full_sd=100.0)
+VAGUE = RegressionPrior(base_sd=100.0, full_sd=100.0)
 
 
 def scattered(seed: int, runs: int, *, noise: float) -> list[Reading]:
@@ -19,7 +19,7 @@ def scattered(seed: int, runs: int, *, noise: float) -> list[Reading]:
 def test_readings_on_a_line_are_fitted_by_it(base: float, slope: float) -> None:
     line = VAGUE.fit([Reading(used, base + slope * used) for used in (0.2, 0.5, 0.9)])
     assert (line.base, line.slope) == pytest.approx((base, slope), abs=1e-3)
-    assert line.reaching(0.9) == pytest.approx((0.9 - base) / slope, abs=1e-2)
+    assert line.used_for(0.9) == pytest.approx((0.9 - base) / slope, abs=1e-2)
 
 
 def test_without_readings_the_line_is_what_is_believed() -> None:
@@ -33,7 +33,9 @@ def test_an_out_of_memory_below_the_line_raises_it_and_one_above_does_not() -> N
     line = DEFAULT_PRIOR.fit(measured)
 
     def raised(used: float, ceiling: float = 1.0) -> float:
-        return DEFAULT_PRIOR.refit(line, [*measured, Reading(used, None)], ceiling=ceiling).peak(0.8) - line.peak(0.8)
+        return DEFAULT_PRIOR.fit([*measured, Reading(used, None)], start=line, ceiling=ceiling).peak(0.8) - line.peak(
+            0.8
+        )
 
     assert raised(0.8) > 0.01
     assert raised(1.0) == pytest.approx(0, abs=1e-3)
@@ -48,7 +50,7 @@ def test_the_interval_holds_the_truth_in_19_of_20_cases() -> None:
     truth, held = 0.7 / 0.85, 0
     for seed in range(400):
         line = DEFAULT_PRIOR.fit(scattered(seed, 12, noise=0.02))
-        held += abs(line.reaching(0.9) - truth) <= line.interval(line.reaching(0.9))
+        held += abs(line.used_for(0.9) - truth) <= line.half_width(line.used_for(0.9))
     assert 0.90 <= held / 400 <= 0.99
 
 
@@ -62,4 +64,4 @@ def test_a_line_does_not_fall_with_use_nor_begin_below_zero() -> None:
 def test_where_use_does_not_show_in_the_peak_nothing_is_known_of_the_factor() -> None:
     line = VAGUE.fit([Reading(used, 0.5) for used in (0.2, 0.5, 0.9)] + [Reading(0.95, 0.3)])
     assert line.slope == 0
-    assert line.interval(1.0) == 1.0
+    assert line.half_width(1.0) == 1.0

@@ -16,7 +16,6 @@ from can_train.slurm.restart import (
     JobOutcome,
     NoRestart,
     Requeue,
-    RestartLimits,
     Resubmit,
     count_oom_resubmits,
     decide_restart,
@@ -29,7 +28,7 @@ from can_train.slurm.restart import (
 )
 from can_train.training.run_folder import JobRecord
 
-LIMITS = RestartLimits(max_restarts=3, oom_resubmits=2)
+LIMITS = ClusterSettings(max_restarts=3, oom_resubmits=2)
 HOST_OOM = JobOutcome(ending="host_oom", memory_mib=400, most_memory_mib=4000)
 GPU_OOM = JobOutcome(ending="gpu_oom", should_fit=True, foreign_bytes=200 * 2**20, has_other_nodes=True)
 
@@ -44,8 +43,8 @@ aftermaths = st.builds(
 )  # fmt: skip
 
 
-@given(aftermaths, st.builds(RestartLimits, max_restarts=counts, oom_resubmits=counts))
-def test_nothing_is_started_again_more_often_than_is_allowed(facts: JobOutcome, limits: RestartLimits) -> None:
+@given(aftermaths, st.builds(ClusterSettings, max_restarts=counts, oom_resubmits=counts))
+def test_nothing_is_started_again_more_often_than_is_allowed(facts: JobOutcome, limits: ClusterSettings) -> None:
     decision = decide_restart(facts, limits)
     assert not isinstance(decision, Requeue) or facts.restarts < limits.max_restarts
     assert not isinstance(decision, Resubmit) or facts.resubmits < limits.oom_resubmits

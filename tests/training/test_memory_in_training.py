@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
+from can_train.factors.exchange import run_notes
 from can_train.factors.observations import Observation, read_observations
-from can_train.factors.records import records_of
-from can_train.factors.store import run_notes
+from can_train.factors.summary import summarize
 from can_train.memory.meters import SimulatedMeter
 from can_train.memory.monitor import RISES, WINDOW_STEPS
 from can_train.task import Feature
@@ -149,18 +149,18 @@ def test_an_out_of_memory_that_ends_a_run_counts_and_is_not_noted_as_rescued(
 ) -> None:
     run = observed(tmp_path, 400, find_batch_size=find_batch_size, **training)
     assert (run.outcome, run_notes(run)) == ("oom", "out of memory")
-    assert records_of([run])[0].ooms == 1
+    assert summarize([run])[0].ooms == 1
 
 
 @pytest.mark.parametrize("find_batch_size", ["opt", "off"])
 def test_an_out_of_memory_that_a_run_survives_counts_and_is_noted(tmp_path: Path, find_batch_size: str) -> None:
     run = observed(tmp_path, 70, find_batch_size=find_batch_size)
     assert (run.outcome, run_notes(run)) == ("rescued", "1 out-of-memory rescued")
-    assert records_of([run])[0].ooms == 1
+    assert summarize([run])[0].ooms == 1
 
 
 def test_an_out_of_memory_without_a_tuned_limit_is_counted_and_teaches_nothing(tmp_path: Path) -> None:
-    (record,) = records_of([observed(tmp_path, 400, find_batch_size="off", adaptive_micro_batch=False)])
+    (record,) = summarize([observed(tmp_path, 400, find_batch_size="off", adaptive_micro_batch=False)])
     assert (record.ooms, record.state) == (1, "first")
 
 

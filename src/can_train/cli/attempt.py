@@ -44,10 +44,10 @@ def _go_on(folder: "RunFolder", reporter: "Reporter", stops: StopRequests, envir
     from can_train.config.compose import from_plain
     from can_train.slurm.job import rank_place
     from can_train.training.distributed import join_ranks
-    from can_train.training.run_folder import relocate_prerequisites, without_the_gone
+    from can_train.training.run_folder import relocate_prerequisites, without_missing_prerequisites
     from can_train.training.train import train_on
 
-    run, notices = without_the_gone(relocate_prerequisites(from_plain(folder.config()), folder.path))
+    run, notices = without_missing_prerequisites(relocate_prerequisites(from_plain(folder.config()), folder.path))
     for notice in notices:
         reporter.notice(notice)
     ranks = join_ranks(rank_place(environment), run.device)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from can_train.cli.output import told
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.io.processes import terminate, this_host
@@ -17,7 +16,6 @@ from can_train.training.run_folder import CancelRecord
 _WAIT_S: Final = 30.0
 """Seconds that the command waits for the end: enough for a step and a checkpoint, unless the step is long."""
 
-
 _STATUS_INTERVAL_S: Final = 1.0
 
 
@@ -28,19 +26,19 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
     status = locator.status(known)
     # SLURM may still hold the job of a run that will never start.
     if not status.state.live and live_row(status.facts) is None:
-        print(f"Run {known.run_id} has ended already: {told(status.state)}")
+        print(f"Run {known.run_id} has ended already: {status.state}")
         return
     # Recorded first: whoever sees the end must find its reason.
     locator.registry.add(CancelRecord(run_id=known.run_id, time=utc_now()))
     if not stop(status.facts):
         status = locator.status(known)
         if status.state.live:
-            raise RunError("Nothing of the run is there to be stopped", value=told(status.state))
+            raise RunError("No job and no process of the run was found", value=str(status.state))
     status = _wait_for_end(locator, known)
     if status.state.live:
-        print(f"Run {known.run_id} was asked to stop, and is still at it: {told(status.state)}")
+        print(f"Run {known.run_id} was asked to stop and has not ended yet: {status.state}")
     else:
-        print(f"Run {known.run_id}: {told(status.state)}")
+        print(f"Run {known.run_id}: {status.state}")
 
 
 def stop(
@@ -49,16 +47,13 @@ def stop(
     terminate_process: Callable[[int, str], bool] = terminate,
     host: str | None = None,
 ) -> bool:
-    """Asks everything that works on a run to end.
+    """Asks everything that works on a run to end; returns whether there was anything.
 
     Args:
         facts: What is known of the run.
         cancel_slurm_jobs: Returns an error message, empty where it succeeded.
         terminate_process: Takes a process id and when it was recorded; returns whether there was such a process.
         host: This machine; None asks it.
-
-    Returns:
-        Whether anything was asked to end.
 
     Raises:
         RunError: It is on another machine, belongs to another user, or SLURM refuses or does not answer.
@@ -68,6 +63,7 @@ def stop(
         raise RunError(
             "SLURM does not answer here", value=f"job {jobs[-1]}", remedy="Cancel the run where squeue works"
         )
+    # All of them: a run that was resubmitted may have an older job that is not quite over.
     live = [row.job_id for row in queue or () if row.state in WAITING | ACTIVE]
     if live:
         refusal = cancel_slurm_jobs(live)
@@ -88,6 +84,7 @@ def _process(facts: RunFacts) -> tuple[str, int, str] | None:
     """Finds the process that trains, else the one that is about to: host, process id, and when it was recorded."""
     job = facts.jobs[-1] if facts.jobs else None
     last = facts.attempts[-1] if facts.attempts else None
+    # The training process itself, which saves its state; what controls it is asked only where nothing trains yet.
     if last is not None and last.end is None and not last.start.job_id:
         return last.start.host, last.start.pid, last.start.start_time
     is_newer = job is not None and (last is None or last.start.start_time < job.time)

@@ -10,7 +10,6 @@ from typing import Annotated, Final
 
 import typer
 
-from can_train.cli.output import told
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.slurm.run_state import FINISHED
@@ -19,18 +18,14 @@ from can_train.training.run_folder import JobRecord
 
 _READ_INTERVAL_S: Final = 0.5
 
-
 _STATUS_INTERVAL_S: Final = 5.0
 """Seconds between two questions to SLURM, whose controller everybody shares."""
-
 
 _NOT_FINISHED: Final = 1
 """Exit code where a followed run did not finish."""
 
-
 _RANK: Final = re.compile(r"_(\d+)_log\.(out|err)$")
 """submitit's names of logs end in the rank."""
-
 
 _READ_BYTES: Final = 2**20
 
@@ -47,22 +42,18 @@ def logs(
     known = locator.find(run)
     if follow:
         status = _follow(locator, known, rank)
-        _note(f"Run {known.run_id}: {told(status.state)}")
+        _note(f"Run {known.run_id}: {status.state}")
         raise typer.Exit(0 if status.state.state == FINISHED else _NOT_FINISHED)
     status = locator.status(known)
     paths = log_paths(status.facts.jobs, known, rank)
     if not _print_new(GrowingLog(paths[-1])):
-        _note(f"Nothing is printed yet ({told(status.state)}). can-train logs {run} -f waits for it")
+        _note(f"Nothing is printed yet ({status.state}). can-train logs {run} -f waits for it")
     for earlier in paths[:-1]:
         _note(f"The log of an earlier job: {earlier}")
 
 
 class GrowingLog:
-    """A file that another process appends to.
-
-    Args:
-        path: The file; it need not exist yet.
-    """
+    """A file that another process appends to; it need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -131,7 +122,7 @@ def _follow(locator: RunLocator, known: KnownRun, rank: int) -> RunStatus:
         if not status.state.live:
             return status
         if not printed and not is_noted:
-            _note(f"Waiting ({told(status.state)})")
+            _note(f"Waiting ({status.state})")
         is_noted = True
 
 

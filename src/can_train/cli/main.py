@@ -35,7 +35,6 @@ _HELP: Final = """Launches PyTorch training that fits. A line that starts with a
   can-train --model gat --dataset synthetic
 """
 
-
 _COMMANDS: Final = """Other commands, each with its own --help:
 
 \b
@@ -50,14 +49,12 @@ _COMMANDS: Final = """Other commands, each with its own --help:
   pipeline       several runs, each building on those before it
 """
 
-
 _STYLE: Final[dict[str, Any]] = {
     "add_completion": False,
     # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
 }
-
 
 _PATIENT_THREADS: Final = ("OMP_WAIT_POLICY", "passive")
 """Torch's threads sleep while they wait for each other: where other processes keep two cores busy, threads that spin
@@ -94,9 +91,9 @@ def _training() -> Callable[..., None]:
 
 
 def _factors() -> Callable[..., None]:
-    from can_train.cli.factors import make_factors_command
+    from can_train.cli.factors import factors
 
-    return make_factors_command()
+    return factors
 
 
 def _runs() -> Callable[..., None]:
@@ -165,7 +162,6 @@ _NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {
     "after-job": _after_job,
 }
 """What makes each command; a line of one of them does not import the others."""
-
 
 _HIDDEN: Final = ("after-job",)
 """Commands that no person gives."""

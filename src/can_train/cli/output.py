@@ -14,7 +14,6 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from can_train.reporter import Reporter, Stage
-from can_train.slurm.run_state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -251,18 +250,8 @@ def strict(value: Any) -> Any:
     return [strict(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def shown(state: RunState) -> str:
-    """A state as listings show it: one that is not certain has a question mark."""
-    return state.state if state.certain else f"{state.state}?"
-
-
 _UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 """Seconds of each unit, the largest first."""
-
-
-def told(state: RunState) -> str:
-    """A state with its sentence."""
-    return f"{shown(state)}: {state.sentence}" if state.sentence else shown(state)
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,4 @@
-"""Trains the stages of a pipeline on this machine, each in a process of its own, one after another. A stage that fails
-stops those that build on it; Ctrl-C stops the one at work, which saves itself, and with it the pipeline.
-"""
+"""`can-train pipeline`: trains the stages of a preset, here one after another or on SLURM as a chain of jobs."""
 
 import inspect
 import json
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from can_train.cli.options import Flags, check_given, make_request, options_but, parameters, training_parameters
-from can_train.cli.output import TextTable, make_reporter, print_tables, told
+from can_train.cli.output import TextTable, make_reporter, print_tables
 from can_train.cli.pipeline_tables import (
     SentStage,
     StageResult,
@@ -27,7 +25,7 @@ from can_train.config.overrides import split_list
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import ConfigError, RunError
 from can_train.slurm.client import NoControllerError, Partition, read_partitions
-from can_train.slurm.pipeline import AT_WORK, REUSED, Step
+from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY, PlannedStage
 from can_train.slurm.prerequisites import is_whole, with_folders
 from can_train.slurm.snapshot import Code, code_of, describe, keep, read_code
 from can_train.slurm.status import find_run, known_runs, run_statuses
@@ -37,22 +35,21 @@ from can_train.training.run_folder import JobRecord, Registry, RunFolder, make_r
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
-    from can_train.slurm.pipeline import Asked, Stage
+    from can_train.slurm.pipeline import PipelineStage, StageRequest
 
 
-def train_steps(steps: Sequence[Step], output: TextIO | None) -> list[StageResult]:
-    """Trains what has not been trained.
+def train_stages(steps: Sequence[PlannedStage], output: TextIO | None) -> list[StageResult]:
+    """Trains the stages that need it, each in a process of its own.
+
+    A stage that fails stops those that build on it. Ctrl-C stops the current one, which saves itself, and the pipeline.
 
     Args:
-        steps: The stages, each after those that it builds on.
-        output: Where the results of each training go; None: to standard output.
-
-    Returns:
-        What has become of them.
+        steps: The stages; each follows those that it builds on.
+        output: Where results are printed; None for standard output.
 
     Raises:
-        RunError: A stage is at work already, in another process.
-        SystemExit: A signal came; what was trained is saved.
+        RunError: Another process is training a stage already.
+        SystemExit: A signal arrived; what was trained is saved.
     """
     _check_nobody_works(steps)
     folders: dict[str, RunFolder] = {}
@@ -70,32 +67,31 @@ def train_steps(steps: Sequence[Step], output: TextIO | None) -> list[StageResul
     return _results(steps, folders, lost)
 
 
-def what_there_is(steps: Sequence[Step]) -> list[StageResult]:
-    """Finds out what has become of stages so far."""
+def current_results(steps: Sequence[PlannedStage]) -> list[StageResult]:
+    """Returns the current results of all stages; trains nothing."""
     folders = {step.name: step.known.folder for step in steps if step.known is not None}
-    said = {step.name: told(step.state) if step.state is not None else "not trained yet" for step in steps}
+    said = {step.name: str(step.state) if step.state is not None else "not trained yet" for step in steps}
     return _results(steps, folders, said)
 
 
-def _check_nobody_works(steps: Sequence[Step]) -> None:
+def _check_nobody_works(steps: Sequence[PlannedStage]) -> None:
     for step in steps:
-        if step.what == AT_WORK and step.known is not None and step.state is not None:
+        if step.what == RUNNING_ALREADY and step.known is not None and step.state is not None:
             run = step.known.run_id
-            raise RunError(f"Stage {step.name} is being trained already", value=f"{run}, {told(step.state)}",
+            raise RunError(f"Stage {step.name} is being trained already", value=f"{run}, {step.state}",
                            remedy=f"Wait for its end (can-train logs {run} -f) and give the same line again, "
                                   f"or end it: can-train cancel {run}")  # fmt: skip
 
 
-def _folder(step: Step, before: Mapping[str, RunFolder]) -> RunFolder:
-    """Finds or makes the folder of a stage's run, now that those of the runs that it builds on are there."""
+def _folder(step: PlannedStage, before: Mapping[str, RunFolder]) -> RunFolder:
     if step.known is not None:
         return step.known.folder
     run = with_folders(step.run, {role: before[name].path for role, name in step.sources.items()})
     return make_run(run, make_reporter())
 
 
-def _trained(folder: RunFolder, step: Step, output: TextIO | None) -> bool:
-    """Trains a run to its end; tells whether it finished.
+def _trained(folder: RunFolder, step: PlannedStage, output: TextIO | None) -> bool:
+    """Trains a run and returns whether it finished.
 
     Raises:
         SystemExit: It was stopped.
@@ -108,8 +104,10 @@ def _trained(folder: RunFolder, step: Step, output: TextIO | None) -> bool:
     return ended.status == 0 and is_whole(folder)
 
 
-def _results(steps: Sequence[Step], folders: Mapping[str, RunFolder], said: Mapping[str, str]) -> list[StageResult]:
-    """Finds out about the runs of stages; what is said of a stage holds where its run has not finished."""
+def _results(
+    steps: Sequence[PlannedStage], folders: Mapping[str, RunFolder], said: Mapping[str, str]
+) -> list[StageResult]:
+    """Collects the results of stages. `said` has the text for those that have not finished."""
     paths = steps[0].run.paths
     registry = Registry(state_dir(paths))
     known = known_runs(registry, Path(paths.runs_dir))
@@ -126,22 +124,19 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def submit_steps(steps: Sequence[Step]) -> list[SentStage]:
-    """Submits what has not been trained and is not at work; what SLURM would refuse is found before anything is sent.
+def submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
+    """Submits the stages that have not been trained and are not running. All are checked before the first is sent.
 
     Args:
-        steps: The stages, each after those that it builds on.
-
-    Returns:
-        What has been sent of each.
+        steps: The stages; each follows those that it builds on.
 
     Raises:
-        CanTrainError: A stage cannot be submitted; those before it have been, and the same line again goes on.
+        CanTrainError: A stage cannot be submitted. Those before it have been, and the same line continues after them.
     """
     chain = _Chain(state=state_dir(steps[0].run.paths), code=read_code(), partitions=_partitions())
     left = [step.run for step in steps if chain.is_to_be_sent(step)]
     if left:
-        note(chain.order(left))
+        note(chain.plan(left))
         keep(chain.code, chain.state)
     return [chain.send(step) for step in steps]
 
@@ -150,63 +145,58 @@ def _partitions() -> list[Partition]:
     try:
         return read_partitions()
     except NoControllerError as error:
-        # Its own remedy is another --cluster, which would not chain the stages.
-        raise NoControllerError(
-            error.rule, value=error.value,
-            remedy="Submit from a login node of the cluster; or leave out --submit: the stages then train here, one "
-                   "after another",
-        ) from error  # fmt: skip
+        # The error's own remedy is another --cluster, but only SLURM can chain the stages.
+        remedy = "Submit from a login node of the cluster, or leave out --submit to train the stages here"
+        raise NoControllerError(error.rule, value=error.value, remedy=remedy) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Chain:
-    """What the stages of a chain have in common, and the folders of those that have been looked at."""
+    """A chain of jobs. `folders` has the run folders so far, `live` the stages whose jobs have not ended."""
 
     state: Path
     code: Code
     partitions: Sequence[Partition]
     folders: dict[str, RunFolder] = field(default_factory=dict)
-    waiting_notice: set[str] = field(default_factory=set)
+    live: set[str] = field(default_factory=set)
 
-    def is_to_be_sent(self, step: Step) -> bool:
-        return step.what not in (REUSED, AT_WORK)
+    def is_to_be_sent(self, step: PlannedStage) -> bool:
+        return step.what not in (REUSED, RUNNING_ALREADY)
 
-    def order(self, runs: Sequence[ResolvedRun], after: Sequence[str] = ()) -> SubmissionPlan:
-        """Settles and checks runs; whether they are there already has been decided."""
+    def plan(self, runs: Sequence[ResolvedRun], after: Sequence[str] = ()) -> SubmissionPlan:
         return plan_submission(runs, SubmitOptions(after=after, force=True), self.code.digest, self.partitions)
 
-    def send(self, step: Step) -> SentStage:
-        """Submits a stage that is to wait for those before it, unless it has finished or is at work."""
+    def send(self, step: PlannedStage) -> SentStage:
+        """Submits a stage, waiting for those that it builds on; does nothing if it has finished or is running."""
         if not self.is_to_be_sent(step):
             assert step.known is not None, "it is somewhere"
             self.folders[step.name] = step.known.folder
-            if step.what == AT_WORK:
-                self.waiting_notice.add(step.name)
+            if step.what == RUNNING_ALREADY:
+                self.live.add(step.name)
             return SentStage(step=step, run_id=step.known.run_id, job=None, after=())
-        after = [name for name in dict.fromkeys(step.sources.values()) if name in self.waiting_notice]
+        after = [name for name in dict.fromkeys(step.sources.values()) if name in self.live]
         run = with_folders(step.run, {role: self.folders[name].path for role, name in step.sources.items()})
-        order = self.order([run], [self.folders[name].run_id for name in after])
-        job = self._again(step.known.folder, order) if step.known else self._anew(order)
+        plan = self.plan([run], [self.folders[name].run_id for name in after])
+        job = self._again(step.known.folder, plan) if step.known else self._anew(plan)
         self.folders[step.name] = RunFolder(step.known.folder.path if step.known else run.runs_dir / job.run_id)
-        self.waiting_notice.add(step.name)
+        self.live.add(step.name)
         return SentStage(step=step, run_id=job.run_id, job=job, after=after)
 
-    def _anew(self, order: SubmissionPlan) -> JobRecord:
-        (ordered,) = order.groups
-        return start_group(make_group(ordered, order, self.state), order, self.code)[0]
+    def _anew(self, plan: SubmissionPlan) -> JobRecord:
+        (group,) = plan.groups
+        return start_group(make_group(group, plan, self.state), plan, self.code)[0]
 
-    def _again(self, folder: RunFolder, order: SubmissionPlan) -> JobRecord:
-        """Submits a run that was interrupted, with the code that it began with where it was submitted."""
-        ((ordered,),) = order.groups
+    def _again(self, folder: RunFolder, plan: SubmissionPlan) -> JobRecord:
+        """Submits an interrupted run again, with the snapshot of its code if it has one."""
+        ((planned,),) = plan.groups
         folder = RunFolder(folder.path.resolve())
         try:
             code_of(folder.path)
         except RunError:
             describe(self.code, self.state, folder.path)
-        submission = Submission(
-            name=ordered.run.key, state_dir=self.state, dependency=order.dependency, reason="resumed"
-        )
-        return submit_again(folder, ordered.run, submission)
+        run = planned.run
+        submission = Submission(name=run.key, state_dir=self.state, dependency=plan.dependency, reason="resumed")
+        return submit_again(folder, run, submission)
 
 
 _OF_ONE_RUN: Final = (
@@ -253,21 +243,21 @@ def _pipeline(flags: Flags) -> None:
     from can_train.slurm.pipeline import load_stages
 
     stages = load_stages(flags["preset"])
-    steps = _steps(stages, _asked(stages, flags), force=flags["force"])
+    steps = _planned(stages, _requests(stages, flags), force=flags["force"])
     as_json = flags["json"]
     if flags["dry_run"]:
         _print([step_json(step) for step in steps], steps_table(steps), as_json=as_json)
     elif flags["show"]:
-        _print_results(what_there_is(steps), as_json=as_json)
+        _print_results(current_results(steps), as_json=as_json)
     elif flags["submit"]:
         _submit(steps, as_json=as_json)
     else:
         _train(steps, as_json=as_json)
 
 
-def _asked(stages: Sequence["Stage"], flags: Flags) -> list["Asked"]:
-    """Resolves the run of each stage that is asked for."""
-    from can_train.slurm.pipeline import Asked, selected, split_sets
+def _requests(stages: Sequence["PipelineStage"], flags: Flags) -> list["StageRequest"]:
+    """Resolves the run of each selected stage."""
+    from can_train.slurm.pipeline import StageRequest, selected, split_sets
 
     names = split_list(flags["stages"]) if flags["stages"] else [stage.name for stage in stages]
     if not names:
@@ -281,7 +271,7 @@ def _asked(stages: Sequence["Stage"], flags: Flags) -> list["Asked"]:
             flags, model=stage.model, dataset=flags["dataset"], mode=stage.mode or None, size=stage.size or None
         )
         request = replace(request, sets=tuple(sets[stage.name]))
-        found.append(Asked(stage=stage, request=request, run=_resolved(stage, request)))
+        found.append(StageRequest(stage=stage, request=request, run=_resolved(stage, request)))
     if flags["submit"] and (other := found[0].run.cluster.executor) != "slurm":
         raise ConfigError(
             "Only SLURM has a stage wait for another", value=f"--cluster {flags['cluster']} is of executor {other}",
@@ -290,7 +280,7 @@ def _asked(stages: Sequence["Stage"], flags: Flags) -> list["Asked"]:
     return found
 
 
-def _resolved(stage: "Stage", request: "RunRequest") -> "ResolvedRun":
+def _resolved(stage: "PipelineStage", request: "RunRequest") -> "ResolvedRun":
     from can_train.config.compose import expand, resolve
     from can_train.config.resolved import with_absolute_paths
 
@@ -301,35 +291,36 @@ def _resolved(stage: "Stage", request: "RunRequest") -> "ResolvedRun":
     except ConfigError as error:
         own = f"For one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
         remedy = ".\n".join(filter(None, (error.remedy, own)))
-        raise ConfigError(f"Stage {stage.name}. {error.rule}", value=error.value, remedy=remedy) from error
+        raise ConfigError(f"PipelineStage {stage.name}. {error.rule}", value=error.value, remedy=remedy) from error
 
 
-def _steps(stages: Sequence["Stage"], asked: Sequence["Asked"], *, force: bool) -> list["Step"]:
-    """Decides what becomes of the stages, and says what they build on."""
+def _planned(
+    stages: Sequence["PipelineStage"], requests: Sequence["StageRequest"], *, force: bool
+) -> list["PlannedStage"]:
+    """Plans the stages and prints what they build on."""
     from can_train.config.resolved import state_dir
-    from can_train.slurm.pipeline import Lookout, make_steps
+    from can_train.slurm.pipeline import PipelineContext, plan_stages
     from can_train.slurm.prerequisites import PastRuns
     from can_train.slurm.status import run_statuses
 
-    run = asked[0].run
+    run = requests[0].run
     past = PastRuns(state_dir(run.paths), run.runs_dir)
-    lookout = Lookout(
+    context = PipelineContext(
         stages={stage.name: stage for stage in stages},
         past=past,
         state_of=lambda known: run_statuses([known], past.registry)[0].state,
         force=force,
     )
-    steps = make_steps(asked, lookout)
+    steps = plan_stages(requests, context)
     for step in steps:
         for notice in step.notices:
             print(f"note: {step.name}: {notice}", file=sys.stderr)
     return steps
 
 
-def _train(steps: Sequence["Step"], *, as_json: bool) -> None:
-
+def _train(steps: Sequence["PlannedStage"], *, as_json: bool) -> None:
     # With JSON, standard output is for that alone.
-    results = train_steps(steps, sys.stderr if as_json else None)
+    results = train_stages(steps, sys.stderr if as_json else None)
     _print_results(results, as_json=as_json)
     failed = [each.step.name for each in results if not each.result]
     if failed:
@@ -337,9 +328,8 @@ def _train(steps: Sequence["Step"], *, as_json: bool) -> None:
                        remedy="Their errors stand above; the same line again goes on from there")  # fmt: skip
 
 
-def _submit(steps: Sequence["Step"], *, as_json: bool) -> None:
-
-    sent = submit_steps(steps)
+def _submit(steps: Sequence["PlannedStage"], *, as_json: bool) -> None:
+    sent = submit_stages(steps)
     _print([sent_json(each) for each in sent], sent_table(sent), as_json=as_json)
     if not as_json:
         print("Table of what there is: the same line with --show; one stage: can-train status RUN")

@@ -13,7 +13,7 @@ from can_train.slurm.status import RunStatus, short_name
 from can_train.training.run_folder import JobRecord
 
 if TYPE_CHECKING:
-    from can_train.slurm.pipeline import Step
+    from can_train.slurm.pipeline import PlannedStage
 
 _METRIC: Final = "mcc"
 
@@ -32,7 +32,7 @@ class StageResult:
         told: How it stands, where it has not finished.
     """
 
-    step: Step
+    step: PlannedStage
     found: RunStatus | None
     told: str = ""
 
@@ -53,13 +53,13 @@ class SentStage:
         after: Stages that it waits for.
     """
 
-    step: Step
+    step: PlannedStage
     run_id: str
     job: JobRecord | None
     after: Sequence[str]
 
 
-def steps_table(steps: Sequence[Step]) -> TextTable:
+def steps_table(steps: Sequence[PlannedStage]) -> TextTable:
     """Makes the table of what would become of stages."""
     rows = [(step.name, step.run.key, step.what, _run(step), _sources(step)) for step in steps]
     return TextTable("Pipeline", ("stage", "configuration", "what", "run", "builds on"), rows)
@@ -115,7 +115,7 @@ def summary_table(results: Sequence[StageResult]) -> TextTable:
     return TextTable("Pipeline", columns, rows, notes)
 
 
-def step_json(step: Step) -> dict[str, Any]:
+def step_json(step: PlannedStage) -> dict[str, Any]:
     """Makes the JSON object of what would become of a stage."""
     return {
         "stage": step.name,
@@ -180,11 +180,11 @@ def _seconds(found: RunStatus) -> float | None:
     return sum(spans) if spans else None
 
 
-def _run(step: Step) -> str:
+def _run(step: PlannedStage) -> str:
     return short_name(step.known.run_id) if step.known else ""
 
 
-def _sources(step: Step) -> str:
+def _sources(step: PlannedStage) -> str:
     """Names the stage or the run of each role."""
     named = []
     for needed in step.run.prerequisites:

@@ -11,20 +11,13 @@ _HIGHER_IS_BETTER: Final = frozenset(
     ("f1", "precision", "recall", "mcc", "pr_auc", "roc_auc", "recall_at_fpr_1pct", "accuracy")
 )
 
-
 _LOWER_IS_BETTER: Final = frozenset(("best_validation_loss", "false_positive_rate", "false_alarms_per_hour"))
 """What is in neither set (counts, thresholds, shares) ranks nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankedResult:
-    """A result's value of a metric.
-
-    Attributes:
-        index: Which of the results.
-        value: The metric; over several test sets their mean.
-        parts: By test set.
-    """
+    """The metric of one of several results: the mean over its test sets, and by test set."""
 
     index: int
     value: float

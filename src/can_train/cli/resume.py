@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from can_train.cli.options import command_of
-from can_train.cli.output import told
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.slurm.run_state import FINISHED
@@ -32,10 +31,10 @@ def resume(
         raise RunError("A run goes on from what is in its folder", value=f"{found.known.folder.path} is gone",
                        remedy="Train anew")  # fmt: skip
     if found.state.live and found.state.certain:
-        raise RunError("A run that is queued or running goes on by itself", value=told(found.state),
+        raise RunError("A run that is queued or running goes on by itself", value=str(found.state),
                        remedy=f"Follow it with can-train logs -f, or end it: can-train cancel {run}")  # fmt: skip
     if not found.state.certain:
-        print(f"note: {told(found.state)}", file=sys.stderr)
+        print(f"note: {found.state}", file=sys.stderr)
     jobs = found.facts.jobs
     if here or found.state.state == FINISHED or not jobs or jobs[-1].executor != "slurm":
         _go_on(found)

@@ -15,27 +15,19 @@ Run = Annotated[
     str, typer.Argument(help="Run id, an unambiguous beginning of it, its short name, or its folder.", metavar="RUN")
 ]
 
-
 RunsDir = Annotated[str, typer.Option(help="Folder of run folders.", metavar="FOLDER")]
-
 
 StateDir = Annotated[
     str | None,
     typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER"),
 ]
 
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
 class RunLocator:
-    """Finds runs in a folder of runs and in the registry.
-
-    Args:
-        runs_dir: Folder of run folders.
-        state_dir: State folder, which has the registry; None: the user's.
-    """
+    """Finds runs in a folder of runs and in the registry of a state folder; None: the user's."""
 
     runs_dir: str
     state_dir: str | None

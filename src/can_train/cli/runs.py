@@ -17,9 +17,7 @@ from can_train.cli.output import (
     moment,
     print_tables,
     seconds_between,
-    shown,
     strict,
-    told,
 )
 from can_train.cli.ranking import RankedResult, rank
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
@@ -30,14 +28,11 @@ from can_train.slurm.status import RunStatus, log_path, run_statuses, short_name
 _LIMIT: Final = 20
 """Runs that are listed unless more are asked for: what fits a terminal."""
 
-
 _WATCH_INTERVAL_S: Final = 5.0
 """Seconds between two questions to SLURM, whose controller everybody shares."""
 
-
 _CLEAR: Final = "\x1b[H\x1b[2J"
 """Control sequence that empties a terminal."""
-
 
 _COLUMNS: Final = ("run", "configuration", "state", "time", "epoch", "loss")
 """They fit a terminal of 80 columns; steps and all else are in `status` and in the JSON."""
@@ -110,7 +105,7 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
         rows.append((
             short_name(each.known.run_id),
             each.known.record.key,
-            shown(each.state),
+            each.state.label,
             in_one_unit(seconds) if seconds is not None else "",
             _done_of(0 if epoch is None and epochs else epoch, epochs),
             f"{loss:.3g}" if loss is not None else "",
@@ -125,7 +120,7 @@ def _watch(locator: RunLocator, limit: int) -> None:
     try:
         while True:
             statuses, older = _newest(locator, limit)
-            states = {each.known.run_id: told(each.state) for each in statuses}
+            states = {each.known.run_id: str(each.state) for each in statuses}
             if sys.stdout.isatty():
                 print(_CLEAR, end="")
                 _print_runs(statuses, older, locator)
@@ -180,7 +175,7 @@ def _status_lines(found: RunStatus) -> list[str]:
     ]
     lines = {
         "run": record.run_id,
-        "state": told(found.state),
+        "state": str(found.state),
         "time": duration(seconds) if seconds is not None else "",
         "progress": ", ".join(filter(None, steps)),
         "loss": f"{loss:.4g} at best in validation" if loss else "",
@@ -208,7 +203,7 @@ def _history_tables(found: RunStatus) -> list[TextTable]:
             attempt.start.host,
             moment(attempt.start.start_time),
             duration(seconds_between(attempt.start.start_time, attempt.end.time)) if attempt.end else "",
-            told(infer_attempt_state(attempt, found.facts)),
+            str(infer_attempt_state(attempt, found.facts)),
         )
         for attempt in found.facts.attempts
     ]

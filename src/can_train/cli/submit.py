@@ -28,7 +28,7 @@ from can_train.slurm.submit import (
     start_process,
     submit_jobs,
 )
-from can_train.training.run_folder import JobRecord, Registry, RunFolder, enter, new_run_id
+from can_train.training.run_folder import JobRecord, Registry, RunFolder, new_run_id, register_run
 
 _LISTED: Final = 10
 """Runs of an array that are listed; of more, the first ones and how many follow."""
@@ -137,7 +137,7 @@ def start_group(group: Group, order: SubmissionPlan, code: Code) -> list[JobReco
     """
     after, jobs = ",".join(order.after), []
     for one, folder, job in zip(group.ordered, group.folders, _started(group, code), strict=True):
-        enter(one.run, folder, identity=one.identity, after=after, sweep=group.submission.sweep)
+        register_run(one.run, folder, identity=one.identity, after=after, sweep=group.submission.sweep)
         jobs.append(
             enter_job(folder, job, group.submission) if job else run_here(go_on_in_job, folder, group.submission)
         )

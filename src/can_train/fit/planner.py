@@ -19,7 +19,7 @@ from can_train.fit import random_state
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
 from can_train.fit.epochs import epoch_shares, planned_orders
 from can_train.fit.explore import Explorer
-from can_train.fit.factor_rule import ANY_PEAK, UNUSED, Aim, FactorChoice, FactorRule
+from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, FactorChoice, FactorRule
 from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules
 from can_train.fit.plan import Plan, PlanRequest, resolve_mode, resolve_plan, search_upper
 from can_train.io.units import size_text
@@ -58,7 +58,7 @@ class RunPlan:
     plan: Plan
     limits: DeviceLimits | None
     factor_reason: str = ""
-    aim: Aim = ANY_PEAK
+    aim: Aim = NO_AIM
     skipped: tuple[int, ...] = ()
     ranks: int = 1
     notices: tuple[str, ...] = ()

@@ -319,6 +319,9 @@ _REQUEST: Final = re.compile(r"(?:gres[/:])?(?:gpus?[:/])?(?P<name>.*?)(?:[:=]\d
 """A scheduler's request, `gres/gpu:a100=1`, `gpu:h100:4` or `gpu:a100:2(S:0-1)`, around the name of a card."""
 
 
+_DEVICE_KEY: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*-\d+(gb|[kmgt]ib|b)")
+
+
 _GIGABYTE: Final = ("gb", "g", "gib", "")
 """How the unit behind a size is spelt."""
 
@@ -329,28 +332,43 @@ sizes that are counted in thousands are a little above one."""
 
 
 def find_card(text: str) -> Card:
-    """Finds the card that somebody means: a key, or what a driver, a scheduler or a person calls it.
+    """Finds the card of a key, or of what a driver, a scheduler or a person calls it.
 
     >>> find_card("gpu:nvidia_h100_80gb_hbm3:4").key, find_card("Tesla V100-SXM2-16GB").key, find_card("rtx3090").key
     ('h100-80gb', 'v100-16gb', 'rtx-3090-24gb')
 
     Raises:
-        ConfigError: No card of the catalogue has this name, or several have and it takes their size to tell.
+        ConfigError: No card of the catalogue has this name, or cards of several memory sizes have it.
     """
-    request = _REQUEST.fullmatch(text.strip().lower())
-    words = _words(request["name"] if request else text)
-    found = _spelled(words)
+    found = cards_named(text)
     if len(found) == 1:
         return found[0]
     if found:
         names = " or ".join(card.key for card in found)
         raise ConfigError("This name stands for cards of several sizes", value=repr(text), remedy=f"Say {names}")
-    valid = ", ".join(nearest_first("-".join(words), (card.key for card in CARDS)))
+    valid = ", ".join(nearest_first("-".join(_words(text)), (card.key for card in CARDS)))
     raise ConfigError(
         "Unknown GPU",
         value=repr(text),
         remedy=f"Valid, nearest first: {valid}; or the memory of another one, or of a slice: --target-memory 16GiB",
     )
+
+
+def cards_named(text: str) -> list[Card]:
+    """Finds all cards that a name may mean, one for each memory size where it names none.
+
+    >>> [card.key for card in cards_named("v100")]
+    ['v100-16gb', 'v100-32gb']
+    """
+    request = _REQUEST.fullmatch(text.strip().lower())
+    return _spelled(_words(request["name"] if request else text))
+
+
+def is_device_key(text: str) -> bool:
+    """Whether a text has the form of a key of any kind of device, in the catalogue or not: `rtx-3080-laptop-gpu-16gb`,
+    `cpu-64gb`, `sim-512mib`.
+    """
+    return _DEVICE_KEY.fullmatch(text) is not None
 
 
 def gpu_key(name: str, total_bytes: int) -> str:

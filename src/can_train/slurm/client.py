@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from can_train.errors import CanTrainError
 from can_train.io.units import parse_time_min
@@ -14,20 +14,13 @@ from can_train.io.units import parse_time_min
 _QUERY_TIMEOUT_S: Final = 20.0
 """Longest wait for an answer: a busy controller needs seconds, and a dead one is asked for a minute and more."""
 
-
 _ACTION_TIMEOUT_S: Final = 90.0
 """Longest wait for a change: scancel waits up to 60 s for a job that is being completed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """What a program printed.
-
-    Attributes:
-        status: Its exit status; None: it could not be started, or took too long.
-        output: Its standard output.
-        errors: Its standard error, or why there is no status.
-    """
+    """What a program printed; its status is None, with the reason in `errors`, where it gave none in time."""
 
     status: int | None
     output: str = ""
@@ -52,32 +45,30 @@ def run_command(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> CommandRe
 
 # The queue and the accounting
 
-_SQUEUE_FIELDS: Final = "%i|%T|%r|%N|%S|%l"
+_SQUEUE_FIELDS: Final = {
+    "job_id": "%i", "state": "%T", "reason": "%r", "nodes": "%N", "start": "%S", "time_limit": "%l",
+}  # fmt: skip
+"""squeue's code of each field of `QueueRow`."""
 
-
-_SACCT_FIELDS: Final = "JobID,State,ExitCode,Start,End,NodeList,Timelimit,ReqMem,Reason"
-"""None of them is text of a user, which could contain the separator."""
-
+_SACCT_FIELDS: Final = {
+    "job_id": "JobID", "state": "State", "exit_code": "ExitCode", "start": "Start", "end": "End", "nodes": "NodeList",
+    "time_limit": "Timelimit", "memory": "ReqMem", "reason": "Reason",
+}  # fmt: skip
+"""sacct's name of each field of `AccountRow`; none is text of a user, which could contain the separator."""
 
 _UNKNOWN_JOB: Final = "Invalid job id"
 """squeue's complaint, with exit status 1, about a single job that it no longer knows."""
 
-
 _JOB_ID: Final = re.compile(r"\d+(_\d+)?")
-
-
 _NO_VALUE: Final = frozenset(("", "None", "N/A", "Unknown", "None assigned", "(null)", "n/a"))
-
 
 WAITING: Final = frozenset(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
 """squeue's states of a job that waits."""
-
 
 ACTIVE: Final = frozenset(
     ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 )
 """squeue's states of a job that has nodes."""
-
 
 UNFINISHED: Final = ACTIVE | {"PENDING"}
 """sacct's states of an attempt that has not ended; REQUEUED, there, is one that has."""
@@ -89,11 +80,9 @@ class QueueRow:
 
     Attributes:
         job_id: 123, or 123_4 for an element of an array.
-        state: PENDING, RUNNING, COMPLETED, ...
         reason: Why it waits or ended, in SLURM's word; empty: none.
         nodes: Where it runs or ran; empty: it never started.
         start: When it started or is expected to, in local time; empty: not known.
-        time_limit: As SLURM writes it.
     """
 
     job_id: str
@@ -118,16 +107,11 @@ class AccountRow:
     """One attempt of a job in sacct; a job that was requeued has several.
 
     Attributes:
-        job_id: 123, or 123_4 for an element of an array.
-        state: SLURM's first word: CANCELLED, not "CANCELLED by 1000".
         exit_code: `code:signal`.
         nodes: Where it ran; empty: it never started.
-        start, end: In local time; empty: not yet.
-        time_limit: As SLURM writes it.
         memory: What was asked for.
         reason: Why it last waited, in SLURM's word; empty: none.
         by_person: Whether the state names a user who cancelled it.
-        steps: Its steps.
     """
 
     job_id: str
@@ -148,8 +132,8 @@ class SlurmAnswer:
     """What SLURM knows of some jobs.
 
     Attributes:
-        queue: squeue's rows; None: the controller does not answer.
-        accounts: sacct's rows, the attempts of a job in their order; None: there is no accounting.
+        queue: None: the controller does not answer.
+        accounts: The attempts of a job in their order; None: there is no accounting.
     """
 
     queue: Sequence[QueueRow] | None = None
@@ -157,13 +141,10 @@ class SlurmAnswer:
 
 
 def query_jobs(job_ids: Iterable[str]) -> SlurmAnswer:
-    """Asks about many jobs at once, with one call of squeue and one of sacct.
-
-    Args:
-        job_ids: 123 or 123_4; what cannot be a job of SLURM is ignored.
-    """
+    """Asks about many jobs (123 or 123_4) at once, with one call of squeue and one of sacct."""
     # A hundred elements of an array are one job to ask about.
     jobs = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids if _JOB_ID.fullmatch(job_id)}))
+    # Without any, squeue would list everybody's.
     if not jobs:
         return SlurmAnswer(queue=(), accounts=())
     queue = _query_queue(jobs)
@@ -173,14 +154,23 @@ def query_jobs(job_ids: Iterable[str]) -> SlurmAnswer:
 
 def query_accounts(jobs: str) -> list[AccountRow] | None:
     """Asks sacct about jobs, separated by commas; None where there is no accounting."""
+    fields = ",".join(_SACCT_FIELDS.values())
     # Without --jobs sacct begins at midnight; without --duplicates it shows only the last attempt.
-    result = run_command("sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={jobs}", "-o", _SACCT_FIELDS)
+    result = run_command("sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={jobs}", "-o", fields)
     return parse_sacct(result.output) if result.status == 0 else None
 
 
 def _query_queue(jobs: str) -> list[QueueRow] | None:
     # All states: jobs that ended minutes ago are still listed, sooner than in sacct and also without accounting.
-    options = ("--all", "--array", "--noheader", "--states=all", f"--jobs={jobs}", "-o", _SQUEUE_FIELDS)
+    options = (
+        "--all",
+        "--array",
+        "--noheader",
+        "--states=all",
+        f"--jobs={jobs}",
+        "-o",
+        "|".join(_SQUEUE_FIELDS.values()),
+    )
     result = run_command("squeue", *options)
     if result.status == 0 or _UNKNOWN_JOB in result.errors:
         return parse_squeue(result.output)
@@ -192,11 +182,8 @@ def parse_squeue(text: str) -> list[QueueRow]:
     rows = []
     for line in text.splitlines():
         cells = _cells(line)
-        if len(cells) == _SQUEUE_FIELDS.count("|") + 1 and _JOB_ID.fullmatch(cells[0]):
-            job_id, state, reason, nodes, start, time_limit = cells
-            rows.append(
-                QueueRow(job_id=job_id, state=state, reason=reason, nodes=nodes, start=start, time_limit=time_limit)
-            )
+        if len(cells) == len(_SQUEUE_FIELDS) and _JOB_ID.fullmatch(cells[0]):
+            rows.append(QueueRow(**dict(zip(_SQUEUE_FIELDS, cells, strict=True))))
     return rows
 
 
@@ -205,20 +192,18 @@ def parse_sacct(text: str) -> list[AccountRow]:
     rows: list[AccountRow] = []
     for line in text.splitlines():
         cells = _cells(line)
-        if len(cells) != _SACCT_FIELDS.count(",") + 1:
+        if len(cells) != len(_SACCT_FIELDS):
             continue
-        full_id, full_state, exit_code, start, end, nodes, time_limit, memory, reason = cells
-        job_id, _, step = full_id.partition(".")
-        state = full_state.partition(" ")[0].rstrip("+")
-        if step:
-            if rows and rows[-1].job_id == job_id:
-                ended = JobStep(name=step, state=state, exit_code=exit_code)
-                rows[-1] = replace(rows[-1], steps=(*rows[-1].steps, ended))
-        elif _JOB_ID.fullmatch(job_id):
-            rows.append(
-                AccountRow(job_id=job_id, state=state, exit_code=exit_code, nodes=nodes, start=start, end=end,
-                           time_limit=time_limit, memory=memory, reason=reason, by_person=" by " in full_state)
-            )  # fmt: skip
+        values: dict[str, Any] = dict(zip(_SACCT_FIELDS, cells, strict=True))
+        # "CANCELLED by 1000"; a state that is cut off ends in "+".
+        state, _, suffix = values.pop("state").partition(" ")
+        row = AccountRow(**values, state=state.rstrip("+"), by_person=suffix.startswith("by "))
+        job_id, _, step = row.job_id.partition(".")
+        if not step and _JOB_ID.fullmatch(job_id):
+            rows.append(row)
+        elif step and rows and rows[-1].job_id == job_id:
+            ended = JobStep(name=step, state=row.state, exit_code=row.exit_code)
+            rows[-1] = replace(rows[-1], steps=(*rows[-1].steps, ended))
     return rows
 
 
@@ -288,13 +273,8 @@ def moved_dependency(dependency: str, old: str, new: str) -> str:
 # Partitions and nodes
 
 _KEY: Final = re.compile(r"(?:^|\s)([A-Z][A-Za-z/:]*)=")
-
-
 _UNLIMITED: Final = ("UNLIMITED", "INFINITE", "NONE", "N/A", "")
-
-
 _GPU: Final = re.compile(r"(?:^|,)gpu(?::([^:,()]*[^:,()\d][^:,()]*))?:(\d+)")
-
 
 _USABLE: Final = frozenset(("IDLE", "MIXED", "ALLOCATED", "COMPLETING", "RESERVED", "PLANNED", "CLOUD", "DYNAMIC_NORM"))
 """Words of a node's state (`IDLE+PLANNED`) under which a job may still start there."""
@@ -306,15 +286,7 @@ class NoControllerError(CanTrainError):
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A node.
-
-    Attributes:
-        name: Its name.
-        cpus: Processors that jobs may have.
-        memory_mib: Memory that jobs may have.
-        gpus: GPUs by kind; a cluster without kinds has the kind "".
-        is_up: Whether a job may still start on it.
-    """
+    """A node, with what jobs may have of it; the kind of a GPU is "" on a cluster without kinds."""
 
     name: str
     cpus: int
@@ -329,16 +301,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A partition.
-
-    Attributes:
-        name: Its name.
-        is_default: Whether jobs that name none go there.
-        max_time_min: Longest job; None: any.
-        max_nodes: Most nodes of a job; None: any.
-        nodes: Its nodes.
-        is_up: Whether it accepts and starts jobs.
-    """
+    """A partition, with its limits for one job; None: any."""
 
     name: str
     is_default: bool = False
@@ -446,7 +409,6 @@ def node_names(expression: str) -> list[str]:
 NEVER_SATISFIED: Final = "DependencyNeverSatisfied"
 """The one reason to wait that waiting does not change."""
 
-
 _REASONS: Final[Mapping[str, str]] = {
     "Priority": "other jobs come before it",
     "Resources": "it waits for free nodes",
@@ -484,7 +446,6 @@ _REASONS: Final[Mapping[str, str]] = {
     "TimeLimit": "its time was up",
     "OutOfMemory": "it needed more memory than it asked for",
 }  # fmt: skip
-
 
 _LIMIT_REASONS: Final[Mapping[str, str]] = {
     "AssocGrp": "a limit of its account is reached",

@@ -18,7 +18,6 @@ from can_train.training.run_folder import RunFolder, RunRecord
 _LOCATIONS: Final = ("paths", "cluster")
 """Groups of settings that say where a run happens, not what it does."""
 
-
 _DIGITS: Final = 32
 """Hexadecimal digits of an identity."""
 
@@ -42,19 +41,14 @@ def data_files(run: ResolvedRun) -> list[Path]:
 
 
 def identity(run: ResolvedRun, code: str, files: Sequence[Path]) -> str:
-    """Computes the digest that is equal for runs that would do the same.
-
-    Args:
-        run: Its settings.
-        code: Digest of the code.
-        files: Of its data set; size and modification time stand for the content, which may be gigabytes.
-    """
+    """Computes the digest that is equal for runs that would do the same, from settings, code digest and data files."""
     config = identity_config(run.config, [needed.role for needed in run.prerequisites])
     common = Path(os.path.commonpath([file.parent for file in files])) if files else Path()
+    # Size and modification time stand for the content, which may be gigabytes.
     stats = [(file.relative_to(common).as_posix(), file.stat()) for file in files]
     data = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     text = json.dumps([config, code, data], sort_keys=True)
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:_DIGITS]
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def identity_config(config: Mapping[str, Any], roles: Iterable[str]) -> dict[str, Any]:
@@ -62,7 +56,7 @@ def identity_config(config: Mapping[str, Any], roles: Iterable[str]) -> dict[str
 
     Args:
         config: Plain values.
-        roles: Settings of the mode that name the folders of other runs, which the run ids in them replace.
+        roles: Settings of the mode that are folders of other runs; their run ids take the place of the paths.
     """
     mode = dict(config.get("mode") or {})
     named = {role: _run_id_in(Path(mode[role])) for role in roles if mode.get(role)}

@@ -8,17 +8,15 @@ from typing import Final
 
 from can_train.errors import RunError
 from can_train.slurm.client import left_at_time_limit, node_names, requeue_job
-from can_train.slurm.restart import JobOutcome, NoRestart, decide_restart, restart_limits
+from can_train.slurm.restart import JobOutcome, NoRestart, cluster_settings, decide_restart
 from can_train.training.attempts import WARNED, SlurmContext, StopRequests
 from can_train.training.distributed import RankPlace
 from can_train.training.run_folder import RunFolder
 
 FIRST_PORT: Final = 15_000
 
-
 PORTS: Final = 17_000
 """Ports for rank 0, by job id: above those of services, below 32,768, where Linux's ephemeral ports begin."""
-
 
 Entry = Callable[[RunFolder, StopRequests], None]
 """Trains the run in a folder. It imports what takes long when it is called: by then signals are handled."""
@@ -26,12 +24,7 @@ Entry = Callable[[RunFolder, StopRequests], None]
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as submitit pickles it.
-
-    Args:
-        entry: Trains the run in a folder.
-        run_path: The folder.
-    """
+    """A job, as submitit pickles it: what trains, and the folder of the run."""
 
     entry: Entry
     run_path: str
@@ -62,13 +55,9 @@ class Job:
 
 
 def _check_restarts(folder: RunFolder) -> None:
-    """Checks that the job may go back into the queue.
-
-    Raises:
-        SystemExit: It may not; the cause says why.
-    """
+    """Raises `SystemExit`, with the reason as its cause, unless the job may go back into the queue."""
     restarts = folder.attempts.count_restarts(SlurmContext.from_environment().job_id)
-    decision = decide_restart(JobOutcome(ending="time_limit", restarts=restarts), restart_limits(folder))
+    decision = decide_restart(JobOutcome(ending="time_limit", restarts=restarts), cluster_settings(folder))
     if isinstance(decision, NoRestart):
         raise SystemExit(WARNED) from RunError(
             "The job's time is up", value=decision.reason, remedy=f"Go on: can-train resume {folder.run_id}"
@@ -77,8 +66,10 @@ def _check_restarts(folder: RunFolder) -> None:
 
 def _requeue_unless_leaving(stops: StopRequests) -> None:
     context = SlurmContext.from_environment()
+    # One rank requeues for all; submitit's local executor has no queue.
     if context.rank != 0 or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
         return
+    # SIGTERM after the warning may be the limit itself, or a person's scancel.
     if not stops.terminated or left_at_time_limit(context.job_id):
         requeue_job(context.job_id)
 
@@ -88,9 +79,6 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace | None:
 
     MASTER_ADDR and MASTER_PORT decide where rank 0 listens. Without them it is the step's first node, and a port that
     follows from the job id.
-
-    Args:
-        environment: Variables as srun sets them.
     """
     # SLURM_NTASKS is set in the shell of a job of several tasks, too, with a SLURM_PROCID of 0: a process there would
     # wait for ranks that nobody starts.

@@ -37,39 +37,21 @@ if TYPE_CHECKING:
 MEMORY_GROWTH: Final = 1.5
 """Factor of a job's memory after the host ran out of it: twice it makes 2.25, three times 3.4."""
 
-
 _FINE_STEP_MIB, _FINE_UP_TO_MIB, _COARSE_STEP_MIB = 100, 4096, 1024
 """Memory is asked for in steps that people would choose: 100 MiB up to 4 GiB, then whole GiB."""
 
-
 _KILLED: Final = 128 + 9
-
 
 _REGISTRATION_WAIT_S: Final = 10.0
 """A job that fails at once may be over before the submitting process has entered it into the registry."""
 
-
 _LOOK_INTERVAL_S: Final = 0.5
-
 
 _CARRIED_OVER: Final = ("partition", "account", "qos", "time", "mem", "exclude")
 """Resources that the next job asks for as the last one did, whatever the run's configuration says."""
 
 
 # The decision
-
-
-@dataclass(frozen=True, kw_only=True)
-class RestartLimits:
-    """How often a run may start again.
-
-    Attributes:
-        max_restarts: Requeues of a job.
-        oom_resubmits: New jobs after an out-of-memory.
-    """
-
-    max_restarts: int
-    oom_resubmits: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +62,9 @@ class JobOutcome:
         ending: As `AttemptEnd` has it.
         restarts: How often can-train requeued the job.
         resubmits: How often the run was submitted again after an out-of-memory.
-        one_sample: After an out-of-memory: one sample, which cannot be split, does not fit a device of its own.
-        should_fit: After an out-of-memory: by all that is known it fits, so that trying again makes sense.
-        foreign_bytes: After an out-of-memory: what other processes held of the device.
-        memory_mib: Memory of the job on each node; None: unknown.
-        most_memory_mib: Memory of the largest node of its partition; None: unknown.
-        has_other_nodes: Whether the partition has enough nodes without those that the job ran on.
+        one_sample, should_fit, foreign_bytes: As `OutOfMemoryDetails` has them.
+        memory_mib, most_memory_mib: Of the job on each node, and of the partition's largest node; None: unknown.
+        has_other_nodes: Whether the partition has enough nodes besides those to avoid.
     """
 
     ending: str
@@ -108,13 +87,7 @@ class Requeue:
 
 @dataclass(frozen=True)
 class Resubmit:
-    """The run gets a new job.
-
-    Attributes:
-        reason: Why, in words.
-        memory_mib: Memory of the new job; None: as before.
-        elsewhere: Whether it avoids the nodes of the old job.
-    """
+    """The run gets a new job, with more memory or without the nodes of the old one."""
 
     reason: str
     memory_mib: int | None = None
@@ -152,8 +125,8 @@ def infer_ending(recorded: str, *, status: int, host_oom: bool) -> str:
     return recorded or ENDING_BY_STATUS.get(status, "failed")
 
 
-def decide_restart(outcome: JobOutcome, limits: RestartLimits) -> Decision:
-    """Decides whether and how a run starts again."""
+def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Decision:
+    """Decides whether and how a run starts again, no more often than its settings allow."""
     if outcome.ending in RESTARTED:
         what = "the time limit" if outcome.ending == "time_limit" else "a killed process"
         if outcome.restarts < limits.max_restarts:
@@ -180,11 +153,7 @@ def _more_memory(outcome: JobOutcome) -> Decision:
 
 
 def grown_memory_mib(had_mib: int, *, most_mib: int | None = None) -> int:
-    """Returns the memory of the next job: `MEMORY_GROWTH` times as much, in round figures.
-
-    Args:
-        had_mib: Of the last one.
-        most_mib: What there is at most, more than `had_mib`; None: unknown.
+    """Returns the memory of the next job: `MEMORY_GROWTH` times as much, in round figures, and no more than there is.
 
     >>> grown_memory_mib(400), grown_memory_mib(16384), grown_memory_mib(3000, most_mib=4000)
     (600, 24576, 4000)
@@ -222,17 +191,12 @@ def is_oom_reason(reason: str) -> bool:
     return reason.startswith(("host out-of-memory: ", "CUDA out-of-memory: "))
 
 
-def restart_limits(folder: RunFolder) -> RestartLimits:
-    """Reads how often a run may start again.
+def cluster_settings(folder: RunFolder) -> ClusterSettings:
+    """Reads what a run asks of its cluster.
 
     Raises:
         RunError: Its configuration cannot be read.
     """
-    cluster = _cluster_settings(folder)
-    return RestartLimits(max_restarts=cluster.max_restarts, oom_resubmits=cluster.oom_resubmits)
-
-
-def _cluster_settings(folder: RunFolder) -> ClusterSettings:
     return ClusterSettings(**folder.config().get("cluster", {}))
 
 
@@ -284,7 +248,7 @@ def after_job(entry: "Entry", state_dir: Path, *, status: int, environment: byte
     log = read_tail(Path(ended.job.log_path))
     host_oom = host_memory_ran_out(ended.context.job_id, log)
     ending = infer_ending(ended.end.ending if ended.end else "", status=status, host_oom=host_oom)
-    decision = decide_restart(_outcome(ended, ending), restart_limits(ended.folder))
+    decision = decide_restart(_outcome(ended, ending), cluster_settings(ended.folder))
     _record_end(ended, ending, decision, last_error_line(log) or f"exit status {status}")
     if isinstance(decision, NoRestart):
         return decision.reason
@@ -353,7 +317,7 @@ def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
         **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
         memory_mib=job_memory_mib(os.environ),
         most_memory_mib=max((node.memory_mib for node in nodes), default=None),
-        has_other_nodes=len(others) >= _cluster_settings(ended.folder).nodes,
+        has_other_nodes=len(others) >= cluster_settings(ended.folder).nodes,
     )
 
 
@@ -392,7 +356,7 @@ def _resubmit(ended: _EndedJob, decision: Resubmit, entry: "Entry", environment:
     from can_train.slurm.submit import Submission, submit_jobs
 
     submission = Submission(name=ended.run.key, state_dir=ended.state_dir, reason=decision.reason)
-    cluster = next_cluster(_cluster_settings(ended.folder), ended.job.resources, decision)
+    cluster = next_cluster(cluster_settings(ended.folder), ended.job.resources, decision)
     avoiding = replace(cluster, exclude=",".join(ended.nodes_to_avoid)) if decision.elsewhere else cluster
     with replaced_environment(remembered_environment(environment)):
         try:
@@ -405,13 +369,7 @@ def _resubmit(ended: _EndedJob, decision: Resubmit, entry: "Entry", environment:
 
 
 def next_cluster(cluster: ClusterSettings, last: Mapping[str, Any], decision: Resubmit) -> ClusterSettings:
-    """Decides what the next job asks for.
-
-    Args:
-        cluster: What the run's configuration says.
-        last: Resources of its last job, by sbatch's names.
-        decision: What is to be different.
-    """
+    """Decides what the next job asks for, given the run's configuration and the resources of its last job."""
     changes: dict[str, Any] = {name: str(last[name]) for name in _CARRIED_OVER if name in last}
     if decision.memory_mib is not None:
         # sbatch takes one of --mem, --mem-per-cpu and --mem-per-gpu.

@@ -25,45 +25,21 @@ if TYPE_CHECKING:
     from can_train.training.run_folder import CancelRecord, JobRecord, RunRecord
 
 QUEUED: Final = "queued"
-
-
 RUNNING: Final = "running"
-
-
 FINISHED: Final = "finished"
-
-
 FAILED: Final = "failed"
-
-
 GPU_OOM: Final = "CUDA out-of-memory"
-
-
 HOST_OOM: Final = "host out-of-memory"
-
-
 TIME_LIMIT: Final = "time limit"
-
-
 PREEMPTED: Final = "preempted"
-
-
 NODE_FAILURE: Final = "node failure"
-
-
 CANCELLED: Final = "cancelled"
-
-
 NEVER_STARTED: Final = "never started"
-
-
 LIVE: Final = (QUEUED, RUNNING)
-
 
 CAUSES: Final = (
     FINISHED, FAILED, GPU_OOM, HOST_OOM, TIME_LIMIT, PREEMPTED, NODE_FAILURE, CANCELLED, NEVER_STARTED,
 )  # fmt: skip
-
 
 REQUEUED: Final = "requeued"
 """State of an attempt only: its job was put back into the queue, and SLURM does not say by whom."""
@@ -118,7 +94,7 @@ class RunState:
     Attributes:
         state: One of `LIVE` or `CAUSES`.
         sentence: More about it, in words.
-        certain: False where the files say so and nobody else can be asked.
+        certain: False where only the files say so: neither SLURM nor the process can be asked from here.
     """
 
     state: str
@@ -129,6 +105,14 @@ class RunState:
     def live(self) -> bool:
         """Whether the run is queued or running."""
         return self.state in LIVE
+
+    @property
+    def label(self) -> str:
+        """The state for a column; one that is not certain has a question mark."""
+        return self.state if self.certain else f"{self.state}?"
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.sentence}" if self.sentence else self.label
 
 
 # How one attempt ended
@@ -144,7 +128,6 @@ _BY_SLURM_STATE: Final[Mapping[str, str]] = {
 }
 """SLURM's states of a job that something other than its own processes ended."""
 
-
 _BY_ENDING: Final[Mapping[str, tuple[str, str]]] = {
     "finished": (FINISHED, ""),
     "failed": (FAILED, ""),
@@ -157,7 +140,6 @@ _BY_ENDING: Final[Mapping[str, tuple[str, str]]] = {
 }
 """State and sentence by what a process recorded of its end. SIGTERM means a person's wish unless SLURM knows better."""
 
-
 _LOG_PATTERNS: Final[Mapping[str, str]] = {
     TIME_LIMIT: "DUE TO TIME LIMIT",
     PREEMPTED: "DUE TO PREEMPTION",
@@ -169,17 +151,13 @@ _LOG_PATTERNS: Final[Mapping[str, str]] = {
 }
 """What slurmstepd and srun write into a job's log."""
 
-
 _LOG_CAUSE: Final = re.compile("|".join(f"({pattern})" for pattern in _LOG_PATTERNS.values()), re.MULTILINE)
-
 
 _SCHEDULER_LINES: Final = ("srun: ", "slurmstepd", "can-train: ")
 """Beginnings of the lines of a log that are not the training's own."""
 
-
 _CONCLUSIVE: Final = ("finished", "gpu_oom", "host_oom")
 """Endings that nobody knows better than the process itself."""
-
 
 _OOM: Final = "OUT_OF_MEMORY"
 """SLURM's state of a job or a step whose process the kernel killed for its memory."""
@@ -219,11 +197,13 @@ def classify_exit(end: AttemptEnd | None, row: AccountRow | None, log: str, *, c
     if cancel_requested and row is None:
         return RunState(state=CANCELLED)
     known = "; ".join(filter(None, [_exit_words(row) if row else "", last_error_line(log)]))
-    return RunState(state=FAILED, sentence=known or "its process is gone without a word, and nothing says who ended it")
+    return RunState(
+        state=FAILED, sentence=known or "its process ended without a record, and nothing shows what ended it"
+    )
 
 
 def log_causes(text: str) -> list[str]:
-    """Lists what SLURM wrote into a log about endings, the last word last.
+    """Lists the causes of an ending that SLURM wrote into a log, in their order.
 
     Example:
         >>> log_causes("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***")
@@ -298,7 +278,6 @@ def _exit_words(row: AccountRow) -> str:
 _UNOPENED: Final = "0:53"
 """Exit code of a job whose folder or log could not be opened, so that nothing of it ran."""
 
-
 _UNLAUNCHED: Final = "JobLaunchFailure"
 """SLURM's reason for the same."""
 
@@ -321,7 +300,9 @@ def infer_run_state(facts: RunFacts) -> RunState:
         return replace(found, sentence="but its result.json is gone")
     if found.state == REQUEUED:
         # The job was requeued, and left the queue again before anybody looked.
-        return RunState(state=CANCELLED if facts.cancels else FAILED, sentence="it left the queue without a word")
+        return RunState(
+            state=CANCELLED if facts.cancels else FAILED, sentence="it left the queue, and SLURM does not say why"
+        )
     return found
 
 
@@ -391,7 +372,7 @@ def _state_after_queue(facts: RunFacts) -> RunState:
 
 def _slurm_state(job_id: str, attempt: AttemptFacts | None, facts: RunFacts) -> RunState:
     end = attempt.end if attempt else None
-    # A process that was told to stop may have been requeued.
+    # A job whose process stopped at a signal may have been requeued.
     if facts.answer.queue is None and (end is None or end.ending in ("terminated", "time_limit")):
         state = RUNNING if attempt and end is None else QUEUED
         sentence = f"as far as its files say; SLURM, which has its job {job_id}, does not answer here"

@@ -20,25 +20,17 @@ from can_train.training.attempts import Attempts
 from can_train.training.run_folder import CONFIG, JobRecord, Registry, RunFolder, RunRecord
 
 _STAMP: Final = "%Y%m%d-%H%M%S"
-
-
 _STAMP_LENGTH: Final = 15
-
-
 _YEAR_LENGTH: Final = 4
-
 
 _TAIL_LENGTH: Final = 4
 """A run id is a time, a key, and four hexadecimal digits."""
 
-
 _SUGGESTIONS: Final = 5
 """Run ids in an error message."""
 
-
 _LOG_TAIL_BYTES: Final = 2**16
 """End of a log that is searched for what ended a run: some thousand lines."""
-
 
 _EPOCHS: Final = re.compile(r"^training:\n(?:  .*\n)*?  epochs: (\d+)$", re.MULTILINE)
 """The setting in config.yaml, as `plain_to_yaml` writes it."""
@@ -46,12 +38,7 @@ _EPOCHS: Final = re.compile(r"^training:\n(?:  .*\n)*?  epochs: (\d+)$", re.MULT
 
 @dataclass(frozen=True, kw_only=True)
 class KnownRun:
-    """A run that the registry or a folder of runs contains.
-
-    Attributes:
-        record: The registry's entry, or one made from the folder's name.
-        folder: Where the run is, or was.
-    """
+    """A run of the registry or of a folder of runs; without an entry there, `record` is made from the folder's name."""
 
     record: RunRecord
     folder: RunFolder
@@ -64,17 +51,11 @@ class KnownRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RunProgress:
-    """How far a run has come; None: not known.
+    """How far a run has come: optimizer steps done and epochs begun, of how many; None: not known.
 
     Attributes:
-        step: Optimizer steps done.
-        steps: Of how many.
-        epoch: Epochs begun.
-        epochs: Of how many.
         saved_step: Step of the newest checkpoint.
-        best_validation_loss: So far.
         peak_share: Memory peak ÷ capacity.
-        safety_factor: Of the plan.
     """
 
     step: int | None = None
@@ -89,14 +70,7 @@ class RunProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """The status of a run.
-
-    Attributes:
-        known: The run.
-        facts: What is known of it.
-        state: What state that means.
-        progress: How far it has come.
-    """
+    """The status of a run: what is known of it, what state that means, and how far it has come."""
 
     known: KnownRun
     facts: RunFacts
@@ -105,11 +79,7 @@ class RunStatus:
 
 
 def run_status(known: KnownRun, registry: Registry) -> RunStatus:
-    """Finds out the status of one run.
-
-    Raises:
-        StateError: The registry cannot be read.
-    """
+    """Finds out the status of one run (see `run_statuses`)."""
     return run_statuses([known], registry)[0]
 
 
@@ -156,6 +126,7 @@ def _local_facts(known: KnownRun, registry: Registry) -> RunFacts:
         result = folder.result()
     except (RunError, OSError):
         result = None
+    # The result says all about the end of a finished run, and logs are long to read.
     last = jobs[-1] if jobs and result is None else None
     return RunFacts(
         run=known.record,
@@ -217,6 +188,7 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
     folders = {path.parent.name: path.parent for path in runs_dir.glob(f"*/{CONFIG}")}
     found = [_unregistered(path) for run_id, path in folders.items() if run_id not in records]
     for record in records.values():
+        # Some move the folder of runs and name the new place: the registry's path is then the old one.
         path, moved = Path(record.path), folders.get(record.run_id)
         found.append(KnownRun(record=record, folder=RunFolder(moved if moved and not is_folder(path) else path)))
     return sorted(found, key=lambda known: (known.record.time, known.run_id), reverse=True)
@@ -258,6 +230,7 @@ def _unregistered(path: Path) -> KnownRun:
     run_id = path.name
     time = _creation_time(run_id)
     key = run_id[_STAMP_LENGTH + 1 : -_TAIL_LENGTH - 1] if time else run_id
+    # A folder that a person renamed has no time in its name.
     created = time or datetime.fromtimestamp((path / CONFIG).stat().st_mtime)
     record = RunRecord(run_id=run_id, path=str(path.resolve()), key=key, time=utc_text(created.astimezone()))
     return KnownRun(record=record, folder=RunFolder(path))
@@ -281,7 +254,7 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunPro
 
     Args:
         folder: Of the run.
-        result: The content of its `result.json`; None: it has not finished.
+        result: The content of its `result.json`, None where it has not finished; the caller has it already.
     """
     if result is not None:
         steps, epochs = _integer(result, "steps"), _integer(result, "epochs")

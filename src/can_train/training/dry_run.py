@@ -20,7 +20,7 @@ import torch
 from can_train.config.compose import from_plain
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
 from can_train.errors import ConfigError, DoesNotFitError
-from can_train.factors.resolve import _rule, factor_rule
+from can_train.factors.resolve import factor_rule, read_factor_rule
 from can_train.fit import random_state
 from can_train.fit.explore import model_does_not_fit
 from can_train.fit.factor_rule import PROVISIONAL, FactorRule
@@ -271,7 +271,7 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
     """
     run = config if isinstance(config, ResolvedRun) else from_plain(config)
     meter = open_meter(run.device)
-    rule = _rule(run, meter.key)
+    rule = read_factor_rule(run, meter.key)
     return rule.known.factor if rule.known is not None else _make_plan(run, meter, rule).factor.factor
 
 

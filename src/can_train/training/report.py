@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.fit.factor_rule import ANY_PEAK
+from can_train.fit.factor_rule import NO_AIM
 from can_train.io.units import size_text
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
     if plan.safety_factor is not None:
         lines.append(f"  tuned limit    {_tuned_limit_text(limits)}")
         lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor_reason}")
-        if (aim := run_plan.aim) != ANY_PEAK:
-            reason = f": {aim.why}" if aim.why else ""
+        if (aim := run_plan.aim) != NO_AIM:
+            reason = f": {aim.reason}" if aim.reason else ""
             lines.append(f"  target         a peak of {aim.share:.1%} of what is usable{reason}")
     share = peak / limits.capacity_bytes
     width = limits.training.half_width(plan.largest_cost) / limits.capacity_bytes
@@ -167,8 +167,8 @@ def _decision_json(run_plan: RunPlan) -> dict[str, Any]:
         "lr_factor": plan.lr_factor,
         "safety_factor": plan.safety_factor,
         "safety_factor_reason": run_plan.factor_reason if searched else "",
-        "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != ANY_PEAK else None,
-        "target_reason": run_plan.aim.why,
+        "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != NO_AIM else None,
+        "target_reason": run_plan.aim.reason,
     }
 
 

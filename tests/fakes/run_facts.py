@@ -1,4 +1,4 @@
-"""Evidence about runs, for the tests of what is decided on it."""
+"""Facts about runs, for the tests of what is decided on them; SLURM's answers are recorded ones."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ def job(job_id: str, at: int = 1, executor: str = "slurm", **values: Any) -> Job
 
 
 def attempt(number: int, job_id: str = "", ending: str | None = None, **values: Any) -> AttemptFacts:
-    """An attempt; `values` are those of its beginning, its ending's `message` and `details`, and `alive`."""
+    """An attempt; `values` are fields of its start, its end's `message` and `details`, and `alive`."""
     ended = None
     if ending is not None:
         ended = AttemptEnd(
@@ -49,7 +49,7 @@ def attempt(number: int, job_id: str = "", ending: str | None = None, **values: 
 
 
 def recorded(example: str, *, sacct: bool = True, squeue: bool = True) -> SlurmAnswer:
-    """What SLURM said of a recorded job, or what it says where only one of its programs has it."""
+    """SLURM's answer about a recorded job, from both programs or only one."""
     job_id = JOBS[example]
     queue = parse_squeue((RECORDED / "squeue.txt").read_text()) if squeue else []
     accounts = parse_sacct((RECORDED / "sacct.txt").read_text())
@@ -60,7 +60,7 @@ def recorded(example: str, *, sacct: bool = True, squeue: bool = True) -> SlurmA
 
 
 def of_job(example: str, *attempts: AttemptFacts, **values: Any) -> RunFacts:
-    """Evidence about a run that was submitted as a recorded job."""
+    """The facts of a run that was submitted as a recorded job."""
     answer: Mapping[str, Any] = {"answer": recorded(example)} if "answer" not in values else {}
     return RunFacts(run=RUN, jobs=[job(JOBS[example])], attempts=attempts, **answer, **values)
 
