@@ -22,7 +22,7 @@ def after_job(
     Standard input has the variables that the job began with.
     """
     from can_train.cli.attempt import go_on_in_job
-    from can_train.slurm.restart import after_job as restart_after_job
+    from can_train.slurm.after_job import after_job as restart_after_job
 
     message = restart_after_job(go_on_in_job, state_dir, status=status, environment=sys.stdin.buffer.read())
     if message:
