@@ -1,13 +1,12 @@
 """`can-train pipeline`: trains the stages of a preset, here one after another or on SLURM as a chain of jobs."""
 
-import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.cli.options import Flags, check_given, make_request, options_but, parameters, training_parameters
+from can_train.cli.command import make_command
 from can_train.cli.output import TextTable, print_tables
 from can_train.cli.pipeline_tables import (
     StageResult,
@@ -17,6 +16,14 @@ from can_train.cli.pipeline_tables import (
     step_json,
     steps_table,
     summary_table,
+)
+from can_train.cli.train_options import (
+    Flags,
+    check_flags,
+    make_request,
+    option_parameters,
+    options_without,
+    training_parameters,
 )
 from can_train.config.overrides import split_list
 from can_train.errors import ConfigError, RunError
@@ -34,7 +41,7 @@ _OF_ONE_RUN: Final = (
 
 
 _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
-    **options_but(_OF_ONE_RUN),
+    **options_without(_OF_ONE_RUN),
     "submit": (bool, False, "Send the stages to SLURM, as a chain of jobs."),
     "cluster": (str | None, None, "Preset of the cluster that --submit sends them to. [slurm]"),
     "force": (bool, False, "Train anew also what has been trained already."),
@@ -49,24 +56,18 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
 
 def make_pipeline_command() -> Callable[..., None]:
     """Makes the command; its signature is made of the options above and the training settings."""
-
-    def pipeline(**flags: Any) -> None:
-        """Train the stages of a pipeline, each on what those before it have trained.
-
-        What has been trained already is used again, and what was interrupted goes on: the same line again is how to
-        continue. Flags hold for every stage.
-        """
-        _pipeline(flags)
-
-    ours = [*parameters(_OPTIONS), *training_parameters()]
-    pipeline.__signature__ = inspect.Signature(ours)  # type: ignore[attr-defined]
-    return pipeline
+    return make_command([*option_parameters(_OPTIONS), *training_parameters()], _pipeline)
 
 
 def _pipeline(flags: Flags) -> None:
+    """Train the stages of a pipeline, each on what those before it have trained.
+
+    What has been trained already is used again, and what was interrupted goes on: the same line again is how to
+    continue. Flags hold for every stage.
+    """
     if not flags["dataset"]:
         raise ConfigError("--dataset is missing", remedy="Try: can-train pipeline --dataset synthetic")
-    check_given({name: value for name, value in flags.items() if name != "force"})
+    check_flags({name: value for name, value in flags.items() if name != "force"})
     # Composition imports Hydra: a line that is wrong before it does not pay for it.
     from can_train.slurm.pipeline import load_stages
 

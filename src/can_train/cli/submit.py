@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from can_train.cli.attempt import go_on_in_job
+from can_train.cli.attempt import continue_in_job
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import CanTrainError
 from can_train.io.units import parse_time_min, time_text
@@ -139,7 +139,7 @@ def start_group(group: Group, order: SubmissionPlan, code: Code) -> list[JobReco
     for one, folder, job in zip(group.ordered, group.folders, _started(group, code), strict=True):
         register_run(one.run, folder, identity=one.identity, after=after, sweep=group.submission.sweep)
         jobs.append(
-            enter_job(folder, job, group.submission) if job else run_here(go_on_in_job, folder, group.submission)
+            enter_job(folder, job, group.submission) if job else run_here(continue_in_job, folder, group.submission)
         )
     return jobs
 
@@ -152,11 +152,11 @@ def _started(group: Group, code: Code) -> Iterator[StartedJob | None]:
             folder.make(one.run.config)
             describe(code, group.submission.state_dir, folder.path)
         if group.run.cluster.executor == "slurm":
-            jobs = start_jobs(go_on_in_job, group.folders, group.run.cluster, group.submission)
+            jobs = start_jobs(continue_in_job, group.folders, group.run.cluster, group.submission)
             waiting.clear()
             yield from jobs
         for folder in [*waiting]:
-            job = start_process(go_on_in_job, folder) if group.run.cluster.executor == "local" else None
+            job = start_process(continue_in_job, folder) if group.run.cluster.executor == "local" else None
             waiting.remove(folder)
             yield job
     except CanTrainError:
@@ -180,7 +180,7 @@ def submit_again(folder: RunFolder, run: ResolvedRun, submission: Submission) ->
     jobs = Registry(submission.state_dir).jobs(folder.run_id)
     # It may have been submitted again with more memory since its configuration was written.
     memory = str(jobs[-1].resources.get("mem", run.cluster.mem)) if jobs else run.cluster.mem
-    return submit_jobs(go_on_in_job, [folder], replace(run.cluster, mem=memory), submission)[0]
+    return submit_jobs(continue_in_job, [folder], replace(run.cluster, mem=memory), submission)[0]
 
 
 def note(order: SubmissionPlan) -> None:
