@@ -50,7 +50,7 @@ def after_job(
 
     Standard input has the variables that the job began with.
     """
-    from can_train.slurm.restart import after_job as restart_after_job
+    from can_train.slurm.after_job import after_job as restart_after_job
 
     message = restart_after_job(continue_in_job, state_dir, status=status, environment=sys.stdin.buffer.read())
     if message:

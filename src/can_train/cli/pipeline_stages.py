@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from can_train.cli.attempt import continue_in_job
 from can_train.cli.output import make_reporter
 from can_train.cli.pipeline_tables import (
     SentStage,
@@ -170,7 +171,7 @@ class _Chain:
 
     def _anew(self, plan: SubmissionPlan) -> JobRecord:
         (group,) = plan.groups
-        return start_group(make_group(group, plan, self.state), plan, self.code)[0]
+        return start_group(continue_in_job, make_group(group, plan, self.state), plan, self.code)[0]
 
     def _again(self, folder: RunFolder, plan: SubmissionPlan) -> JobRecord:
         """Submits an interrupted run again, with the snapshot of its code if it has one."""
@@ -182,4 +183,4 @@ class _Chain:
             describe(self.code, self.state, folder.path)
         run = planned.run
         submission = Submission(name=run.key, state_dir=self.state, dependency=plan.dependency, reason="resumed")
-        return submit_again(folder, run, submission)
+        return submit_again(continue_in_job, folder, run, submission)

@@ -49,6 +49,7 @@ def _go_on(found: RunStatus) -> None:
 
 
 def _submit(found: RunStatus, locator: RunLocator) -> None:
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_again
     from can_train.config.compose import from_plain
     from can_train.slurm.submit import Submission
@@ -56,7 +57,12 @@ def _submit(found: RunStatus, locator: RunLocator) -> None:
 
     run = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
-    job = submit_again(folder, run, Submission(name=run.key, state_dir=locator.state_folder, reason="resumed"))
+    job = submit_again(
+        continue_in_job,
+        folder,
+        run,
+        Submission(name=run.key, state_dir=locator.state_folder, reason="resumed"),
+    )
     print(f"Run {job.run_id} goes on as job {job.job_id}.")
 
 
@@ -105,10 +111,11 @@ def _resubmit(request: ResubmitRequest) -> None:
 
         train_run(run)
         return
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_runs
     from can_train.slurm.submission_plan import SubmitOptions
 
-    submit_runs([run], SubmitOptions(force=request.force))
+    submit_runs(continue_in_job, [run], SubmitOptions(force=request.force))
 
 
 def _settled(run: "ResolvedRun", locator: RunLocator) -> "ResolvedRun":

@@ -43,10 +43,12 @@ def _train(flags: Flags) -> None:
     if flags["dry_run"]:
         _print_dry_runs(runs, flags, after)
     elif flags["submit"]:
+        from can_train.cli.attempt import continue_in_job
         from can_train.cli.submit import submit_runs
         from can_train.slurm.submission_plan import SubmitOptions
 
-        submit_runs(runs, SubmitOptions(after=after, force=flags["force"]), as_json=flags["json"])
+        options = SubmitOptions(after=after, force=flags["force"])
+        submit_runs(continue_in_job, runs, options, as_json=flags["json"])
     else:
         _train_here(runs)
 

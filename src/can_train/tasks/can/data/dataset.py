@@ -251,20 +251,20 @@ def _build(
                 raise changed_log(hashed.log.path)
             if builder.frames_seen < dataset.window:
                 found = f"{hashed.log.path} has {builder.frames_seen}, a window {dataset.window}"
-                raise too_short(found)
+                raise too_short(found, dataset.window)
             graphs.end_log(hashed.log, reader, builder.frames_seen, hashed.sha256, reader.report.summary())
             stage.advance(hashed.size)
         content = graphs.content()
         return writer.finish(content), content
 
 
-def too_short(found: str) -> DataError:
+def too_short(found: str, window: int) -> DataError:
     """Makes the error for logs without a single window."""
-    return DataError(
-        "A log must hold at least one window of frames",
-        value=found,
-        remedy="Use a longer log or smaller windows: --set dataset.window=…",
-    )
+    return DataError("A log must hold at least one window of frames", value=found, remedy=_longer_logs(window))
+
+
+def _longer_logs(window: int) -> str:
+    return f"Use longer logs, or smaller windows: --set dataset.window={max(2, window // 5)}"
 
 
 class GraphWriter:
@@ -345,8 +345,7 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
         raise DataError(
             "Every part of a data set needs at least one window",
             value=f"none for {', '.join(empty)}",
-            remedy="Use longer logs, smaller windows (--set dataset.window=…) or other shares "
-            "(--set dataset.validation_share=…, --set dataset.test_share=…)",
+            remedy=f"{_longer_logs(flat.window)}; or change dataset.validation_share and dataset.test_share",
         )
     return split, notices
 

@@ -366,7 +366,7 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
         raise DataError(
             f"A CSV file with a header must have a column for each of {', '.join(_REQUIRED_ROLES)}",
             value=f"no {missing[0]} column among {', '.join(header.names)}",
-            remedy=f"Name it with `--set dataset.columns.{missing[0]}=...`",
+            remedy=f"Name it with `--set dataset.columns.{missing[0]}=NAME`",
         )
     return published
 
@@ -430,7 +430,7 @@ def _find_roles(names: list[str], columns: ColumnSettings) -> dict[str, list[int
         raise DataError(
             "A column of a log holds one thing",
             value=f"{names[max(taken, key=taken.count)]!r} was named for several",
-            remedy="Name different columns in --set dataset.columns.…",
+            remedy="Name a different column for each: `--set dataset.columns.id=NAME`",
         )
     free = ["" if column in taken else name for column, name in enumerate(names)]
     recognised = {role: _recognised_columns(free, role) for role in _COLUMN_NAMES if role not in named}

@@ -204,7 +204,9 @@ def hash_logs(logs: Sequence[LogFile], reporter: Reporter) -> list[HashedLog]:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
                 found = f"{log.path} ({error.strerror})"
-                raise DataError("A log must be a file that can be read", value=found) from error
+                raise DataError(
+                    "A log must be a file that can be read", value=found, remedy="Check its permissions"
+                ) from error
             hashed.append(HashedLog(log=log, sha256=digest, size=status.st_size, modified_ns=status.st_mtime_ns))
             stage.advance()
     return hashed

@@ -207,8 +207,8 @@ def _unrecognised(wanted: str, path: Path, position: int, line: str, reason: str
         f"A CAN log must be in {all_formats if wanted == 'auto' else f'the format {wanted}, as was asked for'}",
         value=f"{path}:{position + 1}: {_shortened(line)!r}" + (f": {reason}" if reason else ""),
         remedy=(
-            "If it is a CSV file with a header, name its columns: `--set dataset.columns.id=...` (the same for "
-            "timestamp, data, dlc, label); name the format with `--set dataset.format=...`"
+            "If it is a CSV file with a header, name its columns: `--set dataset.columns.id=NAME` (the same for "
+            "timestamp, data, dlc, label); or choose the format: `--set dataset.format=FORMAT`"
         ),
     )
 
@@ -338,7 +338,10 @@ class LogText:
                 remedy="Copy or download it again",
             ) from error
         except OSError as error:
-            raise DataError("A log must be a file that can be read", value=f"{self._path}: {error.strerror}") from error
+            found = f"{self._path}: {error.strerror}"
+            raise DataError(
+                "A log must be a file that can be read", value=found, remedy="Check its permissions"
+            ) from error
 
 
 def changed_log(path: Path) -> DataError:
@@ -468,7 +471,7 @@ def _too_many_kinds(what: str, value: str) -> DataError:
     return DataError(
         f"{what} has at most {MAX_KINDS - 1} kinds of attack",
         value=value,
-        remedy="Name the column that holds the label: `--set dataset.columns.label=...`",
+        remedy="Name the column that holds the label: `--set dataset.columns.label=NAME`",
     )
 
 

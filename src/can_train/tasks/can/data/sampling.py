@@ -119,7 +119,8 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
     for notice in graphs.notices:
         reporter.notice(notice)
     if not len(flat):
-        raise too_short(f"none of {len(chosen)} logs has one of {dataset.window} in the parts that were read")
+        found = f"none of {len(chosen)} logs has one of {dataset.window} in the parts that were read"
+        raise too_short(found, dataset.window)
     if (flat.label > 0).all():
         # Models learn a vehicle from its benign windows, and fail without one. A window's memory does not depend on its
         # label.
