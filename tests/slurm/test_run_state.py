@@ -96,13 +96,13 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
     "a job that SLURM has forgotten, which printed nothing": (
         of_job("ok", answer=FORGOTTEN), "never started", "no longer knows"),
     "a job that SLURM has forgotten, which began": (
-        of_job("ok", begun("ok"), answer=FORGOTTEN), "failed", "without a word"),
+        of_job("ok", begun("ok"), answer=FORGOTTEN), "failed", "without a record"),
     "cancelled by can-train, and SLURM has forgotten it": (
         of_job("ok", begun("ok"), answer=FORGOTTEN, cancels=[CancelRecord(run_id="r", time=minute(20))]),
         "cancelled", ""),
     "a process that works": (
         RunFacts(run=RUN, attempts=[attempt(1, alive=True)]), "running", "process 7 of this machine"),
-    "a process that is gone": (RunFacts(run=RUN, attempts=[attempt(1, alive=False)]), "failed", "without a word"),
+    "a process that is gone": (RunFacts(run=RUN, attempts=[attempt(1, alive=False)]), "failed", "without a record"),
     "a process that was cancelled": (
         RunFacts(run=RUN, attempts=[attempt(1, ending="terminated")]), "cancelled", "SIGTERM"),
     "Ctrl-C": (RunFacts(run=RUN, attempts=[attempt(1, ending="interrupted")]), "cancelled", "Ctrl-C"),

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from can_train.cli.output import told
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.io.processes import terminate, this_host
@@ -27,19 +26,19 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
     status = locator.status(known)
     # SLURM may still hold the job of a run that will never start.
     if not status.state.live and live_row(status.facts) is None:
-        print(f"Run {known.run_id} has ended already: {told(status.state)}")
+        print(f"Run {known.run_id} has ended already: {status.state}")
         return
     # Recorded first: whoever sees the end must find its reason.
     locator.registry.add(CancelRecord(run_id=known.run_id, time=utc_now()))
     if not stop(status.facts):
         status = locator.status(known)
         if status.state.live:
-            raise RunError("Nothing of the run is there to be stopped", value=told(status.state))
+            raise RunError("No job and no process of the run was found", value=str(status.state))
     status = _wait_for_end(locator, known)
     if status.state.live:
-        print(f"Run {known.run_id} was asked to stop, and is still at it: {told(status.state)}")
+        print(f"Run {known.run_id} was asked to stop and has not ended yet: {status.state}")
     else:
-        print(f"Run {known.run_id}: {told(status.state)}")
+        print(f"Run {known.run_id}: {status.state}")
 
 
 def stop(

@@ -10,7 +10,6 @@ from typing import Annotated, Final
 
 import typer
 
-from can_train.cli.output import told
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.slurm.run_state import FINISHED
@@ -43,12 +42,12 @@ def logs(
     known = locator.find(run)
     if follow:
         status = _follow(locator, known, rank)
-        _note(f"Run {known.run_id}: {told(status.state)}")
+        _note(f"Run {known.run_id}: {status.state}")
         raise typer.Exit(0 if status.state.state == FINISHED else _NOT_FINISHED)
     status = locator.status(known)
     paths = log_paths(status.facts.jobs, known, rank)
     if not _print_new(GrowingLog(paths[-1])):
-        _note(f"Nothing is printed yet ({told(status.state)}). can-train logs {run} -f waits for it")
+        _note(f"Nothing is printed yet ({status.state}). can-train logs {run} -f waits for it")
     for earlier in paths[:-1]:
         _note(f"The log of an earlier job: {earlier}")
 
@@ -123,7 +122,7 @@ def _follow(locator: RunLocator, known: KnownRun, rank: int) -> RunStatus:
         if not status.state.live:
             return status
         if not printed and not is_noted:
-            _note(f"Waiting ({told(status.state)})")
+            _note(f"Waiting ({status.state})")
         is_noted = True
 
 

@@ -9,17 +9,15 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.options import command_of
+from can_train.cli.command import command_of
 from can_train.cli.output import (
     TextTable,
     duration,
-    in_one_unit,
-    moment,
+    finite,
+    local_time,
     print_tables,
+    rough_duration,
     seconds_between,
-    shown,
-    strict,
-    told,
 )
 from can_train.cli.ranking import RankedResult, rank
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
@@ -107,8 +105,8 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
         rows.append((
             short_name(each.known.run_id),
             each.known.record.key,
-            shown(each.state),
-            in_one_unit(seconds) if seconds is not None else "",
+            each.state.label,
+            rough_duration(seconds) if seconds is not None else "",
             _done_of(0 if epoch is None and epochs else epoch, epochs),
             f"{loss:.3g}" if loss is not None else "",
         ))  # fmt: skip
@@ -122,7 +120,7 @@ def _watch(locator: RunLocator, limit: int) -> None:
     try:
         while True:
             statuses, older = _newest(locator, limit)
-            states = {each.known.run_id: told(each.state) for each in statuses}
+            states = {each.known.run_id: str(each.state) for each in statuses}
             if sys.stdout.isatty():
                 print(_CLEAR, end="")
                 _print_runs(statuses, older, locator)
@@ -144,7 +142,7 @@ def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) 
     best = [(finished[one.index], one) for one in (ranked[:limit] if limit else ranked)]
     if as_json:
         _print_json([
-            {**run_json(each), "metric": metric, "value": one.value, "parts": strict(one.parts)} for each, one in best
+            {**run_json(each), "metric": metric, "value": one.value, "parts": finite(one.parts)} for each, one in best
         ])  # fmt: skip
     else:
         print_tables([_best_table(best, metric)])
@@ -177,7 +175,7 @@ def _status_lines(found: RunStatus) -> list[str]:
     ]
     lines = {
         "run": record.run_id,
-        "state": told(found.state),
+        "state": str(found.state),
         "time": duration(seconds) if seconds is not None else "",
         "progress": ", ".join(filter(None, steps)),
         "loss": f"{loss:.4g} at best in validation" if loss else "",
@@ -194,7 +192,7 @@ def _status_lines(found: RunStatus) -> list[str]:
 
 def _history_tables(found: RunStatus) -> list[TextTable]:
     jobs = [
-        (job.job_id, job.executor, moment(job.time),
+        (job.job_id, job.executor, local_time(job.time),
          " ".join(f"{name}={value}" for name, value in job.resources.items()), job.reason)
         for job in found.facts.jobs
     ]  # fmt: skip
@@ -203,9 +201,9 @@ def _history_tables(found: RunStatus) -> list[TextTable]:
             str(attempt.start.attempt),
             attempt.start.job_id or f"process {attempt.start.pid}",
             attempt.start.host,
-            moment(attempt.start.start_time),
+            local_time(attempt.start.start_time),
             duration(seconds_between(attempt.start.start_time, attempt.end.time)) if attempt.end else "",
-            told(infer_attempt_state(attempt, found.facts)),
+            str(infer_attempt_state(attempt, found.facts)),
         )
         for attempt in found.facts.attempts
     ]
@@ -245,7 +243,7 @@ def run_json(found: RunStatus) -> dict[str, Any]:
         "jobs": [vars(job) for job in facts.jobs],
         "attempts": [_attempt_json(attempt, found) for attempt in facts.attempts],
     }
-    return {name: strict(value) for name, value in values.items()}
+    return {name: finite(value) for name, value in values.items()}
 
 
 def _attempt_json(attempt: AttemptFacts, found: RunStatus) -> dict[str, Any]:

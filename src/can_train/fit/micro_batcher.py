@@ -21,11 +21,11 @@ from can_train.memory.meters import Meter, open_meter
 if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
 
+# Relative difference of the parts' denominators from the whole batch's that is round-off.
 _DENOMINATOR_TOLERANCE: Final = 1e-6
-"""Relative difference of the parts' denominators from the whole batch's that is round-off."""
 
+# Loss terms of a part: the sum over the part, and the part's own denominator.
 Losses = Mapping[str, tuple[Tensor, float]]
-"""Loss terms of a part: the sum over the part, and the part's own denominator."""
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class BatchResult:
         denominators: Each term's own denominator.
         micro_batches: Sizes in samples, in order, as they were run in the end.
         largest_cost: Cost of the costliest micro-batch.
-        cost_after_rescue: Cost of the costliest of those that were run after the last out-of-memory.
+        cost_after_rescue: The same of those that ran after the last out-of-memory.
         ooms_rescued: Out-of-memories on the way.
     """
 
@@ -78,16 +78,7 @@ def sum_by_term(terms: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_denominators(result: BatchResult, denominators: Mapping[str, float] | None, *, size: int) -> None:
-    """Checks that the parts' denominators add up to the whole batch's.
-
-    Args:
-        result: Result of the whole batch.
-        denominators: Denominator of each term for the whole batch; None: its size, for every term.
-        size: Samples of the batch.
-
-    Raises:
-        ArgumentError: They do not add up to it.
-    """
+    """Checks that the parts' denominators add up to those of the whole batch, or to its size where those are None."""
     for term, own in result.denominators.items():
         needed = float(size) if denominators is None else denominators[term]
         if not math.isclose(own, needed, rel_tol=_DENOMINATOR_TOLERANCE, abs_tol=_DENOMINATOR_TOLERANCE):
@@ -182,14 +173,10 @@ class MicroBatcher:
         weights: Mapping[str, float] | None = None,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> BatchResult:
-        """Adds the gradient of one rank's share of a logical batch to `.grad`; arguments and errors are those of `run`.
+        """Adds the gradient of one rank's share of a logical batch to `.grad`, as `run` does.
 
-        Args:
-            losses_of: Its sample 0 is the share's first.
-            costs: Costs of the share's samples; there may be none.
-            denominators: Of the whole logical batch. Once all shares are there, `check_denominators` compares them.
-            weights: Weight of each term.
-            scale: Applied to each part's loss.
+        Sample 0 is the share's first, but `denominators` are the whole batch's: once the results of all shares are
+        there, `combine_shares` and `check_denominators` compare them.
         """
         if not len(costs):
             return BatchResult()
@@ -237,15 +224,12 @@ class MicroBatcher:
         batch: BatchCosts | Sequence[float] | int,
         limit: PartLimit | None = None,
     ) -> list[T]:
-        """Computes something without gradients, in parts that fit.
+        """Computes something without gradients, and returns the results of the parts in order.
 
         Args:
             compute: Computes samples `start:stop`.
             batch: Costs of the samples, or their number.
             limit: What a part may hold; None: anything, until memory runs out.
-
-        Returns:
-            The parts' results, in order.
         """
         costs, limit, rescue = _as_costs(batch), limit or PartLimit(), self._evaluation
         parts = list(rescue.run(costs, limit, compute, lambda: _Inference(self._model, self._meter)))
@@ -268,9 +252,7 @@ class MicroBatcher:
         self._rescue.backoff = backoff
 
     def watch(self, on_oom: Callable[[], object]) -> None:
-        """Registers what is called after each out-of-memory of training, once the micro-batch is undone and its memory
-        released; `MemoryMonitor.rescued`, for instance.
-        """
+        """Registers what is called after each out-of-memory of training, such as `MemoryMonitor.rescued`."""
         self._rescue.on_oom = on_oom
 
     @property
@@ -330,9 +312,9 @@ class _Inference:
 
 
 class _Backward(_Inference):
-    """Undoes a pass with gradients. Those of earlier parts are set aside, where a backward that fails half-way cannot
-    add to them: that made weights differ by 23 to 95 %.
-    """
+    """Undoes a pass with gradients; those of earlier parts are set aside meanwhile."""
+
+    # A backward that fails half-way has added to some of the gradients: where that stayed, weights were 23 to 95 % off.
 
     def __init__(self, model: nn.Module, meter: Meter, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(model, meter)

@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from can_train.fit.cost_model import PhaseLimit
     from can_train.memory.meters import Meter
 
+# Optimizer steps without an out-of-memory after which a larger micro-batch is tried.
 QUIET_STEPS: Final = 20
-"""Optimizer steps without an out-of-memory after which a larger micro-batch is tried."""
 
+# Longest such wait: it doubles with each growth that ran out of memory.
 MAX_QUIET_STEPS: Final = 2000
-"""Longest such wait: it doubles with each growth that ran out of memory."""
 
+# Relative distance between the limit and what failed, below which growing further is not worth a failure.
 CLOSE: Final = 0.05
-"""Relative distance between the limit and what failed, below which growing further is not worth a failure."""
 
+# Share of the limit that is kept when the allocator is too full (it had to release its cache twice in a row), or when
+# memory runs out at a cost that did fit before.
 RETREAT: Final = 0.9
-"""Share of the limit that is kept when the allocator is too full (it had to release its cache twice in a row), or when
-memory runs out at a cost that did fit before."""
 
+# Pause before the first retry of what cannot be split; it doubles with each one. Another process may free memory.
 FIRST_WAIT_S: Final = 0.1
-"""Pause before the first retry of what cannot be split; it doubles with each one. Another process may free memory."""
 
+# Shares of what other processes leave that micro-batches use, the next one after each out-of-memory. The allocator
+# reserves more than is in use, and the more so the less room it has.
 ROOM_SHARES: Final = (0.97, 0.85, 0.7, 0.5)
-"""Shares of what other processes leave that micro-batches use, the next one after each out-of-memory. The allocator
-reserves more than is in use, and the more so the less room it has."""
 
 T = TypeVar("T")
 
@@ -80,11 +80,7 @@ class Part(Generic[T]):
 
 
 class PartDoesNotFitError(DoesNotFitError):
-    """Some samples of a batch do not fit and cannot be split further.
-
-    Attributes:
-        part: (start, stop) of the samples in their batch.
-    """
+    """Samples `part`, (start, stop), of a batch do not fit and cannot be split further."""
 
     def __init__(
         self, rule: str, *, value: str, remedy: str, details: OutOfMemoryDetails, part: tuple[int, int]
@@ -96,14 +92,8 @@ class PartDoesNotFitError(DoesNotFitError):
 class Rescue:
     """Runs batches in parts that fit.
 
-    Args:
-        meter: Meter of the device.
-        settings: What may be done about an out-of-memory.
-        phase: What a search found of such batches on the device; None where there was none.
-        wait: Sleeps for some seconds.
-
     Attributes:
-        phase: As given; may be replaced.
+        phase: What a search found of such batches on the device; None where there was none. It may be replaced.
         backoff: How large parts may be for now.
         ooms: Out-of-memories so far, those that ended in an error included.
         ooms_rescued: Those of batches that were computed in the end.
@@ -142,9 +132,6 @@ class Rescue:
             limit: What the plan allows a part.
             attempt: Runs samples `start:stop`.
             prepare: Called before each attempt.
-
-        Raises:
-            PartDoesNotFitError: A part that cannot be split further does not fit, or nothing may be split.
         """
         limit = replace(limit, floor=max(limit.floor, self._settings.floor))
         start, retries, ooms_before = 0, 0, self.ooms
@@ -160,6 +147,7 @@ class Rescue:
                 start, retries = stop, 0
                 sizes = self._cut(batch, start, limit) if self._recheck_contention(limit) else sizes[1:]
                 continue
+            # Before anything is split: what other processes hold can only be told once this process's cache is gone.
             self._meter.release()
             self.on_oom()
             finer = self._split_after_oom(batch, start, stop, limit)
@@ -181,6 +169,7 @@ class Rescue:
     def _split_after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> tuple[int, ...]:
         """Decides how the part that failed, and all that is left to do, is cut from now on."""
         self.ooms += 1
+        # What is left need not have a divisor that fits.
         limit = replace(limit, equal=False)
         cost = batch.cost(start, stop)
         if self._settings.adaptive and self._is_contention(cost, limit):
@@ -191,16 +180,15 @@ class Rescue:
             return (stop - start,)
         proven = 0.0 if self.phase is None else self.phase.tuned_limit
         self.backoff = self.backoff.after_oom(cost, factor=self._settings.factor, proven=proven)
+        # The part that failed is split in any case, also where the limit would allow it again.
         narrow = replace(limit, cost=min(limit.cost, cost / self._settings.factor))
         first, *_ = self._cut(batch.part(0, stop), start, narrow)
         return (first, *self._cut(batch, start + first, limit))
 
     def _is_contention(self, cost: float, limit: PartLimit) -> bool:
-        """Tells whether a part failed because other processes hold memory that was free before.
-
-        Parts then keep to what is left for as long as that lasts. It says nothing of what fits without contention, so
-        the backoff does not learn from it.
-        """
+        """Tells whether a part failed because other processes hold memory that was free before."""
+        # Parts then keep to what is left for as long as that lasts. The backoff must not learn from it: it says nothing
+        # of what fits without contention.
         room = self._room()
         if room <= 0 or room >= max(cost, min(limit.cost, self.backoff.limit)):
             return False
@@ -278,17 +266,11 @@ def _run_or_undo(attempt: Callable[[int, int], T], prepare: Callable[[], Undoabl
 def describe_out_of_memory(
     meter: Meter, need_bytes: float | None, *, known: OutOfMemoryDetails | None = None
 ) -> OutOfMemoryDetails:
-    """Reads from a device why something did not fit on it.
-
-    Args:
-        meter: Meter of the device.
-        need_bytes: What it needs; None where that is unknown. The failure then proves that it needs more than the
-            device has, unless other processes hold memory.
-        known: What is known already; it is completed.
-    """
+    """Reads from a device why something that needs so many bytes (None: unknown) did not fit; completes `known`."""
     known = known or OutOfMemoryDetails()
     foreign = meter.taken_bytes + meter.foreign_bytes()
     alone = meter.capacity_bytes + meter.taken_bytes
+    # A failure without other processes on the device proves that more is needed than it has.
     never_fits = not known.should_fit and (not foreign if need_bytes is None else need_bytes > alone)
     return replace(
         known,
@@ -323,10 +305,10 @@ class Backoff:
     surprises: int = 0
 
     def after_oom(self, cost: float, *, factor: float, proven: float = 0.0) -> Backoff:
-        """Lowers the limit after a micro-batch ran out of memory.
+        """Lowers the limit after a micro-batch of a cost ran out of memory.
 
         Args:
-            cost: Cost of that micro-batch.
+            cost: Cost of the micro-batch.
             factor: Divisor of the limit.
             proven: Largest cost that was seen to fit; 0 where nobody searched.
         """
@@ -342,17 +324,13 @@ class Backoff:
         )
 
     def after_step(self, *, planned: float, factor: float) -> Backoff:
-        """Counts an optimizer step without an out-of-memory; after enough of them the limit grows.
-
-        Args:
-            planned: The largest cost that plans ask for: growth ends there.
-            factor: What the limit grows by where nothing is known of larger sizes.
-        """
+        """Counts an optimizer step without an out-of-memory; after enough of them the limit grows, up to `planned`."""
         if self.limit == math.inf:
             return self
         if self.quiet + 1 < self.patience:
             return replace(self, quiet=self.quiet + 1)
         if self.failed > self.limit * (1 + CLOSE):
+            # Half-way to what failed; by the factor where nothing is known of larger sizes.
             limit = min((self.limit + self.failed) / 2, factor * self.limit)
             # Nothing has failed since the last growth, so there is no reason left to wait longer.
             patience = QUIET_STEPS if self.failed == math.inf else self.patience

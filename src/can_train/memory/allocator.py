@@ -7,23 +7,23 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Final
 
+# Every size is rounded up to this (`kMinBlockSize`).
 MIN_BLOCK_BYTES: Final = 512
-"""Every size is rounded up to this (`kMinBlockSize`)."""
 
+# Largest allocation of the small pool (`kSmallSize`).
 SMALL_BYTES: Final = 2**20
-"""Largest allocation of the small pool (`kSmallSize`)."""
 
+# A segment of the small pool, or a page of its expandable segment (`kSmallBuffer`).
 SMALL_PAGE_BYTES: Final = 2 * 2**20
-"""A segment of the small pool, or a page of its expandable segment (`kSmallBuffer`)."""
 
+# A segment for middling allocations, or a page of the large pool's expandable segment (`kLargeBuffer`).
 LARGE_PAGE_BYTES: Final = 20 * 2**20
-"""A segment for middling allocations, or a page of the large pool's expandable segment (`kLargeBuffer`)."""
 
+# From here on an allocation gets a segment of its own size (`kMinLargeAlloc`).
 _MIN_OWN_SEGMENT_BYTES: Final = 10 * 2**20
-"""From here on an allocation gets a segment of its own size (`kMinLargeAlloc`)."""
 
+# Such a segment's size is rounded up to this (`kRoundLarge`).
 _SEGMENT_ROUNDING_BYTES: Final = 2 * 2**20
-"""Such a segment's size is rounded up to this (`kRoundLarge`)."""
 
 
 class Block:

@@ -30,12 +30,12 @@ class _Files(NamedTuple):
     events: str
 
 
+# Version 2 and version 1.
 _VERSIONS: Final = (
     _Files("", _CGROUP_ROOT, "memory.max", "memory.current", "inactive_file", "memory.events"),
     _Files("memory", _CGROUP_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
            "total_inactive_file", "memory.oom_control"),
 )  # fmt: skip
-"""Version 2 and version 1."""
 
 
 @dataclass(frozen=True)

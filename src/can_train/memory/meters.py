@@ -16,7 +16,7 @@ from can_train.errors import ConfigError, DeviceError, nearest_first
 from can_train.io.units import exact_size, parse_size
 from can_train.memory import host
 from can_train.memory.allocator import no_contention
-from can_train.memory.catalogue import Usable, gpu_key
+from can_train.memory.catalogue import UsableMemory, gpu_key
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.simulated_gpu import LiveStorageTracker, SimulatedGpu
 
@@ -92,11 +92,7 @@ class Meter(ABC):
 
     @abstractmethod
     def release(self, *, collect: bool = True) -> None:
-        """Returns cached memory to the device.
-
-        Args:
-            collect: Whether garbage in reference cycles is collected first, which takes longer.
-        """
+        """Returns cached memory to the device; `collect` looks for garbage in cycles first, which takes longer."""
 
 
 class CpuMeter(Meter):
@@ -151,19 +147,13 @@ class CpuMeter(Meter):
 
 
 class AbsentGpuMeter(CpuMeter):
-    """Stands for a GPU that a plan is made for on another machine. Its sizes are the GPU's; what is measured is counted
-    on the CPU, and may use the host's memory.
-
-    Args:
-        target: The GPU, and how much of it can be used.
-
-    Attributes:
-        host_bytes: What measured spans may use.
+    """Stands for a GPU of another machine that a plan is made for: its sizes are the GPU's, but what is measured is
+    counted on the CPU, and may use `host_bytes` of the host's memory.
     """
 
     is_host = False
 
-    def __init__(self, target: Usable) -> None:
+    def __init__(self, target: UsableMemory) -> None:
         super().__init__()
         self.host_bytes = self.capacity_bytes
         self.name = target.name
@@ -188,9 +178,9 @@ class AbsentGpuMeter(CpuMeter):
         return self.capacity_bytes
 
 
+# Most that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not tell
+# whose memory is whose, so what is missing at the start beyond this counts as held by other processes.
 _CONTEXT_MOST_BYTES: Final = 2**30
-"""Most that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not tell
-whose memory is whose, so what is missing at the start beyond this counts as held by other processes."""
 
 
 class CudaMeter(Meter):
@@ -251,16 +241,7 @@ class CudaMeter(Meter):
 
 
 class SimulatedMeter(Meter):
-    """Reads a simulated GPU.
-
-    Args:
-        total_bytes: Its memory.
-        expandable: Whether the allocator's segments expand.
-        contention: Returns the bytes that other processes hold of it.
-
-    Attributes:
-        gpu: The simulated GPU.
-    """
+    """Reads a simulated GPU, `gpu`, of which `contention` returns the bytes that other processes hold."""
 
     def __init__(self, total_bytes: int, *, expandable: bool, contention: Callable[[], int] = no_contention) -> None:
         self.device = torch.device("cpu")
@@ -358,16 +339,12 @@ def open_meter(text: str) -> Meter:
     return CudaMeter(device)
 
 
+# An example of each form of `--device`.
 _FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")
-"""An example of each form of `--device`."""
 
 
 def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) -> torch.device:
-    """Returns the torch device of `auto`, `cpu`, `cuda[:i]` or `sim:<size>`; a simulated GPU is the CPU's.
-
-    Raises:
-        DeviceError: There is no such device, or a GPU is there and torch cannot use it.
-    """
+    """Returns the torch device of `auto`, `cpu`, `cuda[:i]` or `sim:<size>`; tensors of a simulated GPU are the CPU's."""
     if text == "cpu" or is_simulated(text):
         return torch.device("cpu")
     if text == "auto":
@@ -389,20 +366,12 @@ def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) ->
 
 
 def is_simulated(text: str) -> bool:
-    """Tells whether a device is a simulated GPU, `sim:<size>`.
-
-    Raises:
-        DeviceError: It is one whose size cannot be read.
-    """
+    """Tells whether a device is a simulated GPU, `sim:<size>`; raises `DeviceError` where the size cannot be read."""
     return text.partition(":")[0] == "sim" and simulated_bytes(text) > 0
 
 
 def simulated_bytes(text: str) -> int:
-    """Returns the memory of a simulated GPU, `sim:<size>`, in bytes.
-
-    Raises:
-        DeviceError: The size is missing or cannot be read.
-    """
+    """Returns the memory of a simulated GPU, `sim:<size>`, in bytes."""
     try:
         return parse_size(text.removeprefix("sim:"))
     except ConfigError:
@@ -411,9 +380,9 @@ def simulated_bytes(text: str) -> int:
         ) from None
 
 
+# SLURM's variables for the GPUs of a job, each with its values for none. "0" in the first two is the GPU with index 0;
+# the last is a count.
 _ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
-"""SLURM's variables for the GPUs of a job, each with its values for none. "0" in the first two is the GPU with index 0;
-the last is a count."""
 
 
 def _promised_gpu(environment: Mapping[str, str]) -> str:
@@ -437,8 +406,8 @@ def _cuda_remedy() -> str:
     return f"{built}: check the driver (nvidia-smi); --device cpu trains without a GPU"
 
 
+# Variables with a user's allocator settings; the first that is set wins. Torch reads the first one since 2.9.
 _VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables with a user's allocator settings; the first that is set wins. Torch reads the first one since 2.9."""
 
 _SETTINGS: Final = "expandable_segments:True"
 
@@ -463,9 +432,9 @@ def expand_cuda_segments(environment: Mapping[str, str] = os.environ) -> None:
     (newer or torch.cuda.memory._set_allocator_settings)(_SETTINGS)
 
 
+# Variable with the path of a file that stands for other processes on a simulated GPU. The file holds a size, `200MiB`;
+# without a file, or with an empty one, there are none.
 FOREIGN: Final = "CAN_TRAIN_SIM_FOREIGN"
-"""Variable with the path of a file that stands for other processes on a simulated GPU. The file holds a size, `200MiB`;
-without a file, or with an empty one, there are none."""
 
 
 def simulated_contention(environment: Mapping[str, str] = os.environ) -> Callable[[], int]:
@@ -485,23 +454,15 @@ def _read_contention(path: Path) -> int:
         raise DeviceError(f"The file that {FOREIGN} names holds a size", value=f"{path}: {text[:50]!r}") from error
 
 
+# Largest cost of a batch that shows how fragmented an allocator's memory becomes. Larger batches take longer and show
+# about the same share; in much smaller ones the last page of 20 MiB dominates, as it does on a device of that size.
 FRAGMENTATION_PROBE_BYTES: Final = 256 * 2**20
-"""Largest cost of a batch that shows how fragmented an allocator's memory becomes. Larger batches take longer and show
-about the same share; in much smaller ones the last page of 20 MiB dominates, as it does on a device of that size."""
 
 _UNLIMITED: Final = 2**50
 
 
 def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[int, int]:
-    """Runs a batch on the host, on a simulated GPU without a limit.
-
-    Args:
-        run: Runs the batch.
-        resident: Tensors that are there before.
-
-    Returns:
-        Allocated and reserved bytes at their peaks.
-    """
+    """Runs a batch on a simulated GPU without a limit; returns allocated and reserved bytes at their peaks."""
     meter = SimulatedMeter(_UNLIMITED, expandable=segments_expand())
     with meter.measuring(resident):
         run()
@@ -509,7 +470,7 @@ def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[
 
 
 def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_bytes: int) -> bool:
-    """Tells whether a batch runs on a simulated GPU of a capacity; it runs on the host, as in `simulate_peak`."""
+    """Tells whether a batch runs on a simulated GPU of a capacity."""
     with CatchOutOfMemory():
         meter = SimulatedMeter(capacity_bytes, expandable=segments_expand())
         with meter.measuring(resident):

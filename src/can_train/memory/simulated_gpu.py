@@ -43,10 +43,7 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
 
     @contextmanager
     def host(self) -> Iterator[None]:
-        """Makes what operations make inside the block memory outside the device: it takes nothing, then or later.
-
-        What is on the device already stays there. `seed_resident` moves a tensor from outside to it.
-        """
+        """Leaves what operations make inside the block outside the device, until `seed_resident` moves it there."""
         before, self._outside = self._outside, True
         try:
             yield
@@ -80,11 +77,7 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
         return result
 
     def seed_resident(self, tensors: Iterable[Tensor]) -> None:
-        """Counts tensors that were made before the mode was entered, or outside the device, from now on.
-
-        Raises:
-            torch.OutOfMemoryError: There is no room for one of them.
-        """
+        """Counts tensors that were made before the mode was entered, or outside the device, from now on."""
         self._free_dead()
         for tensor in tensors:
             for storage in _storages(tensor):
@@ -144,6 +137,7 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
         self._free(old)
 
 
+# Methods that return the dense tensors a sparse tensor is made of: it has no storage of its own.
 _SPARSE_PARTS: Final[Mapping[torch.layout, tuple[str, ...]]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -151,7 +145,6 @@ _SPARSE_PARTS: Final[Mapping[torch.layout, tuple[str, ...]]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""Methods that return the dense tensors a sparse tensor is made of: it has no storage of its own."""
 
 
 def _storages(tensor: Tensor) -> tuple[UntypedStorage, ...]:

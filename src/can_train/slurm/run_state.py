@@ -94,7 +94,7 @@ class RunState:
     Attributes:
         state: One of `LIVE` or `CAUSES`.
         sentence: More about it, in words.
-        certain: False where the files say so and nobody else can be asked.
+        certain: False where only the files say so: neither SLURM nor the process can be asked from here.
     """
 
     state: str
@@ -105,6 +105,14 @@ class RunState:
     def live(self) -> bool:
         """Whether the run is queued or running."""
         return self.state in LIVE
+
+    @property
+    def label(self) -> str:
+        """The state for a column; one that is not certain has a question mark."""
+        return self.state if self.certain else f"{self.state}?"
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.sentence}" if self.sentence else self.label
 
 
 # How one attempt ended
@@ -189,11 +197,13 @@ def classify_exit(end: AttemptEnd | None, row: AccountRow | None, log: str, *, c
     if cancel_requested and row is None:
         return RunState(state=CANCELLED)
     known = "; ".join(filter(None, [_exit_words(row) if row else "", last_error_line(log)]))
-    return RunState(state=FAILED, sentence=known or "its process is gone without a word, and nothing says who ended it")
+    return RunState(
+        state=FAILED, sentence=known or "its process ended without a record, and nothing shows what ended it"
+    )
 
 
 def log_causes(text: str) -> list[str]:
-    """Lists what SLURM wrote into a log about endings, the last word last.
+    """Lists the causes of an ending that SLURM wrote into a log, in their order.
 
     Example:
         >>> log_causes("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***")
@@ -290,7 +300,9 @@ def infer_run_state(facts: RunFacts) -> RunState:
         return replace(found, sentence="but its result.json is gone")
     if found.state == REQUEUED:
         # The job was requeued, and left the queue again before anybody looked.
-        return RunState(state=CANCELLED if facts.cancels else FAILED, sentence="it left the queue without a word")
+        return RunState(
+            state=CANCELLED if facts.cancels else FAILED, sentence="it left the queue, and SLURM does not say why"
+        )
     return found
 
 
@@ -360,7 +372,7 @@ def _state_after_queue(facts: RunFacts) -> RunState:
 
 def _slurm_state(job_id: str, attempt: AttemptFacts | None, facts: RunFacts) -> RunState:
     end = attempt.end if attempt else None
-    # A process that was told to stop may have been requeued.
+    # A job whose process stopped at a signal may have been requeued.
     if facts.answer.queue is None and (end is None or end.ending in ("terminated", "time_limit")):
         state = RUNNING if attempt and end is None else QUEUED
         sentence = f"as far as its files say; SLURM, which has its job {job_id}, does not answer here"
