@@ -221,23 +221,21 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     if request.scores is not None:
         check_score_file(request.scores)
     finished, meter = load_finished(request.run), open_meter(request.device)
-    run, paths = finished.run, _paths(finished.run, request.paths)
+    run, paths, task = finished.run, _paths(finished.run, request.paths), load_task_settings(finished.run.task)
     dataset = evaluation_dataset(run, request.dataset, request.sets)
-    task = load_task_settings(run.task)
     if request.scores is not None:
         check_score_file(request.scores, load_object(task.files)(dataset, data_root(paths)))
     torch.use_deterministic_algorithms(run.training.deterministic)
-    prepare: Callable[..., Evaluation] = load_object(task.evaluator)
 
     def judge(cache: Path) -> tuple[Evaluation, Verdict, dict[str, float]]:
         data = EvaluationData(
             dataset=dataset, own=request.dataset is None, data_root=data_root(paths), cache=cache, reporter=reporter
         )
         began = time.perf_counter()
-        evaluation = prepare(finished, partial(finished_model, run), data)
+        evaluation: Evaluation = load_object(task.evaluator)(finished, partial(finished_model, run), data)
         reading_s = time.perf_counter() - began
+        device = InferenceDevice(meter=meter, precision=Precision.named(run.training.precision))
         with meter.active(), reporter.stage("scoring", unit="samples") as stage:
-            device = InferenceDevice(meter=meter, precision=Precision.named(run.training.precision))
             scorer = Scorer(run.training, device, stage.advance)
             verdict = evaluation.judge(scorer, request.threshold)
         return evaluation, verdict, {"reading": round(reading_s, 3), "scoring": round(scorer.seconds, 3)}

@@ -217,15 +217,10 @@ def build_session(
         steps_done: Optimizer steps of earlier attempts.
     """
     run, meter, model, run_plan = parts.run, parts.meter, planner.model, plans[parts.ranks.rank]
-    training = run.training
-    epochs = Epochs(
-        rows_by_epoch(parts.task, run_plan.skipped, epochs=training.epochs),
-        lambda rows: parts.task.batch_features(rows)[:, 0],
-        seed=training.seed,
-        logical_batch=run_plan.plan.logical_batch,
-        preflight_units=training.preflight_units,
-    )
+    training, measured = run.training, run.monitor
+    epochs = _epochs(parts, run_plan)
     total_steps = epochs.total_steps(training.epochs)
+    steps_left = total_steps - steps_done
     rescue = RescueSettings(
         adaptive=training.adaptive_micro_batch,
         factor=training.backoff_factor,
@@ -245,12 +240,7 @@ def build_session(
         shared_plan=plans[0],
         epochs=epochs,
         meter=meter,
-        monitor=MemoryMonitor(
-            meter=meter,
-            interval=run.monitor.interval,
-            warmup=run.monitor.warmup,
-            total_steps=total_steps - steps_done,
-        ),
+        monitor=MemoryMonitor(meter=meter, interval=measured.interval, warmup=measured.warmup, total_steps=steps_left),
         batcher=MicroBatcher(model, meter=meter, rules=run_plan.plan.rules, rescue=rescue, limits=run_plan.limits),
         planner=planner,
         reserve=OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=training.oom_retries),
@@ -260,6 +250,16 @@ def build_session(
         reporter=parts.reporter,
         ranks=parts.ranks,
         reference_models=reference_models,
+    )
+
+
+def _epochs(parts: Parts, run_plan: RunPlan) -> Epochs:
+    return Epochs(
+        rows_by_epoch(parts.task, run_plan.skipped, epochs=parts.run.training.epochs),
+        lambda rows: parts.task.batch_features(rows)[:, 0],
+        seed=parts.run.training.seed,
+        logical_batch=run_plan.plan.logical_batch,
+        preflight_units=parts.run.training.preflight_units,
     )
 
 

@@ -23,7 +23,7 @@ from can_train.factors.resolve import factor_rule
 from can_train.fit import random_state
 from can_train.fit.factor_rule import FactorRule
 from can_train.fit.micro_batcher import BatchResult, Losses, check_denominators, combine_shares, sum_by_term
-from can_train.fit.planner import Planner
+from can_train.fit.planner import Planner, RunPlan
 from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import describe_out_of_memory
 from can_train.io.atomic import write_json_atomic
@@ -191,14 +191,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     """
     run, ranks, reporter = parts.run, parts.ranks, parts.reporter
     checkpoint = load_checkpoint(parts)
-
-    def initial_model() -> nn.Module:
-        model = fresh_model(run, parts.task, parts.meter)
-        if checkpoint is None and run.training.start_from:
-            start_from(model, Path(run.training.start_from))
-        return model
-
-    model = ranks.on_every_rank(initial_model)
+    model = ranks.on_every_rank(lambda: _initial_model(parts, begins=checkpoint is None))
     # The same seed may give other bits on another processor.
     ranks.broadcast([*model.parameters(), *model.buffers()])
     reference_models = ReferenceModels(
@@ -220,13 +213,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
         reference_tensors=resident,
     )
     plans = resolve_plans(planner, ranks, factor, parts.folder.plan_path)
-    plan = plans[ranks.rank]
-    lines = plan_lines(plan, parts.meter.key, parts.meter.capacity_bytes) + reference_model_lines(
-        reference_models.plans
-    )
-    reporter.notice("\n".join(lines))
-    for notice in (*plan.plan.notices, *plan.notices):
-        reporter.notice(notice)
+    _report_plan(parts, plans[ranks.rank], reference_models)
     random_state.seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
     session = build_session(parts, planner, plans, reference_models, steps_done=steps_done)
@@ -236,6 +223,20 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
         restore(session, checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
     return session
+
+
+def _initial_model(parts: Parts, *, begins: bool) -> nn.Module:
+    model = fresh_model(parts.run, parts.task, parts.meter)
+    if begins and parts.run.training.start_from:
+        start_from(model, Path(parts.run.training.start_from))
+    return model
+
+
+def _report_plan(parts: Parts, plan: RunPlan, reference_models: ReferenceModels) -> None:
+    lines = plan_lines(plan, parts.meter.key, parts.meter.capacity_bytes)
+    parts.reporter.notice("\n".join(lines + reference_model_lines(reference_models.plans)))
+    for notice in (*plan.plan.notices, *plan.notices):
+        parts.reporter.notice(notice)
 
 
 def train(session: Session) -> None:
