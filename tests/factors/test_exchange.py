@@ -165,3 +165,14 @@ def test_importing_ones_own_export_changes_nothing(tmp_path: Path) -> None:
     assert store.import_file(store.db_path) == (None, [])
     assert store.records() == before
     assert len(list((tmp_path / "events").iterdir())) == events
+
+
+def test_a_reset_or_pin_of_a_key_without_its_size_holds_for_every_size(tmp_path: Path) -> None:
+    store = importing(tmp_path, {SHORT: {"v100": 0.5}})
+    store.pin(SHORT, 0.3)
+    pinned = store.known(KEY, "v100-16gb", size="teacher").choice
+    assert pinned is not None
+    assert pinned.factor == 0.3
+    store.unpin(SHORT)
+    store.reset(SHORT)
+    assert store.known(KEY, "v100-16gb", size="teacher").choice is None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from can_train.errors import DeviceError
-from can_train.memory.catalogue import Usable, find_card, other_card, usable
+from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
 from can_train.memory.host import available_bytes, total_bytes
 from can_train.memory.meters import (
     AbsentGpuMeter,
@@ -162,7 +162,7 @@ def test_a_target_has_the_sizes_of_its_gpu_and_nobody_on_it() -> None:
 
 
 @pytest.mark.parametrize("target", [TARGET, usable(other_card(MIB))])
-def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: Usable) -> None:
+def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: UsableMemory) -> None:
     meter = AbsentGpuMeter(target)
     for size in (10, 5):
         with meter.measuring([]):

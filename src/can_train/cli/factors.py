@@ -4,7 +4,7 @@ action writes at most one event, refreshes the export, and reports what it did i
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -27,8 +27,8 @@ from can_train.factors.events import read_events
 from can_train.factors.exchange import make_export
 from can_train.factors.observations import read_observations
 from can_train.factors.policies import POLICIES
-from can_train.factors.store import FactorStore, get_safety_factor_db, replay
-from can_train.factors.summary import FactorSummary, find_summaries, full_key, keys_like, policy_of, summarize
+from can_train.factors.store import FactorStore, get_safety_factor_db, replay_runs
+from can_train.factors.summary import find_summaries, full_key, keys_like, policy_of, summarize
 from can_train.io.atomic import json_text, write_text_atomic
 
 _STANDARD_OUTPUT: Final = "-"
@@ -38,110 +38,109 @@ _SUGGESTIONS: Final = 3
 _NEXT: Final = "Every training run teaches: can-train --help shows how to start one."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The command line's arguments, by their names in the signature of `factors`."""
-
-    key: str | None
-    show: bool
-    reset: bool
-    pin: float | None
-    unpin: bool
-    export: str | None
-    import_file: Path | None
-    replay: str | None
-    device: str | None
-    as_json: bool
-    yes: bool
-    state_dir: str | None
-
-    @property
-    def on_device(self) -> str:
-        """The device as the end of a sentence."""
-        return f" on {self.device}" if self.device else ""
-
-    def need_key(self, flag: str) -> str:
-        """Returns the KEY of an action that needs one."""
-        if not self.key:
-            raise ConfigError(f"{flag} needs a KEY", remedy="can-train factors lists keys")
-        return self.key
+_Key = Annotated[
+    str | None,
+    typer.Argument(help="Configuration key, with or without its size; all of them without.", metavar="[KEY]"),
+]
+_Show = Annotated[bool, typer.Option("--show", help="List every run; with a KEY that is done anyway.")]
+_Reset = Annotated[bool, typer.Option("--reset", help="Let the runs so far teach nothing any more; they stay.")]
+_Pin = Annotated[float | None, typer.Option(help="Fix the factor of KEY, whatever is learned.", metavar="VALUE")]
+_Unpin = Annotated[bool, typer.Option("--unpin", help="Let the learned factor of KEY hold again.")]
+_Export = Annotated[str | None, typer.Option(help="Write factors as JSON; - is standard output.", metavar="FILE")]
+_Import = Annotated[Path | None, typer.Option("--import", help="Import a file's factors.", metavar="FILE")]
+_Replay = Annotated[
+    str | None, typer.Option(help=f"What another policy would have done: {', '.join(POLICIES)}.", metavar="POLICY")
+]
+_Device = Annotated[str | None, typer.Option(help="Kind of device, as v100-16gb.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before --reset.")]
+_StateDir = Annotated[
+    str | None, typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER")
+]
 
 
 def factors(  # noqa: PLR0913 - Typer makes an option of each argument
     *,
-    key: Annotated[
-        str | None,
-        typer.Argument(help="Configuration key, with or without its size; all of them without.", metavar="[KEY]"),
-    ] = None,
-    show: Annotated[bool, typer.Option("--show", help="List every run; with a KEY that is done anyway.")] = False,
-    reset: Annotated[
-        bool, typer.Option("--reset", help="Exclude the runs so far from learning; their history stays.")
-    ] = False,
-    pin: Annotated[
-        float | None, typer.Option(help="Fix the factor of KEY, whatever is learned.", metavar="VALUE")
-    ] = None,
-    unpin: Annotated[bool, typer.Option("--unpin", help="Let the learned factor of KEY hold again.")] = False,
-    export: Annotated[
-        str | None, typer.Option(help="Write factors as JSON; - is standard output.", metavar="FILE")
-    ] = None,
-    import_file: Annotated[
-        Path | None, typer.Option("--import", help="Import a file's factors.", metavar="FILE")
-    ] = None,
-    replay: Annotated[
-        str | None,
-        typer.Option(help=f"Show what another policy would have set: {', '.join(POLICIES)}.", metavar="POLICY"),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Kind of device, as v100-16gb.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --reset.")] = False,
-    state_dir: Annotated[
-        str | None,
-        typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER"),
-    ] = None,
+    key: _Key = None,
+    show: _Show = False,
+    reset: _Reset = False,
+    pin: _Pin = None,
+    unpin: _Unpin = False,
+    export: _Export = None,
+    import_file: _Import = None,
+    replay: _Replay = None,
+    device: _Device = None,
+    as_json: _Json = False,
+    yes: _Yes = False,
+    state_dir: _StateDir = None,
 ) -> None:
     """Show the safety factors that were learned, and from which runs; reset, pin, export or import them."""
-    request = Request(**locals())
-    action = _action(request)
-    store = get_safety_factor_db(request.state_dir)
-    if action in _ACTIONS:
-        _run_action(action, request, store)
+    _check_not_empty({"KEY": key, "--device": device, "--state-dir": state_dir})
+    asked = {"reset": reset, "pin": pin is not None, "unpin": unpin, "export": export is not None,
+             "import": import_file is not None, "replay": replay is not None, "show": show}  # fmt: skip
+    action = _only([name for name, given in asked.items() if given])
+    store = get_safety_factor_db(state_dir)
+    if replay is not None:
+        return _print_replay(store, key, device, replay, as_json=as_json)
+    if reset:
+        result = _reset(store, key, device, yes=yes)
+    elif pin is not None:
+        result = _pin(store, key, device, pin)
+    elif unpin:
+        result = _unpin(store, key, device)
+    elif export is not None:
+        result = _export(store, key, device, export)
+    elif import_file is not None:
+        result = _import(store, key, device, import_file)
     else:
-        _show(request, store)
+        return _print_summaries(store, key, device, show=show or key is not None, as_json=as_json)
+    return _print_result(action, result, store, as_json=as_json)
 
 
-def _action(request: Request) -> str:
-    """Returns the one thing that is asked for; empty for the table.
+def _check_not_empty(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value == "":
+            raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
 
-    Raises:
-        ConfigError: Several things are, or something that does not go with it.
-    """
-    given = {"import" if name == "import_file" else name: value for name, value in vars(request).items()}
-    asked = [name for name in (*_ACTIONS, "show") if given[name] is not None and given[name] is not False]
+
+def _only(asked: Sequence[str]) -> str:
     if len(asked) > 1:
         switches = " and ".join(f"--{name}" for name in asked)
         raise ConfigError("One thing at a time", value=switches, remedy="Give one of them")
-    if asked == ["import"] and (request.key is not None or request.device is not None):
-        what = "a KEY" if request.key is not None else "--device"
-        raise ConfigError("--import takes all of a file", value=what, remedy=f"Leave {what} out")
-    for name, value in (("KEY", request.key), ("--device", request.device), ("--state-dir", request.state_dir)):
-        if value == "":
-            raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
     return asked[0] if asked else ""
 
 
-def _show(request: Request, store: FactorStore) -> None:
+def _needed(key: str | None, flag: str) -> str:
+    if key is None:
+        raise ConfigError(f"{flag} needs a KEY", remedy="can-train factors lists keys")
+    return key
+
+
+def _print_summaries(store: FactorStore, key: str | None, device: str | None, *, show: bool, as_json: bool) -> None:
     log, events = read_observations(store.state), read_events(store.state)
     summaries = summarize(log.finished, events.events, store.policy)
-    show = request.show or request.key is not None
-    if summaries or request.key is not None:
-        summaries = find_summaries(summaries, request.key, request.device)
-    if request.as_json:
+    if summaries or key is not None:
+        summaries = find_summaries(summaries, key, device)
+    if as_json:
         _print_json(factors_json(summaries, log, events, show=show))
     elif summaries:
         tables = [factors_table(summaries, log_notes(log, events))]
         print_tables(tables + [table for summary in summaries if show for table in runs_tables(summary)])
     else:
         print("\n".join([f"Nothing has been learned yet in {store.state}.", *log_notes(log, events), _NEXT]))
+
+
+def _print_replay(store: FactorStore, key: str | None, device: str | None, name: str, *, as_json: bool) -> None:
+    if name not in POLICIES:
+        raise unknown_name("policy", name, POLICIES)
+    found = [summary for summary in find_summaries(store.records(), key, device) if summary.runs]
+    replays = [replay_runs(summary, policy_of(summary.runs[-1], name)) for summary in found]
+    if as_json:
+        _print_json({"replays": [replay_json(one, name) for one in replays]})
+    elif replays:
+        print_tables([replay_table(one, name) for one in replays])
+    else:
+        print("No run is left to replay: all of them began before a reset.")
 
 
 @dataclass(frozen=True)
@@ -153,16 +152,15 @@ class ActionResult:
     notices: Sequence[str] = ()
 
 
-def _run_action(name: str, request: Request, store: FactorStore) -> None:
-    result = _ACTIONS[name](request, store)
+def _print_result(action: str, result: ActionResult, store: FactorStore, *, as_json: bool) -> None:
     notices = list(result.notices)
     if "event" in result.values:
         try:
             store.refresh_export()
         except StateError as error:
             notices.append(f"The change holds, but {store.db_path.name} is out of date. {error}")
-    if request.as_json and result.values:
-        _print_json({"action": name, **result.values, "notices": notices})
+    if as_json and result.values:
+        _print_json({"action": action, **result.values, "notices": notices})
         return
     if result.text:
         print(result.text)
@@ -170,26 +168,31 @@ def _run_action(name: str, request: Request, store: FactorStore) -> None:
         print(notice, file=sys.stderr)
 
 
-def _reset(request: Request, store: FactorStore) -> ActionResult:
-    found = find_summaries(store.records(), request.key, request.device)
+def _print_json(values: Mapping[str, Any]) -> None:
+    print(json.dumps(values, indent=2, ensure_ascii=False))
+
+
+def _on(device: str | None) -> str:
+    return f" on {device}" if device else ""
+
+
+def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool) -> ActionResult:
+    found = find_summaries(store.records(), key, device)
     keys = sorted({summary.key for summary in found})
     runs = sum(len(summary.runs) for one in found for summary in (one, *one.other_settings))
-    what = f"{counted(runs, 'run')} of {keys[0] if len(keys) == 1 else counted(len(keys), 'key')}{request.on_device}"
-    if not request.yes:
+    what = f"{counted(runs, 'run')} of {keys[0] if len(keys) == 1 else counted(len(keys), 'key')}{_on(device)}"
+    if not yes:
         _confirm(f"Shall {what} teach nothing any more? Their history stays.")
-    path = store.reset(None if request.key is None else keys[0], request.device)
+    path = store.reset(None if key is None else keys[0], device)
     notices = [
         f"{one.key} on {shown_device(one.device)} is {one.reason}: --unpin removes that"
         for one in found
         if one.state == "pinned"
     ]
+    text = f"{', '.join(keys)}: no run teaches{_on(device)}; the next run is a first one."
     if runs:
         text = f"{what} teach nothing any more; the next run is a first one. Their history stays."
-    else:
-        text = f"{', '.join(keys)}: no run teaches{request.on_device}; the next run is a first one."
-    return ActionResult(
-        text, {"config_keys": keys, "device": request.device, "runs": runs, "event": str(path)}, notices
-    )
+    return ActionResult(text, {"config_keys": keys, "device": device, "runs": runs, "event": str(path)}, notices)
 
 
 def _confirm(question: str) -> None:
@@ -202,38 +205,37 @@ def _confirm(question: str) -> None:
         raise typer.Exit(1)
 
 
-def _pin(request: Request, store: FactorStore) -> ActionResult:
-    given, value, summaries = request.need_key("--pin"), request.pin or 0.0, store.records()
+def _pin(store: FactorStore, key: str | None, device: str | None, value: float) -> ActionResult:
+    given, summaries = _needed(key, "--pin"), store.records()
     known = {summary.key for summary in summaries}
+    # A key that no run has had is pinned as it was given.
     key = full_key(summaries, given) if keys_like(summaries, given) else given
     notices = []
     if key not in known:
         nearest = ", ".join(nearest_first(key, known)[:_SUGGESTIONS])
         hint = f" Known keys, nearest first: {nearest}." if nearest else ""
         notices.append(f"No run has had the key {key} yet.{hint}")
-    path = store.pin(key, value, request.device)
-    text = f"{key} is pinned at {value:g}{request.on_device}. Runs are still learned from; --unpin removes the pin."
-    values = {"config_key": key, "device": request.device, "value": value, "event": str(path)}
-    return ActionResult(text, values, notices)
+    path = store.pin(key, value, device)
+    text = f"{key} is pinned at {value:g}{_on(device)}. Runs go on teaching beneath it; --unpin removes it."
+    return ActionResult(text, {"config_key": key, "device": device, "value": value, "event": str(path)}, notices)
 
 
-def _unpin(request: Request, store: FactorStore) -> ActionResult:
+def _unpin(store: FactorStore, given: str | None, device: str | None) -> ActionResult:
     summaries = store.records()
-    found = find_summaries(summaries, request.need_key("--unpin"), request.device)
+    found = find_summaries(summaries, _needed(given, "--unpin"), device)
     key = found[0].key
     if all(summary.state != "pinned" for summary in found):
         pinned = sorted({summary.key for summary in summaries if summary.state == "pinned"})
         remedy = f"Pinned: {', '.join(pinned)}" if pinned else "No key is pinned"
-        raise ConfigError("The key is not pinned", value=f"{key}{request.on_device}", remedy=remedy)
-    path = store.unpin(key, request.device)
-    values = {"config_key": key, "device": request.device, "event": str(path)}
-    return ActionResult(f"{key} is no longer pinned{request.on_device}.", values)
+        raise ConfigError("The key is not pinned", value=f"{key}{_on(device)}", remedy=remedy)
+    path = store.unpin(key, device)
+    values = {"config_key": key, "device": device, "event": str(path)}
+    return ActionResult(f"{key} is no longer pinned{_on(device)}.", values)
 
 
-def _export(request: Request, store: FactorStore) -> ActionResult:
-    summaries = find_summaries(store.records(), request.key, request.device)
-    export = make_export(summaries, read_events(store.state).events)
-    text, file = json_text(export), str(request.export)
+def _export(store: FactorStore, key: str | None, device: str | None, file: str) -> ActionResult:
+    export = make_export(find_summaries(store.records(), key, device), read_events(store.state).events)
+    text = json_text(export)
     if file == _STANDARD_OUTPUT:
         sys.stdout.write(text)
         return ActionResult("", {})
@@ -242,40 +244,17 @@ def _export(request: Request, store: FactorStore) -> ActionResult:
     except OSError as error:
         remedy = "Name a file in a folder that you may write to, or - for standard output"
         raise ConfigError("The export cannot be written", value=f"{file}: {error}", remedy=remedy) from error
-    return ActionResult(
-        f"{counted(len(export), 'key')} exported to {file}.", {"config_keys": list(export), "file": file}
-    )
+    values = {"config_keys": list(export), "file": file}
+    return ActionResult(f"{counted(len(export), 'key')} exported to {file}.", values)
 
 
-def _import(request: Request, store: FactorStore) -> ActionResult:
-    file = str(request.import_file)
-    path, keys = store.import_file(Path(file))
+def _import(store: FactorStore, key: str | None, device: str | None, file: Path) -> ActionResult:
+    if key is not None or device is not None:
+        what = "a KEY" if key is not None else "--device"
+        raise ConfigError("--import takes all of a file", value=what, remedy=f"Leave {what} out")
+    path, keys = store.import_file(file)
+    text = f"{counted(len(keys), 'key')} imported from {file}; their earlier runs teach nothing any more."
     if path is None:
         text = f"Nothing changed: {file} has the factors in force."
-        return ActionResult(text, {"config_keys": [], "file": file, "event": None})
-    text = f"{counted(len(keys), 'key')} imported from {file}; their earlier runs teach nothing any more."
-    return ActionResult(text, {"config_keys": keys, "file": file, "event": str(path)})
-
-
-def _replay(request: Request, store: FactorStore) -> ActionResult:
-    name = str(request.replay)
-    if name not in POLICIES:
-        raise unknown_name("policy", name, POLICIES)
-    found: list[FactorSummary] = find_summaries(store.records(), request.key, request.device)
-    replays = [replay(summary, policy_of(summary.runs[-1], name)) for summary in found if summary.runs]
-    if request.as_json:
-        _print_json({"replays": [replay_json(one, name) for one in replays]})
-    elif replays:
-        print_tables([replay_table(one, name) for one in replays])
-    else:
-        print("No run is left to replay: all of them began before a reset.")
-    return ActionResult("", {})
-
-
-_ACTIONS: Final[Mapping[str, Callable[[Request, FactorStore], ActionResult]]] = {
-    "reset": _reset, "pin": _pin, "unpin": _unpin, "export": _export, "import": _import, "replay": _replay,
-}  # fmt: skip
-
-
-def _print_json(values: Mapping[str, Any]) -> None:
-    print(json.dumps(values, indent=2, ensure_ascii=False))
+    event = None if path is None else str(path)
+    return ActionResult(text, {"config_keys": keys, "file": str(file), "event": event})

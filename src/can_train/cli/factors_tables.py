@@ -15,18 +15,18 @@ from can_train.factors.observations import Observation, ObservationLog
 from can_train.factors.store import Replay
 from can_train.factors.summary import FactorSummary
 
+# Characters of the widest line: with an indent of two, a little less than the narrowest terminal in use.
 PLOT_COLUMNS: Final = 76
-"""Characters of the widest line: with an indent of two, a little less than the narrowest terminal in use."""
 
 _LABEL: Final = "{:>4.0%} |"
 
 _LABEL_COLUMNS: Final = 6
 
+# Share of the capacity, or of the tuned limit, that one line stands for.
 _STEP: Final = 0.05
-"""Share of the capacity, or of the tuned limit, that one line stands for."""
 
+# Columns of a run where there is room: a few runs should not lie at the ends of a long line.
 _WIDEST_RUN: Final = 4
-"""Columns of a run where there is room: a few runs should not lie at the ends of a long line."""
 
 _FACTOR, _PEAK, _BOTH, _OUT_OF_MEMORY, _TARGET = "f", "o", "*", "X", "-"
 

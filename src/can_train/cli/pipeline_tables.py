@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.cli.output import TextTable, duration, seconds_between, strict
+from can_train.cli.output import TextTable, duration, finite, seconds_between
 from can_train.cli.ranking import by_test_set
 from can_train.slurm.status import RunStatus, short_name
 from can_train.training.run_folder import JobRecord
@@ -140,8 +140,8 @@ def result_json(each: StageResult) -> dict[str, Any]:
         "told": each.told or None,
         "parameters": result.get("parameters"),
         "epochs": result.get("epochs"),
-        "seconds": strict(_seconds(found)) if found else None,
-        _METRIC: strict(by_test_set(result, _METRIC)),
+        "seconds": finite(_seconds(found)) if found else None,
+        _METRIC: finite(by_test_set(result, _METRIC)),
     }
 
 

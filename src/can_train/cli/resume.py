@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from can_train.cli.options import command_of
+from can_train.cli.command import command_of
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.slurm.run_state import FINISHED
@@ -43,12 +43,13 @@ def resume(
 
 
 def _go_on(found: RunStatus) -> None:
-    from can_train.cli.attempt import go_on
+    from can_train.cli.attempt import continue_run
 
-    go_on(found.known.folder)
+    continue_run(found.known.folder)
 
 
 def _submit(found: RunStatus, locator: RunLocator) -> None:
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_again
     from can_train.config.compose import from_plain
     from can_train.slurm.submit import Submission
@@ -56,7 +57,12 @@ def _submit(found: RunStatus, locator: RunLocator) -> None:
 
     run = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
-    job = submit_again(folder, run, Submission(name=run.key, state_dir=locator.state_folder, reason="resumed"))
+    job = submit_again(
+        continue_in_job,
+        folder,
+        run,
+        Submission(name=run.key, state_dir=locator.state_folder, reason="resumed"),
+    )
     print(f"Run {job.run_id} goes on as job {job.job_id}.")
 
 
@@ -101,14 +107,15 @@ def _resubmit(request: ResubmitRequest) -> None:
     values["paths.state_dir"] = str(locator.state_folder)
     run = _settled(with_changes(found.known.folder.config(), request.set or (), values), locator)
     if not found.facts.jobs:
-        from can_train.cli.attempt import start
+        from can_train.cli.attempt import train_run
 
-        start(run)
+        train_run(run)
         return
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_runs
     from can_train.slurm.submission_plan import SubmitOptions
 
-    submit_runs([run], SubmitOptions(force=request.force))
+    submit_runs(continue_in_job, [run], SubmitOptions(force=request.force))
 
 
 def _settled(run: "ResolvedRun", locator: RunLocator) -> "ResolvedRun":

@@ -9,15 +9,15 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.options import command_of
+from can_train.cli.command import command_of
 from can_train.cli.output import (
     TextTable,
     duration,
-    in_one_unit,
-    moment,
+    finite,
+    local_time,
     print_tables,
+    rough_duration,
     seconds_between,
-    strict,
 )
 from can_train.cli.ranking import RankedResult, rank
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
@@ -106,7 +106,7 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
             short_name(each.known.run_id),
             each.known.record.key,
             each.state.label,
-            in_one_unit(seconds) if seconds is not None else "",
+            rough_duration(seconds) if seconds is not None else "",
             _done_of(0 if epoch is None and epochs else epoch, epochs),
             f"{loss:.3g}" if loss is not None else "",
         ))  # fmt: skip
@@ -142,7 +142,7 @@ def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) 
     best = [(finished[one.index], one) for one in (ranked[:limit] if limit else ranked)]
     if as_json:
         _print_json([
-            {**run_json(each), "metric": metric, "value": one.value, "parts": strict(one.parts)} for each, one in best
+            {**run_json(each), "metric": metric, "value": one.value, "parts": finite(one.parts)} for each, one in best
         ])  # fmt: skip
     else:
         print_tables([_best_table(best, metric)])
@@ -192,7 +192,7 @@ def _status_lines(found: RunStatus) -> list[str]:
 
 def _history_tables(found: RunStatus) -> list[TextTable]:
     jobs = [
-        (job.job_id, job.executor, moment(job.time),
+        (job.job_id, job.executor, local_time(job.time),
          " ".join(f"{name}={value}" for name, value in job.resources.items()), job.reason)
         for job in found.facts.jobs
     ]  # fmt: skip
@@ -201,7 +201,7 @@ def _history_tables(found: RunStatus) -> list[TextTable]:
             str(attempt.start.attempt),
             attempt.start.job_id or f"process {attempt.start.pid}",
             attempt.start.host,
-            moment(attempt.start.start_time),
+            local_time(attempt.start.start_time),
             duration(seconds_between(attempt.start.start_time, attempt.end.time)) if attempt.end else "",
             str(infer_attempt_state(attempt, found.facts)),
         )
@@ -243,7 +243,7 @@ def run_json(found: RunStatus) -> dict[str, Any]:
         "jobs": [vars(job) for job in facts.jobs],
         "attempts": [_attempt_json(attempt, found) for attempt in facts.attempts],
     }
-    return {name: strict(value) for name, value in values.items()}
+    return {name: finite(value) for name, value in values.items()}
 
 
 def _attempt_json(attempt: AttemptFacts, found: RunStatus) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from can_train.io.records import (
     write_document,
 )
 
+# Stands for every kind of device that has no entry of its own.
 ANY_DEVICE: Final = ""
-"""Stands for every kind of device that has no entry of its own."""
 
 _FOLDER: Final = "events"
 
+# Largest file that is taken for an event; an import contains the runs of its file.
 _MOST_BYTES: Final = 2**26
-"""Largest file that is taken for an event; an import contains the runs of its file."""
 
 
 @dataclass(frozen=True, kw_only=True)

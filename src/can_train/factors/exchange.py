@@ -14,18 +14,18 @@ from can_train.factors.summary import FactorSummary
 from can_train.io.records import utc_text
 from can_train.memory.catalogue import CARDS, cards_named, is_device_key
 
+# Parts that a configuration key has at least: data set, model and mode. A part may contain underscores itself.
 _KEY_PARTS: Final = 3
-"""Parts that a configuration key has at least: data set, model and mode. A part may contain underscores itself."""
 
+# Devices that a message names.
 _NEAREST: Final = 3
-"""Devices that a message names."""
 
 _SHAPES: Final = (
     "Give what can-train factors --export writes, or {key: {device: factor}}, or {key: factor}, factors in (0, 1]"
 )
 
+# By configuration key, then by kind of device or `ANY_DEVICE`.
 Entries = dict[str, dict[str, Imported]]
-"""By configuration key, then by kind of device or `ANY_DEVICE`."""
 
 
 def make_export(summaries: Sequence[FactorSummary], events: Sequence[Event] = ()) -> dict[str, Any]:

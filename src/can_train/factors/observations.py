@@ -28,23 +28,23 @@ _FOLDER: Final = "observations"
 
 _STARTED_SUFFIX: Final = f".started{DOCUMENT_SUFFIX}"
 
+# Characters of a run's id that a portable file name may not have.
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]+")
-"""Characters of a run's id that a portable file name may not have."""
 
+# Largest file that is taken for an observation; they have a few thousand bytes.
 _MOST_BYTES: Final = 2**20
-"""Largest file that is taken for an observation; they have a few thousand bytes."""
 
+# Share of the capacity that may go without another process: libraries load kernels outside the allocator when they are
+# first used.
 FOREIGN_SHARE: Final = 0.01
-"""Share of the capacity that may go without another process: libraries load kernels outside the allocator when they are
-first used."""
 
 Outcome = Literal["ok", "rescued", "oom", "interrupted", "error"]
 
 Factor = Annotated[float, Meta(gt=0, le=1)]
 
 # Squares of larger shares lose their meaning in the regression.
+# A share of the tuned limit; what ran may exceed the limit.
 Share = Annotated[float, Meta(ge=0, le=1e6)]
-"""A share of the tuned limit; what ran may exceed the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,18 +7,18 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 # --- The regression: peak = base + slope · used. Peaks are shares of the capacity, `used` is a share of the tuned limit.
 
+# Rounds of re-estimating the noise and the unknown peaks of out-of-memories from the line, then the line from them.
 FIT_ROUNDS: Final = 6
-"""Rounds of re-estimating the noise and the unknown peaks of out-of-memories from the line, then the line from them."""
 
+# Standard deviations to either side that hold 95 % of a normal distribution.
 NORMAL_95: Final = 1.96
-"""Standard deviations to either side that hold 95 % of a normal distribution."""
 
 # The prior on a run that uses the whole tuned limit has Student's heavy tails: a tuned limit that the data set ended,
 # not memory, may be far off, and readings must be able to overrule the prior there.
 _PRIOR_DEGREES_OF_FREEDOM: Final = 4
 
+# Slope below which what a run uses does not show in its peak; a divisor of at least this needs no case of its own.
 _LEAST_SLOPE: Final = 1e-6
-"""Slope below which what a run uses does not show in its peak; a divisor of at least this needs no case of its own."""
 
 
 class Reading(NamedTuple):
@@ -128,33 +128,73 @@ class RegressionPrior:
         return math.sqrt((self.noise_runs * self.noise**2 + squares) / freedom)
 
 
+# The prior of a configuration of which nothing is known.
 DEFAULT_PRIOR: Final = RegressionPrior()
-"""The prior of a configuration of which nothing is known."""
+
+# --- Changes: a new version of a library may move every peak at once.
+
+# Runs on either side of a change: fewer may all be outliers.
+_LEAST_RUNS: Final = 3
+
+# Shift of the peak, as a share of the capacity, below which the weights' forgetting is soon enough.
+_LEAST_CHANGE: Final = 0.03
+
+# Standard errors of the shift. High, since every place in a long history is tried, and chance has many tries.
+_CERTAIN: Final = 5.0
+
+# Standard deviation assumed of residuals, worth as many runs as `_LEAST_RUNS`: a few may agree by chance.
+_LEAST_NOISE: Final = 0.01
+
+
+def since_change(readings: Sequence[Reading], line: PeakRegression) -> Sequence[Reading]:
+    """Returns the readings since how memory grows has changed; all of them where it has not.
+
+    A change shows as residuals from one line through all readings that have one mean before it and another after it:
+    the split with the largest two-sample t statistic.
+
+    Args:
+        readings: Oldest first.
+        line: Fitted to all of them.
+    """
+    residuals = [(i, r.peak - line.peak(r.used)) for i, r in enumerate(readings) if r.peak is not None]
+    total, squares = sum(x for _, x in residuals), sum(x * x for _, x in residuals)
+    start, certainty, sum_before = 0, _CERTAIN, 0.0
+    for before, (index, residual) in enumerate(residuals):
+        after, sum_after = len(residuals) - before, total - sum_before
+        if min(before, after) >= _LEAST_RUNS:
+            shift = abs(sum_after / after - sum_before / before)
+            within = max(squares - sum_before**2 / before - sum_after**2 / after, 0.0)
+            variance = (within + _LEAST_RUNS * _LEAST_NOISE**2) / (len(residuals) + 1)
+            t_statistic = shift / math.sqrt(variance * (1 / before + 1 / after))
+            if shift > _LEAST_CHANGE and t_statistic > certainty:
+                start, certainty = index, t_statistic
+        sum_before += residual
+    return readings[start:]
 
 
 # --- The ceiling: the peak at which memory runs out. It is below the capacity where memory is fragmented.
 
+# Ceilings that are tried, as shares of the capacity; of equally likely ones the first wins.
 _CEILINGS: Final = tuple(percent / 100 for percent in range(100, 49, -1))
-"""Ceilings that are tried, as shares of the capacity; of equally likely ones the first wins."""
 
+# Log-likelihood (nats) that a ceiling loses per unit of capacity that it lies below the capacity.
 _CEILING_LOG_ODDS: Final = 12.0
-"""Log-likelihood (nats) that a ceiling loses per unit of capacity that it lies below the capacity."""
 
+# Standard deviation of the ceiling from run to run: memory is never fragmented twice alike.
 _CEILING_SD: Final = 0.01
-"""Standard deviation of the ceiling from run to run: memory is never fragmented twice alike."""
 
+# Share of runs that run out of memory below the ceiling, for reasons that do not come back.
 _STRAY_OOMS: Final = 0.005
-"""Share of runs that run out of memory below the ceiling, for reasons that do not come back."""
 
+# Share of runs that fit above the ceiling. The smaller, the longer old successes outweigh a ceiling that is new.
 _FITS_ABOVE: Final = 0.2
-"""Share of runs that fit above the ceiling. The smaller, the longer old successes outweigh a ceiling that is new."""
 
+# Standard deviations between a run's expected peak and the ceiling up to which noise explains its out-of-memory.
 _EXPLAINED_WITHIN: Final = 3.0
-"""Standard deviations between a run's expected peak and the ceiling up to which noise explains its out-of-memory."""
 
 
 def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> tuple[PeakRegression, float]:
-    """Fits the line, and the ceiling as a share of the capacity.
+    """Fits the line to the readings since the last change, and the ceiling as a share of the capacity.
 
     The ceiling is the capacity unless memory ran out where noise does not explain it. Then it is the level that makes
     the fates of all runs most likely: about where memory ran out, but not below what many runs reached. Weights fall
@@ -164,14 +204,17 @@ def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> tup
         readings: Oldest first.
         prior: What is known of the line before any of them.
     """
-    measured = [reading for reading in readings if reading.peak is not None]
-    line = prior.fit(measured)
-    if len(measured) == len(readings):
+    line = prior.fit([reading for reading in readings if reading.peak is not None])
+    recent = since_change(readings, line)
+    measured = [reading for reading in recent if reading.peak is not None]
+    if len(recent) < len(readings):
+        line = prior.fit(measured)
+    if len(measured) == len(recent):
         return line, 1.0
-    ceiling = max(_CEILINGS, key=lambda level: _log_likelihood(level, readings, line)) if measured else 1.0
+    ceiling = max(_CEILINGS, key=lambda level: _log_likelihood(level, recent, line)) if measured else 1.0
     # A stray out-of-memory far below the ceiling would only raise the line.
     explained = [
-        r for r in readings
+        r for r in recent
         if r.peak is not None or line.peak(r.used) + _EXPLAINED_WITHIN * line.spread(r.used) >= ceiling
     ]  # fmt: skip
     return prior.fit(explained, start=line, ceiling=ceiling), ceiling
@@ -192,11 +235,11 @@ def _log_likelihood(ceiling: float, readings: Sequence[Reading], line: PeakRegre
 
 # --- The policies.
 
+# Runs after which a run weighs half: how memory grows drifts with versions of libraries.
 HALF_LIFE: Final = 20.0
-"""Runs after which a run weighs half: how memory grows drifts with versions of libraries."""
 
+# Half-lives of the history that are used: an older run would weigh less than half a per cent.
 MEMORY_HALF_LIVES: Final = 8
-"""Half-lives of the history that are used: an older run would weigh less than half a per cent."""
 
 
 @dataclass(frozen=True)
@@ -266,8 +309,8 @@ def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) ->
 # (upper bound of the peak, gain): far from the target the factor moves in large steps, near it in small ones.
 _GAINS: Final = ((0.50, 0.5), (0.70, 0.3), (0.85, 0.1), (0.95, 0.2))
 
+# Gain for a peak above the last bound: a run that close to an out-of-memory calls for a large step back.
 _GAIN_ABOVE: Final = 0.5
-"""Gain for a peak above the last bound: a run that close to an out-of-memory calls for a large step back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,15 +389,15 @@ class MomentumPolicy(FactorPolicy):
         return min(max(factor, self.minimum), self.maximum)
 
 
+# Ratio of one factor to the next in the search for one whose risk is small enough.
 BACK_OFF: Final = 0.99
-"""Ratio of one factor to the next in the search for one whose risk is small enough."""
 
+# Standard deviation of a measured peak around what a cost model predicts, as a share of the capacity. Predictions from
+# probes lie within a few thousandths; this is for what no probe sees (another library's tensors, a workspace).
 PREDICTED_SD: Final = 0.06
-"""Standard deviation of a measured peak around what a cost model predicts, as a share of the capacity. Predictions from
-probes lie within a few thousandths; this is for what no probe sees (another library's tensors, a workspace)."""
 
+# Out-of-memories in a row whose earlier decisions are compared, each with a fit of its own.
 _OOMS_IN_A_ROW: Final = 20
-"""Out-of-memories in a row whose earlier decisions are compared, each with a fit of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,8 @@ from can_train.io.records import utc_text
 
 EXPORT_NAME: Final = "batch_size_factors.json"
 
+# Last runs on another device whose median ratio of measured to predicted peak stands for that device.
 _OTHER_DEVICE_RUNS: Final = 10
-"""Last runs on another device whose median ratio of measured to predicted peak stands for that device."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class Replay:
     next_factor: float | None
 
 
-def replay(summary: FactorSummary, policy: FactorPolicy) -> Replay:
+def replay_runs(summary: FactorSummary, policy: FactorPolicy) -> Replay:
     """Computes a policy's factor for every run, from what was known when the run began.
 
     The runs are those that happened: what the policy's own factors would have led to, nobody measured.

@@ -15,8 +15,8 @@ from can_train.factors.observations import Observation, without_size
 from can_train.factors.policies import POLICIES, AimLimit, FactorPoint, FactorPolicy, make_policy
 
 # An interrupted attempt has measured real steps; one that failed may have failed at anything.
+# Outcomes whose peak counts.
 LEARNABLE_OUTCOMES: Final = ("ok", "rescued", "interrupted")
-"""Outcomes whose peak counts."""
 
 
 def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
@@ -69,31 +69,31 @@ def _oom_point(run: Observation) -> FactorPoint:
     return FactorPoint(used=run.oom_used or run.used or run.factor, peak=None, after_rescue=after_rescue)
 
 
+# Runs before a factor can have converged, and last runs whose factors' variance is taken.
 _CONVERGED_RUNS: Final = 5
-"""Runs before a factor can have converged, and last runs whose factors' variance is taken."""
 
+# Variance of those factors below which the factor may have converged.
 _CONVERGED_VARIANCE: Final = 0.01
-"""Variance of those factors below which the factor may have converged."""
 
+# Half-width of the factor's interval ÷ the factor, below which it may have converged.
 _CONVERGED_INTERVAL: Final = 0.02
-"""Half-width of the factor's interval ÷ the factor, below which it may have converged."""
 
+# Last runs whose peaks must lie in the band.
 _IN_BAND_RUNS: Final = 3
-"""Last runs whose peaks must lie in the band."""
 
+# Distance of a peak from the aim, ÷ capacity, that is in band: there the momentum rule makes only its small steps.
 _BAND: Final = 0.05
-"""Distance of a peak from the aim, ÷ capacity, that is in band: there the momentum rule makes only its small steps."""
 
+# Distance of the aim from the target, ÷ capacity, from which the reason is given.
 _LOWERED: Final = 0.01
-"""Distance of the aim from the target, ÷ capacity, from which the reason is given."""
 
+# Options of a policy that are taken from observations: those that users set, all of them shares.
 _POLICY_OPTIONS: Final = ("target", "momentum", "oom_cut", "minimum", "maximum")
-"""Options of a policy that are taken from observations: those that users set, all of them shares."""
 
 _DEFAULT_POLICY: Final = next(iter(POLICIES))
 
+# The part of a fingerprint that does not separate runs: memory drifts slowly with versions, and a policy forgets.
 TORCH_VERSION: Final = "torch_version"
-"""The part of a fingerprint that does not separate runs: memory drifts slowly with versions, and a policy forgets."""
 
 _AIM_REASONS: Final[Mapping[AimLimit, str]] = {
     "target": "",

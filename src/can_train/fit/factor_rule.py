@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
 
+# Least divisor in place of a tuned limit: dividing by it needs no case of its own.
 _LEAST_LIMIT_BYTES: Final = 1.0
-"""Least divisor in place of a tuned limit: dividing by it needs no case of its own."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Aim:
     reason: str = ""  # why it is less than the target; empty where it is not
 
 
+# The aim of a factor that a person has fixed: it holds whatever peak it leads to.
 NO_AIM: Final = Aim(1.0)
-"""The aim of a factor that a person has fixed: it holds whatever peak it leads to."""
 
 
 def lower_aim(limits: DeviceLimits, aim: Aim, *, margin: float = 0.0) -> Aim:
@@ -95,12 +95,12 @@ class OtherDevice:
 
 # The search looks for what the batch needs ÷ this factor. With 0.5, a limit below that is memory's, wherever weights and
 # state leave half of the device free.
+# Factor that a search assumes before there is one.
 PROVISIONAL: Final = 0.5
-"""Factor that a search assumes before there is one."""
 
 _LEAST_RATIO: Final = 0.5
+# Bounds of `OtherDevice.ratio`: beyond them it was not measured in the same training.
 _LARGEST_RATIO: Final = 2.0
-"""Bounds of `OtherDevice.ratio`: beyond them it was not measured in the same training."""
 
 UNUSED: Final = FactorChoice(1.0, "not in use: nothing was searched for")
 

@@ -15,24 +15,24 @@ import msgspec
 from can_train.errors import StateError
 from can_train.io.atomic import json_text, write_new_atomic
 
+# Version of the files' shape; raised when a field changes its meaning, not when one with a default is added.
 SCHEMA: Final = 1
-"""Version of the files' shape; raised when a field changes its meaning, not when one with a default is added."""
 
 DOCUMENT_SUFFIX: Final = ".json"
 
 # Larger whole numbers overflow the arithmetic of floats and numpy.
+# A number of bytes, samples or events.
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-"""A number of bytes, samples or events."""
 
 # Dates at the ends of the calendar overflow when their time zone is changed.
 _FIRST_YEAR: Final = 1970
 _LAST_YEAR: Final = 9000
 
+# Nested levels of a record: far above what settings need, far below what Python's recursion allows.
 _MOST_DEPTH: Final = 50
-"""Nested levels of a record: far above what settings need, far below what Python's recursion allows."""
 
+# Bytes read at a time: most records arrive whole with one request.
 _READ_BYTES: Final = 2**16
-"""Bytes read at a time: most records arrive whole with one request."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from can_train.errors import ConfigError, DeviceError, nearest_first
 from can_train.io.units import exact_size, parse_size
 from can_train.memory import host
 from can_train.memory.allocator import no_contention
-from can_train.memory.catalogue import Usable, gpu_key
+from can_train.memory.catalogue import UsableMemory, gpu_key
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.simulated_gpu import LiveStorageTracker, SimulatedGpu
 
@@ -153,7 +153,7 @@ class AbsentGpuMeter(CpuMeter):
 
     is_host = False
 
-    def __init__(self, target: Usable) -> None:
+    def __init__(self, target: UsableMemory) -> None:
         super().__init__()
         self.host_bytes = self.capacity_bytes
         self.name = target.name

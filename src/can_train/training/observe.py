@@ -24,8 +24,8 @@ from can_train.training.run_folder import RunFolder
 if TYPE_CHECKING:
     from can_train.training.session import Session
 
+# Fields that an observation shares with `Started`.
 _IDENTITY: Final = ("run_id", "attempt", "rank", "key", "device", "start_time")
-"""Fields that an observation shares with `Started`."""
 
 
 @dataclass(kw_only=True)

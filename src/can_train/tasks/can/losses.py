@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from can_train.task import Outputs
     from can_train.tasks.can.models.vgae import Reconstruction
 
+# Makes a batch of some windows.
 Gather = Callable[[NDArray[np.int64]], GraphBatch]
-"""Makes a batch of some windows."""
 
+# Sum and denominator of each term.
 Losses = dict[str, tuple[Tensor, float]]
-"""Sum and denominator of each term."""
+
+
+def numpy_generator(generator: torch.Generator) -> np.random.Generator:
+    """Makes a numpy generator with a seed from a torch generator; its arrays take no device memory."""
+    return np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
 
 
 class ClassifierBatch:
@@ -69,15 +74,7 @@ class ClassifierBatch:
 
 
 class DistilledClassifierBatch(ClassifierBatch):
-    """Cross-entropy, and the KL divergence of the softened probabilities from a teacher's, whose denominator is R.
-
-    Args:
-        rows: [R] the windows.
-        gather: Makes a batch of some of them.
-        weights: [R] each window's class weight.
-        teacher: The teacher's logits.
-        temperature: Divides the logits of both models.
-    """
+    """Cross-entropy, and the KL divergence of the softened probabilities from a teacher's, whose denominator is R."""
 
     def __init__(
         self,
@@ -114,15 +111,14 @@ class AutoencoderBatch:
         gather: Makes a batch of some of them.
         node_ptr: [R + 1] offsets of the windows' nodes in the logical batch.
         edge_ptr: [R + 1] offsets of their edges.
-        noise: [N, Z] noise of the latent for all nodes, on the host, where it takes no device memory; None: the mean is
-            decoded.
+        noise: [N, Z] noise of the latent for all nodes; None: the mean is decoded.
     """
 
     rows: NDArray[np.int64]
     gather: Gather
     node_ptr: NDArray[np.int64]
     edge_ptr: NDArray[np.int64]
-    noise: NDArray[np.float32] | None
+    noise: NDArray[np.float32] | None  # on the host, where it takes no device memory
 
     @classmethod
     def draw(
@@ -133,20 +129,14 @@ class AutoencoderBatch:
         latent: int,
         generator: torch.Generator | None,
     ) -> AutoencoderBatch:
-        """Draws the noise of the whole logical batch, so that its split cannot change it.
+        """Draws the noise of the whole logical batch, so that its split cannot change it; without a generator, none.
 
-        Args:
-            rows: [R] the windows.
-            gather: Makes a batch of some of them.
-            counts: [R] nodes and [R] edges of each.
-            latent: Z.
-            generator: Seeds the noise; None: no noise.
+        `counts` are [R] nodes and [R] edges of each window, `latent` is Z.
         """
         node_ptr, edge_ptr = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
         noise = None
         if generator is not None:
-            seed = int(torch.randint(2**63 - 1, (), generator=generator))
-            noise = np.random.default_rng(seed).standard_normal((int(node_ptr[-1]), latent), dtype=np.float32)
+            noise = numpy_generator(generator).standard_normal((int(node_ptr[-1]), latent), dtype=np.float32)
         return cls(rows=rows, gather=gather, node_ptr=node_ptr, edge_ptr=edge_ptr, noise=noise)
 
     @property

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from can_train.tasks.can.data.dataset import CanData
     from can_train.tasks.can.data.graphs import FlatGraphs
 
+# Roles of reference models.
 AUTOENCODER: Final = "autoencoder"
 CLASSIFIER: Final = "classifier"
-"""Roles of reference models."""
 
+# Weights [teacher's Z, Z] that an autoencoder has in addition if it learned from a teacher.
 _PROJECTION: Final = "projection.weight"
-"""Weights [teacher's Z, Z] that an autoencoder has in addition if it learned from a teacher."""
 
 
 class WindowModel(ABC):
@@ -77,11 +77,8 @@ class WindowModel(ABC):
 class FinishedNetwork(WindowModel):
     """A finished classifier or autoencoder on the windows of a data set.
 
-    Args:
-        finished: The model.
-        flat: The windows.
-        full_precision: Whether it scores without mixed precision. A run that consults several models gets the same
-            scores from them whatever precision it computes in itself.
+    With `full_precision`, it scores without mixed precision. So a run that consults it gets the same scores whatever
+    precision it computes in itself.
 
     Raises:
         CheckpointError: The weights do not fit the run's settings.
@@ -155,14 +152,9 @@ def _network(finished: FinishedModel) -> nn.Module:
 
 
 class WindowReferenceModel(FinishedNetwork, ReferenceModel):
-    """A finished model that a mode consults about windows.
+    """A finished model that a mode consults about windows, of which [R] need its outputs.
 
-    Args:
-        role: What the model is to the mode.
-        finished: The model.
-        data: The windows.
-        rows: [R] windows whose outputs training and validation need.
-        output: `logits` of a classifier, `errors` or `reconstruction` of an autoencoder.
+    The output is `logits` of a classifier, `errors` or `reconstruction` of an autoencoder.
 
     Raises:
         CheckpointError: The weights do not fit the run's settings, or the model does not fit the windows.
@@ -214,9 +206,7 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
     def outputs(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
-        """Returns [R, 2] logits (benign, attack); [R, 3] node, edge and latent errors; or [N, Z] means of the latent
-        with the [N, 10] node and [E, 11] edge features that are decoded from them.
-        """
+        """Returns [R, 2] logits; [R, 3] errors; or [N, Z] latents with [N, 10] node and [E, 11] edge features."""
         if self.output == "errors":
             return {"errors": self.scores(model, rows, device, dtype)}
         batch = self.batch(rows, device, dtype)
@@ -227,11 +217,6 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
 
 
 def _check_fit(role: str, finished: FinishedModel, data: CanData) -> None:
-    """Checks that a finished model was trained on the same features and the same vehicle.
-
-    Raises:
-        CheckpointError: It was not; the message names each difference.
-    """
     differences = _shape_differences(finished.weights)
     # A sample of the data may lack IDs that the rest of them has.
     if data.sample is None:

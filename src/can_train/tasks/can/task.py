@@ -33,14 +33,7 @@ _MODES: Final[Mapping[str, Callable[[ResolvedRun, CanData, Finished], WindowTask
 
 
 def make_task(run: ResolvedRun, finished: Finished, data_root: Path, cache: Path, reporter: Reporter) -> WindowTask:
-    """Makes the task with all of its data.
-
-    Args:
-        run: The resolved run.
-        finished: The models that it builds on, by role.
-        data_root: Folder of the published data sets.
-        cache: Folder of prepared data.
-        reporter: Where progress and notices go.
+    """Makes the task with all of its data; `finished` are the models that it builds on, by role.
 
     Raises:
         DataError: The log cannot be read, is too short, or lacks the labels that the mode learns from.
@@ -49,14 +42,7 @@ def make_task(run: ResolvedRun, finished: Finished, data_root: Path, cache: Path
 
 
 def sample_task(run: ResolvedRun, finished: Finished, data_root: Path, cache: Path, reporter: Reporter) -> WindowTask:
-    """Makes the task with what a few seconds show of its data; nothing is written, not even to the cache.
-
-    Args:
-        run: The resolved run.
-        finished: The models that it builds on, by role.
-        data_root: Folder of the published data sets.
-        cache: Folder of prepared data, which is read only.
-        reporter: Where progress and notices go.
+    """Makes the task with what a few seconds show of its data, for a plan; nothing is written, not even to the cache.
 
     Raises:
         DataError: A log cannot be read, or the data lack the labels that the mode learns from.

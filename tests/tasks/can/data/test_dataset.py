@@ -174,12 +174,12 @@ def test_copies_of_training_logs_are_not_judged(tmp_path: Path) -> None:
     logs = [*layout(tmp_path), log_file(tmp_path / "test_02" / "copy.csv", TEST, "test_02", seed=1)]
     data, recorder = prepared(logs, tmp_path)
     assert len(data.flat.sources) == 3
-    assert recorder.notices == ["Left out of judging, since identical to training logs: test_02/copy.csv"]
+    assert recorder.notices == ["Left out of testing, since identical to training logs: test_02/copy.csv"]
 
 
 def test_a_test_folder_of_copies_only_is_named(tmp_path: Path) -> None:
     logs = [*layout(tmp_path), log_file(tmp_path / "test_03" / "copy.csv", TEST, "test_03", seed=1)]
-    assert prepared(logs, tmp_path)[0].notices[-1] == "Nothing is left to judge of test_03"
+    assert prepared(logs, tmp_path)[0].notices[-1] == "Nothing is left to test of test_03"
 
 
 def test_copies_stay_in_two_test_folders_but_not_in_one(tmp_path: Path) -> None:

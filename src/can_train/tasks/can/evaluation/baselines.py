@@ -15,24 +15,24 @@ from can_train.fit.features import Members, members
 from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.evaluation.metrics import Threshold, choose_threshold
 
+# Frames whose windows are expanded at a time. A window has no more nodes or edges than frames, so the temporary arrays
+# of a chunk stay below about 60 MB.
 FRAMES_PER_CHUNK: Final = 200_000
-"""Frames whose windows are expanded at a time. A window has no more nodes or edges than frames, so the temporary arrays
-of a chunk stay below about 60 MB."""
 
+# Training windows that a forest is fitted on: at worst, on noise, that takes 15 s on two cores.
 MAX_FOREST_WINDOWS: Final = 20_000
-"""Training windows that a forest is fitted on: at worst, on noise, that takes 15 s on two cores."""
 
+# Trees of a forest; scikit-learn's default.
 FOREST_TREES: Final = 100
-"""Trees of a forest; scikit-learn's default."""
 
+# Threads that fit a forest: the cores of the smallest machine in use.
 FOREST_JOBS: Final = 2
-"""Threads that fit a forest: the cores of the smallest machine in use."""
 
+# Score of a CAN ID that training did not see: as suspicious as an ID that occurred in attacks only.
 UNSEEN_ID_SCORE: Final = 1.0
-"""Score of a CAN ID that training did not see: as suspicious as an ID that occurred in attacks only."""
 
+# Returns [R] scores of chosen windows, higher is more attack-like.
 WindowScorer = Callable[[FlatGraphs, NDArray[np.int64]], NDArray[np.float64]]
-"""Returns [R] scores of chosen windows, higher is more attack-like."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,7 @@ class Baselines:
 def fit_baselines(
     flat: FlatGraphs, train: NDArray[np.int64], validation: NDArray[np.int64], *, seed: int, fpr: float
 ) -> Baselines:
-    """Fits every baseline that the training windows allow.
-
-    Args:
-        flat: All windows.
-        train: [R] windows to fit on.
-        validation: Windows that decide the thresholds.
-        seed: Seed of the forests.
-        fpr: Share of the benign validation windows that a baseline without attacks in training may flag.
+    """Fits every baseline that the training windows allow; thresholds come from validation.
 
     Raises:
         DataError: Validation allows no threshold.
@@ -87,7 +80,7 @@ def fit_baselines(
 
 
 def constant_baselines() -> list[Baseline]:
-    """Returns the baselines that need no fit: one flags every window, one flags none."""
+    """Returns the two baselines that need no fit."""
 
     def constant(name: str, score: float) -> Baseline:
         return Baseline(name, lambda flat, rows: np.full(len(rows), score), Threshold(value=0.5, rule="fixed"))
@@ -156,7 +149,7 @@ def _over_table(predict: Callable[[NDArray[np.float32]], NDArray[np.float64]]) -
 def sample_by_class(flat: FlatGraphs, rows: NDArray[np.int64], *, most: int, seed: int) -> NDArray[np.int64]:
     """Draws at most `most` of the windows `rows`, in order.
 
-    Each class may fill half of them and what the other one leaves free, so that rare attacks are kept.
+    Each class may fill half of them and what the other one leaves free, so that rare attacks remain.
     """
     is_attack = flat.label[rows] > 0
     attacks, benign = rows[is_attack], rows[~is_attack]
@@ -173,16 +166,12 @@ def sample_by_class(flat: FlatGraphs, rows: NDArray[np.int64], *, most: int, see
 def window_features(flat: FlatGraphs, rows: NDArray[np.int64]) -> NDArray[np.float32]:
     """Makes a table of chosen windows, without CAN IDs and absolute times.
 
-    Args:
-        flat: All windows; each has at least one node and one edge.
-        rows: [R].
-
     Returns:
         [R, C]: mean, standard deviation, minimum and maximum of each node feature, the same of each edge feature, the
         number of nodes, the number of edges, and the duration in seconds.
     """
     columns = 4 * (flat.node_features.shape[1] + flat.edge_features.shape[1]) + 3
-    # Filled chunk by chunk: a list of chunks would hold the table twice when it is joined.
+    # Chunks are written into the table: a list of them would hold the table twice when it is joined.
     table = np.empty((len(rows), columns), np.float32)
     done = 0
     for chunk in in_chunks(flat, rows):
@@ -201,6 +190,7 @@ def window_features(flat: FlatGraphs, rows: NDArray[np.int64]) -> NDArray[np.flo
 
 def _summaries(features: NDArray[np.float32], of: Members) -> NDArray[np.float64]:
     """Returns [R, 4 · F]: means, standard deviations, minima and maxima over the members of each window."""
+    # Every window has a node and an edge: an empty one would get the sum of the window after it.
     values = features[of.positions].astype(np.float64)
     mean = np.add.reduceat(values, of.starts) / of.sizes[:, None]
     deviation = values - np.repeat(mean, of.sizes, axis=0)

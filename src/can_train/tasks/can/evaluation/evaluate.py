@@ -54,37 +54,31 @@ if TYPE_CHECKING:
     from can_train.tasks.can.data.graphs import SourceFile
     from can_train.tasks.can.evaluation.judging import Judgement
 
+    # By folder: [F] final scores, or [F, S] raw ones.
     FolderScores = Mapping[str, NDArray[np.float64]]
-    """By folder: [F] final scores, or [F, S] raw ones."""
 
+    # Loads the finished model of a role that a run builds on; raises RunError if it is gone.
     LoadModel = Callable[[str], FinishedModel]
-    """Loads the finished model of a role that a run builds on; raises RunError if it is gone."""
 
+    # Computes the [R, S] raw scores of windows by a model, in parts that fit.
     Score = Callable[[WindowModel, NDArray[np.int64]], NDArray[np.float64]]
-    """Computes the [R, S] raw scores of windows by a model, in parts that fit."""
 
+# Dataset settings that the weights of a model depend on.
 _MODEL_SETTINGS: Final = ("window", "identity")
-"""Dataset settings that the weights of a model depend on."""
 
+# Dataset settings that decide which of its own windows a run was trained on.
 _SPLIT_SETTINGS: Final = ("name", "synthetic", "stride", "validation_share", "test_share")
-"""Dataset settings that decide which of its own windows a run was trained on."""
 
+# Logs that a notice names; the others are an ellipsis.
 _MAX_NAMED_LOGS: Final = 3
-"""Logs that a notice names; the others are an ellipsis."""
 
+# Baselines that need training windows. Other logs have none: all of their windows are judged.
 FITTED_BASELINES: Final = ("id_lookup", "random_forest")
-"""Baselines that need training windows. Other logs have none: all of their windows are judged."""
-
 _NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
 
 
-def make_evaluation(finished: FinishedModel, load_model: LoadModel, asked: EvaluationData) -> WindowEvaluation:
-    """Prepares the windows that are judged.
-
-    Args:
-        finished: The run's model.
-        load_model: Loads the models that the run builds on.
-        asked: The data.
+def make_evaluation(finished: FinishedModel, load_model: LoadModel, request: EvaluationData) -> WindowEvaluation:
+    """Prepares the windows that are judged; `load_model` loads the models that the run builds on.
 
     Raises:
         ConfigError: A setting is one that the model or its split depends on.
@@ -94,44 +88,46 @@ def make_evaluation(finished: FinishedModel, load_model: LoadModel, asked: Evalu
     """
     if "threshold" not in finished.result.get("judgement", ()):
         raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
-    data, own = _judged_data(finished.run.dataset, asked)
+    data, own = _judged_data(finished.run.dataset, request)
     references = _references_of(finished, data, load_model)
-    return WindowEvaluation(_model_of(finished, data, load_model), data, references, replace(asked, own=own))
+    return WindowEvaluation(_model_of(finished, data, load_model), data, references, replace(request, own=own))
 
 
-def _judged_data(trained: CanDatasetSettings, asked: EvaluationData) -> tuple[CanData, bool]:
-    """Loads the windows, and tells whether they are the run's own, split as they were for training."""
-    own = asked.own or _same_logs(trained, asked.dataset)
-    _check_unchanged(trained, asked.dataset, (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own else ())))
+def _judged_data(trained: CanDatasetSettings, request: EvaluationData) -> tuple[CanData, bool]:
+    """Loads the windows, and returns whether they are the run's own, split as they were for training."""
+    own = request.own or _same_logs(trained, request.dataset)
+    _check_unchanged(trained, request.dataset, (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own else ())))
     if own:
-        return load_data(asked.dataset, asked.data_root, asked.cache, asked.reporter), True
-    logs = find_evaluation_logs(simulate_if_synthetic(asked.dataset, asked.cache, asked.reporter), asked.data_root)
-    data = prepare_for_evaluation(asked.dataset, logs, asked.cache, asked.reporter)
-    _warn_of_training_logs(_training_logs(trained, asked), data.flat.sources, asked.reporter)
+        return load_data(request.dataset, request.data_root, request.cache, request.reporter), True
+    logs = find_evaluation_logs(
+        simulate_if_synthetic(request.dataset, request.cache, request.reporter), request.data_root
+    )
+    data = prepare_for_evaluation(request.dataset, logs, request.cache, request.reporter)
+    _warn_of_training_logs(_training_logs(trained, request), data.flat.sources, request.reporter)
     return data, False
 
 
-def _same_logs(trained: CanDatasetSettings, asked: CanDatasetSettings) -> bool:
-    if trained.path and asked.path:
-        return Path(trained.path).expanduser().resolve() == Path(asked.path).expanduser().resolve()
-    return (trained.path, trained.name, trained.synthetic) == (asked.path, asked.name, asked.synthetic)
+def _same_logs(trained: CanDatasetSettings, request: CanDatasetSettings) -> bool:
+    if trained.path and request.path:
+        return Path(trained.path).expanduser().resolve() == Path(request.path).expanduser().resolve()
+    return (trained.path, trained.name, trained.synthetic) == (request.path, request.name, request.synthetic)
 
 
-def _check_unchanged(trained: CanDatasetSettings, asked: CanDatasetSettings, names: Sequence[str]) -> None:
+def _check_unchanged(trained: CanDatasetSettings, request: CanDatasetSettings, names: Sequence[str]) -> None:
     for name in names:
-        before, now = getattr(trained, name), getattr(asked, name)
+        before, now = getattr(trained, name), getattr(request, name)
         if before != now:
             why = "the model is bound to it" if name in _MODEL_SETTINGS else "it tells what the run was trained on"
             raise ConfigError(f"dataset.{name} is the run's own, since {why}", value=f"{now}; the run has {before}",
                               remedy="Leave it out; --dataset names other data")  # fmt: skip
 
 
-def _training_logs(trained: CanDatasetSettings, asked: EvaluationData) -> list[LogFile]:
+def _training_logs(trained: CanDatasetSettings, request: EvaluationData) -> list[LogFile]:
     """Finds the logs that the run was trained on; none where they are gone, or on another machine."""
-    folder = asked.cache / synthetic_folder_name(trained.synthetic)
+    folder = request.cache / synthetic_folder_name(trained.synthetic)
     here = replace(trained, path=str(folder)) if trained.is_synthetic else trained
     try:
-        return [log for log in find_logs(here, asked.data_root) if log.role != TEST]
+        return [log for log in find_logs(here, request.data_root) if log.role != TEST]
     except CanTrainError:
         return []
 
@@ -148,7 +144,8 @@ def _warn_of_training_logs(logs: Sequence[LogFile], sources: Sequence[SourceFile
     known = [source.path for source in sources if source.sha256 in hashes]
     if known:
         named = ", ".join(known[:_MAX_NAMED_LOGS]) + (", …" if len(known) > _MAX_NAMED_LOGS else "")
-        reporter.notice(f"The run was trained on {len(known)} of these {len(sources)} logs, which flatters it: {named}")
+        trained = f"The run was trained on {len(known)} of these {len(sources)} logs"
+        reporter.notice(f"{trained}, so its figures on them are too good: {named}")
 
 
 def _model_of(finished: FinishedModel, data: CanData, load_model: LoadModel) -> WindowModel:
@@ -158,7 +155,7 @@ def _model_of(finished: FinishedModel, data: CanData, load_model: LoadModel) -> 
 
 
 class References:
-    """The detectors that a finished run is compared with; by itself, none.
+    """The detectors that a finished run is compared with; the base class has none.
 
     Args:
         result: The run's own judgement.
@@ -174,22 +171,11 @@ class References:
         self.absent: dict[str, str] = {}
 
     def scores(self, raw: FolderScores, score: Callable[[str], FolderScores]) -> dict[str, ModelScores]:
-        """Returns the final scores of the detectors, by name.
-
-        Args:
-            raw: Raw scores of the run's model.
-            score: Returns the raw scores of one of `models`, by role.
-        """
+        """Returns the final scores by name, from the raw scores of the run's model and those of each of `models`."""
         return {}
 
     def complete(self, judgement: Judgement, raw: FolderScores, timed: TimedScore) -> dict[str, Any]:
-        """Adds what the judgement in a run's result has for such a model alone.
-
-        Args:
-            judgement: Of the model and these detectors.
-            raw: Raw scores of the run's model.
-            timed: Has scored all models.
-        """
+        """Adds to a judgement the parts that only such a model has; `timed` has scored all models."""
         return dict(judgement)
 
 
@@ -200,7 +186,7 @@ class TeacherReferences(References):
         super().__init__(result)
         for role, record in result["references"].items():
             with self._skip_on_error(role):
-                # With the threshold and the units of the student's run, whatever its own run had.
+                # With the threshold and the units that the student's run found, as at the end of that run.
                 finished = replace(load_model(role), result={"judgement": record})
                 self.models[role] = FinishedNetwork(finished, data.flat, full_precision=True)
 
@@ -289,46 +275,37 @@ class EvaluatedWindows:
 class WindowEvaluation:
     """Windows that are judged by the threshold that a run chose in validation.
 
-    Args:
-        model: The run's model on the windows.
-        data: The windows.
-        references: The detectors that the model is compared with.
-        asked: Where the windows come from.
-
     Attributes:
-        own_split: Whether they are split as they were for training; else all of them are judged.
+        own_split: Whether the windows are split as they were for training; else all of them are judged.
     """
 
-    def __init__(self, model: WindowModel, data: CanData, references: References, asked: EvaluationData) -> None:
+    def __init__(self, model: WindowModel, data: CanData, references: References, request: EvaluationData) -> None:
         self._model = model
         self._data = data
         self._references = references
-        self._asked = asked
+        self._request = request
         self._run = model.finished.run
         self._result = model.finished.result["judgement"]
-        self.own_split = asked.own
+        self.own_split = request.own
         self._rows = np.concatenate([*data.split.test.values()])
 
     @property
     def dataset(self) -> str:
         """Name of the data, or the path of data that were given by path."""
-        dataset: CanDatasetSettings = self._asked.dataset
+        dataset: CanDatasetSettings = self._request.dataset
         return dataset.path or dataset.name
 
     @cached_property
     def counted(self) -> Mapping[str, int]:
         """Numbers of judged windows and frames; a frame that several windows share counts once."""
         flat, rows = self._data.flat, np.unique(self._rows)
+        # A window adds the frames since the start of the one before it, or all of its own where a log begins.
         steps = np.diff(flat.first_frame[rows])
         fresh = np.where(np.diff(flat.source[rows]) == 0, np.minimum(steps, flat.window), flat.window)
         return {"windows": len(self._rows), "frames": flat.window + int(fresh.sum())}
 
     def judge(self, score: Score, threshold: float | None) -> EvaluatedWindows:
-        """Judges each folder by itself, together with baselines and references.
-
-        Args:
-            score: Scores windows.
-            threshold: Windows with higher scores are flagged; None: the run's own.
+        """Judges each folder by itself, together with baselines and references, by a threshold or by the run's own.
 
         Raises:
             RunError: A score is not a finite number.
@@ -388,6 +365,7 @@ class WindowEvaluation:
         score = np.concatenate([*scores.values()])
         folder = np.repeat(np.arange(len(scores)), [len(each) for each in scores.values()])
         paths, folders = [source.path for source in flat.sources], list(scores)
+        # The second argsort turns the order of the paths into the rank of each.
         by_path = np.argsort(np.argsort(np.array(paths), kind="stable"))
         order = np.lexsort((folder, flat.first_frame[rows], by_path[flat.source[rows]]))
         rows, score, folder = rows[order], score[order], folder[order]

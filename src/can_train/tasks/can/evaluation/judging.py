@@ -5,19 +5,18 @@ All that is decided about a detector, its threshold and the units of its errors,
 Shapes: R rows (windows).
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
-from can_train.tasks.can.data.dataset import Split
-from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.evaluation.baselines import Baselines, fit_baselines
 from can_train.tasks.can.evaluation.metrics import (
     KindRecall,
@@ -28,35 +27,39 @@ from can_train.tasks.can.evaluation.metrics import (
     recall_by_kind,
 )
 
-FLAGS_EVERYTHING_SHARE: Final = 0.99
-"""Share of flagged windows from which a remark says that a detector flags everything."""
+if TYPE_CHECKING:
+    from can_train.config.resolved import ResolvedRun
+    from can_train.tasks.can.data.dataset import Split
+    from can_train.tasks.can.data.graphs import FlatGraphs
 
+# Share of flagged windows from which a remark says that a detector flags everything.
+FLAGS_EVERYTHING_SHARE: Final = 0.99
+
+# False-positive rate below which that remark is left out: where nearly all windows are attacks, a good detector flags
+# nearly all of them.
 INDISCRIMINATE_FPR: Final = 0.5
-"""False-positive rate below which that remark is left out: where nearly all windows are attacks, a good detector flags
-nearly all of them."""
 
 SECONDS_PER_HOUR: Final = 3600.0
 
+# Name of the model that the run trained, in results and tables.
 TRAINED: Final = "model"
-"""Name of the model that the run trained, in results and tables."""
 
+# Cell of a figure that the folder does not define.
 UNDEFINED: Final = "-"
-"""Cell of a figure that the folder does not define."""
 
+# Alarms per hour from which a decimal is noise.
 MANY_ALARMS: Final = 100.0
-"""Alarms per hour from which a decimal is noise."""
 
+# Figures of a table by heading. The headings are short because the widest row must fit 80 columns: `r@1%` is recall at
+# 1 % false positives, `alarm/h` are false alarms per hour.
 _RATES: Final = {
     "f1": "f1", "prec": "precision", "recall": "recall", "mcc": "mcc", "pr_auc": "pr_auc", "roc_auc": "roc_auc",
     "r@1%": "recall_at_fpr_1pct",
 }  # fmt: skip
-"""Figures of a table by heading. The headings are short because the widest row must fit 80 columns."""
-
 COLUMNS: Final = ("detector", *_RATES, "alarm/h")
-"""Headings of a folder's table; `r@1%` is recall at 1 % false positives, `alarm/h` are false alarms per hour."""
 
+# Scores windows: `score(rows)` with the trained model, `score(rows, role)` with the reference model of that role.
 Score = Callable[..., NDArray[np.float64]]
-"""Scores windows: `score(rows)` with the trained model, `score(rows, role)` with the reference model of that role."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,7 +84,7 @@ class Detector:
     scores: ModelScores
     threshold: Threshold
 
-    def record(self) -> "ThresholdRecord":
+    def record(self) -> ThresholdRecord:
         """Returns what validation decided about the detector, as strict JSON."""
         record = ThresholdRecord(threshold=self.threshold.value, threshold_rule=self.threshold.rule)
         if self.scores.error_units is not None:
@@ -94,10 +97,9 @@ class JudgingOptions:
     """How a model is judged.
 
     Attributes:
-        supervised: Whether it learned from attacks; decides the threshold's rule.
+        supervised: Whether it learned from attacks, which decides the threshold's rule.
         validation_fpr: Share of the benign validation windows that an anomaly detector may flag.
-        baselines: Whether the baselines are computed.
-        seed: Seed of the baselines.
+        baselines: Whether the baselines are computed, with `seed`.
     """
 
     supervised: bool
@@ -106,7 +108,7 @@ class JudgingOptions:
     seed: int
 
     @classmethod
-    def of(cls, run: ResolvedRun, *, supervised: bool) -> "JudgingOptions":
+    def of(cls, run: ResolvedRun, *, supervised: bool) -> JudgingOptions:
         """Takes the options from the settings of a run."""
         mode, seed = run.mode, run.training.seed
         return cls(supervised=supervised, validation_fpr=mode.validation_fpr, baselines=mode.baselines, seed=seed)
@@ -133,7 +135,7 @@ class ThresholdRecord(TypedDict):
 class Judgement(ThresholdRecord):
     """The `judgement` of a run's result: strict JSON.
 
-    `references` are the other models and mixes that the model is compared with, `absent` has the reason for each missing
+    `references` are the models and mixes that the model is compared with; `absent` has the reason for each missing
     detector. Data that no run was trained on have no validation part.
     """
 
@@ -150,14 +152,7 @@ def judge(
     options: JudgingOptions,
     references: Mapping[str, ModelScores] = MappingProxyType({}),
 ) -> Judgement:
-    """Judges a model on every test folder; all thresholds are chosen by one rule, from validation.
-
-    Args:
-        flat: All windows.
-        split: Which of them validate and are judged.
-        scores: The model's.
-        options: How it is judged.
-        references: Scores of detectors that it is compared with, by name.
+    """Judges a model on every test folder, together with references by name; one rule chooses all thresholds.
 
     Raises:
         RunError: A score is not a finite number.
@@ -195,14 +190,7 @@ def judge_at(
     baselines: Baselines,
     references: Mapping[str, Detector] = MappingProxyType({}),
 ) -> Judgement:
-    """Judges a model whose threshold is known.
-
-    Args:
-        flat: All windows.
-        split: Which of them are judged. Its validation part may be empty.
-        model: The model.
-        baselines: The fitted baselines.
-        references: Detectors that it is compared with, by name.
+    """Judges a model whose threshold is known. The split's validation part may be empty.
 
     Raises:
         RunError: A score is not a finite number.
@@ -264,14 +252,10 @@ def _metrics(flat: FlatGraphs, rows: NDArray[np.int64], score: NDArray[np.float6
 
 
 def benign_hours(flat: FlatGraphs, rows: NDArray[np.int64]) -> float:
-    """Computes how long chosen windows observed benign traffic, in hours.
+    """Computes how long [R] chosen windows, ascending, observed benign traffic, in hours.
 
     A window lasts until the next chosen one begins, if that overlaps it or follows without a frame between them;
     otherwise until its own last frame. So no time counts twice, and none between chosen parts of a log counts.
-
-    Args:
-        flat: All windows.
-        rows: [R] ascending.
     """
     start, end = flat.start_time[rows], flat.end_time[rows]
     adjoining = (np.diff(flat.source[rows]) == 0) & (np.diff(flat.first_frame[rows]) <= flat.window)
@@ -282,13 +266,7 @@ def benign_hours(flat: FlatGraphs, rows: NDArray[np.int64]) -> float:
 
 
 def remarks(model: Metrics, others: Mapping[str, Metrics], *, unlabelled_windows: int) -> list[str]:
-    """Writes sentences about what the figures of a folder hide.
-
-    Args:
-        model: The model's figures.
-        others: Figures of the detectors that it is compared with, by name.
-        unlabelled_windows: Windows of logs without labels.
-    """
+    """Writes sentences about what the figures of a folder hide; `others` are those of the compared detectors."""
     return [*_label_remarks(model, unlabelled_windows), *_flag_remarks(model), *_comparison_remarks(model, others)]
 
 
@@ -355,14 +333,7 @@ class TimedScore:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgementTable:
-    """A table of a judgement, as text.
-
-    Attributes:
-        title: The folder and its windows.
-        rows: Cells under the columns: the model first, then the references, then the baselines.
-        notes: Recall by attack kind, and remarks.
-        columns: The headings.
-    """
+    """A table of a judgement, as text: the model first, then the references, then the baselines."""
 
     title: str
     rows: tuple[tuple[str, ...], ...]

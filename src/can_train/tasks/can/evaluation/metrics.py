@@ -9,7 +9,6 @@ from typing import Final, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import average_precision_score, roc_auc_score
 
 from can_train.errors import DataError
 
@@ -25,16 +24,10 @@ class Threshold:
 def choose_threshold(
     is_attack: NDArray[np.bool_], score: NDArray[np.float64], *, supervised: bool, fpr: float
 ) -> Threshold:
-    """Chooses the threshold of a detector from validation.
+    """Chooses the threshold of a detector from [V] validation windows.
 
-    A detector that learned from attacks gets the best F1, if there are attacks to measure it on. Any other one gets a
-    false-positive rate on the benign windows.
-
-    Args:
-        is_attack: [V] the truth.
-        score: [V] higher is more attack-like.
-        supervised: Whether the detector learned from attacks.
-        fpr: Share of the benign windows that may be flagged where F1 cannot decide.
+    A supervised detector gets the best F1, if there are attacks to measure it on. Any other one may flag a share `fpr`
+    of the benign windows.
 
     Raises:
         DataError: There is no benign window to measure the rate on.
@@ -58,11 +51,7 @@ def choose_threshold(
 def threshold_max_f1(is_attack: NDArray[np.bool_], score: NDArray[np.float64]) -> float:
     """Returns the threshold with the best attack-class F1; of equally good ones, the one that flags fewest windows.
 
-    It lies midway between the lowest flagged score and the highest one that is not flagged.
-
-    Args:
-        is_attack: [V] at least one of them true.
-        score: [V] finite.
+    It lies midway between the lowest flagged score and the highest one that is not flagged. There must be an attack.
     """
     # Only the distinct scores can be thresholds. From the highest down, every level flags all windows above it.
     levels, level_of = np.unique(-score, return_inverse=True)
@@ -82,12 +71,9 @@ def threshold_max_f1(is_attack: NDArray[np.bool_], score: NDArray[np.float64]) -
 def threshold_at_fpr(benign_score: NDArray[np.float64], fpr: float) -> float:
     """Returns the lowest benign score that leaves at most a share `fpr` of them strictly above it.
 
-    Equal scores are flagged together or not at all, so the rate that is reached may be lower, but never higher.
-
-    Args:
-        benign_score: [V] at least one.
-        fpr: In [0, 1].
+    There must be at least one score.
     """
+    # Equal scores are flagged together or not at all, so the rate that is reached may be lower, but never higher.
     count = len(benign_score)
     # Rates are compared, not counts: 0.29 · 100 is 28.999999999999996, one window too few.
     rates = np.arange(1, count) / count
@@ -95,8 +81,8 @@ def threshold_at_fpr(benign_score: NDArray[np.float64], fpr: float) -> float:
     return float(np.sort(benign_score)[count - 1 - allowed])
 
 
+# False-positive rate at which `recall_at_fpr_1pct` is read. It is customary, and means hundreds of alarms an hour.
 FIXED_FPR: Final = 0.01
-"""False-positive rate at which `recall_at_fpr_1pct` is read. It is customary, and means hundreds of alarms an hour."""
 
 
 class Metrics(TypedDict):
@@ -136,6 +122,9 @@ def detector_metrics(
         flagged: [W] which windows the detector calls attacks.
         benign_hours: Hours that benign windows observed.
     """
+    # scikit-learn takes seconds to import; most of a training needs only the thresholds of this module.
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
     hits = int(np.count_nonzero(is_attack & flagged))
     false_alarms = int(np.count_nonzero(flagged)) - hits
     attacks = int(np.count_nonzero(is_attack))
@@ -183,13 +172,7 @@ def recall_at_fpr(is_attack: NDArray[np.bool_], score: NDArray[np.float64], fpr:
 def recall_by_kind(
     label: NDArray[np.uint8], flagged: NDArray[np.bool_], kinds: tuple[str, ...]
 ) -> dict[str, KindRecall]:
-    """Computes the recall of every attack kind that occurs.
-
-    Args:
-        label: [W] indices into `kinds`; 0 is benign.
-        flagged: [W] which windows are flagged.
-        kinds: Names of the label codes.
-    """
+    """Computes the recall of every attack kind that occurs; labels are [W] indices into `kinds`, and 0 is benign."""
     found = {}
     for code in np.unique(label[label > 0]):
         of_kind = label == code
@@ -197,8 +180,8 @@ def recall_by_kind(
     return found
 
 
+# Shares of the node, edge and latent error in the anomaly score: those that users of this detector know.
 ERROR_WEIGHTS: Final = (0.40, 0.35, 0.25)
-"""Shares of the node, edge and latent error in the anomaly score: the weights that users of this detector know."""
 
 
 def error_units(benign_errors: NDArray[np.float64]) -> list[float]:
@@ -209,11 +192,6 @@ def error_units(benign_errors: NDArray[np.float64]) -> list[float]:
 
 
 def anomaly_scores(errors: NDArray[np.float64], units: Sequence[float]) -> NDArray[np.float64]:
-    """Returns [R] weighted errors in their units: 1 is the mean benign window of validation.
-
-    Args:
-        errors: [R, 3] node, edge and latent errors.
-        units: [3] of the error terms.
-    """
+    """Returns [R] weighted sums of [R, 3] node, edge and latent errors, in units of the mean benign window."""
     scores: NDArray[np.float64] = errors @ (np.array(ERROR_WEIGHTS) / np.asarray(units))
     return scores

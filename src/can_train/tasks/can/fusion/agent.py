@@ -29,6 +29,7 @@ from can_train.tasks.can.fusion.scores import (
     confidence,
     mixing_weights,
 )
+from can_train.tasks.can.losses import Losses, numpy_generator
 from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 
 if TYPE_CHECKING:
@@ -36,37 +37,32 @@ if TYPE_CHECKING:
 
     from can_train.config.resolved import FinishedModel
     from can_train.tasks.can.data.graphs import FlatGraphs
-    from can_train.tasks.can.losses import Losses
     from can_train.tasks.can.settings import FusionAgentSettings
 
+# Reward that full confidence adds to a right decision.
 RIGHT_SHARE: Final = 0.5
-"""Reward that full confidence adds to a right decision."""
 
+# Reward that full confidence takes from a wrong decision. With these shares, confidence pays as soon as more than three
+# in eight decisions are right.
 WRONG_SHARE: Final = 0.3
-"""Reward that full confidence takes from a wrong decision. With these shares, confidence pays as soon as more than
-three in eight decisions are right."""
 
+# Rewards are clipped to ± this, the reward of a right decision with full confidence. A limit of 1 would leave no room
+# for the confidence.
 MAX_REWARD: Final = 1.5
-"""Rewards are clipped to ± this, the reward of a right decision with full confidence. A limit of 1 would leave no room
-for the confidence."""
 
+# Windows whose weights are chosen at a time. That happens between steps, when there are no gradients, and so few need
+# less memory than the gradients will.
 WINDOWS_PER_PASS: Final = 64
-"""Windows whose weights are chosen at a time. That happens between steps, when there are no gradients, and so few
-windows need less memory than the gradients will."""
 
+# Columns of the fused score and of the chosen mixing weight in an agent's `scores`.
 FUSED: Final = 0
-"""Column of the fused score in an agent's `scores`."""
-
 WEIGHT: Final = 1
-"""Column of the chosen mixing weight in an agent's `scores`."""
 
 
 class ReplayMemory(nn.Module):
-    """The last C choices: of each the window and the position of the mixing weight.
+    """The last C choices: of each the window and the position of the mixing weight."""
 
-    State, reward and next state are functions of these two, so they need no memory.
-    """
-
+    # State, reward and next state are functions of these two, so they need no memory.
     rows: Tensor
     actions: Tensor
     pushed: Tensor
@@ -91,11 +87,7 @@ class ReplayMemory(nn.Module):
         self.pushed.add_(len(rows))
 
     def recall(self, uniform: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns [R] windows and [R] positions of mixing weights.
-
-        Args:
-            uniform: [R] numbers in [0, 1); each selects a choice by its share of the memory.
-        """
+        """Returns [R] windows and [R] positions of mixing weights; [R] numbers in [0, 1) select them."""
         # An empty memory returns the zeros it is made of: planning computes a batch before the first choice.
         known = max(len(self), 1)
         # The product stays below `known`: a double below 1 is more than half a unit in the last place away from it.
@@ -104,20 +96,7 @@ class ReplayMemory(nn.Module):
 
 
 class FusionAgent(nn.Module):
-    """A deep Q-network over mixing weights (DQN: Mnih et al., 2015).
-
-    The target network and the memory are buffers: the optimizer does not touch them, and checkpoints, snapshots and
-    rescues include them as they include all buffers.
-
-    Args:
-        settings: Widths.
-        mixing_weights: A.
-        replay_size: C.
-
-    Attributes:
-        online: The network in training.
-        target: Its copy, renewed now and then.
-        memory: The last choices.
+    """A deep Q-network over mixing weights (DQN: Mnih et al., 2015), with A weights and C remembered choices.
 
     Shapes:
         [B, 7] states → [B, A] values.
@@ -125,6 +104,8 @@ class FusionAgent(nn.Module):
 
     steps: Tensor
 
+    # The target network and the memory are buffers: the optimizer does not touch them, and checkpoints, snapshots and
+    # rescues include them as they include all buffers.
     def __init__(self, settings: FusionAgentSettings, *, mixing_weights: int, replay_size: int) -> None:
         super().__init__()
         widths = [STATE_WIDTH, *[settings.hidden] * settings.layers, mixing_weights]
@@ -161,7 +142,6 @@ class FusionAgent(nn.Module):
 
 
 def _in_buffers(network: nn.Module) -> nn.Module:
-    """Turns every parameter of a network into a buffer of the same name."""
     for module in network.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             delattr(module, name)
@@ -170,15 +150,9 @@ def _in_buffers(network: nn.Module) -> nn.Module:
 
 
 def rewards(fused: NDArray[np.float64], is_attack: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns [R] rewards: +1 for a right decision, −1 for a wrong one, with a share of the confidence.
-
-    Every window counts the same, so where attacks are rare the agent learns mostly from benign windows. The threshold
-    of its alarms is chosen afterwards, on validation.
-
-    Args:
-        fused: [R] scores in [0, 1]; a window is flagged above 0.5.
-        is_attack: [R] the truth.
-    """
+    """Returns [R] rewards for flagging windows above 0.5: +1 if right, −1 if wrong, with a share of the confidence."""
+    # Every window counts the same, so where attacks are rare the agent learns mostly from benign windows. The threshold
+    # of its alarms is chosen afterwards, on validation.
     right = (fused > THRESHOLD) == is_attack
     firmness = confidence(fused)
     reward = np.where(right, 1 + RIGHT_SHARE * firmness, -1 - WRONG_SHARE * firmness)
@@ -187,21 +161,13 @@ def rewards(fused: NDArray[np.float64], is_attack: NDArray[np.bool_]) -> NDArray
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MixingProblem:
-    """The decisions that the agent makes, and their rewards.
-
-    Attributes:
-        scores: Scores of all windows.
-        is_attack: [G] the truth.
-        following: [G] the window after each one, `NO_WINDOW` where there is none.
-        weights: [A] the mixing weights.
-        discount: Worth of the next window's value.
-    """
+    """The decisions that the agent makes, and their rewards."""
 
     scores: WindowScores
-    is_attack: NDArray[np.bool_]
-    following: NDArray[np.int64]
-    weights: NDArray[np.float64]
-    discount: float
+    is_attack: NDArray[np.bool_]  # [G] the truth
+    following: NDArray[np.int64]  # [G] the window after each one, `NO_WINDOW` where there is none
+    weights: NDArray[np.float64]  # [A] the mixing weights
+    discount: float  # of the next window's value
 
     def rewards(self, rows: NDArray[np.int64], actions: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns [R] the rewards of choices."""
@@ -233,25 +199,16 @@ def act(
 
 
 def exploration(progress: float, *, start: float, end: float) -> float:
-    """Returns the share of random choices, which falls linearly with the progress in [0, 1]."""
+    """Returns the share of random choices, which changes linearly with the progress in [0, 1]."""
     return start + (end - start) * progress
-
-
-def numpy_generator(generator: torch.Generator) -> np.random.Generator:
-    """Makes a numpy generator with a seed from a torch generator; its arrays take no device memory."""
-    return np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplayBatch:
-    r"""Huber errors of remembered choices: :math:`Q(s, a)` against :math:`r + \gamma \max_b Q_\mathrm{target}(s', b)`.
-
-    Attributes:
-        problem: The decisions.
-        uniform: [R] selects the choices. It is drawn once for the logical batch, so that a split changes none of them.
-    """
+    r"""Huber errors of past choices: :math:`Q(s, a)` against :math:`r + \gamma \max_b Q_\mathrm{target}(s', b)`."""
 
     problem: MixingProblem
+    # [R] selects the choices. It is drawn once for the logical batch, so that a split changes none of them.
     uniform: NDArray[np.float64]
 
     @classmethod
@@ -287,16 +244,10 @@ class ReplayBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyBatch:
-    """Minus the reward of the agent's choices on windows, for validation.
+    """Minus the reward of the agent's choices on [R] windows, for validation."""
 
-    The weights with the highest reward are the best ones. Errors of values cannot decide that: they grow with the
-    values themselves.
-
-    Attributes:
-        problem: The decisions.
-        rows: [R] windows.
-    """
-
+    # The weights with the highest reward are the best ones. Errors of values cannot decide that: they grow with the
+    # values themselves.
     problem: MixingProblem
     rows: NDArray[np.int64]
 
@@ -347,12 +298,7 @@ def scale_logits(classifier: FinishedNetwork, difference: NDArray[np.float64]) -
 
 
 class FinishedFusion(WindowModel):
-    """A finished agent and the two models that it mixes, on the windows of a data set.
-
-    Args:
-        finished: The agent.
-        flat: The windows.
-        reference_models: The two models, by role.
+    """A finished agent and the two models that it mixes, by role, on the windows of a data set.
 
     Raises:
         CheckpointError: The weights do not fit the settings of a run.

@@ -23,21 +23,19 @@ from can_train.tasks.can.evaluation.metrics import choose_threshold, detector_me
 from can_train.tasks.can.fusion.agent import FUSED, WEIGHT, MixingProblem
 from can_train.tasks.can.fusion.scores import WindowScores, logistic
 
+# Name of the constant mix whose weight is the best one on validation.
 BEST_MIX: Final = "best_mix"
-"""Name of the constant mix whose weight is the best one on validation."""
-
 EVEN_WEIGHT: Final = 0.5
-"""Weight of the even mix."""
 
+# Training windows that a small model is fitted on: that takes seconds, and is ample for seven inputs.
 MAX_FITTED_WINDOWS: Final = 20_000
-"""Training windows that a small model is fitted on: that takes seconds, and is ample for seven inputs."""
 
+# Widths of the small network.
 HIDDEN: Final = (32,)
-"""Widths of the small network."""
 
+# Most iterations of each fit; with seven inputs both converge long before, but for the last digits.
 LOGISTIC_ROUNDS: Final = 1000
 NETWORK_ROUNDS: Final = 100
-"""Most iterations of each fit; with seven inputs both converge long before, but for the last digits."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class ConstantMix:
 
 @dataclass(frozen=True, eq=False)
 class FittedMix:
-    """A small network that predicts attacks from the agent's seven inputs; without a hidden layer, a logistic regression.
+    """A small network that predicts attacks from the agent's inputs; without a hidden layer, a logistic regression.
 
     Attributes:
         layers: Weights [inputs, outputs] and biases [outputs] of each layer.
@@ -125,15 +123,7 @@ class ConstantMixes:
 def constant_mixes(
     table: WindowScores, flat: FlatGraphs, split: Split, weights: NDArray[np.float64], fpr: float
 ) -> ConstantMixes:
-    """Makes the mixes with one weight: each score alone, the even mix, and the best weight on validation.
-
-    Args:
-        table: The two scores.
-        flat: All windows.
-        split: Which of them validate.
-        weights: [A] to choose from.
-        fpr: As for `choose_threshold`.
-    """
+    """Makes the mixes with one weight: each score alone, the even mix, and the best of [A] weights on validation."""
     named = {"autoencoder": 0.0, "classifier": 1.0, "even_mix": EVEN_WEIGHT}
     absent: dict[str, str] = {}
     is_attack = flat.label[split.validation] > 0
@@ -153,14 +143,9 @@ def best_weight(
     weights: NDArray[np.float64],
     fpr: float,
 ) -> float:
-    """Returns the weight with the highest MCC on validation; of equally good ones, the one closest to an even mix.
+    """Returns the weight with the highest MCC on [R] validation windows of both classes.
 
-    Args:
-        table: The two scores.
-        rows: [R] validation windows.
-        is_attack: [R] of both classes.
-        weights: [A] to choose from.
-        fpr: As for `choose_threshold`.
+    Of equally good weights, the one closest to an even mix is best. `fpr` is that of `choose_threshold`.
     """
 
     def merit(weight: float) -> tuple[float, float]:
@@ -189,13 +174,13 @@ def judge_agent(
     problem: MixingProblem,
     options: JudgingOptions,
 ) -> dict[str, Any]:
-    """Judges the agent and the mixes, each with a threshold from validation.
+    """Judges the agent and the mixes, each with a threshold from validation; without baselines, no mix is fitted.
 
     Args:
         score: Returns [R, 2] fused scores and chosen mixing weights of windows.
         data: The windows.
         problem: The two scores, and the weights to choose from.
-        options: How detectors are judged; without baselines, no mix is fitted either.
+        options: How detectors are judged.
 
     Returns:
         The judgement, with `mixing`: the mixes, and which weights were chosen.
@@ -227,13 +212,7 @@ def judge_agent(
 def with_choices(
     judgement: Judgement, mixing: Mapping[str, Any], weights: Mapping[str, NDArray[np.float64]]
 ) -> dict[str, Any]:
-    """Adds the agent's choices to its judgement, in figures and as remarks.
-
-    Args:
-        judgement: Its remarks are extended in place.
-        mixing: The mixes.
-        weights: [R] the chosen mixing weights, by folder.
-    """
+    """Adds the agent's choices, [R] mixing weights by folder, to its judgement: as figures, and in its remarks."""
     chosen = {folder: summarize_weights(each) for folder, each in weights.items()}
     for folder, judged in judgement["test"].items():
         judged["remarks"] += [*constant_mix_remarks(judged, mixing[BEST_MIX]), weights_remark(chosen[folder])]
@@ -241,12 +220,7 @@ def with_choices(
 
 
 def constant_mix_remarks(judged: FolderJudgement, best_weight: float | None) -> list[str]:
-    """Returns a remark if one weight for all windows of a folder does as well as the agent.
-
-    Args:
-        judged: The folder.
-        best_weight: Of the best constant mix; None where there is none.
-    """
+    """Returns a remark if the best constant mix, where there is one, does as well as the agent in a folder."""
     if best_weight is None:
         return []
     reached, constant = judged["model"]["mcc"], judged["references"][BEST_MIX]["mcc"]

@@ -23,11 +23,11 @@ from can_train.tasks.can.fusion.agent import (
     act,
     decide,
     exploration,
-    numpy_generator,
     scale_errors,
     scale_logits,
 )
 from can_train.tasks.can.fusion.scores import WindowScores, mixing_weights, next_windows
+from can_train.tasks.can.losses import numpy_generator
 from can_train.tasks.can.modes.classifier import check_classes
 from can_train.tasks.can.modes.windows import WindowTask
 from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, WindowReferenceModel
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from can_train.tasks.can.data.dataset import CanData
     from can_train.tasks.can.evaluation.judging import Score
 
+# Windows whose outputs are read at a time: a megabyte, wherever the outputs are.
 WINDOWS_AT_A_TIME: Final = 2**16
-"""Windows whose outputs are read at a time: a megabyte, wherever the outputs are."""
 
 
 class FusionTask(WindowTask):

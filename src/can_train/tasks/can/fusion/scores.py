@@ -10,30 +10,24 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
+# Numbers that the agent sees of a window: anomaly score, attack probability, the confidence of each, and the node, edge
+# and latent error of the autoencoder.
 STATE_WIDTH: Final = 7
-"""Numbers that the agent sees of a window: anomaly score, attack probability, the confidence of each, and the node,
-edge and latent error of the autoencoder."""
 
+# Stands for the window after the last one.
 NO_WINDOW: Final = -1
-"""Stands for the window after the last one."""
 
+# Threshold of a fused score, and of the two scores in it.
 THRESHOLD: Final = 0.5
-"""Threshold of a fused score, and of the two scores in it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WindowScores:
-    """Scores of windows by an autoencoder and a classifier, all in [0, 1].
+    """Scores of windows by an autoencoder and a classifier, all in [0, 1]."""
 
-    Attributes:
-        anomaly: [G] of the autoencoder; 0.5 is its threshold.
-        attack: [G] of the classifier; 0.5 is its threshold.
-        errors: [G, 3] node, edge and latent errors; 0.5 is the mean benign window of validation.
-    """
-
-    anomaly: NDArray[np.float64]
-    attack: NDArray[np.float64]
-    errors: NDArray[np.float64]
+    anomaly: NDArray[np.float64]  # [G] of the autoencoder; 0.5 is its threshold
+    attack: NDArray[np.float64]  # [G] of the classifier; 0.5 is its threshold
+    errors: NDArray[np.float64]  # [G, 3] node, edge and latent errors; 0.5 is the mean benign window of validation
 
     @classmethod
     def blank(cls, windows: int) -> Self:
@@ -52,12 +46,7 @@ class WindowScores:
         return np.concatenate([scores, confidence(scores), self.errors[rows]], axis=1, dtype=np.float32)
 
     def fused(self, rows: NDArray[np.int64], weights: NDArray[np.float64] | float) -> NDArray[np.float64]:
-        """Returns [R] (1 − α) · anomaly + α · attack.
-
-        Args:
-            rows: [R].
-            weights: [R] the α of each window, or one for all.
-        """
+        """Returns [R] (1 − α) · anomaly + α · attack, with [R] weights α or one for all windows."""
         fused: NDArray[np.float64] = (1 - weights) * self.anomaly[rows] + weights * self.attack[rows]
         return fused
 
@@ -74,27 +63,16 @@ def confidence(score: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def bounded_anomaly(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
-    """Returns anomaly scores as s / (s + threshold): in [0, 1], in the same order, the threshold at 0.5.
-
-    Args:
-        score: [R] not negative.
-        threshold: The autoencoder's own.
-    """
+    """Returns [R] anomaly scores, none negative, as s / (s + threshold): in the same order, the threshold at 0.5."""
     # With a threshold of 0, every score above it becomes 1.
     bounded: NDArray[np.float64] = score / (score + max(threshold, np.finfo(np.float64).tiny))
     return bounded
 
 
 def attack_probability(logit_difference: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
-    """Returns the logistic function of logit differences, shifted so that the threshold is at 0.5.
-
-    A classifier that is trained with classes of equal weight flags too much at 0.5 where attacks are rare. Without the
-    shift, the agent would have to outvote it even where it is right.
-
-    Args:
-        logit_difference: [R] attack minus benign.
-        threshold: The classifier's own, of the same kind.
-    """
+    """Returns the logistic function of [R] logit differences (attack minus benign), with the threshold at 0.5."""
+    # A classifier that is trained with classes of equal weight flags too much at 0.5 where attacks are rare. Without
+    # the shift, the agent would have to outvote it even where it is right.
     return logistic(logit_difference - threshold)
 
 
@@ -112,14 +90,10 @@ def bounded_errors(errors: NDArray[np.float64], units: Sequence[float]) -> NDArr
 
 
 def next_windows(rows: NDArray[np.int64], source: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Finds the window that follows each one in time, within its log and within one part of the data set.
+    """Returns [G] the window that follows each one in time, within its log and within one part [R] of the data set.
 
-    Args:
-        rows: [R] the windows of one part of a data set.
-        source: [G] the log of every window; the windows of a log are adjacent and in time order.
-
-    Returns:
-        [G] of every window of the data set, `NO_WINDOW` where there is none.
+    It is `NO_WINDOW` where there is none, and for windows of other parts. `source` is [G] the log of every window; the
+    windows of a log are adjacent and in time order.
     """
     following = np.full(len(source), NO_WINDOW, dtype=np.int64)
     # A next window of another part counts as none: training must not see validation or test, even as a next state.

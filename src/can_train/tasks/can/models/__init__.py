@@ -1,7 +1,4 @@
-"""Networks of the CAN task.
-
-torch_geometric takes seconds to import, so a network is imported where it is made.
-"""
+"""Networks of the CAN task; `build_network` imports the one that a run trains."""
 
 from __future__ import annotations
 
@@ -16,13 +13,7 @@ if TYPE_CHECKING:
 
 
 def build_network(settings: Any, inputs: InputEncoder, *, projected: int = 0) -> nn.Module:
-    """Makes a classifier or an autoencoder, according to the class of the settings.
-
-    Args:
-        settings: Of the model.
-        inputs: Encoder of IDs and features.
-        projected: Width of the teacher's latent, for an autoencoder that learns from a teacher.
-    """
+    """Makes a classifier or an autoencoder, which projects its latent to a teacher's width if it learns from one."""
     if isinstance(settings, GatSettings):
         from can_train.tasks.can.models.gat import GatClassifier
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from can_train.tasks.can.data.dataset import CanData
     from can_train.tasks.can.evaluation.judging import ModelScores, Score
 
+# Logs that an error names.
 MAX_NAMED_LOGS: Final = 3
-"""Logs that an error names."""
 
 _REMEDY: Final = "Use a labelled log, or train an autoencoder: --model vgae"
 
@@ -69,11 +69,7 @@ class ClassifierTask(WindowTask):
 
 
 def check_classes(data: CanData, is_attack: NDArray[np.bool_]) -> None:
-    """Checks that windows can train a supervised mode.
-
-    Args:
-        data: The windows.
-        is_attack: [R] of the training windows.
+    """Checks that windows, of which [R] train, can train a supervised mode.
 
     Raises:
         DataError: There are no labels, or windows of one class only.

@@ -25,51 +25,39 @@ if TYPE_CHECKING:
     from can_train.tasks.can.data.dataset import CanData
     from can_train.tasks.can.settings import CurriculumSettings
 
+# Share of the training between two steps of the moving average. With steps of one epoch, a momentum of 0.9 would lag
+# nine epochs behind, and a training of ten epochs would not reach the end.
 TICK: Final = 1e-3
-"""Share of the training between two steps of the moving average. With steps of one epoch, a momentum of 0.9 would lag
-nine epochs behind, and a training of ten epochs would not reach the end."""
 
+# Rank of every attack: before the hardest benign window, whose rank is 0.
 _ATTACK: Final = -1
-"""Rank of every attack: before the hardest benign window, whose rank is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RatioSchedule:
-    """Benign windows for each attack: constant at first, then a ramp, smoothed by a moving average.
+    """Benign windows for each attack: constant at first, then a ramp, smoothed by a moving average."""
 
-    Attributes:
-        start: The ratio at first.
-        end: The ratio in the last epoch.
-        warmup: Share of the training before it begins to rise, in [0, 1).
-        smoothing: Momentum of the moving average for each `TICK`, in [0, 1).
-    """
-
-    start: float
-    end: float
-    warmup: float
-    smoothing: float
+    start: float  # the ratio at first
+    end: float  # the ratio in the last epoch
+    warmup: float  # share of the training before the ratio begins to rise, in [0, 1)
+    smoothing: float  # momentum of the moving average for each `TICK`, in [0, 1)
 
     def ratio(self, epoch: int, epochs: int) -> float:
-        """Returns the ratio of an epoch. It depends on nothing else, so that a resumed run continues it.
+        """Returns the ratio of an epoch, counted from 0.
 
         >>> schedule = RatioSchedule(start=1.0, end=10.0, warmup=0.1, smoothing=0.9)
         >>> [round(schedule.ratio(epoch, 11), 2) for epoch in (0, 1, 6, 10)]
         [1.0, 1.0, 5.96, 10.0]
-
-        Args:
-            epoch: Counted from 0.
-            epochs: Of the training; a single one is the last.
         """
+        # A resumed run needs no state of the moving average: the ratio is a function of the epoch alone.
         progress = epoch / (epochs - 1) if epochs > 1 else 1.0
         risen = self._smoothed(progress) / self._smoothed(1.0)
         return self.start + (self.end - self.start) * risen
 
     def _smoothed(self, progress: float) -> float:
-        """Returns the moving average of a ramp that rises by 1 a tick.
-
-        a(k) = m·a(k − 1) + (1 − m)·k with a(0) = 0 is k − m·(1 − mᵏ)/(1 − m), which holds between ticks too. It ends
-        m/(1 − m) ticks short of the ramp: the caller divides by its end.
-        """
+        """Returns the moving average of a ramp that rises by 1 a tick."""
+        # a(k) = m·a(k − 1) + (1 − m)·k with a(0) = 0 is k − m·(1 − mᵏ)/(1 − m), which holds between ticks too. It ends
+        # m/(1 − m) ticks short of the ramp: the caller divides by its end.
         ticks = max(progress - self.warmup, 0.0) / TICK
         lag = self.smoothing / (1 - self.smoothing)
         return ticks - lag * (1.0 - math.pow(self.smoothing, ticks))
@@ -86,16 +74,16 @@ class Composition:
     @property
     def log_prior(self) -> float:
         """Logarithm of benign ÷ attack windows; a class without windows counts as one."""
+        # Added to the benign logit, it spares the model from learning how frequent a class is in an epoch, so that its
+        # own logits mean the same in all epochs.
         return math.log(max(self.benign, 1) / max(self.attacks, 1))
 
 
 class Curriculum:
     """Training windows in the order in which they join: all attacks, then the benign ones, the hardest first.
 
-    Args:
-        rows: [R] the windows, ascending.
-        is_attack: [R].
-        difficulty: [H] of the benign windows, in the order of `rows`. Of equally hard ones the first comes first.
+    `rows` are [R] the windows, ascending; `difficulty` is [H] of the benign ones. Of equally hard ones the first comes
+    first.
     """
 
     def __init__(self, rows: NDArray[np.int64], is_attack: NDArray[np.bool_], difficulty: NDArray[np.float64]) -> None:
@@ -118,8 +106,8 @@ class CurriculumTask(ClassifierTask):
     r"""Labelled windows, of which an epoch has all attacks and the hardest benign ones.
 
     In training, :math:`\log(\mathrm{benign} / \mathrm{attacks})` of the epoch is added to the benign logit (Source:
-    Menon et al., "Long-tail learning via logit adjustment", 2021). So the model need not learn how frequent a class is,
-    and its own logits mean the same in all epochs. Validation, threshold and judgement are the plain classifier's.
+    Menon et al., "Long-tail learning via logit adjustment", 2021). Validation, threshold and judgement are the plain
+    classifier's.
 
     Raises:
         DataError: There are no labels, or windows of one class only.

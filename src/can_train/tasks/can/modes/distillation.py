@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from can_train.tasks.can.evaluation.judging import Score
     from can_train.tasks.can.settings import DistillationSettings
 
+# Weight of the distance from the teacher's latents.
 LATENT_WEIGHT: Final = 0.5
-"""Weight of the distance from the teacher's latents."""
 
+# Weight of the distance from the teacher's node features, and of that from its edge features: together they weigh as
+# much as the latents.
 RECONSTRUCTION_WEIGHT: Final = 0.25
-"""Weight of the distance from the teacher's node features, and of that from its edge features: as much as the latents
-together."""
 
 _PLACEMENTS: Final = ("device", "cache", "offload")
 
@@ -57,8 +57,8 @@ class _Student(WindowTask):
     _teacher: WindowReferenceModel
     _references: Sequence[WindowReferenceModel]
     _outputs: Outputs | None = None
+    # Parameters of the student without the projection to the teacher, which only training needs.
     _parameters = 0
-    """Parameters of the student without the projection to the teacher, which only training needs."""
 
     def reference_models(self) -> Sequence[WindowReferenceModel]:
         """Returns the teacher and, where one is named, the student that was trained without it."""

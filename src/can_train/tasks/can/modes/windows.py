@@ -33,12 +33,6 @@ if TYPE_CHECKING:
 class WindowTask(Task):
     """A task on the windows of a CAN data set.
 
-    Args:
-        run: The resolved run.
-        data: The windows.
-        train_rows: Windows that the task trains on.
-        validation_rows: Windows whose loss decides when to stop.
-
     Attributes:
         supervised: Whether the mode learns from attacks.
         reference_roles: Roles of the reference models that the trained model is compared with.

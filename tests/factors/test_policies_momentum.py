@@ -1,10 +1,7 @@
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.factors import policies
 from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
 
 shares = st.floats(0.0, 1.0)
@@ -16,11 +13,6 @@ points = st.lists(
 
 def after(peak: float | None, *, old: float) -> float:
     return MomentumPolicy().next_factor([FactorPoint(used=old, peak=peak)], first=old)
-
-
-def test_the_worked_examples_in_the_docstring_hold() -> None:
-    result = doctest.testmod(policies)
-    assert (result.attempted, result.failed) == (16, 0)
 
 
 @pytest.mark.parametrize(

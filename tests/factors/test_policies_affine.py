@@ -5,13 +5,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bench.policy_laws import Law, draw_laws, fragmented, live, live_all, with_hidden
+from bench.policy_laws import Law, draw_laws, fragmented, simulate, simulate_all, with_hidden
 from can_train.factors import policies
 from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
 
 PEAKS = st.floats(0.0, 3.0)
-SETTLED = st.none() | st.tuples(st.floats(0.0, 10.0), PEAKS)
-POINTS = st.builds(FactorPoint, used=st.floats(0.0, 10.0), peak=st.none() | PEAKS, after_rescue=SETTLED)
+AFTER_RESCUE = st.none() | st.tuples(st.floats(0.0, 10.0), PEAKS)
+POINTS = st.builds(FactorPoint, used=st.floats(0.0, 10.0), peak=st.none() | PEAKS, after_rescue=AFTER_RESCUE)
 HISTORIES = st.lists(POINTS, max_size=40)
 FIRSTS = st.floats(0.05, 1.0)
 POLICY = AffinePolicy()
@@ -32,24 +32,24 @@ def test_without_a_past_the_first_factor_stands() -> None:
 
 
 def test_on_400_laws_the_target_is_reached_in_3_runs_and_kept_without_an_out_of_memory() -> None:
-    lives = live_all(POLICY, draw_laws(400, noise=0.02, bend=0.15))
-    settled = [life.settled_after(POLICY.target) for life in lives]
+    simulated = simulate_all(POLICY, draw_laws(400, noise=0.02, bend=0.15))
+    settled = [one.runs_to_target(POLICY.target) for one in simulated]
     reached = [run for run in settled if run is not None]
-    assert len(reached) >= 0.95 * len(lives)
+    assert len(reached) >= 0.95 * len(simulated)
     assert median(reached) <= 3
-    assert fmean(life.ooms for life in lives) <= 0.1
+    assert fmean(one.ooms for one in simulated) <= 0.1
 
 
 def test_the_momentum_rule_takes_longer() -> None:
-    lives = live_all(MomentumPolicy(), draw_laws(40, noise=0.02, bend=0.15))
-    assert median(life.settled_after(0.9) or 61 for life in lives) > 10
+    simulated = simulate_all(MomentumPolicy(), draw_laws(40, noise=0.02, bend=0.15))
+    assert median(one.runs_to_target(0.9) or 61 for one in simulated) > 10
 
 
 def test_at_much_noise_the_target_is_lowered_instead_of_risked() -> None:
     laws = draw_laws(60, noise=0.05, bend=0.15)
-    lives = live_all(POLICY, laws)
-    assert fmean(fmean(life.peaks[20:]) for life in lives) < 0.89
-    assert fmean(life.ooms for life in lives) <= 0.6
+    simulated = simulate_all(POLICY, laws)
+    assert fmean(fmean(one.peaks[20:]) for one in simulated) < 0.89
+    assert fmean(one.ooms for one in simulated) <= 0.6
     scattered = [FactorPoint(0.7, peak) for peak in (0.80, 0.95, 0.88, 0.99, 0.83)]
     decision = POLICY.decide(scattered, first=0.7)
     assert decision.aim < 0.88
@@ -79,9 +79,9 @@ def test_where_the_largest_factor_leads_no_further_that_is_the_aim() -> None:
 
 def test_where_memory_is_fragmented_few_runs_fail_and_the_aim_is_what_fits() -> None:
     laws = fragmented(draw_laws(30, noise=0.02, bend=0.15), ceilings=(0.86, 0.92))
-    lives = live_all(POLICY, laws)
-    assert fmean(life.ooms for life in lives) <= 3
-    assert 0.82 < fmean(fmean(life.peaks[20:]) for life in lives) < 0.87
+    simulated = simulate_all(POLICY, laws)
+    assert fmean(one.ooms for one in simulated) <= 3
+    assert 0.82 < fmean(fmean(one.peaks[20:]) for one in simulated) < 0.87
 
 
 def test_a_ceiling_holds_the_aim_below_what_ran_out_of_memory() -> None:
@@ -127,28 +127,28 @@ def test_a_hidden_constant_is_absorbed_by_the_third_run(base: float, share: floa
 
 
 def test_hidden_constants_under_noise_are_absorbed_as_soon() -> None:
-    lives = live_all(POLICY, with_hidden(draw_laws(40, noise=0.02, bend=0.15), hidden=0.12))
-    assert median(life.settled_after(POLICY.target) or 61 for life in lives) <= 3
-    assert max(life.ooms for life in lives) == 1
+    simulated = simulate_all(POLICY, with_hidden(draw_laws(40, noise=0.02, bend=0.15), hidden=0.12))
+    assert median(one.runs_to_target(POLICY.target) or 61 for one in simulated) <= 3
+    assert max(one.ooms for one in simulated) == 1
 
 
 @pytest.mark.parametrize(("base", "full"), [(0.1, 0.3), (0.05, 0.6), (0.2, 1.4), (0.3, 2.5)])
 def test_a_tuned_limit_that_is_far_off_is_found_out(base: float, full: float) -> None:
     law = Law(base=base, fill=(full - base) / (1 - base), bend=0.0, noise=0.01, first=0.6)
-    assert live(POLICY, law, runs=12).peaks[8:] == pytest.approx([min(full, 0.9)] * 4, abs=0.03)
+    assert simulate(POLICY, law, runs=12).peaks[8:] == pytest.approx([min(full, 0.9)] * 4, abs=0.03)
 
 
 @pytest.mark.parametrize("base", [0.05, 0.2, 0.4])
 def test_a_first_run_at_the_target_is_not_left(base: float) -> None:
     law = Law(base=base, fill=(0.898 - base) / 0.85 / (1 - base), bend=0.0, noise=0.002, first=0.85)
-    assert live(POLICY, law, runs=20).peaks == pytest.approx([0.9] * 20, abs=0.01)
+    assert simulate(POLICY, law, runs=20).peaks == pytest.approx([0.9] * 20, abs=0.01)
 
 
 @pytest.mark.parametrize("base", [0.08, 0.2, 0.3, 0.4])
 @pytest.mark.parametrize("first", [0.34, 0.45, 0.6])
 def test_without_noise_the_third_run_meets_the_target(base: float, first: float) -> None:
     law = Law(base=base, fill=1.0, bend=0.0, noise=0.002, first=first)
-    assert live(POLICY, law, runs=12).peaks[2:] == pytest.approx([0.9] * 10, abs=0.03)
+    assert simulate(POLICY, law, runs=12).peaks[2:] == pytest.approx([0.9] * 10, abs=0.03)
 
 
 def test_the_interval_narrows_as_runs_agree() -> None:

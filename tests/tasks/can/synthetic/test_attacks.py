@@ -24,7 +24,7 @@ def test_stretches_are_ordered_apart_and_leave_more_time_than_they_take(seed: in
 def test_an_injecting_attack_adds_labelled_frames_and_touches_no_other(kind: str, seed: int) -> None:
     vehicle, traffic = benign_drive(seed)
     result = attacked(kind, vehicle, traffic, seed)
-    assert_same(result.pick(~result.attack), traffic)
+    assert_same(result.take(~result.attack), traffic)
     assert result.attack.any()
     assert (np.diff(result.time_us) >= 0).all()
 
@@ -48,13 +48,13 @@ def test_dos_floods_with_id_zero() -> None:
 def test_spoofing_forges_the_messages_it_is_named_for(kind: str, channels: set[str]) -> None:
     vehicle, traffic = benign_drive()
     result = attacked(kind, vehicle, traffic)
-    assert set(result.can_id[result.attack]) == {vehicle.carrier(channel)[0].can_id for channel in channels}
+    assert set(result.can_id[result.attack]) == {vehicle.fastest_carrier(channel)[0].can_id for channel in channels}
 
 
 def test_interval_sends_payloads_that_the_vehicle_sent() -> None:
     vehicle, traffic = benign_drive()
     result = attacked("interval", vehicle, traffic)
-    forged = result.pick(result.attack)
+    forged = result.take(result.attack)
     known = {(can_id, payload.tobytes()) for can_id, payload in zip(traffic.can_id, traffic.payload, strict=True)}
     assert all((i, p.tobytes()) in known for i, p in zip(forged.can_id, forged.payload, strict=True))
 
@@ -62,7 +62,7 @@ def test_interval_sends_payloads_that_the_vehicle_sent() -> None:
 def test_replay_sends_an_earlier_stretch_again() -> None:
     vehicle, traffic = benign_drive()
     result = attacked("replay", vehicle, traffic)
-    forged = result.pick(result.attack)
+    forged = result.take(result.attack)
     first_sent: dict[tuple[int, bytes], int] = {}
     for can_id, payload, time_us in zip(traffic.can_id, traffic.payload, traffic.time_us, strict=True):
         first_sent.setdefault((can_id, payload.tobytes()), time_us)
@@ -73,7 +73,7 @@ def test_replay_sends_an_earlier_stretch_again() -> None:
 
 def test_every_replay_includes_a_fast_message() -> None:
     vehicle, traffic = benign_drive()
-    fast = [message.can_id for message in vehicle.steady(50_000)]
+    fast = [message.can_id for message in vehicle.cyclic_messages(50_000)]
     for seed in range(60):
         result = attacked("replay", vehicle, traffic, seed)
         assert np.isin(fast, result.can_id[result.attack]).any()
@@ -95,10 +95,10 @@ def test_masquerade_replaces_frames_one_for_one_and_changes_their_reading(seed: 
     vehicle, traffic = benign_drive(seed)
     result = attacked("masquerade", vehicle, traffic, seed)
     np.testing.assert_array_equal(np.sort(result.can_id), np.sort(traffic.can_id))
-    victims = {vehicle.carrier(channel)[0].can_id: channel for channel in ("rpm", "speed", "steering")}
+    victims = {vehicle.fastest_carrier(channel)[0].can_id: channel for channel in ("rpm", "speed", "steering")}
     for can_id in set(result.can_id[result.attack]):
-        message, signal = vehicle.carrier(victims[can_id])
+        message, signal = vehicle.fastest_carrier(victims[can_id])
         real, forged = (signal.read(frames_of(log, message).payload) for log in (traffic, result))
         assert (real != forged).any()
     untouched = ~np.isin(traffic.can_id, list(victims))
-    assert_same(result.pick(~np.isin(result.can_id, list(victims))), traffic.pick(untouched))
+    assert_same(result.take(~np.isin(result.can_id, list(victims))), traffic.take(untouched))

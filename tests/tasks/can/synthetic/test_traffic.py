@@ -32,7 +32,7 @@ def test_the_bus_is_never_shared_never_idle_and_goes_to_the_lowest_id(
         return
     traffic = as_traffic(sorted(frames, key=lambda frame: frame[0]))
     order, ends = zip(*slow_bus(traffic), strict=True)
-    expected = traffic.pick(np.array(order))
+    expected = traffic.take(np.array(order))
     expected.time_us[:] = ends
     assert_same(simulate_bus(traffic), expected)
 
@@ -56,9 +56,9 @@ def test_every_vehicle_sends_about_a_thousand_frames_a_second(seed: int) -> None
         assert 750 < len(traffic) / 10 < 1_500
 
 
-def test_a_steady_message_keeps_its_period_but_for_jitter_and_rare_gaps() -> None:
+def test_a_cyclic_message_keeps_its_period_but_for_jitter_and_rare_gaps() -> None:
     vehicle, traffic = benign_drive()
-    for message in vehicle.steady(20_000):
+    for message in vehicle.cyclic_messages(20_000):
         periods = np.diff(frames_of(traffic, message).time_us) / message.period_us
         assert np.median(np.abs(periods - 1)) < 0.05
         assert len(np.unique(periods)) > 10
