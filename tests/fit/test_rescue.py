@@ -2,8 +2,11 @@
 
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from can_train.fit.rescue import (
     RescueSettings,
     describe_out_of_memory,
 )
+from can_train.memory import simulated_gpu
 from can_train.memory.meters import CpuMeter, SimulatedMeter
 from can_train.task import Feature
 from fakes.costly import Costly
@@ -486,3 +490,31 @@ def test_what_should_fit_by_what_is_known_still_does() -> None:
 
 def test_on_the_cpu_it_is_the_hosts_memory() -> None:
     assert describe_out_of_memory(CpuMeter(), None).of_host
+
+
+def test_from_an_out_of_memory_to_the_retry_at_most_8_files_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated GPU aside, which stands for the device."""
+    gpu = tuned_gpu()
+    gpu.model.more_bytes = 40 * MIB
+    message, forward = simulated_gpu._out_of_memory, gpu.model.forward
+    opened: set[str] = set()
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and "can_train" in path.parts:
+            opened.add(f"{path.parent.name}/{path.stem}")
+
+    def begin(*arguments: Any) -> str:
+        sys.setprofile(trace)
+        return message(*arguments)
+
+    def end(x: torch.Tensor) -> torch.Tensor:
+        sys.setprofile(None)
+        return forward(x)
+
+    monkeypatch.setattr(simulated_gpu, "_out_of_memory", begin)
+    monkeypatch.setattr(gpu.model, "forward", end)
+    assert gpu.step() == (15, 23, 22)
+    opened -= {"memory/simulated_gpu", "memory/allocator"}
+    assert {"fit/rescue", "fit/micro_batcher", "memory/out_of_memory"} <= opened
+    assert len(opened) <= 8, sorted(opened)
