@@ -1,6 +1,5 @@
-"""Finds the Python that `can-train`, `scripts/test` and `scripts/check` run in: that of `.venv` beside them, or the one
-that CAN_TRAIN_PYTHON names. How `.venv` is made is installation.py's. Python 3.6 and newer can parse this file, so that
-an old one can say that it is too old.
+"""Finds the Python that `can-train` and the scripts run in: that of `.venv`, which it makes with venv and pip, or the
+one that CAN_TRAIN_PYTHON names. Python 3.6 can parse this file, so that an old Python says that it is too old.
 """
 
 import sys
@@ -12,85 +11,212 @@ if sys.version_info < (3, 11):
     )
     sys.exit(2)
 
+import fcntl
+import hashlib
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple, NoReturn
+from typing import Final
 
-from installation import PYTHON_VARIABLE, SetUpError, make_ready, requirements, say
+PYTHON_VARIABLE: Final = "CAN_TRAIN_PYTHON"
 
+SIZES: Final = "about 0.4 GB to download and 1.5 GB on disk with PyTorch's CPU build, 5 GB on disk with its CUDA build"
+"""Measured on Linux x86-64 with the versions in scripts/constraints.txt."""
 
-class Interpreter(NamedTuple):
-    """A Python with everything installed, and the environment variables to run it with."""
+UNFINISHED: Final = "unfinished"
+"""What .venv's stamp says from before the first change to it until the fingerprint of what was installed is written.
+A set-up that was killed is noticed by it, and made anew: pip takes a half-written package for an installed one."""
 
-    path: str
-    variables: Mapping[str, str]
+INCOMPLETE: Final = "incomplete"
+"""What the stamp says after pip failed before it changed anything: what is there can stay."""
 
-    def command(self, module: str, arguments: Iterable[str]) -> list[str]:
-        """Makes the command that runs a module; `-P` keeps the working folder's files from shadowing packages."""
-        return [self.path, "-P", "-m", module, *arguments]
-
-    def become(self, module: str, arguments: Iterable[str]) -> NoReturn:
-        """Replaces this process by a run of the module."""
-        os.execve(self.path, self.command(module, arguments), self.variables)
-
-    def run(self, module: str, arguments: Iterable[str], *, folder: Path) -> int:
-        """Runs the module in a folder and returns its exit status."""
-        return subprocess.call(self.command(module, arguments), env=self.variables, cwd=folder)
+# Variables, not options, since they must also reach the pip that prepares a build. The path is relative to the
+# project's folder, because pip splits the value at spaces.
+CONSTRAINTS: Final = dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), "scripts/constraints.txt")
+# With `user = true` in a person's own settings pip would refuse.
+PIP_SETTINGS: Final = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_USER": "0"}
 
 
-def interpreter(root: Path, *, tools: bool = False) -> Interpreter:
-    """Returns the project's Python, set up where that is still to be done; ends the process where that fails.
+class SetUpError(Exception):
+    """What keeps the environment from being used, with its remedy."""
+
+
+def say(text: str) -> None:
+    """Prints to stderr: stdout belongs to the command that runs afterwards."""
+    print(f"can-train: {text}", file=sys.stderr, flush=True)
+
+
+def project_python(root: Path, *, tools: bool = False) -> str:
+    """Returns the path of the project's Python, with everything installed. Exits with status 2 if that fails.
+
+    Run modules with `-P`; otherwise files in the working folder shadow packages.
 
     Args:
         root: The project's folder.
-        tools: Whether the developers' tools are needed too.
+        tools: Whether the developers' tools (pytest, ruff, mypy) are needed too.
     """
+    named = os.environ.get(PYTHON_VARIABLE)
     try:
-        named = os.environ.get(PYTHON_VARIABLE)
-        if named:
-            return named_interpreter(root, named, tools=tools)
-        return Interpreter(str(make_ready(root, tools=tools)), os.environ)
-    except SetUpError as error:
-        say(str(error))
+        return named_python(root, named, tools=tools) if named else venv_python(root, tools=tools)
+    except (SetUpError, OSError) as error:
+        say(str(error) if isinstance(error, SetUpError) else f"the set-up failed: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
         say("interrupted; the next call repairs what is unfinished")
         sys.exit(130)
 
 
+def requirements(root: Path, *, tools: bool, building: bool = True) -> list[str]:
+    """Reads from pyproject.toml what to install: with the developers' tools, and with what builds the project."""
+    try:
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise SetUpError(f"{root / 'pyproject.toml'} cannot be read: {error}") from error
+    builders = project["build-system"]["requires"] if building else []
+    return [*builders, *project["project"]["dependencies"], *(project["dependency-groups"]["dev"] if tools else [])]
+
+
+# .venv
+
+
+def venv_python(root: Path, *, tools: bool) -> str:
+    """Returns the Python of `.venv`, which is made or brought up to date if necessary."""
+    if not is_current(root, tools=tools):
+        with _set_up_lock(root) as lock:
+            if not is_current(root, tools=tools):  # another process may have done it meanwhile
+                _set_up(root, lock, tools=tools)
+    return str(root / ".venv" / "bin" / "python")
+
+
+def is_current(root: Path, *, tools: bool) -> bool:
+    """Checks whether `.venv` has what is needed. One with the developers' tools also serves who does not need them."""
+    accepted = [fingerprint(root, tools=True), fingerprint(root, tools=tools)]
+    return read_stamp(root / ".venv") in accepted and os.access(root / ".venv" / "bin" / "python", os.X_OK)
+
+
+def fingerprint(root: Path, *, tools: bool) -> str:
+    """Hashes what an installation depends on. That includes the folder, which the editable installation points at, and
+    the Python behind `.venv`: it does not survive a move, or an upgrade of the system's Python.
+    """
+    files = [root / "pyproject.toml", root / "scripts" / "constraints.txt"]
+    paths = [root, (root / ".venv" / "bin" / "python").resolve()]
+    parts = [*(file.read_bytes() for file in files), *map(os.fsencode, paths), bytes([tools])]
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def read_stamp(venv: Path) -> str:
+    """Returns a fingerprint, INCOMPLETE, UNFINISHED (also for a damaged stamp), or "" where there is no stamp."""
+    try:
+        stamp = (venv / "can-train.stamp").read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return stamp if re.fullmatch(f"[0-9a-f]{{64}}|{INCOMPLETE}", stamp) else UNFINISHED
+
+
+def write_stamp(venv: Path, stamp: str) -> None:
+    """Replaces the stamp in one step: a reader never sees half of it."""
+    (venv / "can-train.stamp.new").write_text(stamp)
+    (venv / "can-train.stamp.new").replace(venv / "can-train.stamp")
+
+
+@contextmanager
+def _set_up_lock(root: Path) -> Iterator[int]:
+    """Keeps two set-ups from running at once. Yields the lock's file descriptor."""
+    with (root / ".venv.lock").open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another set-up is running here; waiting for it to end")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            say("this file system has no locks: start no second set-up here until this one has ended")
+        yield file.fileno()
+
+
+def _set_up(root: Path, lock: int, *, tools: bool) -> None:
+    venv, python = root / ".venv", root / ".venv" / "bin" / "python"
+    check = [str(python), "-I", "-c", "import pip"]
+    has_pip = os.access(python, os.X_OK) and subprocess.call(check, stderr=subprocess.DEVNULL) == 0
+    if has_pip and read_stamp(venv) != UNFINISHED:
+        say("something changed or is missing: installing into .venv what pyproject.toml and the constraints ask for")
+    else:
+        _make_venv(root, lock)
+    write_stamp(venv, UNFINISHED)
+    pip = [str(python), "-I", "-u", "-m", "pip", "install"]
+    packages = next(venv.glob("lib/python*/site-packages"))
+    before = packages.stat().st_mtime_ns
+    try:
+        wanted = requirements(root, tools=tools)
+        if wanted:
+            _run(root, lock, [*pip, *wanted], **CONSTRAINTS)
+        # Without CONSTRAINTS: pip 26.3 refuses a build constraint where no environment is made for the build.
+        _run(root, lock, [*pip, "--no-build-isolation", "--no-deps", "--editable", "."])
+    except SetUpError:
+        if packages.stat().st_mtime_ns == before:  # without a network, pip fails before it changes anything
+            write_stamp(venv, INCOMPLETE)
+        raise
+    write_stamp(venv, fingerprint(root, tools=tools))
+    say("set up")
+
+
+def _make_venv(root: Path, lock: int) -> None:
+    venv = root / ".venv"
+    if importlib.util.find_spec("ensurepip") is None:
+        raise SetUpError(
+            f"{sys.executable} has no module `ensurepip`, which making .venv needs.\n"
+            f"Install it (Debian, Ubuntu: apt install python3-venv), call another Python, or set {PYTHON_VARIABLE}."
+        )
+    stamped = read_stamp(venv) != ""
+    if not stamped and venv.is_dir() and any(venv.iterdir()):
+        raise SetUpError(f"{venv} is no Python environment with pip, nor made here; move it away and try again.")
+    reason = "the last set-up was interrupted, or .venv is broken" if stamped else "first use"
+    version = ".".join(map(str, sys.version_info[:3]))
+    say(f"{reason}: making .venv with Python {version} and what pyproject.toml asks for,\n  {SIZES}")
+    empty(venv)
+    _run(root, lock, [sys.executable, "-I", "-m", "venv", str(venv)])
+
+
+def empty(venv: Path) -> None:
+    """Removes everything but the stamp. `venv --clear` removes that too: whoever comes after an interruption would not
+    know whose files the rest is. The folder itself stays, since it may be a link to another disk.
+    """
+    venv.mkdir(exist_ok=True)
+    write_stamp(venv, UNFINISHED)
+    for child in venv.iterdir():
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        elif child.name != "can-train.stamp":
+            child.unlink()
+
+
+def _run(root: Path, lock: int, command: list[str], **variables: str) -> None:
+    """Runs venv or pip. Shows its errors, and of pip's many remarks those on what is downloaded and installed."""
+    environment = {**os.environ, **PIP_SETTINGS, **variables}
+    # The command inherits the lock: if only this process is killed, the next one still waits for the command to end.
+    process = subprocess.Popen(
+        command, cwd=root, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=[lock]
+    )
+    for line in process.stdout or ():
+        if line.lstrip().startswith((b"Downloading", b"Installing")):
+            say(line.decode(errors="replace").strip()[:100])  # one line names all packages
+    if process.wait() != 0:
+        raise SetUpError(
+            "the set-up failed; what is written above says why. If no package index could be reached:\n"
+            "make .venv where there is a network (on a cluster: its login node), "
+            f"or set {PYTHON_VARIABLE} to a Python that has the packages."
+        )
+
+
 # The interpreter that a cluster or an image brings
 
-
-def named_interpreter(root: Path, name: str, *, tools: bool) -> Interpreter:
-    """Returns the interpreter that CAN_TRAIN_PYTHON names, with the project's source on its path.
-
-    Raises:
-        SetUpError: It cannot be run, is too old, or lacks a package.
-    """
-    found = shutil.which(name)
-    if found is None:
-        raise SetUpError(f"{PYTHON_VARIABLE} names nothing that can be run: {name}")
-    path = str(Path(found).absolute())
-    # The source is used where it lies: nothing is built.
-    required = requirements(root, tools=tools, building=False)
-    version, installed = _probe(path, [re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in required])
-    lacking = shortcomings(version, installed, required)
-    if lacking:
-        raise SetUpError(
-            f"{PYTHON_VARIABLE}={name} lacks what pyproject.toml asks for:\n  "
-            + "\n  ".join(lacking)
-            + f"\nInstall that there, or unset {PYTHON_VARIABLE} to have .venv made."
-        )
-    search_path = os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")]))
-    return Interpreter(path, {**os.environ, "PYTHONPATH": search_path})
-
-
-_PROBE: Final = """
+PROBE: Final = """
 import json, sys
 installed = {}
 if sys.version_info >= (3, 8):
@@ -102,27 +228,36 @@ if sys.version_info >= (3, 8):
             pass
 print(json.dumps([sys.version_info[:2], installed]))
 """
-"""Runs in an interpreter of any age: prints its version and those of the packages named."""
+"""Prints an interpreter's version, and those of the packages named."""
 
 
-def _probe(path: str, names: Iterable[str]) -> tuple[tuple[int, ...], dict[str, str]]:
+def named_python(root: Path, name: str, *, tools: bool) -> str:
+    """Returns the interpreter that CAN_TRAIN_PYTHON names. Nothing is installed into it: it gets the source by path."""
+    path = shutil.which(name)
+    if path is None:
+        raise SetUpError(f"{PYTHON_VARIABLE} names nothing that can be run: {name}")
+    python = str(Path(path).absolute())
+    required = requirements(root, tools=tools, building=False)
+    probe = [python, "-c", PROBE, *(re.split(r"[^\w.-]", text, maxsplit=1)[0] for text in required)]
     try:
-        answer = subprocess.run([path, "-c", _PROBE, *names], capture_output=True, text=True, check=True).stdout
+        answer = subprocess.run(probe, capture_output=True, text=True, check=True).stdout
         version, installed = json.loads(answer.splitlines()[-1])
-        return tuple(version), installed
     except (OSError, subprocess.CalledProcessError, IndexError, ValueError) as error:
         reason = getattr(error, "stderr", "") or error
-        raise SetUpError(f"{PYTHON_VARIABLE} names no Python that works: {path}\n{reason}") from error
+        raise SetUpError(f"{PYTHON_VARIABLE} names no Python that works: {python}\n{reason}") from error
+    lacking = shortcomings(tuple(version), installed, required)
+    if lacking:
+        raise SetUpError(
+            f"{PYTHON_VARIABLE}={name} lacks what pyproject.toml asks for:\n  "
+            + "\n  ".join(lacking)
+            + f"\nInstall that there, or unset {PYTHON_VARIABLE} to have .venv made."
+        )
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root / "src"), os.environ.get("PYTHONPATH")]))
+    return python
 
 
 def shortcomings(version: tuple[int, ...], installed: Mapping[str, str], required: Iterable[str]) -> list[str]:
-    """Lists what an interpreter lacks, one readable line each.
-
-    Args:
-        version: The interpreter's version, (major, minor).
-        installed: Versions by the requirements' names.
-        required: Requirements as pyproject.toml spells them: a name, and at most a lowest version after `>=`.
-    """
+    """Lists what an interpreter of a version lacks, given its packages' versions and requirements like `torch>=2.6`."""
     if version < (3, 11):
         return [f"Python 3.11 or newer (it is {version[0]}.{version[1]})"]
     lacking = []
@@ -130,11 +265,11 @@ def shortcomings(version: tuple[int, ...], installed: Mapping[str, str], require
         name, _, lowest = requirement.partition(">=")
         if name not in installed:
             lacking.append(requirement)
-        elif _numbers(installed[name]) < _numbers(lowest):
+        elif _release(installed[name]) < _release(lowest):
             lacking.append(f"{requirement} (it has {installed[name]})")
     return lacking
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    release = re.match(r"[\d.]*", version)
-    return tuple(int(number) for number in release[0].split(".") if number) if release else ()
+def _release(version: str) -> list[int]:
+    """Returns the numbers before anything else: [2, 6, 0] of `2.6.0+cu124`."""
+    return [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version, maxsplit=1)[0])]

@@ -1,5 +1,5 @@
-"""What `scripts/bench/finder` asks of every search for a batch size: limits, laws of memory, and trials that obey them
-and keep count. The peers' environment imports this too, so it needs nothing but torch.
+"""The cases of `scripts/bench/finder`, and the trials that count what a search does. This module is also imported in
+the environment of the other tools, so it needs nothing but torch.
 """
 
 import random
@@ -15,28 +15,28 @@ LIMITS: Final = 284
 LARGEST_LIMIT: Final = 20_000
 
 DATA_SET: Final = 2**20
-"""Samples of the data set, where it is not to matter: more than any search asks for."""
+"""Default size of the data set: more samples than any search asks for."""
 
 MAX_TRIALS: Final = 300
-"""Trials after which a search counts as hanging. The longest that ends needs 70: from 8192 to 0 by tenths."""
+"""After this many trials a search counts as hanging. The longest that ends needs 70: from 8192 to 0 by tenths."""
 
 PATIENCE_S: Final = 60
-"""Seconds after which it does so too."""
+"""After this time a search counts as hanging, too."""
 
 CAPACITY: Final = 1.0
-"""Unit of the readings."""
+"""The capacity, in the unit of the measured peaks."""
 
 BASES: Final = (0.05, 0.4)
-"""Least and largest share of the capacity that is taken before the first sample."""
+"""Range of the memory that is taken before the first sample, as a share of the capacity."""
 
 
 class Case(NamedTuple):
-    """One search to be done.
+    """One search.
 
     Attributes:
-        limit: Largest batch that fits.
-        data_set: Samples that there are; a larger batch is one of them all.
-        start: First size to try; None for what the tool has been set to.
+        limit: The largest batch that fits.
+        data_set: The number of samples. A larger batch contains all of them.
+        start: The first size to try; None for the tool's setting.
     """
 
     limit: int
@@ -45,19 +45,19 @@ class Case(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """The right answer."""
+        """The correct result."""
         return min(self.limit, self.data_set)
 
 
 class Outcome(NamedTuple):
-    """What a search did.
+    """The outcome of a search.
 
     Attributes:
-        size: Batch that it returned; None where it ended with an error or not at all.
-        trials: Batches tried.
-        ooms: Trials that ran out of memory.
-        fitted: Largest batch that was tried and fitted.
-        error: What it said instead of returning a size.
+        size: The batch size that it returned; None if it failed or hung.
+        trials: Number of batches tried.
+        ooms: Number of trials that ran out of memory.
+        fitted: The largest batch that was tried and fitted.
+        error: The error that it raised.
         hung: Whether it had to be stopped.
     """
 
@@ -70,7 +70,7 @@ class Outcome(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a tool did with the spread limits, in their order, how long that took, and with the edge cases."""
+    """A tool's outcomes for the spread cases and for the edge cases, in order, and the seconds of the spread cases."""
 
     seconds: float
     spread: list[Outcome]
@@ -79,11 +79,11 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Law:
-    """How the peak grows with the batch: a straight line above a base.
+    """How peak memory grows with the batch: a constant, and a linear and a quadratic term.
 
     Attributes:
-        bend: Share of what grows that does so with the batch's square.
-        noise: Relative standard deviation of a reading.
+        bend: Share of the quadratic term in the growth.
+        noise: Relative standard deviation of a measured peak.
     """
 
     bend: float = 0.0
@@ -92,7 +92,7 @@ class Law:
 
 @dataclass
 class Trial:
-    """Runs a batch: fails above the case's limit, and otherwise returns the peak. Counts."""
+    """Simulates running a batch: raises above the case's limit, otherwise returns the peak. Counts its calls."""
 
     case: Case
     law: Law
@@ -103,15 +103,15 @@ class Trial:
     base: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.chance = random.Random(self.case.limit)  # every tool meets the same base
+        self.chance = random.Random(self.case.limit)  # the same base for every tool
         self.base = self.chance.uniform(*BASES)
 
     def __call__(self, size: int) -> float:
-        """Runs a batch of `size`, or of the whole data set where that is smaller.
+        """Runs a batch of `size`, or of the whole data set if that is smaller.
 
         Raises:
-            torch.OutOfMemoryError: It does not fit.
-            HangError: There have been too many.
+            torch.OutOfMemoryError: The batch does not fit.
+            HangError: There have been too many trials.
         """
         size = min(size, self.case.data_set)
         self.trials += 1
@@ -127,15 +127,15 @@ class Trial:
 
 
 class HangError(BaseException):
-    """Ends a search that does not end by itself. No `Exception`, so that no tool takes it for an answer."""
+    """Ends a search that hangs. It is not an `Exception`, so that no tool catches it."""
 
 
 Search = Callable[[Trial, Case], int]
-"""One tool, set up in one way."""
+"""A tool with its settings."""
 
 
 def spread_cases() -> list[Case]:
-    """Makes `LIMITS` different limits up to the largest, spread evenly on a logarithmic scale."""
+    """Returns LIMITS different limits up to the largest, spread evenly on a logarithmic scale."""
     points = LIMITS
     while len(limits := sorted({round(LARGEST_LIMIT ** (i / (points - 1))) for i in range(points)})) < LIMITS:
         points += 1
@@ -143,7 +143,7 @@ def spread_cases() -> list[Case]:
 
 
 def edge_cases() -> dict[str, Case]:
-    """Makes the limits at which searches go wrong, by what is odd about them."""
+    """Returns cases in which searches go wrong, by name."""
     limits = (0, 1, 4_097, 6_000, 8_191, 8_192, 12_000, 50_000)
     return {
         **{f"limit {limit:,}": Case(limit) for limit in limits},
@@ -154,10 +154,10 @@ def edge_cases() -> dict[str, Case]:
 
 
 def measure(search: Search, law: Law) -> Results:
-    """Puts every case to a tool.
+    """Runs a tool on every case.
 
     Raises:
-        RuntimeError: It failed at a limit that is not odd, so it is not set up as it should be.
+        RuntimeError: It failed on an ordinary limit, so its settings are wrong.
     """
     begin = time.perf_counter()
     spread = outcomes(search, spread_cases(), law)
@@ -169,13 +169,13 @@ def measure(search: Search, law: Law) -> Results:
 
 
 def outcomes(search: Search, cases: Iterable[Case], law: Law) -> list[Outcome]:
-    """Puts cases to a tool, one by one."""
+    """Runs a tool on cases, one by one."""
     signal.signal(signal.SIGALRM, _stop)
     return [outcome(search, case, law) for case in cases]
 
 
 def outcome(search: Search, case: Case, law: Law) -> Outcome:
-    """Puts one case to a tool, and stops it where it does not end."""
+    """Runs a tool on a case, and stops it if it hangs."""
     trial = Trial(case, law)
     size, error, hung = None, "", False
     signal.alarm(PATIENCE_S)
@@ -183,7 +183,7 @@ def outcome(search: Search, case: Case, law: Law) -> Outcome:
         size = search(trial, case)
     except HangError:
         hung = True
-    except Exception as raised:  # noqa: BLE001  (whatever a tool raises is its answer)
+    except Exception as raised:  # noqa: BLE001 - any error is a tool's outcome
         error = f"{type(raised).__name__}: {raised}"
     finally:
         signal.alarm(0)

@@ -1,5 +1,5 @@
-"""Puts the cases to the peers of can-train's search, each called as its own documentation does, and prints what they
-did as JSON. `scripts/bench/finder` runs this with the Python of `.venv-peers`.
+"""Runs Lightning's and accelerate's searches on the cases, called as in their documentation, and prints the outcomes as
+JSON. `scripts/bench/finder` runs this with the Python of `.venv-peers`.
 """
 
 import gc
@@ -15,23 +15,24 @@ from typing import Final
 
 import torch
 from accelerate.utils import find_executable_batch_size
-from finder_laws import DATA_SET, Case, Law, Search, Trial, measure
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.tuning import Tuner
 from torch.utils.data import DataLoader, Dataset
+
+from bench.finder_laws import DATA_SET, Case, Law, Search, Trial, measure
 
 LIGHTNING_START: Final = 2
 LIGHTNING_MAX: Final = 8_192
-"""Lightning's own `init_val` and `max_val`."""
+"""Lightning's defaults of `init_val` and `max_val`."""
 
 PACKAGES: Final = ("lightning", "accelerate", "torch")
 
 
 def main() -> None:
-    """Measures every peer and prints {"versions": ..., "results": {tool: results}}."""
+    """Runs every tool and prints {"versions": ..., "results": {tool: results}}."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    # Both collect garbage around every trial. What the imports have left would be looked through each time.
+    # Both tools collect garbage around every trial, which would scan the objects of all imports each time.
     gc.collect()
     gc.freeze()
     measured = {}
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 def peers(folder: str) -> dict[str, Search]:
-    """Names what is measured; Lightning leaves files in `folder`."""
+    """Returns the searches by name. Lightning writes files into `folder`."""
     lightning = partial(lightning_search, folder=folder)
     return {
         "Lightning, power": partial(lightning, mode="power", max_val=LIGHTNING_MAX),
@@ -56,7 +57,7 @@ def peers(folder: str) -> dict[str, Search]:
 
 
 class Samples(Dataset[torch.Tensor]):
-    """A data set of ones that lie nowhere."""
+    """A data set of ones that are not stored."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -65,12 +66,12 @@ class Samples(Dataset[torch.Tensor]):
         return self.num_samples
 
     def __getitems__(self, indices: list[int]) -> torch.Tensor:
-        """Makes a whole batch at once."""
+        """Returns a whole batch at once."""
         return torch.ones(len(indices), 1)
 
 
 class Model(LightningModule):
-    """A model of one weight, whose training step is the trial."""
+    """A model with one weight whose training step is the trial."""
 
     def __init__(self, trial: Trial, batch_size: int) -> None:
         super().__init__()
@@ -79,21 +80,21 @@ class Model(LightningModule):
         self.weight = torch.nn.Parameter(torch.ones(1))
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        """Makes the loader that the tuner asks for anew with each size."""
+        """Returns a new loader, which the tuner asks for with each size."""
         return DataLoader(Samples(self.trial.case.data_set), batch_size=self.batch_size, collate_fn=lambda batch: batch)
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
-        """Runs the trial and a step that means nothing."""
+        """Runs the trial, and returns some loss."""
         self.trial(len(batch))
         return (self.weight * batch).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Makes the optimizer that a module must have."""
+        """Returns the optimizer that a LightningModule must have."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def lightning_search(trial: Trial, case: Case, *, mode: str, max_val: int, folder: str) -> int:
-    """Tunes the batch size of a real trainer, at one step a trial instead of three: all steps are alike here."""
+    """Runs Lightning's tuner with one step per trial instead of three, since all steps are alike here."""
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -105,7 +106,7 @@ def lightning_search(trial: Trial, case: Case, *, mode: str, max_val: int, folde
         default_root_dir=folder,
     )
     start = case.start or LIGHTNING_START
-    # Its first trial runs the batch size that the model came with and takes it for `init_val`. Here the two are equal.
+    # The first trial runs the model's own batch size but records it as `init_val`, so the two are made equal.
     model = Model(trial, batch_size=start)
     size = Tuner(trainer).scale_batch_size(model, mode=mode, steps_per_trial=1, init_val=start, max_val=max_val)
     assert size is not None
@@ -113,9 +114,9 @@ def lightning_search(trial: Trial, case: Case, *, mode: str, max_val: int, folde
 
 
 def accelerate_search(trial: Trial, case: Case, *, start: int) -> int:
-    """Runs a function that is decorated for it, and returns the size that it ran with at last."""
+    """Runs a function with accelerate's decorator, and returns the size of its last call."""
 
-    @find_executable_batch_size(starting_batch_size=case.start or start)
+    @find_executable_batch_size(starting_batch_size=case.start or start)  # type: ignore[untyped-decorator]
     def train(batch_size: int) -> int:
         trial(batch_size)
         return batch_size

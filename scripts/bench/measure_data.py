@@ -1,6 +1,6 @@
-"""The measurements behind `scripts/bench/data`: a made-up HCRL Car-Hacking log is parsed, turned into graphs, prepared
-and batched, each beside its rival in the same run. Times are the best of a few rounds, so that other work on the
-machine disturbs them least.
+"""Measures the data path from a log to batches: parsing a generated HCRL Car-Hacking log, building graphs, preparing
+and batching, each next to an alternative where there is one. Times are the best of several rounds, which other work on
+the machine disturbs least.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from results_file import write_section
 
+from bench.results_file import write_section
 from can_train.reporter import SilentReporter
 from can_train.tasks.can.data.dataset import prepare
 from can_train.tasks.can.data.frames import Frames
@@ -29,12 +29,12 @@ from can_train.tasks.can.settings import CanDatasetSettings
 
 MESSAGES: Final = 4_000_000
 SMALL_SHARE: Final = 4
-"""The short log of the memory comparison has this many times fewer messages."""
+"""How many times shorter the second log of the memory comparison is."""
 
 BATCH: Final = 512
 """Graphs in a batch."""
 COLLATED_GRAPHS: Final = 20 * BATCH
-"""Graphs that the batches are drawn from: torch_geometric needs one object for each."""
+"""Graphs to draw batches from. Few, because torch_geometric needs an object for each."""
 
 PANDAS_MISSING: Final = (
     "pandas is not installed, so it is not measured; can-train does not need it: to see it, install it elsewhere "
@@ -43,18 +43,18 @@ PANDAS_MISSING: Final = (
 
 ROUNDS: Final = 3
 PERIODS_MS: Final = (10,) * 17 + (20,) * 3 + (100,) * 4 + (1000,) * 3
-"""How often each ID is sent: about 2,000 messages a second from 27 IDs, as on the car that HCRL recorded."""
+"""The period of each ID's messages: about 2,000 messages a second from 27 IDs, as on the car that HCRL recorded."""
 SHORT_PAYLOADS: Final = {20: 5, 21: 6, 22: 2}
-"""Payload bytes of the messages that have not 8, by message."""
+"""Payload sizes other than 8 bytes, by the index of the message in PERIODS_MS."""
 ATTACK_EVERY_S: Final = 60.0
 ATTACK_LENGTH_S: Final = 4.0
 ATTACK_GAP_S: Final = 3e-4
-"""A flood of ID 0 for a few seconds, now and then."""
+"""Every ATTACK_EVERY_S seconds, ID 0 floods the bus for a few seconds."""
 ROWS_AT_A_TIME: Final = 200_000
 
 
 def main() -> None:
-    """Measures everything, prints the table and writes it into RESULTS.md."""
+    """Measures, prints the table and writes it into RESULTS.md."""
     parser = argparse.ArgumentParser(prog="scripts/bench/data", description=__doc__)
     parser.add_argument("--messages", type=int, default=MESSAGES, help="rows of the log (default: %(default)s)")
     parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
@@ -90,13 +90,13 @@ def measure(folder: Path, num_messages: int) -> str:
 
 
 def environment() -> str:
-    """Says what the figures were measured with."""
+    """Returns a line with the machine and the versions that the figures belong to."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "torch_geometric", "polars", "numpy"))
     return f"CPU, {os.cpu_count()} cores; Python {platform.python_version()}, {packages}."
 
 
 def parsing_rows(log: Path, num_messages: int) -> list[tuple[str, ...]]:
-    """Reads the log with our reader and with pandas."""
+    """Parses the log with can-train and with pandas."""
     say("parsing")
     ours = num_messages / best_time(lambda: sum(map(len, read_frames(log))))
     if importlib.util.find_spec("pandas") is None:
@@ -108,7 +108,7 @@ def parsing_rows(log: Path, num_messages: int) -> list[tuple[str, ...]]:
 
 
 def graph_rows(log: Path, num_messages: int) -> list[tuple[str, ...]]:
-    """Builds graphs from frames that are in memory already."""
+    """Builds graphs from frames in memory."""
     say("building graphs")
     blocks = list(read_frames(log))
     rate = num_messages / best_time(lambda: build_all(blocks))
@@ -116,7 +116,7 @@ def graph_rows(log: Path, num_messages: int) -> list[tuple[str, ...]]:
 
 
 def memory_rows(short: Path, long: Path, num_messages: int, folder: Path) -> list[tuple[str, ...]]:
-    """Prepares a log and one several times as long, each in a process of its own."""
+    """Prepares a short and a long log, each in a process of its own, and compares peak memory."""
     say("preparing")
     short_mib, _ = peak_of_preparing(short, folder / "short")
     long_mib, seconds = peak_of_preparing(long, folder / "long")
@@ -129,7 +129,7 @@ def memory_rows(short: Path, long: Path, num_messages: int, folder: Path) -> lis
 
 
 def batch_rows(log: Path, folder: Path) -> list[tuple[str, ...]]:
-    """Makes batches of shuffled graphs with our gatherer and with torch_geometric's loader."""
+    """Makes batches of shuffled graphs with can-train and with torch_geometric's DataLoader."""
     say("batching")
     from can_train.tasks.can.data.batches import Gatherer
 
@@ -137,7 +137,8 @@ def batch_rows(log: Path, folder: Path) -> list[tuple[str, ...]]:
     num_graphs = min(COLLATED_GRAPHS, len(flat)) // BATCH * BATCH
     order = np.random.default_rng(0).permutation(num_graphs).reshape(-1, BATCH)
     gather = Gatherer(flat)
-    # Theirs first: it frees arrays so large that malloc keeps freed memory from then on, as in any training process.
+    # torch_geometric goes first: it frees arrays so large that malloc raises its threshold and keeps freed memory from
+    # then on, as in any training process.
     theirs = pyg_seconds(flat, num_graphs) / num_graphs
     ours = best_time(lambda: one_by_one(map(gather, order)), rounds=3 * ROUNDS) / num_graphs
     name = f"batches of {BATCH} graphs, µs a graph"
@@ -145,7 +146,7 @@ def batch_rows(log: Path, folder: Path) -> list[tuple[str, ...]]:
 
 
 def start_rows() -> list[tuple[str, ...]]:
-    """Times `can-train --help` beside the import of the library that parses its line."""
+    """Times `can-train --help` next to the import of Typer alone."""
     if importlib.util.find_spec("can_train.__main__") is None:
         say("the command line is not there, so its start is not measured")
         return []
@@ -156,7 +157,7 @@ def start_rows() -> list[tuple[str, ...]]:
 
 
 def write_hcrl_log(path: Path, num_messages: int) -> None:
-    """Writes periodic traffic with jitter and a few floods as HCRL Car-Hacking rows."""
+    """Writes periodic traffic with jitter and a few floods, in the format of HCRL Car-Hacking."""
     rng = np.random.default_rng(0)
     timestamp, message = bus_schedule(rng, num_messages)
     ids = [f"{can_id:04x}" for can_id in [*np.sort(rng.choice(0x7FF, len(PERIODS_MS), replace=False) + 1), 0]]
@@ -173,8 +174,8 @@ def write_hcrl_log(path: Path, num_messages: int) -> None:
 
 
 def bus_schedule(rng: np.random.Generator, num_messages: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns when each message is sent, in seconds, and which one it is; the flood is the last number."""
-    seconds = num_messages / sum(1000 / period for period in PERIODS_MS)  # floods only make it longer than needed
+    """Returns each message's time in seconds and its index in PERIODS_MS. Floods have the index after the last."""
+    seconds = num_messages / sum(1000 / period for period in PERIODS_MS)  # enough without the floods
     times, numbers = [], []
     for number, period_ms in enumerate(PERIODS_MS):
         ticks = np.arange(rng.uniform(0, period_ms / 1000), seconds, period_ms / 1000)
@@ -189,13 +190,15 @@ def bus_schedule(rng: np.random.Generator, num_messages: int) -> tuple[np.ndarra
 
 
 def read_frames(log: Path) -> Iterator[Frames]:
-    """Reads a log as can-train does."""
+    """Reads a log with can-train's reader."""
     return LogReader(log, CanDatasetSettings()).blocks()
 
 
 def read_with_pandas(log: Path) -> tuple[Any, ...]:
-    """Reads the same columns the way one would with pandas, without a loop over rows. IDs and bytes are text first,
-    since numeric-looking hexadecimal would be taken for decimal; the flag is the last token of a ragged row.
+    """Reads the same columns with pandas, without a loop over rows.
+
+    IDs and bytes are read as text, because pandas would take some hexadecimal numbers for decimal ones. The flag is the
+    last token of a row, whose length varies.
     """
     import pandas as pd
 
@@ -212,13 +215,13 @@ def read_with_pandas(log: Path) -> tuple[Any, ...]:
 
 
 def build_all(blocks: list[Frames]) -> int:
-    """Builds all graphs and drops them."""
+    """Builds all graphs and returns their number."""
     builder = GraphBuilder(100, 100)
     return sum(len(block) for frames in blocks for block in builder.feed(frames))
 
 
 def prepare_log(log: Path, cache: Path) -> FlatGraphs:
-    """Does all that happens between a log and training."""
+    """Prepares a log for training and returns its graphs."""
     source = LogFile(path=log, role=LOG, group=log.name, kind="DoS")
     return prepare(CanDatasetSettings(path=str(log)), [source], cache, SilentReporter()).flat
 
@@ -231,14 +234,14 @@ def peak_of_preparing(log: Path, cache: Path) -> tuple[float, float]:
 
 
 def peak_rss_mib() -> float:
-    """Returns this process's peak. Not getrusage's: on Linux that begins with the peak of the process before exec."""
+    """Returns this process's peak memory. On Linux, getrusage would include the peak from before exec."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     (peak,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(peak) / 1024
 
 
 def pyg_seconds(flat: FlatGraphs, num_graphs: int) -> float:
-    """Times one shuffled pass of torch_geometric's loader over graphs that are objects in memory already."""
+    """Times one shuffled pass of torch_geometric's DataLoader over graphs in memory."""
     import torch
     from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader
@@ -261,13 +264,13 @@ def pyg_seconds(flat: FlatGraphs, num_graphs: int) -> float:
 
 
 def one_by_one(batches: Iterable[object]) -> None:
-    """Takes batches as a training loop does: one is kept until the next is there, so that its memory is used again."""
+    """Consumes batches like a training loop, which holds one until it has the next."""
     for _ in batches:
         pass
 
 
 def best_time(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Returns the seconds of the fastest of a few rounds."""
+    """Returns the seconds of the fastest round."""
     seconds = []
     for _ in range(rounds):
         begin = time.perf_counter()
@@ -277,12 +280,12 @@ def best_time(work: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def run_python(*arguments: str) -> str:
-    """Runs this Python and returns what it printed."""
+    """Runs this Python and returns its output."""
     return subprocess.run([sys.executable, *arguments], check=True, capture_output=True, text=True).stdout
 
 
 def say(text: str) -> None:
-    """Tells what is being done."""
+    """Prints what is being measured."""
     print(f"{text} ...", file=sys.stderr, flush=True)
 
 

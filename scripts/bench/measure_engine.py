@@ -1,5 +1,5 @@
-"""The measurements behind `scripts/bench/engine`: optimizer steps of real models through the engine, each beside the
-same step in a bare loop, one after the other, so that other work on the machine disturbs both alike.
+"""Measures what can-train's micro-batching adds to an optimizer step. Steps of real models alternate with the same
+steps in a bare loop, so that other work on the machine affects both.
 """
 
 import argparse
@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from results_file import environment, markdown, write_section
 from torch import nn
 
+from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import make_optimizer
@@ -26,7 +26,7 @@ CASES: Final = (("gat", "teacher", 64), ("gat", "student", 64), ("vgae", "teache
 """Model, size and logical batch."""
 
 PAIRS: Final = 60
-"""Pairs of steps that count."""
+"""Measured pairs of steps, after the warm-up."""
 
 WARM_PAIRS: Final = 5
 
@@ -34,15 +34,15 @@ GOAL: Final = 0.03
 """Largest share of a step that the engine may add."""
 
 NOTES: Final = """\
-Both do the same forward and backward pass and optimizer step on the same windows; the engine prices the batch, sets
-gradients aside, takes its snapshot of generators and buffers, and adds up the terms. Medians over pairs of steps; the
-overhead is the median of the pairs' own differences over the bare step's median. One thread."""
+Both do the same forward pass, backward pass and optimizer step on the same windows. The engine also computes the cost
+of the batch, sets gradients aside, takes a snapshot of generators and buffers, and sums the loss terms. Medians over
+pairs of steps; the overhead is the median difference within a pair over the bare step's median. One thread."""
 
 CPU: Final = torch.device("cpu")
 
 
 class Timed(NamedTuple):
-    """One model's figures, in seconds a step."""
+    """The results of one model, in seconds per step. `added` is the median difference within a pair."""
 
     bare: float
     engine: float
@@ -50,7 +50,7 @@ class Timed(NamedTuple):
 
 
 def main() -> None:
-    """Measures, prints the table and writes it into RESULTS.md; exit status 1 where the goal is missed."""
+    """Measures, prints the table and writes it into RESULTS.md; exit status 1 if the goal is missed."""
     parser = argparse.ArgumentParser(prog="scripts/bench/engine", description=__doc__)
     parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of steps (default: %(default)s)")
     pairs = parser.parse_args().pairs
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def measure(model_name: str, size: str, batch_size: int, pairs: int) -> Timed:
-    """Times pairs of steps, the order of the two turning round from pair to pair."""
+    """Times pairs of steps. The order within a pair alternates."""
     run = resolve(RunRequest(model=model_name, dataset="synthetic", size=size))
     task = load_task(run, SilentReporter())
     rows = task.train_rows[:batch_size]
@@ -100,7 +100,7 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def bare_loop(run: Any, task: Any, model: nn.Module, rows: Any) -> Callable[[], None]:
-    """What people write."""
+    """Returns a step as one would write it by hand."""
     optimizer = make_optimizer(list(model.parameters()), run.training, run.training.lr, CPU)
 
     def step() -> None:
@@ -115,7 +115,7 @@ def bare_loop(run: Any, task: Any, model: nn.Module, rows: Any) -> Callable[[], 
 
 
 def engine_loop(run: Any, task: Any, model: nn.Module, rows: Any) -> Callable[[], None]:
-    """The same through the engine."""
+    """Returns the same step with can-train's micro-batching."""
     optimizer = make_optimizer(list(model.parameters()), run.training, run.training.lr, CPU)
     batcher = MicroBatcher(model)
     coefficients = np.ones(len(task.features))

@@ -1,5 +1,5 @@
-"""The measurements behind `scripts/bench/finder`: can-train's search for the largest batch and its peers', on the same
-cases in the same run. The peers live in an environment of their own, which is made on first use.
+"""Compares can-train's search for the largest batch with Lightning's and accelerate's, on the same cases. Those tools
+are installed into an environment of their own on first use.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final, NamedTuple
 
-from finder_laws import (
+from bench.finder_laws import (
     CAPACITY,
     LARGEST_LIMIT,
     LIMITS,
@@ -26,8 +26,7 @@ from finder_laws import (
     measure,
     spread_cases,
 )
-from results_file import environment, markdown, write_section
-
+from bench.results_file import environment, markdown, write_section
 from can_train.fit.search import find_max_size
 
 BENCH: Final = Path(__file__).resolve().parent
@@ -37,7 +36,7 @@ PEERS: Final = ROOT / ".venv-peers"
 REQUIREMENTS: Final = BENCH / "finder_peers.txt"
 CONSTRAINTS: Final = ROOT / "scripts" / "constraints.txt"
 PEERS_TIMEOUT_S: Final = 1_800
-"""Seconds after which the peers are given up together; they need about one minute."""
+"""Time limit for all of the other tools together. They need about one minute."""
 
 READINGS: Final = "can-train, with readings"
 BENT_READINGS: Final = "can-train, readings that bend up by 30 %"
@@ -46,16 +45,16 @@ NO_READINGS: Final = "can-train, without readings"
 BINARY_SEARCH: Final = "Lightning, binsearch"
 
 LEAST_SECONDS: Final = 0.1
-"""Seconds that the table does not tell apart from none."""
+"""Shorter times are shown as "less than"."""
 
 SHARE: Final = 0.97
-"""Least mean share of the largest batch."""
+"""Goal: at least this mean share of the largest batch."""
 TRIALS: Final = 6.0
 OOMS: Final = 0.5
-"""Most trials and out-of-memories, on average, with readings."""
+"""Goal, with readings: at most so many trials and out-of-memory errors on average."""
 BINARY_TRIALS: Final = 15.2
 BINARY_OOMS: Final = 3.6
-"""What Lightning's binary search needed when can-train's goal was set: less than that, and than it needs now."""
+"""Goal, without readings: fewer than Lightning's binary search needed when the goal was set, and than it needs now."""
 
 COLUMNS: Final = (
     "tool", "mean share", "worst share", "trials", "OOMs", "over the limit", "not seen to fit", "hangs", "seconds",
@@ -63,20 +62,20 @@ COLUMNS: Final = (
 
 NOTES: Final = f"""\
 The first table has {LIMITS} limits from 1 to {LARGEST_LIMIT:,}, spread evenly on a logarithmic scale: a batch runs
-if it is no larger than the limit, and raises `torch.OutOfMemoryError` otherwise. *Share*: of the largest batch that
-fits; 0 where the batch returned does not fit. *Trials*, *OOMs*: means. *Over the limit*, *not seen to fit*, *hangs*:
-how often the batch returned does not fit, is larger than any that was tried and fitted, or the search had to be
-stopped. *Seconds*: all searches together; a trial itself costs nothing. The second table shows the size returned
-(trials/OOMs); a size above the data set's stands for the whole set.
+if it is no larger than the limit, and raises `torch.OutOfMemoryError` otherwise. A *reading* is the peak memory that a
+trial returns. *Share*: the batch found over the largest that fits; 0 if it does not fit. *Trials*, *OOMs*: means. *Over
+the limit*, *not seen to fit*, *hangs*: how often the batch found does not fit, is larger than any that was tried and
+fitted, or the search had to be stopped. *Seconds*: all searches together; a trial itself takes no time. The second
+table shows the size found (trials/OOMs); a size above the data set's means the whole set.
 
 Lightning returns 5 % less than its binary search finds, and stops at 8,192 unless `max_val` is raised. Its first trial
-runs the batch size that the model came with, whatever `init_val` says; here the two are equal. Left out: transformers'
-`auto_find_batch_size`, which is accelerate's; NeMo's OOMptimizer, a script for speech models in a huge package;
-Composer's automatic micro-batches, since mosaicml 0.32.1 needs torch < 2.7.1."""
+runs the model's own batch size, not `init_val`; here the two are equal. Left out: transformers' `auto_find_batch_size`,
+which is accelerate's; NeMo's OOMptimizer, a script for speech models in a very large package; Composer's automatic
+micro-batches, because mosaicml 0.32.1 needs torch < 2.7.1."""
 
 
 def main() -> None:
-    """Measures, prints the tables and writes them into RESULTS.md; exit status 1 where can-train misses its goals."""
+    """Measures, prints the tables and writes them into RESULTS.md; exit status 1 if can-train misses a goal."""
     parser = argparse.ArgumentParser(prog="scripts/bench/finder", description=__doc__)
     parser.add_argument("--no-write", action="store_true", help="leave RESULTS.md as it is")
     options = parser.parse_args()
@@ -96,7 +95,7 @@ def main() -> None:
 
 
 def measure_own() -> dict[str, Results]:
-    """Puts the cases to can-train's search, with readings of several laws and without."""
+    """Runs can-train's search on the cases, with readings of several laws and without."""
     with_readings = partial(search, capacity=CAPACITY)
     return {
         READINGS: measure(with_readings, Law()),
@@ -107,7 +106,7 @@ def measure_own() -> dict[str, Results]:
 
 
 def search(trial: Trial, case: Case, *, capacity: float | None) -> int:
-    """Calls can-train's search as a person with a loop of their own does."""
+    """Calls can-train's search through its public function."""
     options = {} if case.start is None else {"start": case.start}
     return find_max_size(trial, upper=case.data_set, capacity=capacity, **options).size
 
@@ -116,31 +115,37 @@ def search(trial: Trial, case: Case, *, capacity: float | None) -> int:
 
 
 class Peers(NamedTuple):
-    """What the peers did, and the versions of what they ran with."""
+    """The results of the other tools, and the versions they ran with."""
 
     versions: dict[str, str]
     results: dict[str, Results]
 
 
 def measure_peers() -> Peers:
-    """Puts the cases to the peers, in their own environment."""
-    command = [str(peers_python()), "-E", str(BENCH / "finder_peers.py")]
+    """Runs the other tools on the cases, in their own environment."""
+    command = [str(peers_python()), "-E", "-m", "bench.finder_peers"]
     say("peers")
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, env=variables, text=True, check=True, timeout=PEERS_TIMEOUT_S
+        command,
+        cwd=BENCH.parent,
+        stdout=subprocess.PIPE,
+        env=variables,
+        text=True,
+        check=True,
+        timeout=PEERS_TIMEOUT_S,
     )
     answer = json.loads(done.stdout.splitlines()[-1])
     return Peers(answer["versions"], {name: read_results(*fields) for name, fields in answer["results"].items()})
 
 
 def read_results(seconds: float, spread: list[Any], edges: list[Any]) -> Results:
-    """Makes results of what JSON left of them."""
+    """Converts results from JSON."""
     return Results(seconds, [Outcome(*fields) for fields in spread], [Outcome(*fields) for fields in edges])
 
 
 def peers_python() -> Path:
-    """Returns the interpreter of the peers' environment, which is made anew where what belongs in it has changed."""
+    """Returns the Python of the other tools' environment. Makes the environment if its requirements have changed."""
     python, stamp = PEERS / "bin" / "python", PEERS / "installed.txt"
     wanted = REQUIREMENTS.read_text(encoding="utf-8") + CONSTRAINTS.read_text(encoding="utf-8")
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
@@ -160,12 +165,12 @@ def peers_python() -> Path:
 
 
 def spread_table(measured: Mapping[str, Results]) -> str:
-    """Sums up what each tool did with the spread limits."""
+    """Returns the table that summarises each tool's outcomes for the spread limits."""
     return markdown([COLUMNS, *([name, *summary(results)] for name, results in measured.items())])
 
 
 def summary(results: Results) -> list[str]:
-    """Returns the cells of a tool's row, but its name."""
+    """Returns the cells of a tool's row, without its name."""
     pairs = list(zip(spread_cases(), results.spread, strict=True))
     shares = [share(*pair) for pair in pairs]
     return [
@@ -181,7 +186,7 @@ def summary(results: Results) -> list[str]:
 
 
 def edge_table(measured: Mapping[str, Results]) -> str:
-    """Shows what each tool did with each edge case."""
+    """Returns the table of each tool's outcome for each edge case."""
     names = [name for name in measured if name not in (BENT_READINGS, NOISY_READINGS)]
     rows = [
         [title, *(edge_cell(case, measured[name].edges[index]) for name in names)]
@@ -191,7 +196,7 @@ def edge_table(measured: Mapping[str, Results]) -> str:
 
 
 def edge_cell(case: Case, outcome: Outcome) -> str:
-    """Says what a search came to."""
+    """Returns the cell of an outcome."""
     counts = f"({outcome.trials}/{outcome.ooms})"
     if outcome.hung:
         return "**hangs**"
@@ -202,31 +207,31 @@ def edge_cell(case: Case, outcome: Outcome) -> str:
     return f"{outcome.size:,} {counts}"
 
 
-# Judgement
+# Goals
 
 
 def batch(case: Case, outcome: Outcome) -> int:
-    """The batch that a returned size makes: there are no more samples than the data set has."""
+    """Returns the batch that a size makes. It has at most the samples of the data set."""
     return min(outcome.size or 0, case.data_set)
 
 
 def over(case: Case, outcome: Outcome) -> bool:
-    """Whether the batch returned does not fit."""
+    """Returns whether the batch found does not fit."""
     return batch(case, outcome) > case.limit
 
 
 def unseen(case: Case, outcome: Outcome) -> bool:
-    """Whether the batch returned is larger than any that was tried and fitted."""
+    """Returns whether the batch found is larger than any that was tried and fitted."""
     return batch(case, outcome) > outcome.fitted
 
 
 def share(case: Case, outcome: Outcome) -> float:
-    """The share of the largest batch that was found."""
+    """Returns the batch found over the largest that fits."""
     return 0.0 if over(case, outcome) else batch(case, outcome) / case.largest
 
 
 def missed_goals(measured: Mapping[str, Results]) -> list[str]:
-    """Lists what can-train was to reach and did not."""
+    """Returns the goals that can-train missed."""
     goals: list[tuple[str, bool]] = []
     for name in (READINGS, BENT_READINGS, NOISY_READINGS, NO_READINGS):
         cases = [*spread_cases(), *edge_cases().values()]
@@ -236,7 +241,8 @@ def missed_goals(measured: Mapping[str, Results]) -> list[str]:
             (f"{name}: a search that hangs or fails", all(outcome.size is not None for _, outcome in pairs)),
             (f"{name}: a mean share of {SHARE}", mean(share(*pair) for pair in pairs if pair[0].largest) >= SHARE),
         ]
-    for name in (READINGS, BENT_READINGS):  # where readings err, a step too far cannot be told from one that fits
+    for name in (READINGS, BENT_READINGS):
+        # Not with noisy readings, which cannot tell a size that is just too large from one that fits.
         trials, ooms = means(measured[name])
         goals.append((f"{name}: at most {TRIALS} trials and {OOMS} OOMs", trials <= TRIALS and ooms <= OOMS))
     trials, ooms = means(measured[NO_READINGS])
@@ -247,12 +253,12 @@ def missed_goals(measured: Mapping[str, Results]) -> list[str]:
 
 
 def means(results: Results) -> tuple[float, float]:
-    """Mean trials and out-of-memories over the spread limits."""
+    """Returns the mean numbers of trials and of out-of-memory errors over the spread limits."""
     return mean(outcome.trials for outcome in results.spread), mean(outcome.ooms for outcome in results.spread)
 
 
 def say(text: str) -> None:
-    """Tells what is being done."""
+    """Prints what is being measured."""
     print(f"{text} ...", file=sys.stderr, flush=True)
 
 

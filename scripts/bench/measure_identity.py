@@ -1,6 +1,5 @@
-"""The measurements behind `scripts/bench/identity`: GATs are trained on the simulated bus with CAN IDs among their
-inputs and without them, and judged folder by folder. One vehicle of the tests is in no training log: there, IDs that
-the model has never seen must not be all that it looks at.
+"""Compares GATs that are trained on the synthetic bus with and without CAN IDs as inputs, by test folder. One vehicle
+occurs only in the tests: a detector that relies on known IDs fails there.
 """
 
 import argparse
@@ -13,23 +12,24 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
-from measure_data import run_python
-from results_file import environment, markdown, write_section
+from bench.measure_data import run_python
+from bench.results_file import environment, markdown, write_section
 
 SEEDS: Final = (42, 1, 2)
-"""Of the training; the first is the default's. The data are the same."""
+"""Seeds of the training; the first is the default. The data are the same for all."""
 
 UNSEEN: Final = "unknown_vehicle"
-"""In the names of the folders in which every run without IDs must beat flagging everything, whose MCC is 0."""
+"""In the names of folders with an unseen vehicle. There, every run without IDs must have an MCC above 0, which flagging
+everything has."""
 
 NOTES: Final = """\
-MCC, mean and lowest to highest over {seeds} trainings with other seeds on the same simulated data (`--dataset
-synthetic`, the defaults otherwise); thresholds come from validation. *Flag everything* has an MCC of 0 wherever both
-classes occur. The random forest sees no IDs."""
+MCC: mean and range over {seeds} trainings with different seeds on the same simulated data (`--dataset synthetic`, with
+the other defaults). Thresholds come from validation. *Flag everything* has an MCC of 0 wherever both classes occur. The
+random forest gets no IDs."""
 
 
 def main() -> None:
-    """Measures, prints the table and writes it into RESULTS.md; exit status 1 where the goal is missed."""
+    """Measures, prints the table and writes it into RESULTS.md; exit status 1 if the goal is missed."""
     parser = argparse.ArgumentParser(prog="scripts/bench/identity", description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=("student", "teacher"), default=["student"])
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def trained(folder: Path, size: str, identity: bool, seed: int) -> dict[str, Any]:
-    """Trains a run, and returns what each test folder says of it."""
+    """Trains a run and returns its evaluation for each test folder."""
     runs = folder / f"{size}-{identity}-{seed}"
     settings = ("--dataset", "synthetic", "--set", f"dataset.identity={identity}", "--seed", str(seed))
     places = ("--runs-dir", str(runs), "--state-dir", str(folder / "state"))
@@ -65,34 +65,34 @@ def trained(folder: Path, size: str, identity: bool, seed: int) -> dict[str, Any
 
 
 def table(judged: dict[bool, list[dict[str, Any]]]) -> str:
-    """Writes one row a test folder."""
+    """Returns a table with a row for each test folder."""
     rows = [["test folder", "with IDs", "without IDs", "flag everything", "random forest"]]
     for name in judged[True][0]:
         models = [spread([tests[name]["model"]["mcc"] for tests in judged[identity]]) for identity in (True, False)]
-        floors = [
-            spread([tests[name]["floors"][floor]["mcc"] for tests in judged[False]])
-            for floor in ("flag_everything", "random_forest")
+        baselines = [
+            spread([tests[name]["baselines"][baseline]["mcc"] for tests in judged[False]])
+            for baseline in ("flag_everything", "random_forest")
         ]
-        rows.append([name, *models, *floors])
+        rows.append([name, *models, *baselines])
     return markdown(rows)
 
 
 def spread(values: Sequence[float]) -> str:
-    """Writes a mean with its range."""
+    """Returns the mean with its range."""
     if min(values) == max(values):
         return f"{values[0]:.2f}"
     return f"{mean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def unbeaten(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Names the folders of unseen vehicles in which some run is no better than flagging everything."""
+    """Returns the folders with unseen vehicles in which some run is no better than flagging everything."""
     unseen = [name for name in runs[0] if UNSEEN in name]
     return [name for name in unseen if any(not beats_flagging(tests[name]) for tests in runs)]
 
 
 def beats_flagging(folder: dict[str, Any]) -> bool:
-    """Tells whether the model's MCC is above that of flagging everything."""
-    return bool(folder["model"]["mcc"] > folder["floors"]["flag_everything"]["mcc"])
+    """Returns whether the model's MCC is above that of flagging everything."""
+    return bool(folder["model"]["mcc"] > folder["baselines"]["flag_everything"]["mcc"])
 
 
 if __name__ == "__main__":

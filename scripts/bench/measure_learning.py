@@ -1,6 +1,6 @@
-"""The measurements behind `scripts/bench/learning`: real runs in a row on a simulated GPU where memory binds, each of
-which starts from what those before it taught. Then the same where training takes 12 % of the GPU that neither probes
-nor trials have seen; and the momentum rule after an out-of-memory that nobody rescues.
+"""Measures how the safety factor is learned: real runs in a row on a simulated GPU where memory is the binding limit,
+each starting from the observations of those before it. Then the same with a hidden allocation: training takes 12 % of
+the GPU that probes and trials did not. Then the momentum policy after an out-of-memory error without rescue.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from results_file import environment, markdown, write_section
 
+from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
@@ -24,39 +24,40 @@ from can_train.factors.observations import Observation, read_observations
 from can_train.factors.store import get_safety_factor_db
 from can_train.memory.meters import SimulatedMeter
 from can_train.reporter import SilentReporter
-from can_train.training import train as training_loop
+from can_train.training import train as loop
 from can_train.training.session import Session
 from can_train.training.train import train_new
 
 RUNS: Final = 6
 
 HIDDEN: Final = 0.12
-"""Share of the capacity that training takes beside what probes and trials saw."""
+"""The hidden allocation of training, as a share of the capacity."""
 
 STARVED: Final = 0.62
-"""The same where the momentum rule's factor of 0.427 is to fail and 0.277 to fit."""
+"""A hidden allocation with which the momentum policy's factor of 0.427 fails and 0.277 fits."""
 
 BAND: Final = 0.03
-"""Distance of a peak from the plan's target that is near enough."""
+"""A peak counts as on target within this distance."""
 
 NOTES: Final = f"""\
-{RUNS} real runs in a row of each line, on a simulated GPU; *hidden*: what training takes of it that neither probes nor
-trials have seen, as a share. *Peaks*: measured, over the capacity, run by run; *target*: the last plan's; *within*: the
-first run from which on every peak lies within {BAND:.0%} of its plan's target; *rescued*: out-of-memories, run by run.
-Momentum starts from 0.427 and runs without rescue; what is hidden there ({STARVED:.0%}) has gone after its second run.
+{RUNS} real runs in a row for each line, on a simulated GPU. *Hidden*: the share of the GPU that training takes and
+probes and trials did not. *Peaks*: measured, over the capacity, run by run. *Target*: the last plan's. *Within*: the
+first run from which on every peak lies within {BAND:.0%} of its plan's target. *Rescued*: out-of-memory errors, run by
+run. Momentum starts from 0.427 and runs without rescue; its hidden allocation ({STARVED:.0%}) ends with the second run.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Runs in a row.
+    """Several runs of one configuration.
 
     Attributes:
-        model, batch: What is trained, in which batch.
+        model: The model to train.
+        batch: The logical batch.
         device: The simulated GPU.
-        settings: Dotted settings beside those.
-        hidden: Of each run, the share of the capacity that training takes unseen.
-        first: Factor that is known before the first run; None: none is.
+        settings: Further settings, by dotted name.
+        hidden: The hidden allocation of each run, as a share of the capacity.
+        first: A factor to import before the first run.
     """
 
     model: str
@@ -68,9 +69,9 @@ class Scenario:
 
     @property
     def label(self) -> str:
-        """Names it."""
-        said = {"factor.prior": "prior", "factor.policy": "policy"}
-        return ", ".join([self.model, *(f"{said[k]} {v}" for k, v in self.settings.items() if k in said)])
+        """Its name in the table."""
+        shown = {"factor.prior": "prior", "factor.policy": "policy"}
+        return ", ".join([self.model, *(f"{shown[k]} {v}" for k, v in self.settings.items() if k in shown)])
 
 
 MOMENTUM: Final = {"factor.policy": "momentum", "training.adaptive_micro_batch": False}
@@ -92,10 +93,12 @@ SCENARIOS: Final = (
 
 
 def main() -> None:
-    """Trains, prints the table and writes it into RESULTS.md; exit status 1 where a goal is missed."""
+    """Trains, prints the table and writes it into RESULTS.md; exit status 1 if a goal is missed."""
     parser = argparse.ArgumentParser(prog="scripts/bench/learning", description=__doc__)
-    parser.add_argument("--scenarios", nargs="+", type=int, default=range(len(SCENARIOS)), help="Numbers, from 0.")
-    parser.add_argument("--seconds", type=float, default=10.0, help="Length of the simulated drives. [10]")
+    parser.add_argument("--scenarios", nargs="+", type=int, default=range(len(SCENARIOS)), help="their numbers, from 0")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="length of the simulated drives (default: %(default)s)"
+    )
     chosen = parser.parse_args()
     head = ["training", "hidden", "factors", "peaks", "target", "within", "rescued"]
     rows, missed = [head], []
@@ -113,7 +116,7 @@ def main() -> None:
 
 
 def measure(scenario: Scenario, seconds: float) -> tuple[list[str], bool]:
-    """Runs one scenario; returns its row, and whether its goal was met."""
+    """Runs a scenario. Returns its row of the table, and whether it met its goal."""
     with tempfile.TemporaryDirectory() as folder:
         run = resolved(scenario, Path(folder), seconds)
         if scenario.first is not None:
@@ -140,11 +143,11 @@ def measure(scenario: Scenario, seconds: float) -> tuple[list[str], bool]:
 
 
 def resolved(scenario: Scenario, folder: Path, seconds: float) -> ResolvedRun:
-    """Resolves the run of a scenario, its state and its runs in a folder."""
+    """Resolves the run of a scenario, with its state and run folders in a folder."""
     values = {
         "training.batch_size": scenario.batch,
         "training.epochs": 1,
-        "mode.floors": False,
+        "mode.baselines": False,
         "dataset.synthetic.seconds": seconds,
         "paths.runs_dir": str(folder / "runs"),
         "paths.state_dir": str(folder / "state"),
@@ -156,7 +159,7 @@ def resolved(scenario: Scenario, folder: Path, seconds: float) -> ResolvedRun:
 
 
 def attempt(run: ResolvedRun, hidden: float) -> float:
-    """Trains once; returns the plan's target."""
+    """Trains once and returns the plan's target."""
     with hiding(hidden) as sessions:
         try:
             train_new(run, SilentReporter())
@@ -167,8 +170,8 @@ def attempt(run: ResolvedRun, hidden: float) -> float:
 
 @contextmanager
 def hiding(share: float) -> Iterator[list[Session]]:
-    """Lets training take a share of the GPU that was not there when its plan was made; collects what trained."""
-    train, sessions = training_loop.train, []
+    """Makes training hold a share of the GPU that was free when its plan was made. Yields the sessions that trained."""
+    train, sessions = loop.train, []
 
     def hungry(session: Session) -> None:
         assert isinstance(session.meter, SimulatedMeter)
@@ -177,11 +180,11 @@ def hiding(share: float) -> Iterator[list[Session]]:
         train(session)
         del held
 
-    training_loop.train = hungry
+    loop.train = hungry
     try:
         yield sessions
     finally:
-        training_loop.train = train
+        loop.train = train
 
 
 def peak_of(observed: Observation) -> float:

@@ -1,5 +1,5 @@
-"""The measurements behind `scripts/bench/monitor`: optimizer steps of real models, one without a monitor beside one
-that it measures, so that other work on the machine disturbs both alike; and what a step costs that is not measured.
+"""Measures what the memory monitor adds to an optimizer step. Steps without a monitor alternate with steps that it
+measures, so that other work on the machine affects both; empty steps show the cost of a step that it does not measure.
 """
 
 import argparse
@@ -12,14 +12,14 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
-from results_file import environment, markdown, write_section
 
+from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import make_optimizer
 from can_train.fit.packing import BatchCosts
 from can_train.memory.meters import Meter, open_meter
-from can_train.memory.monitor import INTERVAL, Held, MemoryMonitor
+from can_train.memory.monitor import INTERVAL, MemoryMonitor, Resident
 from can_train.reporter import SilentReporter
 from can_train.training.loading import load_task
 
@@ -29,7 +29,7 @@ CASES: Final = (
     ("teacher", "sim:4GiB", 40),
     ("student", "sim:4GiB", 200),
 )
-"""Size of the GAT, device, and pairs of steps that count."""
+"""Size of the GAT, device, and measured pairs of steps."""
 
 BATCH: Final = 64
 """Samples in a logical batch."""
@@ -37,23 +37,23 @@ BATCH: Final = 64
 WARM_PAIRS: Final = 5
 
 EMPTY_STEPS: Final = 2000
-"""Steps in which nothing happens, to see what one costs that is not measured: too little to show beside a real one."""
+"""Empty steps that are timed together. What the monitor adds to one is too small to see next to a real step."""
 
 NEVER: Final = 10**9
-"""Steps of a warm-up that does not end."""
+"""A warm-up of so many steps does not end, so no step is measured."""
 
 GOAL: Final = 0.01
 """Largest share of a step that the monitor may add, over an interval."""
 
 NOTES: Final = f"""\
-The steps are GAT's through the engine, {BATCH} windows a batch; the device is the CPU or a GPU simulated on it. Medians
-over pairs of steps, one without a monitor and one that it measures; *measured* is the median of the pairs' own
-differences over the median step without a monitor, *not measured* the mean of {EMPTY_STEPS:,} steps in which nothing
-else happens. *Amortised*: over an interval of {INTERVAL} steps, of which one is measured. One thread."""
+GAT's steps through the engine, {BATCH} windows per batch, on the CPU or on a GPU simulated on it. Medians over pairs of
+steps, one without a monitor and one that it measures. *Measured*: the median difference within a pair over the median
+step without a monitor. *Not measured*: the mean of {EMPTY_STEPS:,} empty steps. *Amortised*: over an interval of
+{INTERVAL} steps, of which one is measured. One thread."""
 
 
 class Added(NamedTuple):
-    """One case's figures."""
+    """What the monitor adds to a step, as shares of the step without it."""
 
     step_s: float
     unmeasured: float
@@ -61,12 +61,12 @@ class Added(NamedTuple):
 
     @property
     def amortised(self) -> float:
-        """Share that the monitor adds over an interval."""
+        """The share that it adds on average, when it measures one step of an interval."""
         return (self.measured + (INTERVAL - 1) * self.unmeasured) / INTERVAL
 
 
 def main() -> None:
-    """Measures, prints the table and writes it into RESULTS.md; exit status 1 where the goal is missed."""
+    """Measures, prints the table and writes it into RESULTS.md; exit status 1 if the goal is missed."""
     parser = argparse.ArgumentParser(prog="scripts/bench/monitor", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="take a tenth of the pairs, and write nothing")
     quick = parser.parse_args().quick
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def measure(size: str, device: str, pairs: int) -> Added:
-    """Times pairs of steps, the order of the two turning round from pair to pair, and empty steps."""
+    """Times pairs of steps, in alternating order, and empty steps."""
     meter = open_meter(device)
     with meter.active():
         steps, held = make_steps(size, meter)
@@ -102,7 +102,7 @@ def measure(size: str, device: str, pairs: int) -> Added:
     return Added(step_s, unmeasured_s / step_s, median(measured - bare for bare, measured in counted) / step_s)
 
 
-def _take_empty_steps(monitor: MemoryMonitor, held: tuple[Held, ...]) -> None:
+def _take_empty_steps(monitor: MemoryMonitor, held: tuple[Resident, ...]) -> None:
     for _ in range(EMPTY_STEPS):
         with monitor.step(*held):
             pass
@@ -114,8 +114,8 @@ def _timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def make_steps(size: str, meter: Meter) -> tuple[tuple[Callable[[], None], Callable[[], None]], tuple[Held, ...]]:
-    """Makes the step without a monitor and the one that is measured, of one model; and what they hold."""
+def make_steps(size: str, meter: Meter) -> tuple[tuple[Callable[[], None], Callable[[], None]], tuple[Resident, ...]]:
+    """Makes a step without a monitor and a measured one of the same model, and returns what they hold too."""
     run = resolve(RunRequest(model="gat", dataset="synthetic", size=size))
     with meter.host():
         task = load_task(run, SilentReporter())

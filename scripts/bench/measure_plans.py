@@ -1,5 +1,5 @@
-"""The measurements behind `scripts/bench/plans`: for every model, mode and size, peaks that a dry run predicts, far
-beyond the size of its probes, and the peaks of training the same batches on the simulated GPU that it planned for.
+"""Compares the peaks that a dry run predicts, for batches much larger than its probes, with the peaks of training the
+same batches on the simulated GPU that it planned for; for every model, mode and size.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from statistics import median
 from typing import Final
 
 import numpy as np
-from results_file import environment, markdown, write_section
 
+from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
@@ -39,33 +39,34 @@ KINDS: Final = (
     ("vgae", "teacher", (100, 120, 150, 180, 220, 260, 320, 400, 480, 560)),
     ("vgae", "student", (400, 450, 500, 600, 700, 800, 900, 1000, 1200, 1400)),
 )
-"""Model, size of it, and logical batches: from about five times the largest probe on, the last ones cut to fit."""
+"""Model, its size, and logical batches: at least five times the largest probe. The last ones must be split to fit."""
 
 DEVICE: Final = "sim:384MiB"
 
 SECONDS: Final = 20.0
-"""Length of the simulated drives: enough windows for the largest batch."""
+"""Length of the simulated drives. It yields enough windows for the largest batch."""
 
 STEPS: Final = 3
-"""The first makes the optimizer's state."""
+"""Steps to train. The first creates the optimizer's state."""
 
 GOALS: Final = (0.01, 0.03, 0.01)
-"""Largest median error, largest error, largest share of peaks above the interval."""
+"""Upper limits of the median error, the largest error and the share of peaks above the interval."""
 
 NOTES: Final = """\
-Each model in its default mode, ten logical batches each. *Predicted*: by a dry run, from probes on the host; *error*:
-predicted over measured peak, minus 1. *Measured*: of training steps on the costliest batch of the first epoch, on the
-simulated GPU. *Micro-batches*: of a step, over the ten. *Above*: measured peaks above the stated interval."""
+Each model in its default mode, with ten logical batches. *Predicted*: by a dry run, from probes on the host.
+*Measured*: in training steps on the costliest batch of the first epoch, on the simulated GPU. *Error*: predicted over
+measured peak, minus 1. *Micro-batches*: per step, over the ten batches. *Above*: measured peaks above the
+predicted interval."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One batch.
+    """The comparison for one logical batch.
 
     Attributes:
         error: Predicted over measured peak, minus 1.
-        above: Whether the measured peak lies above the stated interval.
-        parts: Most micro-batches of a step.
+        above: Whether the measured peak lies above the predicted interval.
+        parts: Largest number of micro-batches in a step.
     """
 
     error: float
@@ -74,9 +75,9 @@ class Compared:
 
 
 def main() -> None:
-    """Measures, prints the table and writes it into RESULTS.md; exit status 1 where a goal is missed."""
+    """Measures, prints the table and writes it into RESULTS.md; exit status 1 if a goal is missed."""
     parser = argparse.ArgumentParser(prog="scripts/bench/plans", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="Two batches of each, and no table.")
+    parser.add_argument("--quick", action="store_true", help="two batches of each, and write nothing")
     quick = parser.parse_args().quick
     rows, everything = [["model", "size", "batches", "micro-batches", "median error", "largest", "above"]], []
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +99,7 @@ def main() -> None:
 
 
 def compare(folder: Path, model: str, size: str, batches: Sequence[int]) -> list[Compared]:
-    """Compares the batches of one model."""
+    """Compares prediction and training for the batches of one model."""
     found, task = [], None
     for batch in batches:
         run = resolved(folder, model, size, batch)
@@ -114,7 +115,7 @@ def compare(folder: Path, model: str, size: str, batches: Sequence[int]) -> list
 
 
 def measured_peak(folder: Path, run: ResolvedRun, task: Task) -> int:
-    """Trains the costliest batch of the first epoch a few times; returns the peak in bytes."""
+    """Trains on the costliest batch of the first epoch, and returns the peak in bytes."""
     meter, reporter = open_meter(run.device), SilentReporter()
     created = RunFolder.create(folder / "runs", run.key, run.config)
     parts = Parts(run=run, folder=created, task=task, meter=meter, reporter=reporter, stops=StopRequests())
@@ -136,7 +137,7 @@ def largest_part(costs: BatchCosts, rules: SplitRules) -> float:
 
 
 def resolved(folder: Path, model: str, size: str, batch: int) -> ResolvedRun:
-    """Resolves a run whose state is in a folder."""
+    """Resolves a run that keeps its state in a folder."""
     values = {
         "training.batch_size": batch,
         "training.epochs": 1,
@@ -148,7 +149,7 @@ def resolved(folder: Path, model: str, size: str, batch: int) -> ResolvedRun:
 
 
 def cells(model: str, size: str, batches: Sequence[int], found: Sequence[Compared]) -> list[str]:
-    """Writes a row of the table."""
+    """Returns a row of the table."""
     errors = [abs(one.error) for one in found]
     return [
         model,

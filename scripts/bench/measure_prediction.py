@@ -1,23 +1,21 @@
-"""The measurements behind `scripts/bench/prediction`: the models of `scripts/gpu-check` on simulated GPUs of several
-sizes. Peaks are predicted from tiny probes and measured at five times their size and more; then once again where every
-batch that is larger than a probe takes 12 % of the GPU that no probe has seen.
+"""Compares predicted with measured peaks for the models of scripts/gpu-check on simulated GPUs of several sizes. Peaks
+are predicted from tiny probes and measured at five times their size and more. Then again with a hidden allocation:
+every batch that is larger than a probe takes another 12 % of the GPU, which no probe shows.
 """
 
 import argparse
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
-from results_file import environment, markdown, write_section
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from bench.results_file import environment, markdown, write_section
 from can_train.fit.cost_model import EXPLAINED
+from can_train.task import Task
 from gpu.configurations import MODELS, SIMULATED, Configuration
 from gpu.measurements import points
 from gpu.trainer import Explored, Trainer, open_trainer
@@ -28,21 +26,21 @@ SHARES: Final = (0.25, 0.5, 0.9)
 """Shares of the tuned limit at which peaks are measured."""
 
 HIDDEN: Final = 0.12
-"""Share of the capacity that large batches take beside what their features say."""
+"""The hidden allocation of large batches, as a share of the capacity."""
 
 GOAL: Final = 0.01
 """Largest median error, relative to the measured peak."""
 
 NOTES: Final = f"""\
 *Beyond probes*: cost of the measured batches over that of the largest probe. *Error*: predicted over measured peak,
-minus 1, from the probes alone; the median and the largest of the batches. *Hidden*: measured over predicted cost of the
-finder's largest batch where every batch larger than a probe takes another {HIDDEN:.0%} of the GPU: more than
-{1 + EXPLAINED:.2f} is noticed, and the plan says so; *its fill* is the peak of the batch at the limit that was found
-then, over the capacity. Teachers are too slow for a CPU, so models are small; see `scripts/gpu-check` for real GPUs."""
+minus 1, from the probes alone; the median and the largest over the batches. *Hidden*: every batch larger than a probe
+takes another {HIDDEN:.0%} of the GPU, and this is the measured over the predicted cost of the finder's largest batch; a
+plan reports more than {1 + EXPLAINED:.2f}. *Its fill*: the peak at the limit found then, over the capacity. Models are
+small, because teachers are too slow on a CPU; see `scripts/gpu-check` for real GPUs."""
 
 
 def main() -> None:
-    """Measures, prints the table and writes it into RESULTS.md; exit status 1 where a goal is missed."""
+    """Measures, prints the table and writes it into RESULTS.md; exit status 1 if a goal is missed."""
     parser = argparse.ArgumentParser(prog="scripts/bench/prediction", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     chosen = parser.parse_args().models
@@ -67,7 +65,7 @@ def main() -> None:
 
 
 def measure(model: str, capacity: int) -> dict[str, Any]:
-    """Measures one model on one GPU, without a hidden allocation and with one."""
+    """Measures one model on one GPU, without and with a hidden allocation."""
     configuration = Configuration(
         device=SIMULATED, model=model, capacity_bytes=capacity, precision="fp32", quick=False, swept=False
     )
@@ -86,7 +84,7 @@ def measure(model: str, capacity: int) -> dict[str, Any]:
 
 
 def cells(model: str, capacity: int, found: Mapping[str, Any]) -> list[str]:
-    """Writes a row of the table."""
+    """Returns a row of the table."""
     errors, beyond = found["errors"], found["beyond"]
     return [
         model,
@@ -100,46 +98,47 @@ def cells(model: str, capacity: int, found: Mapping[str, Any]) -> list[str]:
 
 
 class Held(torch.autograd.Function):
-    """Does nothing, and takes memory until the backward pass."""
+    """An identity that holds memory until the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_bytes: int) -> Tensor:
-        """Takes the memory."""
+        """Allocates the memory and returns x."""
         ctx.save_for_backward(torch.empty(num_bytes, dtype=torch.uint8))
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Passes the gradient on."""
+        """Returns the gradient unchanged."""
         return gradients[0], None
 
 
 def hide(trainer: Trainer, explored: Explored) -> None:
-    """Lets batches that are larger than probes take more than their features say."""
-    task, costs = trainer.task, explored.limits.training.costs
+    """Adds the hidden allocation to batches that are larger than the probes."""
+    task, model = trainer.task, explored.limits.training.model
     num_bytes = int(HIDDEN * trainer.meter.capacity_bytes)
     prepare = task.logical_batch
 
     def with_hidden(rows: Any, *others: Any) -> Any:
         batch = prepare(rows, *others)
-        if costs(task.batch_features(rows)).cost(0, len(rows)) <= 1.01 * explored.probe_cost:
+        if model.cost(task.batch_features(rows)) <= 1.01 * explored.probe_cost:
             return batch
         compute = batch.losses
 
         def losses(model: nn.Module, start: int, stop: int) -> Any:
-            # What is made first is the last to be let go of on the way back.
-            held = Held.apply(next(model.parameters()).flatten()[:1].sum(), num_bytes)
+            # Made first, so the backward pass frees it last.
+            scalar = next(model.parameters()).flatten()[:1].sum()
+            held = Held.apply(scalar, num_bytes)  # type: ignore[no-untyped-call]
             found = dict(compute(model, start, stop))
             term, (total, denominator) = next(iter(found.items()))
             return found | {term: (total + 0 * held, denominator)}
 
         return Prepared(losses, batch.denominators)
 
-    trainer.task = Hiding(task, with_hidden)  # type: ignore[assignment]  # what is missing it passes on
+    trainer.task = cast(Task, Hiding(task, with_hidden))
 
 
 class Prepared:
-    """A logical batch whose losses somebody else computes."""
+    """A logical batch with another function for its losses."""
 
     def __init__(self, losses: Any, denominators: Mapping[str, float]) -> None:
         self.losses = losses
@@ -147,7 +146,7 @@ class Prepared:
 
 
 class Hiding:
-    """A task whose batches are prepared by somebody else."""
+    """A task with another function for its logical batches."""
 
     def __init__(self, task: Any, logical_batch: Any) -> None:
         self._task = task

@@ -1,6 +1,5 @@
-"""The measurements behind `scripts/bench/scoring`: a student GAT, trained for a moment on the simulated bus, judges a
-long made-up log that it has never seen; once from the log's text, as a person who has just copied it would, and once
-from graphs that are prepared already.
+"""Measures how fast a finished run scores a log, reading included. A student GAT is trained briefly on the synthetic
+bus and evaluated on a long generated log: once from the log's text, once from graphs that have been prepared before.
 """
 
 import argparse
@@ -15,9 +14,9 @@ from statistics import median
 from typing import Any, Final
 
 import torch
-from measure_data import build_all, read_frames, run_python, write_hcrl_log
-from results_file import environment, markdown, write_section
 
+from bench.measure_data import build_all, read_frames, run_python, write_hcrl_log
+from bench.results_file import environment, markdown, write_section
 from can_train.config.resolved import PathSettings
 from can_train.reporter import SilentReporter
 from can_train.training.evaluate import EvaluationRequest, evaluate
@@ -26,22 +25,22 @@ FRAMES: Final = 1_000_000
 ROUNDS: Final = 3
 
 GOAL: Final = 100_000
-"""Frames a second, reading included, on two cores."""
+"""Frames per second, reading included, on two cores."""
 
 TRAINING: Final = (
     "--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
-    "--epochs", "1", "--no-floors", "--device", "cpu",
+    "--epochs", "1", "--no-baselines", "--device", "cpu",
 )  # fmt: skip
 
 NOTES: Final = """\
-Medians of {rounds} rounds in one process that has imported its libraries; *the whole command* is `can-train evaluate`
-from its start to its table, once. *From text* reads the log, builds its graphs and keeps them; *prepared* finds them
-kept. The log has {frames:,} frames from 27 IDs, windows are of 100 frames. Torch uses {threads} threads, which sleep
-while they wait (OMP_WAIT_POLICY=passive, as the command line sets it); the machine's load was {load:.1f}."""
+Medians of {rounds} rounds in one process that has imported its libraries. *From text* reads the log, builds its graphs
+and saves them; *prepared* loads the saved graphs; *the whole command* is one `can-train evaluate`, from its start to
+its table. The log has {frames:,} frames from 27 IDs, in windows of 100 frames. Torch uses {threads} threads, which
+sleep while they wait (OMP_WAIT_POLICY=passive, as the command line sets it). The machine's load was {load:.1f}."""
 
 
 def main() -> None:
-    """Measures, prints the table and writes it into RESULTS.md; exit status 1 where the goal is missed."""
+    """Measures, prints the table and writes it into RESULTS.md; exit status 1 if the goal is missed."""
     parser = argparse.ArgumentParser(prog="scripts/bench/scoring", description=__doc__)
     parser.add_argument("--frames", type=int, default=FRAMES, help="rows of the log (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of each measurement (default: %(default)s)")
@@ -63,12 +62,12 @@ def main() -> None:
 
 
 def measure(folder: Path, frames: int, rounds: int) -> dict[str, float]:
-    """Makes the run and the log in `folder`, and returns frames a second by what was done."""
+    """Makes the run and the log in `folder`. Returns frames per second for each measurement."""
     log, runs = folder / "drive.csv", folder / "runs"
     write_hcrl_log(log, frames)
     run_python("-m", "can_train", *TRAINING, "--runs-dir", str(runs), "--state-dir", str(folder / "state"))
     (run,) = runs.iterdir()
-    # The first round pays for imports.
+    # This round, which imports the libraries, is not counted.
     judged(run, log, folder / "first")
     fresh = [judged(run, log, folder / f"state-{number}") for number in range(rounds)]
     again = [judged(run, log, folder / "first") for _ in range(rounds)]
@@ -86,7 +85,7 @@ def measure(folder: Path, frames: int, rounds: int) -> dict[str, float]:
 
 
 def judged(run: Path, log: Path, state: Path) -> dict[str, float]:
-    """Judges the log in this process; returns the seconds that it took."""
+    """Evaluates the run on the log in this process. Returns the seconds of each part."""
     paths = PathSettings(state_dir=str(state))
     request = EvaluationRequest(run=run, dataset=str(log), device="cpu", paths=paths)
     seconds: dict[str, float] = evaluate(request, SilentReporter()).document["seconds"]
@@ -94,13 +93,13 @@ def judged(run: Path, log: Path, state: Path) -> dict[str, float]:
 
 
 def command(run: Path, log: Path, state: Path) -> None:
-    """Gives the command that a person would."""
+    """Evaluates the run on the log by the command line."""
     arguments = ("--dataset", str(log), "--device", "cpu", "--state-dir", str(state))
     run_python("-m", "can_train", "evaluate", str(run), *arguments)
 
 
 def median_time(work: Callable[[], Any], rounds: int) -> float:
-    """Returns the seconds of the middle one of a few rounds."""
+    """Returns the median seconds of the rounds."""
     seconds = []
     for _ in range(rounds):
         begin = time.perf_counter()

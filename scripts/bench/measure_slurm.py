@@ -1,6 +1,5 @@
-"""The measurements behind `scripts/bench/slurm`: what the commands around a submitted run take beyond their imports,
-and a soak: many short runs on a real SLURM, some of them killed, put back into the queue or preempted at any moment.
-Every one must finish, with the weights of a run that nobody disturbed, and every attempt must have left its record.
+"""Tests many short runs on a real SLURM while some are killed, requeued or preempted at random (a soak test), and times
+the commands for submitted runs. Every run must finish with the weights of an undisturbed run, and leave an observation.
 """
 
 import argparse
@@ -20,18 +19,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from results_file import environment, markdown, write_section
-
+from bench.results_file import environment, markdown, write_section
 from can_train.training.run_folder import RunFolder
 
 SANDBOX: Final = Path(__file__).resolve().parents[1] / "slurm-sandbox"
 
 TRAINING: Final = (
-    "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-floors",
+    "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines",
     "--epochs", "2", "--min-steps-per-epoch", "20", "--checkpoint-every", "5", "--device", "cpu", "--mem", "1200M",
     "--cpus", "1", "--time", "30",
 )  # fmt: skip
-"""A short run: most of its time goes into imports, as with most that die early."""
+"""A short run. Most of its time is spent on imports."""
 
 MODELS: Final = ("gat", "vgae")
 
@@ -46,48 +44,48 @@ PREEMPTING: Final = (
     "--output=/dev/null",
     "--wrap=sleep 3",
 )
-"""A job of higher priority than those of the other partition."""
+"""A job of higher priority than those of the preemptible partition."""
 
 PAUSE_S: Final = 3.0
-"""Between two disturbances."""
+"""Time between two disturbances."""
 
 POLL_S: Final = 5.0
-"""Between two looks at all runs; looking takes time from them."""
+"""Time between two queries of all runs, which take processor time from the runs."""
 
 REPEATS: Final = 5
-"""Times that a command is timed."""
+"""How often each command is timed."""
 
 FOLLOWED: Final = 4
-"""Runs whose weights are compared with those of undisturbed ones."""
+"""Number of runs that are repeated undisturbed, to compare the weights."""
 
 IMPORTS: Final[Mapping[str, str]] = {
     "submit": "import typer, submitit, can_train.cli.submit, can_train.config.compose, can_train.config.compose",
-    "runs": "import typer, rich.table, can_train.cli.runs, can_train.slurm.survey",
-    "status": "import typer, rich.table, can_train.cli.main, can_train.slurm.survey",
+    "runs": "import typer, rich.table, can_train.cli.runs, can_train.slurm.status",
+    "status": "import typer, rich.table, can_train.cli.main, can_train.slurm.status",
 }
-"""What each command imports, to be timed by itself."""
+"""The imports of each command, which are timed separately."""
 
 NOTES: Final = """\
-A SLURM of two nodes on one machine (`scripts/slurm-sandbox`), so that absolute times are those of two shared cores.
-*Beyond imports* is the median of the command less that of a Python that only imports what the command does. The soak
-kills training processes (SIGKILL), puts jobs back (`scontrol requeue`) and starts jobs of higher priority, one every
-few seconds, at random; runs go half to a partition that may be preempted."""
+A SLURM with two nodes on one machine (`scripts/slurm-sandbox`), so absolute times are those of two shared cores.
+*Beyond imports* is the median of the command minus that of a Python that only does the command's imports. The soak test
+kills training processes (SIGKILL), requeues jobs (`scontrol requeue`) and starts jobs of higher priority, at random,
+one every few seconds. Half of the runs are in a preemptible partition."""
 
 
 @dataclass
 class Cluster:
-    """The runs of a soak and what was done to them.
+    """The runs of the soak test.
 
     Attributes:
-        folder: Where run folders and state are.
-        done: Disturbances by kind.
+        folder: Contains the run folders and the state.
+        done: Number of disturbances of each kind.
     """
 
     folder: Path
     done: Counter[str] = field(default_factory=Counter)
 
     def can_train(self, *arguments: str) -> str:
-        """Runs a command line and returns what it printed.
+        """Runs a can-train command and returns its output.
 
         Raises:
             RuntimeError: It failed.
@@ -100,12 +98,12 @@ class Cluster:
         return ran.stdout
 
     def runs(self) -> list[dict[str, Any]]:
-        """Returns every run, as `can-train runs --json` has it."""
+        """Returns every run, as listed by `can-train runs --json`."""
         listed: list[dict[str, Any]] = json.loads(self.can_train("runs", "--json", "--limit", "0"))
         return listed
 
     def disturb(self, kind: str, running: Sequence[Mapping[str, Any]], rng: random.Random) -> None:
-        """Does something to one run that is running."""
+        """Disturbs one of the running runs."""
         if not running:
             return
         run = rng.choice(running)
@@ -123,7 +121,7 @@ class Cluster:
             return False
         pid = json.loads(began[-1].read_text())["pid"]
         try:
-            # It may have ended, and somebody else may have its number.
+            # The process may have ended, and another one may have its id.
             if b"submitit" not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return False
             os.kill(pid, signal.SIGKILL)
@@ -133,7 +131,7 @@ class Cluster:
 
 
 def submit(cluster: Cluster, count: int) -> None:
-    """Submits the soak's runs: one array a model and partition."""
+    """Submits the runs: one job array for each model, in different partitions."""
     for index, model in enumerate(MODELS):
         seeds = f"training.seed=range(0,{count // len(MODELS)})"
         partition = ("main", "scavenge")[index % 2]
@@ -141,7 +139,7 @@ def submit(cluster: Cluster, count: int) -> None:
 
 
 def soak(cluster: Cluster, options: argparse.Namespace) -> float:
-    """Submits and disturbs until everything has ended; returns the seconds that it took."""
+    """Submits runs and disturbs them until all have ended. Returns the seconds that it took."""
     rng, started = random.Random(options.seed), time.monotonic()
     submit(cluster, options.runs)
     disturbed = 0.0
@@ -161,8 +159,8 @@ def soak(cluster: Cluster, options: argparse.Namespace) -> float:
 
 
 def undisturbed_equal(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> Iterator[bool]:
-    """Trains some of the runs again in one piece, those with most attempts, and compares the weights."""
-    # Nothing else here needs it, and timing commands beside it would make them wait.
+    """Repeats the runs with most attempts without disturbances, and yields whether the weights are equal."""
+    # Imported late, because nothing else here needs it.
     import torch
 
     attempts = {run["run_id"]: len(list((Path(run["path"]) / "attempts").glob("*-began.json"))) for run in runs}
@@ -190,7 +188,7 @@ def _weights(path: Path, load: Callable[..., dict[str, Any]]) -> dict[str, Any]:
 
 
 def recorded(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Counts the observations of finished runs, and those that there should be: one a run that finished."""
+    """Returns the number of finished runs with an observation, and the number of finished runs."""
     folder = cluster.folder / "state" / "observations"
     found = {json.loads(path.read_text())["run_id"] for path in folder.glob("*.json")
              if not path.name.endswith(".started.json")}  # fmt: skip
@@ -198,7 +196,7 @@ def recorded(cluster: Cluster, runs: Sequence[Mapping[str, Any]]) -> tuple[int, 
 
 
 def beyond_imports(cluster: Cluster) -> list[tuple[str, float, float]]:
-    """Times the commands: what they take, and what they take beyond their imports, in seconds."""
+    """Times the commands. Returns name, seconds, and seconds beyond the imports."""
     lines = {
         "submit": ("--model", "gat", *TRAINING, "--submit", "--force", "--set", "cluster.additional.hold=true"),
         "runs": ("runs",),
@@ -223,7 +221,7 @@ def _seconds(call: Callable[..., object], *arguments: object, **options: object)
 
 
 def report(cluster: Cluster, seconds: float, times: Sequence[tuple[str, float, float]]) -> tuple[str, bool]:
-    """Writes the section, and tells whether everything held."""
+    """Returns the section, and whether every run met the expectations."""
     runs = [run for run in cluster.runs() if run["sweep"]]
     states = Counter(run["state"] for run in runs)
     attempts = [len(list((Path(run["path"]) / "attempts").glob("*-began.json"))) for run in runs]
@@ -249,7 +247,7 @@ def report(cluster: Cluster, seconds: float, times: Sequence[tuple[str, float, f
 
 
 def start_sandbox() -> None:
-    """Starts the project's SLURM, where no other answers already."""
+    """Starts the SLURM sandbox, unless a SLURM answers already."""
     if subprocess.run(["scontrol", "ping"], capture_output=True, check=False).returncode == 0:
         return
     subprocess.run([SANDBOX, "start"], check=True)
@@ -258,14 +256,16 @@ def start_sandbox() -> None:
 
 
 def main() -> int:
-    """Runs the measurements."""
+    """Measures, prints the section and writes it into RESULTS.md; exit status 1 if a run did not meet expectations."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=50, help="runs of the soak")
-    parser.add_argument("--disturbances", type=int, default=40, help="kills, requeues and preemptions")
-    parser.add_argument("--minutes", type=float, default=30.0, help="after which the soak has failed")
-    parser.add_argument("--seed", type=int, default=0, help="of what is done to which run")
+    parser.add_argument("--runs", type=int, default=50, help="number of runs (default: %(default)s)")
+    parser.add_argument(
+        "--disturbances", type=int, default=40, help="kills, requeues and preemptions (default: %(default)s)"
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the disturbances (default: %(default)s)")
     options = parser.parse_args()
-    # Each run has one processor; threads that wait for each other's would make it several times slower.
+    # Each run has one processor, on which several threads would be several times slower.
     os.environ["OMP_NUM_THREADS"] = "1"
     start_sandbox()
     with tempfile.TemporaryDirectory(prefix="can-train-soak-") as folder:

@@ -1,4 +1,4 @@
-"""Made-up memory laws, and runs under them: what a policy leads to when its runs are lived one after another."""
+"""Random laws of peak memory, and the runs that a factor policy leads to under them, one after another."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,11 +9,15 @@ import numpy as np
 from can_train.factors.policies import FactorPoint
 
 TABLE = (0.34, 0.38, 0.45, 0.489, 0.55, 0.65)
-"""First factors, as experience tables give them."""
+"""First factors, as in tables of experience."""
+
+
+UNCHANGED_RUNS = 20
+"""Runs before a law that changes does so."""
 
 
 class NextFactor(Protocol):
-    """What is asked of a policy here."""
+    """The interface of a policy."""
 
     def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
         """Returns the factor of the next run."""
@@ -24,14 +28,15 @@ class Law:
     """`peak = base + hidden + (1 - base) · fill · ((1 - bend) · used + bend · used²)`, with noise.
 
     Attributes:
-        base: Peak of a run that uses nothing.
-        fill: Share of what the base leaves that the whole tuned limit fills.
+        base: Peak of a run whose micro-batches are empty.
+        fill: Share of the rest of the capacity that micro-batches at the tuned limit take.
         bend: Curvature.
         noise: Relative standard deviation of a run's peak.
-        first: The first run's factor.
-        hidden: Peak that no prediction knows of.
-        ceiling: Where memory runs out, as a share of capacity: less than 1 where it is fragmented.
-        rescued: Whether a run that ran out of memory goes on with half as much.
+        first: Factor of the first run.
+        hidden: Peak that predictions do not include.
+        ceiling: Share of the capacity at which memory runs out; less than 1 if it is fragmented.
+        rescued: Whether a run that runs out of memory goes on with half as much.
+        change: Share of the capacity by which every peak shifts after `UNCHANGED_RUNS` runs.
     """
 
     base: float
@@ -42,6 +47,7 @@ class Law:
     hidden: float = 0.0
     ceiling: float = 1.0
     rescued: bool = False
+    change: float = 0.0
 
     def peak(self, used: float) -> float:
         """Returns the noise-free peak."""
@@ -49,7 +55,7 @@ class Law:
 
 
 def draw_laws(count: int, *, noise: float, bend: float, seed: int = 0) -> list[Law]:
-    """Draws laws whose curvature lies between `-bend` and `bend`."""
+    """Draws random laws with curvatures between `-bend` and `bend`."""
     draw = np.random.default_rng(seed)
     return [
         Law(
@@ -63,14 +69,19 @@ def draw_laws(count: int, *, noise: float, bend: float, seed: int = 0) -> list[L
     ]
 
 
+def changed(laws: Sequence[Law], *, change: float) -> list[Law]:
+    """Shifts every peak by a share of the capacity, as a new version of a library may, after `UNCHANGED_RUNS` runs."""
+    return [replace(law, change=change) for law in laws]
+
+
 def fragmented(laws: Sequence[Law], *, ceilings: tuple[float, float], seed: int = 0) -> list[Law]:
-    """Has memory run out below the capacity, between two shares of it."""
+    """Returns the laws with ceilings between two shares of the capacity."""
     draw = np.random.default_rng(seed)
     return [replace(law, ceiling=float(draw.uniform(*ceilings))) for law in laws]
 
 
 def with_hidden(laws: Sequence[Law], *, hidden: float, target: float = 0.90) -> list[Law]:
-    """Adds what the cost model does not know of. The first run is where that meets the target; runs are rescued."""
+    """Returns the laws with a hidden allocation and with rescue. First factors would meet the target without it."""
     return [replace(law, first=_meets(law, target), hidden=hidden, rescued=True) for law in laws]
 
 
@@ -83,19 +94,21 @@ def _meets(law: Law, target: float) -> float:
 
 
 @dataclass(frozen=True)
-class Life:
-    """What became of a configuration.
+class SimulatedRuns:
+    """The runs of a configuration.
 
     Attributes:
         peaks: Noise-free peak of each run.
-        ooms: Runs that ran out of memory.
+        ooms: Number of runs that ran out of memory.
     """
 
     peaks: tuple[float, ...]
     ooms: int
 
-    def settled_after(self, target: float, *, within: float = 0.02, stays: float = 0.05) -> int | None:
-        """The first run, counted from 1, that is near the target, if none after it leaves its surroundings."""
+    def runs_to_target(self, target: float, *, within: float = 0.02, stays: float = 0.05) -> int | None:
+        """Returns the first run, counted from 1, whose peak is within `within` of the target, if all later ones stay
+        within `stays`.
+        """
         near = [abs(peak - target) <= within for peak in self.peaks]
         for index, is_near in enumerate(near):
             if is_near and all(abs(peak - target) <= stays for peak in self.peaks[index:]):
@@ -103,10 +116,13 @@ class Life:
         return None
 
 
-def live(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> Life:
-    """Runs a configuration many times, each run with what the earlier ones taught."""
-    draw, history, peaks = np.random.default_rng(seed), [], []
-    for _ in range(runs):
+def simulate(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> SimulatedRuns:
+    """Runs a configuration many times. The policy chooses each run's factor from the history of those before it."""
+    draw, peaks = np.random.default_rng(seed), []
+    history: list[FactorPoint] = []
+    for run in range(runs):
+        if run == UNCHANGED_RUNS:
+            law = replace(law, hidden=law.hidden + law.change)
         used = policy.next_factor(history, first=law.first)
         peaks.append(law.peak(used))
         noise = 1 + draw.normal(0, law.noise)
@@ -116,9 +132,9 @@ def live(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> Life
             history.append(FactorPoint(used, None, (used / 2, law.peak(used / 2) * noise)))
         else:
             history.append(FactorPoint(used, None))
-    return Life(tuple(peaks), sum(point.peak is None for point in history))
+    return SimulatedRuns(tuple(peaks), sum(point.peak is None for point in history))
 
 
-def live_all(policy: NextFactor, laws: Sequence[Law]) -> list[Life]:
-    """Runs one configuration a law."""
-    return [live(policy, law, seed=index) for index, law in enumerate(laws)]
+def simulate_all(policy: NextFactor, laws: Sequence[Law]) -> list[SimulatedRuns]:
+    """Runs one configuration for each law."""
+    return [simulate(policy, law, seed=index) for index, law in enumerate(laws)]

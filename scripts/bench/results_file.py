@@ -1,4 +1,4 @@
-"""RESULTS.md, of which every benchmark writes a section of its own, and what those sections share."""
+"""Writes the benchmarks' sections of RESULTS.md."""
 
 import os
 import platform
@@ -12,12 +12,12 @@ RESULTS: Final = Path(__file__).with_name("RESULTS.md")
 
 
 def write_section(name: str, heading: str, text: str) -> None:
-    """Puts a text between the markers called `name`, and leaves what other benchmarks wrote alone.
+    """Replaces one section of RESULTS.md, and adds it if it is new.
 
     Args:
-        name: Of the markers `<!-- name:begin -->` and `<!-- name:end -->`.
-        heading: What stands above them where there are none yet.
-        text: What stands between them from now on.
+        name: The section lies between `<!-- name:begin -->` and `<!-- name:end -->`.
+        heading: The heading of a new section.
+        text: The new content.
     """
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     document = RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else "# Measured\n"
@@ -29,19 +29,19 @@ def write_section(name: str, heading: str, text: str) -> None:
 
 
 def environment(versions: Mapping[str, str]) -> str:
-    """Says what the figures were measured with."""
+    """Returns a line with the machine and the versions that the figures belong to."""
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"CPU ({cpu_name()}), {os.cpu_count()} cores; can-train {__version__}, {packages}."
 
 
 def cpu_name() -> str:
-    """Names the processor as Linux does."""
+    """Returns the processor's name as Linux reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Lays rows out as a table, the first as its head."""
+    """Returns a Markdown table, with the first row as its head."""
     head, *body = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])

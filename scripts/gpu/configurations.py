@@ -1,4 +1,6 @@
-"""What is measured: which model at which capacity. Plain data that travels to a process of its own and into results."""
+"""What scripts/gpu-check measures: a model at a capacity. Plain data, which is also passed to the measuring process and
+written into the results.
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,29 +8,29 @@ from typing import Final
 GIB: Final = 2**30
 
 SIMULATED: Final = "sim"
-"""The device that is a simulated GPU; its size is the capacity."""
+"""The simulated GPU. Its size is the configuration's capacity."""
 
 CAPACITIES: Final = tuple(gib * GIB for gib in (8, 16, 24, 40))
-"""Bytes that the allocator may use, on a real GPU."""
+"""Bytes that PyTorch's allocator may use of a real GPU."""
 
 QUICK_CAPACITIES: Final = (8 * GIB, 24 * GIB)
-"""Those of a quick run."""
+"""The same for `--quick`."""
 
 MODELS: Final = ("gat", "vgae", "unet", "lstm", "transformer")
-"""What `gpu.tasks` makes, which is not imported here: it needs torch."""
+"""Models that `gpu.tasks` can make. Listed here because importing that module imports torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One training.
+    """One training to measure.
 
     Attributes:
         device: `cuda`, `cuda:1` or `sim`.
-        model: Name of a task.
-        capacity_bytes: What the allocator may use.
-        precision: As `--precision` of can-train.
-        quick: Whether fewer sizes are enough.
-        swept: Whether the speed is measured too.
+        model: One of MODELS.
+        capacity_bytes: Memory that PyTorch's allocator may use.
+        precision: As for `can-train --precision`.
+        quick: Whether to measure fewer batch sizes.
+        swept: Whether to measure the speed at several batch sizes too.
     """
 
     device: str
@@ -45,5 +47,5 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """Names it."""
+        """The key of its results."""
         return f"{self.model}, {self.capacity_bytes / GIB:.4g} GiB, {self.precision}"

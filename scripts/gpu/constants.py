@@ -1,5 +1,6 @@
-"""What CUDA takes beside tensors: the context and the libraries' kernels outside PyTorch's allocator, the libraries'
-workspaces inside it. The libraries are used one by one, in a process that has used none before.
+"""Measures the memory that CUDA takes in addition to tensors: the context and the libraries' kernels outside PyTorch's
+allocator, and the libraries' workspaces inside it. Run it in a process that has not used CUDA yet: each library is
+loaded only once.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,19 +12,20 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 SIDE: Final = 2048
-"""Side of the matrices; the recurrent layer has a quarter of it."""
+"""Rows and columns of the matrices. The LSTM is a quarter as wide."""
 
 Step = tuple[str, Callable[[Tensor], Any], tuple[int, ...], torch.dtype]
-"""Name, what is computed, and shape and type of its input."""
+"""Its name, the computation, and the shape and type of its input."""
 
 
 def measure_constants(device: torch.device) -> dict[str, Any]:
-    """Uses one library after another, and reads the driver and the allocator after each.
+    """Uses one library after another and measures memory after each.
 
     Returns:
-        For each step, in bytes: what is used of the GPU outside this process's allocator, so far (other processes'
-        memory counts, so there should be none); what the allocator has reserved; what the step needed of it at most
-        beside input and result; and how much of that it left allocated, a workspace that is kept.
+        `steps`, a dictionary for each step. In bytes: `outside_bytes`, used on the GPU outside this process's allocator
+        so far (this includes other processes, so there should be none); `reserved_bytes`, held by the allocator;
+        `transient_bytes`, the step's peak without its input and result; `kept_bytes`, what the step left allocated, for
+        example a workspace.
     """
     steps = [_step(name, compute, torch.zeros(shape, device=device, dtype=dtype))
              for name, compute, shape, dtype in _libraries(device)]  # fmt: skip
@@ -36,7 +38,7 @@ def _step(name: str, compute: Callable[[Tensor], Any], x: Tensor) -> dict[str, A
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    # Only the size is kept of the result.
+    # The result is dropped at once, so that kept_bytes does not count it.
     result_bytes = sum(leaf.nbytes for leaf in tree_leaves(compute(x)))
     torch.cuda.synchronize(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -51,7 +53,7 @@ def _step(name: str, compute: Callable[[Tensor], Any], x: Tensor) -> dict[str, A
 
 
 def _libraries(device: torch.device) -> Iterator[Step]:
-    """Makes each step when it is its turn: a layer that goes to the GPU may load kernels."""
+    """Yields the steps one by one, because moving a layer to the GPU may already load kernels."""
     single, half = torch.float32, torch.bfloat16
     yield "context", lambda x: (), (0,), single
     yield "first kernel", lambda x: x + 1, (1,), single

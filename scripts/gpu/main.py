@@ -1,5 +1,5 @@
-"""Runs the checks one by one and writes what is known after each, so that a run that is cut off leaves what it had, and
-another can go on from there. What is measured, and how, is decided in the other modules.
+"""The command scripts/gpu-check. It writes the results after every measurement, so that a run that is interrupted keeps
+what it measured, and `--resume` measures the rest.
 """
 
 import argparse
@@ -18,10 +18,9 @@ from can_train.errors import CanTrainError, DeviceError, StateError
 from can_train.io.atomic import write_json_atomic, write_text_atomic
 from can_train.io.units import parse_size
 from can_train.memory.catalogue import GpuConstants, write_gpu_constants
-from can_train.memory.devices import is_simulated, resolve_device
+from can_train.memory.meters import is_simulated, resolve_device
 from gpu.configurations import CAPACITIES, MODELS, QUICK_CAPACITIES, SIMULATED, Configuration
-from gpu.cuda_tests import run_cuda_tests
-from gpu.processes import measure
+from gpu.processes import measure, run_cuda_tests
 from gpu.tables import markdown
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -29,7 +28,7 @@ PARTS: Final = ("tests", "constants", "models")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs what the arguments ask for; 1 where a measurement or a test failed, 2 where nothing could be run."""
+    """Runs the command. Returns its exit status: 1 if a measurement or a test failed, 2 if nothing could be run."""
     given = read_arguments(arguments)
     try:
         _check_is_gpu(given.device)
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     except CanTrainError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
         return error.exit_code
-    # A process of its own asks the driver: this one must hold no context on the GPU.
+    # In a process of its own: a CUDA context of this one would take memory from what is measured.
     device = measure({"part": "device", "device": given.device})
     if "error" in device:
         print(f"gpu-check: {device['error']}", file=sys.stderr)
@@ -45,17 +44,17 @@ def main(arguments: Sequence[str]) -> int:
     path = given.out / f"gpu-check-{device['key']}"
     results = {"models": {}} | (_earlier(path) if given.resume else {}) | {"device": device, "commit": _commit()}
     if "tests" in given.parts:
-        results["tests"] = _told("tests", run_cuda_tests(ROOT))
+        results["tests"] = _printed("tests", run_cuda_tests(ROOT))
         _save(results, path)
     if "constants" in given.parts and not is_simulated(given.device):
-        results["constants"] = _told("constants", measure({"part": "constants", "device": given.device}))
+        results["constants"] = _printed("constants", measure({"part": "constants", "device": given.device}))
         _save(results, path)
         remember(results)
     for configuration in configurations if "models" in given.parts else ():
         label = configuration.label
         if "error" in results["models"].get(label, {"error": "not measured yet"}):
             job = {"part": "models", "configuration": asdict(configuration)}
-            results["models"][label] = _told(label, measure(job))
+            results["models"][label] = _printed(label, measure(job))
             _save(results, path)
     print(f"gpu-check: wrote {path}.json and {path}.md")
     found = [results.get("tests", {}), results.get("constants", {}), *results["models"].values()]
@@ -82,10 +81,10 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def choose(given: argparse.Namespace) -> list[Configuration]:
-    """Lists what is to be measured, small capacities first; speeds are measured at the largest.
+    """Lists the configurations to measure, small capacities first. Speeds are measured at the largest capacity.
 
     Raises:
-        CanTrainError: A size cannot be read.
+        CanTrainError: A size cannot be parsed.
     """
     simulated = is_simulated(given.device)
     if given.capacities:
@@ -113,8 +112,8 @@ def _check_is_gpu(device: str) -> None:
         raise DeviceError("What is checked is a GPU", value=device, remedy="Valid: cuda, cuda:1, sim:256MiB")
 
 
-def _told(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Says what became of a measurement, and returns it."""
+def _printed(name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Prints whether a measurement succeeded, and returns it."""
     outcome = next(iter(found["error"].splitlines())) if "error" in found else "done"
     print(f"{name}: {outcome}", flush=True)
     return found
@@ -127,7 +126,7 @@ def _save(results: Mapping[str, Any], path: Path) -> None:
 
 
 def remember(results: Mapping[str, Any]) -> None:
-    """Keeps what was measured of the GPU where plans for it look."""
+    """Writes the measured constants to the state folder, where plans for this kind of GPU find them."""
     if "error" in results["constants"]:
         return
     steps, date = results["constants"]["steps"], datetime.now(UTC).date().isoformat()
@@ -148,7 +147,7 @@ def _earlier(path: Path) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit of the checkout, with `-dirty` where it has changes; empty where git does not know."""
+    """Returns the checkout's commit, with `-dirty` if files have changed, or "" if git cannot tell."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,5 +1,5 @@
-"""What is measured of one configuration: predicted and measured peaks well beyond the probes' size, how far the
-finder's limit is from the true one, and how fast the plan's micro-batch is beside the best.
+"""The measurements of one configuration: predicted and measured peaks of batches that are much larger than the probes,
+the tuned limit against the true one, and the speed at several micro-batch sizes.
 
 Shapes: R rows (samples) of a batch.
 """
@@ -19,37 +19,37 @@ from gpu.configurations import Configuration
 from gpu.trainer import Explored, Trainer, open_trainer
 
 BEYOND_PROBES: Final = 5
-"""Multiple of the largest probe's cost from which a prediction is judged."""
+"""A prediction counts only for batches of at least this many times the largest probe's cost."""
 
 PLAN_SHARE: Final = 0.9
-"""Share of the tuned limit that a plan fills once the safety factor has been learned: its target."""
+"""Share of the tuned limit that a plan uses once the safety factor has been learned."""
 
 SHARES: Final = (0.25, 0.5, PLAN_SHARE)
-"""Shares of the tuned limit at which peaks are measured; a quick run takes the last."""
+"""Shares of the tuned limit at which peaks are measured. A quick run measures only the last."""
 
 SWEEP: Final = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, PLAN_SHARE, 1.0)
-"""Shares of the tuned limit whose speed is measured; a quick run takes the last three."""
+"""Shares of the tuned limit at which the speed is measured. A quick run measures only the last three."""
 
 STEP: Final = 0.03
-"""Relative step in which the true limit is first looked for; it should be near the tuned one."""
+"""Relative step of the search for the true limit. It is small because the limit should be near the tuned one."""
 
 MOST_STEPS: Final = 12
-"""Steps of that search: to 1.4 times the tuned limit, or 0.7 times."""
+"""Most steps of that search: up to 1.4 times the tuned limit, or down to 0.7 times."""
 
 CLOSE: Final = 0.005
-"""Relative distance between what fits and what does not at which the true limit is known."""
+"""The search ends when the smallest cost that fails is this close, relatively, to the largest that fits."""
 
 TIMED_S: Final = 1.0
-"""Shortest time that a size is timed for."""
+"""Shortest time over which a speed is measured."""
 
 FEWEST_STEPS: Final = 3
 
 
 def measure(configuration: Configuration) -> Iterator[dict[str, Any]]:
-    """Explores a configuration, then trains at several sizes, at last compiled.
+    """Searches the limits of a configuration, then trains with several batch sizes: first as it is, then compiled.
 
     Yields:
-        What is known so far, as plain figures, sizes in bytes.
+        The results so far, as plain numbers; sizes in bytes.
     """
     with open_trainer(configuration) as trainer:
         explored = trainer.explore()
@@ -63,15 +63,16 @@ def measure(configuration: Configuration) -> Iterator[dict[str, Any]]:
         if configuration.swept:
             row["speeds"] = _speeds(trainer, explored, SWEEP[-3:] if configuration.quick else SWEEP)
         yield row
-        # Nothing is compiled under a dispatch mode, which a simulated GPU is.
+        # The simulated GPU is a dispatch mode, and nothing is compiled under one.
         if not configuration.simulated:
             trainer.model.compile()
             yield row | {"compiled_points": points(trainer, explored, shares)}
 
 
 def true_limit(trainer: Trainer, explored: Explored) -> float | None:
-    """Finds, by whole optimizer steps on worst-case batches, the largest cost that fits: in small steps away from the
-    tuned limit, then by halves. None where no limit was met.
+    """Finds the largest cost that fits, by whole optimizer steps on worst-case batches.
+
+    It goes away from the tuned limit in small steps, then bisects. Returns None if that meets no limit.
     """
 
     def fits(cost: float) -> bool:
@@ -111,7 +112,7 @@ def _found(explored: Explored) -> dict[str, Any]:
 
 
 def _rows(trainer: Trainer, explored: Explored, share: float) -> NDArray[np.int64]:
-    """Chooses ordinary samples in random order, again and again, up to a share of the tuned limit."""
+    """Draws samples in random order, repeatedly if necessary, up to a share of the tuned limit."""
     limit = share * explored.limits.training.tuned_limit
     most = int(limit / max(float(explored.costs.each().min()), 1.0)) + 1
     order = np.random.default_rng(0).permutation(np.resize(np.arange(len(explored.costs)), most))
@@ -120,7 +121,7 @@ def _rows(trainer: Trainer, explored: Explored, share: float) -> NDArray[np.int6
 
 
 def points(trainer: Trainer, explored: Explored, shares: tuple[float, ...]) -> list[dict[str, Any]]:
-    """Measures batches at some shares of the tuned limit; those that are too near to the probes' size are left out."""
+    """Measures batches at shares of the tuned limit. Leaves out those that are too near to the probes' size."""
     found = [_point(trainer, explored, _rows(trainer, explored, share)) for share in shares]
     return [point for point in found if point["beyond_probes"] >= BEYOND_PROBES]
 
@@ -128,7 +129,7 @@ def points(trainer: Trainer, explored: Explored, shares: tuple[float, ...]) -> l
 def _point(trainer: Trainer, explored: Explored, rows: NDArray[np.int64]) -> dict[str, Any]:
     training, optimizer_peak = explored.limits.training, float(explored.limits.optimizer_peak_bytes)
     counts = trainer.task.batch_features(rows)
-    cost = training.costs(counts).cost(0, len(rows))
+    cost = training.model.cost(counts)
     peak = trainer.peak(rows)
     return {
         "samples": len(rows),
@@ -153,7 +154,7 @@ def _speeds(trainer: Trainer, explored: Explored, shares: tuple[float, ...]) -> 
 
 
 def _speed(trainer: Trainer, rows: NDArray[np.int64]) -> float | None:
-    """Samples a second in steps of one micro-batch; None where memory runs out."""
+    """Measures samples per second in steps of one micro-batch. Returns None if memory runs out."""
     if not trainer.fits(rows):
         return None
     trainer.step(rows)
@@ -161,7 +162,7 @@ def _speed(trainer: Trainer, rows: NDArray[np.int64]) -> float | None:
     started, steps = time.perf_counter(), 0
     while steps < FEWEST_STEPS or time.perf_counter() - started < TIMED_S:
         trainer.step(rows)
-        # Steps are queued; without waiting for each, many would be queued before the clock is read.
+        # CUDA only queues a step. Without waiting, many would be queued before the clock is read.
         _wait(trainer.meter.device)
         steps += 1
     return steps * len(rows) / (time.perf_counter() - started)

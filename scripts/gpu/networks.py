@@ -1,7 +1,7 @@
-"""Networks of other fields than CAN, small enough to train anywhere: a U-Net, a sequence model of LSTMs and a
-transformer. What they are trained on is left to `gpu.tasks`.
+"""Networks from outside the CAN tasks, small enough to train anywhere: a U-Net, an LSTM and a transformer. Their data
+and losses are in `gpu.tasks`.
 
-Shapes: B samples, L tokens, D width, V words, H and W pixels.
+Shapes: B samples, L tokens, D width, V vocabulary, H and W pixels.
 """
 
 from typing import Final
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WORDS: Final = 512
-"""V, words of the sequence models' vocabulary."""
+"""V, the vocabulary size of the LSTM and the transformer."""
 
 
 class UNet(nn.Module):
-    """Two steps down and up again, with skip connections and BatchNorm: images [B, 3, H, W] → logits [B, 1, H, W]."""
+    """A U-Net of depth two with BatchNorm: images [B, 3, H, W] → logits [B, 1, H, W]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class UNet(nn.Module):
         self.leave = nn.Conv2d(width, 1, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns one logit a pixel."""
+        """Returns one logit per pixel."""
         x = self.enter(images)
         skipped = []
         for down in self.down:
@@ -41,7 +41,7 @@ class UNet(nn.Module):
 
 
 class SequenceModel(nn.Module):
-    """Two layers of LSTM that predict the next token: words [B, L] → logits [B, L, V]."""
+    """A two-layer LSTM language model: tokens [B, L] → logits [B, L, V]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ class SequenceModel(nn.Module):
         self.leave = nn.Linear(width, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Returns the logits of every position."""
+        """Returns the logits of the next token at every position."""
         logits: Tensor = self.leave(self.lstm(self.embedding(words))[0])
         return logits
 
 
 class Transformer(nn.Module):
-    """A causal transformer, its norms first: words [B, L] → logits [B, L, V]."""
+    """A causal pre-norm transformer: tokens [B, L] → logits [B, L, V]."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         self.leave = nn.Linear(width, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
-        """Returns the logits of every position."""
+        """Returns the logits of the next token at every position."""
         x = self.embedding(words)
         for block in self.blocks:
             x = block(x)

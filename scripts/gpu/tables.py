@@ -1,4 +1,4 @@
-"""Writes the results as Markdown: nothing but what was measured, and beside each failure why there is nothing."""
+"""Writes the results as Markdown. What could not be measured is listed with its error."""
 
 import statistics
 from collections import Counter
@@ -12,20 +12,20 @@ Row = Mapping[str, Any]
 
 SIMULATED: Final = "**Simulated on a CPU, with small models: no figure here says anything of a real GPU.**"
 PEAKS: Final = """\
-At no less than 5 times the cost of the largest probe; optimizer steps of two micro-batches each. The error is predicted
-over measured, minus 1: of the probes' prediction, and as the finder's trials corrected it."""
+Batches cost at least 5 times as much as the largest probe; each optimizer step has two micro-batches. The error is
+predicted over measured peak, minus 1: first from the probes alone, then as corrected by the finder's trials."""
 FINDER: Final = """\
-Fill is the tuned limit over the true one, which was found by whole optimizer steps on worst-case batches."""
+Fill is the tuned limit over the true limit, which was found by whole optimizer steps on worst-case batches."""
 THROUGHPUT: Final = """\
-Samples a second in steps of one micro-batch, by its share of the tuned limit; the last column is over the best of the
-sweep."""
+Samples per second in steps of one micro-batch, by its share of the tuned limit. The last column is relative to the best
+of the sweep."""
 CONSTANTS: Final = """\
-Outside: what is used of the GPU beside this process's allocator, so far. At most: bytes of the allocator that the step
-needed beside input and result; kept: those of them that it left allocated."""
+Outside: memory used on the GPU outside this process's allocator, so far. At most: the step's peak in the allocator,
+without its input and result. Kept: what the step left allocated."""
 
 
 def markdown(results: Mapping[str, Any]) -> str:
-    """Writes every part that there is; a part that is missing has not run."""
+    """Returns the document. Parts that have not run are left out."""
     lines = _heading(results)
     if "tests" in results:
         lines += ["", "## CUDA tests", "", *_tests(results["tests"])]

@@ -1,5 +1,5 @@
-"""Tasks that the checks train: can-train's own on its simulated bus, and three of other fields on random tensors, which
-are what exploring and training ask of a task and no more.
+"""The tasks that gpu-check trains: can-train's own on the synthetic bus, and three from other fields on random data.
+These have only what the search for limits and training need of a task; they cannot be evaluated.
 
 Shapes: R samples of the task or of a batch.
 """
@@ -21,14 +21,16 @@ from can_train.training.loading import load_task
 from gpu.networks import WORDS, SequenceModel, Transformer, UNet
 
 SAMPLES: Final = 2048
-"""R, samples of a task of random tensors. Trials repeat them, so more would only take longer to make."""
+"""R, the samples of a task with random data. Larger batches repeat them."""
 
 SEED: Final = 20
-"""Of the random samples."""
+"""Seed of the random data."""
 
-Place = tuple[torch.device, torch.dtype]
-Compute = Callable[[nn.Module, NDArray[np.int64], Place], Tensor]
-"""From a model, and the rows of a part and where it is computed, to the sum of their losses."""
+Placement = tuple[torch.device, torch.dtype]
+"""Where and in which type to compute."""
+
+LossSum = Callable[[nn.Module, NDArray[np.int64], Placement], Tensor]
+"""Computes the sum of a model's losses over some rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,27 +38,27 @@ class TensorTask:
     """A task with one feature and one loss.
 
     Attributes:
-        feature: What memory grows with.
-        counts: [R] of it.
-        terms: [R] what each sample adds to the loss's denominator.
+        feature: The feature that memory grows with.
+        counts: [R] The feature's value for each sample.
+        terms: [R] What each sample adds to the loss's denominator.
         build_model: Makes the model, on the CPU.
-        compute: Sums losses.
+        compute: Computes the sum of the losses.
     """
 
     feature: Feature
     counts: NDArray[np.float64]
     terms: NDArray[np.float64]
     build_model: Callable[[], nn.Module]
-    compute: Compute
+    compute: LossSum
 
     @property
     def features(self) -> tuple[Feature]:
-        """The one."""
+        """A single entry."""
         return (self.feature,)
 
     @property
     def loss_weights(self) -> Mapping[str, float]:
-        """The one."""
+        """A single entry."""
         return {"loss": 1.0}
 
     @property
@@ -71,27 +73,27 @@ class TensorTask:
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> "TensorBatch":
-        """Prepares a logical batch; nothing random couples its samples."""
+        """Returns a logical batch. The generator is not used, because no randomness is shared by samples."""
         return TensorBatch(self, rows, (device, dtype))
 
 
 class TensorBatch:
-    """A logical batch of samples that are rows of arrays."""
+    """A logical batch of a TensorTask."""
 
-    def __init__(self, task: TensorTask, rows: NDArray[np.int64], place: Place) -> None:
-        self._task, self._rows, self._place = task, rows, place
+    def __init__(self, task: TensorTask, rows: NDArray[np.int64], placement: Placement) -> None:
+        self._task, self._rows, self._placement = task, rows, placement
         self.denominators = {"loss": float(task.terms[rows].sum())}
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
-        """Returns the loss's sum and own denominator."""
+        """Returns the sum and the denominator of the loss over a part of the batch."""
         rows = self._rows[start:stop]
-        return {"loss": (self._task.compute(model, rows, self._place), float(self._task.terms[rows].sum()))}
+        return {"loss": (self._task.compute(model, rows, self._placement), float(self._task.terms[rows].sum()))}
 
 
 def make_task(name: str, *, small: bool) -> Task:
-    """Makes a task by the name of its model; small: narrow enough for a CPU."""
+    """Makes the task of a model. A small one has a model that is narrow enough for a CPU."""
     if name in OTHER_FIELDS:
-        # What judging needs of a task is not there.
+        # It is only a part of a Task: see the module's docstring.
         return cast(Task, OTHER_FIELDS[name](small))
     request = RunRequest(model=name, dataset="synthetic", size="student" if small else "teacher")
     return load_task(resolve(request), SilentReporter())
@@ -101,8 +103,8 @@ def _unet(small: bool) -> TensorTask:
     side, width = (16, 4) if small else (64, 32)
     images = np.random.default_rng(SEED).random((SAMPLES, 3, side, side), dtype=np.float32)
 
-    def compute(model: nn.Module, rows: NDArray[np.int64], place: Place) -> Tensor:
-        part = torch.from_numpy(images[rows]).to(*place)
+    def compute(model: nn.Module, rows: NDArray[np.int64], placement: Placement) -> Tensor:
+        part = torch.from_numpy(images[rows]).to(*placement)
         wanted = (part.mean(dim=1, keepdim=True) > 0.5).to(part)
         return F.binary_cross_entropy_with_logits(model(part), wanted, reduction="sum")
 
@@ -125,13 +127,13 @@ def _transformer(small: bool) -> TensorTask:
 
 
 def _language(build: Callable[[], nn.Module], *, longest: int) -> TensorTask:
-    """Next-token prediction of random words; a batch is padded to its longest sequence."""
+    """Makes a task of next-token prediction on random tokens. A batch is padded to its longest sequence."""
     rng = np.random.default_rng(SEED)
     words = rng.integers(0, WORDS, (SAMPLES, longest + 1))
     lengths = rng.integers(longest // 4, longest + 1, SAMPLES)
 
-    def compute(model: nn.Module, rows: NDArray[np.int64], place: Place) -> Tensor:
-        device, _ = place
+    def compute(model: nn.Module, rows: NDArray[np.int64], placement: Placement) -> Tensor:
+        device, _ = placement
         own = torch.from_numpy(lengths[rows]).to(device)
         length = int(lengths[rows].max())
         part = torch.from_numpy(words[rows, : length + 1]).to(device)
@@ -153,4 +155,4 @@ OTHER_FIELDS: Final[Mapping[str, Callable[[bool], TensorTask]]] = {
     "lstm": _lstm,
     "transformer": _transformer,
 }
-"""How each task is made, by name; the argument tells whether it is to be small."""
+"""Makes each task with random data; the argument is `small` of make_task."""

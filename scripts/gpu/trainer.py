@@ -1,5 +1,5 @@
-"""One configuration, put together as can-train puts a run together: meter, model, limits, micro-batches, optimizer.
-Which batches it runs, and what that shows, is left to the measurements.
+"""Trains one configuration with the same parts as a run of can-train: meter, model, limits, micro-batches, optimizer.
+`gpu.measurements` decides which batches it trains on.
 
 Shapes: R rows (samples) of a batch.
 """
@@ -7,44 +7,46 @@ Shapes: R rows (samples) of a batch.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.settings import TrainingSettings
-from can_train.errors import DoesNotFitError
-from can_train.fit import random_state
+from can_train.errors import DeviceError, DoesNotFitError
+from can_train.fit import random_state as randomness
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import Explorer
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import Precision, make_optimization
 from can_train.fit.packing import BatchCosts, SplitRules
 from can_train.fit.rescue import RescueSettings
-from can_train.memory.meters import Meter
+from can_train.memory.meters import Meter, SimulatedMeter, open_meter, segments_expand
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.task import LogicalBatch, Task
-from gpu.configurations import Configuration
-from gpu.limited import limited_device
+from gpu.configurations import SIMULATED, Configuration
 from gpu.tasks import make_task
 
+MIB: Final = 2**20
+
 WARM_STEPS: Final = 2
-"""Steps before a peak counts: the first makes the optimizer's state, or compiles."""
+"""Steps before a peak is measured. The first creates the optimizer's state, and may compile."""
 
 MEASURED_STEPS: Final = 2
 
 BEYOND_CAPACITY: Final = 2.0
-"""Cost, as a share of the capacity, beyond which the search for a limit need not look."""
+"""The search for limits stops at this cost, as a share of the capacity."""
 
 
 class Explored(NamedTuple):
-    """What a search for limits found.
+    """The result of a search for limits.
 
     Attributes:
-        limits: Of training and evaluation.
-        costs: Prices of all training samples, in their order.
-        probe_cost: Cost of the costliest probe of training.
+        limits: The limits of training and evaluation.
+        costs: The cost of each training sample, in the order of the data.
+        probe_cost: The cost of the largest training probe.
     """
 
     limits: DeviceLimits
@@ -53,12 +55,12 @@ class Explored(NamedTuple):
 
 
 class StepPeak(NamedTuple):
-    """What steps took at most, in bytes.
+    """Peaks over several steps, in bytes.
 
     Attributes:
-        passes: Allocated, in forward and backward.
-        optimizer: Allocated, in the optimizer's step.
-        reserved: Held by the allocator, in either.
+        passes: Allocated during forward and backward.
+        optimizer: Allocated during the optimizer's step.
+        reserved: Reserved by the allocator during either.
     """
 
     passes: int
@@ -68,13 +70,13 @@ class StepPeak(NamedTuple):
 
 @dataclass(kw_only=True)
 class Trainer:
-    """A model in training on a device of some capacity.
+    """Trains a model on a device of limited capacity.
 
     Attributes:
-        meter: Of the device.
-        task: Its samples.
-        model: On the device.
-        training: Settings.
+        meter: Measures the device.
+        task: Provides batches and losses.
+        model: The model, on the device.
+        training: Its training settings.
     """
 
     meter: Meter
@@ -90,29 +92,30 @@ class Trainer:
         self._steps = 0
 
     def explore(self) -> Explored:
-        """Searches for limits as a run does."""
+        """Searches for the limits in the same way as a run."""
         watched = _ProbeWatch(self.task)
         explorer = Explorer(
-            task=watched,
+            task=cast(Task, watched),
             model=self.model,
             training=self.training,
             meter=self.meter,
             rows=self.task.train_rows,
-            tried=watched.end,
         )
-        limits = explorer.explore(lambda _: BEYOND_CAPACITY * self.meter.capacity_bytes)
-        costs = limits.training.costs(self.task.batch_features(self.task.train_rows))
-        probes = [limits.training.costs(self.task.batch_features(rows)) for rows in watched.probes]
+        limits = explorer.explore(lambda _: BEYOND_CAPACITY * self.meter.capacity_bytes, on_trial=watched.end)
+        model = limits.training.model
+        costs = BatchCosts.priced(model, self.task.batch_features(self.task.train_rows))
+        probes = [BatchCosts.priced(model, self.task.batch_features(rows)) for rows in watched.probes]
         return Explored(limits, costs, max(probe.cost(0, len(probe)) for probe in probes))
 
     def peak(self, rows: NDArray[np.int64]) -> StepPeak | None:
-        """Measures steps on a logical batch that is twice the rows, in two micro-batches of them: gradients set aside
-        are part of what a step takes. None: memory runs out.
+        """Measures steps of two micro-batches, each with all of the rows. Returns None if memory runs out.
+
+        Two, because the gradients of earlier micro-batches are set aside during a step, which takes memory.
         """
         return self._measured(rows) if self.fits(rows) else None
 
     def fits(self, rows: NDArray[np.int64]) -> bool:
-        """Tells whether the first steps on such a logical batch run to their end."""
+        """Returns whether the first steps of two such micro-batches succeed."""
         self.meter.release()
         try:
             for _ in range(WARM_STEPS):
@@ -127,13 +130,13 @@ class Trainer:
         return False
 
     def step(self, rows: NDArray[np.int64], *, parts: int = 1) -> None:
-        """Takes an optimizer step on a logical batch that repeats the rows."""
+        """Takes an optimizer step on a logical batch in which the rows occur `parts` times."""
         self._accumulate(rows, parts)
         self._optimization.step()
 
     def _accumulate(self, rows: NDArray[np.int64], parts: int) -> None:
         device = self.meter.device
-        generator = random_state.step_generator(seed=self.training.seed, step=self._steps)
+        generator = randomness.step_generator(seed=self.training.seed, step=self._steps)
         self._steps += 1
         batch = self.task.logical_batch(np.tile(rows, parts), device, self._precision.dtype, generator)
 
@@ -141,7 +144,7 @@ class Trainer:
             with self._precision.context(device):
                 return batch.losses(self.model, start, stop)
 
-        # The first out-of-memory is an answer here, not something to be rescued from.
+        # No rescue: an out-of-memory error is what these measurements look for.
         MicroBatcher(
             self.model,
             meter=self.meter,
@@ -170,20 +173,59 @@ class Trainer:
 
 @contextmanager
 def open_trainer(configuration: Configuration) -> Iterator[Trainer]:
-    """Puts a model on a device of the configuration's capacity; on a simulated one everything inside counts."""
+    """Puts the configuration's model on a device of its capacity.
+
+    On the simulated GPU, every tensor that is created inside the context counts.
+    """
     training = TrainingSettings(precision=configuration.precision)
     task = make_task(configuration.model, small=configuration.simulated)
     with limited_device(configuration.device, configuration.capacity_bytes) as meter:
-        random_state.seed_everything(training.seed)
+        randomness.seed_everything(training.seed)
         model = task.build_model().to(meter.device, Precision.named(training.precision).dtype).train()
         yield Trainer(meter=meter, task=task, model=model, training=training)
 
 
+@contextmanager
+def limited_device(device: str, capacity_bytes: int) -> Iterator[Meter]:
+    """Opens a device and limits the memory that its allocator may use.
+
+    On the simulated GPU, every tensor that is created inside the context counts.
+
+    Args:
+        device: `cuda`, `cuda:1` or `sim`.
+        capacity_bytes: The limit.
+
+    Raises:
+        DeviceError: The device has less memory free.
+    """
+    if device == SIMULATED:
+        simulated = SimulatedMeter(capacity_bytes, expandable=segments_expand())
+        with simulated.active():
+            yield simulated
+        return
+    # Opening a meter sets how the allocator's segments grow, which must happen before CUDA is first used.
+    whole = open_meter(device)
+    if capacity_bytes > whole.capacity_bytes:
+        raise DeviceError(
+            "A capacity is at most what the device has free",
+            value=f"{capacity_bytes / MIB:.0f} of {whole.capacity_bytes / MIB:.0f} MiB",
+            remedy="Choose others: --capacities",
+        )
+    torch.cuda.set_per_process_memory_fraction(capacity_bytes / whole.total_bytes, whole.device)
+    try:
+        limited = open_meter(device)
+        if limited.capacity_bytes > capacity_bytes:
+            raise DeviceError("This torch does not report its share of the GPU", value=torch.__version__)
+        yield limited
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, whole.device)
+
+
 class _ProbeWatch:
-    """A task that remembers the batches that are drawn of it until the probes of training are over.
+    """Wraps a task and records the batches that are drawn from it until the training probes are over.
 
     Attributes:
-        probes: Their rows.
+        probes: The rows of each recorded batch.
     """
 
     def __init__(self, task: Task) -> None:
@@ -195,11 +237,11 @@ class _ProbeWatch:
         return getattr(self._task, name)
 
     def logical_batch(self, rows: NDArray[np.int64], *others: Any) -> LogicalBatch:
-        """Notes the rows, and makes their batch."""
+        """Records the rows and returns the task's batch."""
         if self._watches:
             self.probes.append(rows)
         return self._task.logical_batch(rows, *others)
 
     def end(self, _: float) -> None:
-        """Called before every trial; the first comes after the probes of training."""
+        """Stops recording. The explorer calls this before every trial, and the first trial follows the probes."""
         self._watches = False

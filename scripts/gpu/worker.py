@@ -1,6 +1,5 @@
-"""The process that one measurement runs in: reads what to measure, writes what was found. `gpu.processes` starts it.
-
-Arguments: a job as JSON, `{"part": name, ...}`, and the path of the result.
+"""The process that does one measurement. `gpu.processes.measure` starts it with two arguments: the job as JSON,
+`{"part": name, ...}`, and the path to write the result to.
 """
 
 import json
@@ -16,13 +15,12 @@ from typing import Any
 import torch
 
 from can_train.io.atomic import write_json_atomic
-from can_train.memory.devices import is_simulated
-from can_train.memory.meters import open_meter
+from can_train.memory.meters import is_simulated, open_meter
 from gpu.configurations import Configuration
 
 
 def describe_device(device: str) -> dict[str, Any]:
-    """Names what the figures belong to: device, driver and versions."""
+    """Returns the device, driver and versions that the results belong to."""
     meter = open_meter(device)
     return {
         "name": meter.name,
@@ -42,7 +40,7 @@ def describe_device(device: str) -> dict[str, Any]:
 
 
 def run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Does one job, which imports what it needs only; yields what is known so far."""
+    """Does a job and yields the results so far. Each job imports only what it needs, to start clean."""
     if job["part"] == "device":
         yield describe_device(job["device"])
     elif job["part"] == "constants":
@@ -56,13 +54,13 @@ def run(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Writes what is found; what goes wrong is part of it, under `error`."""
+    """Does the job of the command line and writes its results; an exception is written under `error`."""
     path = Path(sys.argv[2])
     found: dict[str, Any] = {}
     try:
         for found in run(json.loads(sys.argv[1])):
             write_json_atomic(path, found)
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with one measurement, the others are still wanted
+    except Exception as error:  # noqa: BLE001 - a measurement that fails must not end the others
         wrong = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         write_json_atomic(path, found | wrong)
 

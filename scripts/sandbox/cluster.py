@@ -1,5 +1,5 @@
-"""What a sandbox is called and where its parts lie. Two sandboxes on one machine differ in folder and port: all other
-names (nodes, and with them cgroups and lines of /etc/hosts) follow from those.
+"""The names, paths and ports of a sandbox. They all follow from its folder and its first port, also the nodes' names
+and with them cgroups and lines of /etc/hosts. So two sandboxes with different folders and ports share nothing.
 """
 
 import os
@@ -16,23 +16,23 @@ DEFAULT_PORT: Final = 27000
 
 NUM_NODES: Final = 2
 CPUS_PER_NODE: Final = 4
-"""What a node claims, however many the machine has: tests of two tasks a node wait for nobody."""
+"""What a node claims to have, whatever the machine has: enough for tests with two tasks per node."""
 
 MEMORY_PER_NODE_MIB: Final = 4000
 GPUS_PER_NODE: Final = 2
-"""Simulated ones: SLURM hands them out and sets CUDA_VISIBLE_DEVICES; nothing answers there."""
+"""Simulated GPUs: SLURM allocates them and sets CUDA_VISIBLE_DEVICES, but no such device exists."""
 
 PORTS: Final = 20
-"""Ports that one sandbox may take, counted from its own."""
+"""Number of ports that belong to one sandbox, from its first port on."""
 
 HIGHEST_PORT: Final = 65535
 
 LONGEST_SOCKET_PATH: Final = 107
-"""Bytes that Linux allows for a Unix socket's name."""
+"""Linux's limit on the path of a Unix socket, in bytes."""
 
 
 class SandboxError(Exception):
-    """What keeps the sandbox from working, with the log to look at."""
+    """The sandbox cannot work. The message names the log to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Cluster:
     """One sandbox.
 
     Args:
-        folder: Where its configuration, logs, sockets and state lie.
-        port: The first of the PORTS that it takes, on the loopback interface only.
+        folder: Holds its configuration, logs, sockets and state.
+        port: The first of its PORTS, on the loopback interface only.
 
     Raises:
         SandboxError: The folder's path is too long for a socket in it.
@@ -61,7 +61,7 @@ class Cluster:
         """Reads folder and port from environment variables.
 
         Raises:
-            SandboxError: The port is none, or the folder's path too long.
+            SandboxError: The port is not valid, or the folder's path is too long.
         """
         folder = variables.get(FOLDER_VARIABLE) or Path(tempfile.gettempdir(), DEFAULT_FOLDER)
         port = variables.get(PORT_VARIABLE) or str(DEFAULT_PORT)
@@ -71,44 +71,44 @@ class Cluster:
 
     @property
     def nodes(self) -> list[str]:
-        """The nodes' names; the port in them keeps the cgroups of two sandboxes apart."""
+        """The nodes' names. They contain the port, which keeps the cgroups of two sandboxes apart."""
         return [f"n{self.port}-{number}" for number in range(1, NUM_NODES + 1)]
 
     @property
     def node_ports(self) -> list[int]:
-        """Where the nodes' daemons listen."""
+        """The ports of the nodes' daemons."""
         return [self.port + 10 + number for number in range(NUM_NODES)]
 
     @property
     def accounting_port(self) -> int:
-        """Where slurmdbd listens."""
+        """The port of slurmdbd."""
         return self.port + 1
 
     @property
     def database_port(self) -> int:
-        """Where MariaDB listens."""
+        """The port of MariaDB."""
         return self.port + 2
 
     @property
     def configuration(self) -> Path:
-        """The file that SLURM_CONF names; the other configuration files lie beside it."""
+        """The value of SLURM_CONF. The other configuration files are in the same folder."""
         return self.folder / "etc" / "slurm.conf"
 
     @property
     def munge_key(self) -> Path:
-        """What the daemons know each other by."""
+        """The secret with which the daemons authenticate each other."""
         return self.folder / "etc" / "munge.key"
 
     @property
     def munge_socket(self) -> Path:
-        """Where munged signs what SLURM's commands and daemons send."""
+        """The socket of munged, which signs the messages of SLURM's commands and daemons."""
         return self.folder / "run" / "munge.socket"
 
     @property
     def database_socket(self) -> Path:
-        """Where root administers the database."""
+        """The socket on which root administers the database."""
         return self.folder / "run" / "database.socket"
 
     def log(self, daemon: str) -> Path:
-        """The log of a daemon; a node's has the node's name."""
+        """The log of a daemon. A slurmd's is named after its node."""
         return self.folder / "log" / f"{daemon}.log"

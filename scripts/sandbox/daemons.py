@@ -1,5 +1,5 @@
-"""Starts the sandbox's daemons in order, and stops them. Which processes are its own is read from their environment:
-a number in a file may belong to somebody else by now.
+"""Starts and stops the sandbox's daemons. It recognises them by a variable in their environment, not by process ids in
+files, since such an id may belong to another process by now.
 """
 
 import os
@@ -19,31 +19,31 @@ from sandbox import files, machine
 from sandbox.cluster import GPUS_PER_NODE, Cluster, SandboxError
 
 START_LIMIT_S: Final = 60
-"""Seconds that a daemon may take to answer: ten times what the slowest, a new database, takes on two busy cores."""
+"""Time limit for a daemon to answer. The slowest, a new database, takes a tenth of it on two busy cores."""
 
 STOP_LIMIT_S: Final = 10
 RESTART_PAUSE_S: Final = 2.1
-"""A slurmd refuses a job that was requeued and starts again within the same second ("Job credential revoked")."""
+"""A slurmd refuses a requeued job that starts again within the same second ("Job credential revoked")."""
 
 LOOK_INTERVAL_S: Final = 0.05
 
 _MARK: Final = "SLURM_SANDBOX_DAEMON_OF"
-"""The environment variable that all daemons of a sandbox, and what they start themselves, have."""
+"""Environment variable of the sandbox's daemons, and of the processes that they start."""
 
 _FOLDERS: Final = ("etc", "log", "run", "state", "spool", "dev", "database")
 
 
 def start(cluster: Cluster) -> None:
-    """Starts what does not run yet, and returns when every node takes jobs.
+    """Starts the daemons that do not run yet, and returns when every node accepts jobs.
 
     Raises:
-        SandboxError: A daemon failed; its log is named.
+        SandboxError: A daemon failed. The message names its log.
     """
     machine.require_packages()
     _own_folder(cluster)
     with machine.alone(cluster.folder / "lock"):
         if _write_files(cluster) and running(cluster):
-            _stop(cluster)  # they run with what was written before
+            _stop(cluster)  # they were started with the old configuration
         machine.add_to_hosts(cluster)
         _start_munge(cluster)
         _start_database(cluster)
@@ -55,14 +55,14 @@ def start(cluster: Cluster) -> None:
 
 
 def stop(cluster: Cluster) -> None:
-    """Ends all jobs and stops the daemons; the accounting stays."""
+    """Cancels all jobs and stops the daemons. The accounting data stay."""
     if cluster.folder.is_dir():
         with machine.alone(cluster.folder / "lock"):
             _stop(cluster)
 
 
 def clear(cluster: Cluster) -> None:
-    """Ends all jobs, and puts every node into service."""
+    """Cancels all jobs and puts every node back into service."""
     _end_jobs(cluster)
     if not _in_service(cluster):
         for node in cluster.nodes:  # SLURM refuses to resume a node in service
@@ -77,7 +77,7 @@ def wipe(cluster: Cluster) -> None:
 
 
 def kick(cluster: Cluster, job: str) -> None:
-    """Starts a requeued job, once it is held back, instead of after REQUEUE_HOLD_S.
+    """Waits until SLURM holds a requeued job back, and starts it at once instead of after REQUEUE_HOLD_S.
 
     Raises:
         SandboxError: SLURM does not hold it back.
@@ -89,23 +89,23 @@ def kick(cluster: Cluster, job: str) -> None:
 
 
 def environment(cluster: Cluster) -> dict[str, str]:
-    """The environment variables that SLURM's commands need."""
+    """Returns the environment variables that SLURM's commands need."""
     return {"SLURM_CONF": str(cluster.configuration)}
 
 
 def running(cluster: Cluster) -> dict[str, int]:
-    """Finds the sandbox's daemons: process ids by name."""
+    """Returns the process ids of the sandbox's daemons, by name."""
     mark = f"{_MARK}={cluster.folder}".encode()
     found = {}
     for process in Path("/proc").iterdir():
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended meanwhile
             if process.name.isdecimal() and mark in (process / "environ").read_bytes().split(b"\0"):
                 found[_name(process)] = int(process.name)
     return found
 
 
 def _name(process: Path) -> str:
-    """The name of the process's log; for a process that a daemon started, a name of its own."""
+    """Returns a daemon's name, as in its log's, or a unique name for a process that a daemon started."""
     command = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
     daemon = Path(command[0]).name
     if daemon == "slurmd":
@@ -128,7 +128,7 @@ def _own_folder(cluster: Cluster) -> None:
 
 
 def _write_files(cluster: Cluster) -> bool:
-    """Writes the configuration, and says whether it is another than before."""
+    """Writes the configuration. Returns whether it changed."""
     for number in range(GPUS_PER_NODE):
         _make_device(cluster.folder / "dev" / f"gpu{number}")
     if not cluster.munge_key.exists():
@@ -141,12 +141,12 @@ def _write_files(cluster: Cluster) -> bool:
         _write(folder / "cgroup.conf", files.cgroup_conf()),
         _write(folder / "slurmdbd.conf", files.slurmdbd_conf(cluster, host=host)),
     ]
-    cluster.configuration.chmod(0o644)  # any user may send jobs
+    cluster.configuration.chmod(0o644)  # so that any user can submit jobs
     return any(changed)
 
 
 def _make_device(file: Path) -> None:
-    """Makes another /dev/null: SLURM numbers devices only, not plain files."""
+    """Makes a copy of /dev/null, because SLURM accepts only device files as GPUs."""
     if not file.exists():
         os.mknod(file, stat.S_IFCHR | 0o666, Path(os.devnull).stat().st_rdev)
 
@@ -159,7 +159,7 @@ def _write(file: Path, text: str) -> bool:
     return True
 
 
-# One daemon after the other
+# Starting each daemon
 
 
 def _start_munge(cluster: Cluster) -> None:
@@ -192,7 +192,7 @@ def _start_database(cluster: Cluster) -> None:
             *("mariadbd", "--no-defaults", "--user=root", f"--datadir={data}", f"--socket={cluster.database_socket}"),
             *("--bind-address=127.0.0.1", f"--port={cluster.database_port}", f"--pid-file={data}/mariadbd.pid"),
             *("--skip-name-resolve", "--skip-log-bin", "--performance-schema=OFF"),
-            # slurmdbd asks for the long wait; nothing here must survive a power cut.
+            # slurmdbd asks for the long lock wait. Writes are not flushed: nothing here must survive a power cut.
             *("--innodb-lock-wait-timeout=900", "--innodb-flush-log-at-trx-commit=0"),
             *("--innodb-buffer-pool-size=64M", "--innodb-log-file-size=16M"),
         ],
@@ -212,13 +212,13 @@ def _start_controller(cluster: Cluster) -> None:
 
 
 def _start_node(cluster: Cluster, node: str) -> None:
-    # A host name of its own, so that a job finds on each node what it finds on a real one.
+    # Each node has its own host name, so that jobs see different names on different nodes, as on a real cluster.
     command = ["unshare", "--uts", "sh", "-c", f"hostname {node} && exec slurmd -N {node}"]
     _launch(cluster, node, command, lambda: node in running(cluster))
 
 
 def _launch(cluster: Cluster, name: str, command: list[str], ready: Callable[[], bool]) -> None:
-    """Starts a daemon that does not run yet, attached to nothing of the caller's, and waits until it is ready."""
+    """Starts a daemon, unless it runs, detached from the caller's terminal, and waits until it is ready."""
     if name in running(cluster):
         return
     with cluster.log(name).open("ab") as log:
@@ -231,14 +231,14 @@ def _launch(cluster: Cluster, name: str, command: list[str], ready: Callable[[],
             cwd=cluster.folder,
             env={**_variables(cluster), _MARK: str(cluster.folder)},
         )
-    # SLURM's daemons leave to run in the background: status 0 is no failure.
+    # SLURM's daemons move to the background, so the process that was started may end with status 0.
     _wait(lambda: process.poll() or ready(), f"{name} does not answer; see {cluster.log(name)}")
     if process.poll():
         raise SandboxError(f"{name} ended with status {process.returncode}; see {cluster.log(name)}")
 
 
 def _variables(cluster: Cluster) -> dict[str, str]:
-    """All that a daemon inherits: nothing of the caller's settings shall reach a job."""
+    """Returns a daemon's whole environment. None of the caller's variables must reach a job."""
     return {"PATH": machine.search_path(), "LANG": "C.UTF-8", **environment(cluster)}
 
 
@@ -275,15 +275,15 @@ def _within(limit_s: float, done: Callable[[], object]) -> bool:
     return True
 
 
-# And back
+# Stopping
 
 
 def _stop(cluster: Cluster) -> None:
-    if "slurmctld" in running(cluster):  # what a job started would outlive the daemons
+    if "slurmctld" in running(cluster):  # the processes of a job would outlive the daemons
         _end_jobs(cluster)
     for names in (cluster.nodes, *([daemon] for daemon in reversed(_DAEMONS))):
         _end(cluster, names)
-    _end(cluster, running(cluster))  # what they left behind
+    _end(cluster, running(cluster))  # processes that the daemons started
     machine.remove_from_hosts(cluster)
     machine.remove_cgroups(cluster)
 
@@ -292,12 +292,12 @@ def _end_jobs(cluster: Cluster) -> None:
     jobs = _run(cluster, "squeue", "--noheader", "--format=%A").split()
     if jobs:
         _answers(cluster, "scancel", "--quiet", "--full", "--signal=KILL", *jobs)
-        _answers(cluster, "scancel", "--quiet", *jobs)  # those that did not run
+        _answers(cluster, "scancel", "--quiet", *jobs)  # pending jobs get no signal
         _within(STOP_LIMIT_S, lambda: not _run(cluster, "squeue", "--noheader"))
 
 
 def _end(cluster: Cluster, names: Collection[str]) -> None:
-    """Ends the daemons of these names, those that do not listen by force."""
+    """Ends the daemons with these names: by SIGTERM, then by SIGKILL."""
 
     def left() -> list[int]:
         return [process for name, process in running(cluster).items() if name in names]

@@ -1,4 +1,4 @@
-"""The text of the sandbox's configuration files. Who writes them and starts what reads them is daemons.py's."""
+"""The text of the sandbox's configuration files. daemons.py writes them."""
 
 from typing import Final
 
@@ -8,14 +8,15 @@ CLUSTER_NAME: Final = "sandbox"
 
 DATABASE: Final = "slurm_accounting"
 DATABASE_USER: Final = "slurm"
-"""Also the password: the database listens on loopback, and holds what tests did."""
+"""Also its password. The database listens on the loopback interface only, and holds nothing but tests' jobs."""
 
 KILL_WAIT_S: Final = 5
-"""Between SIGTERM and SIGKILL: enough to save on a busy machine. 30 is SLURM's default."""
+"""Time between SIGTERM and SIGKILL: enough to save a checkpoint on a busy machine. SLURM's default is 30."""
 
 REQUEUE_HOLD_S: Final = 15
-"""SLURM calls it the lifetime of a job's credential, and holds a requeued job back for a second longer; its default is
-120. A node that was set down may keep a step for KILL_WAIT_S + 6 s, and is drained where its job comes back sooner."""
+"""The lifetime of a job's credential (`cred_expire`, 120 by default). SLURM holds a requeued job back for one second
+longer. It must exceed KILL_WAIT_S + 6 s: a node that was set down may keep a step for so long, and SLURM drains it if
+its job comes back sooner."""
 
 
 def slurm_conf(cluster: Cluster, *, host: str, cgroups: bool) -> str:
@@ -24,7 +25,7 @@ def slurm_conf(cluster: Cluster, *, host: str, cgroups: bool) -> str:
     Args:
         cluster: The sandbox.
         host: This machine's name.
-        cgroups: Whether cgroups (version 1) can limit a job's memory. Otherwise SLURM looks once a second.
+        cgroups: Whether to limit a job's memory by cgroups (version 1). Otherwise SLURM polls it once a second.
     """
     nodes = ",".join(cluster.nodes)
     return f"""\
@@ -46,7 +47,7 @@ SlurmdLogFile={cluster.log("%n")}
 MpiDefault=none
 ReturnToService=2
 
-# As fast as it goes: tests wait for every decision.
+# Schedule as fast as possible, because tests wait for every decision.
 SchedulerType=sched/backfill
 SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=1,bf_interval=1
 KillWait={KILL_WAIT_S}
@@ -56,7 +57,7 @@ SlurmctldTimeout=30
 SlurmdTimeout=60
 UnkillableStepTimeout=30
 
-# The nodes are processes of this machine, and claim more than it may have.
+# The nodes are processes on this machine, and may claim more CPUs and memory than it has.
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
@@ -101,14 +102,14 @@ def _nodes(cluster: Cluster, host: str) -> str:
 
 
 def gres_conf(cluster: Cluster) -> str:
-    """Makes gres.conf: SLURM wants a device for each GPU, and opens none."""
+    """Makes gres.conf. SLURM requires a device file for each GPU, but does not open it."""
     files = f"{cluster.folder}/dev/gpu[0-{GPUS_PER_NODE - 1}]"
     lines = [f"NodeName={node} Name=gpu Type=fake File={files} Flags=nvidia_gpu_env" for node in cluster.nodes]
     return "\n".join(["AutoDetect=off", *lines, ""])
 
 
 def cgroup_conf() -> str:
-    """Makes cgroup.conf: memory is limited, and nothing else, since CPUs and GPUs are claimed only."""
+    """Makes cgroup.conf. Only memory is limited, since the nodes' CPUs and GPUs do not exist."""
     return """\
 CgroupPlugin=cgroup/v1
 CgroupMountpoint=/sys/fs/cgroup
@@ -141,7 +142,7 @@ StorageLoc={DATABASE}
 
 
 def database_rights() -> str:
-    """Makes the SQL that slurmdbd's database and user come from."""
+    """Makes the SQL that creates the database and user of slurmdbd."""
     user = f"'{DATABASE_USER}'@'127.0.0.1'"
     return (
         f"create database if not exists {DATABASE};"

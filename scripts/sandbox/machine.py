@@ -1,4 +1,4 @@
-"""What a sandbox changes of the machine outside its folder: packages, lines of /etc/hosts, cgroups."""
+"""The changes that a sandbox makes outside its folder: packages, lines of /etc/hosts, cgroups."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ from sandbox.cluster import Cluster, SandboxError
 PACKAGES: Final = ("slurmctld", "slurmd", "slurmdbd", "slurm-client", "munge", "mariadb-server")
 
 CONTROLLERS: Final = ("memory", "freezer", "cpuset", "devices")
-"""Of cgroups, version 1: SLURM's plug-ins want them all, though only memory is limited."""
+"""The cgroup controllers (version 1) that SLURM's plug-ins require, though only memory is limited."""
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _HOSTS: Final = Path("/etc/hosts")
@@ -24,17 +24,17 @@ _POLICY: Final = Path("/usr/sbin/policy-rc.d")
 
 @contextmanager
 def alone(file: Path) -> Iterator[None]:
-    """Keeps other processes that ask for the same file waiting. A process that dies lets go of it."""
+    """Holds an exclusive lock on a file. The lock ends with the process."""
     with file.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def install() -> None:
-    """Installs the packages where one is missing; their own services stay off.
+    """Installs the packages unless all are installed. Their own services are not started.
 
     Raises:
-        SandboxError: This is no Debian, the process is not root's, or apt failed.
+        SandboxError: The system has no apt, the process is not root's, or apt failed.
     """
     if shutil.which("apt-get") is None:
         raise SandboxError("only Debian's packages are known here, and there is no apt-get")
@@ -65,8 +65,8 @@ def _run(*command: str) -> tuple[int, str]:
 
 @contextmanager
 def _services_off() -> Iterator[None]:
-    """Debian's packages start their services when they are installed, unless this file says no."""
-    if _POLICY.exists():  # an image's own, which says no too
+    """Keeps Debian's packages from starting their services at installation, by a file that forbids it."""
+    if _POLICY.exists():  # container images bring such a file
         yield
         return
     _POLICY.write_text("#!/bin/sh\nexit 101\n")
@@ -78,15 +78,15 @@ def _services_off() -> Iterator[None]:
 
 
 def search_path() -> str:
-    """PATH with the folders that daemons lie in: a user's own may lack them."""
+    """Returns PATH with the folders of the daemons, which a user's PATH may lack."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def require_packages() -> None:
-    """Checks that the daemons are there, and may be started.
+    """Checks that the daemons are installed and can be started.
 
     Raises:
-        SandboxError: They are not, or the process is not root's.
+        SandboxError: One is missing, or the process is not root's.
     """
     if os.geteuid() != 0:
         raise SandboxError("only root can start a SLURM that runs jobs")
@@ -99,7 +99,7 @@ def _found(command: str) -> bool:
     return shutil.which(command, path=search_path()) is not None
 
 
-# The nodes' names: torch.distributed meets at a node's name, which must resolve
+# /etc/hosts: the ranks of torch.distributed connect to a node by its name, which must resolve
 
 
 def add_to_hosts(cluster: Cluster) -> None:
@@ -108,22 +108,22 @@ def add_to_hosts(cluster: Cluster) -> None:
 
 
 def remove_from_hosts(cluster: Cluster) -> None:
-    """Takes the nodes' names back."""
+    """Removes the nodes' names from /etc/hosts."""
     _rewrite_hosts(lambda text: hosts_without(cluster.nodes, text))
 
 
 def hosts_with(nodes: Sequence[str], text: str) -> str:
-    """Adds the nodes to the text of /etc/hosts, a line each."""
+    """Adds a line for each node to the text of /etc/hosts."""
     return "".join([text, *(f"127.0.0.1 {node}\n" for node in nodes)])
 
 
 def hosts_without(nodes: Sequence[str], text: str) -> str:
-    """Removes the nodes' lines from the text of /etc/hosts; those of others stay as they are."""
+    """Removes the nodes' lines from the text of /etc/hosts and leaves the others unchanged."""
     return "".join(f"{line}\n" for line in text.splitlines() if not {*line.split()} & {*nodes})
 
 
 def _rewrite_hosts(change: Callable[[str], str]) -> None:
-    with _HOSTS.open("r+") as file:  # in place: a container's is mounted, and cannot be replaced
+    with _HOSTS.open("r+") as file:  # written in place, because in a container it is mounted and cannot be replaced
         fcntl.flock(file, fcntl.LOCK_EX)
         old = file.read()
         new = change(old)
@@ -137,7 +137,7 @@ def _rewrite_hosts(change: Callable[[str], str]) -> None:
 
 
 def cgroups_usable() -> bool:
-    """Whether this process may make cgroups of version 1. SLURM 22.05 needs systemd for version 2."""
+    """Returns whether this process can make cgroups of version 1. SLURM 22.05 needs systemd for version 2."""
     if not all((_CGROUPS / controller).is_dir() for controller in CONTROLLERS):
         return False
     probe = _CGROUPS / "memory" / f"slurm_probe_{os.getpid()}"
@@ -150,9 +150,9 @@ def cgroups_usable() -> bool:
 
 
 def remove_cgroups(cluster: Cluster) -> None:
-    """Removes the cgroups that the nodes leave behind when they are stopped."""
+    """Removes the cgroups that the nodes' daemons leave behind."""
     for node in cluster.nodes:
         for top in _CGROUPS.glob(f"*/slurm_{node}"):
             for folder, _, _ in os.walk(top, topdown=False):
-                with suppress(OSError):  # a process that cannot be killed keeps its own
+                with suppress(OSError):  # a process that could not be killed is still in it
                     Path(folder).rmdir()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from can_train.fit.search import SizeSearch, find_max_size
     from can_train.memory.monitor import MemoryMonitor
     from can_train.memory.out_of_memory import is_out_of_memory
+    from can_train.task import Task
     from can_train.training.dry_run import get_effective_safety_factor
     from can_train.training.lightning_callback import MemoryMonitorCallback
 
@@ -30,6 +31,7 @@ __all__ = [
     "MomentumPolicy",
     "PeakPrediction",
     "SizeSearch",
+    "Task",
     "find_max_size",
     "get_effective_safety_factor",
     "get_safety_factor_db",
@@ -50,6 +52,7 @@ _HOMES: Final = {
     "MomentumPolicy": "factors.policies",
     "PeakPrediction": "fit.prediction",
     "SizeSearch": "fit.search",
+    "Task": "task",
     "find_max_size": "fit.search",
     "get_effective_safety_factor": "training.dry_run",
     "get_safety_factor_db": "factors.store",

@@ -1,5 +1,9 @@
-"""What training asks of a task. Tasks implement it by shape; they import nothing from here."""
+"""The base class of every task: what training, planning and evaluation ask of a task and its data.
 
+Shapes: R samples that a call names by their rows, i.e. their indices in the task's data.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,7 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Feature:
-    """One count.
+    """One count that the memory of a batch grows with.
 
     Attributes:
         name: What is counted, in the plural: `nodes`, `tokens`.
@@ -25,20 +29,18 @@ class Feature:
 
 
 class LogicalBatch(Protocol):
-    """What one optimizer step sees.
+    """What one optimizer step sees."""
 
-    Attributes:
-        denominators: Per loss term, of the whole batch.
-    """
-
-    denominators: Mapping[str, float]
+    @property
+    def denominators(self) -> Mapping[str, float]:
+        """Denominator of each loss term over the whole batch."""
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
-        """Computes each term's sum and own denominator over samples `start:stop` of the batch."""
+        """Computes the sum and the denominator of each loss term over samples `start:stop` of the batch."""
 
 
 class Table(Protocol):
-    """One table of a result, as text."""
+    """A table of a result, as text."""
 
     @property
     def title(self) -> str:
@@ -54,127 +56,170 @@ class Table(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """Sentences below it."""
+        """Sentences below the table."""
 
 
-Answers = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]
-"""Returns what a reference model says of some samples, by name of the output; an output's first dimension is as long as those
-samples have rows of it (one each, or one for each of their nodes)."""
+Outputs = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]
+"""Returns the outputs of a reference model for some rows, by name of the output."""
 
 
-class ReferenceModel(Protocol):
-    """A finished model that a task asks and does not train: a teacher, say.
+class ReferenceModel(ABC):
+    """A finished model that a task consults and does not train, for example a teacher.
 
     Attributes:
-        role: What it is to the task.
-        name: The run that trained it.
-        features: What the memory of asking it grows with.
-        model: Frozen and in evaluation mode, on the CPU.
-        rows: Samples that it is asked about in training and validation, ascending.
-        placements: Where its answers may come from, of `device`, `cache` and `offload`; of equally good ones the first
-            is taken.
+        role: What the model is to the task: `teacher`.
+        name: Id of the run that trained it.
+        features: What the memory of computing its outputs grows with.
+        model: The model, frozen and in evaluation mode, on the CPU.
+        rows: Samples whose outputs training and validation need, ascending.
+        placements: Where its outputs may come from: `device`, `cache`, `offload`. The first wins among equally good
+            ones; a model without any is used for scores alone.
     """
 
     role: str
     name: str
-    features: Sequence[Feature]
+    features: Sequence[Feature] = (Feature("samples"),)
     model: nn.Module
     rows: NDArray[np.int64]
-    placements: Sequence[str]
+    placements: Sequence[str] = ("device", "cache", "offload")
 
     @property
+    @abstractmethod
     def digest(self) -> str:
-        """Of its weights and of what it is asked: the same digest, the same answers."""
+        """Digest of its weights and of its rows: the same digest means the same outputs."""
 
     @property
+    @abstractmethod
     def widths(self) -> Mapping[str, int]:
         """Columns of each output."""
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns [len(rows), len(features)]: what each sample has of them."""
+        """Returns [R, len(features)]: each sample's count of each feature."""
+        return np.ones((len(rows), len(self.features)))
 
     def lengths(self, rows: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
-        """Returns, for each output, how many rows of it each sample has."""
+        """Returns, for each output, [R] how many lines of it each sample has: one, or one for each of its nodes."""
+        return {name: np.ones(len(rows), dtype=np.int64) for name in self.widths}
 
-    def answer(
+    @abstractmethod
+    def outputs(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
-        """Asks the model, or its copy on a device, about some samples, without mixed precision."""
+        """Computes the outputs with `model`, which is this one or its copy on a device, without mixed precision."""
 
+    @abstractmethod
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Computes what judging needs of each sample."""
+        """Computes [R, …] scores, which the task's judgement uses."""
 
 
 class TaskInEpoch(Protocol):
-    """What training asks of a task as it is in one epoch."""
+    """What training asks of a task during one epoch."""
 
     @property
     def train_rows(self) -> NDArray[np.int64]:
-        """Indices of the samples that are trained on in it, ascending."""
+        """Rows that the epoch trains on, ascending."""
 
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> LogicalBatch:
-        """Prepares a logical batch of that epoch."""
+        """Prepares a logical batch of the epoch."""
 
 
-class Task(Protocol):
-    """One task, with its data at hand.
+class Task(ABC):
+    """One task with its data at hand. A subclass overrides the methods whose defaults do not suit it.
 
-    A task may have more than what is asked here: `reference_models`, finished models that it asks, and `listen(role,
-    answers)`, which is called before training with each one's answers; `in_epoch(epoch, epochs)`, which returns what it
-    is in an epoch, counted from 0 (a `TaskInEpoch`, whose samples are among `train_rows`, in the last epoch all of
-    them); `before_step(model, rows, progress, generator)`, which is called before each optimizer step with the share of
-    the training that is done; `notices`, sentences about what it will do, which are said with the plan; `data_digest`,
-    which is the same for the same data: a run that goes on makes sure of it.
+    Today a task hands out logical batches of rows. Two things will be added here, as methods with defaults: `datasets`,
+    `model` and `loss` for tasks whose samples are plain tensors, and phases with one optimizer each.
 
     Attributes:
-        train_rows: Indices of the samples that are trained on.
-        validation_rows: Indices of the samples whose loss decides when to stop.
+        train_rows: Rows of the training samples.
+        validation_rows: Rows whose loss decides when to stop and which weights are the best.
         loss_weights: Weight of each loss term.
         features: What the memory of a batch grows with, the main feature first.
+        sample_note: Which part of the data this task holds, as a sentence; empty: all of it.
+        estimated_train_rows: Training samples of all the data, where this task holds only a part of it.
     """
 
     train_rows: NDArray[np.int64]
     validation_rows: NDArray[np.int64]
     loss_weights: Mapping[str, float]
-    features: Sequence[Feature]
+    features: Sequence[Feature] = (Feature("samples"),)
+    sample_note: str = ""
+    estimated_train_rows: int = 0
 
+    @abstractmethod
     def build_model(self) -> nn.Module:
         """Makes the model with fresh weights, on the CPU."""
 
-    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns [len(rows), len(features)]: each sample's own count of each feature, which batches add up or pad."""
-
-    def describe(self, row: int) -> str:
-        """Names a sample in a message."""
-
+    @abstractmethod
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> LogicalBatch:
-        """Prepares a logical batch; randomness that couples its samples is drawn here, once (None: none is wanted)."""
-
-    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Computes what judging needs of each sample."""
-
-    def judge(self, score: Callable[..., NDArray[np.float64]]) -> Mapping[str, Any]:
-        """Judges a model by its scores; returns strict JSON.
+        """Prepares a logical batch.
 
         Args:
-            score: Scores samples, `score(rows)`; `score(rows, role)` asks the reference model of that role.
+            rows: [R] its samples.
+            device: Where its losses are computed.
+            dtype: Number format of its inputs.
+            generator: Draws, once for the whole batch, the randomness that couples its samples; None in validation.
         """
+
+    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [R, len(features)]: each sample's own count of each feature, which a batch sums or pads."""
+        return np.ones((len(rows), len(self.features)))
+
+    def describe(self, row: int) -> str:
+        """Names a sample in a message."""
+        return f"sample {row}"
+
+    def data_digest(self) -> str:
+        """Returns a digest of the data. A resumed run refuses data of another digest; an empty one is not checked."""
+        return ""
+
+    def notices(self) -> Sequence[str]:
+        """Returns sentences that are printed with the plan."""
+        return ()
+
+    def reference_models(self) -> Sequence[ReferenceModel]:
+        """Returns the reference models that the task consults."""
+        return ()
+
+    def bind_outputs(self, role: str, outputs: Outputs) -> None:  # noqa: B027 - optional
+        """Receives the source of a reference model's outputs, before the first logical batch and perhaps repeatedly."""
+
+    def in_epoch(self, epoch: int, epochs: int) -> TaskInEpoch:
+        """Returns the task as it is in an epoch; the default is the task itself, the same in every epoch.
+
+        Args:
+            epoch: Counted from 0.
+            epochs: Epochs of the whole run. The rows of each are among `train_rows`, those of the last are all of them.
+        """
+        return self
+
+    def before_step(  # noqa: B027 - optional
+        self, model: nn.Module, rows: NDArray[np.int64], progress: float, generator: torch.Generator
+    ) -> None:
+        """Is called before each optimizer step, alike on all ranks; it may freeze and thaw parameters.
+
+        Args:
+            model: The model in training.
+            rows: [R] samples of the step.
+            progress: Share of the training that is done, in [0, 1).
+            generator: Randomness that depends on seed and step alone.
+        """
+
+    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Computes [R, …] scores, which `judge` uses."""
+        raise NotImplementedError(f"{type(self).__name__}.judge uses scores, so it must define `scores`")
+
+    def judge(self, score: Callable[..., NDArray[np.float64]]) -> Mapping[str, Any]:
+        """Judges the trained model by its scores; returns strict JSON, which becomes part of the result.
+
+        Args:
+            score: `score(rows)` returns the model's scores, `score(rows, role)` those of a reference model.
+        """
+        return {}
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
         """Writes a judgement as tables of text."""
-
-
-class SampledTask(Task, Protocol):
-    """A task that has read as much of its data as a plan needs.
-
-    Attributes:
-        sample_note: Says which part that is; empty where it is all of it.
-        estimated_train_rows: Training samples of the whole data set.
-    """
-
-    sample_note: str
-    estimated_train_rows: int
+        return ()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from can_train.config.compose import RunRequest, changed, resolve
+from can_train.config.compose import RunRequest, resolve, with_changes
 from can_train.errors import ConfigError
 
 
@@ -15,15 +15,15 @@ def plain() -> dict[str, Any]:
 
 def test_settings_are_changed_and_the_others_stay(plain: dict[str, Any]) -> None:
     sets = ["training.lr=0.01", "cluster.setup=['module load x','echo ${HOME}']", "cluster.additional.nice=5"]
-    run = changed(plain, sets, {"cluster.mem": "2G"})
+    run = with_changes(plain, sets, {"cluster.mem": "2G"})
     assert (run.training.lr, run.cluster.mem, run.cluster.additional) == (0.01, "2G", {"nice": 5})
     assert list(run.cluster.setup) == ["module load x", "echo ${HOME}"]
-    assert run.model == changed(plain, [], {}).model
+    assert run.model == with_changes(plain, [], {}).model
     assert plain["training"]["lr"] != 0.01, "the configuration that was given stays as it was"
 
 
 def test_an_alias_is_its_setting(plain: dict[str, Any]) -> None:
-    assert changed(plain, ["training.max_epochs=2"], {}).training.epochs == 2
+    assert with_changes(plain, ["training.max_epochs=2"], {}).training.epochs == 2
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_an_alias_is_its_setting(plain: dict[str, Any]) -> None:
 )
 def test_what_is_wrong_is_said(plain: dict[str, Any], text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        changed(plain, [text], {})
+        with_changes(plain, [text], {})
 
 
 def test_a_setting_given_twice_is_an_error(plain: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="given twice"):
-        changed(plain, ["cluster.mem=1G"], {"cluster.mem": "2G"})
+        with_changes(plain, ["cluster.mem=1G"], {"cluster.mem": "2G"})

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from can_train.config.compose import RunRequest, from_plain, presets, resolve
+from can_train.config.compose import RunRequest, expand, from_plain, presets, resolve, with_changes
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml
 from can_train.errors import ConfigError
 
@@ -30,6 +30,37 @@ def test_a_student_differs_by_its_preset() -> None:
 def test_flags_set_and_model_args_override() -> None:
     run = resolved(sets=("dataset.window=50",), model_args="hidden=32", values={"training.lr": 0.5})
     assert (run.dataset.window, run.model.hidden, run.training.lr) == (50, 32, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "window", "stride"),
+    [
+        ({}, 100, 100),
+        ({"sets": ("dataset.window=50",)}, 50, 50),
+        ({"values": {"dataset.window": 50}}, 50, 50),
+        ({"sets": ("dataset.window=50", "dataset.stride=100")}, 50, 100),
+        ({"sets": ("dataset.window=50", "dataset.stride=0")}, 50, 50),
+        ({"sets": ("dataset.stride=25",)}, 100, 25),
+        ({"dataset": "hcrl_ch", "sets": ("dataset.window=50",)}, 50, 50),
+    ],
+)
+def test_the_stride_follows_the_window_unless_it_is_given(request_: dict[str, Any], window: int, stride: int) -> None:
+    run = resolved(**request_)
+    assert (run.dataset.window, run.dataset.stride) == (window, stride)
+    assert from_plain(run.config).dataset == run.dataset, "a resumed run keeps its stride"
+
+
+def test_each_window_of_a_sweep_has_its_own_stride() -> None:
+    swept = RunRequest(model="gat", dataset="synthetic", sets=("dataset.window=50,200",))
+    assert [resolve(request).dataset.stride for request in expand([swept])] == [50, 200]
+
+
+@pytest.mark.parametrize(("sets", "stride"), [((), 50), (("dataset.stride=25",), 25), (("dataset.stride=100",), 50)])
+def test_the_stride_follows_the_window_of_a_changed_run(sets: tuple[str, ...], stride: int) -> None:
+    # A stride equal to the window in config.yaml may have been given or not: it follows.
+    config = resolved(sets=sets).config
+    assert with_changes(config, ["dataset.window=50"], {}).dataset.stride == stride
+    assert with_changes(config, ["dataset.window=50", "dataset.stride=10"], {}).dataset.stride == 10
 
 
 ODD_NAMES = ("a,b (c)=d.csv", "we ird/ünï'\"code.log", "$HOME.csv", "{x}[y].csv", "${oc.env:HOME}.csv", "\\${x}.csv")

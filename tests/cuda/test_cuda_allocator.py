@@ -40,8 +40,8 @@ def test_segments_expand_unless_the_user_has_settings(environment: dict[str, str
 REPLAY = """
 import random
 import torch
-from can_train.memory.allocator_settings import segments_expand
-from can_train.memory.caching_allocator import CachingAllocator
+from can_train.memory.meters import segments_expand
+from can_train.memory.allocator import CachingAllocator
 from can_train.memory.meters import open_meter
 
 meter = open_meter("cuda")

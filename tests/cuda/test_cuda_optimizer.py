@@ -12,7 +12,7 @@ from can_train.errors import DoesNotFitError
 from can_train.fit.optimizer import OptimizerMemory, measure_optimizer
 from can_train.fit.reserve import OptimizerReserve
 from can_train.memory.meters import Meter
-from gpu.limited import limited_device
+from gpu.trainer import limited_device
 
 MIB = 2**20
 CAPACITIES = {"cuda": 1024 * MIB, "sim": 256 * MIB}

@@ -50,7 +50,7 @@ class FirmOracle(Oracle):
     def lengths(self, rows: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
         return {"word": np.ones(len(rows), dtype=np.int64)}
 
-    def answer(
+    def outputs(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
         self.asked += len(rows)

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.task import Feature
+from can_train.task import Feature, ReferenceModel
 from fakes.line_fit import SAMPLES, LineBatch, LineTask
 
 WIDTH = 3
@@ -16,7 +16,7 @@ HUNGER = 2**14
 """Numbers that asking about one row of an answer takes for a moment."""
 
 
-class Oracle:
+class Oracle(ReferenceModel):
     """A frozen layer.
 
     Attributes:
@@ -48,7 +48,7 @@ class Oracle:
     def lengths(self, rows: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
         return {"word": rows % 4}
 
-    def answer(
+    def outputs(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
         self.asked += len(rows)
@@ -69,8 +69,11 @@ class AskingTask(LineTask):
 
     def __init__(self, *reference_models: Oracle) -> None:
         super().__init__()
-        self.reference_models = reference_models
+        self.oracles = reference_models
         self.told: dict[str, Any] = {}
+
+    def reference_models(self) -> Sequence[Oracle]:
+        return self.oracles
 
     def bind_outputs(self, role: str, answers: Any) -> None:
         self.told[role] = answers

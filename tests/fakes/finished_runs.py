@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from can_train.config.compose import RunRequest, resolve
-from can_train.config.resolved import ResolvedRun, settled_paths
+from can_train.config.resolved import ResolvedRun, with_absolute_paths
 from can_train.training.run_folder import Registry, RunFolder, RunRecord
 
 RESULT = {"status": "finished", "epochs": 2, "parameters": 1000}
@@ -31,7 +31,7 @@ class Shelf:
         )
 
     def resolved(self, model: str, mode: str, size: str = "teacher", **more: Any) -> ResolvedRun:
-        return settled_paths(resolve(self.request(model, mode, size, **more)))
+        return with_absolute_paths(resolve(self.request(model, mode, size, **more)))
 
     def put(self, number: int, run: ResolvedRun, result: Mapping[str, Any] | None = RESULT) -> RunFolder:
         """Lays a run down; those of higher number are newer."""

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.fit.factor_rule import Aim, FactorChoice, FactorRule
 from can_train.memory.meters import CpuMeter
 from can_train.reporter import SilentReporter
-from can_train.task import Feature
+from can_train.task import Feature, Task
 from can_train.training.attempts import StopRequests
 from can_train.training.run_folder import RunFolder
 from can_train.training.session import Parts
@@ -38,7 +38,7 @@ class LineBatch:
         return {"error": ((model(x) - 3 * x[:, :1]).square().sum(), float(stop - start))}
 
 
-class LineTask:
+class LineTask(Task):
     """Points on a line; a batch of more than `fail_above` samples runs out of memory."""
 
     def __init__(self, *, fail_above: int = 10**9) -> None:
@@ -69,9 +69,6 @@ class LineTask:
 
     def judge(self, score: Callable[[NDArray[np.int64]], NDArray[np.float64]]) -> Mapping[str, Any]:
         return {"mean": float(score(self.validation_rows).mean())}
-
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[Any]:
-        return []
 
 
 class StoppedTask(LineTask):

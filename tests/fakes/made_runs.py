@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from can_train.slurm.client import Answer
-from can_train.slurm.survey import KnownRun, Surveyed, known_runs, survey
-from can_train.training.attempts import Began, Ended
+from can_train.io.processes import AttemptStart
+from can_train.slurm.client import SlurmAnswer
+from can_train.slurm.status import KnownRun, RunStatus, known_runs, run_statuses
+from can_train.training.attempts import AttemptEnd
 from can_train.training.run_folder import JobRecord, Registry, RunRecord
 
 KEY = "synthetic_gat_student_normal"
@@ -31,7 +32,7 @@ class Runs:
         self.registry = Registry(self.state_dir)
         self.flags = ("--runs-dir", str(self.runs_dir), "--state-dir", str(self.state_dir))
 
-    def add(self, number: int, result: dict[str, Any] | None = None, *, entered: bool = True) -> Path:
+    def add(self, number: int, result: dict[str, Any] | None = None, *, entered: bool = True, **fields: Any) -> Path:
         """Makes a run; those of higher number are newer."""
         run_id = f"20260101-0000{number:02d}-{KEY}-{number:04x}"
         path = self.runs_dir / run_id
@@ -40,7 +41,7 @@ class Runs:
         if result is not None:
             (path / "result.json").write_text(json.dumps(result))
         if entered:
-            self.registry.add(RunRecord(run_id=run_id, path=str(path), key=KEY, time=at(number)))
+            self.registry.add(RunRecord(run_id=run_id, path=str(path), key=KEY, time=at(number), **fields))
         return path
 
     def submit(self, path: Path, job_id: str, executor: str = "slurm", **values: Any) -> JobRecord:
@@ -52,9 +53,9 @@ class Runs:
     def known(self) -> list[KnownRun]:
         return known_runs(self.registry, self.runs_dir)
 
-    def look(self, answer: Answer | None = None) -> list[Surveyed]:
+    def look(self, answer: SlurmAnswer | None = None) -> list[RunStatus]:
         """Finds out about all of them; without an answer SLURM knows none of their jobs."""
-        return survey(self.known(), self.registry, lambda job_ids: answer or Answer(queue=(), accounts=()))
+        return run_statuses(self.known(), self.registry, lambda job_ids: answer or SlurmAnswer(queue=(), accounts=()))
 
 
 def at(second: int) -> str:
@@ -64,12 +65,12 @@ def at(second: int) -> str:
 def begin(path: Path, number: int = 1, **values: Any) -> None:
     """Writes that an attempt began: by default of this very process, before it started to test."""
     facts = {"attempt": number, "job_id": "", "restarts": 0, "host": socket.gethostname(), "pid": os.getpid(),
-             "time": at(30)}  # fmt: skip
-    write(path, f"{number:04d}-began.json", asdict(Began(**{**facts, **values})))
+             "start_time": at(30)}  # fmt: skip
+    write(path, f"{number:04d}-began.json", asdict(AttemptStart(**{**facts, **values})))
 
 
 def end(path: Path, ending: str, number: int = 1, message: str = "") -> None:
-    record = Ended(attempt=number, ending=ending, message=message, details={}, time=at(40))
+    record = AttemptEnd(attempt=number, ending=ending, message=message, details={}, time=at(40))
     write(path, f"{number:04d}-ended.json", asdict(record))
 
 

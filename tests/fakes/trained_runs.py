@@ -7,7 +7,7 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 from can_train.config.compose import RunRequest, resolve
-from can_train.config.resolved import settled_paths
+from can_train.config.resolved import with_absolute_paths
 from can_train.reporter import SilentReporter
 from can_train.training.train import train_new
 from fakes.random_bus import random_frames, write_log
@@ -41,7 +41,7 @@ def finished_run(model: str, mode: str | None = None, size: str = "student", **m
             values=_SETTINGS | folders | settings,
         )
     )
-    return train_new(settled_paths(run), SilentReporter()).folder.path
+    return train_new(with_absolute_paths(run), SilentReporter()).folder.path
 
 
 def own_log(run: Path) -> Path:

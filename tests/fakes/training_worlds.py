@@ -148,7 +148,7 @@ def fit_line(
         "buffers": dict(session.model.named_buffers()),
         "best": session.best,
         "step": session.progress.step,
-        "ooms": (session.batcher.ooms, session.ooms_elsewhere),
+        "ooms": (session.batcher.ooms_rescued, session.ooms_elsewhere),
         "plan": session.run_plan.to_plain(),
         "notices": parts.reporter.texts,
         "asked in planning": planning,
@@ -167,7 +167,7 @@ def train_windows(ranks: Ranks, folder: Path, *, model: str, state: Path) -> Non
         "training.precision": "fp64",
         "training.batch_size": 40,
         "model.dropout": 0.0,
-        "mode.floors": False,
+        "mode.baselines": False,
         "paths.runs_dir": str(folder / "runs"),
         "paths.state_dir": str(state),
     }

@@ -85,15 +85,15 @@ def test_a_growth_that_fails_falls_back_to_what_had_held() -> None:
 
 def test_what_failed_is_tried_again_after_twice_the_wait_each_time() -> None:
     backoff = Backoff(limit=98, failed=100)
-    waits = []
+    waiting_notice = []
     for _ in range(9):
-        waits.append(0)
+        waiting_notice.append(0)
         while backoff.limit == 98:
             backoff = quiet(backoff, 1)
-            waits[-1] += 1
+            waiting_notice[-1] += 1
         backoff = failed_at(100, before=backoff)
         assert backoff.limit == 98
-    assert waits == [min(QUIET_STEPS * 2**n, MAX_QUIET_STEPS) for n in range(9)]
+    assert waiting_notice == [min(QUIET_STEPS * 2**n, MAX_QUIET_STEPS) for n in range(9)]
 
 
 def test_above_what_failed_the_limit_grows_by_the_factor_without_further_waits() -> None:

@@ -2,6 +2,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given
@@ -163,4 +164,4 @@ def test_the_interval_holds_what_it_says() -> None:
 
 def test_a_model_survives_its_file() -> None:
     model = replace(fitted(MIB, (1_000.0, 200.0), 0.01 * np.arange(len(TOTALS))), below=((1.0, 2.0), (3.0, 4.0)))
-    assert CostModel.from_plain(json.loads(json.dumps(asdict(model)))) == model
+    assert msgspec.convert(json.loads(json.dumps(asdict(model))), CostModel) == model

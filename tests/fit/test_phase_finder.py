@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from can_train.fit.cost_model import PhaseLimit
 from can_train.fit.packing import BatchCosts
 from can_train.fit.probe import fit_by_probes
-from can_train.fit.search import Peak, Room, find_phase_limit, pack_worst_case
+from can_train.fit.search import Peak, find_phase_limit, pack_worst_case
 from can_train.task import Feature
 
 MIB, GIB = 2**20, 2**30
@@ -60,8 +60,8 @@ class Device:
         probed = fit_by_probes(lambda p: int(straight(p)), GRAPHS, COUNTS, capacity_bytes=self.capacity)
         self.probed_cost = probed.largest_cost
         order = BatchCosts(COUNTS, GRAPHS, probed.model.coefficients)
-        room = Room(capacity_bytes=self.capacity, slack_bytes=slack)
-        return find_phase_limit(probed, self, order, upper=upper, room=room)
+        probed = replace(probed, slack_bytes=slack)
+        return find_phase_limit(probed, self, order, upper=upper, capacity_bytes=self.capacity)
 
     def filled(self, limit: PhaseLimit) -> float:
         """Share of the capacity that a batch at the limit takes, were there one of exactly its cost."""

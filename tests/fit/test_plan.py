@@ -189,6 +189,6 @@ def test_of_epochs_that_differ_the_smallest_does_not_cut_a_batch_that_was_asked_
 def test_the_costliest_micro_batch_of_any_epoch_is_planned_for() -> None:
     heavy, light = BatchCosts.of_samples([10.0] * 20), BatchCosts.uniform(100)
     asked = request(mode="opt", requested_batch=10, epoch_shares=(0.2, 1.0))
-    plan = resolve_plan(asked, light, tuned_limit=70, beside=[heavy])
+    plan = resolve_plan(asked, light, tuned_limit=70, other_epochs=[heavy])
     assert (plan.largest_cost, plan.most_parts) == (50, 2)
     assert plan.steps_per_epoch == 10

@@ -15,7 +15,7 @@ from can_train.fit.epochs import kept_rows
 from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, RunPlan, plan_request, still_fits
 from can_train.fit.probe import fit_by_probes
-from can_train.fit.search import Peak, Room, find_phase_limit, pack_worst_case
+from can_train.fit.search import Peak, find_phase_limit, pack_worst_case
 from can_train.memory.meters import CpuMeter
 from can_train.task import Feature
 from can_train.training.session import make_session
@@ -106,7 +106,7 @@ def test_evaluation_takes_no_more_memory_than_a_step(tmp_path: Path, batch: int)
 
 
 @pytest.mark.parametrize("training", [{"find_batch_size": "off", "batch_size": 30}, {"micro_batch_size": 8}])
-def test_a_plan_that_needs_no_limit_tries_nothing_but_whether_samples_are_coupled(
+def test_a_plan_that_needs_no_limit_tries_nothing_but_the_batch_dependence(
     tmp_path: Path, training: dict[str, Any]
 ) -> None:
     task = HungryTask()
@@ -159,8 +159,7 @@ def test_a_hidden_allocation_is_noticed_by_the_verification() -> None:
             raise torch.OutOfMemoryError
         return Peak(peak, 0)
 
-    room = Room(capacity_bytes=10 * MIB, slack_bytes=0)
-    limit = find_phase_limit(probed, measured, costs, upper=20 * MIB, room=room)
+    limit = find_phase_limit(probed, measured, costs, upper=20 * MIB, capacity_bytes=10 * MIB)
     assert limit.measured_ratio > 1.1
     assert len(order) == 1000
     assert 0.93 <= limit.peak_bytes(limit.tuned_limit) / (10 * MIB) <= 1
@@ -189,13 +188,13 @@ def test_exploring_leaves_model_gradients_and_generators_as_they_were(tmp_path: 
     assert model.training
 
 
-def test_coupled_samples_are_named(tmp_path: Path) -> None:
+def test_batch_dependence_is_named(tmp_path: Path) -> None:
     class Normalising(LineTask):
         def build_model(self) -> nn.Module:
             return nn.Sequential(super().build_model(), nn.BatchNorm1d(1))
 
     plan, _ = planned(tmp_path, Normalising(), 100, batch_size=20)
-    assert any("coupled by 1: micro-batches change the gradient of error" in notice for notice in plan.notices)
+    assert any("batch through 1: micro-batches change the gradient of error" in notice for notice in plan.notices)
 
 
 def test_a_session_draws_the_same_numbers_with_a_search_and_without(tmp_path: Path) -> None:

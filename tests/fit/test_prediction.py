@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from can_train.errors import ArgumentError
 from can_train.fit.prediction import LossOf, predict_peak
-from can_train.memory.simulated_gpu import LiveStorage
+from can_train.memory.simulated_gpu import LiveStorageTracker
 from fakes.line_fit import LineTask
 
 ENDLESS = 2**62
@@ -25,7 +25,7 @@ def measured(model: nn.Module, loss_of: LossOf, rows: NDArray[np.int64], make: C
     optimizer.step()
     state = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
     optimizer.zero_grad()
-    tracker = LiveStorage(ENDLESS, [*model.parameters(), *model.buffers(), *state])
+    tracker = LiveStorageTracker(ENDLESS, [*model.parameters(), *model.buffers(), *state])
     with tracker:
         loss_of(rows).backward()
         optimizer.step()

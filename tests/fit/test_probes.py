@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError
 from can_train.fit.features import batch_totals
-from can_train.fit.probe import LATER_ROUNDS, PROBE_SHARE, ROUNDS, SMALLEST_PROBE, Probed, fit_by_probes
+from can_train.fit.probe import LATER_ROUNDS, PROBE_SHARE, ROUNDS, SMALLEST_PROBE, ProbeFit, fit_by_probes
 from can_train.task import Feature
 
 GIB = 2**30
@@ -47,7 +47,7 @@ class Device:
         self.peaks.append(peak)
         return int(peak)
 
-    def probed(self, features: tuple[Feature, ...] = GRAPHS, counts: NDArray[np.float64] = COUNTS) -> Probed:
+    def probed(self, features: tuple[Feature, ...] = GRAPHS, counts: NDArray[np.float64] = COUNTS) -> ProbeFit:
         return fit_by_probes(self, features, counts, capacity_bytes=self._capacity)
 
 
@@ -60,7 +60,7 @@ def uneven(sizes: NDArray[np.float64], positions: Positions) -> float:
     return BASE + A_NODE * float(sizes[positions].sum())
 
 
-def assert_law_found(probed: Probed, base: float = BASE) -> None:
+def assert_law_found(probed: ProbeFit, base: float = BASE) -> None:
     assert probed.model.explains
     assert probed.model.base_bytes == pytest.approx(base, rel=1e-3)
     assert probed.model.coefficients == pytest.approx((A_NODE, AN_EDGE), rel=1e-3)

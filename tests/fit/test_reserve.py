@@ -87,29 +87,29 @@ def test_of_a_state_that_is_there_only_what_is_missing_is_held(meter: SimulatedM
 
 
 def test_the_room_is_waited_for_and_taken_when_it_comes(meter: SimulatedMeter) -> None:
-    waits: list[float] = []
+    waiting_notice: list[float] = []
 
     def wait(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 2:
+        waiting_notice.append(seconds)
+        if len(waiting_notice) == 2:
             meter.gpu.allocator.foreign_bytes = 0
 
     meter.gpu.allocator.foreign_bytes = 50 * MIB
     reserve(meter, wait=wait).before_step()
-    assert waits == [0.1, 0.2]
+    assert waiting_notice == [0.1, 0.2]
 
 
 def test_garbage_is_collected_before_anybody_waits(meter: SimulatedMeter) -> None:
-    waits: list[float] = []
+    waiting_notice: list[float] = []
     gc.disable()
     try:
         cycle: list[object] = [take(50)]
         cycle.append(cycle)
         del cycle
-        reserve(meter, wait=waits.append).before_step()
+        reserve(meter, wait=waiting_notice.append).before_step()
     finally:
         gc.enable()
-    assert waits == []
+    assert waiting_notice == []
 
 
 def stepped(capacity_mib: float, *, guarded: bool) -> tuple[int, bool]:

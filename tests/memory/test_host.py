@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from can_train.memory.devices import (
-    _HIERARCHIES,
-    _cgroup_room,
-    _meminfo_available,
-    _own_groups,
+from can_train.memory.host import (
+    _VERSIONS,
+    ControlGroup,
+    _Files,
     available_bytes,
+    control_groups,
     nvidia_driver_version,
     total_bytes,
 )
@@ -18,18 +18,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_kernel_says_what_is_available_in_kibibytes(tmp_path: Path) -> None:
-    text = "MemTotal:       100 kB\nMemFree:  10 kB\nMemAvailable:    64 kB\nHugePages_Total:  0\n"
-    assert _meminfo_available(written(tmp_path / "meminfo", text)) == 64 * 1024
-
-
-@pytest.mark.parametrize("text", ["", "MemTotal: 100 kB\n"])
-def test_an_old_kernel_does_not_say_what_is_available(tmp_path: Path, text: str) -> None:
-    assert _meminfo_available(written(tmp_path / "meminfo", text)) is None
-    assert _meminfo_available(tmp_path / "none") is None
-
-
-VERSION_2 = _HIERARCHIES[0]
+VERSION_2 = _VERSIONS[0]
 
 
 @pytest.mark.parametrize(("limit", "room"), [("1000\n", 450), ("500\n", 0), ("max\n", None), ("", None)])
@@ -37,22 +26,32 @@ def test_a_control_group_leaves_what_it_does_not_use_for_good(tmp_path: Path, li
     written(tmp_path / "memory.current", "600\n")
     written(tmp_path / "memory.stat", "anon 550\ninactive_file 50\nactive_file 7\n")
     written(tmp_path / "memory.max", limit)
-    assert _cgroup_room(tmp_path, VERSION_2) == room
+    assert ControlGroup(tmp_path, VERSION_2).available_bytes() == room
 
 
 def test_without_a_control_group_there_is_no_limit(tmp_path: Path) -> None:
-    assert _cgroup_room(tmp_path, VERSION_2) is None
+    assert ControlGroup(tmp_path, VERSION_2).available_bytes() is None
 
 
-@pytest.mark.parametrize(("kind", "root"), [(0, "/sys/fs/cgroup"), (1, "/sys/fs/cgroup/memory")])
-def test_a_job_is_bound_by_its_own_group_and_by_those_above(tmp_path: Path, kind: int, root: str) -> None:
+def test_a_job_is_bound_by_its_own_group_and_by_those_above(tmp_path: Path) -> None:
     membership = written(tmp_path / "cgroup", "4:memory:/slurm/job_1\n3:cpu:/\n0::/slurm/job_1\n")
-    groups = [str(group) for group in _own_groups(_HIERARCHIES[kind], membership)]
-    assert groups == [f"{root}/slurm/job_1", f"{root}/slurm", root]
+    groups = [str(group.path) for group in control_groups(membership)]
+    version_2 = ["/sys/fs/cgroup/slurm/job_1", "/sys/fs/cgroup/slurm", "/sys/fs/cgroup"]
+    version_1 = ["/sys/fs/cgroup/memory/slurm/job_1", "/sys/fs/cgroup/memory/slurm", "/sys/fs/cgroup/memory"]
+    assert groups == version_2 + version_1
 
 
 def test_a_process_in_no_group_has_the_topmost_limit(tmp_path: Path) -> None:
-    assert _own_groups(VERSION_2, tmp_path / "none") == [VERSION_2.root]
+    assert [group.path for group in control_groups(tmp_path / "none")] == [files.root for files in _VERSIONS]
+
+
+@pytest.mark.parametrize(("files", "name"), [(_VERSIONS[0], "memory.events"), (_VERSIONS[1], "memory.oom_control")])
+def test_a_control_group_knows_whether_a_process_was_killed(tmp_path: Path, files: _Files, name: str) -> None:
+    group = ControlGroup(tmp_path, files)
+    assert not group.has_killed()
+    for count, killed in (("0", False), ("1", True), ("12", True)):
+        written(tmp_path / name, f"oom {count}\noom_kill {count}\nunder_oom 1\n")
+        assert group.has_killed() is killed
 
 
 def test_no_more_is_available_than_there_is() -> None:

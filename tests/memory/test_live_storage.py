@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from can_train.memory.out_of_memory import is_out_of_memory
-from can_train.memory.simulated_gpu import LiveStorage
+from can_train.memory.simulated_gpu import LiveStorageTracker
 
 KIB = 1024
 FLOAT_BYTES = 4
@@ -16,7 +16,7 @@ def floats(kib: int) -> torch.Tensor:
 
 
 def test_live_and_peak_bytes_are_those_of_the_storages() -> None:
-    tracker = LiveStorage(10**9)
+    tracker = LiveStorageTracker(10**9)
     with tracker:
         kept = floats(8)
         dropped = floats(4)
@@ -27,7 +27,7 @@ def test_live_and_peak_bytes_are_those_of_the_storages() -> None:
 
 
 def test_views_and_in_place_operations_take_nothing() -> None:
-    with LiveStorage(10**9) as tracker:
+    with LiveStorageTracker(10**9) as tracker:
         whole = floats(8)
         part = whole[:100].view(10, 10).t()
         part.add_(1)
@@ -35,7 +35,7 @@ def test_views_and_in_place_operations_take_nothing() -> None:
 
 
 def test_sizes_are_rounded_up_as_the_allocator_does() -> None:
-    with LiveStorage(10**9) as tracker:
+    with LiveStorageTracker(10**9) as tracker:
         one = torch.empty(1)
         assert tracker.live_bytes == 512
         del one
@@ -43,7 +43,7 @@ def test_sizes_are_rounded_up_as_the_allocator_does() -> None:
 
 def test_resident_tensors_count_from_the_start() -> None:
     resident = floats(16)
-    tracker = LiveStorage(10**9, [resident, resident[1:]])
+    tracker = LiveStorageTracker(10**9, [resident, resident[1:]])
     assert tracker.live_bytes == 16 * KIB
     del resident
     gc.collect()
@@ -54,7 +54,7 @@ def test_a_matrix_products_gradients_are_counted() -> None:
     weight = torch.randn(256, 256, requires_grad=True)
     x = torch.randn(256, 256)
     size = 256 * 256 * FLOAT_BYTES
-    tracker = LiveStorage(10**9, [weight, x])
+    tracker = LiveStorageTracker(10**9, [weight, x])
     with tracker:
         (x @ weight).sum().backward()
     assert tracker.live_bytes == 3 * size
@@ -73,7 +73,7 @@ def test_more_than_the_limit_is_an_out_of_memory_in_forward_and_backward(models:
         loss.backward()
 
     limit = int(models * 512 * 512 * FLOAT_BYTES)
-    with pytest.raises(torch.OutOfMemoryError) as caught, LiveStorage(limit, model.parameters()):
+    with pytest.raises(torch.OutOfMemoryError) as caught, LiveStorageTracker(limit, model.parameters()):
         step()
     assert passed == reached
     assert is_out_of_memory(caught.value)
@@ -85,12 +85,12 @@ def test_more_than_the_limit_is_an_out_of_memory_in_the_optimizer() -> None:
     model(torch.ones(1, 512)).sum().backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     limit = int(2.5 * 512 * 512 * FLOAT_BYTES)
-    with pytest.raises(torch.OutOfMemoryError), LiveStorage(limit, [*model.parameters(), *gradients]):
+    with pytest.raises(torch.OutOfMemoryError), LiveStorageTracker(limit, [*model.parameters(), *gradients]):
         optimizer.step()
 
 
 def test_what_did_not_fit_is_not_held() -> None:
-    tracker = LiveStorage(20 * KIB)
+    tracker = LiveStorageTracker(20 * KIB)
     with tracker:
         with pytest.raises(torch.OutOfMemoryError):
             floats(24)

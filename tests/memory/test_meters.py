@@ -6,8 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from can_train.memory.catalogue import Usable, find_card, other_card, usable
-from can_train.memory.meters import CpuMeter, Meter, SimulatedMeter, TargetMeter, open_meter
+from can_train.errors import DeviceError
+from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
+from can_train.memory.host import available_bytes, total_bytes
+from can_train.memory.meters import (
+    AbsentGpuMeter,
+    CpuMeter,
+    Meter,
+    SimulatedMeter,
+    open_meter,
+    resolve_device,
+    segments_expand,
+)
 
 MIB = 2**20
 GIB = 2**30
@@ -144,7 +154,7 @@ TARGET = usable(find_card("h100"))
 
 
 def test_a_target_has_the_sizes_of_its_gpu_and_nobody_on_it() -> None:
-    meter = TargetMeter(TARGET)
+    meter = AbsentGpuMeter(TARGET)
     assert (meter.key, meter.name, meter.driver, meter.device.type) == ("h100-80gb", "H100", "", "cpu")
     assert (meter.total_bytes, meter.capacity_bytes) == (TARGET.total_bytes, TARGET.capacity_bytes)
     assert meter.available_bytes() == meter.free_bytes() == meter.capacity_bytes
@@ -152,8 +162,8 @@ def test_a_target_has_the_sizes_of_its_gpu_and_nobody_on_it() -> None:
 
 
 @pytest.mark.parametrize("target", [TARGET, usable(other_card(MIB))])
-def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: Usable) -> None:
-    meter = TargetMeter(target)
+def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: UsableMemory) -> None:
+    meter = AbsentGpuMeter(target)
     for size in (10, 5):
         with meter.measuring([]):
             mebibytes(size)
@@ -166,7 +176,7 @@ def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: Usable
     assert meter.peak_bytes() == 0
 
 
-@pytest.mark.parametrize("meter", [CpuMeter(), TargetMeter(TARGET), SimulatedMeter(GIB, expandable=False)])
+@pytest.mark.parametrize("meter", [CpuMeter(), AbsentGpuMeter(TARGET), SimulatedMeter(GIB, expandable=False)])
 def test_all_meters_are_of_one_shape(meter: Meter) -> None:
     with meter.active(), meter.measuring([]):
         torch.zeros(128)
@@ -213,3 +223,104 @@ def test_a_peak_can_be_read_and_reset_inside_a_measured_span() -> None:
         assert meter.peak_bytes() == kept.nbytes
         mebibytes(10)
     assert meter.peak_bytes() == 15 * MIB
+
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU that torch can use")
+
+
+def test_the_cpu_is_the_cpu() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+@without_gpu
+def test_auto_is_the_cpu_where_no_gpu_is() -> None:
+    assert resolve_device("auto", environment={"SLURM_GPUS_ON_NODE": "0"}) == torch.device("cpu")
+
+
+@without_gpu
+@pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE"])
+def test_a_gpu_that_was_allocated_and_cannot_be_used_is_an_error_with_a_remedy(name: str) -> None:
+    with pytest.raises(DeviceError, match=rf"torch cannot use it: {name}=2.*\n.*--device cpu"):
+        resolve_device("auto", environment={name: "2"})
+
+
+@without_gpu
+@pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "SLURM_STEP_GPUS"])
+def test_gpu_number_0_is_a_gpu(name: str) -> None:
+    with pytest.raises(DeviceError, match=rf"{name}=0"):
+        resolve_device("auto", environment={name: "0"})
+
+
+@without_gpu
+@pytest.mark.parametrize("environment", [{}, {"SLURM_JOB_GPUS": ""}, {"CUDA_VISIBLE_DEVICES": ""}])
+def test_a_job_without_gpus_trains_on_the_cpu(environment: dict[str, str]) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"} | environment
+    assert resolve_device("auto", environment=hidden) == torch.device("cpu")
+
+
+@without_gpu
+def test_cuda_without_a_gpu_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(DeviceError, match=r"sees no CUDA GPU.*\n.*CUDA"):
+        resolve_device("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("gpu", "cpu, auto, cuda, cuda:1, sim:2GiB"),
+        ("cuda:x", "cuda:1, cuda, auto, cpu, sim:2GiB"),
+        ("sin:2GiB", "sim:2GiB, auto, cpu, cuda, cuda:1"),
+        ("", "auto, cpu, cuda, cuda:1, sim:2GiB"),
+        ("mps", "auto, cpu, cuda, cuda:1, sim:2GiB"),
+        ("CPU", "auto, cpu, cuda, cuda:1, sim:2GiB"),
+    ],
+)
+def test_an_unknown_device_lists_the_known_ones_nearest_first(text: str, valid: str) -> None:
+    with pytest.raises(DeviceError, match=rf"Unknown device.*\nValid: {valid}\."):
+        resolve_device(text)
+
+
+@pytest.mark.parametrize("text", ["sim", "sim:", "sim:huge", "sim:0MiB", "sim:-1GiB", "sim:2", "sim:2GiB:1"])
+def test_a_simulated_gpu_needs_a_size(text: str) -> None:
+    with pytest.raises(DeviceError, match=rf"written sim:<size>: '{text}'\.\n.*sim:2GiB"):
+        resolve_device(text)
+
+
+def test_tensors_of_a_simulated_gpu_are_the_cpus() -> None:
+    assert resolve_device("sim:512MiB") == torch.device("cpu")
+
+
+def test_the_cpus_capacity_is_what_the_host_can_still_give() -> None:
+    assert 0 < available_bytes() <= total_bytes()
+    meter = open_meter("cpu")
+    assert meter.key == f"cpu-{round(total_bytes() / 2**30)}gb"
+    assert 0 < meter.capacity_bytes <= meter.total_bytes
+
+
+def test_the_cpu_meter_keeps_the_largest_peak_until_it_is_reset() -> None:
+    meter = CpuMeter()
+    for size in (1000, 100):
+        with meter.measuring([]):
+            torch.zeros(size * 128)
+    assert meter.peak_bytes() == 1000 * 512
+    meter.reset_peak()
+    assert meter.peak_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments: True"},
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+    ],
+)
+def test_segments_expand_unless_the_user_has_other_settings(environment: dict[str, str]) -> None:
+    assert segments_expand(environment)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+@pytest.mark.parametrize("value", ["", "expandable_segments:False", "max_split_size_mb:64", "backend:cudaMallocAsync"])
+def test_settings_of_the_users_own_are_left_as_they_are(name: str, value: str) -> None:
+    assert not segments_expand({name: value})

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from can_train.errors import DoesNotFitError
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly, headline, is_out_of_memory
+from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_out_of_memory
 
 REAL = {
     "pytorch 16417": "CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; 8.57 MiB "
@@ -178,9 +178,9 @@ def test_the_headline_is_what_was_asked_for(message: str, headline_of_it: str) -
 
 def test_a_block_ends_quietly_at_an_out_of_memory_and_at_nothing_else() -> None:
     after = []
-    with OutOfMemoryEndsQuietly():
+    with CatchOutOfMemory():
         raise torch.OutOfMemoryError("CUDA out of memory.")
     after.append("went on")
-    with pytest.raises(ValueError, match="shapes differ"), OutOfMemoryEndsQuietly():
+    with pytest.raises(ValueError, match="shapes differ"), CatchOutOfMemory():
         raise ValueError("shapes differ")
     assert after == ["went on"]

@@ -17,14 +17,12 @@ from can_train.fit.packing import BatchCosts
 from can_train.memory.catalogue import read_gpu_constants
 from can_train.reporter import SilentReporter
 from gpu.configurations import GIB
-from gpu.cuda_tests import read_report
-from gpu.limited import limited_device
 from gpu.main import choose, read_arguments, remember
 from gpu.measurements import BEYOND_PROBES, CLOSE, true_limit
-from gpu.processes import run_limited
+from gpu.processes import read_report, run_limited
 from gpu.tables import markdown
 from gpu.tasks import OTHER_FIELDS
-from gpu.trainer import Explored
+from gpu.trainer import Explored, limited_device
 
 MIB = 2**20
 

@@ -49,7 +49,7 @@ class Checkout:
         self.root = root
         self.venv = root / ".venv"
         (root / "scripts").mkdir(parents=True)
-        for name in ("can-train", "scripts/environment.py", "scripts/installation.py"):
+        for name in ("can-train", "scripts/environment.py"):
             shutil.copy2(repository / name, root / name)
         (root / "scripts" / "constraints.txt").touch()
         (root / "backend.py").write_text(BACKEND)
@@ -115,6 +115,7 @@ def test_what_pip_cannot_install_is_a_short_error_that_touches_nothing(ready: Ch
     code, output, messages = ready.call()
     assert (code, output) == (2, "")
     assert "No matching distribution found for no-such-package" in messages
+    assert "If no package index could be reached" in messages
     assert "Traceback" not in messages
     ready.ask_for("[]")
     code, _, messages = ready.call()
@@ -124,20 +125,30 @@ def test_what_pip_cannot_install_is_a_short_error_that_touches_nothing(ready: Ch
 def test_an_environment_whose_python_is_gone_is_made_anew(checkout: Checkout) -> None:
     (checkout.venv / "bin").mkdir(parents=True)
     (checkout.venv / "bin" / "python").symlink_to("/nonexistent/python3")
-    (checkout.venv / "can-train.json").write_text('{"fingerprint": "old", "tools": false}')
+    (checkout.venv / "can-train.stamp").write_text("0123abcd" * 8)
     code, output, messages = checkout.call("x")
     assert (code, REPAIR in messages) == (0, True)
     assert json.loads(output)[1:] == ["x"]
 
 
+def test_an_environment_that_somebody_else_made_is_installed_into(checkout: Checkout) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(checkout.venv)], check=True)
+    (checkout.venv / "notes.txt").touch()
+    code, _, messages = checkout.call()
+    assert (code, UPDATE in messages) == (0, True)
+    assert (checkout.venv / "notes.txt").exists()
+    assert checkout.call()[2] == ""
+
+
 def test_a_set_up_that_was_killed_is_repaired_after_its_last_command_has_ended(checkout: Checkout) -> None:
     killed = checkout.start()
-    while not (checkout.venv / "set-up.log").exists():
+    while not (checkout.venv / "bin").exists():
         assert killed.poll() is None
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    killed.wait()  # for the launcher alone: what it started goes on
     code, _, messages = checkout.call()
+    killed.communicate()
     assert (code, REPAIR in messages, "waiting for it to end" in messages) == (0, True, True)
     assert checkout.call()[2] == ""
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, RunError
 from can_train.slurm.client import Node, Partition
-from can_train.slurm.order import (
+from can_train.slurm.submission_plan import (
     EARLY_S,
     START_S,
     check_device,
@@ -16,7 +16,7 @@ from can_train.slurm.order import (
     check_job,
     check_warning,
     find_partitions,
-    waits,
+    waiting_notice,
 )
 
 NODES = (
@@ -70,8 +70,8 @@ def test_partitions_are_found_by_name_or_as_the_default() -> None:
 
 
 def test_a_partition_that_is_down_is_said() -> None:
-    assert waits([MAIN]) == waits([MAIN, WIDE]) == waits([]) == ""
-    assert "Partition wide is not up" in waits([WIDE])
+    assert waiting_notice([MAIN]) == waiting_notice([MAIN, WIDE]) == waiting_notice([]) == ""
+    assert "Partition wide is not up" in waiting_notice([WIDE])
 
 
 @example(5, 300 - EARLY_S - START_S)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from can_train.config.resolved import plain_to_yaml
-from can_train.training.attempts import WARNED, Attempts, Ended, Place, StopRequests
+from can_train.training.attempts import WARNED, AttemptEnd, Attempts, SlurmContext, StopRequests
 
 pytestmark = pytest.mark.slow
 
@@ -43,11 +43,11 @@ Job(globals()[sys.argv[1]], sys.argv[2])()
 
 SLURM = """#!/bin/sh
 echo "$(basename "$0") $*" >> "{calls}"
-[ "$(basename "$0")" != squeue ] || echo "{state}"
+[ "$(basename "$0")" != squeue ] || echo "7|{state}|n1||"
 """
 
 
-class Started:
+class JobProcess:
     """A job's process, and what became of it."""
 
     def __init__(self, folder: Path, entry: str, *, state: str, max_restarts: int, step_s: float) -> None:
@@ -83,21 +83,21 @@ class Started:
         return self.calls_path.read_text().splitlines() if self.calls_path.exists() else []
 
     @property
-    def ended(self) -> Ended:
-        ended = Attempts(self.folder).ended(len(Attempts(self.folder).began()))
+    def ended(self) -> AttemptEnd:
+        ended = Attempts(self.folder).end(len(Attempts(self.folder).starts()))
         assert ended is not None
         return ended
 
 
-Start = Callable[..., Started]
+Start = Callable[..., JobProcess]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    begun: list[Started] = []
+    begun: list[JobProcess] = []
 
-    def job(entry: str, state: str = "RUNNING|None", max_restarts: int = 3, step_s: float = 0.0) -> Started:
-        begun.append(Started(tmp_path, entry, state=state, max_restarts=max_restarts, step_s=step_s))
+    def job(entry: str, state: str = "RUNNING|None", max_restarts: int = 3, step_s: float = 0.0) -> JobProcess:
+        begun.append(JobProcess(tmp_path, entry, state=state, max_restarts=max_restarts, step_s=step_s))
         return begun[-1]
 
     yield job
@@ -146,7 +146,7 @@ def test_a_job_that_was_put_back_too_often_is_left_and_says_how_to_go_on(start: 
     for restarts in range(2):
         with (
             pytest.raises(SystemExit),
-            Attempts(tmp_path, Place(job_id="7", restarts=restarts)).recorded(StopRequests()),
+            Attempts(tmp_path, SlurmContext(job_id="7", restarts=restarts)).recorded(StopRequests()),
         ):
             raise SystemExit(WARNED)
     job = start("train", max_restarts=1)

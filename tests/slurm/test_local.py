@@ -19,7 +19,7 @@ SYNTHETIC = ("synthetic", "--set", "dataset.synthetic.seconds=5")
 def submitted(folder: Path, *arguments: str) -> tuple[Path, Path]:
     """Submits a run; returns its log and where its result will be."""
     command = [sys.executable, "-m", "can_train", "--model", "gat", "--size", "student", "--device", "cpu",
-               "--epochs", "1", "--no-floors", "--min-steps-per-epoch", "3", "--submit", "--runs-dir",
+               "--epochs", "1", "--no-baselines", "--min-steps-per-epoch", "3", "--submit", "--runs-dir",
                str(folder / "runs"), "--state-dir", str(folder / "state"), "--dataset", *arguments]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr

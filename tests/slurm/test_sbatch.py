@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError
-from can_train.slurm.script import JobText, check_folder, parameters, resources, script, with_own_defaults
+from can_train.slurm.script import ScriptInputs, check_folder, parameters, resources, script, with_sbatch_defaults
 
-TEXT = JobText(name="synthetic_gat_student_normal", code=Path("/state/code/0123"), state_dir=Path("/state"))
+TEXT = ScriptInputs(name="synthetic_gat_student_normal", code=Path("/state/code/0123"), state_dir=Path("/state"))
 FULL = ClusterSettings(
     executor="slurm", partition="gpu", account="lab's", qos="high", time="2-12", nodes=2, gpus="a100:4", cpus=6,
     mem="64G", constraint="ib&a100", exclude="g[1-3]", max_parallel=4, signal_delay_s=300,
@@ -27,7 +27,7 @@ FULL = ClusterSettings(
 
 
 def written(cluster: ClusterSettings, count: int = 1, folder: str = "/runs/a run/slurm", **text: Any) -> str:
-    said = JobText(**{**vars(TEXT), **text})
+    said = ScriptInputs(**{**vars(TEXT), **text})
     return script(Path(folder), parameters(cluster, said), count).replace(shlex.quote(sys.executable), "PYTHON")
 
 
@@ -144,5 +144,5 @@ def test_a_run_that_is_never_restarted_is_not_put_back_by_slurm_either() -> None
 
 def test_a_users_own_defaults_are_written_where_nothing_was_asked_for() -> None:
     mine = {"SBATCH_PARTITION": "theirs", "SBATCH_ACCOUNT": "lab", "SBATCH_TIMELIMIT": "1"}
-    cluster = with_own_defaults(ClusterSettings(partition="mine"), mine)
+    cluster = with_sbatch_defaults(ClusterSettings(partition="mine"), mine)
     assert (cluster.partition, cluster.account, cluster.time) == ("mine", "lab", "")

@@ -4,7 +4,7 @@ import pytest
 
 from can_train.config.settings import ClusterSettings
 from can_train.slurm.client import Node, Partition
-from can_train.slurm.script import settled
+from can_train.slurm.script import with_cluster_defaults
 
 GPU_NODE = Node(name="g", cpus=64, memory_mib=512_000, gpus={"a100": 4})
 SMALL_NODE = Node(name="s", cpus=16, memory_mib=60_000, gpus={"t4": 2})
@@ -13,7 +13,7 @@ CPU_NODE = Node(name="c", cpus=48, memory_mib=192_000)
 
 def asked(device: str = "auto", nodes: tuple[Node, ...] = (GPU_NODE,), **settings: Any) -> ClusterSettings:
     partition = Partition(name="p", nodes=nodes, max_time_min=settings.pop("limit", None))
-    return settled(ClusterSettings(**settings), partition, device)
+    return with_cluster_defaults(ClusterSettings(**settings), partition, device)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,6 @@ def test_a_job_has_a_day_or_what_the_partition_allows() -> None:
 
 
 def test_where_nothing_is_known_nothing_is_asked_for() -> None:
-    run = settled(ClusterSettings(), None, "auto")
+    run = with_cluster_defaults(ClusterSettings(), None, "auto")
     assert (run.gpus, run.cpus, run.mem, run.time) == ("0", 0, "", "1-0:00:00")
-    assert settled(ClusterSettings(), None, "cuda").gpus == "1"
+    assert with_cluster_defaults(ClusterSettings(), None, "cuda").gpus == "1"

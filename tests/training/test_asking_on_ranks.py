@@ -39,7 +39,7 @@ def test_two_ranks_learn_from_answers_as_one_does_wherever_they_come_from(tmp_pa
 def test_the_first_rank_decides_for_all_where_answers_come_from(tmp_path: Path, slow: int, taken: str) -> None:
     ranks = asked(tmp_path, 2, placements=WAYS, capacities_mib=(64, 64), trouble=(slow, "slow"))
     assert [rank["plans"][0]["placement"] for rank in ranks] == [taken, taken]
-    (kept,) = tmp_path.glob("runs/*/reference models.json")
+    (kept,) = tmp_path.glob("runs/*/reference_models.json")
     assert json.loads(kept.read_text())[0]["placement"] == taken
 
 

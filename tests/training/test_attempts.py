@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, Shortage
-from can_train.training.attempts import TERMINATED, WARNED, Attempts, Place, StopRequests
+from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, OutOfMemoryDetails
+from can_train.training.attempts import TERMINATED, WARNED, Attempts, SlurmContext, StopRequests
 
-JOB = Place(job_id="7", restarts=1)
+JOB = SlurmContext(job_id="7", restarts=1)
 
 
-def end_with(folder: Path, error: BaseException, place: Place = JOB) -> Attempts:
+def end_with(folder: Path, error: BaseException, place: SlurmContext = JOB) -> Attempts:
     """An attempt that an error ends."""
     attempts = Attempts(folder, place)
     with pytest.raises(type(error)), attempts.recorded(StopRequests()):
@@ -27,9 +27,9 @@ def caused(status: int, cause: BaseException) -> SystemExit:
 def test_an_attempt_that_ends_well_says_so(tmp_path: Path) -> None:
     attempts = Attempts(tmp_path, JOB)
     with attempts.recorded(StopRequests()):
-        assert attempts.ended(1) is None
-    (began,) = attempts.began()
-    ended = attempts.ended(1)
+        assert attempts.end(1) is None
+    (began,) = attempts.starts()
+    ended = attempts.end(1)
     assert ended is not None
     assert (began.attempt, began.job_id, began.restarts, ended.ending, ended.message) == (1, "7", 1, "finished", "")
 
@@ -56,20 +56,20 @@ def test_an_attempt_that_ends_well_says_so(tmp_path: Path) -> None:
             "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory",
         ),
         (DoesNotFitError("It must fit"), "gpu_oom", "It must fit."),
-        (DoesNotFitError("It must fit", shortage=Shortage(of_host=True)), "host_oom", "It must fit."),
+        (DoesNotFitError("It must fit", details=OutOfMemoryDetails(of_host=True)), "host_oom", "It must fit."),
     ],
 )
 def test_what_ended_an_attempt_is_told_in_a_line(
     tmp_path: Path, error: BaseException, ending: str, message: str
 ) -> None:
-    ended = end_with(tmp_path, error).ended(1)
+    ended = end_with(tmp_path, error).end(1)
     assert ended is not None
     assert (ended.ending, ended.message) == (ending, message)
 
 
 def test_what_is_known_of_a_shortage_is_kept(tmp_path: Path) -> None:
-    error = DoesNotFitError("It must fit", shortage=Shortage(should_fit=True, need_bytes=5, foreign_bytes=3))
-    ended = end_with(tmp_path, caused(2, error)).ended(1)
+    error = DoesNotFitError("It must fit", details=OutOfMemoryDetails(should_fit=True, need_bytes=5, foreign_bytes=3))
+    ended = end_with(tmp_path, caused(2, error)).end(1)
     assert ended is not None
     assert {name: ended.details[name] for name in ("should_fit", "one_sample", "need_bytes", "foreign_bytes")} == {
         "should_fit": True, "one_sample": False, "need_bytes": 5, "foreign_bytes": 3,
@@ -80,7 +80,7 @@ def test_a_block_inside_an_attempt_is_no_other(tmp_path: Path) -> None:
     attempts = Attempts(tmp_path, JOB)
     with attempts.recorded(StopRequests()), attempts.recorded(StopRequests()):
         assert attempts.current == 1
-    assert len(attempts.began()) == 1
+    assert len(attempts.starts()) == 1
 
 
 def test_of_ranks_the_one_that_says_most_is_believed(tmp_path: Path) -> None:
@@ -88,46 +88,49 @@ def test_of_ranks_the_one_that_says_most_is_believed(tmp_path: Path) -> None:
     assert first.current == 1
     end_with(tmp_path, DoesNotFitError("It must fit"), replace(JOB, rank=1))
     end_with(tmp_path, ValueError("the others have gone"), replace(JOB, rank=2))
-    first.witness("terminated", "", {})
-    ended = first.ended(1)
+    first.record_end("terminated", "", {})
+    ended = first.end(1)
     assert ended is not None
-    assert (len(first.began()), ended.ending, ended.rank) == (1, "gpu_oom", 1)
+    assert (len(first.starts()), ended.ending, ended.rank) == (1, "gpu_oom", 1)
 
 
 def test_who_looks_after_the_job_says_what_its_process_could_not(tmp_path: Path) -> None:
     process, script = Attempts(tmp_path, JOB), Attempts(tmp_path, JOB)
     assert process.current == 1
-    script.witness("killed", "A process was killed", {})
-    ended = script.ended_of_job(JOB)
+    script.record_end("killed", "A process was killed", {})
+    ended = script.end_in(JOB)
     assert ended is not None
     assert (ended.attempt, ended.ending, ended.rank) == (1, "killed", None)
 
 
 def test_an_attempt_that_never_came_to_begin_is_entered_by_who_looks_after_it(tmp_path: Path) -> None:
-    end_with(tmp_path, SystemExit(WARNED), Place(job_id="7"))
+    end_with(tmp_path, SystemExit(WARNED), SlurmContext(job_id="7"))
     script = Attempts(tmp_path, JOB)
-    assert script.ended_of_job(JOB) is None
-    script.witness("time_limit", "", {})
-    assert [(record.attempt, record.restarts) for record in script.began()] == [(1, 0), (2, 1)]
+    assert script.end_in(JOB) is None
+    script.record_end("time_limit", "", {})
+    assert [(record.attempt, record.restarts) for record in script.starts()] == [(1, 0), (2, 1)]
 
 
 def test_only_what_can_train_put_back_is_counted_and_only_of_the_job(tmp_path: Path) -> None:
-    places = [Place(job_id="6"), *(Place(job_id="7", restarts=restarts) for restarts in range(4))]
+    places = [SlurmContext(job_id="6"), *(SlurmContext(job_id="7", restarts=restarts) for restarts in range(4))]
     for place, status in zip(places, (WARNED, WARNED, TERMINATED, WARNED, WARNED), strict=True):
         end_with(tmp_path, SystemExit(status), place)
-    assert Attempts(tmp_path, JOB).restarts_of("7") == 2
+    assert Attempts(tmp_path, JOB).count_restarts("7") == 2
 
 
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, Place()),
-        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "3"}, Place(job_id="7", restarts=2, rank=3)),
+        ({}, SlurmContext()),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "3"},
+            SlurmContext(job_id="7", restarts=2, rank=3),
+        ),
         (
             {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"},
-            Place(job_id="7_1"),
+            SlurmContext(job_id="7_1"),
         ),
     ],
 )
-def test_where_a_process_stands_is_read_off_its_variables(environment: dict[str, str], place: Place) -> None:
-    assert Place.here(environment) == place
+def test_where_a_process_stands_is_read_off_its_variables(environment: dict[str, str], place: SlurmContext) -> None:
+    assert SlurmContext.from_environment(environment) == place

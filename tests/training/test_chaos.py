@@ -21,7 +21,7 @@ from can_train.errors import DoesNotFitError
 from can_train.fit.optimizer import make_optimizer
 from can_train.memory.meters import SimulatedMeter
 from can_train.reporter import SilentReporter
-from can_train.task import Feature
+from can_train.task import Feature, Task
 from can_train.training import train as training_loop
 from can_train.training.attempts import StopRequests
 from can_train.training.run_folder import RunFolder
@@ -115,7 +115,7 @@ class HeavyNet(nn.Module):
         return out
 
 
-class HeavyTask:
+class HeavyTask(Task):
     """A regression on ragged samples whose error counts by their nodes."""
 
     features: Sequence[Feature] = (Feature("nodes"), Feature("edges"))
@@ -131,9 +131,6 @@ class HeavyTask:
 
     def build_model(self) -> nn.Module:
         return HeavyNet()
-
-    def describe(self, row: int) -> str:
-        return f"sample {row}"
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return self.world.sizes[rows]
@@ -242,7 +239,7 @@ def live(seed: int, run: ResolvedRun, folder: Path) -> Told:
             told.refused = True
             told.rightly_refused = world.largest > 0.8 * meter.available_bytes()
             return told
-    told.ooms = session.batcher.ooms
+    told.ooms = session.batcher.ooms_rescued
     told.distance = distance(session, task)
     return told
 

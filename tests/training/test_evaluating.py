@@ -121,8 +121,8 @@ def test_the_whole_of_another_log_is_judged_by_the_threshold_of_validation(tmp_p
     assert document["threshold"] == result_of(run)["judgement"]["threshold"]
     assert document["threshold_rule"] == "max F1 on validation, in drive"
     folder = document["judgement"]["test"]["other.csv"]
-    assert list(folder["floors"]) == ["flag_everything", "flag_nothing"]
-    assert set(document["judgement"]["absent_floors"]) == {"id_lookup", "random_forest"}
+    assert list(folder["baselines"]) == ["flag_everything", "flag_nothing"]
+    assert set(document["judgement"]["absent"]) == {"id_lookup", "random_forest"}
 
 
 def test_a_copied_run_judges_without_the_machine_that_trained_it(tmp_path: Path) -> None:
@@ -195,27 +195,6 @@ def test_windows_of_another_log_may_overlap(tmp_path: Path) -> None:
     other = bus_log(tmp_path / "other.csv", seed=1, frames=1_000)
     document = evaluated(finished_run("gat"), other, sets=("dataset.stride=10",))
     assert (document["windows"], document["frames"]) == (99, 1_000)
-
-
-def without_units(run: Path) -> Path:
-    """A copied run, as an older version would have written its result."""
-    result = result_of(run)
-    del result["judgement"]["error_units"]
-    (run / "result.json").write_text(json.dumps(result))
-    return run
-
-
-def test_units_that_an_older_result_lacks_are_found_anew(tmp_path: Path) -> None:
-    run, other = finished_run("vgae"), bus_log(tmp_path / "other.csv", seed=1)
-    older = without_units(copied(run, tmp_path, keep_places=True))
-    assert evaluated(older, other)["judgement"] == evaluated(run, other)["judgement"]
-
-
-def test_units_that_nobody_can_find_are_an_error_with_a_remedy(tmp_path: Path) -> None:
-    run = without_units(copied(finished_run("vgae"), tmp_path))
-    with pytest.raises(CheckpointError, match="lacks the units of its errors") as caught:
-        evaluated(run, bus_log(tmp_path / "other.csv", seed=1))
-    assert "--data-root" in caught.value.remedy
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])

@@ -34,7 +34,7 @@ def module() -> Any:
     return import_module("can_train.training.lightning_callback")
 
 
-def network(lightning: ModuleType, takes_mib: dict[int, int]) -> Any:
+def network(lightning: Any, takes_mib: dict[int, int]) -> Any:
     """A module of 1 MiB that takes some more in some batches, and fails where it takes nothing."""
 
     class Network(lightning.LightningModule):

@@ -1,6 +1,7 @@
 """What memory asks of a training on a simulated GPU: other parameters, a full cache, a leak, a huge sample."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
+from can_train.factors.exchange import run_notes
+from can_train.factors.observations import Observation, read_observations
+from can_train.factors.summary import summarize
 from can_train.memory.meters import SimulatedMeter
 from can_train.memory.monitor import RISES, WINDOW_STEPS
 from can_train.task import Feature
 from can_train.training import train as training_loop
+from can_train.training.observe import Attempt
 from can_train.training.session import Session, make_session
 from can_train.training.train import take_step
 from fakes.costly import CostlyNet
@@ -93,10 +98,13 @@ class HeavyTask(CostlyTask):
         return HeavyNet()
 
 
+def gpu(capacity_mib: int) -> SimulatedMeter:
+    return SimulatedMeter(capacity_mib * MIB, expandable=True)
+
+
 def session_on(folder: Path, task: CostlyTask, capacity_mib: int, **training: Any) -> Session:
-    meter = SimulatedMeter(capacity_mib * MIB, expandable=True)
-    parts = replace(line_parts(folder, task, **({"batch_size": 30} | training)), meter=meter)
-    with meter.active():
+    parts = replace(line_parts(folder, task, **({"batch_size": 30} | training)), meter=gpu(capacity_mib))
+    with parts.meter.active():
         session = make_session(parts, FACTOR)
     task.session = session
     return session
@@ -120,6 +128,40 @@ def test_a_sample_that_does_not_fit_is_named_after_a_checkpoint(tmp_path: Path) 
     saved = session.checkpoints.load(session.reporter)
     assert saved is not None
     assert saved["progress"]["step"] == session.progress.step < 2
+
+
+def observed(folder: Path, surprise: int, **training: Any) -> Observation:
+    """Trains as a run does on 200 MiB, where one sample takes more than a search was told; returns what it leaves."""
+    task = CostlyTask({17: surprise})
+    parts = replace(line_parts(folder, task, batch_size=30, epochs=1, **training), meter=gpu(200))
+    with parts.meter.active():
+        session = task.session = make_session(parts, FACTOR)
+        with suppress(DoesNotFitError), Attempt(run=parts.run, folder=parts.folder, session=session):
+            training_loop.train(session)
+    (observation,) = read_observations(folder / "state").finished
+    return observation
+
+
+@pytest.mark.parametrize("find_batch_size", ["opt", "off"])
+@pytest.mark.parametrize("training", [{"adaptive_micro_batch": False}, {"oom_retries": 0}], ids=["off", "in vain"])
+def test_an_out_of_memory_that_ends_a_run_counts_and_is_not_noted_as_rescued(
+    tmp_path: Path, training: dict[str, Any], find_batch_size: str
+) -> None:
+    run = observed(tmp_path, 400, find_batch_size=find_batch_size, **training)
+    assert (run.outcome, run_notes(run)) == ("oom", "out of memory")
+    assert summarize([run])[0].ooms == 1
+
+
+@pytest.mark.parametrize("find_batch_size", ["opt", "off"])
+def test_an_out_of_memory_that_a_run_survives_counts_and_is_noted(tmp_path: Path, find_batch_size: str) -> None:
+    run = observed(tmp_path, 70, find_batch_size=find_batch_size)
+    assert (run.outcome, run_notes(run)) == ("rescued", "1 out-of-memory rescued")
+    assert summarize([run])[0].ooms == 1
+
+
+def test_an_out_of_memory_without_a_tuned_limit_is_counted_and_teaches_nothing(tmp_path: Path) -> None:
+    (record,) = summarize([observed(tmp_path, 400, find_batch_size="off", adaptive_micro_batch=False)])
+    assert (record.ooms, record.state) == (1, "first")
 
 
 @pytest.mark.parametrize(("capacity_mib", "whole"), [(200, True), (70, False)], ids=["whole", "in parts"])
@@ -147,7 +189,7 @@ def test_a_surprise_is_rescued_said_and_logged(tmp_path: Path) -> None:
     assert session.plan.most_parts == 1
     train(session)
     assert "memory ran out 1 times; finished in 2 micro-batches, with the same gradient" in notices(session)
-    assert session.batcher.ooms == 1
+    assert session.batcher.ooms_rescued == 1
 
 
 def test_other_parameters_make_another_plan_and_take_stale_state_along(tmp_path: Path) -> None:
@@ -233,7 +275,7 @@ def test_validation_runs_out_of_memory_and_goes_on(tmp_path: Path) -> None:
 
     session.model.forward = failing
     train(session)
-    assert session.batcher.ooms == 1
+    assert session.batcher.ooms_rescued == 1
     assert session.progress.best_loss < float("inf")
 
 
@@ -246,6 +288,7 @@ def test_the_last_batch_of_an_epoch_weighs_what_it_is(tmp_path: Path) -> None:
     def noted() -> bool:
         rows = session.epochs.steps(0)[session.progress.step_in_epoch]
         accumulated = torch.cat([p.grad.flatten() for p in session.model.parameters() if p.grad is not None]).clone()
+        assert isinstance(session.task, CostlyTask)
         x = session.task._x[rows].to(torch.float32)
         loss = (session.model(x, 0) - 3 * x[:, :1]).square().mean()
         whole = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(session.model.parameters()))])
@@ -270,8 +313,8 @@ def test_after_a_rescue_peak_and_cost_of_what_followed_are_known_apart(tmp_path:
     train(session)
     costs = session.run_plan.training_costs(task, session.epochs.steps(0)[0])
     assert session.oom_cost == pytest.approx(costs.cost(0, len(costs)))
-    assert session.settled_cost == pytest.approx(session.oom_cost / 2)
-    assert session.settled_peak_bytes < 50 * MIB
+    assert session.cost_after_rescue == pytest.approx(session.oom_cost / 2)
+    assert session.peak_bytes_after_rescue < 50 * MIB
     # What failed had half of the 2 × 100 MiB that it wanted.
     assert session.peak_bytes >= 100 * MIB
 
@@ -280,8 +323,8 @@ def test_without_a_rescue_all_that_ran_is_settled(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
     train(session)
     assert session.oom_cost is None
-    assert session.settled_cost == session.largest_cost > 0
-    assert session.settled_peak_bytes == session.peak_bytes
+    assert session.cost_after_rescue == session.largest_cost > 0
+    assert session.peak_bytes_after_rescue == session.peak_bytes
 
 
 def test_where_nothing_ran_after_memory_ran_out_nothing_is_settled(tmp_path: Path) -> None:
@@ -289,7 +332,7 @@ def test_where_nothing_ran_after_memory_ran_out_nothing_is_settled(tmp_path: Pat
     with pytest.raises(DoesNotFitError, match="point 17"):
         train(session)
     assert session.largest_cost > 0
-    assert (session.settled_cost, session.settled_peak_bytes) == (0, 0)
+    assert (session.cost_after_rescue, session.peak_bytes_after_rescue) == (0, 0)
     assert session.peak_bytes >= 2 * MIB
 
 
@@ -303,7 +346,7 @@ def test_the_peak_of_a_training_outlasts_the_probes_for_other_parameters(tmp_pat
         take_step(session, rows[1], ends_epoch=True)
     # 30 points of 2 MiB, and then nothing.
     assert session.peak_bytes >= 60 * MIB
-    assert session.settled_peak_bytes == session.peak_bytes
+    assert session.peak_bytes_after_rescue == session.peak_bytes
 
 
 def test_what_follows_the_training_is_not_in_its_peak(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = {
     "training.epochs": 2, "training.precision": "fp64", "training.batch_size": 40, "training.micro_batch_size": 40,
-    "training.optimizer": "sgd", "training.lr": 0.1, "training.scheduler": "constant", "mode.floors": False,
+    "training.optimizer": "sgd", "training.lr": 0.1, "training.scheduler": "constant", "mode.baselines": False,
     "dataset.window": 20, "dataset.stride": 20,
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {

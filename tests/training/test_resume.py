@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 TIMEOUT_S = 120
 TRAINING = ("--epochs", "2", "--checkpoint-every", "4", "--min-steps-per-epoch", "12")
 DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5")
-SETTINGS = (*TRAINING, *DATA, "--size", "student", "--device", "cpu", "--no-floors")
+SETTINGS = (*TRAINING, *DATA, "--size", "student", "--device", "cpu", "--no-baselines")
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def train(folder: Path, *, hidden: float = 0.0, settings: Mapping[str, Any] = {}
 
 def peak(run: Observation) -> float:
     """The peak that a run settled at."""
-    return (run.settled_peak_bytes or run.peak_allocated_bytes or 0) / run.capacity_bytes
+    return (run.peak_bytes_after_rescue or run.peak_allocated_bytes or 0) / run.capacity_bytes
 
 
 PROBE = {"factor.prior": "probe"}

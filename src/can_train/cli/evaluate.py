@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.cli.options import command_of
+from can_train.cli.command import command_of
 from can_train.cli.output import make_reporter, print_tables
-from can_train.cli.run_locator import AsJson, Place, Run, RunsDir, StateDir
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def make_evaluate_command() -> Callable[..., None]:
 def _evaluate(request: EvaluateRequest) -> None:
     """Judge a finished run once more: on its own test data, or on other logs."""
     _check(request)
-    known = Place(request.runs_dir, request.state_dir).find(request.run)
+    known = RunLocator(request.runs_dir, request.state_dir).find(request.run)
     # Hydra and torch: a line that is wrong does not wait for them.
     from can_train.config.resolved import PathSettings
     from can_train.training.evaluate import EvaluationRequest, evaluate

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from can_train.cli.options import command_of
-from can_train.cli.output import told
-from can_train.cli.run_locator import Place, Run, RunsDir, StateDir
+from can_train.cli.command import command_of
+from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
-from can_train.slurm.run_status import FINISHED
-from can_train.slurm.survey import Surveyed
+from can_train.slurm.run_state import FINISHED
+from can_train.slurm.status import RunStatus
 
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
@@ -26,30 +25,31 @@ def resume(
     state_dir: StateDir = None,
 ) -> None:
     """Continue a run from its last checkpoint, where it ran before: one of SLURM is submitted again."""
-    place = Place(runs_dir, state_dir)
-    found = place.look(place.find(run))
-    if not found.evidence.present:
+    locator = RunLocator(runs_dir, state_dir)
+    found = locator.status(locator.find(run))
+    if not found.facts.has_folder:
         raise RunError("A run goes on from what is in its folder", value=f"{found.known.folder.path} is gone",
                        remedy="Train anew")  # fmt: skip
     if found.state.live and found.state.certain:
-        raise RunError("A run that is queued or running goes on by itself", value=told(found.state),
+        raise RunError("A run that is queued or running goes on by itself", value=str(found.state),
                        remedy=f"Follow it with can-train logs -f, or end it: can-train cancel {run}")  # fmt: skip
     if not found.state.certain:
-        print(f"note: {told(found.state)}", file=sys.stderr)
-    jobs = found.evidence.jobs
+        print(f"note: {found.state}", file=sys.stderr)
+    jobs = found.facts.jobs
     if here or found.state.state == FINISHED or not jobs or jobs[-1].executor != "slurm":
         _go_on(found)
     else:
-        _submit(found, place)
+        _submit(found, locator)
 
 
-def _go_on(found: Surveyed) -> None:
-    from can_train.cli.attempt import go_on
+def _go_on(found: RunStatus) -> None:
+    from can_train.cli.attempt import continue_run
 
-    go_on(found.known.folder)
+    continue_run(found.known.folder)
 
 
-def _submit(found: Surveyed, place: Place) -> None:
+def _submit(found: RunStatus, locator: RunLocator) -> None:
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_again
     from can_train.config.compose import from_plain
     from can_train.slurm.submit import Submission
@@ -57,7 +57,12 @@ def _submit(found: Surveyed, place: Place) -> None:
 
     run = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
-    job = submit_again(folder, run, Submission(name=run.key, state_dir=place.state_folder, reason="resumed"))
+    job = submit_again(
+        continue_in_job,
+        folder,
+        run,
+        Submission(name=run.key, state_dir=locator.state_folder, reason="resumed"),
+    )
     print(f"Run {job.run_id} goes on as job {job.job_id}.")
 
 
@@ -92,31 +97,32 @@ def make_resubmit_command() -> Callable[..., None]:
 
 def _resubmit(request: ResubmitRequest) -> None:
     """Start a new run with another's configuration and some changes, where that one ran."""
-    place = Place(request.runs_dir, request.state_dir)
-    found = place.look(place.find(request.run))
-    from can_train.config.compose import changed
+    locator = RunLocator(request.runs_dir, request.state_dir)
+    found = locator.status(locator.find(request.run))
+    from can_train.config.compose import with_changes
 
     given = {name: getattr(request, name) for name in _CLUSTER_FLAGS}
     values = {f"cluster.{name}": value for name, value in given.items() if value is not None}
     # Not where it was written down: the registry that was asked is the one that gets the new run.
-    values["paths.state_dir"] = str(place.state_folder)
-    run = _settled(changed(found.known.folder.config(), request.set or (), values), place)
-    if not found.evidence.jobs:
-        from can_train.cli.attempt import start
+    values["paths.state_dir"] = str(locator.state_folder)
+    run = _settled(with_changes(found.known.folder.config(), request.set or (), values), locator)
+    if not found.facts.jobs:
+        from can_train.cli.attempt import train_run
 
-        start(run)
+        train_run(run)
         return
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_runs
-    from can_train.slurm.order import Wanted
+    from can_train.slurm.submission_plan import SubmitOptions
 
-    submit_runs([run], Wanted(force=request.force))
+    submit_runs(continue_in_job, [run], SubmitOptions(force=request.force))
 
 
-def _settled(run: "ResolvedRun", place: Place) -> "ResolvedRun":
+def _settled(run: "ResolvedRun", locator: RunLocator) -> "ResolvedRun":
     """Finds the runs that it builds on, which may have been changed, or be gone."""
     from can_train.config.compose import RunRequest
     from can_train.slurm.prerequisites import PastRuns, settled_prerequisites
 
     data = RunRequest(model=run.model_name, dataset=run.dataset.path or run.dataset.name, device=run.device)
-    past = PastRuns(place.state_folder, Path(place.runs_dir))
+    past = PastRuns(locator.state_folder, Path(locator.runs_dir))
     return settled_prerequisites(run, data, past)[0]

@@ -1,8 +1,17 @@
-"""Composes a run from presets, settings classes and the command line. The only module that imports Hydra."""
+"""Composes a run from presets, settings classes and overrides. The only module that imports Hydra.
 
+    presets (configs/)  ──Hydra──┐
+                                 ├─> typed config ──overrides──> settings objects, which check their values
+    config.yaml of a run ────────┘
+
+Every value that a person gives becomes an `Override`, and `_apply` is the only code that applies one.
+"""
+
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -10,41 +19,44 @@ from typing import Any, Final, get_type_hints
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra_zen import ZenStore, builds, make_config
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from can_train.config.overrides import Assignment, check_contradictions, from_model_args, from_set
+from can_train.config.overrides import Override, check_contradictions, from_flags, from_model_args, from_set
 from can_train.config.resolved import PathSettings, ResolvedRun
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings
 from can_train.errors import ConfigError, nearest_first, unknown_name
-from can_train.reporter import Reporter
 
-_SCALARS = ("task", "model_name", "size", "device")
+MOST_RUNS: Final = 1000
+"""Runs of one sweep: what a scheduler's array holds by default, and far more than anybody intends."""
 
-
-_OPEN = "cluster.additional."
-"""Beginning of the keys that a person may add to."""
+_SCALARS: Final = ("task", "model_name", "size", "device")
+_CHOSEN_GROUPS: Final = ("dataset", "model", "mode", "cluster")
+_OPEN_GROUP: Final = "cluster.additional"
+"""The group that takes any key: options of sbatch."""
+_WRONG_FORM: Final = "A setting does not have the right form"
+_SUGGESTIONS: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What one run was asked to be, as a command line says it.
+    """One run as a command line requests it.
 
     Attributes:
         model: Name of the model.
         dataset: Name of a preset, or a path.
         task: Name of the task; None: the one in `configs/config.yaml`.
-        mode, size: Names; None: the model's defaults.
+        mode: Name of the mode; None: the model's default.
+        size: Name of the size; None: the model's default.
         cluster: Name of a preset in `configs/cluster/`.
         memory: Name of a preset in `configs/memory/`; None: the defaults.
         device: auto, cpu, cuda[:i], sim:SIZE.
-        sets: Overrides in Hydra's grammar, `group.key=value`.
+        sets: Overrides in Hydra's grammar, `group.key=value`. One of a field above, as `memory=tight`, replaces it.
         model_args: `k=v,k=v`.
-        values: Dotted key to value, from flags; applied after composition, so that a value is never parsed.
+        values: Values of flags by dotted key, taken literally.
     """
 
     model: str
@@ -58,6 +70,9 @@ class RunRequest:
     sets: tuple[str, ...] = ()
     model_args: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
+
+
+_CHOICES: Final = ("model", "dataset", "task", "mode", "size", "cluster", "memory", "device")
 
 
 def config_folder() -> Path:
@@ -79,156 +94,255 @@ def resolve(request: RunRequest) -> ResolvedRun:
         ConfigError: An unknown name (the valid ones are listed, nearest first), a value of the wrong type or out of
             range, or settings that contradict each other.
     """
+    sets = [from_set(text) for text in request.sets]
+    request = replace(request, **{choice.key: _parsed(choice) for choice in sets if choice.key in _CHOICES})
     task_name = request.task or str(OmegaConf.load(config_folder() / "config.yaml").task)
     task = load_task_settings(task_name)
     spec = _model_spec(task, request.model)
     mode = _mode(task, request.model, spec, request.mode)
     size = _size(task, request, spec, mode)
-    dataset, dataset_values = _dataset(request.dataset)
-    values = {**dataset_values, "task": task_name, "model_name": request.model, "size": size, "device": request.device}
-    model_preset = f"{request.model}_{size}" if size else request.model
-    if request.cluster not in presets("cluster"):
-        raise unknown_name("cluster", request.cluster, presets("cluster"))
-    choices = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
-    if request.memory is not None:
-        choices["memory"] = request.memory
-    given = [*map(from_set, request.sets), *from_model_args(request.model_args, spec.settings, task.modes[mode])]
-    flags = [
-        Assignment(key=key, value=value, spelling=f"--{key.rpartition('.')[2].replace('_', '-')}", grammar=False)
-        for key, value in request.values.items()
-    ]
-    check_contradictions([*given, *flags])
-    _check_roles(task, request.model, mode, [*given, *flags])
-    _check_memory([request.memory, *(str(a.value) for a in given if a.key == "memory")])
-    overrides = [f"{group}={choice}" for group, choice in choices.items()]
-    overrides += [f"{_adding(assignment.key)}{assignment.key}={assignment.value}" for assignment in given]
+    dataset, named = _dataset(request.dataset)
+    for group, name in (("cluster", request.cluster), ("memory", request.memory)):
+        if name is not None and name not in presets(group):
+            raise unknown_name(f"{group} preset", name, presets(group))
     classes = _classes(task, spec, mode)
-    config = _compose(classes, overrides)
-    return _instantiated(_with_values(config, {**values, **request.values}), classes)
+    overrides = [
+        *(override for override in sets if override.key not in _CHOICES),
+        *from_model_args(request.model_args, {group: classes[group] for group in ("training", "model", "mode")}),
+        *from_flags(request.values),
+    ]
+    check_contradictions(overrides)
+    _check_roles(task, request.model, mode, overrides)
+    model_preset = f"{request.model}_{size}" if size else request.model
+    choices = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
+    config = _compose(classes, choices | ({"memory": request.memory} if request.memory else {}))
+    scalars = {"task": task_name, "model_name": request.model, "size": size, "device": request.device}
+    for key, value in (scalars | named).items():
+        OmegaConf.update(config, key, _escaped(value))
+    return _make_run(_apply(config, overrides), classes)
 
 
 def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
-    """Rebuilds a run from the plain values that were written into its folder.
+    """Makes a run from the plain values of its `config.yaml`.
 
     Raises:
         ConfigError: The values do not fit the settings of this version.
     """
-    task = load_task_settings(str(plain.get("task")))
-    spec = _model_spec(task, str(plain.get("model_name")))
-    saved_mode = plain.get("mode")
-    mode = str(saved_mode.get("name")) if isinstance(saved_mode, Mapping) else ""
-    classes = _classes(task, spec, _mode(task, str(plain.get("model_name")), spec, mode))
-    groups = {group: OmegaConf.structured(builds_of(cls)) for group, cls in classes.items()}
-    schema = OmegaConf.create(dict.fromkeys(_SCALARS, "") | groups)
-    OmegaConf.set_struct(schema, True)
-    OmegaConf.set_struct(schema.cluster.additional, False)
+    return _make_run(*_load(plain))
+
+
+def with_changes(plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[str, Any]) -> ResolvedRun:
+    """Makes a run from the plain values of another one, with some of them changed.
+
+    Args:
+        plain: The other run's `config.yaml`.
+        sets: `group.key=value`, in Hydra's grammar.
+        values: Further values by dotted key, taken literally.
+
+    Raises:
+        ConfigError: A setting is unknown (the nearest are listed), has two values, or does not fit.
+    """
+    overrides = [*map(from_set, sets), *from_flags(values)]
+    check_contradictions(overrides)
+    config, classes = _load(plain)
+    for follower, leader in load_task_settings(config.task).follows.items():
+        # The file has the resolved value: if both are equal, a change of the leader must move the follower too.
+        if config.dataset[follower] == config.dataset[leader]:
+            config.dataset[follower] = 0
+    return _make_run(_apply(config, overrides), classes)
+
+
+def evaluation_dataset(run: ResolvedRun, dataset: str | None, sets: Sequence[str]) -> Any:
+    """Returns the task's settings of the data set that a finished run is evaluated on.
+
+    Args:
+        run: The finished run.
+        dataset: Name of a preset, or a path; None: the run's own.
+        sets: `dataset.key=value`, in Hydra's grammar.
+
+    Raises:
+        ConfigError: An unknown name, a value that does not fit, or a setting of another group.
+    """
+    for text in sets:
+        if not from_set(text).key.startswith("dataset."):
+            raise ConfigError("For a finished run, only how data are read can be set", value=f"--set {text}",
+                              remedy="Give --set dataset.KEY=VALUE")  # fmt: skip
+    plain = dict(run.config)
+    if dataset is not None:
+        request = RunRequest(
+            task=run.task, model=run.model_name, mode=run.mode.name, size=run.size or None, dataset=dataset
+        )
+        inherited = {name: plain["dataset"][name] for name in load_task_settings(run.task).inherited}
+        plain["dataset"] = {**resolve(request).config["dataset"], **inherited}
+    return with_changes(plain, sets, {}).dataset
+
+
+def expand(requests: Sequence[RunRequest]) -> list[RunRequest]:
+    """Expands sweeps into single requests, the last setting changing fastest.
+
+    Args:
+        requests: Each of `sets` may be `group.key=1,2,3`, `choice(…)` or `range(…)`.
+
+    Raises:
+        ConfigError: A sweep has no countable values, or there are more than `MOST_RUNS` combinations.
+    """
+    found = []
+    for request in requests:
+        choices = [_swept(text) for text in request.sets]
+        if (count := math.prod(map(len, choices))) > MOST_RUNS:
+            raise ConfigError(f"A sweep has at most {MOST_RUNS} runs", value=f"{count}", remedy="Sweep fewer values")
+        found += [replace(request, sets=sets) for sets in product(*choices)]
+    return found
+
+
+@cache
+def _parser() -> OverridesParser:
+    # Making one takes as long as a whole composition.
+    return OverridesParser.create()
+
+
+def _swept(text: str) -> Sequence[str]:
+    """Lists the single assignments that one `--set` means."""
     try:
-        merged = OmegaConf.merge(schema, _literal(dict(plain)))
-    except OmegaConfBaseException as error:
-        raise ConfigError("The saved configuration does not fit this version", value=_named_line(error)) from error
-    assert isinstance(merged, DictConfig)
-    return _instantiated(merged, classes)
+        override = _parser().parse_override(text)
+    except HydraException:
+        # Composition reports the error.
+        return [text]
+    if not override.is_sweep_override():
+        return [text]
+    if not override.is_discrete_sweep():
+        raise ConfigError(
+            "A sweep tries each of its values, so they must be countable",
+            value=text,
+            remedy="Write them out, as 0.1,0.01, or as range(0,3)",
+        )
+    values = list(override.sweep_string_iterator())
+    if not values:
+        raise ConfigError("A sweep has at least one value", value=text)
+    return [f"{text.partition('=')[0]}={value}" for value in values]
 
 
-def _adding(key: str) -> str:
-    """What lets a key be new: any option of the scheduler's may be given."""
-    return "++" if key.startswith(_OPEN) else ""
+def _parsed(override: Override) -> Any:
+    """Reads an override's value as Hydra does; one of a flag is the value itself."""
+    if not override.grammar:
+        return override.value
+    text = f"{override.key}={override.value}"
+    try:
+        parsed = _parser().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(_WRONG_FORM, value=text) from error
+    if parsed.is_sweep_override():
+        raise ConfigError("A run takes one value of each setting", value=text,
+                          remedy="Sweep with a training command: can-train --model … --set key=1,2")  # fmt: skip
+    return parsed.value()
 
 
-def builds_of(settings: type) -> Any:
-    """Makes the structured config of a settings class (`store()` of hydra-zen refuses a frozen instance)."""
-    return builds(settings, populate_full_signature=True)
+def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
+    """Sets the values in a config, whose types they must fit."""
+    known = list(_keys(OmegaConf.to_container(config)))
+    for override in overrides:
+        key, is_open = override.key, override.key.startswith(f"{_OPEN_GROUP}.")
+        if key not in known and not is_open:
+            nearest = ", ".join(nearest_first(key, known)[:_SUGGESTIONS])
+            raise ConfigError("Unknown setting", value=repr(key), remedy=f"Nearest: {nearest}")
+        value = _parsed(override)
+        try:
+            # Of a group within a group only the given keys change, as in Hydra.
+            OmegaConf.update(config, key, _escaped(value), merge=isinstance(value, dict), force_add=is_open)
+        except OmegaConfBaseException as error:
+            raise ConfigError(_WRONG_FORM, value=_reason(error, key)) from error
+    return config
+
+
+def _keys(node: Any, before: str = "") -> Iterator[str]:
+    """Lists the dotted keys that may be set; task, model and size decide what the others are, and may not."""
+    for name, value in node.items():
+        key = f"{before}{name}"
+        if name != "_target_" and (before or name == "device"):
+            yield key
+        if isinstance(value, Mapping) and key != _OPEN_GROUP:
+            yield from _keys(value, f"{key}.")
 
 
 def _classes(task: TaskSettings, spec: ModelSpec, mode: str) -> dict[str, type]:
-    return {"dataset": task.dataset, "model": spec.settings, "mode": task.modes[mode], "training": TrainingSettings,
-            "factor": FactorSettings, "monitor": MonitorSettings, "cluster": ClusterSettings,
+    return {"dataset": task.dataset, "model": spec.settings, "mode": task.modes[mode], "cluster": ClusterSettings,
+            "training": TrainingSettings, "factor": FactorSettings, "monitor": MonitorSettings,
             "paths": PathSettings}  # fmt: skip
 
 
-def _root(classes: Mapping[str, type]) -> Any:
-    chosen = ("dataset", "model", "mode", "cluster")
-    always = {name: builds_of(cls) for name, cls in classes.items() if name not in chosen}
-    # A memory preset changes training settings, so it stands behind them, and there need be none.
-    defaults: list[Any] = ["_self_", *({name: "???"} for name in chosen), {"optional memory": None}]
-    values: dict[str, Any] = {**dict.fromkeys(_SCALARS, ""), **dict.fromkeys(chosen), **always}
-    return make_config(hydra_defaults=defaults, **values)
+def _schema(settings: type) -> Any:
+    # ZenStore's own wrapping of a class refuses a frozen instance.
+    return builds(settings, populate_full_signature=True)
 
 
-def _compose(classes: Mapping[str, type], overrides: list[str]) -> DictConfig:
+def _compose(classes: Mapping[str, type], choices: Mapping[str, str]) -> DictConfig:
+    """Composes one preset of each group over the defaults of its settings class."""
     store = ZenStore(overwrite_ok=True)
-    for group in ("dataset", "model", "mode", "cluster"):
-        store(builds_of(classes[group]), group=group, name="schema")
-    store(_root(classes), name="root")
+    for group in _CHOSEN_GROUPS:
+        store(_schema(classes[group]), group=group, name="schema")
+    always = {name: _schema(cls) for name, cls in classes.items() if name not in _CHOSEN_GROUPS}
+    # A memory preset changes training settings, so it stands behind them, and there need be none.
+    defaults: list[Any] = ["_self_", *({name: "???"} for name in _CHOSEN_GROUPS), {"optional memory": None}]
+    values: dict[str, Any] = {**dict.fromkeys(_SCALARS, ""), **dict.fromkeys(_CHOSEN_GROUPS), **always}
+    store(make_config(hydra_defaults=defaults, **values), name="root")
     store.add_to_hydra_store(overwrite_ok=True)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
-            return compose("root", overrides=overrides)
+            return compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
     except (HydraException, OmegaConfBaseException) as error:
-        raise _composition_error(error, classes) from error
+        raise ConfigError("A preset does not fit the settings", value=_reason(error.__cause__ or error)) from error
 
 
-def _composition_error(error: Exception, classes: Mapping[str, type]) -> ConfigError:
-    text = str(error)
-    missing = re.search(r"Could not override '([\w.]+)'", text)
-    if missing is None:
-        cause = f"{text} {error.__cause__ or ''}"
-        key = re.search(r"full_key: (\S+)", cause)
-        reason = _first_line(error.__cause__ or error)
-        return ConfigError(
-            "A setting does not have the right form", value=f"{key.group(1)}: {reason}" if key else reason
-        )
-    name = missing.group(1)
-    known = [f"{group}.{f.name}" for group, cls in classes.items() for f in fields(cls)]
-    names = nearest_first(name, known)[:5]
-    return ConfigError("Unknown setting", value=repr(name), remedy=f"Nearest: {', '.join(names)}")
+def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
+    """Reads the plain values of a run as a typed config; returns it with the settings class of each group."""
+    task = load_task_settings(str(plain.get("task")))
+    model = str(plain.get("model_name"))
+    spec, saved_mode = _model_spec(task, model), plain.get("mode")
+    mode = str(saved_mode.get("name")) if isinstance(saved_mode, Mapping) else None
+    classes = _classes(task, spec, _mode(task, model, spec, mode))
+    groups = {group: OmegaConf.structured(_schema(cls)) for group, cls in classes.items()}
+    schema = OmegaConf.create(dict.fromkeys(_SCALARS, "") | groups)
+    OmegaConf.set_struct(schema, True)
+    OmegaConf.set_struct(OmegaConf.select(schema, _OPEN_GROUP), False)
+    try:
+        merged = OmegaConf.merge(schema, _escaped(dict(plain)))
+    except OmegaConfBaseException as error:
+        raise ConfigError("The saved configuration does not fit this version", value=_reason(error)) from error
+    assert isinstance(merged, DictConfig)
+    return merged, classes
 
 
-def _with_values(config: DictConfig, values: Mapping[str, Any]) -> DictConfig:
-    for key, value in values.items():
-        try:
-            OmegaConf.update(config, key, _literal(value), merge=False)
-        except OmegaConfBaseException as error:
-            raise ConfigError("A setting does not have the right form", value=f"{key}: {_first_line(error)}") from error
-    return config
+def _escaped(value: Any) -> Any:
+    """Copies a value, escaping what OmegaConf would read as an interpolation: the shell's `${HOME}` is meant literally.
 
-
-def _literal(value: Any) -> Any:
-    """Escapes what OmegaConf would take for an interpolation: a value given by a flag is meant as it stands."""
-    if isinstance(value, dict):
-        return {key: _literal(inner) for key, inner in value.items()}
+    Hydra's parser leaves interpolations as text, so overrides have none; presets may.
+    """
+    if isinstance(value, Mapping):
+        return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_literal(inner) for inner in value]
+        return [_escaped(inner) for inner in value]
     if not isinstance(value, str):
         return value
     # Backslashes before `${` escape it and each other; all others stand for themselves.
     return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
 
 
-def _instantiated(config: DictConfig, classes: Mapping[str, type]) -> ResolvedRun:
-    """Makes the settings objects, which check their values."""
-    plain = _plain(config)
-    groups = {name: _made(cls, plain[name]) for name, cls in classes.items()}
-    scalars = {name: str(plain[name]) for name in _SCALARS}
-    values: dict[str, Any] = {**scalars, **groups}
-    return ResolvedRun(**values, config=plain)
+def _make_run(config: DictConfig, classes: Mapping[str, type]) -> ResolvedRun:
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    values: dict[str, Any] = {name: str(plain[name]) for name in _SCALARS}
+    return ResolvedRun(**values, **{name: _make_settings(cls, plain[name]) for name, cls in classes.items()})
 
 
-def _made(cls: Any, plain: Mapping[str, Any]) -> Any:
-    """Makes a settings object of plain values; unlike Hydra's own way, it resolves no text a second time."""
+def _make_settings(cls: Any, plain: Mapping[str, Any]) -> Any:
+    # hydra_zen.instantiate would resolve texts a second time, and a path may hold `${`.
     kinds = get_type_hints(cls)
-    values = {name: _made(kinds[name], value) if is_dataclass(kinds[name]) else value for name, value in plain.items()}
+    values = {
+        name: _make_settings(kinds[name], value) if is_dataclass(kinds[name]) else value
+        for name, value in plain.items()
+        if name != "_target_"
+    }
     return cls(**values)
-
-
-def _plain(node: Any) -> Any:
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: clean(inner) for key, inner in value.items() if key != "_target_"}
-        return value
-
-    return clean(OmegaConf.to_container(node, resolve=True))
 
 
 def _model_spec(task: TaskSettings, name: str) -> ModelSpec:
@@ -260,240 +374,36 @@ def _size(task: TaskSettings, request: RunRequest, spec: ModelSpec, mode: str) -
     return size
 
 
-def _dataset(text: str) -> tuple[str, dict[str, Any]]:
-    """Decides whether a data set is a preset or a path; returns the preset and the values to set after composition."""
+def _dataset(text: str) -> tuple[str, dict[str, str]]:
+    """Decides whether a data set is a preset or a path; returns the preset, and the settings that a path decides."""
     name = text.replace("-", "_")
     if name in presets("dataset") and "/" not in text:
         return name, {}
-    if "/" in text or Path(text).expanduser().exists():
-        path = Path(text).expanduser()
-        return "path", {"dataset.path": str(path), "dataset.name": _slug(path)}
-    error = unknown_name("data set", text, _named(presets("dataset")))
+    path = Path(text).expanduser()
+    if "/" in text or path.exists():
+        stem = path.resolve().name if path.is_dir() else path.resolve().name.split(".")[0]
+        slug = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "log"
+        return "path", {"dataset.path": str(path), "dataset.name": slug}
+    error = unknown_name("data set", text, [name for name in presets("dataset") if name != "path"])
     raise ConfigError(
         error.rule, value=error.value, remedy=f"{error.remedy}; or give the path of a log or a folder of logs"
     )
 
 
-def _check_roles(task: TaskSettings, model: str, mode: str, given: Iterable[Assignment]) -> None:
-    """Refuses a finished run for a mode that builds on none of its kind."""
-    mine = {needed.role for needed in task.models[model].prerequisites.get(mode, ())}
-    foreign = {f"mode.{needed.role}": needed.role for needed in task.prerequisites if needed.role not in mine}
-    for assignment in given:
-        if assignment.key in foreign:
-            having = ", ".join(f"{name} of {of}" for of, name in task.modes_with(foreign[assignment.key]))
-            raise ConfigError(f"Mode {mode} of {model} builds on no such run", value=assignment.spelling,
+def _check_roles(task: TaskSettings, model: str, mode: str, overrides: Sequence[Override]) -> None:
+    """Refuses a finished run in a role that the mode does not have."""
+    own = {needed.role for needed in task.models[model].prerequisites.get(mode, ())}
+    foreign = {f"mode.{needed.role}": needed.role for needed in task.prerequisites if needed.role not in own}
+    for override in overrides:
+        if override.key in foreign:
+            having = ", ".join(f"{name} of {of}" for of, name in task.modes_with(foreign[override.key]))
+            raise ConfigError(f"Mode {mode} of {model} builds on no such run", value=override.spelling,
                               remedy=f"Modes that do: {having}\n{task.table()}")  # fmt: skip
 
 
-def _check_memory(names: Iterable[str | None]) -> None:
-    for name in names:
-        if name is not None and name not in presets("memory"):
-            raise unknown_name("memory preset", name, presets("memory"))
-
-
-def _named(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name != "path"]
-
-
-def _slug(path: Path) -> str:
-    stem = path.resolve().name.split(".")[0] if not path.is_dir() else path.resolve().name
-    return re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "log"
-
-
-def _named_line(error: BaseException) -> str:
-    """What is wrong, with the setting that it is about where the error tells."""
-    key = re.search(r"full_key: (\S+)", str(error))
-    return f"{key.group(1)}: {_first_line(error)}" if key else _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
-
-
-_NAMED: Final = 5
-"""Settings that a message names."""
-
-
-def changed(plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[str, Any]) -> ResolvedRun:
-    """Makes the run of a configuration with changes.
-
-    Args:
-        plain: A run's resolved configuration.
-        sets: `group.key=value`, in Hydra's grammar.
-        values: Further settings, with their values as they stand.
-
-    Raises:
-        ConfigError: A setting is unknown (the nearest are named), is given several values, or does not fit.
-    """
-    given = [from_set(text) for text in sets]
-    flags = [
-        Assignment(key=key, value=value, spelling=f"--{key.rpartition('.')[2]}", grammar=False)
-        for key, value in values.items()
-    ]
-    check_contradictions([*given, *flags])
-    parser = OverridesParser.create()
-    result = _copied(plain)
-    for assignment in given:
-        _put(result, assignment.key, _parsed(assignment, parser))
-    for assignment in flags:
-        _put(result, assignment.key, assignment.value)
-    try:
-        return from_plain(result)
-    except ConfigError as error:
-        if error.__cause__ is None:
-            raise
-        # Only what was changed can be of the wrong form: the rest was read before.
-        raise ConfigError("A setting does not have the right form", value=error.value) from error
-
-
-def _parsed(assignment: Assignment, parser: OverridesParser) -> Any:
-    text = f"{assignment.key}={assignment.value}"
-    try:
-        override = parser.parse_override(text)
-    except HydraException as error:
-        raise ConfigError("A setting does not have the right form", value=text) from error
-    if override.is_sweep_override():
-        raise ConfigError("A run is submitted again with one value of each setting", value=text,
-                          remedy="Sweep with a training line: can-train --model … --set key=1,2")  # fmt: skip
-    return _copied(override.value())
-
-
-def _put(plain: dict[str, Any], key: str, value: Any) -> None:
-    """Changes one setting; `cluster.additional` and its like take new names too."""
-    if key not in set(_names(plain)) and not _is_open(plain, key.rpartition(".")[0]):
-        known = nearest_first(key, _names(plain))[:_NAMED]
-        raise ConfigError("Unknown setting", value=repr(key), remedy=f"Nearest: {', '.join(known)}")
-    *path, last = key.split(".")
-    inner: Any = plain
-    for name in path:
-        inner = inner[name]
-    inner[last] = value
-
-
-def _is_open(plain: Mapping[str, Any], key: str) -> bool:
-    """Whether a setting is a table of any names."""
-    return key == "cluster.additional" and isinstance(plain.get("cluster"), Mapping)
-
-
-def _names(plain: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Lists the settings in groups, by their dotted names; what says which model it is, is no setting."""
-    for name, value in plain.items():
-        if isinstance(value, Mapping) and f"{before}{name}" != "cluster.additional":
-            yield from _names(value, f"{before}{name}.")
-        elif before or name == "device":
-            yield f"{before}{name}"
-
-
-def _copied(value: Any) -> Any:
-    """Copies plain values deeply, as what can be changed and written."""
-    if isinstance(value, Mapping):
-        return {str(name): _copied(inner) for name, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-MOST_RUNS: Final = 1000
-"""Runs of one sweep: what a scheduler's array holds by default, and far from what anybody means."""
-
-
-def expand(requests: Sequence[RunRequest]) -> list[RunRequest]:
-    """Spells out the combinations of swept settings, the last setting changing fastest.
-
-    Args:
-        requests: Each `sets` may hold `group.key=1,2,3`, `choice(…)` and `range(…)`.
-
-    Returns:
-        Requests without sweeps, in the order of those given.
-
-    Raises:
-        ConfigError: A sweep has no countable values, or there are more than `MOST_RUNS` combinations.
-    """
-    return [single for request in requests for single in _expanded(request)]
-
-
-def _expanded(request: RunRequest) -> Iterator[RunRequest]:
-    # One parser for them all: making it takes as long as a composition.
-    parser = OverridesParser.create()
-    choices = [_choices(text, parser) for text in request.sets]
-    count = 1
-    for choice in choices:
-        count *= len(choice)
-    if count > MOST_RUNS:
-        raise ConfigError(f"A sweep has at most {MOST_RUNS} runs", value=f"{count}", remedy="Sweep fewer values")
-    for sets in product(*choices):
-        yield replace(request, sets=sets)
-
-
-def _choices(text: str, parser: OverridesParser) -> Sequence[str]:
-    """Returns the assignments that one `--set` stands for."""
-    try:
-        override = parser.parse_override(text)
-    except HydraException:
-        # Composition says what is wrong with it.
-        return [text]
-    if not override.is_sweep_override():
-        return [text]
-    return [f"{text.partition('=')[0]}={value}" for value in _values(override, text)]
-
-
-def _values(override: Override, text: str) -> list[str]:
-    if not override.is_discrete_sweep():
-        raise ConfigError(
-            "A sweep tries each of its values, so they must be countable",
-            value=text,
-            remedy="Write them out, as 0.1,0.01, or as range(0,3)",
-        )
-    values = list(override.sweep_string_iterator())
-    if not values:
-        raise ConfigError("A sweep has at least one value", value=text)
-    return values
-
-
-_READING = "dataset."
-"""Beginning of the settings that say how data are read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgedData:
-    """Data that a finished run is asked to judge.
-
-    Attributes:
-        dataset: The task's settings of them.
-        own: Whether they are what the run was trained on, wherever that lies by now.
-        data_root: Folder of the published data sets.
-        cache: Folder of prepared data.
-        reporter: Where progress and notices go.
-    """
-
-    dataset: Any
-    own: bool
-    data_root: Path
-    cache: Path
-    reporter: Reporter
-
-
-def judged_dataset(run: ResolvedRun, dataset: str | None, sets: Sequence[str]) -> Any:
-    """Settings of the data that a finished run is asked to judge.
-
-    Args:
-        run: The finished run.
-        dataset: Name of a preset, or a path; None: the run's own.
-        sets: `dataset.key=value`, in Hydra's grammar.
-
-    Returns:
-        The task's data-set settings.
-
-    Raises:
-        ConfigError: An unknown name, a value that does not fit, or a setting that has nothing to do with data.
-    """
-    for text in sets:
-        if not from_set(text).key.startswith(_READING):
-            raise ConfigError("A finished run is what it is: only how data are read can be set", value=f"--set {text}",
-                              remedy="Give --set dataset.KEY=VALUE")  # fmt: skip
-    plain = dict(run.config)
-    if dataset is not None:
-        request = RunRequest(
-            task=run.task, model=run.model_name, mode=run.mode.name, size=run.size or None, dataset=dataset
-        )
-        carried = {name: plain["dataset"][name] for name in load_task_settings(run.task).carried}
-        plain["dataset"] = {**resolve(request).config["dataset"], **carried}
-    return changed(plain, sets, {}).dataset
+def _reason(error: BaseException, key: str = "") -> str:
+    """Returns the first line of OmegaConf's message, after the key that it is about."""
+    found = re.search(r"full_key: (\S+)", str(error))
+    name = found.group(1) if found else key
+    line = str(error).strip().splitlines()[0]
+    return f"{name}: {line}" if name else line

@@ -1,11 +1,10 @@
-"""Settings given on a command line: canonical names, aliases and contradictions."""
+"""Overrides: the settings that a person gives, with canonical names, whichever way they are given."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from can_train.config.settings import TrainingSettings
 from can_train.errors import ConfigError, unknown_name
 
 ALIASES: Final[Mapping[str, str]] = {
@@ -20,31 +19,23 @@ ALIASES: Final[Mapping[str, str]] = {
     "gradient_clip_val": "grad_clip_norm",
     "scheduler_after_batch": "scheduler_interval",
 }
-"""Alias to canonical field of `TrainingSettings`; the names come from the projects that can-train unites."""
+"""Alias to field of `TrainingSettings`; the names come from the projects that can-train unites."""
 
-
-def canonical(name: str) -> str:
-    """Resolves a setting's name: `-` and `_` are equivalent, and an alias gives its canonical name."""
-    plain = name.replace("-", "_")
-    return ALIASES.get(plain, plain)
-
+# The switch scheduler_after_batch says yes or no where scheduler_interval names the interval.
+_TRANSLATIONS: Final = {"training.scheduler_interval": {"true": "step", "false": "epoch"}}
 
 _COMMA_OUTSIDE_BRACKETS: Final = re.compile(r",(?![^\[({]*[\])}])")
 
 
-_SCHEDULER_AFTER_BATCH: Final = {"true": "step", "false": "epoch"}
-"""The older switch `scheduler_after_batch` said yes or no where `scheduler_interval` names the interval."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class Override:
     """One setting given by a person.
 
     Attributes:
         key: Canonical dotted key, `training.lr`.
-        value: Text in Hydra's grammar where `grammar`, else the value itself.
+        value: Text in Hydra's grammar if `grammar`, else the value itself.
         spelling: How it was written, for messages.
-        grammar: Whether `value` is still to be parsed.
+        grammar: Whether `value` must still be parsed.
     """
 
     key: str
@@ -52,54 +43,70 @@ class Assignment:
     spelling: str
     grammar: bool
 
+    def __post_init__(self) -> None:
+        if isinstance(self.value, str):
+            value = _TRANSLATIONS.get(self.key, {}).get(self.value.strip().lower(), self.value)
+            object.__setattr__(self, "value", value)
 
-def from_set(text: str) -> Assignment:
+
+def canonical_name(name: str) -> str:
+    """Resolves the name of a training setting: `-` and `_` are equivalent, and an alias gives its canonical name."""
+    plain = name.replace("-", "_")
+    return ALIASES.get(plain, plain)
+
+
+def from_set(text: str) -> Override:
     """Reads one `--set group.key=value`.
 
     Raises:
-        ConfigError: There is no `=`.
+        ConfigError: There is no key or no `=`.
     """
     name, separator, value = text.partition("=")
-    if not separator or not name.strip():
-        raise ConfigError("--set takes group.key=value", value=repr(text))
     name = name.strip()
+    if not separator or not name:
+        raise ConfigError("--set takes group.key=value", value=repr(text))
     group, _, last = name.rpartition(".")
-    key = f"{group}.{canonical(last)}" if group == "training" else name
-    return Assignment(key=key, value=_translated(last, value), spelling=f"--set {name}", grammar=True)
+    key = f"training.{canonical_name(last)}" if group == "training" else name
+    return Override(key=key, value=value, spelling=f"--set {name}", grammar=True)
 
 
-def from_model_args(text: str, model_settings: type, mode_settings: type) -> list[Assignment]:
-    """Reads `k=v,k=v`: each k is a setting of the training, the model or the mode, the first that knows it.
+def from_model_args(text: str, groups: Mapping[str, type]) -> list[Override]:
+    """Reads `--model-args k=v,k=v`.
+
+    Args:
+        text: What was given.
+        groups: Settings class of each group that may have a setting k; the first group that has it gets the value.
 
     Raises:
-        ConfigError: A part has no `=`, or nobody knows its name; the message lists the nearest.
+        ConfigError: A part has no `=`, or no group has its name; the message lists the nearest.
     """
-    groups = {"training": TrainingSettings, "model": model_settings, "mode": mode_settings}
-    # The first that knows a name has it.
-    owner = {field.name: group for group, cls in reversed(groups.items()) for field in fields(cls)}
+    group_of = {field.name: group for group, cls in reversed(list(groups.items())) for field in fields(cls)}
     found = []
     for part in filter(None, _COMMA_OUTSIDE_BRACKETS.split(text)):
         name, separator, value = part.partition("=")
+        name = name.strip()
         if not separator:
             raise ConfigError("--model-args takes k=v,k=v", value=repr(part))
-        key = canonical(name.strip())
-        if key not in owner:
-            raise unknown_name("name in --model-args", name.strip(), owner)
-        value = _translated(name.strip(), value)
-        spelling = f"--model-args {name.strip()}"
-        found.append(Assignment(key=f"{owner[key]}.{key}", value=value, spelling=spelling, grammar=True))
+        key = canonical_name(name)
+        if key not in group_of:
+            raise unknown_name("name in --model-args", name, group_of)
+        found.append(Override(key=f"{group_of[key]}.{key}", value=value, spelling=f"--model-args {name}", grammar=True))
     return found
 
 
-def check_contradictions(assignments: Iterable[Assignment]) -> None:
-    """Checks that no setting is given twice under different spellings with different values.
+def from_flags(values: Mapping[str, Any]) -> list[Override]:
+    """Makes overrides of flags' values, by dotted key; they are taken literally."""
+    return [
+        Override(key=key, value=value, spelling=f"--{key.rpartition('.')[2].replace('_', '-')}", grammar=False)
+        for key, value in values.items()
+    ]
 
-    Raises:
-        ConfigError: One is; the message names both spellings.
-    """
-    seen: dict[str, Assignment] = {}
-    for new in assignments:
-        old = seen.setdefault(new.key, new)
+
+def check_contradictions(overrides: Iterable[Override]) -> None:
+    """Raises ConfigError if a setting is given under two spellings with different values."""
+    first: dict[str, Override] = {}
+    for new in overrides:
+        old = first.setdefault(new.key, new)
         if old.spelling != new.spelling and str(old.value) != str(new.value):
             raise ConfigError(
                 f"{new.key} is given twice, with different values",
@@ -111,9 +118,3 @@ def check_contradictions(assignments: Iterable[Assignment]) -> None:
 def split_list(text: str, *, existing: Collection[str] = ()) -> Sequence[str]:
     """Splits a comma-separated flag, unless the whole text is one of the `existing` names (a path may hold commas)."""
     return [text] if text in existing else [part for part in text.split(",") if part]
-
-
-def _translated(name: str, value: str) -> str:
-    if name.replace("-", "_") == "scheduler_after_batch":
-        return _SCHEDULER_AFTER_BATCH.get(value.strip().lower(), value)
-    return value

@@ -1,16 +1,26 @@
-"""A run with every setting decided, and the folders that it uses."""
+"""A run with every setting resolved, and the folders that it uses."""
+
+# Postponed annotations: importing the settings' classes only for them would lengthen every import chain by one.
+from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
-from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
 from can_train.config.task_settings import Prerequisite, load_task_settings
 from can_train.errors import StateError
+
+if TYPE_CHECKING:
+    from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
+    from can_train.reporter import Reporter
+
+# libyaml is seven times as fast, where it is installed, and listings read hundreds of configurations.
+_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +37,16 @@ class PathSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedRun:
-    """One run, resolved.
+    """One run with every setting resolved.
 
     Attributes:
         task: Name of the task.
         model_name: Name of the model in its task.
-        size: Size of the model; empty where it has one only.
-        device: As asked for: auto, cpu, cuda[:i].
+        size: Size of the model; empty if it has one only.
+        device: As requested: auto, cpu, cuda[:i], sim:SIZE.
         dataset: The task's data-set settings.
         model: The model's settings.
         mode: The task's mode settings.
-        config: The same as plain values, for the run folder.
     """
 
     task: str
@@ -47,12 +56,16 @@ class ResolvedRun:
     dataset: Any
     model: Any
     mode: Any
+    cluster: ClusterSettings
     training: TrainingSettings
     factor: FactorSettings
     monitor: MonitorSettings
-    cluster: ClusterSettings
     paths: PathSettings
-    config: Mapping[str, Any]
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The settings as plain values, which `config.yaml` holds and `compose.from_plain` reads."""
+        return asdict(self)
 
     @property
     def key(self) -> str:
@@ -66,7 +79,7 @@ class ResolvedRun:
 
     @property
     def prerequisites(self) -> tuple[Prerequisite, ...]:
-        """The finished runs that it builds on; the folder of each stands in the mode's setting of its role."""
+        """The finished runs that it builds on; the mode's setting named like the role holds the folder of each."""
         return load_task_settings(self.task).models[self.model_name].prerequisites.get(self.mode.name, ())
 
 
@@ -78,7 +91,7 @@ class FinishedModel:
         run_id: Of the run.
         run: Its settings.
         weights: Its best weights by name, on the CPU.
-        result: What came of it, as in `result.json`.
+        result: The contents of its `result.json`.
         sha256: Digest of the weights.
     """
 
@@ -89,8 +102,23 @@ class FinishedModel:
     sha256: str
 
 
-_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's where there is one: it is seven times as fast, and listings read hundreds of configurations."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluationData:
+    """Data that a finished run is evaluated on.
+
+    Attributes:
+        dataset: The task's settings of them.
+        own: Whether they are what the run was trained on, wherever that is stored now.
+        data_root: Folder of the published data sets.
+        cache: Folder of prepared data.
+        reporter: Where progress and notices go.
+    """
+
+    dataset: Any
+    own: bool
+    data_root: Path
+    cache: Path
+    reporter: Reporter
 
 
 def plain_to_yaml(plain: Mapping[str, Any]) -> str:
@@ -123,33 +151,26 @@ def state_folder(explicit: Path | None = None, environ: Mapping[str, str] = os.e
         environ: Environment variables.
 
     Raises:
-        StateError: Nothing says where the user's home is.
+        StateError: The path begins with `~` and the home directory is unknown.
     """
-    if explicit is not None:
-        return _expanded(explicit)
-    if environ.get("CAN_TRAIN_HOME"):
-        return _expanded(Path(environ["CAN_TRAIN_HOME"]))
-    base = Path(environ.get("XDG_STATE_HOME", ""))
-    # The XDG specification has relative paths ignored.
-    return (base if base.is_absolute() else _expanded(Path("~/.local/state"))) / "can-train"
-
-
-def _expanded(path: Path) -> Path:
+    if explicit is None and environ.get("CAN_TRAIN_HOME"):
+        explicit = Path(environ["CAN_TRAIN_HOME"])
+    if explicit is None:
+        base = Path(environ.get("XDG_STATE_HOME", ""))
+        # The XDG specification: a relative path is ignored.
+        explicit = (base if base.is_absolute() else Path("~/.local/state")) / "can-train"
     try:
-        return path.expanduser().absolute()
+        return explicit.expanduser().absolute()
     except RuntimeError as error:
         raise StateError(
-            "The state folder must be known", value=str(path), remedy="Give --state-dir or set CAN_TRAIN_HOME"
+            "The home directory of the user, which holds the state folder, is unknown",
+            value=str(explicit),
+            remedy="Give --state-dir or set CAN_TRAIN_HOME",
         ) from error
 
 
-def data_root(paths: PathSettings) -> Path:
-    """Returns the folder of published data sets: as set, else $CAN_TRAIN_DATA, else ./data."""
-    return Path(paths.data_root or os.environ.get("CAN_TRAIN_DATA") or "data")
-
-
 def state_dir(paths: PathSettings) -> Path:
-    """Returns the folder of everything can-train keeps between runs."""
+    """Returns the folder of everything that can-train stores between runs."""
     return state_folder(Path(paths.state_dir) if paths.state_dir else None)
 
 
@@ -158,26 +179,25 @@ def cache_folder(paths: PathSettings) -> Path:
     return state_dir(paths) / "cache"
 
 
-def settled_paths(run: ResolvedRun) -> ResolvedRun:
-    """Writes out the folders that a run reads and writes, so that it finds them from anywhere, also where defaults that
-    come from the environment have changed.
+def data_root(paths: PathSettings) -> Path:
+    """Returns the folder of published data sets: as set, else $CAN_TRAIN_DATA, else ./data."""
+    return Path(paths.data_root or os.environ.get("CAN_TRAIN_DATA") or "data")
+
+
+def with_absolute_paths(run: ResolvedRun) -> ResolvedRun:
+    """Makes every folder in a run's settings absolute.
+
+    A job, or a later `resume`, then finds them from any directory, even if the environment's defaults have changed.
     """
     paths = PathSettings(
-        runs_dir=_absolute(Path(run.paths.runs_dir)),
-        data_root=_absolute(data_root(run.paths)),
+        runs_dir=_absolute(run.paths.runs_dir or "."),
+        data_root=_absolute(str(data_root(run.paths))),
         state_dir=str(state_dir(run.paths)),
     )
-    dataset = replace(run.dataset, path=_absolute(Path(run.dataset.path)) if run.dataset.path else "")
-    start_from = _absolute(Path(run.training.start_from)) if run.training.start_from else ""
-    config = {
-        **run.config,
-        "paths": {**run.config["paths"], **asdict(paths)},
-        "dataset": {**run.config["dataset"], "path": dataset.path},
-        "training": {**run.config["training"], "start_from": start_from},
-    }
-    training = replace(run.training, start_from=start_from)
-    return replace(run, paths=paths, dataset=dataset, training=training, config=config)
+    dataset = replace(run.dataset, path=_absolute(run.dataset.path))
+    training = replace(run.training, start_from=_absolute(run.training.start_from))
+    return replace(run, paths=paths, dataset=dataset, training=training)
 
 
-def _absolute(path: Path) -> str:
-    return str(path.expanduser().absolute())
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""

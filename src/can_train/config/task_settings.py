@@ -1,6 +1,4 @@
-"""What a task tells the configuration about itself, without importing torch: its settings classes, and which of its
-models train in which modes. The description is found by the task's name.
-"""
+"""What a task tells the configuration about itself, without importing torch: its settings classes and its models."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +11,16 @@ from can_train.errors import unknown_name
 
 @dataclass(frozen=True, kw_only=True)
 class Prerequisite:
-    """A finished run that a mode builds on. Its folder stands in the mode's settings, in the field of its role; the
-    flag is the role's name, too.
+    """A finished run that a mode builds on.
 
     Attributes:
-        role: What it is to the mode: `teacher`.
-        what: The same in words.
+        role: What it is to the mode: `teacher`. It names a flag, and the setting of the mode that holds the folder.
+        what: The role in words: `a teacher`.
         models: Models that it may have trained.
-        modes: Modes that it may have trained in, the one that a command to make it names first.
-        sizes: Sizes that it may have, likewise; empty: any, and the model's default first.
-        same_model: Whether size and settings of its model must be those of the run that builds on it.
-        required: Whether the mode cannot do without it.
+        modes: Modes that it may have trained in; the first is the one that messages propose.
+        sizes: Sizes that it may have; the first is the one that messages propose. Empty: any.
+        same_model: Whether its model must have the size and settings of the model that builds on it.
+        required: Whether the mode cannot run without it.
     """
 
     role: str
@@ -42,10 +39,10 @@ class ModelSpec:
     Attributes:
         settings: Its settings dataclass.
         modes: The modes it trains in, the default first.
-        sizes: The sizes it comes in, the default first; empty where it has one.
-        needs: What a mode needs beside data, in words, for the modes that need something.
-        only_sizes: The sizes that a mode trains, for the modes that do not train all.
-        prerequisites: The finished runs that a mode builds on, for the modes that do.
+        sizes: The sizes it comes in, the default first; empty if it has one.
+        needs: What a mode needs beside data, in words, by mode.
+        only_sizes: The sizes that a mode trains, for modes that do not train all.
+        prerequisites: The finished runs that a mode builds on, by mode.
     """
 
     settings: type
@@ -58,31 +55,31 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-    """Everything the configuration needs to know of a task.
+    """Everything that the configuration needs to know about a task.
 
     Attributes:
         dataset: Settings dataclass of its data sets; has the fields `name` and `path`.
-        inputs: Fields of it that decide what a model sees: a finished run that another one builds on agrees in them.
+        inputs: Fields of it that decide what a model sees; a run and the runs that it builds on must agree in them.
+        inherited: Fields of it that other data take over from a finished run that is evaluated on them.
+        follows: Fields of it that have the value of another field if they are 0: `{"stride": "window"}`.
         modes: Settings dataclass of each of its modes; has the field `name`, and one for each prerequisite's folder.
         models: Its models by name.
-        carried: Fields of it that other data which a finished run judges take over from the run's own.
-        factory: Import path `module:function` of what makes the task from a resolved run and the finished models that
-            it builds on (by role), its data prepared.
-        sampler: Likewise, from what can be known of the data in seconds and without writing. Its task also has
-            `sample_note` (what was sampled, empty where nothing had to be) and `estimated_train_rows` (training samples
-            of the whole data set).
-        evaluator: Import path of what prepares data for a finished run to judge, from what it has trained, what reads
-            the finished model of a role that it builds on, and the data that it is asked about.
-        files: Import path of what lists a data set's files, in an order of their own, from its settings and the data
-            root: cheaply, without torch; none where the data are made. It raises MissingDataError where they are not.
+        factory: Import path `module:function`. Makes the task from a resolved run and the finished models that it
+            builds on (by role), and prepares its data.
+        sampler: Import path. Makes the task from a sample of the data, in seconds and without writing. The task also
+            has `sample_note` (what was sampled; empty if nothing had to be) and `estimated_train_rows`.
+        evaluator: Import path. Prepares other data for the evaluation of a finished run.
+        files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
+            torch; no files if the data are generated. Raises MissingDataError.
         experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
     """
 
     dataset: type
     inputs: tuple[str, ...]
+    inherited: tuple[str, ...]
+    follows: Mapping[str, str] = field(default_factory=dict)
     modes: Mapping[str, type]
     models: Mapping[str, ModelSpec]
-    carried: tuple[str, ...]
     factory: str
     sampler: str
     evaluator: str
@@ -90,7 +87,7 @@ class TaskSettings:
     experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]]
 
     def table(self) -> str:
-        """Writes the model–mode table, one line a model and mode, the default mode first."""
+        """Writes the table of models and modes, one line each, the default mode first."""
         rows = [("--model", "--mode", "needs")]
         for name, spec in self.models.items():
             for mode in spec.modes:
@@ -100,7 +97,7 @@ class TaskSettings:
 
     @property
     def prerequisites(self) -> list[Prerequisite]:
-        """The finished runs that any of its modes builds on, those of one role once."""
+        """The finished runs that its modes build on, each role once."""
         found = [one for spec in self.models.values() for needed in spec.prerequisites.values() for one in needed]
         return list({one.role: one for one in found}.values())
 
@@ -115,24 +112,26 @@ class TaskSettings:
 
 
 def task_names() -> list[str]:
-    """Lists the tasks that are installed: the folders beside the package's other tasks that have a settings module."""
+    """Lists the installed tasks: the folders in `tasks/` that have a settings module."""
     root = Path(__file__).resolve().parents[1] / "tasks"
     return sorted(path.parent.name for path in root.glob("*/settings.py"))
 
 
 def load_task_settings(task: str) -> TaskSettings:
-    """Imports the description of a task.
-
-    Raises:
-        ConfigError: No such task; the message lists them.
-    """
+    """Imports the description of a task; raises ConfigError, which lists the tasks, if there is none."""
     if task not in task_names():
         raise unknown_name("task", task, task_names())
     settings: TaskSettings = importlib.import_module(f"can_train.tasks.{task}.settings").TASK
     return settings
 
 
+def installed_sizes() -> set[str]:
+    """Returns the sizes of all models of the installed tasks."""
+    tasks = [load_task_settings(name) for name in task_names()]
+    return {size for task in tasks for model in task.models.values() for size in model.sizes}
+
+
 def load_object(path: str) -> Any:
-    """Imports `module:name`; the home of what is named by a string so that its import waits until it is needed."""
+    """Imports the object that an import path `module:name` names."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)

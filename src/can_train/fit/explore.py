@@ -1,11 +1,15 @@
-"""Probes and trials on the device."""
+"""Finds out what fits on a device: probes and trials of training, evaluation and other work.
+
+Shapes: R samples, F features.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -13,138 +17,133 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.config.settings import TrainingSettings
-from can_train.errors import DoesNotFitError, Shortage
+from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit import random_state
 from can_train.fit.batch_dependence import SPLIT, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import CostModel, DeviceLimits, PhaseLimit
 from can_train.fit.optimizer import OptimizerMemory, Precision, make_optimizer, measure_optimizer
 from can_train.fit.packing import BatchCosts
-from can_train.fit.probe import Probed, fit_by_probes
+from can_train.fit.probe import ProbeFit, fit_by_probes
 from can_train.fit.random_state import Snapshot
-from can_train.fit.search import Peak, Room, find_phase_limit, pack_worst_case, predict_phase_limit
+from can_train.fit.search import Peak, find_phase_limit, pack_worst_case, predict_phase_limit
 from can_train.io.units import size_text
 from can_train.memory.allocator import LARGE_PAGE_BYTES
 from can_train.memory.catalogue import cards_that_hold, predicted_room
-from can_train.memory.meters import Held, Meter, fits, measure_held
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
-from can_train.task import Feature, LogicalBatch, Task
+from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
+    from can_train.config.settings import TrainingSettings
     from can_train.fit.micro_batcher import Losses
+    from can_train.memory.meters import Meter
+    from can_train.task import Feature, LogicalBatch, Task
 
 Upper = Callable[[BatchCosts], float]
-"""From the priced samples to the largest cost worth trying."""
+"""Returns the largest cost worth trying, given the priced samples."""
 
-
-Run = Callable[[NDArray[np.int64]], None]
-"""Runs a batch of some rows."""
-
-
+# Samples of a batch that is timed, where they fit.
 _TIMED_SAMPLES: Final = 64
-"""Samples of a batch that is timed, where they fit."""
 
-
+# Share of the capacity that they may take.
 _TIMED_SHARE: Final = 0.5
-"""Share of the capacity that they may take."""
 
-
+# Runs of which the quickest counts: the others waited for other processes.
 _TIMED_RUNS: Final = 5
-"""Runs of which the quickest counts: the others waited for something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
-    """A kind of work.
+class Workload:
+    """A kind of work on batches of samples, whose memory is to be found out.
 
     Attributes:
-        run: Does it for a batch of some rows.
+        run: Runs a batch of some rows.
         rows: [R] the samples that batches are made of.
-        counts: [R, F] what each of them has of the features.
-        features: What its memory grows with.
-        resident: Tensors that are on the device beside it.
-        gradient_bytes: What the gradients of the weights take, where it makes some.
+        counts: [R, F] their features.
+        features: What the memory of a batch grows with.
+        resident: Tensors that are on the device meanwhile.
+        gradient_bytes: Size of the weights' gradients, where the work computes them.
+        steps_per_trial: Times that a batch is run in a trial.
     """
 
-    run: Run
+    run: Callable[[NDArray[np.int64]], None]
     rows: NDArray[np.int64]
     counts: NDArray[np.float64]
     features: Sequence[Feature]
     resident: Sequence[Tensor]
     gradient_bytes: int = 0
+    steps_per_trial: int = 1
+
+    def peak(self, meter: Meter, positions: NDArray[np.int64], *, steps: int = 1) -> Peak:
+        """Runs the batch of the samples at some positions, several times, and returns the peak."""
+        meter.reset_peak()
+        for _ in range(steps):
+            with meter.measuring(self.resident):
+                self.run(self.rows[positions])
+        return Peak(meter.peak_bytes(), meter.peak_reserved_bytes())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trials:
-    """How batches are tried.
+def probe(work: Workload, meter: Meter) -> ProbeFit:
+    """Fits the cost model of some work.
 
-    Attributes:
-        verify: Whether limits are tried; else they are what the probes predict, of a device that need not be there.
-        steps: Times that a batch is run in a trial.
-        tried: Called before each trial beside the probes, with the cost in bytes that it has.
+    Raises:
+        DoesNotFitError: Not even a sample fits.
     """
-
-    verify: bool
-    steps: int
-    tried: Callable[[float], None]
-
-
-def find_limit(work: Pass, meter: Meter, upper: Upper, trials: Trials) -> PhaseLimit:
-    """Fits the cost model of a kind of work, and searches for the largest batch that fits.
-
-    Args:
-        work: The work.
-        meter: Of the device.
-        upper: Largest cost worth trying.
-        trials: How to try.
-    """
-    probed, slack = probe(work, meter)
-    capacity, model = meter.capacity_bytes, probed.model
-    costs = BatchCosts(work.counts, model.features, model.coefficients)
-    highest = _worthwhile(upper(costs), model)
-    if not trials.verify:
-        return predict_phase_limit(probed, costs, upper=highest, room_bytes=predicted_room(capacity))
-
-    def trial(positions: NDArray[np.int64]) -> Peak:
-        trials.tried(costs.chosen(positions).cost(0, len(positions)))
-        meter.release()
-        return _peak(work, meter, positions, trials.steps)
-
-    room = Room(capacity_bytes=capacity, slack_bytes=slack)
-    return find_phase_limit(probed, trial, costs, upper=highest, room=room)
-
-
-def probe(work: Pass, meter: Meter) -> tuple[Probed, int]:
-    """Fits the cost model, and sees what the allocator holds beyond what is in use.
-
-    That grows little with the batch: gaps between blocks, and a last page that must fit whole.
-    """
-    slack = 0
+    slack_bytes = 0
 
     def measure(positions: NDArray[np.int64]) -> int:
-        nonlocal slack
+        nonlocal slack_bytes
         meter.release(collect=False)
-        seen = _peak(work, meter, positions, 1)
-        slack = max(slack, seen.reserved - seen.allocated + LARGE_PAGE_BYTES) if seen.reserved else 0
-        return seen.allocated
+        peak = work.peak(meter, positions)
+        # Fragmentation grows little with the batch; of the largest probe's, a last page that must fit whole is added.
+        slack_bytes = max(slack_bytes, peak.reserved - peak.allocated + LARGE_PAGE_BYTES) if peak.reserved else 0
+        return peak.allocated
 
-    probed = fit_by_probes(
+    fit = fit_by_probes(
         measure,
         work.features,
         work.counts,
         capacity_bytes=meter.capacity_bytes,
         gradient_bytes=work.gradient_bytes,
     )
-    return probed, slack
+    return replace(fit, slack_bytes=float(slack_bytes))
 
 
-def seconds_a_sample(work: Pass, model: CostModel, meter: Meter) -> float:
-    """Returns how long a batch takes for each of its samples, once one has been run.
+def find_limit(
+    work: Workload,
+    meter: Meter,
+    upper: Upper,
+    *,
+    on_trial: Callable[[float], object] = lambda cost: None,
+    verify: bool = True,
+) -> PhaseLimit:
+    """Fits the cost model of some work, and searches for the largest batch that fits.
 
     Args:
         work: The work.
-        model: What its batches cost.
-        meter: Of the device; what is timed takes half of it at most.
+        meter: Meter of the device.
+        upper: Largest cost worth trying.
+        on_trial: Called before each trial with its cost in bytes.
+        verify: Whether limits are tried; otherwise they are predicted, for a device that need not be at hand.
+
+    Raises:
+        DoesNotFitError: Not even a sample fits.
+    """
+    fit = probe(work, meter)
+    costs = BatchCosts.priced(fit.model, work.counts)
+    # Where the features cost nothing, any batch is as good as any other, and a trial of one sample ends the search.
+    highest = upper(costs) if any(fit.model.coefficients) else 1.0
+    if not verify:
+        return predict_phase_limit(fit, costs, upper=highest, room_bytes=predicted_room(meter.capacity_bytes))
+
+    def trial(positions: NDArray[np.int64]) -> Peak:
+        on_trial(costs.chosen(positions).total)
+        meter.release()
+        return work.peak(meter, positions, steps=work.steps_per_trial)
+
+    return find_phase_limit(fit, trial, costs, upper=highest, capacity_bytes=meter.capacity_bytes)
+
+
+def seconds_per_sample(work: Workload, model: CostModel, meter: Meter) -> float:
+    """Times a batch that takes half of the device at most, once it is warm.
 
     Raises:
         DoesNotFitError: Not even a sample fits.
@@ -152,51 +151,59 @@ def seconds_a_sample(work: Pass, model: CostModel, meter: Meter) -> float:
     costs = work.counts @ np.asarray(model.coefficients)
     room = _TIMED_SHARE * meter.capacity_bytes - model.base_bytes
     rows = np.resize(work.rows, int(np.clip(room / max(costs.mean(), 1.0), 1, _TIMED_SAMPLES)))
-    taken = []
-    with OutOfMemoryEndsQuietly():
+    seconds = []
+    with CatchOutOfMemory():
         work.run(rows)
         for _ in range(_TIMED_RUNS):
-            _wait_for(meter.device)
+            _synchronize(meter.device)
             started = time.perf_counter()
             work.run(rows)
-            _wait_for(meter.device)
-            taken.append(time.perf_counter() - started)
-        return min(taken) / len(rows)
+            _synchronize(meter.device)
+            seconds.append(time.perf_counter() - started)
+        return min(seconds) / len(rows)
     meter.release()
     raise DoesNotFitError("A sample must fit on the device", value=f"one needs {costs.mean() / 2**20:.1f} MiB")
 
 
-def _peak(work: Pass, meter: Meter, positions: NDArray[np.int64], steps: int) -> Peak:
-    meter.reset_peak()
-    for _ in range(steps):
-        with meter.measuring(work.resident):
-            work.run(work.rows[positions])
-    return Peak(meter.peak_bytes(), meter.peak_reserved_bytes())
-
-
-def _worthwhile(upper: float, model: CostModel) -> float:
-    """Where the features cost nothing, any batch is as good as any other, and a trial of one sample ends the search."""
-    return upper if any(model.coefficients) else 1.0
-
-
-def _wait_for(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
+    # Kernels run on after their launch has returned.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
+@contextmanager
+def left_as_it_was(model: nn.Module, meter: Meter) -> Iterator[list[Tensor]]:
+    """Sets gradients aside for the block, and restores buffers, random generators and gradients after it.
+
+    Yields:
+        Copies of the buffers: a step of training, and a part of an evaluation, hold such copies too.
+    """
+    parameters = [*model.parameters()]
+    snapshot, gradients = Snapshot(model, meter.device), [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield snapshot.copies
+    finally:
+        snapshot.restore()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        meter.release()
+        meter.reset_peak()
+
+
 @dataclass(kw_only=True)
 class Explorer:
-    """Runs batches to see what they take.
+    """Runs batches of a task to measure their memory.
 
     Attributes:
-        task: Whose samples.
-        model: On the meter's device.
+        task: The task.
+        model: Its model, on the meter's device; left as it is.
         training: Settings of the run.
-        meter: Of the device.
+        meter: Meter of the device.
         rows: [R] the training samples.
-        tried: Called before each trial beside the probes, with the cost in bytes that it has.
-        verify: Whether limits are tried; else they are what the probes predict, of a device that need not be there.
-        beside: Tensors on the device that training does not change: a reference model's.
+        verify: Whether limits are tried; otherwise they are predicted, for a device that need not be at hand.
+        reference_tensors: Tensors of reference models that are on the device.
     """
 
     task: Task
@@ -204,38 +211,60 @@ class Explorer:
     training: TrainingSettings
     meter: Meter
     rows: NDArray[np.int64]
-    tried: Callable[[float], None]
     verify: bool = True
-    beside: Sequence[Tensor] = ()
+    reference_tensors: Sequence[Tensor] = ()
 
-    def __post_init__(self) -> None:
-        self._precision = Precision.named(self.training.precision)
-        self._counts = self.task.batch_features(self.rows)
-        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+    @cached_property
+    def _counts(self) -> NDArray[np.float64]:
+        return self.task.batch_features(self.rows)
 
-    def explore(self, upper: Upper, *, held_bytes: int = 0) -> DeviceLimits:
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        # Not cached: parameters may be frozen or thawed between two calls.
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def _precision(self) -> Precision:
+        return Precision.named(self.training.precision)
+
+    def explore(
+        self, upper: Upper, *, held_bytes: int = 0, on_trial: Callable[[float], object] = lambda cost: None
+    ) -> DeviceLimits:
         """Fits the cost models of training and evaluation, and searches for their limits.
 
         Args:
             upper: Largest cost worth trying.
             held_bytes: Optimizer state that is on the device already.
+            on_trial: Called before each trial with its cost in bytes.
+
+        Raises:
+            DoesNotFitError: The model does not fit, or not even a sample beside it.
         """
-        with self._left_as_it_is() as copies:
+
+        def limit(work: Workload, upper: Upper) -> PhaseLimit:
+            return find_limit(work, self.meter, upper, on_trial=on_trial, verify=self.verify)
+
+        with left_as_it_was(self.model, self.meter) as buffer_copies:
             optimizer = self.optimizer_memory()
-            state, aside = self._resident(optimizer, held_bytes)
-            step = self._pass(self._train_step, [*state, *aside, *copies], gradients=optimizer.parameter_bytes)
-            training = self._limit(step, upper)
-            del aside, step
+            state, gradients = self._placeholders(optimizer, held_bytes)
+            work = self._training_work(optimizer, [*state, *gradients, *buffer_copies])
+            training = limit(work, upper)
+            # Evaluation runs without them.
+            del gradients, work
+            # Evaluation gains nothing from parts larger than training's.
+            needed = min(training.tuned_limit / max(upper(BatchCosts.priced(training.model, self._counts)), 1.0), 1.0)
+            work = self._work(self._evaluate, [*state, *buffer_copies])
             self.model.eval()
-            # Evaluation gains nothing from parts larger than what training takes at a time.
-            needed = min(training.tuned_limit / max(upper(training.costs(self._counts)), 1.0), 1.0)
-            evaluation = self._limit(self._pass(self._evaluate, [*state, *copies]), lambda costs: needed * upper(costs))
+            try:
+                evaluation = limit(work, lambda costs: needed * upper(costs))
+            finally:
+                self.model.train()
         return DeviceLimits(
             device_key=self.meter.key,
             capacity_bytes=self.meter.capacity_bytes,
             training=training,
             evaluation=evaluation,
-            optimizer_peak_bytes=self._resident_bytes(optimizer) + optimizer.transient_bytes,
+            optimizer_peak_bytes=self._bytes_without_batch(optimizer) + optimizer.transient_bytes,
             gradient_bytes=optimizer.parameter_bytes,
         )
 
@@ -243,75 +272,46 @@ class Explorer:
         """Fits the cost model of training, and times a step.
 
         Returns:
-            The model, and a step's seconds for each of its samples.
+            The model, and a step's seconds per sample.
 
         Raises:
             DoesNotFitError: Not even a sample fits.
         """
-        with self._left_as_it_is() as copies:
+        with left_as_it_was(self.model, self.meter) as buffer_copies:
             optimizer = self.optimizer_memory()
-            state, aside = self._resident(optimizer, 0)
-            work = self._pass(self._train_step, [*state, *aside, *copies], gradients=optimizer.parameter_bytes)
-            model = probe(work, self.meter)[0].model
-            return model, seconds_a_sample(work, model, self.meter)
-
-    def held_by(self, training: PhaseLimit, cost: float) -> Held:
-        """Measures, on the host, what a GPU's allocator would hold for a worst-case batch of training.
-
-        Args:
-            training: What batches cost.
-            cost: Of the batch, in bytes.
-        """
-        with self._worst_case(training, cost) as (run, resident):
-            return measure_held(run, resident)
-
-    def fits(self, training: PhaseLimit, cost: float, capacity_bytes: int) -> bool:
-        """Tries, on the host, whether a worst-case batch of training would run on a GPU of a capacity."""
-        with self._worst_case(training, cost) as (run, resident):
-            return fits(run, resident, capacity_bytes)
+            state, gradients = self._placeholders(optimizer, 0)
+            work = self._training_work(optimizer, [*state, *gradients, *buffer_copies])
+            model = probe(work, self.meter).model
+            return model, seconds_per_sample(work, model, self.meter)
 
     @contextmanager
-    def _worst_case(self, training: PhaseLimit, cost: float) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
-        """Makes a worst-case batch of training and what is resident beside it."""
-        with self._left_as_it_is() as copies:
-            state, aside = self._resident(self.optimizer_memory(), 0)
-            batch = pack_worst_case(training.costs(self._counts), cost)
-            resident = [*self.model.parameters(), *self.model.buffers(), *self.beside, *state, *aside, *copies]
-            yield (lambda: self._train_step(self.rows[batch]) if len(batch) else None), resident
-
-    @contextmanager
-    def _left_as_it_is(self) -> Iterator[list[Tensor]]:
-        """Sets gradients aside for the block, and leaves everything as it was.
+    def worst_case(self, training: PhaseLimit, cost: float) -> Iterator[tuple[Callable[[], None], Sequence[Tensor]]]:
+        """Opens a span in which a worst-case batch of training may be run.
 
         Yields:
-            Copies of the buffers, in the place of those that a step of training holds (an evaluation's part, likewise).
+            What runs it, and the tensors that are resident meanwhile.
         """
-        snapshot, gradients = Snapshot(self.model, self.meter.device), [p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        try:
-            yield snapshot.copies
-        finally:
-            self.model.train()
-            snapshot.restore()
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-            self.meter.release()
-            self.meter.reset_peak()
+        with left_as_it_was(self.model, self.meter) as buffer_copies:
+            optimizer = self.optimizer_memory()
+            state, gradients = self._placeholders(optimizer, 0)
+            work = self._training_work(optimizer, [*state, *gradients, *buffer_copies])
+            batch = pack_worst_case(BatchCosts.priced(training.model, self._counts), cost)
+            yield (lambda: work.run(self.rows[batch]) if len(batch) else None), work.resident
 
     def optimizer_memory(self) -> OptimizerMemory:
-        """Measures, on the host, what the optimizer will take."""
-        training = self.training
+        """Measures, on the host, the memory of the optimizer for the parameters that are trained now."""
+        training, device = self.training, self.meter.device
         with self.meter.host():
             return measure_optimizer(
-                self._parameters,
-                lambda shadows: make_optimizer(list(shadows), training, training.lr, self.meter.device),
+                self._parameters, lambda shadows: make_optimizer(list(shadows), training, training.lr, device)
             )
 
     def batch_dependence(self) -> BatchDependence:
         """Measures whether samples of a batch influence each other's gradient."""
-        batch = self._batch(self._small_samples(sum(SPLIT)), coupled=True)
-        with OutOfMemoryEndsQuietly():
+        # Samples below the middle need little memory; those above the first quarter have some of every feature.
+        ranked = self.rows[np.argsort(self._counts[:, 0], kind="stable")]
+        batch = self._batch(np.resize(ranked[len(ranked) // 4 :], sum(SPLIT)), coupled=True)
+        with CatchOutOfMemory():
             return measure_batch_dependence(
                 self.model.train(),
                 lambda start, stop: self._losses(batch, start, stop),
@@ -322,41 +322,39 @@ class Explorer:
         self.meter.release()
         return BatchDependence(terms={}, modules=(), drops=False, measured=False)
 
-    def _small_samples(self, size: int) -> NDArray[np.int64]:
-        """Rows of samples below the middle, which need little memory and have something of everything."""
-        ranked = self.rows[np.argsort(self._counts[:, 0], kind="stable")]
-        return np.resize(ranked[len(ranked) // 4 :], size)
-
-    def _resident(self, optimizer: OptimizerMemory, held_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Takes the places of the optimizer's state and of the gradients so far: as in the middle of a run.
+    def _placeholders(self, optimizer: OptimizerMemory, held_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Allocates as much as the optimizer's state and the gradients so far take in the middle of a run.
 
         Raises:
             DoesNotFitError: They do not fit beside the weights.
         """
         missing = max(optimizer.state_bytes - held_bytes, 0)
-        with OutOfMemoryEndsQuietly():
+        with CatchOutOfMemory():
             state = [torch.empty(missing, dtype=torch.uint8, device=self.meter.device)]
             return state, [torch.zeros_like(parameter) for parameter in self._parameters]
-        raise model_does_not_fit(self._resident_bytes(optimizer), self.meter.capacity_bytes)
+        raise model_does_not_fit(self._bytes_without_batch(optimizer), self.meter.capacity_bytes)
 
-    def _resident_bytes(self, optimizer: OptimizerMemory) -> int:
+    def _bytes_without_batch(self, optimizer: OptimizerMemory) -> int:
         # A step holds copies of the buffers.
         buffers = [*self.model.buffers()] * 2
-        model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *buffers, *self.beside])
+        model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *buffers, *self.reference_tensors])
         return model + optimizer.parameter_bytes + optimizer.state_bytes
 
-    def _pass(self, run: Run, resident: Sequence[Tensor], *, gradients: int = 0) -> Pass:
-        return Pass(
-            run=run, rows=self.rows, counts=self._counts, features=self.task.features, gradient_bytes=gradients,
-            resident=[*self.model.parameters(), *self.model.buffers(), *self.beside, *resident],
-        )  # fmt: skip
+    def _training_work(self, optimizer: OptimizerMemory, resident: Sequence[Tensor]) -> Workload:
+        return replace(self._work(self._train_step, resident), gradient_bytes=optimizer.parameter_bytes)
 
-    def _limit(self, work: Pass, upper: Upper) -> PhaseLimit:
-        steps = self.training.find_batch_size_steps_per_trial
-        return find_limit(work, self.meter, upper, Trials(verify=self.verify, steps=steps, tried=self.tried))
+    def _work(self, run: Callable[[NDArray[np.int64]], None], resident: Sequence[Tensor]) -> Workload:
+        return Workload(
+            run=run,
+            rows=self.rows,
+            counts=self._counts,
+            features=self.task.features,
+            steps_per_trial=self.training.find_batch_size_steps_per_trial,
+            resident=[*self.model.parameters(), *self.model.buffers(), *self.reference_tensors, *resident],
+        )
 
     def _train_step(self, rows: NDArray[np.int64]) -> None:
-        """Runs forward and backward; its gradients are dropped, also where it fails."""
+        """Runs forward and backward; drops the gradients, also where it fails."""
         # Each part of a batch holds copies of the buffers, beside those of the step.
         held = Snapshot(self.model, self.meter.device)
         try:
@@ -389,5 +387,5 @@ def model_does_not_fit(need_bytes: int, capacity_bytes: int) -> DoesNotFitError:
         "Weights, gradients and optimizer state must fit on the device",
         value=f"they need {size_text(need_bytes)} of {size_text(capacity_bytes)}",
         remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need_bytes)})",
-        shortage=Shortage(need_bytes=need_bytes),
+        details=OutOfMemoryDetails(need_bytes=need_bytes),
     )

@@ -1,36 +1,34 @@
-"""What the memory of a batch grows with: counts of its samples, summed or padded."""
+"""What the memory of a batch grows with: the counts of its samples, summed or padded.
+
+Shapes: R samples, F features, G samples of the whole data set, S members.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
     from can_train.task import Feature
 
 
 def batch_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Combines samples to a batch.
+    """Returns [F], the feature totals of the batch that holds samples with counts [R, F].
 
     >>> from can_train.task import Feature
     >>> batch_totals([Feature("nodes"), Feature("tokens", padding=1)], np.array([[2.0, 5.0], [4.0, 7.0]])).tolist()
     [6.0, 14.0]
-
-    Args:
-        features: F of them.
-        counts: [R, F], each sample's own.
-
-    Returns:
-        [F] what the batch's memory grows with.
     """
     return growing_totals(features, counts)[-1] if len(counts) else np.zeros(len(features))
 
 
 def growing_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns [R, F]: the totals of the batches that hold the first 1, 2, … R samples. No column ever falls."""
+    """Returns [R, F], the totals of the batches that hold the first 1, 2, … R samples. No column ever falls."""
     sizes = np.arange(1, len(counts) + 1)
     columns = [
         sizes * np.maximum.accumulate(column) ** feature.padding if feature.padding else column.cumsum()
@@ -40,12 +38,12 @@ def growing_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> 
 
 
 class Members(NamedTuple):
-    """The members (nodes, say) of chosen samples, sample after sample.
+    """The members (nodes, for example) of chosen samples, sample after sample.
 
     Attributes:
-        positions: [S] where they are in the flat arrays.
-        starts: [R] where each sample's begin among them.
-        sizes: [R] how many each sample has.
+        positions: [S] indices into the flat arrays.
+        starts: [R] index of each sample's first member among `positions`.
+        sizes: [R] number of members of each sample.
     """
 
     positions: NDArray[np.int64]
@@ -54,13 +52,13 @@ class Members(NamedTuple):
 
 
 def members(ptr: NDArray[np.int64], rows: NDArray[np.int64]) -> Members:
-    """Finds the members of samples, in any order and with repetitions.
+    """Finds the members of samples `rows`, in any order and with repetitions.
 
     >>> members(np.array([0, 2, 2, 5]), np.array([2, 0])).positions.tolist()
     [2, 3, 4, 0, 1]
 
     Args:
-        ptr: [G + 1] bounds of every sample's members.
+        ptr: [G + 1] bounds of every sample's members in the flat arrays.
         rows: [R] the samples.
     """
     first = ptr[rows]

@@ -1,31 +1,39 @@
 """The optimizer, its schedule, mixed precision, and the memory it takes."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from can_train.config.settings import TrainingSettings
-from can_train.memory.simulated_gpu import LiveStorage
+from can_train.memory.simulated_gpu import LiveStorageTracker
+
+if TYPE_CHECKING:
+    from can_train.config.settings import TrainingSettings
+
+SGD_MOMENTUM: Final = 0.9
+
+_AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _UNLIMITED: Final = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """Bytes on the device.
+    """Bytes that an optimizer takes of the device.
 
     Attributes:
-        parameter_bytes: The trained parameters; their gradients take as much.
-        state_bytes: What the optimizer keeps from its first step on.
-        transient_bytes: What a step needs beside that while it runs.
-        tensor_bytes: Of each trained parameter, none of them empty: the pieces that an optimizer works in.
+        parameter_bytes: Size of the trained parameters; their gradients take as much.
+        state_bytes: State that the optimizer keeps from its first step on.
+        transient_bytes: Temporary memory of a step.
+        tensor_bytes: Size of each trained parameter that is not empty: the pieces that an optimizer works in.
     """
 
     parameter_bytes: int
@@ -37,13 +45,8 @@ class OptimizerMemory:
 def measure_optimizer(
     parameters: Iterable[Tensor], make: Callable[[Sequence[nn.Parameter]], Optimizer]
 ) -> OptimizerMemory:
-    """Takes two steps of the optimizer on zeros of the parameters' shapes.
-
-    Args:
-        parameters: The trained ones.
-        make: Makes the optimizer as the run will.
-    """
-    with LiveStorage(_UNLIMITED) as tracker:
+    """Measures two steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes."""
+    with LiveStorageTracker(_UNLIMITED) as tracker:
         shadows = [nn.Parameter(torch.zeros_like(parameter, device="cpu")) for parameter in parameters]
         parameter_bytes = tracker.live_bytes
         for shadow in shadows:
@@ -52,6 +55,7 @@ def measure_optimizer(
         before = tracker.live_bytes
         optimizer.step()
         state_bytes = tracker.live_bytes - before
+        # State is made in the first step, so only the second has the temporary memory of all later ones.
         optimizer.step()
         transient_bytes = tracker.peak_bytes - tracker.live_bytes
     return OptimizerMemory(
@@ -62,31 +66,20 @@ def measure_optimizer(
     )
 
 
-SGD_MOMENTUM: Final = 0.9
-
-
-_AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Number formats of a run.
-
-    Attributes:
-        dtype: Of weights and inputs.
-        autocast: Of the matrix products under mixed precision; None: as `dtype`.
-    """
+    """Number formats of a run: of weights and inputs, and of matrix products where precision is mixed."""
 
     dtype: torch.dtype
     autocast: torch.dtype | None
 
     @classmethod
-    def named(cls, name: str) -> "Precision":
+    def named(cls, name: str) -> Precision:
         """Returns the precision that `training.precision` names."""
         return cls(dtype=torch.float64 if name == "fp64" else torch.float32, autocast=_AUTOCAST.get(name))
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Opens the autocast of a forward pass."""
+        """Opens the span of a forward pass."""
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
 
 
@@ -95,11 +88,9 @@ class Optimization:
     """Optimizer, schedule and gradient scaler, which step together.
 
     Attributes:
-        optimizer: Updates the weights.
-        scheduler: Moves the learning rate.
-        scaler: Scales losses under fp16; disabled, a pass-through, otherwise.
-        clip_norm: Largest gradient norm; 0: none.
-        parameters: What is clipped.
+        scaler: Scales losses under fp16; otherwise disabled.
+        clip_norm: Largest gradient norm; 0: gradients are not clipped.
+        parameters: Those whose gradients are clipped.
     """
 
     optimizer: Optimizer
@@ -109,7 +100,7 @@ class Optimization:
     parameters: list[nn.Parameter]
 
     def step(self) -> bool:
-        """Unscales, clips once, steps, and clears the gradients; the schedule moves elsewhere.
+        """Unscales and clips the gradients, steps, and clears them; the caller moves the schedule.
 
         Returns:
             Whether the weights moved: under fp16 the scaler skips a step whose gradients overflowed.
@@ -124,23 +115,23 @@ class Optimization:
         return self.scaler.get_scale() >= scale
 
     def drop_stale_state(self) -> None:
-        """Forgets the moments of parameters that are frozen by now: thawed, they would push into an old direction."""
+        """Drops the moments of frozen parameters: once thawed, they would push into an old direction."""
         for parameter in [p for p in self.optimizer.state if not p.requires_grad]:
             del self.optimizer.state[parameter]
 
     @property
     def state_bytes(self) -> int:
-        """What the optimizer's state takes by now."""
+        """Bytes of the optimizer's state."""
         states = self.optimizer.state.values()
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
     @property
     def lr(self) -> float:
-        """The learning rate in force."""
+        """The current learning rate."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs to continue bit by bit."""
+        """Returns everything that a resumed run needs to continue bit by bit."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -148,7 +139,7 @@ class Optimization:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
+        """Restores a state from `state_dict`."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
@@ -161,10 +152,10 @@ def make_optimization(
 
     Args:
         model: Its trainable parameters are optimised.
-        training: Names and numbers.
+        training: Settings of the run.
         lr: Learning rate at the plan's logical batch.
-        total_steps: Optimizer steps, not micro-batches, of the whole run: the schedule is as long as the training.
-        device: Where the model is.
+        total_steps: Optimizer steps, not micro-batches, of the whole run.
+        device: Device of the model.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(parameters, training, lr, device)
@@ -182,11 +173,8 @@ def make_optimization(
 def make_optimizer(
     parameters: list[nn.Parameter], training: TrainingSettings, lr: float, device: torch.device
 ) -> Optimizer:
-    """Makes the optimizer alone.
-
-    On a GPU it is the fused one: the default there keeps a copy of the parameters' size for a moment in every step,
-    which the batch could have used.
-    """
+    """Makes the optimizer alone."""
+    # The default on a GPU (foreach) copies the parameters for a moment in every step, which the batch could have used.
     fused = True if device.type == "cuda" else None
     if training.optimizer == "sgd":
         return torch.optim.SGD(

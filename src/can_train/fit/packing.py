@@ -1,17 +1,36 @@
-"""How a logical batch is cut into micro-batches, by count or by cost."""
+"""How a logical batch is cut into micro-batches, by count or by cost.
+
+Shapes: R samples, F features.
+"""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from numbers import Integral
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from can_train.errors import ArgumentError
 from can_train.fit.features import growing_totals
 from can_train.task import Feature
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from can_train.fit.cost_model import CostModel
+
+# Relative excess of a cost over a limit that is round-off.
+ROUNDING: Final = 1e-9
+
+# Samples that the search for the end of a part looks at first; the number doubles from there.
+_FIRST_LOOK: Final = 64
+
+# Halvings of a search for a limit: to 1e-15 of the whole.
+_BISECTIONS: Final = 50
 
 
 def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tuple[int, ...]:
@@ -25,14 +44,14 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
     Args:
         desired: Samples in the logical batch.
         limit: Samples that one micro-batch may hold.
-        divisor: All micro-batches equal, their size the largest divisor of `desired` that is ≤ `limit`. A prime number
-            of samples above the limit then runs one by one.
+        divisor: All micro-batches are equal, their size the largest divisor of `desired` that is ≤ `limit`. A prime
+            number of samples above the limit then runs one by one.
 
     Returns:
         The sizes in samples, largest first: each ≤ `limit`, their sum is `desired`, and no two differ by more than 1.
 
     Raises:
-        ArgumentError: `desired` or `limit` is below 1, or no whole number.
+        ArgumentError: `desired` or `limit` is below 1, or not a whole number.
     """
     if not isinstance(desired, Integral) or not isinstance(limit, Integral):
         raise ArgumentError("Numbers of samples are whole", value=f"desired {desired!r}, limit {limit!r}")
@@ -41,27 +60,17 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
         raise ArgumentError("A logical batch has at least one sample", value=f"{desired}")
     if limit < 1:
         raise ArgumentError("A micro-batch must be allowed at least one sample", value=f"limit {limit}")
-    count = _smallest_divisor(desired, at_least=-(-desired // limit)) if divisor else -(-desired // limit)
+    count = -(-desired // limit)
+    if divisor:
+        # Divisors come in pairs, one of them at most the square root: a billion samples are solved at once.
+        pairs = ((low, desired // low) for low in range(1, math.isqrt(desired) + 1) if desired % low == 0)
+        count = min(divisor for pair in pairs for divisor in pair if divisor >= count)
     size, larger = divmod(desired, count)
     return (size + 1,) * larger + (size,) * (count - larger)
 
 
-def _smallest_divisor(number: int, *, at_least: int) -> int:
-    """The smallest divisor of `number` that is ≥ `at_least`, found among the pairs up to its square root."""
-    pairs = ((low, number // low) for low in range(1, math.isqrt(number) + 1) if number % low == 0)
-    return min(divisor for pair in pairs for divisor in pair if divisor >= at_least)
-
-
-ROUNDING: Final = 1e-9
-"""Relative excess of a cost over a limit that is round-off."""
-
-
-_FIRST_LOOK: Final = 64
-"""Samples that a search for the end of a part looks at first; it doubles from there."""
-
-
 class BatchCosts:
-    """What the contiguous parts of one ordered batch cost.
+    """Costs of the contiguous parts of one ordered batch.
 
     Args:
         counts: [R, F] the samples' own counts, none negative.
@@ -78,16 +87,23 @@ class BatchCosts:
         self._counts = counts
         self._features = tuple(features)
         self._coefficients = np.asarray(coefficients, dtype=np.float64)
-        self._sums = None if any(f.padding for f in self._features) else self._prefix_sums()
+        # Padded costs do not add up, so only summed ones have prefix sums.
+        is_summed = not any(feature.padding for feature in self._features)
+        self._sums = np.concatenate([[0.0], (counts @ self._coefficients).cumsum()]) if is_summed else None
 
     @classmethod
-    def of_samples(cls, costs: Sequence[float] | NDArray[np.float64]) -> "BatchCosts":
-        """Costs that simply add up."""
+    def priced(cls, model: CostModel, counts: NDArray[np.float64]) -> BatchCosts:
+        """Prices samples with counts [R, F] by a cost model."""
+        return cls(counts, model.features, model.coefficients)
+
+    @classmethod
+    def of_samples(cls, costs: Sequence[float] | NDArray[np.float64]) -> BatchCosts:
+        """Makes a batch whose samples' costs [R] simply add up."""
         return cls(np.asarray(costs, dtype=np.float64).reshape(-1, 1), (Feature("cost"),), (1.0,))
 
     @classmethod
-    def uniform(cls, size: int) -> "BatchCosts":
-        """`size` samples that cost 1 each."""
+    def uniform(cls, size: int) -> BatchCosts:
+        """Makes a batch of `size` samples that cost 1 each."""
         return cls.of_samples(np.ones(size))
 
     def __len__(self) -> int:
@@ -98,16 +114,21 @@ class BatchCosts:
         """Whether every sample costs the same, wherever it stands."""
         return bool((self._counts == self._counts[:1]).all())
 
-    def part(self, start: int, stop: int) -> "BatchCosts":
-        """The batch that holds samples `start:stop` only."""
+    def part(self, start: int, stop: int) -> BatchCosts:
+        """Returns the batch that holds samples `start:stop` only."""
         return BatchCosts(self._counts[start:stop], self._features, self._coefficients)
 
-    def chosen(self, positions: NDArray[np.int64]) -> "BatchCosts":
-        """The batch that holds the samples at `positions`, in that order."""
+    def parts(self, sizes: Sequence[int]) -> list[BatchCosts]:
+        """Returns the batches that hold the first `sizes[0]` samples, the next `sizes[1]`, and so on."""
+        stops = np.cumsum([0, *sizes]).tolist()
+        return [self.part(start, stop) for start, stop in pairwise(stops)]
+
+    def chosen(self, positions: NDArray[np.int64]) -> BatchCosts:
+        """Returns the batch that holds the samples at `positions`, in that order."""
         return BatchCosts(self._counts[positions], self._features, self._coefficients)
 
     def mean_counts(self) -> NDArray[np.float64]:
-        """Returns [F] the mean sample's counts."""
+        """Returns [F], the mean sample's counts."""
         mean: NDArray[np.float64] = self._counts.mean(axis=0)
         return mean
 
@@ -116,15 +137,24 @@ class BatchCosts:
         return float(self._counts[start:stop, 0].sum())
 
     def cost(self, start: int, stop: int) -> float:
-        """Returns what samples `start:stop` cost as one part."""
+        """Returns the cost of samples `start:stop` as one part."""
         if stop <= start:
             return 0.0
         if self._sums is not None:
             return float(self._sums[stop] - self._sums[start])
         return float(self._growing(start, stop)[-1])
 
+    @property
+    def total(self) -> float:
+        """The cost of the whole batch as one part."""
+        return self.cost(0, len(self))
+
+    def part_costs(self, sizes: Sequence[int]) -> list[float]:
+        """Returns the costs of the first `sizes[0]` samples as one part, of the next `sizes[1]`, and so on."""
+        return [self.cost(start, stop) for start, stop in pairwise(np.cumsum([0, *sizes]).tolist())]
+
     def each(self) -> NDArray[np.float64]:
-        """Returns [R] what each sample costs alone."""
+        """Returns [R], the cost of each sample alone."""
         powers = [max(feature.padding, 1) for feature in self._features]
         costs: NDArray[np.float64] = self._counts ** np.asarray(powers) @ self._coefficients
         return costs
@@ -144,9 +174,6 @@ class BatchCosts:
 
     def _growing(self, start: int, stop: int) -> NDArray[np.float64]:
         return growing_totals(self._features, self._counts[start:stop]) @ self._coefficients
-
-    def _prefix_sums(self) -> NDArray[np.float64]:
-        return np.concatenate([[0.0], (self._counts @ self._coefficients).cumsum()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +196,9 @@ class PartLimit:
 def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:
     """Cuts a batch into micro-batches.
 
-    Uniform cost is solved for the fewest parts of nearly equal size, where that keeps to the floor; else each part
-    takes the samples that follow until the next one would not fit (next-fit). A sample that alone costs more than the
-    limit is a part by itself.
+    Samples of uniform cost are solved for the fewest parts of nearly equal size, where that keeps to the floor.
+    Otherwise each part takes the samples that follow until the next one would not fit (next-fit). A sample that alone
+    costs more than the limit is a part by itself.
 
     >>> cut(BatchCosts.of_samples([5, 1, 1, 6, 2]), PartLimit(cost=7))
     (3, 1, 1)
@@ -196,36 +223,31 @@ def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:
         stop = min(max(batch.reach(start, limit.cost), start + max(limit.floor, 1)), start + most, size)
         sizes.append(stop - start)
         start = stop
-    return _with_floor(sizes, limit.floor)
-
-
-def _with_floor(sizes: list[int], floor: int) -> tuple[int, ...]:
-    """Evens the last two parts out where the last is below the floor and the one before can spare samples."""
-    if len(sizes) > 1 and sizes[-1] < floor:
-        missing = min(floor - sizes[-1], max(sizes[-2] - floor, 0))
+    if len(sizes) > 1 and sizes[-1] < limit.floor:
+        # The part before the last gives the samples that it can spare.
+        missing = min(limit.floor - sizes[-1], max(sizes[-2] - limit.floor, 0))
         sizes[-2:] = [sizes[-2] - missing, sizes[-1] + missing]
     return tuple(sizes)
 
 
 def _equal(batch: BatchCosts, limit: PartLimit, most: int) -> tuple[int, ...]:
-    """The largest divisor of the batch for which every part fits; `floor` or 1 where none does."""
+    """Cuts into the largest divisor of the batch for which every part fits; into floor or 1 where none does."""
     size = len(batch)
-    divisors = [n for n in range(min(most, size), 0, -1) if size % n == 0 and (n >= limit.floor or n == size)]
-    for width in divisors or [1]:
+    divisors = [n for n in range(min(most, size), 0, -1) if size % n == 0 and (n >= limit.floor or n == size)] or [1]
+    for width in divisors:
         if all(batch.cost(start, start + width) <= limit.cost * (1 + ROUNDING) for start in range(0, size, width)):
-            return (width,) * (size // width)
-    width = divisors[-1] if divisors else 1
+            break
     return (width,) * (size // width)
 
 
 def largest_typical_batch(
     order: BatchCosts, limit: float, *, upper: int, shares: int = 1, fitting_share: float = 0.95
 ) -> int:
-    """Returns the largest batch of which all but a few fit whole, or in as many shares as there are.
+    """Returns the largest batch that fits whole, or in one share per device, nearly always.
 
     Args:
         order: The samples of an epoch, in its order.
-        limit: What one micro-batch may cost.
+        limit: Largest cost of one micro-batch.
         upper: Largest batch to consider, in samples.
         shares: Contiguous parts of a batch that run at the same time, on a device each.
         fitting_share: Share of the epoch's batches that must fit; the others run in more parts.
@@ -241,24 +263,17 @@ def largest_typical_batch(
             start = order.reach(start, limit)
         return start < stop
 
-    def fits(size: int) -> bool:
-        stops = range(size, len(order) + 1, size)
-        over = sum(is_over(stop - size, stop) for stop in stops)
-        return over <= (1 - fitting_share) * len(stops)
-
     low, high = 1, upper + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        stops = range(middle, len(order) + 1, middle)
+        over = sum(is_over(stop - middle, stop) for stop in stops)
+        low, high = (middle, high) if over <= (1 - fitting_share) * len(stops) else (low, middle)
     return low
 
 
-_SHARE_BISECTIONS: Final = 50
-"""Halvings of the search for the smallest limit that a share can keep to: to 1e-15 of the whole."""
-
-
 def share_out(batch: BatchCosts, shares: int) -> tuple[int, ...]:
-    """Cuts a batch into contiguous shares so that the costliest one costs as little as can be.
+    """Cuts a batch into contiguous shares whose costliest one costs as little as possible.
 
     >>> share_out(BatchCosts.of_samples([5, 1, 1, 6, 2]), 2)
     (3, 2)
@@ -270,31 +285,25 @@ def share_out(batch: BatchCosts, shares: int) -> tuple[int, ...]:
         shares: How many, at least 1.
 
     Returns:
-        Sizes in samples, in order; their sum is R. The last ones may be empty.
+        Sizes in samples, in order; their sum is R. The last ones may be 0.
     """
     if shares == 1:
         return (len(batch),)
-    low, high = 0.0, batch.cost(0, len(batch))
-    for _ in range(_SHARE_BISECTIONS):
+    low, high = 0.0, batch.total
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (low, middle) if _within(batch, shares, middle) else (middle, high)
-    sizes = _within(batch, shares, high)
-    assert sizes is not None, "one share can keep to the whole's cost"
-    return sizes
+        low, high = (low, middle) if sum(_filled(batch, shares, middle)) == len(batch) else (middle, high)
+    return _filled(batch, shares, high)
 
 
-def _within(batch: BatchCosts, shares: int, limit: float) -> tuple[int, ...] | None:
-    """Gives each share as many samples as it can have; None where some are left over."""
+def _filled(batch: BatchCosts, shares: int, limit: float) -> tuple[int, ...]:
+    """Gives each share in turn as many samples as the limit allows; some samples may be left over."""
     sizes, start = [], 0
     for _ in range(shares):
         stop = batch.reach(start, limit) if start < len(batch) else start
         sizes.append(stop - start)
         start = stop
-    return tuple(sizes) if start == len(batch) else None
-
-
-_BISECTIONS: Final = 40
-"""Halvings of the search for the smallest limit that keeps a cap on the number of parts: to 1e-12 of the cost."""
+    return tuple(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,14 +311,15 @@ class SplitRules:
     """How logical batches are cut.
 
     Attributes:
-        safe_limit: Cost that one micro-batch may have; infinite where nobody searched.
-        tuned_limit: Cost that was tried and fits; infinite where nobody searched.
+        safe_limit: Largest cost of one micro-batch; infinite without a search.
+        tuned_limit: Cost that was tried and fits; infinite without a search.
         samples: Largest micro-batch in samples (a fixed one, or a loader batch); 0: any.
         floor: Smallest micro-batch in samples.
         equal: Micro-batches of equal size.
         threshold: Units of the main feature up to which a batch is not cut, as long as it is known to fit.
+        splits: Parts that a batch above the threshold is cut into at least, as far as samples and floor allow.
         target: Cost that micro-batches should come down to; infinite: none.
-        max_splits: Most parts that are planned for the sake of `target`; a rescue may make more.
+        max_splits: Most parts that are planned to reach `target`; `splits` and a rescue may exceed it.
     """
 
     safe_limit: float = math.inf
@@ -318,6 +328,7 @@ class SplitRules:
     floor: int = 1
     equal: bool = False
     threshold: float = 0.0
+    splits: int = 1
     target: float = math.inf
     max_splits: int = 4
 
@@ -326,29 +337,45 @@ class SplitRules:
         if self.threshold and batch.main_feature(0, len(batch)) <= self.threshold:
             return PartLimit(cost=self.tuned_limit, floor=self.floor, equal=self.equal)
         limit = PartLimit(cost=self.safe_limit, samples=self.samples, floor=self.floor, equal=self.equal)
-        if self.target == math.inf:
-            return limit
-        wanted = replace(limit, cost=min(self.safe_limit, self.target))
-        if len(cut(batch, wanted)) > self.max_splits:
-            # What is known not to fit is cut nevertheless.
-            wanted = replace(limit, cost=min(self.safe_limit, self._capped(batch, limit)))
-        return wanted
+        if self.target < self.safe_limit:
+            wanted = replace(limit, cost=self.target)
+            if len(cut(batch, wanted)) > self.max_splits:
+                # A batch that is known not to fit is cut into more parts nevertheless.
+                wanted = replace(limit, cost=min(self.safe_limit, _cost_around(batch, limit, self.max_splits)[1]))
+            limit = wanted
+        is_enough = self.splits == 1 or len(cut(batch, limit)) >= self.splits
+        return limit if is_enough else self._in_splits(batch, limit)
 
-    def _capped(self, batch: BatchCosts, limit: PartLimit) -> float:
-        """The smallest cost limit that cuts the batch into no more than `max_splits` parts, where there is one."""
-        low, high = 0.0, batch.cost(0, len(batch))
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            parts = len(cut(batch, replace(limit, cost=middle)))
-            low, high = (middle, high) if parts > self.max_splits else (low, middle)
-        return high
+    def _in_splits(self, batch: BatchCosts, limit: PartLimit) -> PartLimit:
+        """Lowers a limit until the batch is cut into at least `splits` parts."""
+        smallest = replace(limit, samples=max(self.floor, 1))
+        if len(cut(batch, smallest)) <= self.splits:
+            return smallest
+        more, fewer = _cost_around(batch, limit, self.splits)
+        even = replace(limit, cost=fewer)
+        return even if len(cut(batch, even)) == self.splits else replace(limit, cost=more)
+
+
+def _cost_around(batch: BatchCosts, limit: PartLimit, parts: int) -> tuple[float, float]:
+    """Finds the cost limit at which the batch is cut into just no more than a number of parts.
+
+    Returns:
+        Two costs that are next to each other: cut by the first, there are more parts than `parts`, unless no cost limit
+        leads to so many; by the second, there are not.
+    """
+    low, high = 0.0, batch.total
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        is_above = len(cut(batch, replace(limit, cost=middle))) > parts
+        low, high = (middle, high) if is_above else (low, middle)
+    return low, high
 
 
 def optimizer_batches(batch: BatchCosts, threshold: float) -> tuple[int, ...]:
-    """Cuts what was meant as one logical batch into several, each an optimizer step of its own (preflight splitting).
+    """Cuts one logical batch into several, each an optimizer step of its own (preflight splitting).
 
     Args:
-        batch: Its first feature is what the threshold counts.
+        batch: Its first feature is the one that the threshold counts.
         threshold: Units of the main feature that one optimizer step may see; infinite: any.
 
     Returns:

@@ -1,27 +1,24 @@
-"""The resolved decision of a run: its logical batch, how it is cut, and which limit decided. Arithmetic only: the
-caller has searched for the tuned limit, priced the samples and looked the safety factor up.
+"""The resolved decision of a run: its logical batch, how it is cut, and which limit decided.
+
+Arithmetic only: the caller has searched for the tuned limit, priced the samples and looked the safety factor up.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import numpy as np
 
 from can_train.fit.packing import BatchCosts, SplitRules, cut, largest_typical_batch, optimizer_batches, share_out
 
+# Optimizer steps per epoch below which schedules, early stopping and averages over an epoch lose their meaning.
 FEW_STEPS: Final = 5
-"""Optimizer steps an epoch below which schedules, early stopping and averages over an epoch lose their meaning."""
-
 
 Mode = Literal["max", "opt", "off"]
-
-
 BindingLimit = Literal["requested", "memory", "dataset", "min_steps"]
-
-
 LrScale = Literal["auto", "none", "sqrt", "linear"]
 
 
@@ -30,14 +27,14 @@ class PlanRequest:
     """What a plan is resolved from.
 
     Attributes:
-        mode: `max`: the largest batch that fits; `opt`: the batch asked for, cut to fit; `off`: as asked, uncut.
-        requested_batch: Logical batch asked for, in samples; None where nobody asked.
-        preset_batch: Logical batch that the learning rate was chosen for, in samples.
+        mode: `max`: the largest batch that fits; `opt`: the requested batch, cut to fit; `off`: as requested, uncut.
+        requested_batch: Logical batch in samples that the user gave; None where the user gave none.
+        preset_batch: Logical batch in samples that the learning rate was chosen for.
         loader_batch: Samples of one loader batch; several of them make a logical batch.
         min_steps_per_epoch: With `max`, an epoch has at least so many optimizer steps where the data set allows.
         micro_batch_size: Fixed micro-batch in samples, without a search; 0 searches.
         lr_scale: Learning rate against logical ÷ preset batch; `auto` is `sqrt` under `max`, else `none`.
-        rules: The accumulation options; the limits in them are not known yet.
+        rules: The accumulation options, still without limits.
         ranks: Processes that share a logical batch, each on a device of its own.
         preflight_threshold: Units of the main feature above which a batch becomes several optimizer steps; infinite:
             never.
@@ -75,6 +72,10 @@ class PlanRequest:
         """Returns the samples of each epoch."""
         return [max(1, round(share * dataset_size)) for share in self.epoch_shares]
 
+    def batch_within(self, dataset_size: int) -> int:
+        """Returns the given or the preset's logical batch, no larger than the data set."""
+        return min(self.requested_batch or self.preset_batch, dataset_size)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -83,15 +84,15 @@ class Plan:
     Attributes:
         logical_batch: Samples that one optimizer step sees.
         rules: How it is cut, limits included.
-        steps_per_epoch: Optimizer steps of the first epoch, the last one perhaps on fewer samples; of the last epoch,
-            where epochs differ.
-        fewest_steps_per_epoch, mean_steps_per_epoch: Likewise of the epoch that has fewest, and on average.
-        fewest_parts, most_parts: Micro-batches of a step, over the first epoch and, where epochs differ, the last; on
-            one device, where several share it.
+        steps_per_epoch: Optimizer steps of the first epoch, or of the last one where epochs differ; the last step may
+            see fewer samples.
+        fewest_steps_per_epoch, mean_steps_per_epoch: Fewest and mean optimizer steps over all epochs.
+        fewest_parts, most_parts: Micro-batches of a step on one device, over the first epoch and, where epochs differ,
+            the last.
         largest_micro_batch: Samples of the largest micro-batch of these epochs.
-        largest_cost: Cost of the costliest one.
-        largest_later_cost: Likewise of those that are not the first of their step, beside which the gradients so far
-            are there; 0 where a step has one only.
+        largest_cost: Cost of the costliest micro-batch.
+        largest_later_cost: Cost of the costliest that is not the first of its step, beside which there are gradients;
+            0 where each step has only one.
         binding_limit: What decided the logical batch.
         lr_factor: Multiplier of the learning rate.
         safety_factor: Share of the tuned limit in use; None without a search.
@@ -115,36 +116,34 @@ class Plan:
 
 
 def resolve_mode(find_batch_size: str, *, batch_size_given: bool) -> Mode:
-    """Decides what `auto` means: `opt` where a batch size was given, else `max`. The other modes mean themselves."""
+    """Resolves `auto` to `opt` where a batch size was given, else to `max`."""
     if find_batch_size == "auto":
         return "opt" if batch_size_given else "max"
-    modes: dict[str, Mode] = {"max": "max", "opt": "opt", "off": "off"}
-    return modes[find_batch_size]
+    return cast("Mode", find_batch_size)
 
 
 def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> float:
-    """Returns the largest cost that a device's finder need try: from there on memory no longer decides anything.
+    """Returns the largest cost that a device's search need try: beyond it memory no longer decides anything.
 
     Args:
-        request: What was asked for.
+        request: What the plan is resolved from.
         order: The training samples.
         factor: Safety factor, in (0, 1].
     """
     if request.takes_what_fits:
         needed = min(limit for limit, _ in _limits_beside_memory(request, len(order)))
     else:
-        needed = _asked_batch(request, len(order))
+        needed = request.batch_within(len(order))
     largest, ranks = float(order.each().max()), request.ranks
-    # Shares are made of whole samples: the costliest may be above the mean by all but an equal part of one.
+    # Shares are made of whole samples: the costliest may exceed the mean by all but an equal part of one.
     share = costliest(order, needed) / ranks + (1 - 1 / ranks) * largest
-    # Trials are, too: up to one sample may be missing from what was asked for.
+    # Trials are made of whole samples too: up to one may be missing from the cost to be tried.
     return share / factor + largest
 
 
 def costliest(order: BatchCosts, size: int) -> float:
     """Returns the cost of the costliest batch of `size` samples."""
-    positions = np.argsort(-order.each(), kind="stable")[:size]
-    return order.chosen(positions).cost(0, len(positions))
+    return order.chosen(np.argsort(-order.each(), kind="stable")[:size]).total
 
 
 def resolve_plan(
@@ -153,53 +152,32 @@ def resolve_plan(
     *,
     tuned_limit: float | None = None,
     factor: float = 1.0,
-    beside: Sequence[BatchCosts] = (),
+    other_epochs: Sequence[BatchCosts] = (),
 ) -> Plan:
     """Resolves a plan.
 
     Args:
-        request: What was asked for.
+        request: What the plan is resolved from.
         order: The training samples in the first epoch's order, or in the last one's, where epochs differ; none of them
             costs more than the tuned limit.
         tuned_limit: Largest cost that fits, searched for up to `search_upper`; None without a search.
         factor: Safety factor, in (0, 1].
-        beside: Orders of epochs with other samples.
+        other_epochs: Orders of epochs with other samples.
     """
-    rules = split_rules(request, tuned_limit=tuned_limit, factor=factor)
+    rules = _rules_with_limits(request, tuned_limit, factor)
     logical, binding = _logical_batch(request, order, rules.safe_limit)
-    epochs = [_batches(one, logical) for one in (order, *beside)]
-    return cut_plan(request, epochs, rules, factor=None if tuned_limit is None else factor, decided=(logical, binding))
-
-
-def cut_plan(
-    request: PlanRequest,
-    epochs: list[list[BatchCosts]],
-    rules: SplitRules,
-    *,
-    factor: float | None,
-    decided: tuple[int, BindingLimit],
-) -> Plan:
-    """Works out what the decided logical batch means: how an epoch's batches are cut.
-
-    Args:
-        request: What was asked for.
-        epochs: Logical batches of the epoch that the plan is made for, and of those with other samples.
-        rules: How they are cut.
-        factor: Safety factor; None without a search.
-        decided: The logical batch in samples, and what decided it.
-    """
-    logical, binding = decided
-    by_epoch = [[step for batch in epoch for step in _steps(batch, request.preflight_threshold)] for epoch in epochs]
+    num_batches = -(-len(order) // logical)
+    by_epoch = [_optimizer_steps(one, logical, request.preflight_threshold) for one in (order, *other_epochs)]
+    num_steps = len(by_epoch[0])
     shares = [share for steps in by_epoch for step in steps for share in _shares(step, request.ranks)]
     sizes = [cut(share, rules.limit_for(share)) for share in shares]
-    costs = [_part_costs(share, parts) for share, parts in zip(shares, sizes, strict=True)]
-    counts = _step_counts(request, epochs[0], len(by_epoch[0]), logical)
-    notices = _notices(request, logical) + _epoch_notices(by_epoch[0], min(counts), logical)
-    notices += _preflight_notices(request, len(by_epoch[0]), len(epochs[0])) + _cut_notices(sizes, shares, rules)
+    costs = [share.part_costs(parts) for share, parts in zip(shares, sizes, strict=True)]
+    # Preflight is taken to split the batches of all epochs alike.
+    counts = [round(-(-size // logical) * num_steps / num_batches) for size in request.epoch_sizes(len(order))]
     return Plan(
         logical_batch=logical,
         rules=rules,
-        steps_per_epoch=len(by_epoch[0]),
+        steps_per_epoch=num_steps,
         fewest_steps_per_epoch=min(counts),
         mean_steps_per_epoch=sum(counts) / len(counts),
         fewest_parts=min(len(parts) for parts in sizes),
@@ -209,48 +187,35 @@ def cut_plan(
         largest_later_cost=max(max(parts[1:], default=0.0) for parts in costs),
         binding_limit=binding,
         lr_factor=_lr_factor(request, logical),
-        safety_factor=factor,
-        notices=tuple(notices),
+        safety_factor=None if tuned_limit is None else factor,
+        notices=(
+            *_batch_notices(request, logical),
+            *_epoch_notices(by_epoch[0], min(counts), logical),
+            *_preflight_notices(request, num_steps, num_batches),
+            *_divisor_notices(sizes, shares, rules),
+        ),
     )
 
 
-def split_rules(request: PlanRequest, *, tuned_limit: float | None, factor: float) -> SplitRules:
-    """Puts the limits into the accumulation options."""
-    if tuned_limit is not None:
-        return replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
-    samples = request.micro_batch_size or request.loader_batch
-    return replace(request.rules, samples=samples)
+def _rules_with_limits(request: PlanRequest, tuned_limit: float | None, factor: float) -> SplitRules:
+    if tuned_limit is None:
+        return replace(request.rules, samples=request.micro_batch_size or request.loader_batch)
+    return replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
 
 
-def _batches(order: BatchCosts, size: int) -> list[BatchCosts]:
-    return [order.part(start, min(start + size, len(order))) for start in range(0, len(order), size)]
-
-
-def _step_counts(request: PlanRequest, batches: list[BatchCosts], steps: int, logical: int) -> list[int]:
-    """Returns the steps of each epoch, taking it that preflight splits the batches of all of them alike."""
-    samples = sum(len(batch) for batch in batches)
-    return [round(-(-size // logical) * steps / len(batches)) for size in request.epoch_sizes(samples)]
-
-
-def _steps(batch: BatchCosts, threshold: float) -> list[BatchCosts]:
-    steps, start = [], 0
-    for size in optimizer_batches(batch, threshold):
-        steps.append(batch.part(start, start + size))
-        start += size
-    return steps
+def _optimizer_steps(order: BatchCosts, logical: int, preflight_threshold: float) -> list[BatchCosts]:
+    """Cuts an epoch into logical batches, and those above the threshold into several steps."""
+    batches = [order.part(start, min(start + logical, len(order))) for start in range(0, len(order), logical)]
+    if preflight_threshold == math.inf:
+        return batches
+    return [step for batch in batches for step in batch.parts(optimizer_batches(batch, preflight_threshold))]
 
 
 def _shares(step: BatchCosts, ranks: int) -> list[BatchCosts]:
-    """Shares a step out; a rank whose share is empty has nothing to cut."""
     if ranks == 1:
         return [step]
-    stops = np.cumsum(share_out(step, ranks)).tolist()
-    return [step.part(start, stop) for start, stop in pairwise([0, *stops]) if stop > start]
-
-
-def _part_costs(step: BatchCosts, sizes: tuple[int, ...]) -> list[float]:
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    return [step.cost(int(start), int(stop)) for start, stop in pairwise(starts)]
+    # A rank whose share is empty has nothing to cut.
+    return [share for share in step.parts(share_out(step, ranks)) if len(share)]
 
 
 def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -> tuple[int, BindingLimit]:
@@ -258,25 +223,17 @@ def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -
         limits = _limits_beside_memory(request, len(order))
         upper = min(limit for limit, _ in limits)
         by_memory = largest_typical_batch(order, safe_limit, upper=upper, shares=request.ranks)
-        # Memory comes last: a search that stopped at its upper end ties with what bounded it, and did not bind.
+        # Memory comes last: a search that stopped at its upper end ties with the bound there, and did not bind.
         return min([*limits, (by_memory, "memory")], key=lambda limit: limit[0])
-    logical = _asked_batch(request, len(order))
-    return logical, "dataset" if logical < _wanted_batch(request) else "requested"
+    logical = request.batch_within(len(order))
+    return logical, "dataset" if logical < (request.requested_batch or request.preset_batch) else "requested"
 
 
 def _limits_beside_memory(request: PlanRequest, dataset_size: int) -> list[tuple[int, BindingLimit]]:
     smallest = min(request.epoch_sizes(dataset_size))
     by_steps = max(1, smallest // request.min_steps_per_epoch)
-    # The data set ties with min_steps only where a single step is asked for: then it is the data set that binds.
+    # The data set ties with min_steps only where that is 1: then it is the data set that binds.
     return [(smallest, "dataset"), (by_steps, "min_steps")]
-
-
-def _wanted_batch(request: PlanRequest) -> int:
-    return request.requested_batch or request.preset_batch
-
-
-def _asked_batch(request: PlanRequest, dataset_size: int) -> int:
-    return min(_wanted_batch(request), dataset_size)
 
 
 def _lr_factor(request: PlanRequest, logical_batch: int) -> float:
@@ -287,7 +244,8 @@ def _lr_factor(request: PlanRequest, logical_batch: int) -> float:
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scale]
 
 
-def _notices(request: PlanRequest, logical_batch: int) -> list[str]:
+def _batch_notices(request: PlanRequest, logical_batch: int) -> list[str]:
+    """Says where the logical batch is not the one that was asked for."""
     if request.takes_what_fits:
         if request.requested_batch is None:
             return []
@@ -297,21 +255,19 @@ def _notices(request: PlanRequest, logical_batch: int) -> list[str]:
     if request.mode == "max":
         fixed = f"micro_batch_size={request.micro_batch_size} is fixed"
         notices.append(f"{fixed}, so find_batch_size=max has nothing to search; the batch is {logical_batch}")
-    if logical_batch < (wanted := _wanted_batch(request)):
+    if logical_batch < (wanted := request.requested_batch or request.preset_batch):
         notices.append(f"The data set has {logical_batch} samples: a batch of {wanted} is the whole of it")
     return notices
 
 
 def _epoch_notices(steps: list[BatchCosts], fewest: int, logical_batch: int) -> list[str]:
-    """Says where an epoch is hardly one: weights move a few times only, or by single samples."""
+    """Says where weights move only a few times per epoch, or by single samples."""
     notices = []
     if fewest < FEW_STEPS:
         many = "1 optimizer step" if fewest == 1 else f"{fewest} optimizer steps"
         notices.append(f"An epoch has only {many}: smaller batches, or more epochs, move the weights more often")
     if logical_batch == 1:
-        notices.append(
-            "A batch is a single sample: gradients are as noisy as they can be, and BatchNorm has no statistics"
-        )
+        notices.append("A batch is a single sample: gradients are noisy, and BatchNorm has no statistics")
     elif len(steps) > 1 and len(steps[-1]) == 1:
         notices.append("The last step of an epoch sees a single sample")
     return notices
@@ -321,13 +277,13 @@ def _preflight_notices(request: PlanRequest, steps: int, batches: int) -> list[s
     if steps == batches:
         return []
     made = f"preflight_threshold={request.preflight_threshold:g} makes {steps} optimizer steps of {batches} batches"
-    return [f"{made} in one epoch: the optimizer sees smaller batches than asked for"]
+    return [f"{made} in one epoch: the optimizer sees smaller batches than the logical batch"]
 
 
-def _cut_notices(sizes: list[tuple[int, ...]], shares: list[BatchCosts], rules: SplitRules) -> list[str]:
+def _divisor_notices(sizes: list[tuple[int, ...]], shares: list[BatchCosts], rules: SplitRules) -> list[str]:
     if not rules.equal:
         return []
-    even = SplitRules(safe_limit=rules.safe_limit, samples=rules.samples)
+    even = SplitRules(safe_limit=rules.safe_limit, samples=rules.samples, splits=rules.splits)
     fewest = max(len(cut(share, even.limit_for(share))) for share in shares)
     most = max(len(parts) for parts in sizes)
     if most <= fewest:

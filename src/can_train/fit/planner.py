@@ -1,49 +1,55 @@
-"""Makes a run's plan: gathers what the device holds, what the samples cost and what was asked for. The decision itself
-is a pure function in `policy`.
+"""Makes a run's plan: explores the device, prices the samples, and has `plan.py` decide.
+
+Shapes: R samples.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from can_train.config.resolved import ResolvedRun
-from can_train.config.settings import TrainingSettings
-from can_train.errors import DoesNotFitError, Shortage
+from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit import random_state
-from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
 from can_train.fit.epochs import epoch_shares, planned_orders
 from can_train.fit.explore import Explorer
-from can_train.fit.factor_rule import ANY_PEAK, UNUSED, Aim, FactorChoice, FactorRule
-from can_train.fit.optimizer import OptimizerMemory
+from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, FactorChoice, FactorRule
 from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules
 from can_train.fit.plan import Plan, PlanRequest, resolve_mode, resolve_plan, search_upper
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
-from can_train.memory.meters import Held, Meter
-from can_train.reporter import Reporter
-from can_train.task import Task
+from can_train.memory.meters import CpuMeter, Meter
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from can_train.config.resolved import ResolvedRun
+    from can_train.config.settings import TrainingSettings
+    from can_train.fit.batch_dependence import BatchDependence
+    from can_train.reporter import Reporter
+    from can_train.task import Task
 
 _MIB: Final = 2**20
 
-
+# Oversize samples that a message names.
 _NAMED: Final = 5
-"""Oversize samples that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The plan of a run with what it rests on.
+    """The plan of a run with its basis.
 
     Attributes:
         plan: The decision.
-        limits: What the device holds; None where nobody searched.
+        limits: Limits of the device; None without a search.
         factor_reason: Where the safety factor comes from, in words.
-        aim: The peak that it goes for.
+        aim: The peak that the run aims for.
         skipped: Rows of training samples that are left out because they do not fit.
         ranks: Processes that share the logical batch.
         notices: What else the user should know, as sentences.
@@ -52,13 +58,13 @@ class RunPlan:
     plan: Plan
     limits: DeviceLimits | None
     factor_reason: str = ""
-    aim: Aim = ANY_PEAK
+    aim: Aim = NO_AIM
     skipped: tuple[int, ...] = ()
     ranks: int = 1
     notices: tuple[str, ...] = ()
 
-    def shares_with(self, other: "RunPlan") -> bool:
-        """Tells whether two ranks' plans are of the same samples and the same logical batch."""
+    def shares_with(self, other: RunPlan) -> bool:
+        """Tells whether two ranks' plans are for the same samples and the same logical batch."""
         return self.plan.logical_batch == other.plan.logical_batch and self.skipped == other.skipped
 
     @property
@@ -68,71 +74,58 @@ class RunPlan:
 
     def training_costs(self, task: Task, rows: NDArray[np.int64]) -> BatchCosts:
         """Prices a batch of training; without a cost model a sample costs its share of the features."""
-        return _prices(task, rows, None if self.limits is None else self.limits.training)
+        return _price(task, rows, None if self.limits is None else self.limits.training)
 
     def evaluation_costs(self, task: Task, rows: NDArray[np.int64]) -> BatchCosts:
         """Prices a batch of evaluation."""
-        return _prices(task, rows, None if self.limits is None else self.limits.evaluation)
+        return _price(task, rows, None if self.limits is None else self.limits.evaluation)
 
     @property
     def evaluation_limit(self) -> PartLimit:
-        """What a part of an evaluation may hold: its share of the limit, and no more memory than a step takes."""
-        if self.limits is None:
+        """What a part of an evaluation may hold: its safe limit, and no more memory than a step takes."""
+        if self.limits is None or self.predicted_peak_bytes is None:
             return PartLimit(samples=self.plan.largest_micro_batch)
         evaluation = self.limits.evaluation
-        share = (self.plan.safety_factor or 1.0) * evaluation.tuned_limit
-        return PartLimit(cost=min(share, evaluation.cost_within(self._step_peak_bytes(self.limits))))
+        safe_limit = (self.plan.safety_factor or 1.0) * evaluation.tuned_limit
+        return PartLimit(cost=min(safe_limit, evaluation.cost_within(self.predicted_peak_bytes)))
 
     @property
     def predicted_peak_bytes(self) -> float | None:
         """Peak of a step, which evaluation stays below; None without a cost model."""
-        return None if self.limits is None else self._step_peak_bytes(self.limits)
-
-    def _step_peak_bytes(self, limits: DeviceLimits) -> float:
-        return limits.step_peak_bytes(self.plan.largest_cost, self.plan.largest_later_cost)
+        if self.limits is None:
+            return None
+        return self.limits.step_peak_bytes(self.plan.largest_cost, self.plan.largest_later_cost)
 
     def used(self, largest_cost: float) -> float | None:
-        """A micro-batch's cost ÷ tuned limit; None where that limit was not searched for, or not reached: such a run
-        says nothing of what a share of it leads to.
+        """Returns a micro-batch's cost ÷ tuned limit; None where that limit is unknown.
+
+        A search that ended below the limit does not know it, and such a run says nothing of where a share of it leads.
         """
         if self.limits is None or self.plan.safety_factor is None or self.limits.training.capped:
             return None
         return largest_cost / self.limits.training.tuned_limit
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns strict JSON: an infinite limit is null."""
-        plain: dict[str, Any] = _finite(asdict(self))
+        """Returns strict JSON values: an infinite limit is null."""
+        # Costs may be numpy's floats.
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self, enc_hook=float))
         return plain
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> "RunPlan":
-        """Reads what `to_plain` made."""
-        limits = plain["limits"]
-        rules: dict[str, Any] = {
-            name: np.inf if value is None else value for name, value in plain["plan"]["rules"].items()
-        }
-        notices, steps = tuple(plain["plan"]["notices"]), plain["plan"]["steps_per_epoch"]
-        # Runs that began when all epochs were alike do not say these.
-        alike = {"fewest_steps_per_epoch": steps, "mean_steps_per_epoch": float(steps)}
-        return cls(
-            plan=Plan(**{**alike, **plain["plan"], "rules": SplitRules(**rules), "notices": notices}),
-            limits=None if limits is None else DeviceLimits.from_plain(limits),
-            factor_reason=plain["factor_reason"],
-            aim=Aim(**plain["aim"]),
-            skipped=tuple(plain["skipped"]),
-            # Runs that began when there was one only do not say so.
-            ranks=plain.get("ranks", 1),
-            notices=tuple(plain["notices"]),
-        )
+    def from_plain(cls, plain: dict[str, Any]) -> RunPlan:
+        """Reads values that `to_plain` made; raises KeyError, TypeError or ValueError where they are not a plan."""
+        # An infinite limit is the default.
+        rules = {name: value for name, value in plain["plan"]["rules"].items() if value is not None}
+        return msgspec.convert({**plain, "plan": {**plain["plan"], "rules": rules}}, cls)
 
 
 def plan_request(training: TrainingSettings, *, ranks: int = 1) -> PlanRequest:
-    """Writes down what the settings ask of a plan that some ranks share."""
-    requested = training.batch_size * training.gradient_accumulation_steps
+    """Translates the settings into a request for a plan that some ranks share."""
+    steps = training.gradient_accumulation_steps
     return PlanRequest(
         mode=resolve_mode(training.find_batch_size, batch_size_given=training.batch_size > 0),
-        requested_batch=requested or None,
-        preset_batch=training.lr_batch_size * (1 if training.batch_size else training.gradient_accumulation_steps),
+        requested_batch=training.batch_size * steps or None,
+        preset_batch=training.lr_batch_size * (1 if training.batch_size else steps),
         loader_batch=training.batch_size or training.lr_batch_size,
         min_steps_per_epoch=training.min_steps_per_epoch,
         micro_batch_size=training.micro_batch_size,
@@ -141,6 +134,7 @@ def plan_request(training: TrainingSettings, *, ranks: int = 1) -> PlanRequest:
             floor=training.min_micro_batch_size,
             equal=training.accumulation == "divisor",
             threshold=training.accumulation_threshold,
+            splits=training.splits,
             target=training.target_mib * _MIB,
             max_splits=training.accumulation_max_splits,
         ),
@@ -155,14 +149,13 @@ class Planner:
 
     Attributes:
         run: The resolved run.
-        task: Whose samples.
+        task: Its task.
         model: On the meter's device; left as it is.
-        meter: Of the device.
+        meter: Meter of the device.
         reporter: Where trials are shown.
-        verify: Whether limits are tried on the device; else they are predicted.
-        batch dependence: What is known of how samples of a batch influence each other; None: it is measured when asked for.
-        ranks: Processes that train the run; a plan made here takes all of them for alike.
-        beside: Tensors on the device that training does not change: a reference model's.
+        verify: Whether limits are tried on the device; otherwise they are predicted.
+        ranks: Processes that train the run; a plan made here assumes that all of them are alike.
+        reference_tensors: Tensors of reference models that are on the device.
     """
 
     run: ResolvedRun
@@ -171,39 +164,57 @@ class Planner:
     meter: Meter
     reporter: Reporter
     verify: bool = True
-    batch_dependence: BatchDependence | None = None
     ranks: int = 1
-    beside: Sequence[Tensor] = ()
+    reference_tensors: Sequence[Tensor] = ()
+
+    @cached_property
+    def explorer(self) -> Explorer:
+        """Measures the task's memory on the device."""
+        return Explorer(
+            task=self.task,
+            model=self.model,
+            training=self.run.training,
+            meter=self.meter,
+            rows=self.task.train_rows,
+            verify=self.verify,
+            reference_tensors=self.reference_tensors,
+        )
+
+    @cached_property
+    def batch_dependence(self) -> BatchDependence:
+        """How samples of a batch influence each other; measured once."""
+        return self.explorer.batch_dependence()
+
+    def request(self) -> PlanRequest:
+        """Translates the run's settings into a request."""
+        shares = epoch_shares(self.task, (), epochs=self.run.training.epochs)
+        return replace(plan_request(self.run.training, ranks=self.ranks), epoch_shares=shares)
 
     def make(self, factor: FactorRule) -> RunPlan:
         """Explores the device where the plan depends on it, and resolves the plan.
-
-        Args:
-            factor: How the safety factor is decided.
 
         Raises:
             DoesNotFitError: Not even one sample fits, or some do not and may not be skipped.
         """
         request = self.request()
-        if not request.needs_costs:
-            return self._resolved(request, None, (), factor)
-        return self.resolve(request, self.explore(request, factor.provisional), factor)
-
-    def request(self) -> PlanRequest:
-        """Writes down what is asked of the plan."""
-        shares = epoch_shares(self.task, (), epochs=self.run.training.epochs)
-        return replace(plan_request(self.run.training, ranks=self.ranks), epoch_shares=shares)
+        if request.needs_costs:
+            return self.resolve(request, self.explore(request, factor.provisional), factor)
+        plan = self._resolved(request, None, (), factor)
+        return replace(plan, notices=(*plan.notices, *self._notices_of_fixed_sizes(request, factor)))
 
     def resolve(self, request: PlanRequest, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
-        """Resolves the plan, given what the device holds.
+        """Resolves the plan, given the limits of the device.
 
         Raises:
             DoesNotFitError: Some samples do not fit and may not be skipped.
         """
-        return self._resolved(request, limits, self._oversize(limits.training), factor)
+        oversize = self._oversize(limits.training)
+        if len(oversize) and self.run.training.oversize != "skip":
+            raise self._oversize_error(oversize, limits)
+        return self._resolved(request, limits, tuple(np.sort(oversize).tolist()), factor)
 
     def make_again(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
-        """Keeps a plan's logical batch and finds out how it must be cut on this device, or for what is trained by now.
+        """Keeps a plan's logical batch and plans anew how it is cut, on this device and for the parameters trained now.
 
         Args:
             frozen: The plan made before.
@@ -214,76 +225,58 @@ class Planner:
             DoesNotFitError: Some samples do not fit here.
         """
         limits = self.explore(self._same_batch(frozen), factor.provisional, held_bytes=held_bytes)
-        over = set(self._oversize(limits.training, skip=False)) - set(frozen.skipped)
-        assert not over, "samples that do not fit raise"
+        oversize = self._oversize(limits.training)
+        oversize = oversize[~np.isin(oversize, frozen.skipped)]
+        # Not even oversize=skip leaves them out now: the samples of a run stay the same.
+        if len(oversize):
+            raise self._oversize_error(oversize, limits)
         return self._again(frozen, limits, factor)
 
     def common(self, plans: Sequence[RunPlan], own: RunPlan, factor: FactorRule) -> RunPlan:
-        """Takes the logical batch that every rank can hold its share of, and leaves out what is too large for any.
-
-        Args:
-            plans: What each rank has decided for itself.
-            own: This rank's.
-            factor: How the safety factor is decided.
-        """
-        least = min(plans, key=lambda plan: plan.plan.logical_batch)
-        agreed = replace(least, skipped=tuple(sorted({row for plan in plans for row in plan.skipped})))
+        """Plans the smallest logical batch of all ranks' plans, without the samples that any of them leaves out."""
+        smallest = min(plans, key=lambda plan: plan.plan.logical_batch)
+        agreed = replace(smallest, skipped=tuple(sorted({row for plan in plans for row in plan.skipped})))
         if own.limits is None or own.shares_with(agreed):
             return own
         return self._again(agreed, own.limits, factor)
 
-    def _same_batch(self, frozen: RunPlan) -> PlanRequest:
-        request = self.request()
-        batch = frozen.plan.logical_batch
-        return replace(request, mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0)
-
-    def _again(self, frozen: RunPlan, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
-        again = self._resolved(self._same_batch(frozen), limits, frozen.skipped, factor)
-        kept = {name: getattr(frozen.plan, name) for name in ("binding_limit", "lr_factor")}
-        return replace(again, plan=replace(again.plan, **kept))
-
-    def measured_batch_dependence(self) -> BatchDependence:
-        """Measures, once, how samples of a batch influence each other."""
-        if self.batch_dependence is None:
-            self.batch_dependence = self._explorer(lambda cost: None).batch_dependence()
-        return self.batch_dependence
-
-    def held_by(self, limits: DeviceLimits, cost: float) -> Held:
-        """Measures, on the host, what a GPU's allocator would hold for a batch of a cost."""
-        return self._explorer(lambda cost: None).held_by(limits.training, cost)
-
-    def fits(self, limits: DeviceLimits, cost: float, capacity_bytes: int) -> bool:
-        """Tries, on the host, whether a batch of a cost would run on a GPU of a capacity."""
-        return self._explorer(lambda cost: None).fits(limits.training, cost, capacity_bytes)
-
-    def optimizer_memory(self) -> OptimizerMemory:
-        """Measures, on the host, what the optimizer takes of the parameters trained by now."""
-        return self._explorer(lambda cost: None).optimizer_memory()
-
     def explore(self, request: PlanRequest, factor: float, *, held_bytes: int = 0) -> DeviceLimits:
-        """Finds out what the device holds; leaves generators as they were."""
+        """Finds the limits of the device; leaves random generators as they were.
+
+        Raises:
+            DoesNotFitError: The model does not fit, or not even a sample beside it.
+        """
         generators = random_state.capture()
         with self.reporter.stage("finding the batch size", unit="trials") as stage:
-            limits = self._explorer(lambda cost: stage.advance(1, mib=round(cost / _MIB, 1))).explore(
-                lambda costs: search_upper(request, costs, factor=factor), held_bytes=held_bytes
+            limits = self.explorer.explore(
+                lambda costs: search_upper(request, costs, factor=factor),
+                held_bytes=held_bytes,
+                on_trial=lambda cost: stage.advance(1, mib=round(cost / _MIB, 1)),
             )
         random_state.restore(generators)
         return limits
 
+    def _same_batch(self, frozen: RunPlan) -> PlanRequest:
+        batch = frozen.plan.logical_batch
+        return replace(self.request(), mode="opt", requested_batch=batch, lr_scale="none", micro_batch_size=0)
+
+    def _again(self, frozen: RunPlan, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
+        again, before = self._resolved(self._same_batch(frozen), limits, frozen.skipped, factor), frozen.plan
+        return replace(again, plan=replace(again.plan, binding_limit=before.binding_limit, lr_factor=before.lr_factor))
+
     def _resolved(
         self, request: PlanRequest, limits: DeviceLimits | None, skipped: tuple[int, ...], rule: FactorRule
     ) -> RunPlan:
-        phase = None if limits is None else limits.training
-        training = self.run.training
+        phase, training = None if limits is None else limits.training, self.run.training
         orders = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)
-        order, *beside = (_prices(self.task, one, phase) for one in orders)
+        order, *other_epochs = (_price(self.task, one, phase) for one in orders)
         decided = rule.decide(limits if request.searches else None)
         plan = resolve_plan(
             replace(request, epoch_shares=epoch_shares(self.task, skipped, epochs=training.epochs)),
             order,
             tuned_limit=phase.tuned_limit if phase is not None and request.searches else None,
             factor=decided.choice.factor,
-            beside=beside,
+            other_epochs=other_epochs,
         )
         return RunPlan(
             plan=plan,
@@ -296,43 +289,49 @@ class Planner:
         )
 
     def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
-        said = [*getattr(self.task, "notices", ())]
-        said += self.measured_batch_dependence().sentences(split=plan.most_parts > 1)
+        notices = [*self.task.notices(), *self.batch_dependence.sentences(split=plan.most_parts > 1)]
         if limits is not None:
-            said += [text for name in ("training", "evaluation") for text in _unexplained(name, getattr(limits, name))]
+            notices += _too_large_notices(plan, limits, self.run.training)
+            notices += _unexplained_notices("training", limits.training)
+            notices += _unexplained_notices("evaluation", limits.evaluation)
         if skipped:
-            said.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
-        return said
+            notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
+        return notices
 
-    def _explorer(self, tried: Any) -> Explorer:
-        return Explorer(
-            task=self.task, model=self.model, training=self.run.training, meter=self.meter,
-            rows=self.task.train_rows, tried=tried, verify=self.verify, beside=self.beside,
-        )  # fmt: skip
+    def _notices_of_fixed_sizes(self, request: PlanRequest, factor: FactorRule) -> list[str]:
+        """Predicts whether micro-batches fit whose size was given, so that nothing is searched for."""
+        is_fixed = request.micro_batch_size > 0 or request.rules.floor > 1
+        # On a processor memory is the host's: the limit is not a fixed one, and probes cost seconds.
+        if not is_fixed or isinstance(self.meter, CpuMeter):
+            return []
+        try:
+            limits = replace(self, verify=False).explore(request, factor.provisional)
+        except DoesNotFitError as error:
+            return [f"{error.rule}: {error.value}"]
+        plan = self._resolved(request, limits, (), factor).plan
+        return _too_large_notices(plan, limits, self.run.training)
 
-    def _oversize(self, phase: PhaseLimit, *, skip: bool | None = None) -> tuple[int, ...]:
-        """Finds the samples that do not fit by themselves.
-
-        Raises:
-            DoesNotFitError: There are some, and `oversize` does not say to skip them.
-        """
+    def _oversize(self, phase: PhaseLimit) -> NDArray[np.int64]:
+        """Returns the rows of the samples that do not fit by themselves, the costliest first."""
+        # A search that ended below the limit was up to a batch with every sample in it.
         if phase.capped:
-            return ()
+            return np.array([], dtype=np.int64)
         rows = self.task.train_rows
-        each = _prices(self.task, rows, phase).each()
-        over = np.flatnonzero(each > phase.tuned_limit * (1 + ROUNDING))
-        over = over[np.argsort(-each[over], kind="stable")]
-        may_skip = self.run.training.oversize == "skip" if skip is None else skip
-        if len(over) == 0 or may_skip:
-            return tuple(int(row) for row in np.sort(rows[over]))
-        named = ", ".join(self.task.describe(int(row)) for row in rows[over[:_NAMED]])
-        more = f" and {len(over) - _NAMED} more" if len(over) > _NAMED else ""
-        need = phase.peak_bytes(float(each[over[0]]))
-        raise DoesNotFitError(
-            f"Every training sample must fit on the device by itself, and {len(over)} of {len(rows)} do not",
-            value=f"{named}{more}; they need up to {size_text(need)} of {size_text(self.meter.capacity_bytes)}",
+        each = _price(self.task, rows, phase).each()
+        ranked = np.argsort(-each, kind="stable")
+        return rows[ranked[each[ranked] > phase.tuned_limit * (1 + ROUNDING)]]
+
+    def _oversize_error(self, oversize: NDArray[np.int64], limits: DeviceLimits) -> DoesNotFitError:
+        named = ", ".join(self.task.describe(int(row)) for row in oversize[:_NAMED])
+        more = f" and {len(oversize) - _NAMED} more" if len(oversize) > _NAMED else ""
+        phase = limits.training
+        need = phase.peak_bytes(_price(self.task, oversize[:1], phase).total)
+        num_samples = len(self.task.train_rows)
+        return DoesNotFitError(
+            f"Every training sample must fit on the device by itself, and {len(oversize)} of {num_samples} do not",
+            value=f"{named}{more}; they need up to {size_text(need)} of {size_text(limits.capacity_bytes)}",
             remedy=f"--oversize skip leaves them out; cards that would hold them: {cards_that_hold(need)}",
-            shortage=Shortage(need_bytes=round(need)),
+            details=OutOfMemoryDetails(need_bytes=round(need)),
         )
 
 
@@ -344,31 +343,40 @@ def still_fits(plan: RunPlan, meter: Meter) -> bool:
     return plan.limits.device_key == meter.key and peak is not None and peak <= meter.capacity_bytes
 
 
-def _prices(task: Task, rows: NDArray[np.int64], phase: PhaseLimit | None) -> BatchCosts:
+def _price(task: Task, rows: NDArray[np.int64], phase: PhaseLimit | None) -> BatchCosts:
     counts = task.batch_features(rows)
     if phase is not None and any(phase.model.coefficients):
-        return phase.costs(counts)
+        return BatchCosts.priced(phase.model, counts)
     # In units of the mean sample, so that the solver sees uniform data as uniform.
     means = np.maximum(counts.mean(axis=0), 1e-9) * counts.shape[1]
     return BatchCosts(counts, task.features, 1 / means)
 
 
-def _unexplained(what: str, phase: PhaseLimit) -> list[str]:
-    """Says where the features do not account for the memory that was seen."""
+def _too_large_notices(plan: Plan, limits: DeviceLimits, training: TrainingSettings) -> list[str]:
+    """Warns where the user's options make micro-batches larger than what fits."""
+    if limits.training.capped or plan.largest_cost <= limits.training.tuned_limit * (1 + ROUNDING):
+        return []
+    need, there = (size_text(limits.training.peak_bytes(plan.largest_cost)), size_text(limits.capacity_bytes))
+    needs = f"one of {plan.largest_micro_batch} samples is predicted to need {need}, and {there} are usable"
+    if training.micro_batch_size:
+        option = f"micro_batch_size={training.micro_batch_size} is more than fits"
+    elif training.min_micro_batch_size > 1:
+        option = f"min_micro_batch_size={training.min_micro_batch_size} forbids micro-batches that fit"
+    else:
+        option = "The micro-batches are more than fits"
+    can_split = training.adaptive_micro_batch and plan.largest_micro_batch > training.min_micro_batch_size
+    outcome = "it will run out of memory and be split" if can_split else "the run will fail for lack of memory"
+    return [f"{option}: {needs}; {outcome}"]
+
+
+def _unexplained_notices(what: str, phase: PhaseLimit) -> list[str]:
+    """Warns where the features do not account for the measured memory."""
     names = ", ".join(feature.name for feature in phase.model.features)
     if not phase.model.explains:
-        rest = "sizes rest on trials" if phase.trials else "a training tries what is only predicted here"
-        off = f"the probes lie up to {phase.model.relative_residual:.0%} off"
-        return [f"The memory of {what} does not follow its features ({names}): {off}; {rest}"]
+        basis = "sizes rest on trials" if phase.trials else "a run tries the sizes that are only predicted here"
+        residual = f"the probes lie up to {phase.model.relative_residual:.0%} off"
+        return [f"The memory of {what} does not follow its features ({names}): {residual}; {basis}"]
     if abs(phase.measured_ratio - 1) > EXPLAINED:
         measured = f"{phase.measured_ratio:.1%} of what the probes predicted"
         return [f"A full batch of {what} measured {measured} from its features ({names}); sizes rest on that trial"]
     return []
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,4 +1,7 @@
-"""Searches for the largest size that fits."""
+"""Searches for the largest size that fits: `find_max_size` for any trial, `find_phase_limit` for batches of samples.
+
+Shapes: F features, R samples.
+"""
 
 from __future__ import annotations
 
@@ -7,58 +10,49 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeGuard
 
 import numpy as np
-from numpy.typing import NDArray
 
 from can_train.errors import ArgumentError
 from can_train.fit.cost_model import PhaseLimit, typical_totals
 from can_train.fit.packing import ROUNDING, BatchCosts
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
+from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
-    from can_train.fit.probe import Probed
+    from numpy.typing import NDArray
 
+    from can_train.fit.probe import ProbeFit
+
+# Divisor of the size while nothing has fitted yet: an out-of-memory costs more than a trial that fits.
 _RETREAT: Final = 4
-"""Divisor of the size while nothing has fitted yet: an out-of-memory costs more than a trial that fits."""
 
-
+# Multiplier of the size while everything has fitted and there are no readings of the peak.
 _GROWTH: Final = 2
-"""Multiplier of the size while everything has fitted, without readings of the peak."""
 
-
+# Readings after which the search ignores them: where peaks follow no line or parabola, it would creep.
 _MAX_READINGS: Final = 16
-"""Readings after which the law is given up: peaks that follow none would have the search creep."""
 
-
+# Largest multiplier of a jump: a line through readings is not trusted further than this beyond the last of them.
 _JUMP: Final = 32
-"""Largest multiplier of a jump: how far a straight line through readings is believed beyond the last of them."""
 
-
+# Multiplier of the size from which a jump counts as long.
 _LONG_JUMP: Final = 1.5
-"""Multiplier of the size from which a jump counts as long."""
 
+# Share of the memory left that a long jump fills: peaks that bend up by up to 30 % then still fit.
+_LONG_JUMP_SHARE: Final = 0.7
 
-_AIM: Final = 0.7
-"""Share of the memory left that a long jump aims to fill: a law that bends up by up to 30 % then still fits."""
-
-
+# Relative gain that is worth another trial.
 _WORTHWHILE: Final = 0.01
-"""Relative gain that is worth another trial."""
 
-
+# Ratio of two sizes from which their readings give a slope; closer ones give round-off and noise.
 _APART: Final = 1.05
-"""Ratio of two sizes from which their readings give a slope: between closer ones, round-off and noise do."""
 
-
+# Smallest slope that is believed, as a share of the slope from zero, where size 0 is known to read 0.
 _GENTLEST: Final = 0.5
-"""Smallest slope that is believed, in units of that of the line from zero, where that is known to be the law's."""
 
-
+# Relative distance below the smallest failure at which a search by halves ends; half of it is lost on average.
 _CLOSE: Final = 0.07
-"""Relative distance of the smallest failure at which the search by halves ends; half of it is lost on average."""
-
 
 _Reading = tuple[int, float]
 """(size, peak)."""
@@ -66,7 +60,7 @@ _Reading = tuple[int, float]
 
 @dataclass(frozen=True)
 class SizeSearch:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         size: Largest size that was tried and fits; 0 where nothing fits.
@@ -84,9 +78,9 @@ def find_max_size(
 ) -> SizeSearch:
     """Searches for the largest size that fits.
 
-    Without readings the size doubles until it fails and is then searched by halves. With readings, a law is fitted to
-    them and the search jumps. The search ends within a few per cent of the largest size, not at it, where another
-    out-of-memory would buy no more than that.
+    Without readings the size doubles until it fails, and the rest is searched by halves. With readings, a line or a
+    parabola is fitted to them and the search jumps. The search ends within a few per cent of the largest size, not at
+    it, where another out-of-memory would buy no more than that.
 
     Args:
         trial: Runs one size; raises an out-of-memory error where it does not fit, and may return its peak in bytes.
@@ -98,31 +92,25 @@ def find_max_size(
     Raises:
         ArgumentError: `start`, `upper` or `capacity` is too small to search.
     """
-    _check(start, upper, capacity)
-    start, upper = int(start), int(upper)
-    return search(trial, Seen(fails=upper + 1), start=min(start, upper), capacity=capacity)
-
-
-def search(trial: Callable[[int], object], seen: Seen, *, start: int, capacity: float | None) -> SizeSearch:
-    """Searches from what has been seen already; see `find_max_size`."""
-    size = start
-    while size:
-        fits, reading = _attempt(trial, size)
-        seen.record(size, fits=fits, reading=reading if capacity is not None else None)
-        size = _next_size(seen, capacity)
-    return SizeSearch(size=seen.fits, trials=seen.trials, ooms=seen.ooms)
+    if not isinstance(start, Integral) or not isinstance(upper, Integral):
+        raise ArgumentError("Sizes are whole numbers", value=f"start {start!r}, upper {upper!r}")
+    if start < 1 or upper < 1:
+        raise ArgumentError("A search starts and ends at a size of at least 1", value=f"start {start}, upper {upper}")
+    if capacity is not None and not capacity > 0:
+        raise ArgumentError("A capacity is a positive number of bytes", value=f"{capacity}")
+    return _search(trial, _Progress(fails=int(upper) + 1), start=min(int(start), int(upper)), capacity=capacity)
 
 
 @dataclass
-class Seen:
+class _Progress:
     """What the trials so far have shown. Every further size lies between `fits` and `fails`, so the search ends.
 
     Attributes:
         fails: Smallest size that is ruled out.
         fits: Largest size that fits.
-        readings: (size, peak), by size.
-        from_zero: Whether size 0 is known to read 0: a slope that is much below that of the line from there then shows
-            that readings have stopped to say how much is needed (an allocator's cache has filled the device).
+        readings: (size, peak), sorted by size.
+        from_zero: Whether size 0 is known to read 0. A slope far below the one from there then shows that readings no
+            longer tell how much is needed: an allocator's cache has filled the device.
     """
 
     fails: int
@@ -132,202 +120,177 @@ class Seen:
     readings: list[_Reading] = field(default_factory=list)
     from_zero: bool = False
 
-    def record(self, size: int, *, fits: bool, reading: float | None) -> None:
-        """Adds what a trial showed."""
-        self.trials += 1
-        if not fits:
-            self.ooms += 1
-            self.fails = size
-            return
-        self.fits = size
-        if reading is not None:
-            self.readings.append((size, reading))
+
+def _search(trial: Callable[[int], object], progress: _Progress, *, start: int, capacity: float | None) -> SizeSearch:
+    size = start
+    while size:
+        progress.trials += 1
+        has_failed, result = True, None
+        with CatchOutOfMemory():
+            result = trial(size)
+            has_failed = False
+        if has_failed:
+            progress.ooms += 1
+            progress.fails = size
+        else:
+            progress.fits = size
+        if capacity is not None and _is_peak(result):
+            progress.readings.append((size, float(result)))
+        size = _next_size(progress, capacity)
+    return SizeSearch(size=progress.fits, trials=progress.trials, ooms=progress.ooms)
 
 
-def _check(start: int, upper: int, capacity: float | None) -> None:
-    if not isinstance(start, Integral) or not isinstance(upper, Integral):
-        raise ArgumentError("Sizes are whole numbers", value=f"start {start!r}, upper {upper!r}")
-    if start < 1 or upper < 1:
-        raise ArgumentError("A search starts and ends at a size of at least 1", value=f"start {start}, upper {upper}")
-    if capacity is not None and not capacity > 0:
-        raise ArgumentError("A capacity is a positive number of bytes", value=f"{capacity}")
+def _is_peak(result: object) -> TypeGuard[float]:
+    return isinstance(result, Real) and not isinstance(result, bool) and 0 < float(result) < math.inf
 
 
-def _attempt(trial: Callable[[int], object], size: int) -> tuple[bool, float | None]:
-    """Runs a trial. Returns whether it fits, and its reading if it gave one."""
-    with OutOfMemoryEndsQuietly():
-        return True, _reading(trial(size))
-    return False, None
-
-
-def _reading(result: object) -> float | None:
-    """The peak that a trial returned; None where it returned something else."""
-    if not isinstance(result, Real) or isinstance(result, bool):
-        return None
-    peak = float(result)
-    return peak if 0 < peak < math.inf else None
-
-
-def _next_size(seen: Seen, capacity: float | None) -> int:
-    """The size to try next, strictly between what fits and what does not; 0 ends the search."""
-    if seen.fails - seen.fits <= 1:
+def _next_size(progress: _Progress, capacity: float | None) -> int:
+    """Returns the size to try next, strictly between what fits and what does not; 0 ends the search."""
+    fits, fails, readings = progress.fits, progress.fails, progress.readings
+    if fails - fits <= 1:
         return 0
-    if seen.fits == 0:
-        return max(1, seen.fails // _RETREAT)
-    # A trial that gave no reading leaves the law behind: from there on the search goes without.
-    has_law = bool(seen.readings) and seen.readings[-1][0] == seen.fits and len(seen.readings) <= _MAX_READINGS
-    if capacity is not None and has_law:
-        size = _jump(seen, capacity)
-        if size <= seen.fits:
+    if fits == 0:
+        return max(1, fails // _RETREAT)
+    is_close = fails - fits <= _CLOSE * fits
+    # A trial that returned no reading leaves the line behind: from there on the search goes without.
+    if capacity is not None and readings and readings[-1][0] == fits and len(readings) <= _MAX_READINGS:
+        size = _jump(progress, capacity)
+        if size <= fits:
             return 0
-        if not seen.ooms:
-            return min(size, seen.fails - 1)
-        if size < seen.fails * (1 - _CLOSE):
+        if not progress.ooms:
+            return min(size, fails - 1)
+        if size < fails * (1 - _CLOSE):
             return size
-        # The law leads to where memory ran out: it is a little off there, and a little less may fit.
-        return _a_little_less(seen)
-    if not seen.ooms:
-        return min(seen.fits * _GROWTH, seen.fails - 1)
-    if seen.fails - seen.fits <= _CLOSE * seen.fits:
-        return 0
-    return (seen.fits + seen.fails) // 2
+        # The line leads to where memory ran out, so it is a little off there. A little less may fit, and less still
+        # with each failure.
+        size = int(fails * (1 - _CLOSE * 2 ** (progress.ooms - 1)))
+        if size > fits and not is_close:
+            return size
+    elif not progress.ooms:
+        return min(fits * _GROWTH, fails - 1)
+    return 0 if is_close else (fits + fails) // 2
 
 
-def _a_little_less(seen: Seen) -> int:
-    """The size next below a failure, further below with each one; 0 where the largest that fits is close enough."""
-    if seen.fails - seen.fits <= _CLOSE * seen.fits:
-        return 0
-    size = int(seen.fails * (1 - _CLOSE * 2 ** (seen.ooms - 1)))
-    return size if size > seen.fits else (seen.fits + seen.fails) // 2
-
-
-def _jump(seen: Seen, capacity: float) -> int:
-    """The size that the readings lead to; that of the last reading where nothing is left to gain."""
-    size, peak = seen.readings[-1]
-    gentlest = _GENTLEST * peak / size if seen.from_zero else 0.0
-    predicted = _reach(seen.readings, capacity, gentlest)
+def _jump(progress: _Progress, capacity: float) -> int:
+    """Returns the size that the readings lead to; that of the last reading where nothing is left to gain."""
+    size, peak = progress.readings[-1]
+    gentlest = _GENTLEST * peak / size if progress.from_zero else 0.0
+    predicted = _extrapolate(progress.readings, capacity, gentlest)
     if predicted - size < max(1.0, _WORTHWHILE * size):
         return size
     if predicted > _LONG_JUMP * size:
-        predicted = _reach(seen.readings, peak + _AIM * (capacity - peak), gentlest)
+        predicted = _extrapolate(progress.readings, peak + _LONG_JUMP_SHARE * (capacity - peak), gentlest)
     return int(min(predicted, size * _JUMP))
 
 
-def _reach(readings: list[_Reading], peak_bytes: float, gentlest: float) -> float:
-    """The size at which the law through the last readings reaches a peak; that of the last where it is reached."""
+def _extrapolate(readings: list[_Reading], peak_bytes: float, gentlest: float) -> float:
+    """Returns the size at which the curve through the last readings reaches a peak."""
     size, peak = readings[-1]
     room = peak_bytes - peak
     if room <= 0:
         return size
-    readings = _apart(readings)
-    slopes = [max((b[1] - a[1]) / (b[0] - a[0]), gentlest) for a, b in pairwise(readings)]
-    # Through the origin: the steepest law that has no negative base, so a safe size rather than the largest.
+    # The last reading and up to two before it, each far enough from the next to give a slope.
+    apart = readings[-1:]
+    for reading in reversed(readings[:-1]):
+        if len(apart) < 3 and reading[0] * _APART <= apart[0][0]:
+            apart.insert(0, reading)
+    slopes = [max((b[1] - a[1]) / (b[0] - a[0]), gentlest) for a, b in pairwise(apart)]
+    # Through the origin: the steepest line that has no negative base, so a safe size rather than the largest.
     safe = max(size * peak_bytes / peak, size + 1.0)
     if not slopes:
         return safe
     if slopes[-1] <= 0:
-        # The optimizer's memory hides that of the batch, which says nothing of how far it is from showing.
+        # The optimizer's memory hides that of the batch, which does not say how far it is from showing.
         return max(safe, size * _GROWTH)
     if len(slopes) == 1 or slopes[1] <= slopes[0]:
         return size + room / slopes[-1]
     # Where the readings bend up, the parabola through them (Newton's form), solved for the step beyond the last.
-    (first, _), (second, _), _ = readings
+    (first, _), (second, _), _ = apart
     bend = (slopes[1] - slopes[0]) / (size - first)
     slope = slopes[1] + bend * (size - second)
     return size + 2 * room / (slope + math.sqrt(slope**2 + 4 * bend * room))
 
 
-def _apart(readings: list[_Reading]) -> list[_Reading]:
-    """The last reading and up to two before it, each far enough from the next to give a slope."""
-    kept = readings[-1:]
-    for reading in reversed(readings[:-1]):
-        if len(kept) < 3 and reading[0] * _APART <= kept[0][0]:
-            kept.insert(0, reading)
-    return kept
+# Steps of the search up to the largest cost worth trying: finer than any sample matters.
+_UNITS: Final = 2**20
 
+# Samples that a packed batch is filled up with at most.
+_MOST_FILLED: Final = 16
 
-UNITS: Final = 2**20
-"""Steps of the search up to the largest cost worth trying: finer than any sample matters."""
+# Share of the predicted room that the first trial takes: fragmentation grows with the batch, and a trial that fits is
+# worth more than one that does not, since its peak can be read.
+_CAUTION: Final = 0.97
 
+# Share of the room that the search fills; beyond it, another out-of-memory buys next to nothing.
+_CEILING: Final = 0.99
 
-_FILLED: Final = 16
-"""Samples that a packed batch is filled up with at most."""
-
-
-CAUTION: Final = 0.97
-"""Share of the predicted room that the first trial takes: gaps between blocks grow with the batch, and a trial that
-fits is worth more than one that does not, since it can be read."""
-
-
-CEILING: Final = 0.99
-"""Share of the room that the search aims to have held; beyond it, another out-of-memory buys next to nothing."""
-
-
+# Times that the whole data set is repeated at most to make a trial's batch.
 _MOST_COPIES: Final = 64
-"""Times that the whole data set is repeated at most to make a trial's batch."""
 
 
 class Peak(NamedTuple):
-    """What a trial took at most.
+    """Peak bytes of a trial.
 
     Attributes:
-        allocated: Bytes in use.
-        reserved: Bytes that the allocator held for them; 0 where there is no such thing.
+        allocated: In use.
+        reserved: Held by the allocator for them; 0 where there is no caching allocator.
     """
 
     allocated: int
     reserved: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """Where batches have to fit.
-
-    Attributes:
-        capacity_bytes: What the allocator may hold.
-        slack_bytes: What it is expected to hold beyond what is in use.
-    """
-
-    capacity_bytes: float
-    slack_bytes: float
-
-
-Measure = Callable[[NDArray[np.int64]], Peak]
+Measure = Callable[["NDArray[np.int64]"], Peak]
 """Runs the samples at some positions as one micro-batch."""
 
 
-def find_phase_limit(probed: Probed, measure: Measure, order: BatchCosts, *, upper: float, room: Room) -> PhaseLimit:
+def find_phase_limit(
+    probes: ProbeFit, measure: Measure, order: BatchCosts, *, upper: float, capacity_bytes: float
+) -> PhaseLimit:
     """Searches for the largest cost that fits.
 
     Args:
-        probed: What the probes of the phase showed: they have fitted, and are the first reading.
+        probes: The phase's probes: their cost fits, and is the first reading.
         measure: Runs one trial.
         order: The samples that batches are made of.
-        upper: Cost beyond which memory decides nothing.
-        room: Where the batches have to fit.
+        upper: Cost beyond which memory does not matter.
+        capacity_bytes: What the allocator may reserve.
 
     Returns:
         The limit; its tuned limit is the cost of the largest batch that was run and fits.
     """
-    model, mean_totals = probed.model, tuple(order.mean_counts().tolist())
-    free = room.capacity_bytes - model.base_bytes
-    likely = CAUTION * (free - room.slack_bytes)
-    # What the probes leave open may be more than what they have shown to fit: half-way up is then worth a trial.
+    model, mean_totals, unit = probes.model, tuple(order.mean_counts().tolist()), upper / _UNITS
+    largest = (probes.largest_cost, probes.largest_peak)
+
+    def trial(units: int) -> float | None:
+        nonlocal largest
+        positions = pack_worst_case(order, units * unit)
+        if len(positions) == 0:
+            # Less than the smallest sample: nothing would run, and that fits.
+            return None
+        cost, peak = order.chosen(positions).total, measure(positions)
+        largest = max(largest, (cost, float(peak.allocated)))
+        # Reserved memory decides whether more fits. Packing leaves a remainder, so the reading is scaled to the units.
+        return (max(peak) - model.base_bytes) * units * unit / cost
+
+    free = capacity_bytes - model.base_bytes
+    likely = _CAUTION * (free - probes.slack_bytes)
+    # Where the interval leaves less than the probes have shown to fit, half-way up is worth a trial.
     predicted = max(
-        likely - model.half_width(typical_totals(model, mean_totals, free)), (likely + probed.largest_cost) / 2
+        likely - model.half_width(typical_totals(model, mean_totals, free)), (likely + probes.largest_cost) / 2
     )
-    unit = upper / UNITS
-    trial = _Trial(probed, measure, order, unit)
-    # The probes have shown that their cost fits, and are the first reading of the search.
-    fits = min(int(probed.largest_cost / unit), UNITS - 1)
-    seen = Seen(fails=UNITS + 1, fits=fits, readings=[(fits, fits * unit)] if fits else [], from_zero=True)
-    start = min(UNITS, max(fits + 1, int(predicted / unit)))
-    found = search(trial, seen, start=start, capacity=max(CEILING * free, 1.0))
-    cost, peak = trial.largest
+    fits = min(int(probes.largest_cost / unit), _UNITS - 1)
+    found = _search(
+        trial,
+        _Progress(fails=_UNITS + 1, fits=fits, readings=[(fits, fits * unit)] if fits else [], from_zero=True),
+        start=min(_UNITS, max(fits + 1, int(predicted / unit))),
+        capacity=max(_CEILING * free, 1.0),
+    )
+    cost, peak = largest
     return PhaseLimit(
         model=model,
         tuned_limit=cost,
-        capped=found.size >= UNITS,
+        capped=found.size >= _UNITS,
         trials=found.trials,
         ooms=found.ooms,
         measured_ratio=max(peak - model.base_bytes, 1.0) / cost if cost else 1.0,
@@ -335,17 +298,17 @@ def find_phase_limit(probed: Probed, measure: Measure, order: BatchCosts, *, upp
     )
 
 
-def predict_phase_limit(probed: Probed, order: BatchCosts, *, upper: float, room_bytes: float) -> PhaseLimit:
-    """Predicts the largest cost that fits, without a trial: for a device that is not at hand.
+def predict_phase_limit(probes: ProbeFit, order: BatchCosts, *, upper: float, room_bytes: float) -> PhaseLimit:
+    """Predicts the largest cost that fits without a trial, for a device that is not at hand.
 
     Args:
-        probed: What the probes of the phase showed.
+        probes: The phase's probes.
         order: The samples that batches are made of.
-        upper: Cost beyond which memory decides nothing.
-        room_bytes: Where the batches would have to fit.
+        upper: Cost beyond which memory does not matter.
+        room_bytes: What tensors may take of the device.
     """
     return PhaseLimit(
-        model=probed.model,
+        model=probes.model,
         tuned_limit=upper,
         capped=True,
         trials=0,
@@ -355,64 +318,32 @@ def predict_phase_limit(probed: Probed, order: BatchCosts, *, upper: float, room
     ).predicted_within(room_bytes)
 
 
-class _Trial:
-    """Runs worst-case batches of some cost.
-
-    Attributes:
-        largest: (cost, peak in bytes) of the costliest batch that fits.
-    """
-
-    def __init__(self, probed: Probed, measure: Measure, order: BatchCosts, unit: float) -> None:
-        self._model = probed.model
-        self._measure = measure
-        self._order = order
-        self.largest = (probed.largest_cost, probed.largest_peak)
-        self._unit = unit
-
-    def __call__(self, units: int) -> float | None:
-        positions = pack_worst_case(self._order, units * self._unit)
-        if len(positions) == 0:
-            # Less than the smallest sample: nothing would run, and that fits.
-            return None
-        cost = self._order.chosen(positions).cost(0, len(positions))
-        peak = self._measure(positions)
-        self.largest = max(self.largest, (cost, float(peak.allocated)))
-        # What is held decides whether more fits; carried over to the whole of the units, as packing leaves a remainder.
-        return (max(peak) - self._model.base_bytes) * units * self._unit / cost
-
-
 def pack_worst_case(order: BatchCosts, limit: float) -> NDArray[np.int64]:
-    """Packs the costliest samples that there are up to a cost.
+    """Packs the costliest samples into a batch of at most some cost.
 
     Args:
-        order: The samples; they come again where a batch needs more than there are.
+        order: The samples; they are repeated where a batch needs more than there are.
         limit: Cost of the batch.
 
     Returns:
-        Positions in `order`; empty where no sample costs so little.
+        Positions in `order`; empty where every sample costs more.
     """
     each = order.each()
     ranked = np.argsort(-each, kind="stable")
     ranked = ranked[each[ranked] <= limit * (1 + ROUNDING)]
     if len(ranked) == 0:
         return ranked
-    whole = order.chosen(ranked).cost(0, len(ranked))
-    copies = min(int(limit / whole) + 1 if whole > 0 else 1, _MOST_COPIES)
-    packed = np.tile(ranked, copies)
+    once = order.chosen(ranked).total
+    packed = np.tile(ranked, min(int(limit / once) + 1 if once > 0 else 1, _MOST_COPIES))
     packed = packed[: order.chosen(packed).reach(0, limit)]
-    return _filled(order, packed, ranked, limit)
-
-
-def _filled(order: BatchCosts, packed: NDArray[np.int64], ranked: NDArray[np.int64], limit: float) -> NDArray[np.int64]:
-    """Adds the largest samples that still fit: a remainder of almost a sample is much where few fit at all."""
-    each = order.each()[ranked]
-    room = limit - order.chosen(packed).cost(0, len(packed))
-    for _ in range(_FILLED):
-        fitting = int(np.searchsorted(-each, -room))
+    room = limit - order.chosen(packed).total
+    # The largest samples that still fit fill the batch up: where few fit at all, the remainder is a lot.
+    for _ in range(_MOST_FILLED):
+        fitting = int(np.searchsorted(-each[ranked], -room))
         if fitting == len(ranked):
             break
         longer = np.append(packed, ranked[fitting])
-        cost = order.chosen(longer).cost(0, len(longer))
+        cost = order.chosen(longer).total
         if cost > limit * (1 + ROUNDING) or limit - cost >= room:
             break
         packed, room = longer, limit - cost

@@ -1,16 +1,16 @@
-"""Decides whether an error means that memory ran out, on whichever device and behind whichever wrapper. What to do
-about it is left to the engine.
-"""
+"""Decides whether an error means that memory ran out, on whichever device and behind whichever wrapper."""
 
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from traceback import clear_frames
 from types import TracebackType
-from typing import Final
+from typing import Final, Self
 
 from can_train.errors import CanTrainError
 
+# Wordings of a failed allocation, each with the source file that writes it.
 _PATTERNS: Final = (
     (r"(?:^|: )(?:CUDA|HIP|XPU|NPU) out of memory\b", "c10/cuda/CUDACachingAllocator.cpp and its ports"),
     (r"(?:^|: )MPS backend out of memory\b", "aten/src/ATen/mps/MPSAllocator.mm"),
@@ -34,34 +34,30 @@ _PATTERNS: Final = (
     (r"\$ Torch: not enough memory: you tried to allocate\b", "TH/THGeneral.cpp, before torch 1.2"),
     (r"^std::bad_alloc$", "the C++ library, translated in torch/csrc/Exceptions.h"),
 )  # fmt: skip
-"""(wording of a failed allocation, where it comes from). Deliberately absent, because they name other faults as often:
-`*_STATUS_NOT_INITIALIZED`, `CUFFT_INTERNAL_ERROR`, `unable to find an engine`, `OUT_OF_RESOURCES` (to Triton the shared
-memory of one kernel), and the shared memory of a data loader, which no smaller batch mends."""
 
-
+# Left out, because they name other faults as often: `*_STATUS_NOT_INITIALIZED`, `CUFFT_INTERNAL_ERROR`, `unable to find
+# an engine`, `OUT_OF_RESOURCES` (Triton means the shared memory of one kernel), and the shared memory of a data loader,
+# for which a smaller batch is no remedy.
 _OUT_OF_MEMORY: Final = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _PATTERNS), re.MULTILINE)
 
-
+# The wordings among them that mean the host's memory.
 _HOST: Final = re.compile(
     r"\bDefaultCPUAllocator: |\bposix_memalign\(|\$ Torch: not enough memory: |^std::bad_alloc$|_OUT_OF_HOST_MEMORY\b",
     re.MULTILINE,
 )
-"""Those wordings that mean the host's memory."""
-
 
 _TRIED: Final = re.compile(r".*?Tried to allocate [\d.]+ (?:[KMGTP]iB|bytes)")
 
-
+# Characters that are quoted of a message that does not say how much it tried to allocate.
 _LONGEST: Final = 160
-"""Characters of a message that are quoted where it does not say what was asked for."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tells whether an error, or one that it was raised from or while handling, is a failed allocation.
 
-    Recognised are `torch.OutOfMemoryError` and `MemoryError` by class, and by message the runtime errors of CUDA, HIP,
-    XPU, MPS, cuDNN, cuBLAS, cuSPARSE, cuSOLVER, cuFFT, NCCL and the CPU allocator, also inside a compiler's wrapper.
-    An error of can-train's own is never one: it is already the verdict.
+    `torch.OutOfMemoryError` and `MemoryError` are recognised by class; runtime errors of CUDA, HIP, XPU, MPS, cuDNN,
+    cuBLAS, cuSPARSE, cuSOLVER, cuFFT, NCCL and the CPU allocator by message, also inside a compiler's wrapper. A
+    `CanTrainError` is never one, whatever caused it: somebody has handled the out-of-memory already.
     """
     if isinstance(error, CanTrainError) or not isinstance(error, Exception):
         return False
@@ -69,41 +65,62 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_host_memory(error: BaseException) -> bool:
-    """Tells of an out-of-memory whether it is the host's memory that ran out."""
+    """Tells whether an out-of-memory error is about the host's memory."""
     return any(isinstance(link, MemoryError) or _HOST.search(str(link)) is not None for link in _chain(error))
 
 
-class OutOfMemoryEndsQuietly(AbstractContextManager[None]):
-    """A block that an out-of-memory ends without an error: what the error's frames held is free after the block."""
+def headline(error: BaseException) -> str:
+    """Returns the first line of an out-of-memory error, up to how much it tried to allocate."""
+    line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    tried = _TRIED.match(line)
+    return tried[0] if tried else line[:_LONGEST]
+
+
+class CatchOutOfMemory(AbstractContextManager["CatchOutOfMemory"]):
+    """A block that an out-of-memory error ends without being raised further.
+
+    After the block, nothing that the failed work had allocated is held any more. Code that tries again must stand after
+    the block, not in an `except` clause, where the error keeps every tensor of the failed pass alive.
+
+    Attributes:
+        message: Headline of the error; empty where none was caught.
+    """
+
+    message = ""
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        return error is not None and is_out_of_memory(error)
+        if error is None or not is_out_of_memory(error):
+            return False
+        self.message = headline(error)
+        # Somebody may keep the error (a logger, the autograd engine), and its frames would keep their tensors. A
+        # suppressed context (`raise ... from None`) is not printed, but it has frames too.
+        for link in _chain(error, suppressed=True):
+            clear_frames(link.__traceback__)
+            link.__traceback__ = None
+        return True
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what Python's traceback would show above it; a loop in the chain ends it."""
+def _chain(error: BaseException, *, suppressed: bool = False) -> Iterator[BaseException]:
+    """Yields the error and its causes and contexts, as a traceback prints them; each once, as chains may have loops."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        context = link.__context__ if suppressed or not link.__suppress_context__ else None
+        link = link.__cause__ or context
 
 
 def _is_failed_allocation(error: BaseException) -> bool:
-    # An error of torch's class can only exist where torch is imported already, so this module need not import it.
+    # An error of torch's class exists only where torch is imported already, so this module need not import it.
     torch = sys.modules.get("torch")
     classes: tuple[type[BaseException], ...] = (MemoryError, torch.OutOfMemoryError) if torch else (MemoryError,)
     if isinstance(error, classes):
         return True
-    # Torch's and its libraries' errors are RuntimeErrors; a KeyError or ValueError only quotes such a message.
+    # Torch and its libraries raise RuntimeError; a KeyError or ValueError only quotes such a message.
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
-
-
-def headline(error: BaseException) -> str:
-    """Returns what an out-of-memory says first, mostly what was asked for; the advice after it is for others."""
-    line = next(iter(str(error).splitlines()), "") or type(error).__name__
-    tried = _TRIED.match(line)
-    return tried[0] if tried else line[:_LONGEST]

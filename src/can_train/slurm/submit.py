@@ -21,7 +21,7 @@ from can_train.config.settings import ClusterSettings
 from can_train.errors import RunError
 from can_train.io.records import utc_now
 from can_train.slurm.job import Entry, Job
-from can_train.slurm.script import JobText, job_environment, open_executor, parameters, resources, script
+from can_train.slurm.script import ScriptInputs, job_environment, open_executor, parameters, resources, script
 from can_train.slurm.snapshot import code_of
 from can_train.training.run_folder import JobRecord, Registry, RunFolder
 
@@ -46,7 +46,7 @@ class Submission:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class StartedJob:
     """A job that has been started.
 
     Attributes:
@@ -62,7 +62,7 @@ class Started:
     resources: dict[str, Any] = field(default_factory=dict)
 
 
-def enter_job(folder: RunFolder, started: Started, submission: Submission) -> JobRecord:
+def enter_job(folder: RunFolder, started: StartedJob, submission: Submission) -> JobRecord:
     """Enters a job into the registry.
 
     Raises:
@@ -173,7 +173,7 @@ _TIMEOUT_MIN: Final = 7 * 24 * 60
 """Longest run; submitit wants a limit."""
 
 
-def start_process(entry: Entry, run: RunFolder) -> Started:
+def start_process(entry: Entry, run: RunFolder) -> StartedJob:
     """Starts a process for a run that outlives this one and its terminal.
 
     Args:
@@ -201,7 +201,7 @@ def start_process(entry: Entry, run: RunFolder) -> Started:
         raise RunError(
             "The job could not be started", value=str(folder), remedy="Train in the foreground: leave out --submit"
         )
-    return Started(executor=BACKGROUND, job_id=job_id, log_path=str(folder / f"{job_id}_0_log.out"))
+    return StartedJob(executor=BACKGROUND, job_id=job_id, log_path=str(folder / f"{job_id}_0_log.out"))
 
 
 def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobRecord:
@@ -211,7 +211,7 @@ def run_here(entry: Entry, folder: RunFolder, submission: Submission) -> JobReco
         SystemExit: As in a job.
         StateError: The registry cannot be written.
     """
-    job = enter_job(folder, Started(executor=FOREGROUND, job_id=str(os.getpid()), log_path=""), submission)
+    job = enter_job(folder, StartedJob(executor=FOREGROUND, job_id=str(os.getpid()), log_path=""), submission)
     Job(entry, str(folder.path))()
     return job
 
@@ -266,7 +266,7 @@ def submit_jobs(
 
 def start_jobs(
     entry: Entry, folders: Sequence[RunFolder], cluster: ClusterSettings, submission: Submission
-) -> list[Started]:
+) -> list[StartedJob]:
     """Submits one job for one run, or one array for several that ask for the same.
 
     Args:
@@ -293,7 +293,8 @@ def start_jobs(
         raise RunError("SLURM refused the job", value=_said(error)) from error
     asked = resources(cluster)
     return [
-        Started(executor=EXECUTOR, job_id=job.job_id, log_path=str(job.paths.stdout), resources=asked) for job in jobs
+        StartedJob(executor=EXECUTOR, job_id=job.job_id, log_path=str(job.paths.stdout), resources=asked)
+        for job in jobs
     ]
 
 
@@ -320,8 +321,10 @@ def submission_folder(folders: Sequence[RunFolder], sweep: str) -> Path:
     return folders[0].path.parent / "sweeps" / sweep
 
 
-def _text(submission: Submission, code: Path) -> JobText:
-    return JobText(name=submission.name, code=code, state_dir=submission.state_dir, dependency=submission.dependency)
+def _text(submission: Submission, code: Path) -> ScriptInputs:
+    return ScriptInputs(
+        name=submission.name, code=code, state_dir=submission.state_dir, dependency=submission.dependency
+    )
 
 
 def _said(error: Exception) -> str:

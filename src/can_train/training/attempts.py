@@ -1,9 +1,8 @@
-"""What the processes of a run leave about themselves, and the signals that end them."""
+"""The attempts of a run, as its processes record them, and the signals that end an attempt."""
 
 import json
 import os
 import signal
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -13,18 +12,36 @@ from typing import Any, Final
 
 from can_train.errors import CanTrainError, DoesNotFitError
 from can_train.io.atomic import json_text, write_json_atomic, write_new_atomic
+from can_train.io.processes import AttemptStart, this_host
 from can_train.io.records import utc_now
 from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
 
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
-
 WARNED: Final = 128 + signal.SIGUSR2
-"""Exit status of a process that left because its time is nearly up."""
-
+"""Exit status of a process that left because its time is nearly up: SIGUSR2 is submitit's warning."""
 
 TERMINATED: Final = 128 + signal.SIGTERM
 """Exit status of a process that was asked to leave."""
+
+ENDING_BY_STATUS: Final[Mapping[int, str]] = {
+    TERMINATED: "terminated",
+    128 + signal.SIGINT: "interrupted",
+    WARNED: "time_limit",
+}
+"""What an exit status of 128 + a signal means."""
+
+_BY_SIGNIFICANCE: Final = (
+    "host_oom", "gpu_oom", "killed", "failed", "time_limit", "interrupted", "terminated", "finished",
+)  # fmt: skip
+"""Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
+terminated, or fail because it is gone."""
+
+RESTARTED: Final = ("time_limit", "killed")
+"""Endings after which can-train requeues a job."""
+
+_MESSAGE_LENGTH: Final = 500
+"""Characters of an error that are kept; some of torch's fill pages."""
 
 
 class StopRequests:
@@ -42,7 +59,7 @@ class StopRequests:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handles the signals inside the block; the handlers of before come back after it."""
+        """Handles the signals inside the block, and restores the previous handlers after it."""
         previous: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in _HANDLED}
         try:
             yield
@@ -52,11 +69,7 @@ class StopRequests:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Inside the block a signal is only noted in `received`; it ends the process at the block's end.
-
-        Raises:
-            SystemExit: A signal arrived that the block left unanswered.
-        """
+        """Only notes a signal inside the block, and raises `SystemExit` for it at the end of the block."""
         before, outer = self.received, self._deferring
         self._deferring = True
         try:
@@ -67,11 +80,7 @@ class StopRequests:
             self.exit()
 
     def exit(self) -> None:
-        """Leaves the process for the signal received.
-
-        Raises:
-            SystemExit: Always, with 128 + the signal's number.
-        """
+        """Raises `SystemExit` with 128 + the number of the signal received."""
         raise SystemExit(128 + (self.received or 0))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -81,70 +90,25 @@ class StopRequests:
         self.terminated |= number == signal.SIGTERM
         if first and not self._deferring:
             self.exit()
-        # A scheduler sends SIGTERM twice, and again after its warning: what is being saved for the first must not be
-        # cut short. If it is in earnest it kills. Nobody but a person sends SIGINT.
+        # SLURM sends SIGTERM twice, and again after its warning. The second one must not cut short what the first one
+        # made the process save; SLURM kills a process that takes too long. Only a person sends SIGINT, and means it.
         if not first and number == signal.SIGINT:
             raise SystemExit(128 + number)
 
 
-_FOLDER: Final = "attempts"
-
-
-_INTERRUPTED: Final = 128 + 2
-
-
-_LEFT: Final[Mapping[int, str]] = {TERMINATED: "terminated", _INTERRUPTED: "interrupted", WARNED: "time_limit"}
-"""What an exit status of 128 + a signal says."""
-
-
-_TELLING: Final = (
-    "host_oom", "gpu_oom", "killed", "failed", "time_limit", "interrupted", "terminated", "finished",
-)  # fmt: skip
-"""Endings, the one first that says most: a rank that ran out of memory takes the others with it, which then are
-terminated, or fail for want of it."""
-
-
-RESTARTED: Final = ("time_limit", "killed")
-"""Endings after which can-train puts a job back into the queue."""
-
-
-_LONGEST: Final = 500
-"""Characters of an error that are kept in one line."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Began:
-    """That one process began to work on a run.
-
-    Attributes:
-        attempt: Its number in the run, from 1.
-        job_id: Job of the scheduler that it runs in (123, or 123_4 in an array); empty: none.
-        restarts: Times that the job had been put back into the queue before.
-        host: Machine.
-        pid: Process.
-        time: When.
-    """
-
-    attempt: int
-    job_id: str
-    restarts: int
-    host: str
-    pid: int
-    time: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How it ended.
+class AttemptEnd:
+    """How an attempt ended.
 
     Attributes:
         attempt: Its number.
-        ending: finished, failed, gpu_oom, host_oom, time_limit (it was warned, and saved what it had), terminated
-            (SIGTERM; likewise), interrupted (SIGINT; likewise), or killed, which others found out.
+        ending: finished, failed, gpu_oom, host_oom, time_limit (it was warned and saved its state), terminated (by
+            SIGTERM, and saved its state), interrupted (by SIGINT, and saved its state), or killed, which only others
+            can find out.
         message: The error, in one line; empty where there is none.
-        details: Of an out-of-memory, what is known of it (see `Shortage`).
+        details: The fields of `OutOfMemoryDetails` after an out-of-memory.
         time: When.
-        rank: Which of the run's processes says so; None: none, it was found out after the job.
+        rank: Which of the run's processes recorded this; None: it was found out after the job.
         host: Machine, by the scheduler's name where it has one.
     """
 
@@ -158,164 +122,128 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a process of a run stands.
-
-    Attributes:
-        job_id: Job of the scheduler; empty: none.
-        restarts: Times that it had been put back into the queue before.
-        rank: Of the processes that train the run together; the first one's word counts.
-    """
+class SlurmContext:
+    """Which SLURM job and rank a process is; outside a job its id is empty."""
 
     job_id: str = ""
     restarts: int = 0
     rank: int = 0
 
     @classmethod
-    def here(cls, environment: Mapping[str, str] = os.environ) -> "Place":
-        """Reads it off SLURM's variables."""
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "SlurmContext":
+        """Reads SLURM's variables."""
+        array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
         return cls(
-            job_id=scheduler_job(environment),
+            # Inside an array SLURM_JOB_ID is a number of its own, by which squeue and sacct list no element.
+            job_id=f"{array}_{task}" if array else environment.get("SLURM_JOB_ID", ""),
             restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
             rank=int(environment.get("SLURM_PROCID", "0")),
         )
 
 
 class Attempts:
-    """The attempts of a run.
+    """The attempts of the run in a folder, as seen from a job and rank: by default those of the environment."""
 
-    Args:
-        run_path: The run's folder.
-        place: Where this process stands; None: what its environment says.
-    """
-
-    def __init__(self, run_path: Path, place: Place | None = None) -> None:
-        self._folder = run_path / _FOLDER
-        self._place = place or Place.here()
+    def __init__(self, run_path: Path, context: SlurmContext | None = None) -> None:
+        self._folder = run_path / "attempts"
+        self._context = context or SlurmContext.from_environment()
         self._current: int | None = None
         self._is_recorded = False
 
-    def began(self) -> list[Began]:
-        """Reads the attempts, the first one first."""
-        return [Began(**_read(path)) for path in sorted(self._folder.glob("*-began.json"))]
+    def starts(self) -> list[AttemptStart]:
+        """Reads the starts of all attempts, the first one first."""
+        return [AttemptStart(**_read(path)) for path in sorted(self._folder.glob("*-began.json"))]
 
-    def ended(self, attempt: int) -> Ended | None:
-        """Reads how an attempt ended, of several ranks the one whose ending says most; None where none did say."""
-        found = [Ended(**_read(path)) for path in self._folder.glob(f"{attempt:04d}-ended*.json")]
-        return min(found, key=_little_said, default=None)
+    def end(self, attempt: int) -> AttemptEnd | None:
+        """Reads how an attempt ended; of several records the most informative, None where there is none."""
+        records = [AttemptEnd(**_read(path)) for path in self._folder.glob(f"{attempt:04d}-ended*.json")]
+        return min(records, key=_significance, default=None)
 
-    def ended_of_job(self, place: Place) -> Ended | None:
-        """Reads how the attempt in a place ended; None where it did not say, or did not come to begin."""
-        attempt = self._of(place)
-        return None if attempt is None else self.ended(attempt)
+    def end_in(self, context: SlurmContext) -> AttemptEnd | None:
+        """Reads how the last attempt of a job ended; None where none began or no record was written."""
+        attempt = self._last_in(context)
+        return None if attempt is None else self.end(attempt)
 
-    def restarts_of(self, job_id: str) -> int:
-        """Counts the attempts of a job, but for the last, that it was put back into the queue after by can-train."""
-        attempts = [record.attempt for record in self.began() if record.job_id == job_id]
-        endings = [self.ended(attempt) for attempt in attempts[:-1]]
-        return sum(ended is not None and ended.ending in RESTARTED for ended in endings)
+    def count_restarts(self, job_id: str) -> int:
+        """Counts how often can-train requeued a job; a requeue by SLURM or by a person does not count."""
+        attempts = [start.attempt for start in self.starts() if start.job_id == job_id]
+        ends = [self.end(attempt) for attempt in attempts[:-1]]
+        return sum(end is not None and end.ending in RESTARTED for end in ends)
 
     @property
     def current(self) -> int:
-        """Number of this process's attempt, which begins where it has not yet."""
+        """The number of this process's attempt; the first access begins it."""
         if self._current is None:
             self._current = self._begin()
         return self._current
 
     @contextmanager
     def recorded(self, stops: StopRequests, *, rank: int | None = None) -> Iterator[None]:
-        """Records the attempt that the block is, whatever ends it; within such a block another changes nothing.
+        """Records the block as an attempt, whatever ends it; a nested block records nothing.
 
         Args:
-            stops: Of the process, whose signals do not keep an ending from being written.
-            rank: Of the process; None: what its environment says.
+            stops: Signals of the process, deferred while a record is written.
+            rank: Of the process; None: as the environment says.
         """
         if self._is_recorded:
             yield
             return
         if rank is not None:
-            self._place = replace(self._place, rank=rank)
+            self._context = replace(self._context, rank=rank)
         self._is_recorded = True
+        error: BaseException | None = None
         try:
             with stops.deferred():
-                self._join()
+                # The other ranks take part in the attempt that the first one begins.
+                if self._context.rank == 0:
+                    self._current = self._begin()
             yield
-        except BaseException as error:
-            with stops.deferred():
-                self._end(error)
+        except BaseException as raised:
+            error = raised
             raise
-        with stops.deferred():
-            self._end(None)
+        finally:
+            with stops.deferred():
+                self._write_end(_ending(error), _message(error), _details(error), rank=self._context.rank)
 
-    def witness(self, ending: str, message: str, details: Mapping[str, Any]) -> None:
-        """Writes down how the attempt in this place ended, as others have found out."""
-        attempt = self._number()
-        self._write("-job", Ended(
-            attempt=attempt, ending=ending, message=message, details=details, time=utc_now(), rank=None,
-            host=this_machine(),
-        ))  # fmt: skip
+    def record_end(self, ending: str, message: str, details: Mapping[str, Any]) -> None:
+        """Records how the attempt of this job ended, as was found out after it."""
+        self._write_end(ending, message, details, rank=None)
 
-    def _end(self, error: BaseException | None) -> None:
-        rank = self._place.rank
-        self._write(f"-rank{rank}" if rank else "", Ended(
-            attempt=self._number(), ending=_ending(error), message=_message(error), details=_details(error),
-            time=utc_now(), rank=rank, host=this_machine(),
-        ))  # fmt: skip
+    def _write_end(self, ending: str, message: str, details: Mapping[str, Any], *, rank: int | None) -> None:
+        # A process may end before it has begun an attempt: it was killed while it imported torch.
+        attempt = self._current or self._last_in(self._context) or self._begin()
+        end = AttemptEnd(attempt=attempt, ending=ending, message=message, details=details, time=utc_now(), rank=rank,
+                         host=slurm_node_name())  # fmt: skip
+        writer = "-job" if rank is None else f"-rank{rank}" if rank else ""
+        write_json_atomic(self._folder / f"{attempt:04d}-ended{writer}.json", asdict(end))
 
-    def _write(self, who: str, record: Ended) -> None:
-        write_json_atomic(self._folder / f"{record.attempt:04d}-ended{who}.json", asdict(record))
-
-    def _join(self) -> None:
-        """Begins an attempt; ranks but the first take part in that one's."""
-        if self._place.rank == 0:
-            self._current = self._begin()
-
-    def _number(self) -> int:
-        """The attempt that an ending is of; it begins now, where its process did not come to that."""
-        if self._current is not None:
-            return self._current
-        return self._of(self._place) or self._begin()
-
-    def _of(self, place: Place) -> int | None:
-        """Finds the last attempt that began in a place, on whichever rank."""
-        where = (place.job_id, place.restarts)
-        return max(
-            (record.attempt for record in self.began() if (record.job_id, record.restarts) == where), default=None
-        )
+    def _last_in(self, context: SlurmContext) -> int | None:
+        job = (context.job_id, context.restarts)
+        attempts = [start.attempt for start in self.starts() if (start.job_id, start.restarts) == job]
+        return max(attempts, default=None)
 
     def _begin(self) -> int:
         self._folder.mkdir(exist_ok=True)
         while True:
             attempt = len(list(self._folder.glob("*-began.json"))) + 1
-            record = Began(
-                attempt=attempt,
-                job_id=self._place.job_id,
-                restarts=self._place.restarts,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                time=utc_now(),
-            )
+            start = AttemptStart(attempt=attempt, start_time=utc_now(), host=this_host(), pid=os.getpid(),
+                                 job_id=self._context.job_id, restarts=self._context.restarts)  # fmt: skip
             try:
-                write_new_atomic(self._folder / f"{attempt:04d}-began.json", json_text(asdict(record)).encode())
+                write_new_atomic(self._folder / f"{attempt:04d}-began.json", json_text(asdict(start)).encode())
             except FileExistsError:
+                # Another process of the same run took this number in the meantime.
                 continue
             return attempt
 
 
-def scheduler_job(environment: Mapping[str, str]) -> str:
-    """Names the scheduler's job that a process runs in; empty: none."""
-    array = environment.get("SLURM_ARRAY_JOB_ID")
-    return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}" if array else environment.get("SLURM_JOB_ID", "")
+def slurm_node_name() -> str:
+    """Returns this machine's name as SLURM has it, else its own: `exclude` of the next job must name the node."""
+    return os.environ.get("SLURMD_NODENAME") or this_host()
 
 
-def this_machine() -> str:
-    """Names this machine as the scheduler does, where there is one."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def _little_said(record: Ended) -> tuple[int, bool, str]:
-    """Orders endings: first the one that says most; what was found out after the job says more than its ranks."""
-    return _TELLING.index(record.ending), record.rank is not None, record.time
+def _significance(end: AttemptEnd) -> tuple[int, bool, str]:
+    # What was found out after the job counts before what one of its ranks recorded.
+    return _BY_SIGNIFICANCE.index(end.ending), end.rank is not None, end.time
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -327,14 +255,14 @@ def _ending(error: BaseException | None) -> str:
     if error is None:
         return "finished"
     if isinstance(error, SystemExit):
-        if isinstance(error.code, int) and error.code in _LEFT:
-            return _LEFT[error.code]
-        # The command line leaves with a status for what it has said already.
+        if isinstance(error.code, int) and error.code in ENDING_BY_STATUS:
+            return ENDING_BY_STATUS[error.code]
+        # A job turns an error that it has printed into an exit status, and keeps it as the cause.
         return _ending(error.__cause__) if error.__cause__ else "failed"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, DoesNotFitError):
-        return "host_oom" if error.shortage.of_host else "gpu_oom"
+        return "host_oom" if error.details.of_host else "gpu_oom"
     if is_out_of_memory(error):
         return "host_oom" if is_host_memory(error) else "gpu_oom"
     return "failed"
@@ -343,16 +271,16 @@ def _ending(error: BaseException | None) -> str:
 def _details(error: BaseException | None) -> dict[str, Any]:
     if isinstance(error, SystemExit):
         error = error.__cause__
-    return asdict(error.shortage) if isinstance(error, DoesNotFitError) else {}
+    return asdict(error.details) if isinstance(error, DoesNotFitError) else {}
 
 
 def _message(error: BaseException | None) -> str:
-    """Says an error in one line; with its type, where that is not in the text for people anyway."""
-    if isinstance(error, SystemExit) and error.__cause__ is not None:
+    """Writes an error in one line, with its type unless its text is written for users."""
+    if isinstance(error, SystemExit):
         error = error.__cause__
-    if error is None or isinstance(error, SystemExit | KeyboardInterrupt):
+    if error is None or isinstance(error, KeyboardInterrupt):
         return ""
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if not isinstance(error, CanTrainError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+    return text if len(text) <= _MESSAGE_LENGTH else f"{text[:_MESSAGE_LENGTH]} …"

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from can_train.config.compose import JudgedData, judged_dataset
-from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, data_root
+from can_train.config.compose import evaluation_dataset
+from can_train.config.resolved import EvaluationData, FinishedModel, PathSettings, ResolvedRun, data_root
 from can_train.config.task_settings import load_object, load_task_settings
 from can_train.errors import ConfigError, DoesNotFitError, StateError
 from can_train.fit.optimizer import Precision
@@ -180,7 +180,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         check_score_file(request.scores)
     finished, meter = load_finished(request.run), open_meter(request.device)
     run, paths = finished.run, _paths(finished.run, request.paths)
-    dataset = judged_dataset(run, request.dataset, request.sets)
+    dataset = evaluation_dataset(run, request.dataset, request.sets)
     if request.scores is not None:
         files: Callable[..., Sequence[Path]] = load_object(load_task_settings(run.task).files)
         check_is_no_data(request.scores, files(dataset, data_root(paths)))
@@ -188,7 +188,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     prepare: Callable[..., Evaluation] = load_object(load_task_settings(run.task).evaluator)
 
     def judged(cache: Path) -> tuple[Evaluation, Verdict, dict[str, float]]:
-        asked = JudgedData(
+        asked = EvaluationData(
             dataset=dataset, own=request.dataset is None, data_root=data_root(paths), cache=cache, reporter=reporter
         )
         began = time.perf_counter()
@@ -231,7 +231,7 @@ def scores_of(scoring: Scoring, samples: Named, rows: NDArray[np.int64]) -> NDAr
     except PartDoesNotFitError as error:
         where = samples.describe(int(rows[error.part[0]]))
         raise DoesNotFitError(
-            error.rule, value=f"{where}; {error.value}", remedy=error.remedy, shortage=error.shortage
+            error.rule, value=f"{where}; {error.value}", remedy=error.remedy, details=error.details
         ) from None
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DoesNotFitError
 from can_train.fit.cost_model import DeviceLimits, PhaseLimit
-from can_train.fit.explore import Pass, Trials, find_limit
+from can_train.fit.explore import Workload, find_limit
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision
 from can_train.fit.packing import BatchCosts, PartLimit
-from can_train.fit.rescue import RescueSettings, shortage_on
+from can_train.fit.rescue import RescueSettings, describe_out_of_memory
 from can_train.memory.meters import CpuMeter, Meter
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly, headline, is_out_of_memory
+from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_out_of_memory
 from can_train.task import ReferenceModel
 
 ASKED_SHARE: Final = 0.9
@@ -71,7 +71,7 @@ def with_host_fallback(place: Place, use: Callable[[Place], T], say: Callable[[]
     Raises:
         DoesNotFitError: It does not fit on the host either.
     """
-    with OutOfMemoryEndsQuietly():
+    with CatchOutOfMemory():
         try:
             return use(place)
         except DoesNotFitError:
@@ -116,7 +116,7 @@ class BatchedInference:
 
     def answers(self, rows: NDArray[np.int64]) -> list[Any]:
         """Asks about some samples; returns the parts' answers."""
-        costs = self._limit.costs(self._reference_model.batch_features(rows))
+        costs = BatchCosts.priced(self._limit.model, self._reference_model.batch_features(rows))
 
         def ask(start: int, stop: int) -> Any:
             self.peak_bytes = max(self.peak_bytes, self._limit.peak_bytes(costs.cost(start, stop)))
@@ -126,9 +126,9 @@ class BatchedInference:
             return self._batcher.evaluate(ask, costs, PartLimit(cost=ASKED_SHARE * self._limit.tuned_limit))
 
 
-def asking(reference_model: ReferenceModel, model: nn.Module, ask: Ask) -> Pass:
+def asking(reference_model: ReferenceModel, model: nn.Module, ask: Ask) -> Workload:
     """Describes asking as a kind of work."""
-    return Pass(
+    return Workload(
         run=lambda rows: _forget(ask(rows)),
         rows=reference_model.rows,
         counts=reference_model.batch_features(reference_model.rows),
@@ -139,9 +139,8 @@ def asking(reference_model: ReferenceModel, model: nn.Module, ask: Ask) -> Pass:
 
 def _limit_of(place: Place, reference_model: ReferenceModel, model: nn.Module, ask: Ask) -> PhaseLimit:
     """Finds out how much may be asked at once."""
-    trials = Trials(verify=True, steps=1, tried=lambda cost: None)
     try:
-        return find_limit(asking(reference_model, model, ask), place.meter, _enough, trials)
+        return find_limit(asking(reference_model, model, ask), place.meter, _enough)
     finally:
         place.meter.release()
         place.meter.reset_peak()
@@ -233,5 +232,5 @@ class Scoring:
                 return self._batchers.setdefault(model, (copy, batcher))
             raise DoesNotFitError("A model must fit on the device", value=message,
                                   remedy="Choose another with --device: cpu has the host's memory",
-                                  shortage=shortage_on(meter, None))  # fmt: skip
+                                  details=describe_out_of_memory(meter, None))  # fmt: skip
         return self._batchers[model]

@@ -17,7 +17,7 @@ from can_train.fit import random_state
 from can_train.fit.optimizer import Precision
 from can_train.memory.meters import Meter
 from can_train.reporter import Reporter, SilentReporter
-from can_train.task import SampledTask, Task
+from can_train.task import Task
 from can_train.training.checkpoint import Checkpoints
 from can_train.training.run_folder import CONFIG, RunFolder, relocate_prerequisites
 
@@ -60,9 +60,9 @@ def with_cache(paths: PathSettings, reporter: Reporter, make: Callable[[Path], T
         return make(Path(folder))
 
 
-def sample_task(run: ResolvedRun, reporter: Reporter) -> SampledTask:
+def sample_task(run: ResolvedRun, reporter: Reporter) -> Task:
     """Makes the task of a run from a bounded sample of its data, for a plan; writes nothing."""
-    sampler: Callable[..., SampledTask] = load_object(load_task_settings(run.task).sampler)
+    sampler: Callable[..., Task] = load_object(load_task_settings(run.task).sampler)
     return sampler(run, finished_models(run), data_root(run.paths), cache_folder(run.paths), reporter)
 
 

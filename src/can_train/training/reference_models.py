@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DoesNotFitError, StateError
 from can_train.fit import random_state
-from can_train.fit.explore import Explorer, probe, seconds_a_sample
+from can_train.fit.explore import Explorer, probe, seconds_per_sample
 from can_train.fit.features import members
 from can_train.fit.optimizer import Precision
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train.io.atomic import write_json_atomic
-from can_train.memory.meters import CpuMeter, Meter, TargetMeter
-from can_train.memory.out_of_memory import OutOfMemoryEndsQuietly
+from can_train.memory.meters import Meter
+from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter
 from can_train.task import ReferenceModel, Task
 from can_train.training.distributed import Ranks
@@ -119,7 +119,7 @@ class FromDevice:
     def __call__(self, rows: NDArray[np.int64]) -> Mapping[str, Tensor]:
         """Asks the model on the device; in full precision, so that answers are the same wherever they come from."""
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            return self._reference_model.answer(self.model, rows, self._device, self._dtype)
+            return self._reference_model.outputs(self.model, rows, self._device, self._dtype)
 
 
 class FromHost:
@@ -141,7 +141,7 @@ class FromHost:
     def __call__(self, rows: NDArray[np.int64]) -> Mapping[str, Tensor]:
         """Asks the model on the host."""
         with self._meter.host(), torch.no_grad(), torch.autocast(self._meter.device.type, enabled=False):
-            answers = self._reference_model.answer(self._reference_model.model, rows, _HOST, self._dtype)
+            answers = self._reference_model.outputs(self._reference_model.model, rows, _HOST, self._dtype)
         return {name: answer.to(self._meter.device, copy=True) for name, answer in answers.items()}
 
 
@@ -251,10 +251,6 @@ class AnswerBook:
         return self._writer.finish({})
 
 
-_STEERING: Final = ("in_epoch", "before_step")
-"""What a task has where answers steer what all ranks do alike, not only what each computes of its share."""
-
-
 Source = FromDevice | FromHost | CachedOutputs
 """What answers for a reference model."""
 
@@ -290,11 +286,6 @@ class ReferenceModelPlan:
         return cls(**{**plain, "costs": tuple(PlacementCost(**cost) for cost in plain["costs"])})
 
 
-def reference_models_of(task: Task) -> Sequence[ReferenceModel]:
-    """Lists a task's reference models."""
-    return getattr(task, "reference_models", ())
-
-
 @dataclass(kw_only=True)
 class ReferenceModels:
     """A task's reference models on one device.
@@ -327,7 +318,7 @@ class ReferenceModels:
         generators = random_state.capture()
         plans = [
             self._decided(reference_model, model)
-            for reference_model in reference_models_of(self.task)
+            for reference_model in self.task.reference_models()
             if reference_model.placements
         ]
         random_state.restore(generators)
@@ -346,7 +337,7 @@ class ReferenceModels:
         """
         # What rank 0 has written down the others need not ask.
         asked = self.ranks.on_rank0_first(lambda: [self._answering(plan) for plan in plans])
-        if self.ranks.size > 1 and any(hasattr(self.task, name) for name in _STEERING):
+        if self.ranks.size > 1:
             asked = [(plan, self._same_on_all(answers)) for plan, answers in asked]
         return self.ranks.on_every_rank(lambda: self._tell(asked))
 
@@ -395,12 +386,12 @@ class ReferenceModels:
     ) -> tuple[list[ReferenceModelPlan], list[Tensor]]:
         resident: list[Tensor] = []
         for plan, answers in asked:
-            self.task.bind_outputs(plan.role, answers)  # type: ignore[attr-defined]
+            self.task.bind_outputs(plan.role, answers)
             resident += answers.resident
         return [plan for plan, _ in asked], resident
 
     def _of(self, role: str) -> ReferenceModel:
-        return next(one for one in reference_models_of(self.task) if one.role == role)
+        return next(one for one in self.task.reference_models() if one.role == role)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -409,9 +400,8 @@ class ReferenceModels:
 
     def _decided(self, reference_model: ReferenceModel, model: nn.Module) -> ReferenceModelPlan:
         # On the host itself a reference model that stays there is one that stays on the device.
-        is_host = isinstance(self.meter, CpuMeter) and not isinstance(self.meter, TargetMeter)
         ways = [
-            way for way in reference_model.placements if way != "offload" or not is_host
+            way for way in reference_model.placements if way != "offload" or not self.meter.is_host
         ] or reference_model.placements
         plan = ReferenceModelPlan(role=reference_model.role, name=reference_model.name, placement=ways[0])
         if len(ways) == 1:
@@ -431,7 +421,7 @@ class ReferenceModels:
         self, reference_model: ReferenceModel, placement: str, model: nn.Module
     ) -> list[PlacementCost]:
         """Measures what one way costs; nothing where it does not fit."""
-        with OutOfMemoryEndsQuietly():
+        with CatchOutOfMemory():
             try:
                 return [self._cost(reference_model, placement, model)]
             except DoesNotFitError:
@@ -442,11 +432,11 @@ class ReferenceModels:
     def _cost(self, reference_model: ReferenceModel, placement: str, model: nn.Module) -> PlacementCost:
         """Measures what one way costs."""
         answers = self._source(reference_model, placement)
-        self.task.bind_outputs(reference_model.role, answers)  # type: ignore[attr-defined]
+        self.task.bind_outputs(reference_model.role, answers)
         rows = self.task.train_rows
         explorer = Explorer(
             task=self.task, model=model, training=self.training, meter=self.meter, rows=rows,
-            tried=lambda cost: None, verify=self.verify, beside=answers.resident,
+            verify=self.verify, reference_tensors=answers.resident,
         )  # fmt: skip
         cost_model, seconds = explorer.step_cost()
         each = self.task.batch_features(rows) @ np.asarray(cost_model.coefficients)
@@ -467,7 +457,7 @@ class ReferenceModels:
             return replace(cost, disk_bytes=num_bytes)
         source = FromDevice(reference_model, self.meter, self.dtype)
         work = asking(reference_model, source.model, source)
-        seconds = seconds_a_sample(work, probe(work, self.meter)[0].model, self.meter)
+        seconds = seconds_per_sample(work, probe(work, self.meter).model, self.meter)
         # What a sample of the data stands for is asked about, too.
         asked = max(len(reference_model.rows), len(self.task.train_rows))
         return replace(cost, disk_bytes=num_bytes, once_seconds=seconds * asked)
@@ -538,5 +528,5 @@ def kept(path: Path, task: Task) -> list[ReferenceModelPlan] | None:
         plans = [ReferenceModelPlan.from_plain(plain) for plain in json.loads(path.read_text())]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    asked = [(one.role, one.name) for one in reference_models_of(task) if one.placements]
+    asked = [(one.role, one.name) for one in task.reference_models() if one.placements]
     return plans if [(plan.role, plan.name) for plan in plans] == asked else None

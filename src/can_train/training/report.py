@@ -1,120 +1,230 @@
-"""What a run says of its plan, as text."""
+"""Plans as text: aligned lines, rows of a table, and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
 
-from can_train.fit.cost_model import CostModel, DeviceLimits
-from can_train.fit.factor_rule import ANY_PEAK
+from can_train.fit.factor_rule import NO_AIM
 from can_train.io.units import size_text
 
 if TYPE_CHECKING:
+    from can_train.fit.cost_model import CostModel, DeviceLimits
     from can_train.fit.planner import RunPlan
+    from can_train.training.dry_run import DryPlan
     from can_train.training.reference_models import PlacementCost, ReferenceModelPlan
 
-_WHY: Final = {
+_REASONS: Final = {
     "requested": "as asked for",
     "memory": "memory decides",
-    "dataset": "the data set has no more",
+    "dataset": "the whole data set",
     "min_steps": "a larger one would leave too few steps an epoch",
 }
+
+_PADDING: Final = {0: "", 1: " (padded)", 2: " (padded, squared)"}
+
+_PLACEMENTS: Final = {
+    "device": "on the device",
+    "cache": "outputs are read from disk",
+    "offload": "on the host, which computes its outputs",
+}
+
+COLUMNS = ("device", "usable", "factor", "batch", "micro-batches", "steps", "predicted peak", "binding limit")
+"""Headings of the table of several devices."""
 
 
 def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
     """Writes a plan as aligned lines."""
-    plan = run_plan.plan
+    plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
     steps = spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch)
     unit = "step" if plan.steps_per_epoch == 1 else "steps"
-    parts = spread(plan.fewest_parts, plan.most_parts)
+    parts = f"{spread(plan.fewest_parts, plan.most_parts)} a step, of up to"
+    splits = f" (accumulation_splits {plan.rules.splits})" if plan.rules.splits > 1 else ""
     lines = [
         f"plan for {device_key} ({size_text(capacity_bytes)} usable):",
-        f"  logical batch  {plan.logical_batch} ({_WHY[plan.binding_limit]}), {steps} {unit} an epoch",
-        f"  micro-batches  {parts} a step, of up to {_counted(plan.largest_micro_batch, 'sample')}",
+        f"  logical batch  {plan.logical_batch} ({_REASONS[plan.binding_limit]}), {steps} {unit} an epoch",
+        f"  micro-batches  {parts} {_counted(plan.largest_micro_batch, 'sample')}{splits}",
     ]
     if run_plan.ranks > 1:
         lines.append(f"  processes      {run_plan.ranks}, each with a share of every batch; rank 0's is shown")
     if plan.lr_factor != 1:
-        lines.append(f"  learning rate  × {plan.lr_factor:.3g}, as the batch is not the preset's")
-    limits, peak = run_plan.limits, run_plan.predicted_peak_bytes
+        lines.append(f"  learning rate  × {plan.lr_factor:.3g}, because the batch is not the preset's")
     if limits is None or peak is None:
         return lines
-    lines.append(f"  memory         {_memory(limits.training.model)}")
+    lines.append(f"  memory         {_cost_model_text(limits.training.model)}")
     if plan.safety_factor is not None:
-        lines.append(f"  tuned limit    {_tuned(limits)}")
+        lines.append(f"  tuned limit    {_tuned_limit_text(limits)}")
         lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor_reason}")
-    if plan.safety_factor is not None and run_plan.aim != ANY_PEAK:
-        lines.append(f"  target         {_target(run_plan)}")
+        if (aim := run_plan.aim) != NO_AIM:
+            reason = f": {aim.reason}" if aim.reason else ""
+            lines.append(f"  target         a peak of {aim.share:.1%} of what is usable{reason}")
     share = peak / limits.capacity_bytes
-    width = _half_width(run_plan) / limits.capacity_bytes
+    width = limits.training.half_width(plan.largest_cost) / limits.capacity_bytes
     lines.append(f"  predicted peak {size_text(peak)}, {share:.1%} ± {width:.1%} of what is usable")
     return lines
 
 
-def reference_model_lines(asked: Sequence[ReferenceModelPlan]) -> list[str]:
-    """Writes how reference models are asked as aligned lines: each one's run, then what each way costs that was measured."""
+def reference_model_lines(plans: Sequence[ReferenceModelPlan]) -> list[str]:
+    """Writes where reference models run as aligned lines: each one's run, then the measured cost of each placement."""
     lines = []
-    for plan in asked:
-        lines.append(f"  {plan.role:<14} {plan.name}, {_ANSWERED[plan.placement]}{_asked_once(plan)}")
-        lines += [f"    {cost.placement:<12} {_placement(cost)}" for cost in plan.costs]
+    for plan in plans:
+        once = "" if plan.peak_bytes is None else f" (run once, with a peak of {size_text(plan.peak_bytes)})"
+        lines.append(f"  {plan.role:<14} {plan.name}, {_PLACEMENTS[plan.placement]}{once}")
+        lines += [f"    {cost.placement:<12} {_placement_text(cost)}" for cost in plan.costs]
     return lines
 
 
-_ANSWERED: Final = {
-    "device": "kept on the device",
-    "cache": "its answers are read from disk",
-    "offload": "kept on the host, where it computes",
-}
+def dry_lines(key: str, dry: DryPlan) -> list[str]:
+    """Writes a plan as aligned lines, with its warnings below.
+
+    Args:
+        key: Configuration key.
+        dry: The plan.
+
+    Raises:
+        DoesNotFitError: The training does not fit on the device.
+    """
+    if dry.plan is None:
+        raise dry.error or AssertionError("a target without a plan has a reason")
+    target = dry.target
+    head, *lines = plan_lines(dry.plan, target.key, target.capacity_bytes)
+    return [
+        head,
+        f"  key            {key}",
+        f"  device         {target.name}, {size_text(target.total_bytes)}: {target.source}",
+        *(f"    less         {size_text(use.num_bytes)} {use.what}" for use in target.subtracted),
+        f"  data           {data_text(dry)}",
+        *lines,
+        *reference_model_lines(dry.reference_models),
+        *(f"note: {text}" for text in dry.warnings),
+    ]
 
 
-def _asked_once(plan: ReferenceModelPlan) -> str:
-    return "" if plan.peak_bytes is None else f" (asked once, with a peak of {size_text(plan.peak_bytes)})"
+def data_text(dry: DryPlan) -> str:
+    """Writes how much data there is, and how that is known."""
+    return f"{dry.num_samples:,} training samples" + (f", {dry.sample_note}" if dry.sample_note else "")
 
 
-def _placement(cost: PlacementCost) -> str:
-    memory = f"{size_text(cost.base_bytes)} + {cost.sample_bytes / 1024:.4g} KiB a sample"
+def dry_row(dry: DryPlan) -> tuple[str, ...]:
+    """Writes a plan as a row of the table of several devices."""
+    usable = size_text(dry.target.capacity_bytes)
+    if dry.plan is None:
+        return (dry.target.key, usable, "–", "–", "–", "–", "–", "does not fit")
+    plan, peak = dry.plan.plan, dry.plan.predicted_peak_bytes
+    return (
+        dry.target.key,
+        usable,
+        "–" if plan.safety_factor is None else f"{plan.safety_factor:.3f}",
+        str(plan.logical_batch),
+        spread(plan.fewest_parts, plan.most_parts, "-"),
+        spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch, "-"),
+        "–" if peak is None else f"{peak / dry.target.capacity_bytes:.1%}",
+        plan.binding_limit,
+    )
+
+
+def dry_json(config: Mapping[str, Any], key: str, plans: Sequence[DryPlan]) -> dict[str, Any]:
+    """Makes plain values of plans; sizes are bytes, peaks also shares of the capacity."""
+    first = plans[0]
+    data = {"num_train_samples": first.num_samples, "is_estimate": bool(first.sample_note), "note": first.sample_note}
+    return {"config_key": key, "data": data, "plans": [_plan_json(dry) for dry in plans], "config": dict(config)}
+
+
+def _plan_json(dry: DryPlan) -> dict[str, Any]:
+    target, error = dry.target, dry.error
+    return {
+        "target": {
+            "key": target.key,
+            "name": target.name,
+            "total_bytes": target.total_bytes,
+            "subtracted": [{"what": use.what, "bytes": use.num_bytes} for use in target.subtracted],
+            "capacity_bytes": target.capacity_bytes,
+            "source": target.source,
+        },
+        "fits": dry.plan is not None,
+        "error": None if error is None else {"rule": error.rule, "value": error.value, "remedy": error.remedy},
+        "warnings": dry.warnings,
+        "reference_models": [asdict(plan) for plan in dry.reference_models],
+        **({} if dry.plan is None else {**_decision_json(dry.plan), **_memory_json(dry.plan)}),
+    }
+
+
+def _decision_json(run_plan: RunPlan) -> dict[str, Any]:
+    plan, searched = run_plan.plan, run_plan.plan.safety_factor is not None
+    return {
+        "logical_batch": plan.logical_batch,
+        "binding_limit": plan.binding_limit,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "fewest_steps_per_epoch": plan.fewest_steps_per_epoch,
+        "micro_batches": {
+            "fewest": plan.fewest_parts,
+            "most": plan.most_parts,
+            "largest_samples": plan.largest_micro_batch,
+            "largest_cost_bytes": round(plan.largest_cost),
+            "accumulation_splits": plan.rules.splits,
+        },
+        "lr_factor": plan.lr_factor,
+        "safety_factor": plan.safety_factor,
+        "safety_factor_reason": run_plan.factor_reason if searched else "",
+        "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != NO_AIM else None,
+        "target_reason": run_plan.aim.reason,
+    }
+
+
+def _memory_json(run_plan: RunPlan) -> dict[str, Any]:
+    limits, peak = run_plan.limits, run_plan.predicted_peak_bytes
+    if limits is None or peak is None:
+        return {"cost_model": None, "tuned_limit_bytes": None, "safe_limit_bytes": None, "predicted_peak_bytes": None}
+    model, half_width = limits.training.model, limits.training.half_width(run_plan.plan.largest_cost)
+    searched = run_plan.plan.safety_factor is not None
+    coefficients = zip(model.features, model.coefficients, strict=True)
+    return {
+        "cost_model": {
+            "base_bytes": round(model.base_bytes),
+            "bytes_per_unit": {feature.name: coefficient for feature, coefficient in coefficients},
+            "relative_error": model.relative_residual,
+            "explains": model.explains,
+        },
+        "tuned_limit_bytes": round(limits.training.tuned_limit) if searched else None,
+        "tuned_limit_is_capped": limits.training.capped,
+        "safe_limit_bytes": round(run_plan.plan.rules.safe_limit) if searched else None,
+        "predicted_peak_bytes": round(peak),
+        "predicted_peak_interval_bytes": [round(peak - half_width), round(peak + half_width)],
+        "predicted_peak_pct": peak / limits.capacity_bytes,
+        "optimizer_peak_bytes": limits.optimizer_peak_bytes,
+    }
+
+
+def spread(fewest: int, most: int, between: str = " to ") -> str:
+    """Writes a count, or its range where it varies."""
+    return f"{most}" if fewest == most else f"{fewest}{between}{most}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _placement_text(cost: PlacementCost) -> str:
+    memory = f"{size_text(cost.base_bytes)} + {cost.sample_bytes / 1024:.4g} KiB per sample"
     speed = f"{1 / cost.step_seconds:,.0f} samples/s"
     once = f" after {cost.once_seconds:.1f} s once" if cost.once_seconds else ""
     return f"{memory}, {speed}{once}" + (f", {cost.disk_bytes / 2**20:.3g} MiB on disk" if cost.disk_bytes else "")
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def spread(fewest: int, most: int, between: str = " to ") -> str:
-    """Writes a count that is not always the same; once, where it is."""
-    return f"{most}" if fewest == most else f"{fewest}{between}{most}"
-
-
-def _memory(model: CostModel) -> str:
+def _cost_model_text(model: CostModel) -> str:
     terms = [
-        f"{coefficient / 1024:.4g} KiB · {feature.name}" + _PADDED.get(feature.padding, f" (max^{feature.padding})")
+        f"{coefficient / 1024:.4g} KiB · {feature.name}" + _PADDING.get(feature.padding, f" (max^{feature.padding})")
         for feature, coefficient in zip(model.features, model.coefficients, strict=True)
         if coefficient > 0
     ]
-    error = f" (probes lie within {model.relative_residual:.1%})"
-    return " + ".join([size_text(model.base_bytes), *terms]) + error
+    return " + ".join([size_text(model.base_bytes), *terms]) + f" (probes lie within {model.relative_residual:.1%})"
 
 
-_PADDED: Final = {0: "", 1: " (padded)", 2: " (padded, squared)"}
-
-
-def _target(run_plan: RunPlan) -> str:
-    aim = run_plan.aim
-    return f"a peak of {aim.share:.1%} of what is usable" + (f": {aim.why}" if aim.why else "")
-
-
-def _tuned(limits: DeviceLimits) -> str:
+def _tuned_limit_text(limits: DeviceLimits) -> str:
     training = limits.training
     more = "; more was not needed" if training.capped else ""
     if not training.trials and not training.ooms:
-        return f"{size_text(training.tuned_limit)} of batch is predicted to fit{more}"
+        return f"a batch of {size_text(training.tuned_limit)} is predicted to fit{more}"
     ran_out = f", {training.ooms} ran out of memory" if training.ooms else ""
-    return f"{size_text(training.tuned_limit)} of batch fits ({_counted(training.trials, 'trial')}{ran_out}{more})"
-
-
-def _half_width(run_plan: RunPlan) -> float:
-    """Half-width of the peak's interval, the features sharing the cost as they do in the costliest probe."""
-    assert run_plan.limits is not None, "a predicted peak has a cost model"
-    return run_plan.limits.training.half_width(run_plan.plan.largest_cost)
+    return f"a batch of {size_text(training.tuned_limit)} fits ({_counted(training.trials, 'trial')}{ran_out}{more})"

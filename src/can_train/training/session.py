@@ -36,7 +36,7 @@ from can_train.training.attempts import StopRequests
 from can_train.training.checkpoint import Checkpoints
 from can_train.training.distributed import Ranks
 from can_train.training.loading import fresh_model, start_from
-from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels, keep, kept, reference_models_of
+from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels, keep, kept
 from can_train.training.report import plan_lines, reference_model_lines
 from can_train.training.run_folder import MetricsLog, RunFolder
 
@@ -54,8 +54,8 @@ def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
         RunError: It is another by now.
     """
     path = folder.path / BUILT_ON
-    now = {reference_model.role: reference_model.digest for reference_model in reference_models_of(task)}
-    if data := getattr(task, "data_digest", ""):
+    now = {reference_model.role: reference_model.digest for reference_model in task.reference_models()}
+    if data := task.data_digest():
         now[_DATA] = data
     try:
         before = json.loads(path.read_text())
@@ -67,7 +67,7 @@ def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
     if _DATA in changed:
         raise RunError("A run goes on with the data that it began with", value="its logs have other contents by now",
                        remedy="Bring back what was there, or train anew")  # fmt: skip
-    others = ", ".join(f"the {one.role.replace('_', ' ')} {one.name}" for one in reference_models_of(task)
+    others = ", ".join(f"the {one.role.replace('_', ' ')} {one.name}" for one in task.reference_models()
                        if one.role in changed)  # fmt: skip
     if others:
         raise RunError("A run goes on with the models that it began with",
@@ -239,7 +239,7 @@ class Session:
     trainable: tuple[bool, ...] | None = None
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
     largest_cost: float = 0.0
-    settled_cost: float = 0.0
+    cost_after_rescue: float = 0.0
     largest_micro_batch: int = 0
     foreign_bytes: int = 0
 
@@ -252,12 +252,12 @@ class Session:
         self.largest_micro_batch = max((self.largest_micro_batch, *result.micro_batches))
         if counted:
             self.largest_cost = max(self.largest_cost, result.largest_cost)
-            self.settled_cost = max(self.settled_cost, result.settled_cost)
+            self.cost_after_rescue = max(self.cost_after_rescue, result.cost_after_rescue)
 
     def note_rescue(self) -> None:
         """Tells what runs from now on apart from what ran before: memory has run out, and is free again."""
         self.monitor.rescued()
-        self.settled_cost = 0.0
+        self.cost_after_rescue = 0.0
         self.foreign_bytes = max(self.foreign_bytes, self.meter.foreign_bytes())
 
     def renew_if_thawed(self) -> None:
@@ -274,8 +274,8 @@ class Session:
                 self.run_plan, self.shared_plan = plans[self.ranks.rank], plans[0]
                 self.batcher.use(self.plan.rules, self.run_plan.limits)
                 # In bytes of another tuned limit.
-                self.largest_cost = self.settled_cost = 0.0
-            self.reserve.expect(self.planner.optimizer_memory(), held_bytes=held_bytes)
+                self.largest_cost = self.cost_after_rescue = 0.0
+            self.reserve.expect(self.planner.explorer.optimizer_memory(), held_bytes=held_bytes)
             self.reserve.hold()
         self.trainable = trainable
 
@@ -343,9 +343,9 @@ class Session:
         return self.batcher.oom_cost
 
     @property
-    def settled_peak_bytes(self) -> int:
-        """Peak of what ran after the last out-of-memory, `settled_cost` in it; 0 where nothing that was counted did."""
-        return self.monitor.settled_peak_bytes if self.settled_cost else 0
+    def peak_bytes_after_rescue(self) -> int:
+        """Peak of what ran after the last out-of-memory, `cost_after_rescue` in it; 0 where nothing that was counted did."""
+        return self.monitor.peak_bytes_after_rescue if self.cost_after_rescue else 0
 
 
 def save(session: Session) -> None:
@@ -379,7 +379,7 @@ def restore(session: Session, state: Mapping[str, Any]) -> None:
     session.model.load_state_dict(state["model"])
     session.best = state["best"] if session.ranks.is_first else {}
     session.optimization.load_state_dict(state["optimization"])
-    session.reserve.expect(session.planner.optimizer_memory(), held_bytes=session.optimization.state_bytes)
+    session.reserve.expect(session.planner.explorer.optimizer_memory(), held_bytes=session.optimization.state_bytes)
     session.progress = Progress(**state["progress"])
     of_ranks = [state, *state.get("other_ranks", ())]
     if len(of_ranks) == session.ranks.size:
@@ -435,7 +435,7 @@ def make_session(given: Parts, factor: FactorRule) -> Session:
     asked, beside = _ask(given, reference_models, model)
     planner = Planner(
         run=run, task=given.task, model=model, meter=given.meter, reporter=given.reporter, ranks=ranks.size,
-        beside=beside,
+        reference_tensors=beside,
     )  # fmt: skip
     plans = _plans(given, planner, factor, asked)
     random_state.seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
@@ -473,7 +473,7 @@ def _put_together(given: Parts, planner: Planner, plans: list[RunPlan], *, steps
         monitor=_monitor(given, epochs, steps_done=steps_done),
         batcher=_batcher(given, plan, model),
         planner=planner,
-        reserve=OptimizerReserve(planner.optimizer_memory(), meter, retries=run.training.oom_retries),
+        reserve=OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=run.training.oom_retries),
         checkpoints=Checkpoints(given.folder.checkpoints_path),
         metrics=MetricsLog(given.folder.metrics_path),
         stops=given.stops,

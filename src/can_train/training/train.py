@@ -15,12 +15,11 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import CanTrainError, DoesNotFitError
 from can_train.factors.resolve import factor_rule
 from can_train.fit import random_state
-from can_train.fit.epochs import in_epoch
-from can_train.fit.micro_batcher import BatchResult, Losses, added, check_denominators, whole
+from can_train.fit.micro_batcher import BatchResult, Losses, check_denominators, combine_shares, sum_by_term
 from can_train.fit.random_state import Snapshot
-from can_train.fit.rescue import PartDoesNotFitError, shortage_on
+from can_train.fit.rescue import PartDoesNotFitError, describe_out_of_memory
 from can_train.io.atomic import write_json_atomic
-from can_train.memory.meters import CpuMeter, Meter, open_meter
+from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.task import Table, Task
@@ -37,7 +36,7 @@ def take_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) ->
     progress = session.progress
     session.renew_if_thawed()
     # The reserve's own list, not a copy: it is emptied within the step, and nobody else may keep what was in it.
-    held = session.model, session.optimization.optimizer, session.reserve.tensors, session.planner.beside
+    held = session.model, session.optimization.optimizer, session.reserve.tensors, session.planner.reference_tensors
     with session.monitor.step(*held) as counted:
         own, result = _guarded_step(session, rows, ends_epoch=ends_epoch)
     for term, mean in result.means.items():
@@ -45,7 +44,7 @@ def take_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) ->
     progress.epoch_samples += len(rows)
     progress.epoch_parts += len(result.micro_batches)
     progress.epoch_largest = max((progress.epoch_largest, *result.micro_batches))
-    progress.epoch_ooms += result.ooms
+    progress.epoch_ooms += result.ooms_rescued
     progress.step_in_epoch += 1
     progress.step += 1
     session.note_run(own, counted=counted)
@@ -82,7 +81,7 @@ def _optimizer_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bo
     ranks = session.ranks
     reports = ranks.gather(lambda: _own_share(session, rows))
     own, denominators = reports[ranks.rank]
-    result = whole([share for share, _ in reports])
+    result = combine_shares([share for share, _ in reports])
     check_denominators(result, denominators, size=len(rows))
     _check_finite(result.means, session.progress.step)
     ranks.reduce_gradients(session.optimization.parameters)
@@ -124,11 +123,9 @@ def _own_share(session: Session, rows: NDArray[np.int64]) -> tuple[BatchResult, 
 
 def _prepare(session: Session, rows: NDArray[np.int64]) -> None:
     """Lets the task do what it wants done before each step, alike on all ranks."""
-    before_step = getattr(session.task, "before_step", None)
-    if before_step is not None:
-        seed, step = session.training.seed, session.progress.step
-        generator = random_state.before_step_generator(seed=seed, step=step)
-        before_step(session.model, rows, step / session.total_steps, generator)
+    seed, step = session.training.seed, session.progress.step
+    generator = random_state.before_step_generator(seed=seed, step=step)
+    session.task.before_step(session.model, rows, step / session.total_steps, generator)
 
 
 def _move(session: Session, *, ends_epoch: bool) -> int | None:
@@ -148,7 +145,7 @@ def with_samples(error: DoesNotFitError, task: Task, rows: NDArray[np.int64]) ->
         start, stop = error.part
         more = f" and {stop - start - 1} more" if stop - start > 1 else ""
         value = f"{task.describe(int(rows[start]))}{more}; {value}"
-    return DoesNotFitError(error.rule, value=value, remedy=error.remedy, shortage=error.shortage)
+    return DoesNotFitError(error.rule, value=value, remedy=error.remedy, details=error.details)
 
 
 def _tend_memory(session: Session, result: BatchResult) -> None:
@@ -158,10 +155,8 @@ def _tend_memory(session: Session, result: BatchResult) -> None:
     too_full = threshold < math.inf and meter.free_bytes() < threshold
     if too_full or (interval and step % interval == 0):
         meter.release()
-    if result.ooms:
-        splits = (
-            f"step {step}: memory ran out {result.ooms} times; finished in {len(result.micro_batches)} micro-batches"
-        )
+    if result.ooms_rescued:
+        splits = f"step {step}: memory ran out {result.ooms_rescued} times; finished in {len(result.micro_batches)} micro-batches"
         session.reporter.notice(f"{splits}, with the same gradient")
     rise = session.leak_watch.after_step(meter.allocated_bytes())
     if rise:
@@ -209,8 +204,8 @@ def train(session: Session) -> None:
                 )
     # Judging has a peak of its own, from which nothing is learned.
     session.monitor.pause()
-    ooms = session.ranks.gather(lambda: session.batcher.ooms)
-    session.ooms_elsewhere = sum(ooms) - session.batcher.ooms
+    ooms = session.ranks.gather(lambda: session.batcher.ooms_rescued)
+    session.ooms_elsewhere = sum(ooms) - session.batcher.ooms_rescued
 
 
 def _leave_if_asked(session: Session) -> None:
@@ -230,7 +225,7 @@ def release_training_memory(session: Session) -> None:
 
 def _train_epoch(session: Session, stage: Any) -> None:
     progress, training = session.progress, session.training
-    session.task_in_epoch = in_epoch(session.task, progress.epoch, training.epochs)
+    session.task_in_epoch = session.task.in_epoch(progress.epoch, training.epochs)
     steps = session.epochs.steps(progress.epoch)
     started, samples_before = time.perf_counter(), progress.epoch_samples
     session.model.train()
@@ -283,7 +278,7 @@ def validation_loss(session: Session) -> float:
     rows = session.task.validation_rows
     share = session.share(rows, session.shared_plan.evaluation_costs)
     of_ranks = session.ranks.gather(lambda: _validation_sums(session, rows[share]))
-    sums, denominators = (added(terms) for terms in zip(*of_ranks, strict=True))
+    sums, denominators = (sum_by_term(terms) for terms in zip(*of_ranks, strict=True))
     return _weighted({term: sums[term] / (denominators[term] or 1.0) for term in sums}, session.task.loss_weights)
 
 
@@ -300,7 +295,7 @@ def _validation_sums(session: Session, rows: NDArray[np.int64]) -> tuple[dict[st
 
     parts = _in_parts(session, rows, losses_of) if len(rows) else []
     sums, denominators = (
-        added([{term: pair[which] for term, pair in part.items()} for part in parts]) for which in (0, 1)
+        sum_by_term([{term: pair[which] for term, pair in part.items()} for part in parts]) for which in (0, 1)
     )
     return sums, denominators
 
@@ -415,7 +410,7 @@ def _locked(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
 def _meter(run: ResolvedRun, ranks: Ranks) -> Meter:
     """Opens the meter of this rank's device; the host's memory is for all that run there."""
     meter = ranks.on_every_rank(lambda: open_meter(rank_device(run.device, ranks)))
-    if isinstance(meter, CpuMeter):
+    if meter.is_host:
         meter.capacity_bytes //= ranks.sharing_host()
     return meter
 
@@ -424,20 +419,20 @@ def _train(parts: Parts) -> Outcome:
     try:
         return _attempt(parts)
     except DoesNotFitError as error:
-        if error.shortage.capacity_bytes is None:
-            error.shortage = shortage_on(parts.meter, error.shortage.need_bytes, known=error.shortage)
+        if error.details.capacity_bytes is None:
+            error.details = describe_out_of_memory(parts.meter, error.details.need_bytes, known=error.details)
         raise
     except Exception as error:
         # Within micro-batches it is rescued; what runs out elsewhere (weights, a copy of them) cannot be.
         if not is_out_of_memory(error):
             raise
         message, of_host = headline(error), is_host_memory(error)
-    shortage = shortage_on(parts.meter, None)
+    details = describe_out_of_memory(parts.meter, None)
     raise DoesNotFitError(
         "What a run keeps on the device must fit beside its micro-batches",
         value=message,
         remedy="Another process may hold the memory (nvidia-smi); else choose a smaller model or a larger device",
-        shortage=replace(shortage, of_host=shortage.of_host or of_host),
+        details=replace(details, of_host=details.of_host or of_host),
     )
 
 
@@ -485,7 +480,7 @@ def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, 
         "device": session.meter.key,
         "plan": session.run_plan.to_plain(),
         "reference_models": [asdict(asked) for asked in session.asked],
-        "ooms_rescued": session.batcher.ooms + session.ooms_elsewhere,
+        "ooms_rescued": session.batcher.ooms_rescued + session.ooms_elsewhere,
         "micro_batch_size": session.largest_micro_batch or None,
         "predicted_peak_bytes": session.run_plan.predicted_peak_bytes,
         "peak_memory_bytes": session.peak_bytes or None,

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from can_train.training.attempts import Attempts, Ended
+from can_train.training.attempts import AttemptEnd, Attempts
 from can_train.training.run_folder import JobRecord, Registry
 from fakes.bitwise import assert_ends_like
 from sandbox import daemons
@@ -25,7 +25,7 @@ from slurm.real.on_slurm import Slurm
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
 TRAINING = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
-            "--epochs", "2", "--checkpoint-every", "4", "--min-steps-per-epoch", "12", "--no-floors")  # fmt: skip
+            "--epochs", "2", "--checkpoint-every", "4", "--min-steps-per-epoch", "12", "--no-baselines")  # fmt: skip
 JOB = ("--submit", "--force", "--set", "cluster.cpus=1", "--set", "cluster.signal_delay_s=5")
 SMALL = ("--set", "cluster.mem=900M")
 ENOUGH_STEPS = 4
@@ -53,12 +53,12 @@ class Run:
 
     @property
     def endings(self) -> list[str]:
-        ended = (self.attempts.ended(record.attempt) for record in self.attempts.began())
+        ended = (self.attempts.end(record.attempt) for record in self.attempts.starts())
         return [record.ending if record else "" for record in ended]
 
     @property
-    def last(self) -> Ended:
-        ended = self.attempts.ended(len(self.attempts.began()))
+    def last(self) -> AttemptEnd:
+        ended = self.attempts.end(len(self.attempts.starts()))
         assert ended is not None
         return ended
 
@@ -74,7 +74,7 @@ class Run:
     def stop(self) -> int:
         """Stops the training where it is, once it has come some way; returns its process."""
         self.slurm.wait_for(lambda: self.step >= ENOUGH_STEPS)
-        pid = self.attempts.began()[-1].pid
+        pid = self.attempts.starts()[-1].pid
         os.kill(pid, signal.SIGSTOP)
         return pid
 
@@ -352,7 +352,7 @@ def test_a_job_whose_gpu_others_fill_is_submitted_to_another_node(scenes: Scenes
     run = scenes["foreign_oom"].result()
     assert [job.reason for job in run.jobs] == ["", "CUDA out-of-memory: others held 255 MiB; another node"]
     assert run.endings == ["gpu_oom", "finished"]
-    assert run.attempts.began()[0].host != run.attempts.began()[1].host
+    assert run.attempts.starts()[0].host != run.attempts.starts()[1].host
     assert_ends_like(run.path, undisturbed)
 
 

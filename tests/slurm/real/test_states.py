@@ -13,7 +13,7 @@ from fakes.made_runs import Runs, begin
 from slurm.real.on_slurm import Slurm
 
 TRAINING = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
-            "--device", "cpu", "--no-floors", "--submit", "--cluster", "slurm", "--mem", "1500M",
+            "--device", "cpu", "--no-baselines", "--submit", "--cluster", "slurm", "--mem", "1500M",
             "--time", "10")  # fmt: skip
 
 EATS_MEMORY = """srun python3 -c 'import time; x = bytearray(400 << 20); time.sleep(5)'; exit 1"""

@@ -24,7 +24,7 @@ WINDOWS = 150
 
 def task_of(folder: Path, frames: Frames, model: str = "gat") -> Any:
     log = write_log(folder / "drive.csv", frames)
-    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.floors": False}
+    values = {"dataset.window": WINDOW, "dataset.stride": WINDOW, "mode.baselines": False}
     run = resolve(RunRequest(model=model, size="student", dataset=str(log), values=values))
     return make_task(run, {}, folder, folder / "cache", SilentReporter())
 
@@ -74,7 +74,7 @@ def test_a_log_without_a_benign_window_cannot_train_an_autoencoder(tmp_path: Pat
     ("model", "kind", "width"), [("gat", ClassifierBatch, 1), ("vgae", AutoencoderBatch, 3)], ids=["gat", "vgae"]
 )
 def test_a_task_gives_its_model_batches_and_scores(
-    tmp_path: Path, frames: Frames, model: str, kind: type, width: int
+    tmp_path: Path, frames: Frames, model: str, kind: type[Any], width: int
 ) -> None:
     task = task_of(tmp_path, frames, model)
     network = task.build_model().double()

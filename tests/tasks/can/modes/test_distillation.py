@@ -12,7 +12,7 @@ from can_train.cli.main import main
 from fakes.bitwise import assert_ends_like
 from fakes.killed_runs import finish, finish_killed, only_run
 
-DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-floors")
+DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines")
 MODELS = {"gat": "hidden=8,layers=2,heads=2", "vgae": "hidden=[32,16],latent=8"}
 """Of each model the settings of a small teacher."""
 
@@ -72,7 +72,7 @@ def test_the_peak_of_a_student_is_predicted_teacher_and_cache_included(
 
 
 @pytest.mark.slow
-def test_a_student_is_judged_beside_its_teacher_and_itself_without_one(
+def test_a_student_is_compared_with_its_teacher_and_itself_without_one(
     tmp_path: Path, teachers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = ("--model", "gat", "--size", "student", *DATA, "--epochs", "1", "--device", "cpu")
@@ -99,4 +99,4 @@ def assert_judged_like(judgement: Any, name: str, run: Path) -> None:
     """Beside the student a model is what it was when its own run judged it."""
     own = json.loads((run / "result.json").read_text())["judgement"]["test"]
     for folder, judged in judgement["test"].items():
-        assert judged["beside"][name]["roc_auc"] == pytest.approx(own[folder]["model"]["roc_auc"], abs=1e-6)
+        assert judged["references"][name]["roc_auc"] == pytest.approx(own[folder]["model"]["roc_auc"], abs=1e-6)

@@ -1,0 +1,105 @@
+"""What the host offers: its memory, as far as control groups leave it to this process, and its NVIDIA driver."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import psutil
+
+_CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
+
+
+class _Files(NamedTuple):
+    """The files of a memory control group in one version of the kernel's interface.
+
+    Attributes:
+        controllers: Names the hierarchy in /proc/self/cgroup.
+        root: Folder of the topmost group.
+        limit, usage: Bytes, or "max" for no limit.
+        reclaimable: Line of memory.stat: cached file pages, which count as used but give way to allocations.
+        events: Counts the processes that the kernel has killed.
+    """
+
+    controllers: str
+    root: Path
+    limit: str
+    usage: str
+    reclaimable: str
+    events: str
+
+
+# Version 2 and version 1.
+_VERSIONS: Final = (
+    _Files("", _CGROUP_ROOT, "memory.max", "memory.current", "inactive_file", "memory.events"),
+    _Files("memory", _CGROUP_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+           "total_inactive_file", "memory.oom_control"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """A memory control group."""
+
+    path: Path
+    files: _Files
+
+    def available_bytes(self) -> int | None:
+        """Returns what the group may still allocate; None where it has no limit."""
+        try:
+            limit, usage = int(self._read(self.files.limit)), int(self._read(self.files.usage))
+        except ValueError:
+            return None
+        reclaimable = re.search(rf"^{self.files.reclaimable} (\d+)$", self._read("memory.stat"), re.MULTILINE)
+        return max(limit - usage + (int(reclaimable[1]) if reclaimable else 0), 0)
+
+    def has_killed(self) -> bool:
+        """Tells whether the kernel has killed a process of the group because its memory ran out."""
+        return re.search(r"^oom_kill [1-9]", self._read(self.files.events), re.MULTILINE) is not None
+
+    def _read(self, name: str) -> str:
+        try:
+            return (self.path / name).read_text()
+        except OSError:
+            return ""
+
+
+def control_groups(membership: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
+    """Lists the memory control groups of this process, of both versions, each from its own up to the topmost one.
+
+    Args:
+        membership: The process's groups, as the kernel lists them: `hierarchy:controllers:path`.
+    """
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        lines = []
+    for files in _VERSIONS:
+        own = [files.root / path.lstrip("/") for _, controllers, path in lines if controllers == files.controllers]
+        above = [group for group in (own[0], *own[0].parents) if group.is_relative_to(files.root)] if own else []
+        # A container sees its own group as the topmost one, under whatever path the host has given it.
+        for path in above or [files.root]:
+            yield ControlGroup(path, files)
+
+
+def available_bytes() -> int:
+    """Returns the bytes that can be allocated without swapping; a container or a job may have less than the host."""
+    # Every group up to the topmost may set a limit, and the least of them binds.
+    limits = [group.available_bytes() for group in control_groups()]
+    return min([psutil.virtual_memory().available, *(limit for limit in limits if limit is not None)])
+
+
+def total_bytes() -> int:
+    """Returns the machine's physical memory."""
+    return psutil.virtual_memory().total
+
+
+def nvidia_driver_version() -> str:
+    """Returns the version of the NVIDIA kernel driver; empty where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return found.group() if found else ""

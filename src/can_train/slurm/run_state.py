@@ -1,0 +1,454 @@
+"""The state of a run, decided from what is known of it; `status.py` collects that."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from can_train.slurm.client import (
+    ACTIVE,
+    NEVER_SATISFIED,
+    UNFINISHED,
+    WAITING,
+    AccountRow,
+    QueueRow,
+    SlurmAnswer,
+    reason_in_words,
+)
+
+if TYPE_CHECKING:
+    from can_train.io.processes import AttemptStart
+    from can_train.training.attempts import AttemptEnd
+    from can_train.training.run_folder import CancelRecord, JobRecord, RunRecord
+
+QUEUED: Final = "queued"
+RUNNING: Final = "running"
+FINISHED: Final = "finished"
+FAILED: Final = "failed"
+GPU_OOM: Final = "CUDA out-of-memory"
+HOST_OOM: Final = "host out-of-memory"
+TIME_LIMIT: Final = "time limit"
+PREEMPTED: Final = "preempted"
+NODE_FAILURE: Final = "node failure"
+CANCELLED: Final = "cancelled"
+NEVER_STARTED: Final = "never started"
+LIVE: Final = (QUEUED, RUNNING)
+
+CAUSES: Final = (
+    FINISHED, FAILED, GPU_OOM, HOST_OOM, TIME_LIMIT, PREEMPTED, NODE_FAILURE, CANCELLED, NEVER_STARTED,
+)  # fmt: skip
+
+REQUEUED: Final = "requeued"
+"""State of an attempt only: its job was put back into the queue, and SLURM does not say by whom."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptFacts:
+    """What is known of one attempt.
+
+    Attributes:
+        start: The record of its start.
+        end: How it ended, as its process recorded; None: it did not.
+        alive: Whether its process runs; None: this machine cannot know, or it is in a job.
+    """
+
+    start: AttemptStart
+    end: AttemptEnd | None = None
+    alive: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What is known of a run.
+
+    Attributes:
+        run: The registry's entry.
+        jobs: Its jobs, the first one first.
+        cancels: When a person asked to cancel it.
+        attempts: Its attempts, the first one first.
+        result: The content of `result.json`; None: the run has not finished.
+        has_folder: Whether its folder exists.
+        job_alive: Whether the process that controls its last job runs; None: this machine cannot know.
+        answer: What SLURM knows of its jobs.
+        log_tail: The end of the log of its last job.
+    """
+
+    run: RunRecord
+    jobs: Sequence[JobRecord] = ()
+    cancels: Sequence[CancelRecord] = ()
+    attempts: Sequence[AttemptFacts] = ()
+    result: Mapping[str, Any] | None = None
+    has_folder: bool = True
+    job_alive: bool | None = None
+    answer: SlurmAnswer = field(default_factory=lambda: SlurmAnswer(queue=(), accounts=()))
+    log_tail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The state of a run.
+
+    Attributes:
+        state: One of `LIVE` or `CAUSES`.
+        sentence: More about it, in words.
+        certain: False where only the files say so: neither SLURM nor the process can be asked from here.
+    """
+
+    state: str
+    sentence: str = ""
+    certain: bool = True
+
+    @property
+    def live(self) -> bool:
+        """Whether the run is queued or running."""
+        return self.state in LIVE
+
+    @property
+    def label(self) -> str:
+        """The state for a column; one that is not certain has a question mark."""
+        return self.state if self.certain else f"{self.state}?"
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.sentence}" if self.sentence else self.label
+
+
+# How one attempt ended
+
+_BY_SLURM_STATE: Final[Mapping[str, str]] = {
+    "TIMEOUT": TIME_LIMIT,
+    "DEADLINE": TIME_LIMIT,
+    "PREEMPTED": PREEMPTED,
+    "NODE_FAIL": NODE_FAILURE,
+    "BOOT_FAIL": NODE_FAILURE,
+    "CANCELLED": CANCELLED,
+    "REVOKED": CANCELLED,
+}
+"""SLURM's states of a job that something other than its own processes ended."""
+
+_BY_ENDING: Final[Mapping[str, tuple[str, str]]] = {
+    "finished": (FINISHED, ""),
+    "failed": (FAILED, ""),
+    "gpu_oom": (GPU_OOM, ""),
+    "host_oom": (HOST_OOM, ""),
+    "killed": (FAILED, "killed by somebody or something that SLURM does not name"),
+    "time_limit": (TIME_LIMIT, "warned and saved"),
+    "terminated": (CANCELLED, "by SIGTERM, saved"),
+    "interrupted": (CANCELLED, "interrupted (Ctrl-C), saved"),
+}
+"""State and sentence by what a process recorded of its end. SIGTERM means a person's wish unless SLURM knows better."""
+
+_LOG_PATTERNS: Final[Mapping[str, str]] = {
+    TIME_LIMIT: "DUE TO TIME LIMIT",
+    PREEMPTED: "DUE TO PREEMPTION",
+    NODE_FAILURE: "DUE TO NODE FAILURE",
+    REQUEUED: "DUE TO JOB REQUEUE",
+    # Where memory is limited by control groups, by slurmstepd and by srun; where it is polled.
+    HOST_OOM: r"oom-kill event|^srun: error: .*: Out Of Memory$|[Ee]xceeded (?:job |step )?memory limit",
+    CANCELLED: " CANCELLED AT ",
+}
+"""What slurmstepd and srun write into a job's log."""
+
+_LOG_CAUSE: Final = re.compile("|".join(f"({pattern})" for pattern in _LOG_PATTERNS.values()), re.MULTILINE)
+
+_SCHEDULER_LINES: Final = ("srun: ", "slurmstepd", "can-train: ")
+"""Beginnings of the lines of a log that are not the training's own."""
+
+_CONCLUSIVE: Final = ("finished", "gpu_oom", "host_oom")
+"""Endings that nobody knows better than the process itself."""
+
+_OOM: Final = "OUT_OF_MEMORY"
+"""SLURM's state of a job or a step whose process the kernel killed for its memory."""
+
+
+def classify_exit(end: AttemptEnd | None, row: AccountRow | None, log: str, *, cancel_requested: bool) -> RunState:
+    """Decides how an attempt ended.
+
+    Args:
+        end: What its process recorded; None: nothing.
+        row: SLURM's account of it; None: there is none.
+        log: The end of its log; empty where the log is not its own.
+        cancel_requested: Whether a person asked can-train to cancel it.
+    """
+    ending = end.ending if end else None
+    if end is not None and ending in _CONCLUSIVE:
+        return _recorded(end)
+    causes = log_causes(log)
+    by_slurm = _BY_SLURM_STATE.get(row.state) if row else None
+    # The kernel kills one process; the others then fail without it, or srun terminates them. Terminated processes of a
+    # job that SLURM itself ended are not such a consequence.
+    is_consequence = ending in (None, "failed", "killed") or (ending == "terminated" and by_slurm is None)
+    oom_in_account = row is not None and _OOM in (row.state, *(step.state for step in row.steps))
+    if is_consequence and by_slurm != TIME_LIMIT and (oom_in_account or causes[-1:] == [HOST_OOM]):
+        memory = f" ({row.memory} of each node)" if row and row.memory else ""
+        return RunState(state=HOST_OOM, sentence=f"it needed more memory than its job had asked for{memory}")
+    if row is not None and by_slurm is not None:
+        return RunState(state=by_slurm, sentence=_ended_by_slurm(by_slurm, row, end))
+    # A process records "terminated" also when SLURM requeues or ends its job: whoever ended it knows more.
+    if ending in (None, "terminated"):
+        if row is not None and row.state == "REQUEUED":
+            return RunState(state=REQUEUED)
+        if causes:
+            return RunState(state=causes[-1], sentence="as its log says")
+    if end is not None:
+        return _recorded(end)
+    if cancel_requested and row is None:
+        return RunState(state=CANCELLED)
+    known = "; ".join(filter(None, [_exit_words(row) if row else "", last_error_line(log)]))
+    return RunState(
+        state=FAILED, sentence=known or "its process ended without a record, and nothing shows what ended it"
+    )
+
+
+def log_causes(text: str) -> list[str]:
+    """Lists the causes of an ending that SLURM wrote into a log, in their order.
+
+    Example:
+        >>> log_causes("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***")
+        ['cancelled', 'preempted']
+    """
+    causes = list(_LOG_PATTERNS)
+    return [causes[(match.lastindex or 0) - 1] for match in _LOG_CAUSE.finditer(text)]
+
+
+def last_error_line(text: str) -> str:
+    """Returns the last line of a log that is an error, else the training's last line, else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    own = [line for line in lines if not line.startswith(_SCHEDULER_LINES)]
+    return ([line for line in own if _is_error(line)] or own or lines or [""])[-1]
+
+
+def _is_error(line: str) -> bool:
+    head, colon, _ = line.partition(":")
+    is_exception = head.replace(".", "_").isidentifier() and head.endswith(("Error", "Exception"))
+    return bool(colon) and (head == "error" or is_exception)
+
+
+def _recorded(end: AttemptEnd) -> RunState:
+    state, sentence = _BY_ENDING.get(end.ending, (FAILED, ""))
+    parts = [end.message or sentence]
+    cards = end.details.get("cards")
+    # Where a single sample does not fit, only another card helps.
+    if state == GPU_OOM and end.details.get("one_sample") and cards and str(cards) not in end.message:
+        parts.append(f"cards that would hold it: {cards}")
+    return RunState(state=state, sentence="; ".join(filter(None, parts)))
+
+
+def _ended_by_slurm(cause: str, row: AccountRow, end: AttemptEnd | None) -> str:
+    what = ""
+    if cause == TIME_LIMIT and row.time_limit:
+        what = f"its limit of {row.time_limit} was up"
+    elif cause == NODE_FAILURE and row.nodes:
+        what = f"of {row.nodes}"
+    elif cause == PREEMPTED and row.nodes:
+        what = f"on {row.nodes}, by a job that comes before it"
+    saved = "saved before it ended" if end is not None and end.ending != "failed" else ""
+    return ", ".join(filter(None, [what, saved]))
+
+
+def _exit_words(row: AccountRow) -> str:
+    # A step's signal says more than the exit code that the batch script made of it.
+    codes = [*(step.exit_code for step in row.steps), row.exit_code]
+    signals = [int(text) for text in (code.partition(":")[2] for code in codes) if text.isdecimal()]
+    number = next((found for found in signals if found), 0)
+    if number:
+        names = {member.value: f" ({member.name})" for member in signal.Signals}
+        return f"ended by signal {number}{names.get(number, '')}"
+    code = row.exit_code.partition(":")[0]
+    return f"exit code {code}" if code not in ("", "0") else "its job ended without a result"
+
+
+# The state of a run: the first line that holds decides.
+#
+#   result.json is there                                     finished
+#   a job of it waits in the queue                           queued; never started if its dependency cannot be met
+#   a job of it has nodes                                    running
+#   its latest job or attempt belongs to SLURM:
+#       SLURM does not answer, no conclusive end recorded    running or queued, not certain
+#       no attempt began                                     never started, cancelled, or how the job ended
+#       an attempt began                                     how it ended (`classify_exit`)
+#   its latest attempt is a process:
+#       its process runs, or nobody here can know            running; not certain in the second case
+#       its process is gone                                  how it ended (`classify_exit`)
+#   its latest job is a process that began no attempt        running, or how it ended
+#   no job was started for it                                never started
+
+_UNOPENED: Final = "0:53"
+"""Exit code of a job whose folder or log could not be opened, so that nothing of it ran."""
+
+_UNLAUNCHED: Final = "JobLaunchFailure"
+"""SLURM's reason for the same."""
+
+
+def infer_run_state(facts: RunFacts) -> RunState:
+    """Decides what state a run is in."""
+    if facts.result is not None:
+        loss, epoch = facts.result.get("best_validation_loss"), facts.result.get("best_epoch")
+        is_known = isinstance(loss, int | float)
+        return RunState(
+            state=FINISHED, sentence=f"best validation loss {loss:.4g} after epoch {epoch}" if is_known else ""
+        )
+    row = live_row(facts)
+    if row is not None:
+        return _state_in_queue(row, facts)
+    found = _state_after_queue(facts)
+    if not facts.has_folder and not found.live:
+        return _state_without_folder(found, facts)
+    if found.state == FINISHED:
+        return replace(found, sentence="but its result.json is gone")
+    if found.state == REQUEUED:
+        # The job was requeued, and left the queue again before anybody looked.
+        return RunState(
+            state=CANCELLED if facts.cancels else FAILED, sentence="it left the queue, and SLURM does not say why"
+        )
+    return found
+
+
+def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
+    """Decides how one attempt of a run ended, or that it goes on."""
+    job_id = attempt.start.job_id
+    is_last = attempt is facts.attempts[-1]
+    if is_last and attempt.end is None:
+        row = live_row(facts)
+        if row is not None and row.job_id == job_id and row.state in ACTIVE:
+            return RunState(state=RUNNING)
+        if not job_id and attempt.alive is not False:
+            return _process_state(attempt, facts)
+    rows = [row for row in facts.answer.accounts or () if row.job_id == job_id]
+    account = rows[attempt.start.restarts] if attempt.start.restarts < len(rows) else None
+    if account is None or account.state in UNFINISHED:
+        account = _final_row(job_id, facts) if is_last else None
+    # The log at hand is that of the last job.
+    log = facts.log_tail if is_last and job_id else ""
+    return classify_exit(attempt.end, account, log, cancel_requested=_cancel_requested(attempt, facts))
+
+
+def slurm_jobs(facts: RunFacts) -> list[str]:
+    """Lists a run's SLURM jobs, the first one first: those submitted, and those that it was started in by hand."""
+    submitted = [(job.time, job.job_id) for job in facts.jobs if job.executor == "slurm"]
+    entered = [(attempt.start.start_time, attempt.start.job_id) for attempt in facts.attempts if attempt.start.job_id]
+    return list(dict.fromkeys(job_id for _, job_id in sorted([*submitted, *entered])))
+
+
+def live_row(facts: RunFacts) -> QueueRow | None:
+    """Finds the newest job of a run that waits or runs."""
+    rows = {row.job_id: row for row in facts.answer.queue or () if row.state in WAITING | ACTIVE}
+    return next((rows[job_id] for job_id in reversed(slurm_jobs(facts)) if job_id in rows), None)
+
+
+def _state_in_queue(row: QueueRow, facts: RunFacts) -> RunState:
+    attempts = [attempt for attempt in facts.attempts if attempt.start.job_id == row.job_id]
+    again = f"submitted again ({facts.jobs[-1].reason})" if facts.jobs and facts.jobs[-1].reason else ""
+    if row.state in WAITING:
+        why = reason_in_words(row.reason)
+        if row.reason == NEVER_SATISFIED and not attempts:
+            return RunState(state=NEVER_STARTED, sentence=f"{why}; can-train cancel takes it out of the queue")
+        history = f"before that: {_in_words(infer_attempt_state(attempts[-1], facts))}" if attempts else ""
+        return RunState(state=QUEUED, sentence="; ".join(filter(None, [why, history, again])))
+    where = f"on {row.nodes}" if row.nodes else "in its job"
+    if attempts and attempts[-1].end is not None:
+        # The job is about to leave the queue or to be requeued, or its next attempt is about to begin.
+        ended = _in_words(classify_exit(attempts[-1].end, None, "", cancel_requested=False))
+        return RunState(state=RUNNING, sentence=f"{where}; an attempt ended ({ended}), its job has not")
+    where = where if attempts else f"starting {where}"
+    return RunState(state=RUNNING, sentence="; ".join(filter(None, [where, again])))
+
+
+def _state_after_queue(facts: RunFacts) -> RunState:
+    job = facts.jobs[-1] if facts.jobs else None
+    attempt = facts.attempts[-1] if facts.attempts else None
+    if job is not None and attempt is not None:
+        # The clocks of two machines may differ: an attempt in the job is newer whatever the times say.
+        in_job = job.executor == "slurm" and attempt.start.job_id == job.job_id
+        if not in_job and attempt.start.start_time < job.time:
+            attempt = None
+    job_id = attempt.start.job_id if attempt else job.job_id if job and job.executor == "slurm" else ""
+    if job_id:
+        return _slurm_state(job_id, attempt, facts)
+    return _process_state(attempt, facts) if attempt else _unstarted_process_state(job, facts)
+
+
+def _slurm_state(job_id: str, attempt: AttemptFacts | None, facts: RunFacts) -> RunState:
+    end = attempt.end if attempt else None
+    # A job whose process stopped at a signal may have been requeued.
+    if facts.answer.queue is None and (end is None or end.ending in ("terminated", "time_limit")):
+        state = RUNNING if attempt and end is None else QUEUED
+        sentence = f"as far as its files say; SLURM, which has its job {job_id}, does not answer here"
+        return RunState(state=state, sentence=sentence, certain=False)
+    row = _final_row(job_id, facts)
+    if attempt is None:
+        return _unstarted_job_state(row, facts)
+    return classify_exit(end, row, facts.log_tail, cancel_requested=_cancel_requested(attempt, facts))
+
+
+def _unstarted_job_state(row: AccountRow | None, facts: RunFacts) -> RunState:
+    """The state where a job is over and began no attempt: it never started, or failed before the training did."""
+    if row is None and not facts.log_tail:
+        gone = "SLURM no longer knows its job, and it printed nothing"
+        return RunState(state=CANCELLED if facts.cancels else NEVER_STARTED, sentence=gone)
+    unopened = row is not None and (row.exit_code == _UNOPENED or row.reason == _UNLAUNCHED)
+    if row is None or (row.nodes and not unopened):
+        return classify_exit(None, row, facts.log_tail, cancel_requested=bool(facts.cancels))
+    # SLURM itself cancels a job whose dependency failed, and names no person. squeue has that reason some seconds
+    # before sacct.
+    reasons = [row.reason, *(queued.reason for queued in facts.answer.queue or () if queued.job_id == row.job_id)]
+    unmet = not row.by_person and any(reason.startswith("Dependency") for reason in reasons)
+    if row.state == "CANCELLED" and not unmet:
+        why = reason_in_words(row.reason)
+        return RunState(state=CANCELLED, sentence="before it started" + (f"; then, {why}" if why else ""))
+    reason = NEVER_SATISFIED if unmet else _UNLAUNCHED if unopened else row.reason
+    return RunState(state=NEVER_STARTED, sentence=reason_in_words(reason))
+
+
+def _final_row(job_id: str, facts: RunFacts) -> AccountRow | None:
+    """Finds what SLURM knows of the end of a job that has left the queue."""
+    rows = [row for row in facts.answer.accounts or () if row.job_id == job_id]
+    if rows and rows[-1].state not in UNFINISHED:
+        return rows[-1]
+    # The accounting lags by seconds, or is off altogether; the controller remembers the last minutes.
+    left = [row for row in facts.answer.queue or () if row.job_id == job_id and row.state not in WAITING | ACTIVE]
+    if not left:
+        return None
+    last = left[-1]
+    return AccountRow(job_id=job_id, state=last.state, nodes=last.nodes, time_limit=last.time_limit, reason=last.reason)
+
+
+def _process_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
+    """The state where the latest attempt is a process outside SLURM."""
+    start = attempt.start
+    if attempt.end is None and attempt.alive:
+        return RunState(state=RUNNING, sentence=f"process {start.pid} of this machine")
+    if attempt.end is None and attempt.alive is None:
+        sentence = f"process {start.pid} of {start.host}, which cannot be seen from here"
+        return RunState(state=RUNNING, sentence=sentence, certain=False)
+    return classify_exit(attempt.end, None, facts.log_tail, cancel_requested=_cancel_requested(attempt, facts))
+
+
+def _unstarted_process_state(job: JobRecord | None, facts: RunFacts) -> RunState:
+    if job is None:
+        return RunState(state=NEVER_STARTED, sentence="no job was started for it")
+    if facts.job_alive is not False:
+        sentence = "starting" if facts.job_alive else f"on {job.host}, which cannot be seen from here"
+        return RunState(state=RUNNING, sentence=sentence, certain=bool(facts.job_alive))
+    return classify_exit(None, None, facts.log_tail, cancel_requested=bool(facts.cancels))
+
+
+def _state_without_folder(found: RunState, facts: RunFacts) -> RunState:
+    """The state where the folder was deleted or moved away: only SLURM can know how the run ended."""
+    rows = [row for job_id in slurm_jobs(facts) if (row := _final_row(job_id, facts)) is not None]
+    gone = f"its folder {facts.run.path} is gone"
+    if not rows:
+        return RunState(state=FAILED, sentence=f"{gone}, and with it how it ended", certain=False)
+    if rows[-1].state == "COMPLETED":
+        return RunState(state=FINISHED, sentence=f"as SLURM says; {gone}")
+    return replace(found, sentence="; ".join(filter(None, [found.sentence, gone])))
+
+
+def _cancel_requested(attempt: AttemptFacts, facts: RunFacts) -> bool:
+    return any(cancel.time >= attempt.start.start_time for cancel in facts.cancels)
+
+
+def _in_words(state: RunState) -> str:
+    return f"{state.state}, {state.sentence}" if state.sentence else state.state

@@ -1,0 +1,80 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from can_train.config.overrides import (
+    ALIASES,
+    canonical_name,
+    check_contradictions,
+    from_model_args,
+    from_set,
+    split_list,
+)
+from can_train.config.settings import TrainingSettings
+from can_train.errors import ConfigError
+from can_train.tasks.can.settings import CanModeSettings, GatSettings
+
+GROUPS = {"training": TrainingSettings, "model": GatSettings, "mode": CanModeSettings}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_every_alias_is_a_training_setting_however_it_is_hyphenated(alias: str) -> None:
+    assert canonical_name(alias) in TrainingSettings.__dataclass_fields__
+    assert canonical_name(alias.replace("_", "-")) == canonical_name(alias)
+
+
+def test_set_resolves_aliases_of_training_settings_only() -> None:
+    assert from_set("training.max_epochs=3").key == "training.epochs"
+    assert from_set("other.max_epochs=3").key == "other.max_epochs"
+
+
+def test_set_keeps_everything_after_the_first_equals_sign() -> None:
+    assert from_set("dataset.path=a=b,(c)").value == "a=b,(c)"
+
+
+@pytest.mark.parametrize("text", ["foo", "=3", ""])
+def test_set_without_a_key_and_a_value_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set takes group.key=value"):
+        from_set(text)
+
+
+def test_the_older_scheduler_switch_names_the_interval() -> None:
+    assert from_set("training.scheduler_after_batch=True").value == "step"
+    assert from_set("training.scheduler-after-batch=false").value == "epoch"
+
+
+def test_model_args_go_to_whoever_knows_them() -> None:
+    given = from_model_args("hidden=32,lr=0.01,max_epochs=4", GROUPS)
+    keys = {override.key: override.value for override in given}
+    assert keys == {"model.hidden": "32", "training.lr": "0.01", "training.epochs": "4"}
+
+
+def test_model_args_keep_lists_whole() -> None:
+    assert [override.value for override in from_model_args("hidden=[80,40],lr=1", GROUPS)] == ["[80,40]", "1"]
+
+
+def test_an_unknown_model_arg_lists_the_nearest_first() -> None:
+    with pytest.raises(ConfigError, match=r"'hiden'.*\n.*first: hidden"):
+        from_model_args("hiden=3", GROUPS)
+
+
+def test_two_spellings_with_different_values_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"training.epochs is given twice"):
+        check_contradictions([from_set("training.epochs=3"), from_set("training.max_epochs=4")])
+
+
+def test_two_spellings_with_the_same_value_are_none() -> None:
+    check_contradictions([from_set("training.epochs=3"), from_set("training.max_epochs=3")])
+
+
+def test_the_same_spelling_twice_means_the_last() -> None:
+    check_contradictions([from_set("training.epochs=3"), from_set("training.epochs=4")])
+
+
+@given(st.lists(st.text(st.characters(exclude_characters=","), min_size=1)))
+def test_a_list_is_split_at_commas(parts: list[str]) -> None:
+    assert list(split_list(",".join(parts))) == parts
+
+
+def test_a_path_that_exists_is_not_split() -> None:
+    assert list(split_list("a,b.csv", existing=["a,b.csv"])) == ["a,b.csv"]

@@ -1,0 +1,219 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from can_train.fit.batch_dependence import SPLIT, BatchDependence, NoDropout, measure_batch_dependence
+
+CPU = torch.device("cpu")
+SAMPLES = sum(SPLIT)
+RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
+X = torch.randn(SAMPLES, 4, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Computes(nn.Module):
+    """A linear layer, and something done with what it gives."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self._then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._then(self.linear(x))
+
+
+class Recurrent(nn.Module):
+    """Two layers with dropout between them, on padded or on packed sequences."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase], *, dropout: float, packed: bool) -> None:
+        super().__init__()
+        self.layers = kind(6, 5, num_layers=2, dropout=dropout, batch_first=True)
+        self._packed = packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._packed:
+            return self.layers(x)[0]  # type: ignore[no-any-return]
+        lengths = torch.full((len(x),), x.shape[1])
+        return self.layers(pack_padded_sequence(x, lengths, batch_first=True))[0].data  # type: ignore[no-any-return]
+
+
+class Attending(nn.Module):
+    """Self-attention, as a layer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(6, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, x, x)[0]  # type: ignore[no-any-return]
+
+
+def measured(model: nn.Module, *, half: bool = False) -> BatchDependence:
+    """Of the mean square of what a model computes."""
+
+    def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
+        return {"square": (model(X[start:stop]).square().sum(), float(stop - start))}
+
+    return measure_batch_dependence(model, losses, {"square": float(SAMPLES)}, device=CPU, half=half)
+
+
+def mlp(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(24, 8), *layers, nn.Tanh(), nn.Linear(8, 2))
+
+
+def test_independent_samples_have_no_batch_dependence() -> None:
+    assert measured(mlp()) == BatchDependence(terms={}, modules=(), drops=False)
+    assert measured(mlp(nn.LayerNorm(8), nn.Dropout(0.0))) == BatchDependence(terms={}, modules=(), drops=False)
+    assert measured(nn.Sequential(nn.InstanceNorm1d(4), mlp())).terms == {}
+
+
+def test_batch_normalisation_is_named() -> None:
+    found = measured(mlp(nn.BatchNorm1d(8)))
+    assert found.modules == ("2",)
+    assert found.terms["square"] > 0.01
+    assert found.sentences(split=False) == [
+        f"Samples depend on the rest of their batch through 2: micro-batches change the gradient of square {found.terms['square']:.1%}"
+    ]
+
+
+def test_frozen_batch_normalisation_has_no_batch_dependence() -> None:
+    assert measured(mlp(nn.BatchNorm1d(8).eval())) == BatchDependence(terms={}, modules=(), drops=False)
+    assert measured(mlp(nn.BatchNorm1d(8).eval(), nn.BatchNorm1d(8))).modules == ("3",)
+
+
+@pytest.mark.parametrize(
+    "dependent",
+    [lambda h: h - h.mean(dim=0), lambda h: h.softmax(dim=0), lambda h: h / h.norm(), lambda h: h * len(h)],
+    ids=["mean", "softmax", "norm", "count"],
+)
+def test_the_batch_dependence_of_a_function_is_found_though_no_layer_can_be_named(
+    dependent: Callable[[Tensor], Tensor],
+) -> None:
+    found = measured(Computes(dependent))
+    assert found.terms["square"] > 0.01
+    assert found.modules == ()
+
+
+def test_only_the_terms_with_a_batch_dependence_are_named() -> None:
+    model = nn.Linear(6, 1)
+
+    def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
+        y = model(X[start:stop])
+        mean_of_means = y.square().mean() * 1.0
+        return {"sum": (y.square().sum(), 4.0 * (stop - start)), "mean": (mean_of_means, 1.0)}
+
+    found = measure_batch_dependence(model, losses, {"sum": 4.0 * SAMPLES, "mean": 1.0}, device=CPU)
+    assert set(found.terms) == {"mean"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        mlp(nn.Dropout(0.5)),
+        mlp(nn.Dropout(0.5, inplace=True)),
+        mlp(nn.AlphaDropout(0.5)),
+        nn.Sequential(nn.Dropout1d(0.5), mlp()),
+        Computes(lambda h: F.dropout(h, 0.5)),
+        Computes(lambda h: F.dropout(h, p=0.5, training=True)),
+        Computes(lambda h: torch.dropout(h, 0.5, True)),
+        Computes(lambda h: F.alpha_dropout(h, 0.5, training=True)),
+        Computes(lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.5)),
+        Computes(lambda h: F.scaled_dot_product_attention(h, h, h, None, 0.5)),
+        Attending(0.5),
+        nn.TransformerEncoderLayer(6, 2, 8, dropout=0.5, batch_first=True),
+        *(Recurrent(kind, dropout=0.5, packed=packed) for kind in RECURRENT for packed in (False, True)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_dropout_is_seen_and_does_not_count_as_batch_dependence(model: nn.Module) -> None:
+    found = measured(model)
+    assert found == BatchDependence(terms={}, modules=(), drops=True)
+    assert found.sentences(split=False) == []
+    assert "Dropout draws other masks" in found.sentences(split=True)[0]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        mlp(nn.Dropout(0.5).eval()),
+        Computes(lambda h: F.dropout(h, 0.5, training=False)),
+        Computes(lambda h: F.alpha_dropout(h, 0.5)),
+        Computes(lambda h: F.scaled_dot_product_attention(h, h, h)),
+        Attending(0.0),
+        Recurrent(nn.LSTM, dropout=0.0, packed=False),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_dropout_that_is_off_is_not_seen(model: nn.Module) -> None:
+    assert not measured(model).drops
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_without_dropout_a_pass_is_what_it_is_without_it(kind: Callable[..., nn.RNNBase], packed: bool) -> None:
+    torch.manual_seed(0)
+    with_dropout = Recurrent(kind, dropout=0.5, packed=packed)
+    without = Recurrent(kind, dropout=0.0, packed=packed)
+    without.load_state_dict(with_dropout.state_dict())
+    assert not torch.equal(with_dropout(X), without(X))
+    with NoDropout():
+        assert torch.equal(with_dropout(X), without(X))
+
+
+def test_without_dropout_attention_is_what_it_is_without_it() -> None:
+    with_dropout, without = Attending(0.5), Attending(0.0)
+    without.load_state_dict(with_dropout.state_dict())
+    assert not torch.allclose(with_dropout(X), without(X))
+    with NoDropout():
+        assert torch.allclose(with_dropout(X), without(X))
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5),
+        lambda q: F.scaled_dot_product_attention(q, q, q, None, 0.5),
+    ],
+    ids=["by name", "by position"],
+)
+def test_without_dropout_attention_as_a_function_is_what_it_is_without_it(attend: Callable[[Tensor], Tensor]) -> None:
+    plain = F.scaled_dot_product_attention(X, X, X)
+    assert not torch.allclose(attend(X), plain)
+    with NoDropout():
+        assert torch.allclose(attend(X), plain)
+
+
+def test_half_precision_has_a_tolerance_of_its_own() -> None:
+    slightly = Computes(lambda h: h * (1 + 0.001 * len(h)))
+    assert measured(slightly).terms != {}
+    assert measured(slightly, half=True).terms == {}
+
+
+def test_a_model_is_left_bit_by_bit_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.RReLU())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = [*model.state_dict().values(), *(parameter.grad for parameter in model.parameters())]
+    kept = [tensor.clone() for tensor in before if tensor is not None]
+    state = torch.get_rng_state()
+    measured(model)
+    after = [*model.state_dict().values(), *(parameter.grad for parameter in model.parameters())]
+    assert all(torch.equal(now, then) for now, then in zip(after, kept, strict=True) if now is not None)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training
+
+
+def test_frozen_parameters_and_terms_without_gradient_are_passed_over() -> None:
+    model = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 1), nn.Linear(1, 1))
+
+    def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
+        hidden = model[1](model[0](X[start:stop]))
+        return {"square": (hidden.square().sum(), 1.0), "constant": (torch.ones(()), 0.0)}
+
+    found = measure_batch_dependence(model, losses, {"square": 1.0, "constant": 0.0}, device=CPU)
+    assert found.terms == {}

@@ -1,0 +1,176 @@
+"""Baselines: their fits, scores and thresholds, and the table of window features."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from can_train.fit.features import members
+from can_train.tasks.can.data.graphs import NODE_FEATURES
+from can_train.tasks.can.evaluation.baselines import (
+    FRAMES_PER_CHUNK,
+    IdLookup,
+    fit_baselines,
+    fit_random_forest,
+    sample_by_class,
+    window_features,
+)
+from fakes.windows_by_hand import windows_of
+
+BENIGN_WINDOW = [1, 2, 3, 1, 2, 3]
+FLOOD_WINDOW = [1, 0, 0, 0, 0, 2]
+
+
+def mixed_traffic(benign=30, attacks=10):
+    """Benign windows first, then floods with ID 0."""
+    return windows_of([BENIGN_WINDOW] * benign + [FLOOD_WINDOW] * attacks, label=[0] * benign + [1] * attacks)
+
+
+def fitted(flat, train, validation, seed=0):
+    baselines = fit_baselines(flat, np.array(train), np.array(validation), seed=seed, fpr=0.01)
+    return {baseline.name: baseline for baseline in baselines.fitted}, baselines.absent
+
+
+def test_the_lookup_scores_a_window_by_its_id_with_the_largest_attack_share():
+    flat = windows_of([[1, 2], [1, 2], [1, 3], [2, 2], [1, 3], [2, 4]], label=[0, 1, 1, 0, 0, 0])
+    lookup = IdLookup.fit(flat, np.arange(4))
+    assert lookup.id_score.tolist() == [2 / 3, 1 / 3, 1.0, 1.0]
+    assert lookup.score(flat, np.array([3, 0, 4])).tolist() == [1 / 3, 2 / 3, 1.0]
+
+
+def test_working_window_by_window_changes_no_lookup():
+    flat = windows_of([[1, 2], [1, 2], [1, 3], [2, 2]], label=[0, 1, 1, 0])
+    one_at_a_time = replace(flat, window=FRAMES_PER_CHUNK)
+    lookup = IdLookup.fit(one_at_a_time, np.arange(4))
+    assert lookup.id_score.tolist() == IdLookup.fit(flat, np.arange(4)).id_score.tolist()
+    assert lookup.score(one_at_a_time, np.arange(4)).tolist() == lookup.score(flat, np.arange(4)).tolist()
+
+
+def test_without_attacks_in_training_the_lookup_finds_unseen_ids():
+    flat = windows_of([[1, 2], [1, 2], [2, 9], [1, 2]])
+    lookup = IdLookup.fit(flat, np.arange(2))
+    assert lookup.score(flat, np.arange(4)).tolist() == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_with_attacks_of_both_classes_in_training_the_baselines_are_the_four_usual_ones():
+    flat = mixed_traffic()
+    baselines, absent = fitted(flat, range(0, 40, 2), range(1, 40, 2))
+    assert list(baselines) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+    assert absent == {}
+    assert baselines["random_forest"].threshold.rule == "max F1 on validation"
+
+
+@pytest.mark.parametrize("name", ["id_lookup", "random_forest"])
+def test_a_flood_with_an_id_of_its_own_is_found_by_baselines_that_learn(name):
+    flat = mixed_traffic()
+    baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
+    flagged = baseline.score(flat, np.arange(40)) > baseline.threshold.value
+    assert flagged.tolist() == (flat.label > 0).tolist()
+
+
+@pytest.mark.parametrize(("name", "flags"), [("flag_everything", True), ("flag_nothing", False)])
+def test_the_constant_baselines_do_what_their_names_say(name, flags):
+    flat = mixed_traffic()
+    baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
+    assert (baseline.score(flat, np.arange(40)) > baseline.threshold.value).tolist() == [flags] * 40
+
+
+def test_without_attacks_in_training_an_isolation_forest_stands_in_for_the_random_forest():
+    benign = np.random.default_rng(0).integers(1, 5, (30, 6)).tolist()
+    flat = windows_of([*benign, FLOOD_WINDOW], label=[0] * 30 + [1])
+    baselines, absent = fitted(flat, range(20), range(20, 31))
+    assert absent == {"random_forest": "the training windows hold no attacks; isolation_forest stands in"}
+    assert baselines["isolation_forest"].threshold.rule == "at most 1 % of benign windows flagged on validation"
+    score = baselines["isolation_forest"].score(flat, np.arange(31))
+    assert score[30] > np.median(score[:20])
+
+
+def test_a_training_of_attacks_only_has_no_forest_and_says_why():
+    baselines, absent = fitted(mixed_traffic(), range(30, 40), range(20))
+    assert list(baselines) == ["flag_everything", "flag_nothing", "id_lookup"]
+    assert absent == {"random_forest": "the training windows hold attacks only"}
+
+
+def test_thresholds_of_the_baselines_come_from_validation_only():
+    flat = windows_of([[1, 2]] * 4 + [[1, 9]] * 4, label=[0, 0, 1, 1, 0, 0, 1, 1])
+    unseen_is_an_attack = fitted(flat, [0, 2], [1, 6])[0]["id_lookup"].threshold
+    unseen_is_benign = fitted(flat, [0, 2], [3, 4])[0]["id_lookup"].threshold
+    assert (unseen_is_an_attack.value, unseen_is_benign.value < 0.5) == (0.75, True)
+
+
+def test_the_same_seed_gives_the_same_forest():
+    rng = np.random.default_rng(1)
+    flat = windows_of(rng.integers(0, 5, (60, 6)).tolist(), label=rng.integers(0, 2, 60).tolist())
+    first, again, other = (fit_random_forest(flat, np.arange(50), seed)(flat, np.arange(60)) for seed in (3, 3, 4))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize("name", ["flag_everything", "id_lookup", "random_forest"])
+def test_a_folder_without_windows_gets_no_scores(name):
+    flat = mixed_traffic()
+    baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
+    assert baseline.score(flat, np.empty(0, np.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("benign", "attacks", "kept"), [(30, 10, (10, 10)), (38, 2, (18, 2)), (2, 38, (2, 18)), (5, 5, (5, 5))]
+)
+def test_a_sample_keeps_the_rarer_class_up_to_half(benign, attacks, kept):
+    flat = mixed_traffic(benign, attacks)
+    rows = sample_by_class(flat, np.arange(len(flat)), most=20, seed=0)
+    assert len(set(rows.tolist())) == len(rows)
+    assert rows.tolist() == sorted(rows.tolist())
+    assert (np.count_nonzero(flat.label[rows] == 0), np.count_nonzero(flat.label[rows])) == kept
+
+
+def test_a_sample_is_drawn_by_its_seed_from_the_given_windows_only():
+    flat, rows = mixed_traffic(), np.arange(0, 40, 2)
+    first, again, other = (sample_by_class(flat, rows, most=10, seed=seed).tolist() for seed in (5, 5, 6))
+    assert first == again != other
+    assert set(first) <= set(rows.tolist())
+
+
+FLAT = windows_of([[1, 2, 1, 1], [5, 5, 5, 5], [1, 2, 3, 4], [2, 3, 2, 3]])
+
+
+def test_members_are_the_nodes_of_the_chosen_windows_in_their_order():
+    found = members(FLAT.node_ptr, np.array([2, 0]))
+    assert found.positions.tolist() == [3, 4, 5, 6, 0, 1]
+    assert found.starts.tolist() == [0, 4]
+    assert found.sizes.tolist() == [4, 2]
+
+
+def test_each_window_is_summarised_from_its_own_nodes():
+    F, count = len(NODE_FEATURES), NODE_FEATURES.index("count")
+    table = window_features(FLAT, np.array([2, 0]))
+    assert table[:, [count + part * F for part in range(4)]].tolist() == [[1, 0, 1, 1], [2, 1, 1, 3]]
+
+
+def test_the_last_columns_are_nodes_edges_and_seconds():
+    table = window_features(FLAT, np.array([0, 1, 2]))
+    assert table[:, -3:].tolist() == [[2, 3, 1], [1, 1, 1], [4, 3, 1]]
+
+
+def test_the_edges_are_summarised_like_the_nodes():
+    FLAT_EDGES = windows_of([[1, 2, 1, 1]])
+    FLAT_EDGES.edge_features[:, -1] = [1, 2, 6]
+    F = FLAT_EDGES.edge_features.shape[1]
+    node_columns = 4 * len(NODE_FEATURES)
+    last = window_features(FLAT_EDGES, np.array([0]))[0, [node_columns + (part + 1) * F - 1 for part in range(4)]]
+    assert last == pytest.approx([3, np.std([1, 2, 6]), 1, 6])
+
+
+def test_a_shift_in_time_changes_nothing():
+    later = windows_of([[1, 2, 1, 1]], start_time=[1e9])
+    assert window_features(later, np.array([0])).tolist() == window_features(FLAT, np.array([0])).tolist()
+
+
+def test_working_window_by_window_changes_nothing():
+    rows = np.array([3, 1, 2, 0])
+    one_at_a_time = replace(FLAT, window=FRAMES_PER_CHUNK)
+    assert np.array_equal(window_features(one_at_a_time, rows), window_features(FLAT, rows))
+
+
+def test_no_windows_make_an_empty_table():
+    assert window_features(FLAT, np.empty(0, np.int64)).shape == (0, 4 * (10 + 11) + 3)
