@@ -1,8 +1,10 @@
-"""Follows a `can-train` line to its first optimizer step, and prints which files of the package a reader opens on the way.
+"""Follows a `can-train` line to its first optimizer step, and prints which files of the package a reader opens on the
+way.
 
-Run as a script: `python first_step.py --model gat ...`. The last line printed is JSON: the files that hold the functions on
-the call stack at the first step (`stack`), those a reader opens to understand them (`opened`: what these functions call, and
-what is called by those in turn), and all files in which any function ran (`run`).
+Run as a script: `python first_step.py --model gat ...`. The last line printed is JSON: the files that hold the
+functions on the call stack at the first step (`stack`), those a reader opens to understand them (`opened`: what these
+functions
+call, and what is called by those in turn), and all files in which any function ran (`run`).
 """
 
 import json

@@ -10,17 +10,19 @@ from guards.import_graph import cycle, import_graph, importers, longest_chain, m
 from guards.sources import Source, package_sources, parse
 
 MAX_CHAIN = 10
-MAX_LAZY_CHAIN = 12
+MAX_LAZY_CHAIN = 15
 MAX_FILES = 150
-MAX_SINGLE_IMPORTERS = 25
+MAX_SINGLE_IMPORTERS = 29
 
 SMALL_LINES = 60
-SMALL_WITH_ONE_IMPORTER: dict[str, str] = {}
+SMALL_WITH_ONE_IMPORTER = {"tasks.can.models.gat": "a model is a file of its own, as its paper describes it"}
 """Modules with fewer lines than SMALL_LINES that a single module imports, each with the reason why it stands alone."""
 
 SHARED_NAMES = {
     "settings": "every task has settings beside those of all tasks",
     "task": "every task has a Task beside the base class",
+    "evaluate": "a task evaluates windows, training evaluates runs",
+    "reference_models": "a task applies them, training places them on a device",
 }
 """Module names that occur more than once outside `cli/`, whose modules are named after commands."""
 

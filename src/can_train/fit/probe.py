@@ -102,7 +102,9 @@ def fit_by_probes(
             raise DoesNotFitError(
                 "At least one training sample must fit on the device",
                 value=f"a batch of one sample needs more than the {capacity_bytes / 2**20:.1f} MiB of the device",
-                remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(capacity_bytes)})",
+                remedy=(
+                    f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(capacity_bytes)})"
+                ),
             )
         model = _fit(features, readings)
         smallest, largest = min(peak for _, peak in readings), max(peak for _, peak in readings)
