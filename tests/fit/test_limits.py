@@ -1,11 +1,12 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.fit.packing import BatchCosts, PartLimit, SplitRules, cut, optimizer_batches
+from can_train.fit.packing import BatchCosts, PartLimit, SplitRules, cut, optimizer_batches, share_out
 from can_train.task import Feature
 
 TEN = BatchCosts.uniform(10)
@@ -100,3 +101,82 @@ def _next_fit(costs: list[int], limit: int) -> list[int]:
 def test_preflight_splitting_counts_the_main_feature_unpadded() -> None:
     clips = BatchCosts(np.array([[3.0], [1.0], [1.0], [4.0]]), (Feature("frames", padding=2),), (100.0,))
     assert optimizer_batches(clips, 5) == (3, 1)
+
+
+features_of_batches = st.sampled_from(
+    [(Feature("nodes"), Feature("edges")), (Feature("tokens", padding=1), Feature("attention", padding=2))]
+)
+ragged_batches = st.builds(
+    lambda rows, features: BatchCosts(np.array(rows, dtype=np.float64), features, (1.0, 3.0)),
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), min_size=1, max_size=60),
+    features_of_batches,
+)
+splitting_rules = st.builds(
+    SplitRules,
+    safe_limit=st.just(math.inf) | st.floats(200.0, 20_000.0),
+    samples=st.integers(0, 30),
+    equal=st.booleans(),
+    splits=st.integers(1, 12),
+    target=st.just(math.inf) | st.floats(1.0, 20_000.0),
+    max_splits=st.integers(1, 6),
+)
+
+
+def assert_fits(batch: BatchCosts, rules: SplitRules, parts: tuple[int, ...]) -> None:
+    stops = np.cumsum(parts).tolist()
+    for size, stop in zip(parts, stops, strict=True):
+        assert size == 1 or batch.cost(stop - size, stop) <= rules.safe_limit * (1 + 1e-6)
+    assert stops[-1] == len(batch)
+    assert max(parts) <= (rules.samples or len(batch))
+
+
+@given(batch=ragged_batches, rules=splitting_rules)
+def test_splits_are_at_least_so_many_and_every_one_fits(batch: BatchCosts, rules: SplitRules) -> None:
+    parts = sizes(rules, batch)
+    assert_fits(batch, rules, parts)
+    assert len(parts) >= min(rules.splits, len(batch))
+    assert len(parts) >= len(sizes(replace(rules, splits=1), batch))
+    assert not rules.equal or len(set(parts)) == 1
+
+
+@given(size=st.integers(1, 200), splits=st.integers(2, 8))
+def test_splits_of_equal_samples_are_as_equal_as_they_can_be(size: int, splits: int) -> None:
+    parts = sizes(SplitRules(splits=splits), BatchCosts.uniform(size))
+    assert max(parts) - min(parts) <= 1
+    counts = {-(-size // width) for width in range(1, size + 1)}
+    assert len(parts) == min((count for count in counts if count >= splits), default=size)
+
+
+@given(batch=ragged_batches, splits=st.integers(1, 8))
+def test_the_costliest_of_the_splits_is_as_cheap_as_so_many_shares_allow(batch: BatchCosts, splits: int) -> None:
+    parts = sizes(SplitRules(splits=splits), batch)
+    costliest = max(batch.part_costs(parts))
+    assert costliest <= max(batch.part_costs(share_out(batch, splits))) * (1 + 1e-6)
+
+
+@given(batch=ragged_batches, splits=st.integers(2, 8), floor=st.integers(2, 10))
+def test_splits_keep_to_the_floor(batch: BatchCosts, splits: int, floor: int) -> None:
+    parts = sizes(SplitRules(splits=splits, floor=floor), batch)
+    assert all(size >= floor for size in parts[:-1])
+    assert len(parts) >= min(splits, max(len(batch) // floor, 1))
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (SplitRules(splits=2), (5, 5)),
+        (SplitRules(splits=3), (4, 3, 3)),
+        (SplitRules(splits=20), (1,) * 10),
+        (SplitRules(splits=2, safe_limit=4), (4, 3, 3)),
+        (SplitRules(splits=3, equal=True), (2,) * 5),
+        (SplitRules(splits=2, samples=2), (2,) * 5),
+        (SplitRules(splits=2, threshold=10), (10,)),
+        (SplitRules(splits=2, threshold=9), (5, 5)),
+        (SplitRules(splits=2, threshold=10, tuned_limit=5), (5, 5)),
+        (SplitRules(splits=2, target=4), (4, 3, 3)),
+        (SplitRules(splits=5, target=4, max_splits=2), (2,) * 5),
+        (SplitRules(splits=2, floor=6), (6, 4)),
+    ],
+)
+def test_splits_go_with_every_other_option(rules: SplitRules, expected: tuple[int, ...]) -> None:
+    assert sizes(rules) == expected
