@@ -19,7 +19,7 @@ from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import make_optimizer
 from can_train.fit.packing import BatchCosts
 from can_train.memory.meters import Meter, open_meter
-from can_train.memory.monitor import INTERVAL, Held, MemoryMonitor
+from can_train.memory.monitor import INTERVAL, MemoryMonitor, Resident
 from can_train.reporter import SilentReporter
 from can_train.training.loading import load_task
 
@@ -102,7 +102,7 @@ def measure(size: str, device: str, pairs: int) -> Added:
     return Added(step_s, unmeasured_s / step_s, median(measured - bare for bare, measured in counted) / step_s)
 
 
-def _take_empty_steps(monitor: MemoryMonitor, held: tuple[Held, ...]) -> None:
+def _take_empty_steps(monitor: MemoryMonitor, held: tuple[Resident, ...]) -> None:
     for _ in range(EMPTY_STEPS):
         with monitor.step(*held):
             pass
@@ -114,7 +114,7 @@ def _timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def make_steps(size: str, meter: Meter) -> tuple[tuple[Callable[[], None], Callable[[], None]], tuple[Held, ...]]:
+def make_steps(size: str, meter: Meter) -> tuple[tuple[Callable[[], None], Callable[[], None]], tuple[Resident, ...]]:
     """Makes a step without a monitor and a measured one of the same model, and returns what they hold too."""
     run = resolve(RunRequest(model="gat", dataset="synthetic", size=size))
     with meter.host():

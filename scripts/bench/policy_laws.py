@@ -12,6 +12,10 @@ TABLE = (0.34, 0.38, 0.45, 0.489, 0.55, 0.65)
 """First factors, as in tables of experience."""
 
 
+UNCHANGED_RUNS = 20
+"""Runs before a law that changes does so."""
+
+
 class NextFactor(Protocol):
     """The interface of a policy."""
 
@@ -32,6 +36,7 @@ class Law:
         hidden: Peak that predictions do not include.
         ceiling: Share of the capacity at which memory runs out; less than 1 if it is fragmented.
         rescued: Whether a run that runs out of memory goes on with half as much.
+        change: Share of the capacity by which every peak shifts after `UNCHANGED_RUNS` runs.
     """
 
     base: float
@@ -42,6 +47,7 @@ class Law:
     hidden: float = 0.0
     ceiling: float = 1.0
     rescued: bool = False
+    change: float = 0.0
 
     def peak(self, used: float) -> float:
         """Returns the noise-free peak."""
@@ -61,6 +67,11 @@ def draw_laws(count: int, *, noise: float, bend: float, seed: int = 0) -> list[L
         )
         for _ in range(count)
     ]
+
+
+def changed(laws: Sequence[Law], *, change: float) -> list[Law]:
+    """Shifts every peak by a share of the capacity, as a new version of a library may, after `UNCHANGED_RUNS` runs."""
+    return [replace(law, change=change) for law in laws]
 
 
 def fragmented(laws: Sequence[Law], *, ceilings: tuple[float, float], seed: int = 0) -> list[Law]:
@@ -83,7 +94,7 @@ def _meets(law: Law, target: float) -> float:
 
 
 @dataclass(frozen=True)
-class Life:
+class SimulatedRuns:
     """The runs of a configuration.
 
     Attributes:
@@ -94,7 +105,7 @@ class Life:
     peaks: tuple[float, ...]
     ooms: int
 
-    def settled_after(self, target: float, *, within: float = 0.02, stays: float = 0.05) -> int | None:
+    def runs_to_target(self, target: float, *, within: float = 0.02, stays: float = 0.05) -> int | None:
         """Returns the first run, counted from 1, whose peak is within `within` of the target, if all later ones stay
         within `stays`.
         """
@@ -105,11 +116,13 @@ class Life:
         return None
 
 
-def live(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> Life:
+def simulate(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> SimulatedRuns:
     """Runs a configuration many times. The policy chooses each run's factor from the history of those before it."""
     draw, peaks = np.random.default_rng(seed), []
     history: list[FactorPoint] = []
-    for _ in range(runs):
+    for run in range(runs):
+        if run == UNCHANGED_RUNS:
+            law = replace(law, hidden=law.hidden + law.change)
         used = policy.next_factor(history, first=law.first)
         peaks.append(law.peak(used))
         noise = 1 + draw.normal(0, law.noise)
@@ -119,9 +132,9 @@ def live(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> Life
             history.append(FactorPoint(used, None, (used / 2, law.peak(used / 2) * noise)))
         else:
             history.append(FactorPoint(used, None))
-    return Life(tuple(peaks), sum(point.peak is None for point in history))
+    return SimulatedRuns(tuple(peaks), sum(point.peak is None for point in history))
 
 
-def live_all(policy: NextFactor, laws: Sequence[Law]) -> list[Life]:
+def simulate_all(policy: NextFactor, laws: Sequence[Law]) -> list[SimulatedRuns]:
     """Runs one configuration for each law."""
-    return [live(policy, law, seed=index) for index, law in enumerate(laws)]
+    return [simulate(policy, law, seed=index) for index, law in enumerate(laws)]

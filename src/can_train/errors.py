@@ -2,15 +2,15 @@
 without a traceback and exits with `exit_code`.
 
 CanTrainError
-├── ConfigError         an unknown name, a value of the wrong type, settings that contradict each other
-│   └── ArgumentError       a number given to the Python API that breaks its rule (also a ValueError)
-├── DataError           a log that cannot be read as CAN frames (names file and line)
-│   └── MissingDataError    a data set that is not where it was looked for
-├── CheckpointError     a checkpoint that is damaged, or made for something else
-├── RunError            an unknown run, or a run in a state that forbids the command
-├── StateError          the state folder cannot be read or written
-├── DeviceError         a device that does not exist or cannot be used
-└── DoesNotFitError     what was asked for needs more memory than the device has
+├── ConfigError
+│   └── ArgumentError (also a ValueError)
+├── DataError
+│   └── MissingDataError
+├── CheckpointError
+├── RunError
+├── StateError
+├── DeviceError
+└── DoesNotFitError
 """
 
 import errno
@@ -19,32 +19,32 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Final
 
+# Similarity (0 to 1) from which a name counts as a likely misspelling; difflib's 0.6 misses swapped short words.
 _SUGGESTION_CUTOFF: Final = 0.5
-"""Similarity (0 to 1) from which a name counts as a likely misspelling; difflib's 0.6 misses swapped short words."""
 
+_PERMISSION: Final = ("A file or folder cannot be read or written", "Change its permissions, or choose another place")
 
-_PERMISSION: Final = ("A file or folder must be open to who uses it", "Mend its permissions, or name another place")
+_NO_SPACE: Final = (
+    "A file cannot be written for lack of space",
+    "Free some space; a run goes on with can-train resume RUN",
+)
 
-
-_ROOM: Final = ("A disk must have room for what is written", "Make room; a run then goes on: can-train resume RUN")
-
-
-_MENDABLE: Final = {
+# Rule and remedy for the system's errors that a user can do something about.
+_REMEDIES: Final = {
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
     errno.EROFS: _PERMISSION,
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
-    errno.EFBIG: _ROOM,
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.EFBIG: _NO_SPACE,
 }
-"""What the system refuses and the user can mend, by its number: rule and remedy."""
 
 
 class CanTrainError(Exception):
-    """An error that the user can cause and can mend.
+    """An error that the user can cause and can put right.
 
     Args:
-        rule: What must hold, as a sentence without its full stop.
+        rule: The rule that was broken, as a sentence without its full stop.
         value: What was found instead, as text; empty where the rule already says it.
         remedy: What to do about it, as a sentence without its full stop.
     """
@@ -68,11 +68,11 @@ class ConfigError(CanTrainError):
 
 
 class ArgumentError(ConfigError, ValueError):
-    """A number given to the Python API that breaks its rule."""
+    """An argument of the Python API that breaks its rule."""
 
 
 class DataError(CanTrainError):
-    """A log that cannot be read as CAN frames."""
+    """A log that cannot be read as CAN frames; names file and line."""
 
 
 class MissingDataError(DataError):
@@ -97,16 +97,16 @@ class DeviceError(CanTrainError):
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemoryDetails:
-    """What is known of memory that ran out, for who decides whether to try again, and where.
+    """What is known of an out-of-memory, for the decision whether, and where, to try again.
 
     Attributes:
-        one_sample: Whether what cannot be split further does not fit even where nobody else uses the device.
-        should_fit: Whether by all that is known it fits: tries ran out, or nothing could be tried again.
+        one_sample: Whether what cannot be split further does not fit even without other processes on the device.
+        should_fit: Whether it should fit: all attempts failed, or none was possible.
         of_host: Whether it is the host's memory, not a GPU's.
-        need_bytes: What is needed; None: unknown.
-        capacity_bytes: What the device has for one process; None: unknown.
-        foreign_bytes: What others held of the device.
-        cards: Common GPUs that would hold it, in words; empty where that is not the question.
+        need_bytes: What is needed; None where that is unknown.
+        capacity_bytes: What the device has for one process; None where that is unknown.
+        foreign_bytes: What other processes held of the device.
+        cards: Common GPUs that would hold it, in words; empty where that would not help.
     """
 
     one_sample: bool = False
@@ -119,14 +119,7 @@ class OutOfMemoryDetails:
 
 
 class DoesNotFitError(CanTrainError):
-    """What was asked for needs more memory than the device has.
-
-    Args:
-        rule: As for every error.
-        value: Likewise.
-        remedy: Likewise.
-        details: What is known of it; None: nothing.
-    """
+    """What was asked for needs more memory than the device has; `details` says what is known of it."""
 
     def __init__(
         self, rule: str, *, value: str = "", remedy: str = "", details: OutOfMemoryDetails | None = None
@@ -136,21 +129,21 @@ class DoesNotFitError(CanTrainError):
 
 
 def of_system(error: OSError) -> StateError | None:
-    """Makes the error for a file that the system refuses; None where the user cannot mend what the system says."""
-    if error.errno not in _MENDABLE:
+    """Returns the error to show for a system error; None where a user can do nothing about it."""
+    if error.errno not in _REMEDIES:
         return None
-    rule, remedy = _MENDABLE[error.errno]
+    rule, remedy = _REMEDIES[error.errno]
     return StateError(rule, value=": ".join(filter(None, (str(error.filename or ""), error.strerror))), remedy=remedy)
 
 
 def nearest_first(name: str, valid: Iterable[str]) -> list[str]:
-    """Orders the valid names with those most like `name` first, the others in alphabetical order after them."""
+    """Returns the valid names, those most like `name` first, the others after them in alphabetical order."""
     names = sorted(set(valid))
     close = get_close_matches(name, names, n=len(names) or 1, cutoff=_SUGGESTION_CUTOFF)
     return close + [other for other in names if other not in close]
 
 
 def unknown_name(what: str, name: str, valid: Iterable[str]) -> ConfigError:
-    """Makes the error for a name that nobody knows: it lists the valid ones, nearest first."""
+    """Returns the error for an unknown name; it lists the valid ones, nearest first."""
     names = nearest_first(name, valid)
     return ConfigError(f"Unknown {what}", value=repr(name), remedy=f"Valid, nearest first: {', '.join(names)}")

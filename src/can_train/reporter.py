@@ -1,5 +1,5 @@
-"""What lower layers tell a person while they work. The command line passes in a reporter that draws it on a terminal or
-writes plain lines; everything below `cli` only calls these methods.
+"""The interface through which lower layers report notices and progress. The command line passes in a reporter that
+draws them on a terminal or writes plain lines.
 """
 
 from collections.abc import Iterator
@@ -8,17 +8,17 @@ from typing import Protocol
 
 
 class Stage(Protocol):
-    """One piece of work in progress."""
+    """A piece of work in progress."""
 
     def advance(self, amount: int = 1, **figures: float) -> None:
-        """Moves on by `amount` of the stage's unit; `figures` (a loss, say) are shown beside the progress."""
+        """Advances by `amount` of the stage's unit; `figures`, such as a loss, are shown beside the progress."""
 
 
 class Reporter(Protocol):
-    """Where notices and progress go."""
+    """Receives notices and progress."""
 
     def notice(self, text: str) -> None:
-        """Says one thing a person should know, once."""
+        """Shows one sentence that a person should read."""
 
     def stage(self, title: str, *, total: int | None = None, unit: str = "") -> AbstractContextManager[Stage]:
         """Opens a piece of work of `total` units (None: unknown); it ends with the `with` block."""
@@ -30,7 +30,7 @@ class _SilentStage:
 
 
 class SilentReporter:
-    """A reporter that says nothing: the default of the Python API."""
+    """A reporter that shows nothing: the default of the Python API."""
 
     def notice(self, text: str) -> None:
         """Drops the notice."""

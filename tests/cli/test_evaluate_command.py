@@ -30,7 +30,7 @@ def test_another_log_is_judged_and_its_windows_are_kept(line: Line, tmp_path: Pa
     out = line(finished_run("gat"), "--dataset", other, "--scores", scores, "--device", "cpu")
     assert "other.csv: 200 windows" in out
     assert "max F1 on validation, in drive." in out
-    assert "Not beside it: id_lookup, random_forest" in out
+    assert "Missing from the tables: id_lookup, random_forest" in out
     assert f"Scores: {scores}" in out
     assert scores.stat().st_size > 0
 

@@ -58,7 +58,7 @@ def test_help_shows_the_first_line_to_type_and_every_setting(
         ((*TRAIN, "--target-gpu", "t4"), "--target-gpu plans and does not train"),
         ((*TRAIN, "--dry-run", "--target-gpu", "a100"), "Say a100-40gb or a100-80gb"),
         ((*TRAIN, "--dry-run", "--target-memory", "16"), "A size is a number above zero with its unit"),
-        ((*TRAIN, "--dry-run", "--target-memory", "600MiB"), "of which 1.62 GiB never reach a training: 600MiB"),
+        ((*TRAIN, "--dry-run", "--target-memory", "600MiB"), "of which a training cannot use 1.62 GiB: 600MiB"),
     ],
 )
 def test_what_is_wrong_is_said_in_words_with_exit_code_2(
@@ -135,6 +135,6 @@ def test_a_full_disk_is_said_in_words_with_exit_code_2(tmp_path: Path) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         2,
-        "error: A disk must have room for what is written: No space left on device.",
+        "error: A file cannot be written for lack of space: No space left on device.",
     )
     assert len(done.stderr.splitlines()) == 2

@@ -104,7 +104,7 @@ def test_a_run_that_was_killed_in_its_terminal_is_seen_to_be(line: Line) -> None
         process.communicate(timeout=TIMEOUT_S)
     killed = line.status(found[0]["run_id"])
     assert (killed["state"], killed["certain"]) == ("failed", True)
-    assert "without a word" in killed["why"]
+    assert "without a record" in killed["why"]
 
 
 def test_watching_through_a_pipe_writes_a_line_for_each_change_until_ctrl_c(line: Line) -> None:

@@ -155,12 +155,12 @@ def test_a_dry_run_without_a_scheduler_says_what_would_be_started(
         (("--submit", "--mem", "much"), "Write it as 900M or 16G"),
         (("--submit", "--nodes", "0"), "cluster.nodes must be at least 1"),
         (("--submit", "--partition", "short"), "signal_delay_s=15"),
-        (("--submit", "--partition", "big", "--gpus", "t4:1"), "Of this partition: "),
+        (("--submit", "--partition", "big", "--gpus", "t4:1"), "It has: "),
         (("--submit", "--runs-dir", "50%"), "Give another folder with --runs-dir"),
         (("--submit", "--account", "a\nb"), "one line of printable characters"),
         (("--submit", "--after", "nothing"), "There is no such run"),
         (("--submit", "--device", "cuda", "--gpus", "0"), "Give --gpus 1"),
-        (("--submit", "--dataset", "hcrl_ch"), "hcrl_ch must be in one of these folders"),
+        (("--submit", "--dataset", "hcrl_ch"), "hcrl_ch must lie below the data root"),
     ],
 )
 def test_what_cannot_be_submitted_is_said_and_leaves_nothing(

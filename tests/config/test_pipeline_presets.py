@@ -5,7 +5,7 @@ import pytest
 from can_train.config.compose import presets
 from can_train.config.task_settings import load_task_settings
 from can_train.errors import ConfigError
-from can_train.slurm.pipeline import Stage, load_stages, selected, split_sets
+from can_train.slurm.pipeline import PipelineStage, load_stages, selected, split_sets
 
 
 @pytest.mark.parametrize("preset", presets("pipeline"))
@@ -32,7 +32,7 @@ def test_stages_are_taken_in_the_order_of_the_pipeline() -> None:
 
 
 def test_a_setting_is_for_all_stages_or_for_the_one_it_names() -> None:
-    stages = [Stage(name="a", model="m", sets=("x.y=1",)), Stage(name="b", model="m")]
+    stages = [PipelineStage(name="a", model="m", sets=("x.y=1",)), PipelineStage(name="b", model="m")]
     sets = split_sets(["training.lr=0.1", "b:model.hidden=3", "x.path=c:d"], stages)
     assert sets == {
         "a": ["x.y=1", "training.lr=0.1", "x.path=c:d"],

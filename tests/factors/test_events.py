@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from can_train.errors import ArgumentError, ConfigError, StateError
-from can_train.factors.events import Event, read_events, write_event
+from can_train.factors.events import Event, Imported, read_events, write_event
 from can_train.factors.observations import Observation, write_observation, write_started
 from can_train.factors.policies import MomentumPolicy
-from can_train.factors.records import FactorSummary, records_of
 from can_train.factors.store import FactorStore, get_safety_factor_db, next_time
+from can_train.factors.summary import FactorSummary, summarize
 from can_train.io.records import SCHEMA
 from fakes.samples import A100, KEY, V100, at, observation, out_of_memory, started
 
@@ -25,12 +25,12 @@ def pin(minute: float, value: float = 0.5, **changed: Any) -> Event:
 
 
 def imported(minute: float, **devices: float) -> Event:
-    entries = {KEY: {name.replace("_", "-"): {"safety_factor": factor} for name, factor in devices.items()}}
+    entries = {KEY: {name.replace("_", "-"): Imported(safety_factor=factor) for name, factor in devices.items()}}
     return Event(kind="import", time=at(minute), source="old.json", entries=entries)
 
 
 def only(runs: list[Observation], *events: Event) -> FactorSummary:
-    return next(record for record in records_of(runs, events, MomentumPolicy()) if record.device == V100.key)
+    return next(record for record in summarize(runs, events, MomentumPolicy()) if record.device == V100.key)
 
 
 def store_with(state: Path, *runs: Observation) -> FactorStore:
@@ -42,8 +42,8 @@ def store_with(state: Path, *runs: Observation) -> FactorStore:
 def test_after_a_reset_the_next_run_is_a_first_one_and_the_history_stays() -> None:
     record = only([observation(1), out_of_memory(2)], reset(30))
     assert (record.state, record.factor, record.interval) == ("reset", None, None)
-    assert (len(record.runs), len(record.forgotten), record.ooms) == (0, 2, 0)
-    assert record.why == "reset on 2026-01-01; the next run is a first one"
+    assert (len(record.runs), len(record.runs_before_reset), record.ooms) == (0, 2, 0)
+    assert record.reason == "reset on 2026-01-01; the next run is a first one"
 
 
 def test_a_run_that_was_under_way_at_the_reset_teaches_nothing() -> None:
@@ -54,7 +54,7 @@ def test_a_run_that_was_under_way_at_the_reset_teaches_nothing() -> None:
 def test_runs_after_a_reset_teach_from_a_first_factor_of_their_own() -> None:
     record = only([out_of_memory(1), observation(2, factor=0.6, used=0.6)], reset(15))
     assert (record.factor, record.state) == (pytest.approx(0.6 + 0.3 * 0.3 * 0.28), "learned")
-    assert (len(record.runs), len(record.forgotten)) == (1, 1)
+    assert (len(record.runs), len(record.runs_before_reset)) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_a_reset_concerns_its_key_and_device(event: Event, concerned: bool) -> N
 def test_a_pin_holds_whatever_is_learned_beneath_it() -> None:
     free, pinned = only([observation(1)]), only([observation(1)], pin(12))
     assert (pinned.factor, pinned.state) == (0.5, "pinned")
-    assert pinned.why == "pinned at 0.5 by hand on 2026-01-01"
-    assert (pinned.learned, pinned.interval) == (free.factor, free.interval)
+    assert pinned.reason == "pinned at 0.5 by hand on 2026-01-01"
+    assert (pinned.learned_factor, pinned.interval) == (free.factor, free.interval)
     assert only([observation(1)], pin(12), reset(13)).factor == 0.5
 
 
@@ -80,7 +80,7 @@ def test_an_unpin_lets_the_learned_factor_hold_again() -> None:
     unpin = Event(kind="unpin", time=at(13), key=KEY)
     assert only([observation(1)], pin(12), unpin) == only([observation(1)])
     assert only([observation(1)], pin(12), unpin, pin(14, 0.3)).factor == 0.3
-    assert records_of([], [pin(12), unpin]) == []
+    assert summarize([], [pin(12), unpin]) == []
 
 
 def test_a_pin_may_come_before_the_first_run(tmp_path: Path) -> None:
@@ -101,17 +101,17 @@ def test_a_pin_of_one_device_leaves_the_others_alone(tmp_path: Path) -> None:
 
 def test_an_import_is_a_first_factor_that_runs_teach_on_from() -> None:
     record = only([out_of_memory(1)], imported(30, v100_16gb=0.7))
-    assert (record.state, record.factor, record.why) == ("imported", 0.7, "imported from old.json")
+    assert (record.state, record.factor, record.reason) == ("imported", 0.7, "imported from old.json")
     assert only([], imported(30, v100_16gb=0.01)).factor == 0.01
     record = only([out_of_memory(1), observation(4, used=0.7)], imported(30, v100_16gb=0.7))
     assert (record.state, record.factor) == ("learned", pytest.approx(0.7 + 0.3 * 0.3 * 0.28))
-    assert record.reason == "imported from old.json"
+    assert record.initial_reason == "imported from old.json"
 
 
 def test_an_import_without_a_device_holds_for_those_without_an_entry() -> None:
     event = imported(30, **{"": 0.7, "a100_40gb": 0.3})
     runs = [observation(1), observation(2, device=A100)]
-    factors = {record.device: record.factor for record in records_of(runs, [event])}
+    factors = {record.device: record.factor for record in summarize(runs, [event])}
     assert factors == {"": 0.7, "a100-40gb": 0.3, "v100-16gb": 0.7}
 
 
@@ -143,10 +143,10 @@ def test_what_comes_later_never_looks_earlier(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"kind": "boost"}, "not one of"), ({"time": "now"}, "isoformat"), ({"value": 2.0}, r"not in \(0, 1]"),
+        ({"kind": "boost"}, "Invalid enum value 'boost'"), ({"time": "now"}, "isoformat"), ({"value": 2.0}, r"not in \(0, 1]"),
         ({"value": None}, r"not in \(0, 1]"), ({"key": None}, "key of pin is missing"), ({"schema": 9}, "newer"),
-        ({"entries": {"k": 3}}, "entries are not"), ({"entries": {"k": {"d": {"safety_factor": 0}}}}, "not in"),
-        ({"entries": {"k": {"d": {"safety_factor": "x"}}}}, "safety_factor is 'x'"), ({"device": 3}, "device is 3"),
+        ({"entries": {"k": 3}}, "got `int` - at `\\$.entries"), ({"entries": {"k": {"d": {"safety_factor": 0}}}}, "> 0.0"),
+        ({"entries": {"k": {"d": {"safety_factor": "x"}}}}, "got `str` - at .*safety_factor"), ({"device": 3}, "got `int` - at `\\$.device"),
         ({"entries": {"k": {"d": {"factor": 0.5}}}}, "safety_factor"),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-PLANNED = "/micro_batches/planned"
+PLANNED = "/micro_batches/largest_planned"
 """A cost by a fitted law: one that is fitted anew, on another node, may differ by the order in which sums were formed.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from can_train.io.processes import AttemptStart
-from can_train.slurm.client import Answer
+from can_train.slurm.client import SlurmAnswer
 from can_train.slurm.status import KnownRun, RunStatus, known_runs, run_statuses
 from can_train.training.attempts import AttemptEnd
 from can_train.training.run_folder import JobRecord, Registry, RunRecord
@@ -53,9 +53,9 @@ class Runs:
     def known(self) -> list[KnownRun]:
         return known_runs(self.registry, self.runs_dir)
 
-    def look(self, answer: Answer | None = None) -> list[RunStatus]:
+    def look(self, answer: SlurmAnswer | None = None) -> list[RunStatus]:
         """Finds out about all of them; without an answer SLURM knows none of their jobs."""
-        return run_statuses(self.known(), self.registry, lambda job_ids: answer or Answer(queue=(), accounts=()))
+        return run_statuses(self.known(), self.registry, lambda job_ids: answer or SlurmAnswer(queue=(), accounts=()))
 
 
 def at(second: int) -> str:

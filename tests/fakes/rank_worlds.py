@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from can_train.errors import DoesNotFitError
-from can_train.fit.micro_batcher import BatchResult, Losses, MicroBatcher, check_denominators, whole
+from can_train.fit.micro_batcher import BatchResult, Losses, MicroBatcher, check_denominators, combine_shares
 from can_train.fit.packing import BatchCosts, SplitRules, share_out
 from can_train.training.distributed import Ranks
 from fakes.ragged import OBJECTIVES, Objective, Ragged, RaggedNet
@@ -29,11 +29,11 @@ def gradients(ranks: Ranks, folder: Path, *, samples: int, mutant: str = "", par
             data.noise, data.alpha = (values[order.permutation(len(values))] for values in (data.noise, data.alpha))
         result = _run_share(ranks, model, data, objective, own_means=mutant == "own denominators", parts=parts)
         shares = ranks.gather(lambda result=result: result)
-        check_denominators(whole(shares), objective.denominators(data), size=samples)
+        check_denominators(combine_shares(shares), objective.denominators(data), size=samples)
         ranks.reduce_gradients(list(model.parameters()))
         scale = 1 / ranks.size if mutant == "mean" else 1.0
         found[name] = torch.cat([scale * p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        found[f"{name} means"] = torch.tensor(list(whole(shares).means.values()))
+        found[f"{name} means"] = torch.tensor(list(combine_shares(shares).means.values()))
         micro_batches[name] = [len(share.micro_batches) for share in shares]
     if ranks.is_first:
         torch.save((found, micro_batches), folder / "gradients.pt")
@@ -61,7 +61,7 @@ def _run_share(
 def lost_share(ranks: Ranks, folder: Path) -> None:
     """Every rank takes the first half, so that the second is computed by nobody."""
     shares = ranks.gather(lambda: BatchResult(denominators={"error": 1.0}))
-    check_denominators(whole(shares), {"error": 4.0}, size=4)
+    check_denominators(combine_shares(shares), {"error": 4.0}, size=4)
 
 
 def sparse_gradients(ranks: Ranks, folder: Path) -> None:

@@ -34,7 +34,7 @@ def drive_log(path: str, seed: int = SHORTEST.seed, seconds: float = SHORTEST.se
 
 
 def frames_of(log: Traffic, message: Message) -> Traffic:
-    return log.pick(log.can_id == message.can_id)
+    return log.take(log.can_id == message.can_id)
 
 
 def benign_drive(seed: int = 0) -> tuple[Vehicle, Traffic]:

@@ -148,7 +148,7 @@ def fit_line(
         "buffers": dict(session.model.named_buffers()),
         "best": session.best,
         "step": session.progress.step,
-        "ooms": (session.batcher.ooms, session.ooms_elsewhere),
+        "ooms": (session.batcher.ooms_rescued, session.ooms_elsewhere),
         "plan": session.run_plan.to_plain(),
         "notices": parts.reporter.texts,
         "asked in planning": planning,

@@ -65,7 +65,7 @@ def mlp(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(24, 8), *layers, nn.Tanh(), nn.Linear(8, 2))
 
 
-def test_independent_samples_are_not_coupled() -> None:
+def test_independent_samples_have_no_batch_dependence() -> None:
     assert measured(mlp()) == BatchDependence(terms={}, modules=(), drops=False)
     assert measured(mlp(nn.LayerNorm(8), nn.Dropout(0.0))) == BatchDependence(terms={}, modules=(), drops=False)
     assert measured(nn.Sequential(nn.InstanceNorm1d(4), mlp())).terms == {}
@@ -76,29 +76,29 @@ def test_batch_normalisation_is_named() -> None:
     assert found.modules == ("2",)
     assert found.terms["square"] > 0.01
     assert found.sentences(split=False) == [
-        f"Samples of a batch are coupled by 2: micro-batches change the gradient of square {found.terms['square']:.1%}"
+        f"Samples depend on the rest of their batch through 2: micro-batches change the gradient of square {found.terms['square']:.1%}"
     ]
 
 
-def test_batch_normalisation_that_is_frozen_couples_nothing() -> None:
+def test_frozen_batch_normalisation_has_no_batch_dependence() -> None:
     assert measured(mlp(nn.BatchNorm1d(8).eval())) == BatchDependence(terms={}, modules=(), drops=False)
     assert measured(mlp(nn.BatchNorm1d(8).eval(), nn.BatchNorm1d(8))).modules == ("3",)
 
 
 @pytest.mark.parametrize(
-    "couples",
+    "dependent",
     [lambda h: h - h.mean(dim=0), lambda h: h.softmax(dim=0), lambda h: h / h.norm(), lambda h: h * len(h)],
     ids=["mean", "softmax", "norm", "count"],
 )
-def test_samples_that_a_function_couples_are_found_though_no_layer_can_be_named(
-    couples: Callable[[Tensor], Tensor],
+def test_the_batch_dependence_of_a_function_is_found_though_no_layer_can_be_named(
+    dependent: Callable[[Tensor], Tensor],
 ) -> None:
-    found = measured(Computes(couples))
+    found = measured(Computes(dependent))
     assert found.terms["square"] > 0.01
     assert found.modules == ()
 
 
-def test_only_the_terms_that_are_coupled_are_named() -> None:
+def test_only_the_terms_with_a_batch_dependence_are_named() -> None:
     model = nn.Linear(6, 1)
 
     def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from can_train.fit.factor_rule import UNUSED, Aim, Elsewhere, FactorChoice, FactorRule
+from can_train.fit.factor_rule import UNUSED, Aim, FactorChoice, FactorRule, OtherDevice
 from fakes.found_limits import limits
 
 TARGET = Aim(0.9)
@@ -32,20 +32,20 @@ def test_the_first_factor_meets_the_target_by_prediction() -> None:
 
 def test_the_first_factor_stays_below_what_was_seen_to_fit() -> None:
     decided = FactorRule(known=None, aim=TARGET).decide(limits(0.1, 0.85))
-    assert decided.aim.why == "no more was seen to fit"
+    assert decided.aim.reason == "no more was seen to fit"
     assert 0.83 < decided.aim.share < 0.85
     assert decided.choice.factor < 1
 
 
 def test_an_uncertain_prediction_aims_lower() -> None:
     decided = FactorRule(known=None, aim=Aim(0.999)).decide(limits(0.1, 1.0, capped=True))
-    assert decided.aim.why == "the prediction is not certain enough"
+    assert decided.aim.reason == "the prediction is not certain enough"
     assert decided.aim.share == pytest.approx(0.991, abs=0.001)
 
 
 def test_what_another_device_taught_is_rescaled() -> None:
-    elsewhere = Elsewhere(ratio=1.1, runs=4, device="v100-16gb")
-    rule = FactorRule(known=None, aim=TARGET, elsewhere=elsewhere)
+    other_device = OtherDevice(ratio=1.1, runs=4, device="v100-16gb")
+    rule = FactorRule(known=None, aim=TARGET, other_device=other_device)
     decided = rule.decide(limits(0.1, 0.98))
     assert decided.choice.factor == pytest.approx((0.9 / 1.1 - 0.1) / 0.88)
     assert "4 runs on v100-16gb" in decided.choice.reason

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.fit.factor_rule import ANY_PEAK, Aim, aim_within, closed_form_factor, closed_form_words, interval_share
+from can_train.fit.factor_rule import (
+    NO_AIM,
+    Aim,
+    closed_form_factor,
+    describe_closed_form,
+    lower_aim,
+    predicted_half_width,
+)
 from fakes.found_limits import CAPACITY, limits
 
 shares = st.floats(0.0, 0.6)
@@ -21,34 +28,34 @@ def test_the_factor_of_the_closed_form_meets_the_aim(base: float, fills: float, 
 
 
 def test_what_was_not_seen_to_fit_is_not_aimed_at() -> None:
-    assert aim_within(limits(0.1, 0.84), Aim(0.9)) == Aim(pytest.approx(0.84), "no more was seen to fit")
-    assert aim_within(limits(0.1, 0.84, trials=0), Aim(0.9)).why == "no more is predicted to fit"
-    assert aim_within(limits(0.1, 0.84), Aim(0.9), margin=0.01).share == pytest.approx(0.83)
+    assert lower_aim(limits(0.1, 0.84), Aim(0.9)) == Aim(pytest.approx(0.84), "no more was seen to fit")
+    assert lower_aim(limits(0.1, 0.84, trials=0), Aim(0.9)).reason == "no more is predicted to fit"
+    assert lower_aim(limits(0.1, 0.84), Aim(0.9), margin=0.01).share == pytest.approx(0.83)
 
 
 def test_where_nobody_aims_nothing_is_lowered() -> None:
-    assert aim_within(limits(0.1, 0.84), ANY_PEAK) == ANY_PEAK
+    assert lower_aim(limits(0.1, 0.84), NO_AIM) == NO_AIM
 
 
 def test_a_target_that_fits_stays() -> None:
-    assert aim_within(limits(0.1, 0.97), Aim(0.9), margin=0.01) == Aim(0.9)
+    assert lower_aim(limits(0.1, 0.97), Aim(0.9), margin=0.01) == Aim(0.9)
 
 
 def test_a_search_that_stopped_early_has_not_seen_how_much_fits() -> None:
-    assert aim_within(limits(0.1, 0.3, capped=True), Aim(0.9)) == Aim(0.9)
+    assert lower_aim(limits(0.1, 0.3, capped=True), Aim(0.9)) == Aim(0.9)
 
 
 def test_the_interval_is_that_of_the_largest_batch() -> None:
     found = limits(0.1, 0.9)
-    assert interval_share(found) == pytest.approx(found.training.half_width(0.8 * CAPACITY) / CAPACITY)
+    assert predicted_half_width(found) == pytest.approx(found.training.half_width(0.8 * CAPACITY) / CAPACITY)
 
 
 def test_the_words_state_the_arithmetic() -> None:
     found = limits(0.1, 0.9)
-    said = closed_form_words(found, 0.5, closed_form_factor(found, 0.5))
+    said = describe_closed_form(found, 0.5, closed_form_factor(found, 0.5))
     assert said == "(50.0% − 10.0% of weights and state) ÷ 80.0% of tuned limit"
-    assert closed_form_words(found, 0.95, 1.0).endswith(", within its bounds")
-    assert "50.0% ÷ 1.100" in closed_form_words(found, 0.5, 0.3, ratio=1.1)
+    assert describe_closed_form(found, 0.95, 1.0).endswith(", within its bounds")
+    assert "50.0% ÷ 1.100" in describe_closed_form(found, 0.5, 0.3, ratio=1.1)
 
 
 def test_a_tuned_limit_of_nothing_divides_nothing_by_zero() -> None:

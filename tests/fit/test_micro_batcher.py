@@ -113,5 +113,5 @@ def test_setting_buffers_aside_may_run_out_of_memory_too() -> None:
         rescue = made._rescue
         rescue._wait = lambda seconds: kept.clear()
         result = made.run(losses_of, 1)
-    assert result.ooms == 1
+    assert result.ooms_rescued == 1
     assert result.micro_batches == (1,)

@@ -107,7 +107,7 @@ def test_evaluation_takes_no_more_memory_than_a_step(tmp_path: Path, batch: int)
 
 
 @pytest.mark.parametrize("training", [{"find_batch_size": "off", "batch_size": 30}, {"micro_batch_size": 8}])
-def test_a_plan_that_needs_no_limit_tries_nothing_but_whether_samples_are_coupled(
+def test_a_plan_that_needs_no_limit_tries_nothing_but_the_batch_dependence(
     tmp_path: Path, training: dict[str, Any]
 ) -> None:
     task = HungryTask()
@@ -189,13 +189,13 @@ def test_exploring_leaves_model_gradients_and_generators_as_they_were(tmp_path: 
     assert model.training
 
 
-def test_coupled_samples_are_named(tmp_path: Path) -> None:
+def test_batch_dependence_is_named(tmp_path: Path) -> None:
     class Normalising(LineTask):
         def build_model(self) -> nn.Module:
             return nn.Sequential(super().build_model(), nn.BatchNorm1d(1))
 
     plan, _ = planned(tmp_path, Normalising(), 100, batch_size=20)
-    assert any("coupled by 1: micro-batches change the gradient of error" in notice for notice in plan.notices)
+    assert any("batch through 1: micro-batches change the gradient of error" in notice for notice in plan.notices)
 
 
 def test_a_session_draws_the_same_numbers_with_a_search_and_without(tmp_path: Path) -> None:

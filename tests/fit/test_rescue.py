@@ -12,12 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from can_train.errors import DoesNotFitError
+from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.cost_model import CostModel, DeviceLimits, PhaseLimit
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.packing import BatchCosts, PartLimit, SplitRules
-from can_train.fit.rescue import QUIET_STEPS, Backoff, Part, PartDoesNotFitError, Rescue, RescueSettings
-from can_train.memory.meters import SimulatedMeter
+from can_train.fit.rescue import (
+    QUIET_STEPS,
+    Backoff,
+    Part,
+    PartDoesNotFitError,
+    Rescue,
+    RescueSettings,
+    describe_out_of_memory,
+)
+from can_train.memory.meters import CpuMeter, SimulatedMeter
 from can_train.task import Feature
 from fakes.costly import Costly
 
@@ -59,7 +67,7 @@ class Device:
 
     def __init__(self, batch: BatchCosts, fits: float, after_wait: Callable[["Device"], None] = lambda device: None):
         self.batch, self.fits, self.after_wait = batch, fits, after_wait
-        self.waiting_notice: list[float] = []
+        self.waits: list[float] = []
         self.noted = Noted()
         self.meter = SimulatedMeter(64 * MIB, expandable=True)
 
@@ -69,7 +77,7 @@ class Device:
         return start, stop
 
     def wait(self, seconds: float) -> None:
-        self.waiting_notice.append(seconds)
+        self.waits.append(seconds)
         self.after_wait(self)
 
     def run(self, settings: RescueSettings | None = None, limit: PartLimit | None = None) -> list[Part[Any]]:
@@ -123,7 +131,7 @@ def test_attempts_at_the_floor_wait_ever_longer() -> None:
     device = Device(BatchCosts.uniform(4), fits=0)
     with pytest.raises(DoesNotFitError, match="Memory ran out 4 times in a row"):
         device.run(RescueSettings(retries=3))
-    assert device.waiting_notice == [0.1, 0.2, 0.4]
+    assert device.waits == [0.1, 0.2, 0.4]
     assert device.rescue.ooms == 3 + 3
 
 
@@ -134,7 +142,7 @@ def test_splitting_is_not_a_retry() -> None:
 
 def test_memory_that_another_process_gives_back_ends_the_wait() -> None:
     def give_back(device: Device) -> None:
-        device.fits = 10 if len(device.waiting_notice) == 2 else 0
+        device.fits = 10 if len(device.waits) == 2 else 0
 
     device = Device(BatchCosts.uniform(4), fits=0, after_wait=give_back)
     assert sizes(device.run()) == [1] * 4
@@ -144,7 +152,7 @@ def test_without_rescue_the_first_out_of_memory_is_an_error() -> None:
     device = Device(BatchCosts.uniform(4), fits=2)
     with pytest.raises(DoesNotFitError, match=r"training.adaptive_micro_batch is off.*\n?.*smaller --micro-batch-size"):
         device.run(RescueSettings(adaptive=False))
-    assert device.waiting_notice == []
+    assert device.waits == []
 
 
 @pytest.mark.parametrize(("foreign_mib", "one_sample"), [(0, True), (40, False)])
@@ -246,9 +254,9 @@ def test_the_size_that_worked_is_kept_for_the_next_steps() -> None:
     gpu = SmallGpu(64)
     first = gpu.step()
     assert len(first) > 1
-    ooms = gpu.batcher.ooms
+    ooms = gpu.batcher.ooms_rescued
     assert gpu.step() == first
-    assert gpu.batcher.ooms == ooms
+    assert gpu.batcher.ooms_rescued == ooms
 
 
 @pytest.mark.parametrize("regrow", [True, False])
@@ -265,18 +273,18 @@ def test_growth_that_fails_waits_longer_and_loses_nothing() -> None:
     gpu = SmallGpu(64)
     for _ in range(12 * QUIET_STEPS):
         gpu.step()
-    assert gpu.batcher.ooms <= 12
+    assert gpu.batcher.ooms_rescued <= 12
 
 
 def test_freezing_or_thawing_parameters_forgets_what_was_learned_of_memory() -> None:
     gpu = SmallGpu(64)
     split = gpu.step()
     gpu.model.weight.requires_grad_(False)
-    ooms = gpu.batcher.ooms
+    ooms = gpu.batcher.ooms_rescued
     gpu.step()
     gpu.model.weight.requires_grad_(True)
     assert gpu.step() == split
-    assert gpu.batcher.ooms > ooms
+    assert gpu.batcher.ooms_rescued > ooms
 
 
 def test_evaluation_is_split_and_rescued_by_itself() -> None:
@@ -297,7 +305,7 @@ def test_an_evaluations_limit_holds_from_the_start() -> None:
     gpu = SmallGpu(400)
     parts = gpu.batcher.evaluate(lambda start, stop: stop - start, 10, PartLimit(cost=4))
     assert parts == [4, 3, 3]
-    assert gpu.batcher.ooms == 0
+    assert gpu.batcher.ooms_rescued == 0
 
 
 class CountedRetries(SimulatedMeter):
@@ -332,7 +340,7 @@ def test_the_limit_in_force_is_in_the_state() -> None:
     resumed = SmallGpu(64)
     resumed.batcher.load_state_dict(gpu.batcher.state_dict())
     assert resumed.step() == split
-    assert resumed.batcher.ooms == gpu.batcher.ooms
+    assert resumed.batcher.ooms_rescued == gpu.batcher.ooms_rescued
 
 
 def test_a_plan_is_rescued_beyond_its_number_of_splits() -> None:
@@ -360,11 +368,11 @@ def test_parts_keep_to_what_others_leave_for_as_long_as_they_are_there() -> None
     gpu.meter.release()
     gpu.others_take(100)
     crowded = gpu.step()
-    ooms = gpu.batcher.ooms
+    ooms = gpu.batcher.ooms_rescued
     assert ooms > 0
     assert max(crowded) * 6 <= 100
     assert gpu.step() == gpu.step()
-    assert gpu.batcher.ooms == ooms
+    assert gpu.batcher.ooms_rescued == ooms
     gpu.others_take(0)
     assert gpu.step() == (30, 30)
 
@@ -373,7 +381,7 @@ def test_a_surprise_at_a_cost_that_did_fit_makes_later_parts_a_little_smaller() 
     gpu = tuned_gpu()
     gpu.model.more_bytes = 40 * MIB
     assert gpu.step() == (15, 23, 22)
-    assert gpu.batcher.ooms == 1
+    assert gpu.batcher.ooms_rescued == 1
 
 
 def test_the_smallest_cost_that_ran_out_within_the_plan_is_known() -> None:
@@ -403,7 +411,7 @@ def test_memory_that_others_took_says_nothing_of_the_plan() -> None:
     gpu = tuned_gpu()
     gpu.others_take(100)
     gpu.step()
-    assert gpu.batcher.ooms > 0
+    assert gpu.batcher.ooms_rescued > 0
     assert gpu.batcher.oom_cost is None
 
 
@@ -420,7 +428,7 @@ def test_who_watches_is_called_when_memory_is_free_again() -> None:
     held: list[int] = []
     gpu.batcher.watch(lambda: held.append(gpu.meter.gpu.allocator.reserved_bytes))
     gpu.step()
-    assert len(held) == gpu.batcher.ooms == 1
+    assert len(held) == gpu.batcher.ooms_rescued == 1
     assert held[0] < 5 * MIB
     assert gpu.batcher.oom_cost == 180 * MIB
 
@@ -440,3 +448,41 @@ def test_what_ran_before_memory_ran_out_is_not_settled() -> None:
     assert (result.largest_cost, result.cost_after_rescue, batcher.oom_cost) == (10, 5, 9)
     result = batcher.run(losses_of, [3, 1])
     assert result.cost_after_rescue == result.largest_cost == 4
+
+
+def gpu(*, at_start: int = 0, later: int = 0) -> SimulatedMeter:
+    """A GPU of 100 MiB with others on it."""
+    meter = SimulatedMeter(100 * MIB, expandable=True, contention=lambda: at_start * MIB)
+    meter.gpu.allocator.foreign_bytes = (at_start + later) * MIB
+    return meter
+
+
+@pytest.mark.parametrize(
+    ("at_start", "later", "need_mib", "one_sample"),
+    [
+        (0, 0, 120, True),
+        (0, 0, 80, False),
+        (0, 0, None, True),  # it had the device to itself, and failed
+        (30, 0, None, False),
+        (0, 30, None, False),
+        (30, 0, 90, False),  # it would have fit before they came
+        (30, 30, 120, True),  # nor does it fit when they have left
+    ],
+)
+def test_what_does_not_fit_alone_is_told_from_what_others_leave_no_room_for(
+    at_start: int, later: int, need_mib: int | None, one_sample: bool
+) -> None:
+    found = describe_out_of_memory(gpu(at_start=at_start, later=later), None if need_mib is None else need_mib * MIB)
+    assert (found.one_sample, found.should_fit) == (one_sample, not one_sample)
+    assert found.foreign_bytes == (at_start + later) * MIB
+    assert bool(found.cards) == one_sample
+    assert not found.of_host
+
+
+def test_what_should_fit_by_what_is_known_still_does() -> None:
+    found = describe_out_of_memory(gpu(), None, known=OutOfMemoryDetails(should_fit=True))
+    assert (found.one_sample, found.should_fit, found.capacity_bytes) == (False, True, 100 * MIB)
+
+
+def test_on_the_cpu_it_is_the_hosts_memory() -> None:
+    assert describe_out_of_memory(CpuMeter(), None).of_host

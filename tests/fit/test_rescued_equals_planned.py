@@ -116,7 +116,7 @@ def train(capacity_bytes: int, case: Case, splits: Splits | None = None) -> Trai
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             batcher.stepped()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return Trained(state, sizes, batcher.ooms, torch.rand(1))
+    return Trained(state, sizes, batcher.ooms_rescued, torch.rand(1))
 
 
 def differing(one: Trained, other: Trained) -> list[str]:
@@ -151,12 +151,12 @@ def forget_buffers(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_half_gradients(patch: pytest.MonkeyPatch) -> None:
-    def keep_them(self: micro_batcher._GradientsAside) -> None:
+    def keep_them(self: micro_batcher._Backward) -> None:
         # What the failed backward has added stays, on top of what was there.
         self.keep()
-        micro_batcher._Restored.undo(self)
+        micro_batcher._Inference.undo(self)
 
-    patch.setattr(micro_batcher._GradientsAside, "undo", keep_them)
+    patch.setattr(micro_batcher._Backward, "undo", keep_them)
 
 
 @pytest.mark.parametrize("mutant", [forget_generators, forget_buffers, keep_half_gradients])

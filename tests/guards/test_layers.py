@@ -1,8 +1,10 @@
 """A folder imports only from lower layers, and a heavy dependency has one home."""
 
+import ast
+
 import pytest
 
-from guards.sources import Source, imported_modules, package_sources, parse
+from guards.sources import Source, imported_modules, package_sources, parse, without_docstrings
 
 LAYERS = {
     "cli": 6,
@@ -32,6 +34,10 @@ HOMES = {
 }
 
 
+SLURM_PROGRAMS = {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "srun"}
+SLURM_CLIENT = "slurm/client.py"
+
+
 def violations(source: Source) -> list[str]:
     if source.room in DOORS:
         return []
@@ -53,6 +59,16 @@ def misplaced_imports(source: Source) -> list[str]:
     return [f"{source.path} imports {package}" for package in sorted(homeless)]
 
 
+def slurm_calls(source: Source) -> list[str]:
+    """Programs of SLURM that are named as the word of a command: alone, or before its options."""
+    if source.path == SLURM_CLIENT:
+        return []
+    texts = [node.value for node in without_docstrings(source.tree) if isinstance(node, ast.Constant)]
+    words = [text.split() for text in texts if isinstance(text, str) and text.strip()]
+    commands = [each for each in words if len(each) == 1 or each[1].startswith("-")]
+    return [f"{source.path} calls {each[0]}" for each in commands if each[0] in SLURM_PROGRAMS]
+
+
 def test_every_room_of_the_house_has_a_layer() -> None:
     rooms = {source.room for source in package_sources()}
     assert rooms <= LAYERS.keys() | LEAVES | DOORS
@@ -64,6 +80,18 @@ def test_a_folder_imports_only_from_lower_layers() -> None:
 
 def test_a_heavy_dependency_is_imported_at_home_only() -> None:
     assert [found for source in package_sources() for found in misplaced_imports(source)] == []
+
+
+def test_only_the_client_calls_the_programs_of_slurm() -> None:
+    assert [found for source in package_sources() for found in slurm_calls(source)] == []
+
+
+@pytest.mark.parametrize(
+    "line", ['run("squeue", "--me")', "run(['scontrol', 'show'])", 'run("sacct -n -P", shell=True)']
+)
+def test_a_call_of_slurm_elsewhere_is_found(line: str) -> None:
+    assert len(slurm_calls(parse("slurm/duplicates.py", line))) == 1
+    assert slurm_calls(parse(SLURM_CLIENT, line)) == []
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from can_train.errors import DeviceError
-from can_train.memory.meters import SimulatedMeter, open_meter
-from can_train.memory.simulated_gpu import FOREIGN, simulated_contention
+from can_train.memory.meters import FOREIGN, SimulatedMeter, open_meter, simulated_contention
 
 MIB = 2**20
 

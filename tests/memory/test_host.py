@@ -6,7 +6,6 @@ from can_train.memory.host import (
     _VERSIONS,
     ControlGroup,
     _Files,
-    _meminfo_available,
     available_bytes,
     control_groups,
     nvidia_driver_version,
@@ -17,17 +16,6 @@ from can_train.memory.host import (
 def written(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
-
-
-def test_the_kernel_says_what_is_available_in_kibibytes(tmp_path: Path) -> None:
-    text = "MemTotal:       100 kB\nMemFree:  10 kB\nMemAvailable:    64 kB\nHugePages_Total:  0\n"
-    assert _meminfo_available(written(tmp_path / "meminfo", text)) == 64 * 1024
-
-
-@pytest.mark.parametrize("text", ["", "MemTotal: 100 kB\n"])
-def test_an_old_kernel_does_not_say_what_is_available(tmp_path: Path, text: str) -> None:
-    assert _meminfo_available(written(tmp_path / "meminfo", text)) is None
-    assert _meminfo_available(tmp_path / "none") is None
 
 
 VERSION_2 = _VERSIONS[0]

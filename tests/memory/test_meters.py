@@ -7,9 +7,17 @@ import torch
 from torch import nn
 
 from can_train.errors import DeviceError
-from can_train.memory.catalogue import Usable, find_card, other_card, usable
+from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
 from can_train.memory.host import available_bytes, total_bytes
-from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter, SimulatedMeter, open_meter, resolve_device
+from can_train.memory.meters import (
+    AbsentGpuMeter,
+    CpuMeter,
+    Meter,
+    SimulatedMeter,
+    open_meter,
+    resolve_device,
+    segments_expand,
+)
 
 MIB = 2**20
 GIB = 2**30
@@ -154,7 +162,7 @@ def test_a_target_has_the_sizes_of_its_gpu_and_nobody_on_it() -> None:
 
 
 @pytest.mark.parametrize("target", [TARGET, usable(other_card(MIB))])
-def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: Usable) -> None:
+def test_what_is_measured_for_a_target_has_the_memory_of_the_host(target: UsableMemory) -> None:
     meter = AbsentGpuMeter(target)
     for size in (10, 5):
         with meter.measuring([]):
@@ -297,3 +305,22 @@ def test_the_cpu_meter_keeps_the_largest_peak_until_it_is_reset() -> None:
     assert meter.peak_bytes() == 1000 * 512
     meter.reset_peak()
     assert meter.peak_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments: True"},
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+    ],
+)
+def test_segments_expand_unless_the_user_has_other_settings(environment: dict[str, str]) -> None:
+    assert segments_expand(environment)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+@pytest.mark.parametrize("value", ["", "expandable_segments:False", "max_split_size_mb:64", "backend:cudaMallocAsync"])
+def test_settings_of_the_users_own_are_left_as_they_are(name: str, value: str) -> None:
+    assert not segments_expand({name: value})

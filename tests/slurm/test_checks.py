@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, RunError
 from can_train.slurm.client import Node, Partition
-from can_train.slurm.order import (
+from can_train.slurm.submission_plan import (
     EARLY_S,
     START_S,
     check_device,

@@ -8,9 +8,9 @@ import pytest
 from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
-from can_train.slurm.client import Answer, Node, Partition, QueueRow
+from can_train.slurm.client import Node, Partition, QueueRow, SlurmAnswer
 from can_train.slurm.duplicates import find_duplicate_run, identity
-from can_train.slurm.order import SubmitOptions, plan_submission
+from can_train.slurm.submission_plan import SubmitOptions, plan_submission
 from can_train.training.run_folder import Registry, RunRecord
 from fakes.made_runs import RESULT, Runs
 
@@ -51,7 +51,7 @@ def test_the_newest_run_that_lives_or_has_finished_is_the_duplicate_run(tmp_path
     runs.add(3, identity="x")
     runs.add(4, RESULT, identity="y")
     runs.submit(queued, "7")
-    found = find_duplicate_run("x", runs.look(Answer(queue=[QueueRow(job_id="7", state="PENDING")], accounts=())))
+    found = find_duplicate_run("x", runs.look(SlurmAnswer(queue=[QueueRow(job_id="7", state="PENDING")], accounts=())))
     assert found is not None
     assert (found.run.run_id, found.state) == (queued.name, "queued")
     found = find_duplicate_run("x", runs.look())
@@ -74,5 +74,5 @@ def test_the_newest_job_of_a_run_decides(tmp_path: Path, queue: dict[str, str], 
     runs.submit(path, "2")
     runs.submit(path, "5_3", time="2026-01-01T00:00:09+00:00")
     rows = [QueueRow(job_id=job_id, state=word) for job_id, word in queue.items()]
-    found = find_duplicate_run("x", runs.look(Answer(queue=rows, accounts=())))
+    found = find_duplicate_run("x", runs.look(SlurmAnswer(queue=rows, accounts=())))
     assert (found.state if found else None) == state

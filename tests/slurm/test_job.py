@@ -43,11 +43,11 @@ Job(globals()[sys.argv[1]], sys.argv[2])()
 
 SLURM = """#!/bin/sh
 echo "$(basename "$0") $*" >> "{calls}"
-[ "$(basename "$0")" != squeue ] || echo "{state}"
+[ "$(basename "$0")" != squeue ] || echo "7|{state}|n1||"
 """
 
 
-class Started:
+class JobProcess:
     """A job's process, and what became of it."""
 
     def __init__(self, folder: Path, entry: str, *, state: str, max_restarts: int, step_s: float) -> None:
@@ -89,15 +89,15 @@ class Started:
         return ended
 
 
-Start = Callable[..., Started]
+Start = Callable[..., JobProcess]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    begun: list[Started] = []
+    begun: list[JobProcess] = []
 
-    def job(entry: str, state: str = "RUNNING|None", max_restarts: int = 3, step_s: float = 0.0) -> Started:
-        begun.append(Started(tmp_path, entry, state=state, max_restarts=max_restarts, step_s=step_s))
+    def job(entry: str, state: str = "RUNNING|None", max_restarts: int = 3, step_s: float = 0.0) -> JobProcess:
+        begun.append(JobProcess(tmp_path, entry, state=state, max_restarts=max_restarts, step_s=step_s))
         return begun[-1]
 
     yield job

@@ -8,15 +8,15 @@ import pytest
 
 from can_train.errors import ConfigError
 from can_train.slurm.pipeline import (
-    AT_WORK,
-    GOES_ON,
     NEW,
+    RESUMED,
     REUSED,
-    Asked,
-    Lookout,
-    Step,
+    RUNNING_ALREADY,
+    PipelineContext,
+    PlannedStage,
+    StageRequest,
     load_stages,
-    make_steps,
+    plan_stages,
     selected,
 )
 from can_train.slurm.prerequisites import PastRuns, with_folders
@@ -35,22 +35,22 @@ def shelf(tmp_path: Path) -> Shelf:
 
 def steps(
     shelf: Shelf, names: Sequence[str] = ALL, *, force: bool = False, state: str = CANCELLED, **request: object
-) -> dict[str, Step]:
-    asked = []
+) -> dict[str, PlannedStage]:
+    requests = []
     for stage in selected(list(STAGES.values()), names):
         what = (stage.model, stage.mode, stage.size)
         run = shelf.resolved(*what, **request)
-        asked.append(Asked(stage=stage, request=shelf.request(*what, **request), run=run))
+        requests.append(StageRequest(stage=stage, request=shelf.request(*what, **request), run=run))
     past = PastRuns(shelf.folder / "state", shelf.folder / "runs")
-    lookout = Lookout(stages=STAGES, past=past, state_of=lambda _: RunState(state=state), force=force)
-    return {step.name: step for step in make_steps(asked, lookout)}
+    context = PipelineContext(stages=STAGES, past=past, state_of=lambda _: RunState(state=state), force=force)
+    return {step.name: step for step in plan_stages(requests, context)}
 
 
-def what(found: dict[str, Step]) -> dict[str, str]:
+def what(found: dict[str, PlannedStage]) -> dict[str, str]:
     return {name: step.what for name, step in found.items()}
 
 
-def trained(shelf: Shelf, number: int, step: Step, *, finished: bool = True, **roles: Path) -> Path:
+def trained(shelf: Shelf, number: int, step: PlannedStage, *, finished: bool = True, **roles: Path) -> Path:
     """Lays down the run of a step."""
     return shelf.put(number, with_folders(step.run, roles), RESULT if finished else None).path
 
@@ -105,7 +105,7 @@ def test_force_trains_all_anew(shelf: Shelf) -> None:
     assert {*what(steps(shelf, force=True)).values()} == {NEW}
 
 
-@pytest.mark.parametrize(("state", "expected"), [(CANCELLED, GOES_ON), (RUNNING, AT_WORK)])
+@pytest.mark.parametrize(("state", "expected"), [(CANCELLED, RESUMED), (RUNNING, RUNNING_ALREADY)])
 def test_what_was_interrupted_goes_on_and_what_is_at_work_is_left_alone(
     shelf: Shelf, state: str, expected: str
 ) -> None:
@@ -158,12 +158,14 @@ def test_what_no_stage_and_no_earlier_run_supplies_is_said_with_its_command(shel
 
 
 def test_a_stage_that_makes_what_another_cannot_build_on_is_refused(shelf: Shelf) -> None:
-    asked = []
+    requests = []
     for name, window in (("autoencoder", 50), ("curriculum", 100)):
         stage = STAGES[name]
         of = (stage.model, stage.mode, stage.size)
         sets = (f"dataset.window={window}",)
-        asked.append(Asked(stage=stage, request=shelf.request(*of, sets=sets), run=shelf.resolved(*of, sets=sets)))
+        requests.append(
+            StageRequest(stage=stage, request=shelf.request(*of, sets=sets), run=shelf.resolved(*of, sets=sets))
+        )
     past = PastRuns(shelf.folder / "state", shelf.folder / "runs")
     with pytest.raises(ConfigError, match=r"What stage autoencoder makes.*dataset\.window is 50, not 100"):
-        make_steps(asked, Lookout(stages=STAGES, past=past, state_of=lambda _: RunState(state=CANCELLED)))
+        plan_stages(requests, PipelineContext(stages=STAGES, past=past, state_of=lambda _: RunState(state=CANCELLED)))

@@ -164,14 +164,14 @@ def test_whatever_lies_in_a_folder_of_a_run_names_the_run(shelf: Shelf, inside: 
 def test_a_checkpoint_without_its_run_is_refused_as_one(shelf: Shelf) -> None:
     alone = shelf.folder / "alone.pt"
     alone.touch()
-    with pytest.raises(RunError, match=r"alone.pt is in no folder of a run.\n.*config.yaml"):
+    with pytest.raises(RunError, match=r"alone.pt is not in the folder of a run.\n.*config.yaml"):
         settle(shelf, *DISTILLED, values={"mode.teacher": str(alone)})
 
 
 def test_a_run_without_its_weights_is_refused(shelf: Shelf) -> None:
     teacher = shelf.put(1, shelf.resolved("gat", "normal"))
     shutil.rmtree(teacher.checkpoints_path)
-    with pytest.raises(CheckpointError, match="this one's are gone"):
+    with pytest.raises(CheckpointError, match="has lost its weights"):
         settle(shelf, *DISTILLED, values={"mode.teacher": teacher.run_id})
 
 

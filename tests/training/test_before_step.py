@@ -109,7 +109,7 @@ def test_it_is_not_repeated_for_the_parts_of_a_batch(tmp_path: Path) -> None:
 
 def test_a_rescue_within_the_step_keeps_what_was_done_before_it(tmp_path: Path) -> None:
     session = trained(tmp_path, DiaryTask(fail_above=7))
-    assert session.batcher.ooms > 0
+    assert session.batcher.ooms_rescued > 0
     assert diary(session) == diary(trained(tmp_path / "undisturbed", DiaryTask()))
 
 

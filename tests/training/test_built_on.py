@@ -11,7 +11,7 @@ import pytest
 from can_train.errors import RunError
 from can_train.task import Task
 from can_train.training.loading import load_finished
-from can_train.training.run_folder import RunFolder, relocate_prerequisites, without_the_gone
+from can_train.training.run_folder import RunFolder, relocate_prerequisites, without_missing_prerequisites
 from can_train.training.session import check_inputs_unchanged
 from fakes.finished_runs import Shelf
 
@@ -78,10 +78,10 @@ def test_runs_that_were_moved_together_find_each_other(distilled: tuple[Shelf, A
 
 def test_what_a_run_can_do_without_is_left_out_aloud_where_it_is_gone(distilled: tuple[Shelf, Any, RunFolder]) -> None:
     _, run, _ = distilled
-    assert without_the_gone(run) == (run, [])
+    assert without_missing_prerequisites(run) == (run, [])
     shutil.rmtree(run.mode.teacher)
     shutil.rmtree(run.mode.without_teacher)
-    kept, notices = without_the_gone(run)
+    kept, notices = without_missing_prerequisites(run)
     assert (kept.mode.teacher, kept.mode.without_teacher) == (run.mode.teacher, "")
     assert notices == [f"without teacher: {run.mode.without_teacher} is gone, so the run goes on without"]
     with pytest.raises(RunError, match=r"teacher_normal.* is gone\.\nBring its folder back"):

@@ -239,7 +239,7 @@ def live(seed: int, run: ResolvedRun, folder: Path) -> Told:
             told.refused = True
             told.rightly_refused = world.largest > 0.8 * meter.available_bytes()
             return told
-    told.ooms = session.batcher.ooms
+    told.ooms = session.batcher.ooms_rescued
     told.distance = distance(session, task)
     return told
 

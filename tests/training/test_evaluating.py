@@ -197,27 +197,6 @@ def test_windows_of_another_log_may_overlap(tmp_path: Path) -> None:
     assert (document["windows"], document["frames"]) == (99, 1_000)
 
 
-def without_units(run: Path) -> Path:
-    """A copied run, as an older version would have written its result."""
-    result = result_of(run)
-    del result["judgement"]["error_units"]
-    (run / "result.json").write_text(json.dumps(result))
-    return run
-
-
-def test_units_that_an_older_result_lacks_are_found_anew(tmp_path: Path) -> None:
-    run, other = finished_run("vgae"), bus_log(tmp_path / "other.csv", seed=1)
-    older = without_units(copied(run, tmp_path, keep_places=True))
-    assert evaluated(older, other)["judgement"] == evaluated(run, other)["judgement"]
-
-
-def test_units_that_nobody_can_find_are_an_error_with_a_remedy(tmp_path: Path) -> None:
-    run = without_units(copied(finished_run("vgae"), tmp_path))
-    with pytest.raises(CheckpointError, match="lacks the units of its errors") as caught:
-        evaluated(run, bus_log(tmp_path / "other.csv", seed=1))
-    assert "--data-root" in caught.value.remedy
-
-
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_scores_of_single_windows_say_what_was_flagged_and_when(ending: str, tmp_path: Path) -> None:
     run, path = finished_run("vgae"), tmp_path / f"scores.{ending}"

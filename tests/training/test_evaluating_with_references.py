@@ -137,7 +137,9 @@ def test_a_teacher_that_is_gone_is_said_and_all_else_is_as_with_it(tmp_path: Pat
     whole, left = judgement_of(run, other), evaluated(orphan, other)
     judgement = left.document["judgement"]
     assert "teacher" in judgement["absent"]
-    assert any("Not beside it: teacher" in note and f"{tmp_path / 'gone'} is gone" in note for note in left.notes)
+    assert any(
+        "Missing from the tables: teacher" in note and f"{tmp_path / 'gone'} is gone" in note for note in left.notes
+    )
     del (
         whole["test"]["other.csv"]["references"]["teacher"],
         whole["references"]["teacher"],
@@ -207,13 +209,3 @@ def test_nothing_is_decided_by_the_labels_of_what_is_judged(make: Any, tmp_path:
         for judgement in (labelled, presumed)
     ]
     assert flagged[0] == flagged[1]
-
-
-def test_a_result_of_an_older_version_is_judged_alone_and_says_why(tmp_path: Path, other: Path) -> None:
-    run = copied(agent(), tmp_path)
-    result = json.loads((run / "result.json").read_text())
-    del result["judgement"]["references"], result["judgement"]["mixing"]["mixes"]
-    (run / "result.json").write_text(json.dumps(result))
-    left = evaluated(run, other)
-    assert left.document["judgement"]["test"]["other.csv"]["references"] == {}
-    assert any(f"{', '.join(MIXES)} (an older version made" in note for note in left.notes)

@@ -10,7 +10,7 @@ from can_train.errors import CheckpointError, DoesNotFitError, StateError
 from can_train.factors.observations import read_observations, write_observation
 from can_train.factors.resolve import factor_rule
 from can_train.factors.store import get_safety_factor_db
-from can_train.fit.factor_rule import ANY_PEAK
+from can_train.fit.factor_rule import NO_AIM
 from can_train.training import train as training_loop
 from can_train.training.dry_run import get_effective_safety_factor
 from can_train.training.observe import Attempt
@@ -54,7 +54,11 @@ def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
     with Attempt(run=parts.run, folder=parts.folder, session=session):
         training_loop.train(session)
     (observed,) = read_observations(tmp_path / "state").finished
-    assert (observed.outcome, observed.logical_batch, observed.ooms_rescued) == ("rescued", 30, session.batcher.ooms)
+    assert (observed.outcome, observed.logical_batch, observed.ooms_rescued) == (
+        "rescued",
+        30,
+        session.batcher.ooms_rescued,
+    )
     assert observed.largest_micro_batch <= 20
     assert "with the same gradient" in "\n".join(parts.reporter.texts)  # type: ignore[attr-defined]
     assert get_effective_safety_factor(parts.run) <= 0.6 * 0.85
@@ -176,7 +180,7 @@ def test_a_pinned_factor_aims_at_no_peak(tmp_path: Path) -> None:
     parts = line_parts(tmp_path, batch_size=20)
     get_safety_factor_db(tmp_path / "state").pin(KEY, 0.25)
     pinned = factor_rule(parts.run, parts.meter.key, parts.reporter)
-    assert (pinned.known.factor if pinned.known else None, pinned.aim) == (0.25, ANY_PEAK)
+    assert (pinned.known.factor if pinned.known else None, pinned.aim) == (0.25, NO_AIM)
 
 
 def test_an_out_of_memory_of_any_rank_in_the_last_attempt_cuts_finer(tmp_path: Path) -> None:

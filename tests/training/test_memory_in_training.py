@@ -1,6 +1,7 @@
 """What memory asks of a training on a simulated GPU: other parameters, a full cache, a leak, a huge sample."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
+from can_train.factors.exchange import run_notes
+from can_train.factors.observations import Observation, read_observations
+from can_train.factors.summary import summarize
 from can_train.memory.meters import SimulatedMeter
 from can_train.memory.monitor import RISES, WINDOW_STEPS
 from can_train.task import Feature
 from can_train.training import train as training_loop
+from can_train.training.observe import Attempt
 from can_train.training.session import Session, make_session
 from can_train.training.train import take_step
 from fakes.costly import CostlyNet
@@ -93,10 +98,13 @@ class HeavyTask(CostlyTask):
         return HeavyNet()
 
 
+def gpu(capacity_mib: int) -> SimulatedMeter:
+    return SimulatedMeter(capacity_mib * MIB, expandable=True)
+
+
 def session_on(folder: Path, task: CostlyTask, capacity_mib: int, **training: Any) -> Session:
-    meter = SimulatedMeter(capacity_mib * MIB, expandable=True)
-    parts = replace(line_parts(folder, task, **({"batch_size": 30} | training)), meter=meter)
-    with meter.active():
+    parts = replace(line_parts(folder, task, **({"batch_size": 30} | training)), meter=gpu(capacity_mib))
+    with parts.meter.active():
         session = make_session(parts, FACTOR)
     task.session = session
     return session
@@ -120,6 +128,40 @@ def test_a_sample_that_does_not_fit_is_named_after_a_checkpoint(tmp_path: Path) 
     saved = session.checkpoints.load(session.reporter)
     assert saved is not None
     assert saved["progress"]["step"] == session.progress.step < 2
+
+
+def observed(folder: Path, surprise: int, **training: Any) -> Observation:
+    """Trains as a run does on 200 MiB, where one sample takes more than a search was told; returns what it leaves."""
+    task = CostlyTask({17: surprise})
+    parts = replace(line_parts(folder, task, batch_size=30, epochs=1, **training), meter=gpu(200))
+    with parts.meter.active():
+        session = task.session = make_session(parts, FACTOR)
+        with suppress(DoesNotFitError), Attempt(run=parts.run, folder=parts.folder, session=session):
+            training_loop.train(session)
+    (observation,) = read_observations(folder / "state").finished
+    return observation
+
+
+@pytest.mark.parametrize("find_batch_size", ["opt", "off"])
+@pytest.mark.parametrize("training", [{"adaptive_micro_batch": False}, {"oom_retries": 0}], ids=["off", "in vain"])
+def test_an_out_of_memory_that_ends_a_run_counts_and_is_not_noted_as_rescued(
+    tmp_path: Path, training: dict[str, Any], find_batch_size: str
+) -> None:
+    run = observed(tmp_path, 400, find_batch_size=find_batch_size, **training)
+    assert (run.outcome, run_notes(run)) == ("oom", "out of memory")
+    assert summarize([run])[0].ooms == 1
+
+
+@pytest.mark.parametrize("find_batch_size", ["opt", "off"])
+def test_an_out_of_memory_that_a_run_survives_counts_and_is_noted(tmp_path: Path, find_batch_size: str) -> None:
+    run = observed(tmp_path, 70, find_batch_size=find_batch_size)
+    assert (run.outcome, run_notes(run)) == ("rescued", "1 out-of-memory rescued")
+    assert summarize([run])[0].ooms == 1
+
+
+def test_an_out_of_memory_without_a_tuned_limit_is_counted_and_teaches_nothing(tmp_path: Path) -> None:
+    (record,) = summarize([observed(tmp_path, 400, find_batch_size="off", adaptive_micro_batch=False)])
+    assert (record.ooms, record.state) == (1, "first")
 
 
 @pytest.mark.parametrize(("capacity_mib", "whole"), [(200, True), (70, False)], ids=["whole", "in parts"])
@@ -147,7 +189,7 @@ def test_a_surprise_is_rescued_said_and_logged(tmp_path: Path) -> None:
     assert session.plan.most_parts == 1
     train(session)
     assert "memory ran out 1 times; finished in 2 micro-batches, with the same gradient" in notices(session)
-    assert session.batcher.ooms == 1
+    assert session.batcher.ooms_rescued == 1
 
 
 def test_other_parameters_make_another_plan_and_take_stale_state_along(tmp_path: Path) -> None:
@@ -233,7 +275,7 @@ def test_validation_runs_out_of_memory_and_goes_on(tmp_path: Path) -> None:
 
     session.model.forward = failing
     train(session)
-    assert session.batcher.ooms == 1
+    assert session.batcher.ooms_rescued == 1
     assert session.progress.best_loss < float("inf")
 
 

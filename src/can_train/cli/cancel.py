@@ -1,59 +1,103 @@
-"""`can-train cancel RUN`: stops a run, which saves itself first where it trains, and writes down that a person wished
-it.
-"""
+"""`can-train cancel RUN`: stops a run, which saves its state first where it trains, and records who wanted that."""
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from can_train.cli.output import told
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
+from can_train.io.processes import terminate, this_host
 from can_train.io.records import utc_now
-from can_train.slurm.run_state import RunFacts
-from can_train.slurm.status import KnownRun, RunStatus, stop
+from can_train.slurm.client import ACTIVE, WAITING, cancel_jobs
+from can_train.slurm.run_state import RunFacts, live_row, slurm_jobs
+from can_train.slurm.status import KnownRun, RunStatus
 from can_train.training.run_folder import CancelRecord
 
 _WAIT_S: Final = 30.0
-"""Seconds that the command waits for the end: a step and a checkpoint fit in, a long step need not."""
+"""Seconds that the command waits for the end: enough for a step and a checkpoint, unless the step is long."""
 
-
-_LOOK_S: Final = 1.0
-"""Seconds between two looks meanwhile."""
+_STATUS_INTERVAL_S: Final = 1.0
 
 
 def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
     """Stop a run; where it trains it saves itself first, and can-train resume goes on from there."""
     locator = RunLocator(runs_dir, state_dir)
     known = locator.find(run)
-    found = locator.status(known)
-    if not found.state.live and not _in_queue(found.facts):
-        print(f"Run {known.run_id} has ended already: {told(found.state)}")
+    status = locator.status(known)
+    # SLURM may still hold the job of a run that will never start.
+    if not status.state.live and live_row(status.facts) is None:
+        print(f"Run {known.run_id} has ended already: {status.state}")
         return
-    # First the wish, then the deed: whoever sees the end knows why.
+    # Recorded first: whoever sees the end must find its reason.
     locator.registry.add(CancelRecord(run_id=known.run_id, time=utc_now()))
-    if not stop(found.facts):
-        found = locator.status(known)
-        if found.state.live:
-            raise RunError("Nothing of the run is there to be stopped", value=told(found.state))
-    found = _waited(locator, known)
-    if found.state.live:
-        print(f"Run {known.run_id} was asked to stop, and is still at it: {told(found.state)}")
+    if not stop(status.facts):
+        status = locator.status(known)
+        if status.state.live:
+            raise RunError("No job and no process of the run was found", value=str(status.state))
+    status = _wait_for_end(locator, known)
+    if status.state.live:
+        print(f"Run {known.run_id} was asked to stop and has not ended yet: {status.state}")
     else:
-        print(f"Run {known.run_id}: {told(found.state)}")
+        print(f"Run {known.run_id}: {status.state}")
 
 
-def _in_queue(facts: RunFacts) -> bool:
-    """Whether SLURM still holds a job of a run that will never start."""
-    from can_train.slurm.run_state import live_row
+def stop(
+    facts: RunFacts,
+    cancel_slurm_jobs: Callable[[Sequence[str]], str] = cancel_jobs,
+    terminate_process: Callable[[int, str], bool] = terminate,
+    host: str | None = None,
+) -> bool:
+    """Asks everything that works on a run to end; returns whether there was anything.
 
-    return live_row(facts) is not None
+    Args:
+        facts: What is known of the run.
+        cancel_slurm_jobs: Returns an error message, empty where it succeeded.
+        terminate_process: Takes a process id and when it was recorded; returns whether there was such a process.
+        host: This machine; None asks it.
+
+    Raises:
+        RunError: It is on another machine, belongs to another user, or SLURM refuses or does not answer.
+    """
+    jobs, queue = slurm_jobs(facts), facts.answer.queue
+    if jobs and queue is None:
+        raise RunError(
+            "SLURM does not answer here", value=f"job {jobs[-1]}", remedy="Cancel the run where squeue works"
+        )
+    # All of them: a run that was resubmitted may have an older job that is not quite over.
+    live = [row.job_id for row in queue or () if row.state in WAITING | ACTIVE]
+    if live:
+        refusal = cancel_slurm_jobs(live)
+        if refusal:
+            raise RunError("SLURM refuses to cancel the job", value=refusal)
+        return True
+    process = _process(facts)
+    if process is None:
+        return False
+    process_host, pid, recorded_at = process
+    if process_host != (host or this_host()):
+        raise RunError("The run is a process of another machine", value=f"process {pid} of {process_host}",
+                       remedy=f"Cancel it there: can-train cancel {facts.run.run_id}")  # fmt: skip
+    return terminate_process(pid, recorded_at)
 
 
-def _waited(locator: RunLocator, known: KnownRun) -> RunStatus:
-    """Waits for the end of a run, for a while."""
+def _process(facts: RunFacts) -> tuple[str, int, str] | None:
+    """Finds the process that trains, else the one that is about to: host, process id, and when it was recorded."""
+    job = facts.jobs[-1] if facts.jobs else None
+    last = facts.attempts[-1] if facts.attempts else None
+    # The training process itself, which saves its state; what controls it is asked only where nothing trains yet.
+    if last is not None and last.end is None and not last.start.job_id:
+        return last.start.host, last.start.pid, last.start.start_time
+    is_newer = job is not None and (last is None or last.start.start_time < job.time)
+    if job is not None and is_newer and job.executor != "slurm" and job.job_id.isdecimal():
+        return job.host, int(job.job_id), job.time
+    return None
+
+
+def _wait_for_end(locator: RunLocator, known: KnownRun) -> RunStatus:
     end = time.monotonic() + _WAIT_S
     while True:
-        found = locator.status(known)
-        if time.monotonic() >= end or not (found.state.live or _in_queue(found.facts)):
-            return found
-        time.sleep(_LOOK_S)
+        status = locator.status(known)
+        is_over = not status.state.live and live_row(status.facts) is None
+        if is_over or time.monotonic() >= end:
+            return status
+        time.sleep(_STATUS_INTERVAL_S)

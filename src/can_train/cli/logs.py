@@ -1,27 +1,33 @@
-"""`can-train logs RUN [-f]`: what a run's jobs printed, and what they print, until the run has ended."""
+"""`can-train logs RUN [-f]`: prints what a run's jobs have printed, or follows them until the run has ended."""
 
+import codecs
+import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from can_train.cli.output import told
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
+from can_train.errors import RunError
 from can_train.slurm.run_state import FINISHED
-from can_train.slurm.status import GrowingLog, KnownRun, RunStatus, logs_of
+from can_train.slurm.status import KnownRun, RunStatus, log_path
+from can_train.training.run_folder import JobRecord
 
-_READ_S: Final = 0.5
-"""Seconds between two looks at a log."""
+_READ_INTERVAL_S: Final = 0.5
 
+_STATUS_INTERVAL_S: Final = 5.0
+"""Seconds between two questions to SLURM, whose controller everybody shares."""
 
-_LOOK_S: Final = 5.0
-"""Seconds between two looks at the run: SLURM's controller is everybody's."""
-
-
-_ENDED_OTHERWISE: Final = 1
+_NOT_FINISHED: Final = 1
 """Exit code where a followed run did not finish."""
+
+_RANK: Final = re.compile(r"_(\d+)_log\.(out|err)$")
+"""submitit's names of logs end in the rank."""
+
+_READ_BYTES: Final = 2**20
 
 
 def logs(
@@ -35,61 +41,112 @@ def logs(
     locator = RunLocator(runs_dir, state_dir)
     known = locator.find(run)
     if follow:
-        found = _follow(locator, known, rank)
-        _say(f"Run {known.run_id}: {told(found.state)}")
-        raise typer.Exit(0 if found.state.state == FINISHED else _ENDED_OTHERWISE)
-    found = locator.status(known)
-    paths = logs_of(found.facts.jobs, known, rank)
-    log = GrowingLog(paths[-1])
-    if not _print_all(log):
-        _say(f"Nothing is printed yet ({told(found.state)}). can-train logs {run} -f waits for it")
+        status = _follow(locator, known, rank)
+        _note(f"Run {known.run_id}: {status.state}")
+        raise typer.Exit(0 if status.state.state == FINISHED else _NOT_FINISHED)
+    status = locator.status(known)
+    paths = log_paths(status.facts.jobs, known, rank)
+    if not _print_new(GrowingLog(paths[-1])):
+        _note(f"Nothing is printed yet ({status.state}). can-train logs {run} -f waits for it")
     for earlier in paths[:-1]:
-        _say(f"The log of an earlier job: {earlier}")
+        _note(f"The log of an earlier job: {earlier}")
+
+
+class GrowingLog:
+    """A file that another process appends to; it need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+        # A read may end within a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def new_text(self) -> str:
+        """Returns what was appended since the last call, at most 1 MiB; empty: nothing."""
+        try:
+            with self.path.open("rb") as handle:
+                handle.seek(self._position)
+                data = handle.read(_READ_BYTES)
+        except OSError:
+            return ""
+        self._position += len(data)
+        return self._decoder.decode(data)
+
+
+def log_paths(jobs: Sequence[JobRecord], known: KnownRun, rank: int) -> list[Path]:
+    """Lists the logs of one rank of a run's jobs, the first job's first.
+
+    Raises:
+        RunError: No job of the run has a log, or this rank has written none.
+    """
+    paths = [log_path(job, known) for job in jobs if job.log_path]
+    if not paths:
+        raise RunError(
+            "Only a submitted run has a log",
+            value=known.run_id,
+            remedy="What a run prints that trains in a terminal stays there; can-train status shows its state",
+        )
+    if not rank:
+        return paths
+    ranks = ranks_with_logs(paths[-1])
+    if rank not in ranks:
+        listed = ", ".join(map(str, ranks)) or "0"
+        raise RunError("No such rank has written a log yet", value=str(rank), remedy=f"Those that have: {listed}")
+    return [path.with_name(_RANK.sub(rf"_{rank}_log.\2", path.name)) for path in paths]
+
+
+def ranks_with_logs(path: Path) -> list[int]:
+    """Lists the ranks that have written logs, which lie beside that of rank 0."""
+    own = _RANK.search(path.name)
+    if own is None:
+        return [0] if path.is_file() else []
+    prefix = path.name[: own.start()]
+    names = [each.name for each in path.parent.glob("*_log.*") if each.name.startswith(f"{prefix}_")]
+    # Array element 7_3 has logs 7_3_RANK_log.out; those of element 7_30 match the glob, but not the rest.
+    matches = [_RANK.fullmatch(name.removeprefix(prefix)) for name in names]
+    return sorted({int(match[1]) for match in matches if match})
 
 
 def _follow(locator: RunLocator, known: KnownRun, rank: int) -> RunStatus:
-    """Prints the newest log as it grows, goes over to that of a new job, and returns when the run has ended."""
-    log, waited = None, False
+    """Prints the newest log as it grows, switches to that of a new job, and returns when the run has ended."""
+    log, is_noted = None, False
     while True:
-        found = locator.status(known)
-        path = _newest(found, known, rank)
+        status = locator.status(known)
+        path = _newest_log(status, known, rank)
         if path is not None and (log is None or log.path != path):
             if log is not None:
-                _print_all(log)
-                _say(f"The run goes on in another job: {path}")
+                _print_new(log)
+                _note(f"The run goes on in another job: {path}")
             log = GrowingLog(path)
-        printed = log is not None and _print_for(log, 0.0 if not found.state.live else _LOOK_S)
-        if not found.state.live:
-            return found
-        if not printed and not waited:
-            _say(f"Waiting ({told(found.state)})")
-        waited = True
+        printed = log is not None and _print_for(log, _STATUS_INTERVAL_S if status.state.live else 0.0)
+        if not status.state.live:
+            return status
+        if not printed and not is_noted:
+            _note(f"Waiting ({status.state})")
+        is_noted = True
 
 
-def _newest(found: RunStatus, known: KnownRun, rank: int) -> Path | None:
-    """Names the log of the newest job; None: its rank has not written one yet."""
-    from can_train.errors import RunError
-
+def _newest_log(status: RunStatus, known: KnownRun, rank: int) -> Path | None:
     try:
-        return logs_of(found.facts.jobs, known, rank)[-1]
+        return log_paths(status.facts.jobs, known, rank)[-1]
     except RunError:
-        if not rank or not found.state.live:
+        # Ranks begin one after another: those after the first may yet write theirs.
+        if not rank or not status.state.live:
             raise
-        time.sleep(_READ_S)
+        time.sleep(_READ_INTERVAL_S)
         return None
 
 
 def _print_for(log: GrowingLog, seconds: float) -> bool:
-    """Prints what a log gets within some seconds; returns whether it got anything."""
     end = time.monotonic() + seconds
-    printed = _print_all(log)
+    printed = _print_new(log)
     while time.monotonic() < end:
-        time.sleep(_READ_S)
-        printed = _print_all(log) or printed
+        time.sleep(_READ_INTERVAL_S)
+        printed = _print_new(log) or printed
     return printed
 
 
-def _print_all(log: GrowingLog) -> bool:
+def _print_new(log: GrowingLog) -> bool:
     printed = False
     while text := log.new_text():
         print(text, end="", flush=True)
@@ -97,6 +154,6 @@ def _print_all(log: GrowingLog) -> bool:
     return printed
 
 
-def _say(text: str) -> None:
-    """Says something about the log, beside it."""
+def _note(text: str) -> None:
+    # Not into standard output, which is the log's.
     print(text, file=sys.stderr, flush=True)

@@ -1,59 +1,23 @@
-"""`can-train status RUN`: what state a run is in and why, how far it has come, and all its jobs and attempts."""
+"""The command line: finds the command, and turns errors into messages and exit codes."""
 
 import io
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import typer
 
-from can_train.cli.options import canonical_arguments
-from can_train.cli.output import print_tables
-from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
-from can_train.cli.runs import history_tables, run_json, run_lines
-from can_train.errors import CanTrainError, of_system
+from can_train.cli.command import Command
+from can_train.errors import CanTrainError, of_system, unknown_name
 
-
-def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
-    """Show the state of a run, and how it came to it."""
-    locator = RunLocator(runs_dir, state_dir)
-    found = locator.status(locator.find(run))
-    if as_json:
-        print(json.dumps(run_json(found), indent=2, ensure_ascii=False))
-        return
-    print("\n".join(run_lines(found)))
-    print_tables(history_tables(found))
-
-
-def after_job(
-    state_dir: Annotated[Path, typer.Option(help="State folder, where the registry is.")],
-    status: Annotated[int, typer.Option(help="Exit status of the job step.")],
-) -> None:
-    """Record how a job ended, and have its run go on where that makes sense.
-
-    Standard input has the variables that the job began with.
-    """
-    from can_train.cli.attempt import go_on_in_job
-    from can_train.slurm.restart import after_job as look_after
-    from can_train.slurm.script import remembered_environment
-
-    began_with = remembered_environment(sys.stdin.buffer.read())
-    said = look_after(go_on_in_job, state_dir, status=status, began_with=began_with)
-    if said:
-        print(f"can-train: {said}", flush=True)
-
-
-_HELP: Final = """Launches PyTorch training that fits. A line that starts with an option trains:
+_HELP: Final = """Launches PyTorch training that fits in GPU memory. A command line that starts with an option trains:
 
 \b
   can-train --model gat --dataset synthetic
 """
 
-
-_COMMANDS: Final = """Other commands, each with its own --help:
+_OTHER_COMMANDS: Final = """Other commands, each with its own --help:
 
 \b
   factors [KEY]  what earlier runs taught; reset, pin, export, import it
@@ -67,124 +31,23 @@ _COMMANDS: Final = """Other commands, each with its own --help:
   pipeline       several runs, each building on those before it
 """
 
+_NAMES: Final = (
+    "train", "factors", "runs", "status", "logs", "cancel", "resume", "evaluate", "resubmit", "pipeline",
+)  # fmt: skip
 
-_STYLE: Final[dict[str, Any]] = {
-    "add_completion": False,
-    # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
-    "rich_markup_mode": None,
-    "pretty_exceptions_enable": False,
-}
-
-
-_PATIENT_THREADS: Final = ("OMP_WAIT_POLICY", "passive")
-"""Torch's threads sleep while they wait for each other: where other processes keep two cores busy, threads that spin
-are five times slower. OpenMP reads it when torch is imported."""
+# Only jobs give it.
+_JOB_COMMAND: Final = "after-job"
 
 
-def make_commands() -> typer.Typer:
-    """Builds the application of named commands; `train` is there too, hidden."""
-    app = typer.Typer(help=_HELP, **_STYLE)
-    app.command("train", hidden=True, epilog=_COMMANDS, help=_HELP)(_training())
-    for name, make in _NAMED.items():
-        app.command(name, hidden=name in _HIDDEN)(make())
-    return app
-
-
-def make_command(name: str) -> typer.Typer:
-    """Builds the application of one named command: the others' parameters take longer to build than it does to run."""
-    app = typer.Typer(**_STYLE)
-    app.command()(_NAMED[name]())
-    return app
-
-
-def make_training() -> typer.Typer:
-    """Builds the application of a line without a command name."""
-    app = typer.Typer(**_STYLE)
-    app.command(epilog=_COMMANDS, help=_HELP)(_training())
-    return app
-
-
-def _training() -> Callable[..., None]:
-    from can_train.cli.train import make_train_command
-
-    return make_train_command()
-
-
-def _factors() -> Callable[..., None]:
-    from can_train.cli.factors import make_factors_command
-
-    return make_factors_command()
-
-
-def _runs() -> Callable[..., None]:
-    from can_train.cli.runs import make_runs_command
-
-    return make_runs_command()
-
-
-def _status() -> Callable[..., None]:
-
-    return status
-
-
-def _logs() -> Callable[..., None]:
-    from can_train.cli.logs import logs
-
-    return logs
-
-
-def _cancel() -> Callable[..., None]:
-    from can_train.cli.cancel import cancel
-
-    return cancel
-
-
-def _resume() -> Callable[..., None]:
-    from can_train.cli.resume import resume
-
-    return resume
-
-
-def _resubmit() -> Callable[..., None]:
-    from can_train.cli.resume import make_resubmit_command
-
-    return make_resubmit_command()
-
-
-def _pipeline() -> Callable[..., None]:
-    from can_train.cli.pipeline import make_pipeline_command
-
-    return make_pipeline_command()
-
-
-def _evaluate() -> Callable[..., None]:
-    from can_train.cli.evaluate import make_evaluate_command
-
-    return make_evaluate_command()
-
-
-def _after_job() -> Callable[..., None]:
-
-    return after_job
-
-
-_NAMED: Final[Mapping[str, Callable[[], Callable[..., None]]]] = {
-    "factors": _factors,
-    "runs": _runs,
-    "status": _status,
-    "logs": _logs,
-    "cancel": _cancel,
-    "resume": _resume,
-    "evaluate": _evaluate,
-    "resubmit": _resubmit,
-    "pipeline": _pipeline,
-    "after-job": _after_job,
-}
-"""What makes each command; a line of one of them does not import the others."""
-
-
-_HIDDEN: Final = ("after-job",)
-"""Commands that no person gives."""
+def run() -> None:
+    """Entry point of the console script."""
+    # Torch's threads wait actively for each other by default: with two cores and other processes on both, training is
+    # five times slower. OpenMP reads the variable when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An encoding without `±` (PYTHONIOENCODING=ascii, a bare C locale) costs a character, not the table.
+        sys.stdout.reconfigure(errors="replace")
+    sys.exit(main(sys.argv[1:]))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -194,60 +57,95 @@ def main(arguments: Sequence[str]) -> int:
         arguments: Without the program's name.
 
     Returns:
-        The exit code: 0, 2 for an error that the user can mend, 128 + the number of a signal.
+        The exit code: 0; 2 for an error that the user can correct; 128 + the number of a signal.
     """
     debug = "--debug" in arguments
     try:
-        status = _exit_status([argument for argument in arguments if argument != "--debug"])
-        # A disk that is full, and a reader that has gone, may say so only now.
+        status = _run_command([argument for argument in arguments if argument != "--debug"])
+        # A full disk, or a reader that has gone, may show only now.
         sys.stdout.flush()
     except CanTrainError as error:
         if debug:
             raise
-        return _told(error)
+        return _print_error(error)
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`): nobody is left to tell.
-        _drop_output()
+        # The reader of the output has gone (`| head`): nobody is left to tell.
+        _discard_output()
         return 1
     except OSError as error:
-        mendable = of_system(error)
-        if debug or mendable is None:
+        correctable = of_system(error)
+        if debug or correctable is None:
             raise
-        return _told(mendable)
+        return _print_error(correctable)
     return status
 
 
-def _exit_status(arguments: Sequence[str]) -> int:
+def _run_command(arguments: Sequence[str]) -> int:
+    words = list(arguments) or ["--help"]
+    name = "train" if words[0].startswith("-") else words.pop(0)
+    if name not in (*_NAMES, _JOB_COMMAND):
+        raise unknown_name("command", name, _NAMES)
+    training: dict[str, Any] = {"help": _HELP, "epilog": _OTHER_COMMANDS} if name == "train" else {}
+    # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(cls=Command, **training)(_load_command(name))
     try:
-        words = canonical_arguments(arguments)
-        if words and words[0] in _NAMED:
-            make_command(words[0])(words[1:], prog_name=f"can-train {words[0]}")
-        names_command = bool(words) and not words[0].startswith("-")
-        app = make_commands() if names_command else make_training()
-        app(words or ["--help"], prog_name="can-train")
+        app(words, prog_name="can-train" if name == "train" else f"can-train {name}")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
 
 
-def _told(error: CanTrainError) -> int:
+def _load_command(name: str) -> Callable[..., None]:
+    """Imports one command: importing all of them takes longer than most of them run."""
+    match name:
+        case "factors":
+            from can_train.cli.factors import factors
+
+            return factors
+        case "runs" | "status":
+            from can_train.cli.runs import make_runs_command, status
+
+            return status if name == "status" else make_runs_command()
+        case "logs":
+            from can_train.cli.logs import logs
+
+            return logs
+        case "cancel":
+            from can_train.cli.cancel import cancel
+
+            return cancel
+        case "resume" | "resubmit":
+            from can_train.cli.resume import make_resubmit_command, resume
+
+            return resume if name == "resume" else make_resubmit_command()
+        case "evaluate":
+            from can_train.cli.evaluate import make_evaluate_command
+
+            return make_evaluate_command()
+        case "pipeline":
+            from can_train.cli.pipeline import make_pipeline_command
+
+            return make_pipeline_command()
+        case "after-job":
+            from can_train.cli.attempt import after_job
+
+            return after_job
+        case _:
+            from can_train.cli.train import make_train_command
+
+            return make_train_command()
+
+
+def _print_error(error: CanTrainError) -> int:
     print(f"error: {error}", file=sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:
-        _drop_output()
+        _discard_output()
     return error.exit_code
 
 
-def _drop_output() -> None:
-    """Has what was printed and cannot be written forgotten: Python would try once more at its end, and complain."""
+def _discard_output() -> None:
+    """Discards what was printed and cannot be written: Python would try once more when it exits, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def run() -> None:
-    """Entry point of the console script."""
-    os.environ.setdefault(*_PATIENT_THREADS)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # An encoding without `±` (PYTHONIOENCODING=ascii, a bare C locale) costs a character, not the table.
-        sys.stdout.reconfigure(errors="replace")
-    sys.exit(main(sys.argv[1:]))

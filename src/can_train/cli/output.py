@@ -1,4 +1,4 @@
-"""Tables and progress as a person sees them."""
+"""How results, progress, states and durations are printed."""
 
 from __future__ import annotations
 
@@ -13,31 +13,28 @@ from itertools import pairwise
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from can_train.reporter import Reporter, Stage
-from can_train.slurm.run_state import RunState
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
-    from rich.table import Table as DrawnTable
+    from rich.table import Table as RichTable
 
+    from can_train.reporter import Reporter, Stage
     from can_train.task import Table
 
+# Characters from which a column is text, which may be wrapped in a narrow terminal; figures and names stay whole.
 _WRAPPED_FROM: Final = 17
-"""Characters from which a column is text, which may be wrapped in a narrow terminal; figures and names stay whole."""
-
-
-_FIXED: Final = "\N{NO-BREAK SPACE}"
-"""Keeps a figure beside its heading while lines are broken."""
-
-
+# Between a figure and its heading: lines are not broken there.
+_NO_BREAK: Final = "\N{NO-BREAK SPACE}"
 _GAP: Final = "  "
-"""Before the lines of a paragraph, and between two figures of it."""
-
-
+# Columns of a pipe, whose reader wants whole lines.
 _UNBOUNDED: Final = 10_000
-"""Columns of a pipe."""
+
+# Seconds between progress lines where there is no terminal: a day's log stays readable.
+_LINE_INTERVAL_S: Final = 10.0
+
+# Seconds of each unit, the largest first.
+_UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,10 @@ class TextTable:
 
 
 def print_tables(tables: Sequence[Table]) -> None:
-    """Prints each table under its title, its notes below it."""
+    """Prints each table under its title, with its notes below it.
+
+    A table that is too wide for the terminal becomes a paragraph for each row.
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -61,63 +61,51 @@ def print_tables(tables: Sequence[Table]) -> None:
     for table in tables:
         console.print()
         console.print(Text(table.title, style="bold"))
-        if _narrowest(table) <= console.width:
-            console.print(_drawn(table, lines=console.is_terminal))
+        widths = _widths(table)
+        narrowest = [width if index == 0 else min(width, _WRAPPED_FROM) for index, width in enumerate(widths)]
+        if (
+            sum(max(len(name), width) + 1 for name, width in zip(table.columns, narrowest, strict=True))
+            <= console.width
+        ):
+            console.print(_rich_table(table, widths, lines=console.is_terminal))
         else:
-            _print_paragraphs(table, console)
+            _print_paragraphs(table, widths, console)
         for note in table.notes:
             console.print(Text(f"  {note}"))
 
 
-def _widest(table: Table, index: int) -> int:
-    return max((len(row[index]) for row in table.rows), default=0)
+def _widths(table: Table) -> list[int]:
+    """Returns the length of the longest cell of each column."""
+    return [max((len(row[index]) for row in table.rows), default=0) for index in range(len(table.columns))]
 
 
-def _narrowest(table: Table) -> int:
-    """Columns below which names or figures would be torn up."""
-    cells = [
-        min(_widest(table, index), _WRAPPED_FROM) if index else _widest(table, 0) for index in range(len(table.columns))
-    ]
-    return sum(max(len(heading), cell) + 1 for heading, cell in zip(table.columns, cells, strict=True))
-
-
-def _print_paragraphs(table: Table, console: Console) -> None:
-    """Prints each row as its first cell, with the others by their headings below it: figures first, then text."""
-    from rich.text import Text
-
-    is_text = [_widest(table, index) >= _WRAPPED_FROM for index in range(len(table.columns))]
-    for name, *cells in table.rows:
-        console.print(Text(f"\n{name}"))
-        told = [
-            (f"{heading} {cell}", text)
-            for heading, cell, text in zip(table.columns[1:], cells, is_text[1:], strict=True)
-            if cell
-        ]
-        figures = _GAP.join(cell.replace(" ", _FIXED) for cell, text in told if not text)
-        for paragraph in [figures, *(cell for cell, text in told if text)]:
-            lines = wrap(paragraph, console.width - 1, initial_indent=_GAP, subsequent_indent=_GAP)
-            console.print(Text("\n".join(lines).replace(_FIXED, " ")))
-    console.print()
-
-
-def _drawn(table: Table, *, lines: bool) -> DrawnTable:
+def _rich_table(table: Table, widths: Sequence[int], *, lines: bool) -> RichTable:
     from rich import box
-    from rich.table import Table as DrawnTable
+    from rich.table import Table as RichTable
 
-    drawn = DrawnTable(box=box.SIMPLE_HEAD if lines else None, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, column in enumerate(table.columns):
-        widest = _widest(table, index)
-        is_text = index == 0 or widest >= _WRAPPED_FROM
-        drawn.add_column(
-            column, justify="left" if is_text else "right", no_wrap=widest < _WRAPPED_FROM, overflow="fold"
-        )
+    drawn = RichTable(box=box.SIMPLE_HEAD if lines else None, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, (name, width) in enumerate(zip(table.columns, widths, strict=True)):
+        is_text = width >= _WRAPPED_FROM
+        justify: Any = "left" if index == 0 or is_text else "right"
+        drawn.add_column(name, justify=justify, no_wrap=not is_text, overflow="fold")
     for row in table.rows:
         drawn.add_row(*row)
     return drawn
 
 
-LINE_INTERVAL_S: Final = 10.0
-"""Seconds between progress lines where there is no terminal: a day's log stays readable."""
+def _print_paragraphs(table: Table, widths: Sequence[int], console: Console) -> None:
+    """Prints each row as its first cell and, below it, a line of the figures with their headings, then the texts."""
+    from rich.text import Text
+
+    for name, *cells in table.rows:
+        console.print(Text(f"\n{name}"))
+        named = list(zip(table.columns[1:], cells, widths[1:], strict=True))
+        figures = [f"{heading} {cell}" for heading, cell, width in named if cell and width < _WRAPPED_FROM]
+        texts = [f"{heading} {cell}" for heading, cell, width in named if cell and width >= _WRAPPED_FROM]
+        for paragraph in [_GAP.join(figure.replace(" ", _NO_BREAK) for figure in figures), *texts]:
+            lines = wrap(paragraph, console.width - 1, initial_indent=_GAP, subsequent_indent=_GAP)
+            console.print(Text("\n".join(lines).replace(_NO_BREAK, " ")))
+    console.print()
 
 
 def make_reporter() -> Reporter:
@@ -126,65 +114,60 @@ def make_reporter() -> Reporter:
 
 
 class LineReporter:
-    """Plain lines: one when a stage begins to take time, one every few seconds, one at its end.
+    """Prints plain lines: one every few seconds while a stage takes time, and one at its end.
 
     Args:
         stream: Where to write.
         interval_s: Seconds between progress lines of a stage.
     """
 
-    def __init__(self, stream: TextIO, *, interval_s: float = LINE_INTERVAL_S) -> None:
+    def __init__(self, stream: TextIO, *, interval_s: float = _LINE_INTERVAL_S) -> None:
         self._stream = stream
         self._interval_s = interval_s
 
     def notice(self, text: str) -> None:
-        """Writes a notice as a line."""
-        print(f"note: {text}", file=self._stream, flush=True)
+        """Prints a notice as a line."""
+        self._print(f"note: {text}")
 
     @contextmanager
     def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
-        """Writes lines about a stage as it goes."""
-        stage = _LineStage(self, title, total, unit)
+        """Prints lines about a stage while it runs."""
+        stage = _LineStage(self._print, self._interval_s, title, total, unit)
         yield stage
-        stage.write(last=True)
+        stage.print(last=True)
 
-    def line(self, text: str) -> None:
-        """Writes one line."""
+    def _print(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
-
-    @property
-    def interval_s(self) -> float:
-        """Seconds between progress lines."""
-        return self._interval_s
 
 
 class _LineStage:
-    def __init__(self, reporter: LineReporter, title: str, total: int | None, unit: str) -> None:
-        self._reporter = reporter
+    def __init__(self, write: Any, interval_s: float, title: str, total: int | None, unit: str) -> None:
+        self._write = write
+        self._interval_s = interval_s
         self._title = title
         self._total = total
         self._unit = unit
         self._done = 0
         self._figures: dict[str, float] = {}
-        self._started = self._written = time.monotonic()
+        self._started = self._printed = time.monotonic()
 
     def advance(self, amount: int = 1, **figures: float) -> None:
         self._done += amount
         self._figures = figures or self._figures
-        if time.monotonic() - self._written >= self._reporter.interval_s:
-            self.write(last=False)
+        if time.monotonic() - self._printed >= self._interval_s:
+            self.print(last=False)
 
-    def write(self, *, last: bool) -> None:
-        self._written = time.monotonic()
-        elapsed = self._written - self._started
+    def print(self, *, last: bool) -> None:
+        self._printed = time.monotonic()
+        elapsed_s = self._printed - self._started
         parts = [f"{self._title}: {_amount(self._done, self._total, self._unit)}"]
         parts += [f"{name} {value:.4g}" for name, value in self._figures.items()]
-        parts.append(f"{elapsed:.1f} s" if last else _remaining(self._done, self._total, elapsed))
-        self._reporter.line(", ".join(part for part in parts if part))
+        parts.append(f"{elapsed_s:.1f} s" if last else _remaining(self._done, self._total, elapsed_s))
+        self._write(", ".join(part for part in parts if part))
 
 
 class TerminalReporter:
-    """Rich progress bars."""
+    """Draws progress bars with Rich."""
 
     def __init__(self) -> None:
         # Rich takes a tenth of a second to import, which `--help` does not pay.
@@ -193,8 +176,10 @@ class TerminalReporter:
         self._console = Console(stderr=True, highlight=False)
 
     def notice(self, text: str) -> None:
-        """Writes a notice above the bars."""
-        self._console.print(f"[yellow]note:[/] {_escaped(text)}")
+        """Prints a notice above the bars."""
+        from rich.markup import escape
+
+        self._console.print(f"[yellow]note:[/] {escape(text)}")
 
     @contextmanager
     def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
@@ -226,43 +211,24 @@ class TerminalReporter:
 def _amount(done: int, total: int | None, unit: str) -> str:
     if unit == "bytes":
         return f"{done / 2**20:.0f}/{total / 2**20:.0f} MiB" if total else f"{done / 2**20:.0f} MiB"
-    return f"{done:,}/{total:,} {unit}" if total else f"{done:,} {unit}"
+    amount = f"{done:,}/{total:,}" if total else f"{done:,}"
+    return f"{amount} {unit.removesuffix('s') if (total or done) == 1 else unit}"
 
 
-def _remaining(done: int, total: int | None, elapsed: float) -> str:
+def _remaining(done: int, total: int | None, elapsed_s: float) -> str:
     if not total or not done:
         return ""
-    seconds = round(elapsed / done * (total - done))
+    seconds = round(elapsed_s / done * (total - done))
     return f"{seconds // 60}:{seconds % 60:02d} left"
 
 
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-def strict(value: Any) -> Any:
-    """Makes a value of JSON proper, which has no NaN."""
+def finite(value: Any) -> Any:
+    """Copies a value for JSON, which has no NaN and no infinity: they become null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(name): strict(inner) for name, inner in value.items()}
-    return [strict(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def shown(state: RunState) -> str:
-    """A state as listings show it: one that is not certain has a question mark."""
-    return state.state if state.certain else f"{state.state}?"
-
-
-_UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-"""Seconds of each unit, the largest first."""
-
-
-def told(state: RunState) -> str:
-    """A state with its sentence."""
-    return f"{shown(state)}: {state.sentence}" if state.sentence else shown(state)
+        return {str(name): finite(inner) for name, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def duration(seconds: float) -> str:
@@ -280,17 +246,17 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def in_one_unit(seconds: float) -> str:
+def rough_duration(seconds: float) -> str:
     """Writes a duration in its largest unit only, for a column."""
     return " ".join(duration(seconds).split()[:2])
 
 
-def moment(time: str) -> str:
-    """Writes a time of the files in this machine's time zone, to the second."""
+def local_time(time: str) -> str:
+    """Writes a time from a file (ISO 8601) in this machine's time zone, to the second."""
     return f"{datetime.fromisoformat(time).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
 def seconds_between(start: str, end: str = "") -> float:
-    """Seconds from one time of the files to another; without an end, to now."""
+    """Returns the seconds between two times of files (ISO 8601); without an end, until now."""
     last = datetime.fromisoformat(end) if end else datetime.now(UTC)
     return (last - datetime.fromisoformat(start)).total_seconds()

@@ -1,19 +1,14 @@
-"""Trains the stages of a pipeline on this machine, each in a process of its own, one after another. A stage that fails
-stops those that build on it; Ctrl-C stops the one at work, which saves itself, and with it the pipeline.
-"""
+"""`can-train pipeline`: trains the stages of a preset, here one after another or on SLURM as a chain of jobs."""
 
-import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
-from can_train.cli.options import Flags, check_given, make_request, options_but, parameters, training_parameters
-from can_train.cli.output import TextTable, make_reporter, print_tables, told
+from can_train.cli.command import make_command
+from can_train.cli.output import TextTable, print_tables
 from can_train.cli.pipeline_tables import (
-    SentStage,
     StageResult,
     result_json,
     sent_json,
@@ -22,191 +17,21 @@ from can_train.cli.pipeline_tables import (
     steps_table,
     summary_table,
 )
-from can_train.cli.submit import make_group, note, start_group, submit_again
+from can_train.cli.train_options import (
+    Flags,
+    check_flags,
+    make_request,
+    option_parameters,
+    options_without,
+    training_parameters,
+)
 from can_train.config.overrides import split_list
-from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import ConfigError, RunError
-from can_train.slurm.client import NoControllerError, Partition, read_partitions
-from can_train.slurm.order import SubmissionPlan, SubmitOptions, plan_submission
-from can_train.slurm.pipeline import AT_WORK, REUSED, Step
-from can_train.slurm.prerequisites import is_whole, with_folders
-from can_train.slurm.snapshot import Code, code_of, describe, keep, read_code
-from can_train.slurm.status import find_run, known_runs, run_statuses
-from can_train.slurm.submit import Submission, run_line
-from can_train.training.run_folder import JobRecord, Registry, RunFolder, make_run
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
-    from can_train.slurm.pipeline import Asked, Stage
-
-
-def train_steps(steps: Sequence[Step], output: TextIO | None) -> list[StageResult]:
-    """Trains what has not been trained.
-
-    Args:
-        steps: The stages, each after those that it builds on.
-        output: Where the results of each training go; None: to standard output.
-
-    Returns:
-        What has become of them.
-
-    Raises:
-        RunError: A stage is at work already, in another process.
-        SystemExit: A signal came; what was trained is saved.
-    """
-    _check_nobody_works(steps)
-    folders: dict[str, RunFolder] = {}
-    lost: dict[str, str] = {}
-    for number, step in enumerate(steps, start=1):
-        missing = [name for name in dict.fromkeys(step.sources.values()) if name in lost]
-        if missing:
-            lost[step.name] = f"not trained: it builds on {' and '.join(missing)}"
-            _say(f"stage {number} of {len(steps)}: {step.stage.title}: {lost[step.name]}")
-            continue
-        folders[step.name] = _folder(step, folders)
-        _say(f"stage {number} of {len(steps)}: {step.stage.title}: {step.what}, run {folders[step.name].run_id}")
-        if step.what != REUSED and not _trained(folders[step.name], step, output):
-            lost[step.name] = "failed"
-    return _results(steps, folders, lost)
-
-
-def what_there_is(steps: Sequence[Step]) -> list[StageResult]:
-    """Finds out what has become of stages so far."""
-    folders = {step.name: step.known.folder for step in steps if step.known is not None}
-    said = {step.name: told(step.state) if step.state is not None else "not trained yet" for step in steps}
-    return _results(steps, folders, said)
-
-
-def _check_nobody_works(steps: Sequence[Step]) -> None:
-    for step in steps:
-        if step.what == AT_WORK and step.known is not None and step.state is not None:
-            run = step.known.run_id
-            raise RunError(f"Stage {step.name} is being trained already", value=f"{run}, {told(step.state)}",
-                           remedy=f"Wait for its end (can-train logs {run} -f) and give the same line again, "
-                                  f"or end it: can-train cancel {run}")  # fmt: skip
-
-
-def _folder(step: Step, before: Mapping[str, RunFolder]) -> RunFolder:
-    """Finds or makes the folder of a stage's run, now that those of the runs that it builds on are there."""
-    if step.known is not None:
-        return step.known.folder
-    run = with_folders(step.run, {role: before[name].path for role, name in step.sources.items()})
-    return make_run(run, make_reporter())
-
-
-def _trained(folder: RunFolder, step: Step, output: TextIO | None) -> bool:
-    """Trains a run to its end; tells whether it finished.
-
-    Raises:
-        SystemExit: It was stopped.
-    """
-    places = ("--runs-dir", step.run.paths.runs_dir, "--state-dir", step.run.paths.state_dir)
-    ended = run_line(["resume", str(folder.path.resolve()), "--here", *places], output)
-    if ended.stopped:
-        _say(f"Stopped in stage {step.name}. The same line again goes on from there.")
-        raise SystemExit(ended.status)
-    return ended.status == 0 and is_whole(folder)
-
-
-def _results(steps: Sequence[Step], folders: Mapping[str, RunFolder], said: Mapping[str, str]) -> list[StageResult]:
-    """Finds out about the runs of stages; what is said of a stage holds where its run has not finished."""
-    paths = steps[0].run.paths
-    registry = Registry(state_dir(paths))
-    known = known_runs(registry, Path(paths.runs_dir))
-    results = []
-    for step in steps:
-        folder = folders.get(step.name)
-        found = run_statuses([find_run(known, str(folder.path))], registry)[0] if folder is not None else None
-        finished = found is not None and found.facts.result is not None
-        results.append(StageResult(step=step, found=found, told="" if finished else said.get(step.name, "")))
-    return results
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def submit_steps(steps: Sequence[Step]) -> list[SentStage]:
-    """Submits what has not been trained and is not at work; what SLURM would refuse is found before anything is sent.
-
-    Args:
-        steps: The stages, each after those that it builds on.
-
-    Returns:
-        What has been sent of each.
-
-    Raises:
-        CanTrainError: A stage cannot be submitted; those before it have been, and the same line again goes on.
-    """
-    chain = _Chain(state=state_dir(steps[0].run.paths), code=read_code(), partitions=_partitions())
-    left = [step.run for step in steps if chain.is_to_be_sent(step)]
-    if left:
-        note(chain.order(left))
-        keep(chain.code, chain.state)
-    return [chain.send(step) for step in steps]
-
-
-def _partitions() -> list[Partition]:
-    try:
-        return read_partitions()
-    except NoControllerError as error:
-        # Its own remedy is another --cluster, which would not chain the stages.
-        raise NoControllerError(
-            error.rule, value=error.value,
-            remedy="Submit from a login node of the cluster; or leave out --submit: the stages then train here, one "
-                   "after another",
-        ) from error  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Chain:
-    """What the stages of a chain have in common, and the folders of those that have been looked at."""
-
-    state: Path
-    code: Code
-    partitions: Sequence[Partition]
-    folders: dict[str, RunFolder] = field(default_factory=dict)
-    waiting_notice: set[str] = field(default_factory=set)
-
-    def is_to_be_sent(self, step: Step) -> bool:
-        return step.what not in (REUSED, AT_WORK)
-
-    def order(self, runs: Sequence[ResolvedRun], after: Sequence[str] = ()) -> SubmissionPlan:
-        """Settles and checks runs; whether they are there already has been decided."""
-        return plan_submission(runs, SubmitOptions(after=after, force=True), self.code.digest, self.partitions)
-
-    def send(self, step: Step) -> SentStage:
-        """Submits a stage that is to wait for those before it, unless it has finished or is at work."""
-        if not self.is_to_be_sent(step):
-            assert step.known is not None, "it is somewhere"
-            self.folders[step.name] = step.known.folder
-            if step.what == AT_WORK:
-                self.waiting_notice.add(step.name)
-            return SentStage(step=step, run_id=step.known.run_id, job=None, after=())
-        after = [name for name in dict.fromkeys(step.sources.values()) if name in self.waiting_notice]
-        run = with_folders(step.run, {role: self.folders[name].path for role, name in step.sources.items()})
-        order = self.order([run], [self.folders[name].run_id for name in after])
-        job = self._again(step.known.folder, order) if step.known else self._anew(order)
-        self.folders[step.name] = RunFolder(step.known.folder.path if step.known else run.runs_dir / job.run_id)
-        self.waiting_notice.add(step.name)
-        return SentStage(step=step, run_id=job.run_id, job=job, after=after)
-
-    def _anew(self, order: SubmissionPlan) -> JobRecord:
-        (ordered,) = order.groups
-        return start_group(make_group(ordered, order, self.state), order, self.code)[0]
-
-    def _again(self, folder: RunFolder, order: SubmissionPlan) -> JobRecord:
-        """Submits a run that was interrupted, with the code that it began with where it was submitted."""
-        ((ordered,),) = order.groups
-        folder = RunFolder(folder.path.resolve())
-        try:
-            code_of(folder.path)
-        except RunError:
-            describe(self.code, self.state, folder.path)
-        submission = Submission(
-            name=ordered.run.key, state_dir=self.state, dependency=order.dependency, reason="resumed"
-        )
-        return submit_again(folder, ordered.run, submission)
+    from can_train.config.resolved import ResolvedRun
+    from can_train.slurm.pipeline import PipelineStage, PlannedStage, StageRequest
 
 
 _OF_ONE_RUN: Final = (
@@ -216,7 +41,7 @@ _OF_ONE_RUN: Final = (
 
 
 _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
-    **options_but(_OF_ONE_RUN),
+    **options_without(_OF_ONE_RUN),
     "submit": (bool, False, "Send the stages to SLURM, as a chain of jobs."),
     "cluster": (str | None, None, "Preset of the cluster that --submit sends them to. [slurm]"),
     "force": (bool, False, "Train anew also what has been trained already."),
@@ -231,43 +56,39 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
 
 def make_pipeline_command() -> Callable[..., None]:
     """Makes the command; its signature is made of the options above and the training settings."""
-
-    def pipeline(**flags: Any) -> None:
-        """Train the stages of a pipeline, each on what those before it have trained.
-
-        What has been trained already is used again, and what was interrupted goes on: the same line again is how to
-        continue. Flags hold for every stage.
-        """
-        _pipeline(flags)
-
-    ours = [*parameters(_OPTIONS), *training_parameters()]
-    pipeline.__signature__ = inspect.Signature(ours)  # type: ignore[attr-defined]
-    return pipeline
+    return make_command([*option_parameters(_OPTIONS), *training_parameters()], _pipeline)
 
 
 def _pipeline(flags: Flags) -> None:
+    """Train the stages of a pipeline, each on what those before it have trained.
+
+    What has been trained already is used again, and what was interrupted goes on: the same line again is how to
+    continue. Flags hold for every stage.
+    """
     if not flags["dataset"]:
         raise ConfigError("--dataset is missing", remedy="Try: can-train pipeline --dataset synthetic")
-    check_given({name: value for name, value in flags.items() if name != "force"})
+    check_flags({name: value for name, value in flags.items() if name != "force"})
     # Composition imports Hydra: a line that is wrong before it does not pay for it.
     from can_train.slurm.pipeline import load_stages
 
     stages = load_stages(flags["preset"])
-    steps = _steps(stages, _asked(stages, flags), force=flags["force"])
+    steps = _planned(stages, _requests(stages, flags), force=flags["force"])
     as_json = flags["json"]
     if flags["dry_run"]:
         _print([step_json(step) for step in steps], steps_table(steps), as_json=as_json)
     elif flags["show"]:
-        _print_results(what_there_is(steps), as_json=as_json)
+        from can_train.cli.pipeline_stages import current_results
+
+        _print_results(current_results(steps), as_json=as_json)
     elif flags["submit"]:
         _submit(steps, as_json=as_json)
     else:
         _train(steps, as_json=as_json)
 
 
-def _asked(stages: Sequence["Stage"], flags: Flags) -> list["Asked"]:
-    """Resolves the run of each stage that is asked for."""
-    from can_train.slurm.pipeline import Asked, selected, split_sets
+def _requests(stages: Sequence["PipelineStage"], flags: Flags) -> list["StageRequest"]:
+    """Resolves the run of each selected stage."""
+    from can_train.slurm.pipeline import StageRequest, selected, split_sets
 
     names = split_list(flags["stages"]) if flags["stages"] else [stage.name for stage in stages]
     if not names:
@@ -281,7 +102,7 @@ def _asked(stages: Sequence["Stage"], flags: Flags) -> list["Asked"]:
             flags, model=stage.model, dataset=flags["dataset"], mode=stage.mode or None, size=stage.size or None
         )
         request = replace(request, sets=tuple(sets[stage.name]))
-        found.append(Asked(stage=stage, request=request, run=_resolved(stage, request)))
+        found.append(StageRequest(stage=stage, request=request, run=_resolved(stage, request)))
     if flags["submit"] and (other := found[0].run.cluster.executor) != "slurm":
         raise ConfigError(
             "Only SLURM has a stage wait for another", value=f"--cluster {flags['cluster']} is of executor {other}",
@@ -290,7 +111,7 @@ def _asked(stages: Sequence["Stage"], flags: Flags) -> list["Asked"]:
     return found
 
 
-def _resolved(stage: "Stage", request: "RunRequest") -> "ResolvedRun":
+def _resolved(stage: "PipelineStage", request: "RunRequest") -> "ResolvedRun":
     from can_train.config.compose import expand, resolve
     from can_train.config.resolved import with_absolute_paths
 
@@ -304,32 +125,35 @@ def _resolved(stage: "Stage", request: "RunRequest") -> "ResolvedRun":
         raise ConfigError(f"Stage {stage.name}. {error.rule}", value=error.value, remedy=remedy) from error
 
 
-def _steps(stages: Sequence["Stage"], asked: Sequence["Asked"], *, force: bool) -> list["Step"]:
-    """Decides what becomes of the stages, and says what they build on."""
+def _planned(
+    stages: Sequence["PipelineStage"], requests: Sequence["StageRequest"], *, force: bool
+) -> list["PlannedStage"]:
+    """Plans the stages and prints what they build on."""
     from can_train.config.resolved import state_dir
-    from can_train.slurm.pipeline import Lookout, make_steps
+    from can_train.slurm.pipeline import PipelineContext, plan_stages
     from can_train.slurm.prerequisites import PastRuns
     from can_train.slurm.status import run_statuses
 
-    run = asked[0].run
+    run = requests[0].run
     past = PastRuns(state_dir(run.paths), run.runs_dir)
-    lookout = Lookout(
+    context = PipelineContext(
         stages={stage.name: stage for stage in stages},
         past=past,
         state_of=lambda known: run_statuses([known], past.registry)[0].state,
         force=force,
     )
-    steps = make_steps(asked, lookout)
+    steps = plan_stages(requests, context)
     for step in steps:
         for notice in step.notices:
             print(f"note: {step.name}: {notice}", file=sys.stderr)
     return steps
 
 
-def _train(steps: Sequence["Step"], *, as_json: bool) -> None:
+def _train(steps: Sequence["PlannedStage"], *, as_json: bool) -> None:
+    from can_train.cli.pipeline_stages import train_stages
 
-    # With JSON, standard output is for that alone.
-    results = train_steps(steps, sys.stderr if as_json else None)
+    # With --json, standard output is for the JSON alone.
+    results = train_stages(steps, sys.stderr if as_json else None)
     _print_results(results, as_json=as_json)
     failed = [each.step.name for each in results if not each.result]
     if failed:
@@ -337,9 +161,10 @@ def _train(steps: Sequence["Step"], *, as_json: bool) -> None:
                        remedy="Their errors stand above; the same line again goes on from there")  # fmt: skip
 
 
-def _submit(steps: Sequence["Step"], *, as_json: bool) -> None:
+def _submit(steps: Sequence["PlannedStage"], *, as_json: bool) -> None:
+    from can_train.cli.pipeline_stages import submit_stages
 
-    sent = submit_steps(steps)
+    sent = submit_stages(steps)
     _print([sent_json(each) for each in sent], sent_table(sent), as_json=as_json)
     if not as_json:
         print("Table of what there is: the same line with --show; one stage: can-train status RUN")

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.cli.output import TextTable, duration, seconds_between, strict
-from can_train.slurm.status import RunStatus, by_test_set, short_name
+from can_train.cli.output import TextTable, duration, finite, seconds_between
+from can_train.cli.ranking import by_test_set
+from can_train.slurm.status import RunStatus, short_name
 from can_train.training.run_folder import JobRecord
 
 if TYPE_CHECKING:
-    from can_train.slurm.pipeline import Step
+    from can_train.slurm.pipeline import PlannedStage
 
 _METRIC: Final = "mcc"
 
@@ -31,7 +32,7 @@ class StageResult:
         told: How it stands, where it has not finished.
     """
 
-    step: Step
+    step: PlannedStage
     found: RunStatus | None
     told: str = ""
 
@@ -52,13 +53,13 @@ class SentStage:
         after: Stages that it waits for.
     """
 
-    step: Step
+    step: PlannedStage
     run_id: str
     job: JobRecord | None
     after: Sequence[str]
 
 
-def steps_table(steps: Sequence[Step]) -> TextTable:
+def steps_table(steps: Sequence[PlannedStage]) -> TextTable:
     """Makes the table of what would become of stages."""
     rows = [(step.name, step.run.key, step.what, _run(step), _sources(step)) for step in steps]
     return TextTable("Pipeline", ("stage", "configuration", "what", "run", "builds on"), rows)
@@ -114,7 +115,7 @@ def summary_table(results: Sequence[StageResult]) -> TextTable:
     return TextTable("Pipeline", columns, rows, notes)
 
 
-def step_json(step: Step) -> dict[str, Any]:
+def step_json(step: PlannedStage) -> dict[str, Any]:
     """Makes the JSON object of what would become of a stage."""
     return {
         "stage": step.name,
@@ -139,8 +140,8 @@ def result_json(each: StageResult) -> dict[str, Any]:
         "told": each.told or None,
         "parameters": result.get("parameters"),
         "epochs": result.get("epochs"),
-        "seconds": strict(_seconds(found)) if found else None,
-        _METRIC: strict(by_test_set(result, _METRIC)),
+        "seconds": finite(_seconds(found)) if found else None,
+        _METRIC: finite(by_test_set(result, _METRIC)),
     }
 
 
@@ -179,11 +180,11 @@ def _seconds(found: RunStatus) -> float | None:
     return sum(spans) if spans else None
 
 
-def _run(step: Step) -> str:
+def _run(step: PlannedStage) -> str:
     return short_name(step.known.run_id) if step.known else ""
 
 
-def _sources(step: Step) -> str:
+def _sources(step: PlannedStage) -> str:
     """Names the stage or the run of each role."""
     named = []
     for needed in step.run.prerequisites:

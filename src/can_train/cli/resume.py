@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from can_train.cli.options import command_of
-from can_train.cli.output import told
+from can_train.cli.command import command_of
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
 from can_train.slurm.run_state import FINISHED
@@ -28,14 +27,14 @@ def resume(
     """Continue a run from its last checkpoint, where it ran before: one of SLURM is submitted again."""
     locator = RunLocator(runs_dir, state_dir)
     found = locator.status(locator.find(run))
-    if not found.facts.present:
+    if not found.facts.has_folder:
         raise RunError("A run goes on from what is in its folder", value=f"{found.known.folder.path} is gone",
                        remedy="Train anew")  # fmt: skip
     if found.state.live and found.state.certain:
-        raise RunError("A run that is queued or running goes on by itself", value=told(found.state),
+        raise RunError("A run that is queued or running goes on by itself", value=str(found.state),
                        remedy=f"Follow it with can-train logs -f, or end it: can-train cancel {run}")  # fmt: skip
     if not found.state.certain:
-        print(f"note: {told(found.state)}", file=sys.stderr)
+        print(f"note: {found.state}", file=sys.stderr)
     jobs = found.facts.jobs
     if here or found.state.state == FINISHED or not jobs or jobs[-1].executor != "slurm":
         _go_on(found)
@@ -44,12 +43,13 @@ def resume(
 
 
 def _go_on(found: RunStatus) -> None:
-    from can_train.cli.attempt import go_on
+    from can_train.cli.attempt import continue_run
 
-    go_on(found.known.folder)
+    continue_run(found.known.folder)
 
 
 def _submit(found: RunStatus, locator: RunLocator) -> None:
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_again
     from can_train.config.compose import from_plain
     from can_train.slurm.submit import Submission
@@ -57,7 +57,12 @@ def _submit(found: RunStatus, locator: RunLocator) -> None:
 
     run = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
-    job = submit_again(folder, run, Submission(name=run.key, state_dir=locator.state_folder, reason="resumed"))
+    job = submit_again(
+        continue_in_job,
+        folder,
+        run,
+        Submission(name=run.key, state_dir=locator.state_folder, reason="resumed"),
+    )
     print(f"Run {job.run_id} goes on as job {job.job_id}.")
 
 
@@ -102,14 +107,15 @@ def _resubmit(request: ResubmitRequest) -> None:
     values["paths.state_dir"] = str(locator.state_folder)
     run = _settled(with_changes(found.known.folder.config(), request.set or (), values), locator)
     if not found.facts.jobs:
-        from can_train.cli.attempt import start
+        from can_train.cli.attempt import train_run
 
-        start(run)
+        train_run(run)
         return
+    from can_train.cli.attempt import continue_in_job
     from can_train.cli.submit import submit_runs
-    from can_train.slurm.order import SubmitOptions
+    from can_train.slurm.submission_plan import SubmitOptions
 
-    submit_runs([run], SubmitOptions(force=request.force))
+    submit_runs(continue_in_job, [run], SubmitOptions(force=request.force))
 
 
 def _settled(run: "ResolvedRun", locator: RunLocator) -> "ResolvedRun":

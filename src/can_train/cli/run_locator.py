@@ -1,4 +1,4 @@
-"""What the commands that look at runs have in common: where runs are looked for, and how times are written."""
+"""Where the commands about runs look for them: the options that name the folders, and the runs found there."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,34 +8,26 @@ import typer
 
 from can_train.config.resolved import state_folder
 from can_train.errors import ConfigError
-from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
+from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_status
 from can_train.training.run_folder import Registry
 
 Run = Annotated[
     str, typer.Argument(help="Run id, an unambiguous beginning of it, its short name, or its folder.", metavar="RUN")
 ]
 
-
 RunsDir = Annotated[str, typer.Option(help="Folder of run folders.", metavar="FOLDER")]
-
 
 StateDir = Annotated[
     str | None,
     typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER"),
 ]
 
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
 class RunLocator:
-    """Where runs are looked for.
-
-    Args:
-        runs_dir: Folder of run folders.
-        state_dir: State folder; None: the user's.
-    """
+    """Finds runs in a folder of runs and in the registry of a state folder; None: the user's."""
 
     runs_dir: str
     state_dir: str | None
@@ -45,7 +37,7 @@ class RunLocator:
         """The state folder.
 
         Raises:
-            ConfigError: A flag is there without a value: an unset variable of a script.
+            ConfigError: An option has an empty value, as from an unset variable of a script.
         """
         for flag, value in (("--runs-dir", self.runs_dir), ("--state-dir", self.state_dir)):
             if value == "":
@@ -54,17 +46,17 @@ class RunLocator:
 
     @property
     def registry(self) -> Registry:
-        """The registry in it."""
+        """The registry in the state folder."""
         return Registry(self.state_folder)
 
     def runs(self) -> list[KnownRun]:
-        """Lists the runs that are known there, the newest first."""
+        """Lists all runs, the newest first."""
         return known_runs(self.registry, Path(self.runs_dir))
 
     def find(self, name: str) -> KnownRun:
-        """Finds a run by what a person calls it."""
+        """Finds a run by its id, a part of it, or its folder."""
         return find_run(self.runs(), name)
 
     def status(self, known: KnownRun) -> RunStatus:
-        """Finds out all about a run."""
-        return run_statuses([known], self.registry)[0]
+        """Finds out the status of a run."""
+        return run_status(known, self.registry)

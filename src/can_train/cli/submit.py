@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from can_train.cli.attempt import go_on_in_job
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import CanTrainError
 from can_train.io.units import parse_time_min, time_text
 from can_train.slurm.client import NoControllerError, Partition, read_partitions
-from can_train.slurm.order import PlannedRun, SubmissionPlan, SubmitOptions, expectation, plan_submission
+from can_train.slurm.job import Entry
 from can_train.slurm.run_state import FINISHED
 from can_train.slurm.snapshot import Code, describe, keep, read_code
+from can_train.slurm.submission_plan import PlannedRun, SubmissionPlan, SubmitOptions, expectation, plan_submission
 from can_train.slurm.submit import (
     StartedJob,
     Submission,
@@ -28,7 +28,7 @@ from can_train.slurm.submit import (
     start_process,
     submit_jobs,
 )
-from can_train.training.run_folder import JobRecord, Registry, RunFolder, enter, new_run_id
+from can_train.training.run_folder import JobRecord, Registry, RunFolder, new_run_id, register_run
 
 _LISTED: Final = 10
 """Runs of an array that are listed; of more, the first ones and how many follow."""
@@ -54,10 +54,11 @@ class Group:
         return self.ordered[0].run
 
 
-def submit_runs(runs: Sequence[ResolvedRun], wanted: SubmitOptions, *, as_json: bool = False) -> None:
+def submit_runs(entry: Entry, runs: Sequence[ResolvedRun], wanted: SubmitOptions, *, as_json: bool = False) -> None:
     """Submits runs, those that ask for the same as one array; points out those that are there already.
 
     Args:
+        entry: What a job calls, `attempt.continue_in_job`: a job finds it by name, in its own copy of the code.
         runs: At least one.
         wanted: What else is wanted.
         as_json: Whether to print JSON.
@@ -74,7 +75,7 @@ def submit_runs(runs: Sequence[ResolvedRun], wanted: SubmitOptions, *, as_json: 
         _say_duplicate_runs(order)
     jobs: list[JobRecord] = []
     for ordered, expects in zip(order.groups, expected, strict=True):
-        started = start_group(make_group(ordered, order, state), order, code)
+        started = start_group(entry, make_group(ordered, order, state), order, code)
         jobs += started
         if not as_json:
             _say(ordered[0].run, started, expects)
@@ -129,22 +130,20 @@ def make_group(ordered: Sequence[PlannedRun], order: SubmissionPlan, state: Path
     )
 
 
-def start_group(group: Group, order: SubmissionPlan, code: Code) -> list[JobRecord]:
+def start_group(entry: Entry, group: Group, order: SubmissionPlan, code: Code) -> list[JobRecord]:
     """Makes the folders of a group's runs, starts their jobs, and enters both into the registry.
 
     Raises:
         CanTrainError: They cannot be started; nothing half-made is left of what was not accepted.
     """
     after, jobs = ",".join(order.after), []
-    for one, folder, job in zip(group.ordered, group.folders, _started(group, code), strict=True):
-        enter(one.run, folder, identity=one.identity, after=after, sweep=group.submission.sweep)
-        jobs.append(
-            enter_job(folder, job, group.submission) if job else run_here(go_on_in_job, folder, group.submission)
-        )
+    for one, folder, job in zip(group.ordered, group.folders, _started(entry, group, code), strict=True):
+        register_run(one.run, folder, identity=one.identity, after=after, sweep=group.submission.sweep)
+        jobs.append(enter_job(folder, job, group.submission) if job else run_here(entry, folder, group.submission))
     return jobs
 
 
-def _started(group: Group, code: Code) -> Iterator[StartedJob | None]:
+def _started(entry: Entry, group: Group, code: Code) -> Iterator[StartedJob | None]:
     """Starts the jobs, each yielded once it has been accepted; None is one for this process."""
     waiting = [*group.folders]
     try:
@@ -152,11 +151,11 @@ def _started(group: Group, code: Code) -> Iterator[StartedJob | None]:
             folder.make(one.run.config)
             describe(code, group.submission.state_dir, folder.path)
         if group.run.cluster.executor == "slurm":
-            jobs = start_jobs(go_on_in_job, group.folders, group.run.cluster, group.submission)
+            jobs = start_jobs(entry, group.folders, group.run.cluster, group.submission)
             waiting.clear()
             yield from jobs
         for folder in [*waiting]:
-            job = start_process(go_on_in_job, folder) if group.run.cluster.executor == "local" else None
+            job = start_process(entry, folder) if group.run.cluster.executor == "local" else None
             waiting.remove(folder)
             yield job
     except CanTrainError:
@@ -166,10 +165,11 @@ def _started(group: Group, code: Code) -> Iterator[StartedJob | None]:
         raise
 
 
-def submit_again(folder: RunFolder, run: ResolvedRun, submission: Submission) -> JobRecord:
+def submit_again(entry: Entry, folder: RunFolder, run: ResolvedRun, submission: Submission) -> JobRecord:
     """Sends a run that has a folder to SLURM once more.
 
     Args:
+        entry: What a job calls, `attempt.continue_in_job`: a job finds it by name, in its own copy of the code.
         folder: Of the run, which has a snapshot of the code.
         run: What its job asks for, but for memory where its last job had more.
         submission: What else is said of it.
@@ -180,7 +180,7 @@ def submit_again(folder: RunFolder, run: ResolvedRun, submission: Submission) ->
     jobs = Registry(submission.state_dir).jobs(folder.run_id)
     # It may have been submitted again with more memory since its configuration was written.
     memory = str(jobs[-1].resources.get("mem", run.cluster.mem)) if jobs else run.cluster.mem
-    return submit_jobs(go_on_in_job, [folder], replace(run.cluster, mem=memory), submission)[0]
+    return submit_jobs(entry, [folder], replace(run.cluster, mem=memory), submission)[0]
 
 
 def note(order: SubmissionPlan) -> None:

@@ -1,4 +1,4 @@
-"""The settings of every task: training, device, safety factor, monitor and cluster, with names and defaults."""
+"""The settings that every task has: training, safety factor, memory monitor and cluster."""
 
 import math
 import re
@@ -13,11 +13,7 @@ from can_train.io.units import parse_memory_mib, parse_time_min
 def check_range(
     name: str, value: float, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> None:
-    """Checks that a number lies in [low, high], and strictly above `above`.
-
-    Raises:
-        ConfigError: It does not (not-a-number never does).
-    """
+    """Raises ConfigError unless a number is in [low, high] and greater than `above`; not-a-number never is."""
     bounds = []
     if above is not None:
         bounds.append((value > above, f"greater than {above:g}"))
@@ -30,28 +26,16 @@ def check_range(
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Checks that a value is one of a few names.
-
-    Raises:
-        ConfigError: It is not; the message lists them, nearest first.
-    """
+    """Raises ConfigError, which lists the choices, unless a value is one of them."""
     if value not in choices:
         raise unknown_name(f"value of {name}", value, choices)
 
 
 def number_or_off(name: str, text: str, *, on: float | None = None) -> float:
-    """Reads a setting that is a positive number or a word.
-
-    Args:
-        name: Of the setting.
-        text: A number, `off` (also spelt 0, false or none), or `on` where that has a meaning.
-        on: What `on` means; None: nothing.
-
-    Returns:
-        The number; infinite for `off`.
+    """Reads a setting that is a positive number; infinite for `off` (or 0, false, none), and `on` for the word on.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is none of these.
     """
     word = text.strip().lower()
     if word in ("off", "false", "none", "0"):
@@ -82,12 +66,6 @@ class MonitorSettings:
         check_range("monitor.warmup", self.warmup, low=0)
 
 
-POLICIES = ("affine", "momentum")
-
-
-PRIORS = ("auto", "probe", "table")
-
-
 @dataclass(frozen=True, kw_only=True)
 class FactorSettings:
     """How the safety factor is learned from run to run."""
@@ -109,8 +87,8 @@ class FactorSettings:
     """Largest factor."""
 
     def __post_init__(self) -> None:
-        check_choice("factor.policy", self.policy, POLICIES)
-        check_choice("factor.prior", self.prior, PRIORS)
+        check_choice("factor.policy", self.policy, ("affine", "momentum"))
+        check_choice("factor.prior", self.prior, ("auto", "probe", "table"))
         check_range("factor.target", self.target, above=0.0, high=1.0)
         check_range("factor.momentum", self.momentum, above=0.0, high=1.0)
         check_range("factor.oom_cut", self.oom_cut, low=0.0, high=1.0)
@@ -123,12 +101,9 @@ class FactorSettings:
         return self.prior == "table" or (self.prior == "auto" and self.policy == "momentum")
 
 
-EXECUTORS = ("slurm", "local", "debug")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """One place that `--submit` can send a run to."""
+    """Where `--submit` sends a run, and what its job requests."""
 
     executor: str = "local"
     """How jobs are started: slurm, local (a background process of this machine) or debug (in this process)."""
@@ -149,11 +124,11 @@ class ClusterSettings:
     mem: str = ""
     """Memory of each node (16G, 900M); empty: a share of the node."""
     constraint: str = ""
-    """Features that nodes must have."""
+    """Features that nodes must have, as sbatch --constraint."""
     gres: str = ""
     """Generic resources of each node, as SLURM writes them."""
     exclude: str = ""
-    """Nodes that are not to be used."""
+    """Nodes that must not be used."""
     additional: Mapping[str, Any] = field(default_factory=dict)
     """Any other option of sbatch, by its long name."""
     setup: Sequence[str] = ()
@@ -168,7 +143,7 @@ class ClusterSettings:
     """Jobs of an array that run at once; 0: any number."""
 
     def __post_init__(self) -> None:
-        check_choice("cluster.executor", self.executor, EXECUTORS)
+        check_choice("cluster.executor", self.executor, ("slurm", "local", "debug"))
         check_range("cluster.nodes", self.nodes, low=1)
         for name in ("cpus", "max_restarts", "oom_resubmits", "max_parallel", "signal_delay_s"):
             check_range(f"cluster.{name}", getattr(self, name), low=0)
@@ -176,17 +151,17 @@ class ClusterSettings:
 
     @property
     def ranks_per_node(self) -> int:
-        """Processes of each node: one a GPU, and at least one."""
+        """Processes of each node: one for each GPU, and at least one."""
         return max(1, self.num_gpus or _gpus_of_gres(self.gres))
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of each node that `gpus` names; 0 where it leaves that to the partition."""
+        """GPUs of each node; 0 if `gpus` is auto, which leaves the number to the partition."""
         return 0 if self.gpus == "auto" else int(self.gpus.rpartition(":")[2])
 
     @property
     def gpu_type(self) -> str:
-        """Their kind, by the cluster's name for it; empty: any."""
+        """Kind of the GPUs, by the cluster's name for it; empty: any."""
         return self.gpus.rpartition(":")[0]
 
     def _check_resources(self) -> None:
@@ -199,40 +174,20 @@ class ClusterSettings:
                 "cluster.gpus is a number, type:number or auto", value=repr(self.gpus), remedy="Write it as 2 or a100:2"
             )
         if self.num_gpus and _gpus_of_gres(self.gres):
-            raise ConfigError("GPUs are asked for once", value=f"gpus {self.gpus}, gres {self.gres}",
+            raise ConfigError("cluster.gpus and cluster.gres both request GPUs", value=f"gpus {self.gpus}, gres {self.gres}",
                               remedy="Leave one of them out")  # fmt: skip
 
 
 def _gpus_of_gres(gres: str) -> int:
-    """Counts the GPUs among generic resources: gpu:2, gpu:a100:2, gpu."""
+    # In gpu:2, gpu:a100:2 and gpu alone the number is the last part, and a name may end in parentheses.
     found = re.findall(r"(?:^|,)gpu(?::[^,:()]*[^,:()\d][^,:()]*)?(?::(\d+))?(?=[,(]|$)", gres)
     return sum(int(number or 1) for number in found)
-
-
-FIND_BATCH_SIZE = ("auto", "max", "opt", "off")
-
-
-ACCUMULATION = ("even", "divisor")
 
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 
 
-OPTIMIZERS = ("adamw", "adam", "sgd")
-
-
-SCHEDULES = ("cosine", "constant")
-
-
-INTERVALS = ("step", "epoch")
-
-
-LR_SCALES = ("auto", "none", "sqrt", "linear")
-
-
-OVERSIZE = ("error", "skip")
-
-
+# MiB of a micro-batch that `accumulation_target_mib=on` means.
 DEFAULT_TARGET_MIB = 2048.0
 
 
@@ -245,7 +200,7 @@ class TrainingSettings:
     batch_size: int = 0
     """Logical batch: samples that one optimizer step sees; 0 lets the device decide, once, before the first step."""
     find_batch_size: str = "auto"
-    """auto: opt where a batch size was given, else max; max: largest that fits; opt: split it; off: as given."""
+    """auto: opt if a batch size is given, else max; max: the largest that fits; opt: split the batch; off: as given."""
     accumulation: str = "even"
     """even: fewest micro-batches, sizes differing by at most 1; divisor: equal micro-batches."""
     find_batch_size_steps_per_trial: int = 3
@@ -275,7 +230,7 @@ class TrainingSettings:
     backoff_factor: float = 2.0
     """What a micro-batch that ran out of memory is divided by."""
     oom_retries: int = 3
-    """Attempts at the smallest micro-batch, in case another process holds the memory."""
+    """Attempts at the smallest micro-batch, in case the memory belongs to another process."""
     regrow: bool = True
     """Let micro-batches grow back after a quiet stretch; off keeps the size that worked."""
     cuda_empty_cache_interval: int = 1000
@@ -317,22 +272,27 @@ class TrainingSettings:
     use_adaptive_batch_size_factor: bool = True
     """Learn the safety factor from every run; off, graph_memory_safety_factor is used and nothing learned."""
     graph_memory_safety_factor: float = 0.6
-    """Static safety factor, used where use_adaptive_batch_size_factor is off."""
+    """Static safety factor, used if use_adaptive_batch_size_factor is off."""
 
     def __post_init__(self) -> None:
+        choices = {
+            "find_batch_size": ("auto", "max", "opt", "off"),
+            "accumulation": ("even", "divisor"),
+            "oversize": ("error", "skip"),
+            "lr_scale": ("auto", "none", "sqrt", "linear"),
+            "optimizer": ("adamw", "adam", "sgd"),
+            "precision": PRECISIONS,
+            "scheduler": ("cosine", "constant"),
+            "scheduler_interval": ("step", "epoch"),
+        }
+        for name, values in choices.items():
+            check_choice(f"training.{name}", getattr(self, name), values)
         self._check_numbers()
-        check_choice("training.find_batch_size", self.find_batch_size, FIND_BATCH_SIZE)
-        check_choice("training.accumulation", self.accumulation, ACCUMULATION)
-        check_choice("training.oversize", self.oversize, OVERSIZE)
-        check_choice("training.lr_scale", self.lr_scale, LR_SCALES)
-        check_choice("training.optimizer", self.optimizer, OPTIMIZERS)
-        check_choice("training.precision", self.precision, PRECISIONS)
-        check_choice("training.scheduler", self.scheduler, SCHEDULES)
-        check_choice("training.scheduler_interval", self.scheduler_interval, INTERVALS)
+        self._check_accumulation()
 
     @property
     def splits(self) -> int:
-        """`accumulation_splits` as a number; 1 where it is off."""
+        """`accumulation_splits` as a number; 1 if it is off."""
         splits = number_or_off("training.accumulation_splits", self.accumulation_splits)
         if splits == math.inf:
             return 1
@@ -342,17 +302,17 @@ class TrainingSettings:
 
     @property
     def target_mib(self) -> float:
-        """`accumulation_target_mib` as a number; infinite where it is off."""
+        """`accumulation_target_mib` as a number; infinite if it is off."""
         return number_or_off("training.accumulation_target_mib", self.accumulation_target_mib, on=DEFAULT_TARGET_MIB)
 
     @property
     def preflight_units(self) -> float:
-        """`preflight_threshold` as a number; infinite where it is off."""
+        """`preflight_threshold` as a number; infinite if it is off."""
         return number_or_off("training.preflight_threshold", self.preflight_threshold)
 
     @property
     def free_threshold_mib(self) -> float:
-        """`cuda_empty_cache_threshold_mib` as a number; infinite where it is off."""
+        """`cuda_empty_cache_threshold_mib` as a number; infinite if it is off."""
         return number_or_off("training.cuda_empty_cache_threshold_mib", self.cuda_empty_cache_threshold_mib)
 
     def _check_numbers(self) -> None:
@@ -364,9 +324,16 @@ class TrainingSettings:
                      "accumulation_threshold", "oom_retries", "cuda_empty_cache_interval"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=0)
         check_range("training.backoff_factor", self.backoff_factor, above=1.0, high=1e6)
+        check_range("training.lr", self.lr, above=0.0)
+        check_range("training.warmup_share", self.warmup_share, low=0.0, high=1.0)
+        check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)
+        # Their properties raise if they are not as they should be.
+        _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib)
+
+    def _check_accumulation(self) -> None:
         if 0 < self.micro_batch_size < self.min_micro_batch_size:
             raise ConfigError(
-                "A fixed micro-batch is not smaller than the smallest one allowed",
+                "A fixed micro-batch must not be smaller than the smallest one allowed",
                 value=f"training.micro_batch_size {self.micro_batch_size}, "
                 f"training.min_micro_batch_size {self.min_micro_batch_size}",
                 remedy="Change one of them",
@@ -381,8 +348,3 @@ class TrainingSettings:
                 remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps} --gradient-accumulation-steps"
                 f" 1. To make one step of {steps} batches: --accumulation-threshold 0",
             )
-        # Reading them checks them.
-        _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib)
-        check_range("training.lr", self.lr, above=0.0)
-        check_range("training.warmup_share", self.warmup_share, low=0.0, high=1.0)
-        check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)

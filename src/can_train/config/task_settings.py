@@ -125,6 +125,12 @@ def load_task_settings(task: str) -> TaskSettings:
     return settings
 
 
+def installed_sizes() -> set[str]:
+    """Returns the sizes of all models of the installed tasks."""
+    tasks = [load_task_settings(name) for name in task_names()]
+    return {size for task in tasks for model in task.models.values() for size in model.sizes}
+
+
 def load_object(path: str) -> Any:
     """Imports the object that an import path `module:name` names."""
     module, name = path.split(":")

@@ -1,6 +1,6 @@
-"""What one attempt of a run taught, as one immutable JSON file: written when the attempt begins (*started*) and when it
-ends, never rewritten by anybody, so that there is nothing to lock and nothing to lose. What observations mean for the
-next run is the factor store's matter.
+"""What one attempt of a run measured, as immutable JSON files: one is written when the attempt begins (`Started`), one
+when it ends (`Observation`). Nobody rewrites them, so there is nothing to lock. What they mean for the next run is
+decided elsewhere (`can_train.factors.summary`).
 """
 
 import re
@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
+
+from msgspec import Meta
 
 from can_train.io.processes import AttemptStart
 from can_train.io.records import (
     DOCUMENT_SUFFIX,
+    Count,
     SetAside,
-    check_counts,
     check_time,
     list_names,
     read_documents,
@@ -24,61 +26,51 @@ from can_train.io.records import (
 
 _FOLDER: Final = "observations"
 
-
 _STARTED_SUFFIX: Final = f".started{DOCUMENT_SUFFIX}"
 
-
+# Characters of a run's id that a portable file name may not have.
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]+")
-"""What a run's id may hold and a portable file name may not."""
 
-
+# Largest file that is taken for an observation; they have a few thousand bytes.
 _MOST_BYTES: Final = 2**20
-"""Largest file that is taken for an observation; they have a few thousand bytes."""
 
-
-_MOST_SHARE: Final = 1e6
-"""Largest share of a limit or of the capacity that is believed; beyond it squares lose their meaning."""
-
-
+# Share of the capacity that may go without another process: libraries load kernels outside the allocator when they are
+# first used.
 FOREIGN_SHARE: Final = 0.01
-"""Share of the capacity that may go without anybody else: libraries load kernels beside the allocator when they are
-first used."""
-
 
 Outcome = Literal["ok", "rescued", "oom", "interrupted", "error"]
 
+Factor = Annotated[float, Meta(gt=0, le=1)]
 
-_OUTCOMES: Final = get_args(Outcome)
+# Squares of larger shares lose their meaning in the regression.
+# A share of the tuned limit; what ran may exceed the limit.
+Share = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """The device of an attempt."""
 
-    key: str
-    """Kind of device, one name for all cards alike: `v100-16gb`."""
-    name: str
-    """Name as the driver tells it."""
+    key: str  # kind of device, one name for all cards alike: v100-16gb
+    name: str  # the driver's name for it
     total_bytes: int
-    """Total memory."""
-    driver: str = ""
-    """Version of the driver."""
+    driver: str = ""  # version
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started(AttemptStart):
-    """An attempt that began. Without an observation beside it, it still runs, or was killed and taught nothing."""
+    """An attempt that began. Without an observation of it, it still runs, or was killed before it could write one."""
 
     run_id: str
-    """Name of the run."""
-    key: str
-    """Configuration key."""
+    key: str  # configuration key
     device: Device
-    """The device."""
+    # Narrower than the base class: these come from files.
+    attempt: Count
+    rank: Count = 0
+    pid: Count = 0
 
     def __post_init__(self) -> None:
         check_time("start_time", self.start_time)
-        check_counts(attempt=self.attempt, rank=self.rank, pid=self.pid)
 
     @property
     def started(self) -> datetime:
@@ -86,7 +78,7 @@ class Started(AttemptStart):
         return datetime.fromisoformat(self.start_time)
 
     def is_lost(self, host: str | None = None) -> bool:
-        """Whether its process is known to be gone; False where nobody here can know.
+        """Whether its process is known to have ended; False where this machine cannot know.
 
         Args:
             host: Name of this machine; None asks it.
@@ -96,105 +88,46 @@ class Started(AttemptStart):
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """An attempt that ended."""
+    """An attempt that ended. Costs are in bytes, shares of the capacity or of the tuned limit have no unit."""
 
     run_id: str
-    """Name of the run."""
-    attempt: int
-    """1 for the first attempt of the run."""
-    key: str
-    """Configuration key."""
+    attempt: Count  # 1 for the first attempt of the run
+    key: str  # configuration key
     device: Device
-    """The device."""
-    start_time: str
-    """When the attempt began (`next_time`)."""
+    start_time: str  # ISO 8601 with a time zone (`next_time`)
     end_time: str
-    """When it ended."""
-    outcome: str
-    """A name of `Outcome`."""
-    rank: int = 0
-    """Which of the run's processes, counted from 0; each has a device of its own."""
-    size: str = ""
-    """The model's size in the key; empty where it has one only."""
-    factor: float
-    """Safety factor in force, in (0, 1]."""
+    outcome: Outcome
+    rank: Count = 0  # which of the run's processes; each has a device of its own
+    size: str = ""  # the model's size in the key; empty where it has only one
+    factor: Factor  # safety factor in force
     factor_reason: str
-    """Where the factor came from, in words."""
-    capacity_bytes: int
-    """Bytes that PyTorch's allocator could use."""
-    peak_allocated_bytes: int | None
-    """Measured peak; None where the attempt ended before anything was measured."""
-    peak_reserved_bytes: int | None = None
-    """Measured peak of what the allocator held. Recorded, never learned from."""
-    predicted_peak_bytes: int | None = None
-    """Peak that the plan predicted."""
-    predicted_base_bytes: int | None = None
-    """Of that, what weights, gradients and optimizer state take."""
+    capacity_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
+    peak_allocated_bytes: Count | None  # None where the attempt ended before anything was measured
+    peak_reserved_bytes: Count | None = None  # recorded, never learned from
+    predicted_peak_bytes: Count | None = None  # of the plan
+    predicted_base_bytes: int | None = None  # the part of it for weights, gradients and optimizer state
+    # Predicted peak of a micro-batch at the tuned limit; None where the search stopped before memory ended it.
     predicted_full_bytes: int | None = None
-    """Peak that the plan predicted of a micro-batch at the tuned limit; None where that was not searched for to the
-    end."""
-    tuned_limit: int | None
-    """Largest cost in bytes that fits; None without a search."""
-    safe_limit: int | None
-    """Largest cost in bytes of a micro-batch that the plan allowed; None without a search."""
-    used: float | None
-    """Cost of the largest micro-batch run ÷ tuned limit; None without a search."""
-    logical_batch: int
-    """Samples that one optimizer step saw."""
-    largest_micro_batch: int
-    """Samples in the largest micro-batch run."""
-    binding_limit: str
-    """What decided the logical batch."""
-    oom_used: float | None = None
-    """Cost of the smallest micro-batch that ran out of memory ÷ tuned limit; None where none did."""
-    used_after_rescue: float | None = None
-    """Cost of the largest micro-batch run after the last out-of-memory ÷ tuned limit; None where none was."""
-    peak_bytes_after_rescue: int | None = None
-    """Measured peak since then."""
-    ooms_rescued: int = 0
-    """Times that memory ran out at a cost within the safe limit, and the micro-batch was split."""
-    allocator_retries: int = 0
-    """Times that the allocator emptied its cache to serve a request."""
-    foreign_bytes: int = 0
-    """Most memory that other processes took after the capacity was read."""
+    tuned_limit: Count | None  # largest cost that fits; None without a search
+    safe_limit: Count | None  # largest cost that the plan allowed; None without a search
+    used: Share | None  # cost of the largest micro-batch that was run ÷ tuned limit; None without a search
+    logical_batch: Count  # samples of one optimizer step
+    largest_micro_batch: Count  # samples
+    binding_limit: str  # what decided the logical batch
+    oom_used: Share | None = None  # cost of the smallest micro-batch that ran out of memory ÷ tuned limit
+    # The largest micro-batch that ran after the last out-of-memory, and the peak since then; None where none ran.
+    used_after_rescue: Share | None = None
+    peak_bytes_after_rescue: Count | None = None
+    ooms_rescued: Count = 0  # out-of-memories at a cost within the safe limit, after which the micro-batch was split
+    allocator_retries: Count = 0  # times that the allocator emptied its cache to serve a request
+    foreign_bytes: Count = 0  # most memory that other processes took after the capacity was read
     torch_version: str = ""
-    """Version of torch."""
-    fingerprint: dict[str, Any] = field(default_factory=dict)
-    """Settings that change memory: of model and training, of the allocator, whether compiled."""
-    policy: dict[str, Any] = field(default_factory=dict)
-    """How the attempt's user wants factors learned: the policy's name, and its options."""
+    fingerprint: dict[str, Any] = field(default_factory=dict)  # the settings that change memory
+    policy: dict[str, Any] = field(default_factory=dict)  # name and options of the policy in the run's settings
 
     def __post_init__(self) -> None:
-        if self.outcome not in _OUTCOMES:
-            raise ValueError(f"outcome {self.outcome!r} is not one of {', '.join(_OUTCOMES)}")
-        if not 0 < self.factor <= 1:
-            raise ValueError(f"factor {self.factor} is not in (0, 1]")
-        for used in (self.used, self.oom_used, self.used_after_rescue):
-            if used is not None and not 0 <= used <= _MOST_SHARE:
-                raise ValueError(f"used {used} is not a share")
         check_time("start_time", self.start_time)
         check_time("end_time", self.end_time)
-        self._check_counts()
-
-    def _check_counts(self) -> None:
-        if self.capacity_bytes < 1:
-            raise ValueError(f"capacity_bytes {self.capacity_bytes} is below 1")
-        check_counts(
-            attempt=self.attempt,
-            rank=self.rank,
-            capacity_bytes=self.capacity_bytes,
-            peak_allocated_bytes=self.peak_allocated_bytes,
-            peak_reserved_bytes=self.peak_reserved_bytes,
-            predicted_peak_bytes=self.predicted_peak_bytes,
-            tuned_limit=self.tuned_limit,
-            safe_limit=self.safe_limit,
-            logical_batch=self.logical_batch,
-            largest_micro_batch=self.largest_micro_batch,
-            peak_bytes_after_rescue=self.peak_bytes_after_rescue,
-            ooms_rescued=self.ooms_rescued,
-            allocator_retries=self.allocator_retries,
-            foreign_bytes=self.foreign_bytes,
-        )
 
     @cached_property
     def started(self) -> datetime:
@@ -203,15 +136,13 @@ class Observation:
 
     @cached_property
     def ended(self) -> datetime:
-        """When it ended; no earlier than it began, though the clock may have been set back in between."""
+        """When it ended; never before it began, though the clock may have been set back in between."""
         return max(datetime.fromisoformat(self.end_time), self.started)
 
     @property
     def key_without_size(self) -> str:
         """The key as people shorten it."""
-        # From the right: a data set may be named like a size, a mode is not.
-        before, _, after = self.key.rpartition(f"_{self.size}_")
-        return f"{before}_{after}" if self.size and before else self.key
+        return without_size(self.key, self.size)
 
     @property
     def peak(self) -> float | None:
@@ -227,29 +158,38 @@ class Observation:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether memory ran out, rescued or not, at a cost that a search had shown safe, and by this run's doing."""
+        """Whether memory ran out, rescued or not, while no other process held some of it."""
         failed = self.outcome == "oom" or self.ooms_rescued > 0
-        others = self.foreign_bytes > FOREIGN_SHARE * self.capacity_bytes
-        return failed and self.tuned_limit is not None and not others
+        return failed and self.foreign_bytes <= FOREIGN_SHARE * self.capacity_bytes
+
+    @property
+    def teaches_out_of_memory(self) -> bool:
+        """Whether memory ran out although a search had found that the cost fits."""
+        return self.ran_out_of_memory and self.tuned_limit is not None
+
+
+def without_size(key: str, size: str) -> str:
+    """Returns a configuration key without the model's size in it; the key itself where it has none.
+
+    >>> without_size("hcrl_ch_gat_teacher_normal", "teacher")
+    'hcrl_ch_gat_normal'
+    """
+    # From the right: a data set may be named like a size, a mode is not.
+    before, _, after = key.rpartition(f"_{size}_")
+    return f"{before}_{after}" if size and before else key
 
 
 @dataclass(frozen=True)
 class ObservationLog:
-    """All attempts in a state folder.
-
-    Attributes:
-        finished: Observations, by the time their attempts began.
-        unfinished: Attempts that began and left no observation, by the same.
-        set_aside: Files that could not be read.
-    """
+    """All attempts in a state folder, by the time they began."""
 
     finished: list[Observation]
-    unfinished: list[Started]
-    set_aside: list[SetAside]
+    unfinished: list[Started]  # without an observation
+    set_aside: list[SetAside]  # files that could not be read
 
 
 def write_started(state: Path, started: Started) -> Path:
-    """Writes that an attempt began.
+    """Records that an attempt began.
 
     Raises:
         StateError: The file cannot be written. No reason to stop a training.
@@ -258,37 +198,34 @@ def write_started(state: Path, started: Started) -> Path:
 
 
 def write_observation(state: Path, observation: Observation) -> Path:
-    """Writes what an attempt taught; once this returns, a crash no longer loses it.
+    """Records what an attempt measured. Once this returns, a crash no longer loses it.
 
     Raises:
-        StateError: The file cannot be written, or is there already. No reason to stop a training.
+        StateError: The file cannot be written, or exists. No reason to stop a training.
     """
     return _write(state, observation, DOCUMENT_SUFFIX)
 
 
 def read_observations(state: Path) -> ObservationLog:
-    """Reads a state folder; one that does not exist is empty. Writes nothing.
+    """Reads a state folder, which need not exist. Writes nothing.
 
     Raises:
         StateError: The folder cannot be listed.
     """
     folder = state / _FOLDER
-    names = list_names(folder)
-    finished = {name for name in names if name.endswith(DOCUMENT_SUFFIX) and not name.endswith(_STARTED_SUFFIX)}
-    unfinished = [
-        name
-        for name in names
-        if name.endswith(_STARTED_SUFFIX) and name.removesuffix(_STARTED_SUFFIX) + DOCUMENT_SUFFIX not in finished
-    ]
+    names = [name for name in list_names(folder) if name.endswith(DOCUMENT_SUFFIX)]
+    finished = [name for name in names if not name.endswith(_STARTED_SUFFIX)]
+    ended = {name.removesuffix(DOCUMENT_SUFFIX) for name in finished}
+    begun = [name for name in names if name.endswith(_STARTED_SUFFIX)]
+    unfinished = [name for name in begun if name.removesuffix(_STARTED_SUFFIX) not in ended]
     set_aside: list[SetAside] = []
-    log = ObservationLog(
-        read_documents(folder, sorted(finished), Observation, set_aside, most_bytes=_MOST_BYTES),
-        read_documents(folder, unfinished, Started, set_aside, most_bytes=_MOST_BYTES),
+    return ObservationLog(
+        sorted(
+            read_documents(folder, finished, Observation, set_aside, most_bytes=_MOST_BYTES), key=lambda o: o.started
+        ),
+        sorted(read_documents(folder, unfinished, Started, set_aside, most_bytes=_MOST_BYTES), key=lambda s: s.started),
         set_aside,
     )
-    log.finished.sort(key=lambda observation: observation.started)
-    log.unfinished.sort(key=lambda started: started.started)
-    return log
 
 
 def _write(state: Path, record: Observation | Started, suffix: str) -> Path:

@@ -1,152 +1,287 @@
-"""How observations become the next safety factor."""
+"""How observations become the next safety factor: a regression of peaks on what runs used, and the policies that use it."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
-from can_train.factors.peak_regression import DEFAULT_PRIOR, Line, LinePrior, Reading, since_change
+# --- The regression: peak = base + slope · used. Peaks are shares of the capacity, `used` is a share of the tuned limit.
 
-_LEVELS: Final = tuple(level / 100 for level in range(100, 49, -1))
-"""Ceilings that are considered, as shares of capacity, the one believed in without evidence first."""
+# Rounds of re-estimating the noise and the unknown peaks of out-of-memories from the line, then the line from them.
+FIT_ROUNDS: Final = 6
 
+# Standard deviations to either side that hold 95 % of a normal distribution.
+NORMAL_95: Final = 1.96
 
-_ODDS: Final = 12.0
-"""How much less likely a ceiling far below the capacity is, in nats a unit of capacity."""
+# The prior on a run that uses the whole tuned limit has Student's heavy tails: a tuned limit that the data set ended,
+# not memory, may be far off, and readings must be able to overrule the prior there.
+_PRIOR_DEGREES_OF_FREEDOM: Final = 4
 
-
-_SOFTNESS: Final = 0.01
-"""Standard deviation of the ceiling from run to run: memory is never fragmented twice alike."""
-
-
-_UNKNOWN_CAUSES: Final = 0.005
-"""Share of runs that run out of memory below the ceiling, for reasons that do not come back."""
+# Slope below which what a run uses does not show in its peak; a divisor of at least this needs no case of its own.
+_LEAST_SLOPE: Final = 1e-6
 
 
-_LUCK: Final = 0.2
-"""Share of runs that fit above the ceiling. The less, the longer old successes outweigh a ceiling that is new."""
+class Reading(NamedTuple):
+    """One measured peak, or an out-of-memory."""
+
+    used: float  # cost of the largest micro-batch ÷ tuned limit
+    peak: float | None  # peak memory ÷ capacity; None for an out-of-memory
+    weight: float = 1.0  # 1 for the latest run, less for earlier ones
 
 
-_UNEXPLAINED: Final = 3.0
-"""Standard deviations below the ceiling from which on an out-of-memory says nothing of the line."""
+class PeakRegression(NamedTuple):
+    """The fitted line `peak = base + slope · used` and its uncertainty."""
+
+    base: float
+    slope: float
+    variances: tuple[float, float, float]  # of base, of slope, and their covariance
+    noise: float  # standard deviation of a run's peak around the line
+
+    def peak(self, used: float) -> float:
+        """Returns the expected peak of a run that uses a share of the tuned limit."""
+        return self.base + self.slope * used
+
+    def uncertainty(self, used: float) -> float:
+        """Returns the standard deviation of the expected peak; more runs lower it."""
+        of_base, of_slope, covariance = self.variances
+        return math.sqrt(max(of_base + 2 * used * covariance + used**2 * of_slope, 0.0))
+
+    def spread(self, used: float) -> float:
+        """Returns the standard deviation of the next run's peak."""
+        return math.hypot(self.uncertainty(used), self.noise)
+
+    def used_for(self, peak: float) -> float:
+        """Returns the share whose expected peak is `peak`; below 0 where the base alone is above it."""
+        return (peak - self.base) / max(self.slope, _LEAST_SLOPE)
+
+    def half_width(self, used: float) -> float:
+        """Returns the half-width of the 95 % interval of the share that leads to the peak expected at `used`, at most 1.
+
+        With `u = (peak - base) / slope`, `∂u/∂base = -1/slope` and `∂u/∂slope = -u/slope`, the delta method gives
+        `var(u) = (var(base) + 2·u·cov + u²·var(slope)) / slope²`.
+        """
+        return min(NORMAL_95 * self.uncertainty(used) / max(self.slope, _LEAST_SLOPE), 1.0)
 
 
-def learn(readings: Sequence[Reading], prior: LinePrior) -> tuple[Line, float]:
-    """Returns the line through the readings since the law last changed, and the ceiling as a share of capacity.
+@dataclass(frozen=True, kw_only=True)
+class RegressionPrior:
+    """The prior of the regression: means, and standard deviations (`_sd`), as shares of the capacity."""
 
-    An out-of-memory is a reading somewhere above the ceiling. The ceiling is the capacity, unless memory ran out where
-    the line through measured peaks lies too far below it for noise to explain that. Then it is the level that makes the
-    fates of all runs most likely: about where memory ran out, but not below what many runs reached. Weights fall with
-    age, so that a lone out-of-memory is forgotten after some tens of runs, and several back each other for longer.
+    base: float = 0.22  # a run that uses nothing still holds weights and optimizer state
+    base_sd: float = 0.12
+    full: float = 1.0  # a run that uses the whole tuned limit fills about the capacity
+    full_sd: float = 0.15
+    noise: float = 0.015
+    noise_runs: float = 3.0  # runs that the prior of the noise is worth
+
+    def fit(
+        self, readings: Sequence[Reading], *, start: PeakRegression | None = None, ceiling: float = 1.0
+    ) -> PeakRegression:
+        """Fits the line by Bayesian least squares with normal priors; the noise follows from the residuals.
+
+        Args:
+            readings: In any order.
+            start: Line that first says how far above the ceiling an out-of-memory was; None: the prior's.
+            ceiling: Peak at which memory runs out, as a share of the capacity.
+
+        Source: conjugate Bayesian linear regression (Bishop, Pattern Recognition and Machine Learning, 3.3); censored
+        readings as in a Tobit model; Student's prior by iterative reweighting.
+        """
+        of_base, of_full = self.base_sd**2, self.full_sd**2
+        variances = (of_base, of_base + of_full, -of_base)
+        line = start or PeakRegression(self.base, self.full - self.base, variances, self.noise)
+        for _ in range(FIT_ROUNDS if readings else 0):
+            line = self._fit_once(readings, line, ceiling)
+        return line
+
+    def _fit_once(self, readings: Sequence[Reading], line: PeakRegression, ceiling: float) -> PeakRegression:
+        # Normal equations of (base, slope): precision matrix [[a, b], [b, c]] and right-hand side (d, e).
+        # The priors act as readings at 0 and at 1.
+        surprise = (line.peak(1.0) - self.full) / self.full_sd
+        b = c = (_PRIOR_DEGREES_OF_FREEDOM + 1) / (_PRIOR_DEGREES_OF_FREEDOM + surprise**2) / self.full_sd**2
+        a = b + 1 / self.base_sd**2
+        e = self.full * c
+        d = e + self.base / self.base_sd**2
+        for used, measured, weight in readings:
+            # An out-of-memory says that the peak was above the ceiling, not by how much.
+            peak = max(line.peak(used), ceiling + line.noise) if measured is None else measured
+            precision = weight / line.noise**2
+            a, b, c = a + precision, b + precision * used, c + precision * used**2
+            d, e = d + precision * peak, e + precision * peak * used
+        determinant = a * c - b * b
+        base, slope = (c * d - b * e) / determinant, (a * e - b * d) / determinant
+        # Peaks do not fall with what a run uses. Readings that do scatter around a level line.
+        if slope < 0:
+            base, slope = max(d / a, 0.0), 0.0
+        noise = self._noise(readings, base, slope)
+        # Nor is the base negative. A line held at 0 misses low readings on one side; counted as noise, that would make
+        # a run that peaked lower than expected lower the factor.
+        if base < 0:
+            base, slope = 0.0, max(e / c, 0.0)
+        return PeakRegression(base, slope, (c / determinant, a / determinant, -b / determinant), noise)
+
+    def _noise(self, readings: Sequence[Reading], base: float, slope: float) -> float:
+        squares = sum(w * (peak - base - slope * used) ** 2 for used, peak, w in readings if peak is not None)
+        runs = sum(reading.weight for reading in readings if reading.peak is not None)
+        # The line takes two degrees of freedom, less where there are hardly more runs than that.
+        freedom = self.noise_runs + runs - min(2, 0.8 * runs)
+        return math.sqrt((self.noise_runs * self.noise**2 + squares) / freedom)
+
+
+# The prior of a configuration of which nothing is known.
+DEFAULT_PRIOR: Final = RegressionPrior()
+
+# --- Changes: a new version of a library may move every peak at once.
+
+# Runs on either side of a change: fewer may all be outliers.
+_LEAST_RUNS: Final = 3
+
+# Shift of the peak, as a share of the capacity, below which the weights' forgetting is soon enough.
+_LEAST_CHANGE: Final = 0.03
+
+# Standard errors of the shift. High, since every place in a long history is tried, and chance has many tries.
+_CERTAIN: Final = 5.0
+
+# Standard deviation assumed of residuals, worth as many runs as `_LEAST_RUNS`: a few may agree by chance.
+_LEAST_NOISE: Final = 0.01
+
+
+def since_change(readings: Sequence[Reading], line: PeakRegression) -> Sequence[Reading]:
+    """Returns the readings since how memory grows has changed; all of them where it has not.
+
+    A change shows as residuals from one line through all readings that have one mean before it and another after it:
+    the split with the largest two-sample t statistic.
 
     Args:
         readings: Oldest first.
-        prior: What is believed of the line before any of them.
+        line: Fitted to all of them.
     """
-    line = prior.fit(_measured(readings))
+    residuals = [(i, r.peak - line.peak(r.used)) for i, r in enumerate(readings) if r.peak is not None]
+    total, squares = sum(x for _, x in residuals), sum(x * x for _, x in residuals)
+    start, certainty, sum_before = 0, _CERTAIN, 0.0
+    for before, (index, residual) in enumerate(residuals):
+        after, sum_after = len(residuals) - before, total - sum_before
+        if min(before, after) >= _LEAST_RUNS:
+            shift = abs(sum_after / after - sum_before / before)
+            within = max(squares - sum_before**2 / before - sum_after**2 / after, 0.0)
+            variance = (within + _LEAST_RUNS * _LEAST_NOISE**2) / (len(residuals) + 1)
+            t_statistic = shift / math.sqrt(variance * (1 / before + 1 / after))
+            if shift > _LEAST_CHANGE and t_statistic > certainty:
+                start, certainty = index, t_statistic
+        sum_before += residual
+    return readings[start:]
+
+
+# --- The ceiling: the peak at which memory runs out. It is below the capacity where memory is fragmented.
+
+# Ceilings that are tried, as shares of the capacity; of equally likely ones the first wins.
+_CEILINGS: Final = tuple(percent / 100 for percent in range(100, 49, -1))
+
+# Log-likelihood (nats) that a ceiling loses per unit of capacity that it lies below the capacity.
+_CEILING_LOG_ODDS: Final = 12.0
+
+# Standard deviation of the ceiling from run to run: memory is never fragmented twice alike.
+_CEILING_SD: Final = 0.01
+
+# Share of runs that run out of memory below the ceiling, for reasons that do not come back.
+_STRAY_OOMS: Final = 0.005
+
+# Share of runs that fit above the ceiling. The smaller, the longer old successes outweigh a ceiling that is new.
+_FITS_ABOVE: Final = 0.2
+
+# Standard deviations between a run's expected peak and the ceiling up to which noise explains its out-of-memory.
+_EXPLAINED_WITHIN: Final = 3.0
+
+
+def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> tuple[PeakRegression, float]:
+    """Fits the line to the readings since the last change, and the ceiling as a share of the capacity.
+
+    The ceiling is the capacity unless memory ran out where noise does not explain it. Then it is the level that makes
+    the fates of all runs most likely: about where memory ran out, but not below what many runs reached. Weights fall
+    with age, so a lone out-of-memory is forgotten after some tens of runs, and several support each other for longer.
+
+    Args:
+        readings: Oldest first.
+        prior: What is known of the line before any of them.
+    """
+    line = prior.fit([reading for reading in readings if reading.peak is not None])
     recent = since_change(readings, line)
-    measured = _measured(recent)
+    measured = [reading for reading in recent if reading.peak is not None]
     if len(recent) < len(readings):
         line = prior.fit(measured)
     if len(measured) == len(recent):
         return line, 1.0
-    ceiling = max(_LEVELS, key=lambda level: _evidence(level, recent, line)) if measured else 1.0
-    telling = [r for r in recent if r.peak is not None or _explains(line, r.used, ceiling)]
-    return prior.refit(line, telling, ceiling=ceiling), ceiling
+    ceiling = max(_CEILINGS, key=lambda level: _log_likelihood(level, recent, line)) if measured else 1.0
+    # A stray out-of-memory far below the ceiling would only raise the line.
+    explained = [
+        r for r in recent
+        if r.peak is not None or line.peak(r.used) + _EXPLAINED_WITHIN * line.spread(r.used) >= ceiling
+    ]  # fmt: skip
+    return prior.fit(explained, start=line, ceiling=ceiling), ceiling
 
 
-def _measured(readings: Sequence[Reading]) -> list[Reading]:
-    return [reading for reading in readings if reading.peak is not None]
-
-
-def _explains(line: Line, used: float, ceiling: float) -> bool:
-    return line.peak(used) + _UNEXPLAINED * line.spread(used) >= ceiling
-
-
-def _evidence(ceiling: float, readings: Sequence[Reading], line: Line) -> float:
-    """Returns the logarithm of how likely a ceiling makes the fates of the runs, by their weights, and is itself."""
-    evidence = _ODDS * (ceiling - 1)
+def _log_likelihood(ceiling: float, readings: Sequence[Reading], line: PeakRegression) -> float:
+    total = _CEILING_LOG_ODDS * (ceiling - 1)
     for used, peak, weight in readings:
         if peak is None:
-            beyond, otherwise = (line.peak(used) - ceiling) / line.spread(used), _UNKNOWN_CAUSES
+            deviations, otherwise = (line.peak(used) - ceiling) / line.spread(used), _STRAY_OOMS
         else:
-            # The capacity itself is not soft: what was measured did fit below it.
-            beyond, otherwise = (ceiling - peak) / _SOFTNESS if ceiling < 1 else math.inf, _LUCK
-        evidence += weight * math.log(otherwise + (1 - otherwise) * _normal(beyond))
-    return evidence
+            # The capacity itself does not vary: what was measured did fit below it.
+            deviations, otherwise = (ceiling - peak) / _CEILING_SD if ceiling < 1 else math.inf, _FITS_ABOVE
+        normal = 0.5 * math.erfc(-deviations / math.sqrt(2))
+        total += weight * math.log(otherwise + (1 - otherwise) * normal)
+    return total
 
 
-def _normal(deviations: float) -> float:
-    return 0.5 * math.erfc(-deviations / math.sqrt(2))
+# --- The policies.
 
-
+# Runs after which a run weighs half: how memory grows drifts with versions of libraries.
 HALF_LIFE: Final = 20.0
-"""Runs after which a run weighs half: memory laws drift with versions."""
 
-
+# Half-lives of the history that are used: an older run would weigh less than half a per cent.
 MEMORY_HALF_LIVES: Final = 8
-"""Half-lives of the past that are looked at: what lies further back weighs less than half a per cent."""
-
-
-_GAINS: Final = ((0.50, 0.5), (0.70, 0.3), (0.85, 0.1), (0.95, 0.2))
-"""(peak, gain): a peak below the first figure is corrected by the second; far off boldly, near the target gently."""
-
-
-_GAIN_ABOVE: Final = 0.5
-"""Gain from the last peak of `_GAINS` on: a run that close to out-of-memory is backed away from boldly."""
 
 
 @dataclass(frozen=True)
 class FactorPoint:
-    """What one run taught.
+    """What one run adds to the history of its configuration."""
 
-    Attributes:
-        used: Cost of the largest micro-batch actually run ÷ tuned limit.
-        peak: Peak memory ÷ capacity; None for an out-of-memory.
-        settled: After an out-of-memory that was rescued: (used, peak) of what ran from then on; None where nothing did.
-    """
-
-    used: float
-    peak: float | None
-    settled: tuple[float, float] | None = None
+    used: float  # cost of the largest micro-batch that was run ÷ tuned limit
+    peak: float | None  # peak memory ÷ capacity; None for an out-of-memory
+    after_rescue: tuple[float, float] | None = None  # (used, peak) of what ran after a rescued out-of-memory
 
 
-Holds = Literal["target", "noise", "ceiling", "maximum"]
+AimLimit = Literal["target", "noise", "ceiling", "maximum"]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy makes of the past.
+    """What a policy concludes from the history."""
 
-    Attributes:
-        factor: Of the next run.
-        aim: Expected peak that the policy goes for, as a share of capacity; runs may need several steps to it.
-        holds: What the aim is: the `target`; or less, because the next peak is not known well enough (`noise`), because
-            memory ran out below the capacity (`ceiling`), or because the largest factor leads no further (`maximum`).
-        interval: Half-width of the 95 % interval of the factor that leads to the aim.
-    """
-
-    factor: float
-    aim: float
-    holds: Holds
-    interval: float
+    factor: float  # of the next run
+    aim: float  # expected peak that the policy works towards, ÷ capacity; it may take several runs to get there
+    # Why the aim is no higher: it is the `target`; the next peak is too uncertain (`noise`); memory ran out below the
+    # capacity (`ceiling`); or the largest factor leads no further (`maximum`).
+    limited_by: AimLimit
+    interval: float  # half-width of the 95 % interval of the factor that leads to the aim
 
 
 class FactorPolicy(Protocol):
-    """What every policy answers, from the past alone: the history is what the runs taught, oldest first, and `first`
-    the factor of the first run, in (0, 1].
-    """
+    """A pure function of the history, which is oldest first; `first` is the factor of the first run, in (0, 1]."""
 
     @property
     def target(self) -> float:
-        """Peak to reach, as a share of capacity."""
+        """Peak to reach, as a share of the capacity."""
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
-        """Returns the factor of the next run, and what it goes for."""
+        """Returns the factor of the next run, and the peak that the policy works towards."""
 
     def with_prior(self, base: float, full: float) -> "FactorPolicy":
-        """Returns the policy with what a cost model predicts: the peak of a run that uses nothing, and of one that uses
-        the whole tuned limit, as shares of capacity. A policy that has no beliefs is as before.
+        """Returns the policy with a cost model's predictions as its prior.
+
+        Args:
+            base: Predicted peak ÷ capacity of a run that uses nothing.
+            full: Predicted peak ÷ capacity of a run that uses the whole tuned limit.
         """
         return self
 
@@ -154,48 +289,44 @@ class FactorPolicy(Protocol):
         """Returns the factor of the next run."""
         return self.decide(history, first=first).factor
 
-    def aim(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Returns the expected peak that the policy goes for: the target, or less where that cannot or must not be."""
-        return self.decide(history, first=first).aim
 
-    def interval(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Returns the half-width of the 95 % interval of the factor that leads to the aim (`Line.interval`)."""
-        return self.decide(history, first=first).interval
-
-
-def remembered(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> Sequence[FactorPoint]:
+def recent_history(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> Sequence[FactorPoint]:
     """Returns the runs that still count."""
     return history[-round(MEMORY_HALF_LIVES * half_life) :]
 
 
 def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> list[Reading]:
-    """Returns all that was measured by the runs that still count: after an out-of-memory, what ran on is one more.
-
-    Args:
-        history: What the runs taught, oldest first.
-        half_life: Runs after which a run weighs half.
-    """
-    recent, readings = remembered(history, half_life), []
+    """Returns what the runs that still count have measured, weighted by age; what ran after a rescue is one more."""
+    recent, readings = recent_history(history, half_life), []
     for age, point in zip(range(len(recent) - 1, -1, -1), recent, strict=True):
         weight = 0.5 ** (age / half_life)
         readings.append(Reading(point.used, point.peak, weight))
-        if point.settled is not None:
-            readings.append(Reading(*point.settled, weight))
+        if point.after_rescue is not None:
+            readings.append(Reading(*point.after_rescue, weight))
     return readings
+
+
+# (upper bound of the peak, gain): far from the target the factor moves in large steps, near it in small ones.
+_GAINS: Final = ((0.50, 0.5), (0.70, 0.3), (0.85, 0.1), (0.95, 0.2))
+
+# Gain for a peak above the last bound: a run that close to an out-of-memory calls for a large step back.
+_GAIN_ABOVE: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumPolicy(FactorPolicy):
-    """Moves the factor a share of the way towards the target after every run, and cuts it after an out-of-memory.
+    """Moves the factor a share of the way towards the target after every run: `factor += momentum · gain · (target -
+    peak)`, where the gain depends on the peak; an out-of-memory subtracts `oom_cut`.
 
-    A peak of 62 % against a target of 90 % lies below 70 %: the adjustment is 0.3 × 0.28 = 0.084, and 0.3 of it counts.
+    Source: the rule of the CAN-bus training launcher that this package continues.
+
+    A peak of 62 % against a target of 90 % lies below 70 %, where the gain is 0.3: 0.3 × 0.3 × 0.28 = 0.0252.
 
     >>> policy = MomentumPolicy()
     >>> round(policy.next_factor([FactorPoint(used=0.489, peak=0.62)], first=0.489), 4)
     0.5142
 
-    Every band of peaks has its share of the way: half below 50 %, where 0.3 × 0.5 × 0.50 = 0.075; then 0.3, 0.1 and
-    0.2; half again from 95 % on, where 0.3 × 0.5 × -0.06 = -0.009.
+    Every band of peaks has its gain:
 
     >>> for peak in (0.40, 0.62, 0.80, 0.88, 0.92, 0.96):
     ...     print(peak, round(policy.next_factor([FactorPoint(used=0.5, peak=peak)], first=0.5), 4))
@@ -206,7 +337,7 @@ class MomentumPolicy(FactorPolicy):
     0.92 0.4988
     0.96 0.491
 
-    An out-of-memory takes the whole cut, whatever the momentum, and whatever ran on after it:
+    The cut after an out-of-memory is not scaled by the momentum, and what ran after a rescue does not change it:
 
     >>> round(policy.next_factor([FactorPoint(used=0.427, peak=None)], first=0.427), 4)
     0.277
@@ -218,51 +349,33 @@ class MomentumPolicy(FactorPolicy):
     >>> policy.next_factor([FactorPoint(used=1.0, peak=0.6)], first=1.0)
     1.0
 
-    A run that used far less than it was allowed says nothing of what the factor leads to:
+    A run that used far less than it was allowed does not show what the factor leads to:
 
     >>> policy.next_factor([FactorPoint(used=0.1, peak=0.3)], first=0.6)
     0.6
-
-    Attributes:
-        target: Peak to reach, as a share of capacity.
-        momentum: Share of an adjustment that is applied.
-        oom_cut: What an out-of-memory takes off the factor.
-        minimum: Smallest factor.
-        maximum: Largest factor.
-        learns_from: Share of the factor that a run must have used to count.
     """
 
-    target: float = 0.90
-    momentum: float = 0.3
-    oom_cut: float = 0.15
+    target: float = 0.90  # peak to reach ÷ capacity
+    momentum: float = 0.3  # share of an adjustment that is applied
+    oom_cut: float = 0.15  # what an out-of-memory takes off the factor
     minimum: float = 0.05
     maximum: float = 1.0
-    learns_from: float = 0.9
+    learns_from: float = 0.9  # share of the factor that a run must have used to count
 
     def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
-        """Replays the history from the first run's factor.
-
-        Args:
-            history: What the runs taught, oldest first.
-            first: The factor of the first run, in (0, 1].
-
-        Returns:
-            The factor of the next run, in [minimum, maximum].
-        """
+        """Replays the history from the first run's factor; the result is in [minimum, maximum]."""
         factor = self._bounded(first)
         for point in history:
             factor = self._bounded(factor + self._step(point, factor))
         return factor
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
-        """Returns the factor of the next run, and what it goes for: the target, or less where the largest factor leads
-        no further. This policy does not weigh risks, and fits a line only to say how well the factor is known.
-        """
+        """Returns the factor of the next run. The regression only says how well it is known and how far it leads."""
         factor = self.next_factor(history, first=first)
-        line, _ = learn(readings_of(history), DEFAULT_PRIOR)
-        reaches = self._bounded(line.reaching(self.target))
-        aim = min(self.target, line.peak(reaches)) if history and reaches == self.maximum else self.target
-        return Decision(factor, aim, "target" if aim == self.target else "maximum", line.interval(reaches))
+        line, _ = fit_with_ceiling(readings_of(history), DEFAULT_PRIOR)
+        needed = self._bounded(line.used_for(self.target))
+        aim = min(self.target, line.peak(needed)) if history and needed == self.maximum else self.target
+        return Decision(factor, aim, "target" if aim == self.target else "maximum", line.half_width(needed))
 
     def _step(self, point: FactorPoint, factor: float) -> float:
         if point.peak is None:
@@ -276,29 +389,27 @@ class MomentumPolicy(FactorPolicy):
         return min(max(factor, self.minimum), self.maximum)
 
 
+# Ratio of one factor to the next in the search for one whose risk is small enough.
 BACK_OFF: Final = 0.99
-"""Share of the factor that is kept in each step of the search for one whose risk is small enough."""
 
-
+# Standard deviation of a measured peak around what a cost model predicts, as a share of the capacity. Predictions from
+# probes lie within a few thousandths; this is for what no probe sees (another library's tensors, a workspace).
 PREDICTED_SD: Final = 0.06
-"""Standard deviation of a measured peak around what a cost model predicts, as a share of capacity. Predictions from
-probes lie within a few thousandths; this is for what no probe sees (another library's tensors, a workspace)."""
 
-
-_IN_A_ROW: Final = 20
-"""Out-of-memories in a row that are gone back over, one fit each."""
+# Out-of-memories in a row whose earlier decisions are compared, each with a fit of its own.
+_OOMS_IN_A_ROW: Final = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class AffinePolicy(FactorPolicy):
-    """Fits a straight line to what runs used and reached, and goes to where it meets the target, as far as the risk of
-    running out of memory allows.
+    """Fits `peak = base + slope · used` to the history and uses the share whose expected peak is the target,
+    `(target - base) / slope`, or less where `peak + z · spread` would exceed the ceiling at which memory runs out.
 
-    With one run at 62 %, the line's base is still a guess, so the step stops short of the target:
+    With one run at 62 %, the base is still a guess, so the step stops short of the target:
 
     >>> policy = AffinePolicy()
     >>> decision = policy.decide([FactorPoint(used=0.489, peak=0.62)], first=0.489)
-    >>> round(decision.factor, 2), round(decision.aim, 2), decision.holds
+    >>> round(decision.factor, 2), round(decision.aim, 2), decision.limited_by
     (0.78, 0.85, 'noise')
 
     An out-of-memory is a point somewhere above the capacity:
@@ -308,79 +419,66 @@ class AffinePolicy(FactorPolicy):
 
     What was measured after a rescue counts like any other run:
 
-    >>> rescued = FactorPoint(used=0.87, peak=None, settled=(0.72, 0.89))
+    >>> rescued = FactorPoint(used=0.87, peak=None, after_rescue=(0.72, 0.89))
     >>> round(policy.next_factor([rescued], first=0.87), 2)
     0.73
 
     Where memory ran out at a peak that ought to have fitted, that peak is a ceiling:
 
     >>> fitted = [FactorPoint(used, 0.1 + used) for used in (0.5, 0.7, 0.75, 0.76)]
-    >>> policy.decide([*fitted, FactorPoint(used=0.8, peak=None)], first=0.5).holds
+    >>> policy.decide([*fitted, FactorPoint(used=0.8, peak=None)], first=0.5).limited_by
     'ceiling'
-
-    Attributes:
-        target: Peak to reach, as a share of capacity.
-        minimum: Smallest factor.
-        maximum: Largest factor.
-        half_life: Runs after which a run weighs half.
-        prior: What is believed of the line before any run.
-        z: Standard deviations of the next peak between its expectation and where memory runs out: 1 run in 200 fails.
-        step_up: Largest multiplier of what was used before.
-        oom_share: Largest share of what ran out of memory that the next run may use, unless more was seen to fit.
     """
 
-    target: float = 0.90
+    target: float = 0.90  # peak to reach ÷ capacity
     minimum: float = 0.05
     maximum: float = 1.0
-    half_life: float = HALF_LIFE
-    prior: LinePrior = DEFAULT_PRIOR
-    z: float = 2.6
-    step_up: float = 2.0
-    oom_share: float = 0.85
+    half_life: float = HALF_LIFE  # runs
+    prior: RegressionPrior = DEFAULT_PRIOR
+    z: float = 2.6  # standard deviations between expected peak and ceiling: 1 run in 200 runs out of memory
+    step_up: float = 2.0  # largest multiple of what was used before
+    oom_share: float = 0.85  # most of what ran out of memory that the next run may use, unless more was seen to fit
 
     def with_prior(self, base: float, full: float) -> "AffinePolicy":
-        """Returns the policy with a line that a cost model predicts as its belief."""
+        """Returns the policy with a cost model's predictions as its prior."""
         return replace(
             self, prior=replace(self.prior, base=base, base_sd=PREDICTED_SD, full=full, full_sd=PREDICTED_SD)
         )
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
-        """Returns the factor of the next run, in [minimum, maximum], and what it goes for."""
-        history = remembered(history, self.half_life)
-        decision = self._weighed(history, first)
-        # However the fit takes it, an out-of-memory never raises the factor, unless it was seen what fits instead.
-        for end in range(len(history) - 1, max(len(history) - _IN_A_ROW, 0) - 1, -1):
-            if history[end].peak is not None or history[end].settled is not None:
+        """Returns the factor of the next run, in [minimum, maximum], and the peak that the policy works towards."""
+        history = recent_history(history, self.half_life)
+        decision = self._decide_from_fit(history, first)
+        # A refit with an out-of-memory in it can come out higher; only a rescue that was measured may raise the factor.
+        for end in range(len(history) - 1, max(len(history) - _OOMS_IN_A_ROW, 0) - 1, -1):
+            if history[end].peak is not None or history[end].after_rescue is not None:
                 break
-            decision = replace(decision, factor=min(decision.factor, self._weighed(history[:end], first).factor))
+            earlier = self._decide_from_fit(history[:end], first).factor
+            decision = replace(decision, factor=min(decision.factor, earlier))
         return decision
 
-    def _weighed(self, history: Sequence[FactorPoint], first: float) -> Decision:
+    def _decide_from_fit(self, history: Sequence[FactorPoint], first: float) -> Decision:
         readings = readings_of(history, self.half_life)
-        line, ceiling = learn(readings, self.prior)
-        reaches = self._bounded(line.reaching(self.target))
+        line, ceiling = fit_with_ceiling(readings, self.prior)
+        needed = self._bounded(line.used_for(self.target))
         if not history:
-            return Decision(self._bounded(first), self.target, "target", line.interval(reaches))
-        goal = self._risked(line, ceiling, reaches)
-        aim = self.target if goal == reaches < self.maximum else min(self.target, line.peak(goal))
-        lowered: Holds = "maximum" if goal == reaches else "noise" if ceiling == 1 else "ceiling"
+            return Decision(self._bounded(first), self.target, "target", line.half_width(needed))
+        safe = needed
+        while safe > self.minimum and line.peak(safe) + self.z * line.spread(safe) > ceiling:
+            safe *= BACK_OFF
+        aim = self.target if safe == needed < self.maximum else min(self.target, line.peak(safe))
+        reason: AimLimit = "maximum" if safe == needed else "noise" if ceiling == 1 else "ceiling"
         highest = max([first, *(reading.used for reading in readings if reading.peak is not None)])
-        factor = min(goal, self.step_up * highest, self._after(history[-1]))
-        return Decision(self._bounded(factor), aim, lowered if aim < self.target else "target", line.interval(goal))
+        factor = min(safe, self.step_up * highest, self._most_after(history[-1]))
+        return Decision(self._bounded(factor), aim, reason if aim < self.target else "target", line.half_width(safe))
 
-    def _after(self, last: FactorPoint) -> float:
-        """Returns the most that the run after the last may use."""
+    def _most_after(self, last: FactorPoint) -> float:
+        """Returns the most that the run after the last one may use."""
         if last.peak is not None:
             return self.maximum
         # Where the run went on and was measured, half-way back to what failed is not too far.
-        halfway = (last.settled[0] + last.used) / 2 if last.settled else 0.0
+        halfway = (last.after_rescue[0] + last.used) / 2 if last.after_rescue else 0.0
         return max(self.oom_share * last.used, halfway)
-
-    def _risked(self, line: Line, ceiling: float, factor: float) -> float:
-        """Goes back from a factor until an out-of-memory is unlikely enough."""
-        while factor > self.minimum and line.peak(factor) + self.z * line.spread(factor) > ceiling:
-            factor *= BACK_OFF
-        return factor
 
     def _bounded(self, factor: float) -> float:
         return min(max(factor, self.minimum), self.maximum)
@@ -393,14 +491,10 @@ POLICIES: Final[Mapping[str, type[AffinePolicy] | type[MomentumPolicy]]] = {
 
 
 def make_policy(name: str, options: Mapping[str, Any]) -> FactorPolicy:
-    """Makes a policy; options that it does not have are another one's, and are passed over.
+    """Makes the policy of a name in `POLICIES`; options that belong to the other one are ignored.
 
     >>> make_policy("momentum", {"target": 0.8, "half_life": 5.0}).target
     0.8
-
-    Args:
-        name: A key of `POLICIES`.
-        options: Values of its attributes.
     """
     kind = POLICIES[name]
     known = {item.name for item in fields(kind)}

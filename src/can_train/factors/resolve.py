@@ -11,13 +11,13 @@ from can_train.errors import StateError
 from can_train.factors.observations import read_observations
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore
-from can_train.fit.factor_rule import ANY_PEAK, Aim, FactorChoice, FactorRule
-from can_train.memory.meters import settings_in_force
+from can_train.fit.factor_rule import NO_AIM, Aim, FactorChoice, FactorRule
+from can_train.memory.meters import allocator_settings
 from can_train.reporter import Reporter
 
 
 def experience_factor(base: float, base_reason: str, adjustments: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Multiplies a base factor by its adjustments, and says so.
+    """Multiplies a base factor by its adjustments.
 
     >>> experience_factor(0.65, "small dataset", [(0.95, "reconstruction")])
     (0.6175, 'small dataset 0.65 × reconstruction 0.95 = 0.6175')
@@ -26,11 +26,11 @@ def experience_factor(base: float, base_reason: str, adjustments: Sequence[tuple
 
     Args:
         base: Share of the tuned limit, in (0, 1].
-        base_reason: What the base stands for, in words.
-        adjustments: (multiplier in (0, 1], its reason in words).
+        base_reason: What the base stands for.
+        adjustments: (multiplier in (0, 1], its reason).
 
     Returns:
-        The factor, and its reason in words.
+        The factor and its reason.
     """
     factor = base
     terms = [f"{base_reason} {base:g}"]
@@ -44,8 +44,8 @@ def experience_factor(base: float, base_reason: str, adjustments: Sequence[tuple
 
 
 def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id: str = "") -> FactorRule:
-    """Looks up how the safety factor of a run is decided; where the store cannot be read, as in a first run, with a
-    notice.
+    """Finds the rule that decides the safety factor of a run. Where the store cannot be read, it is that of a first run,
+    and the reporter gets a notice.
 
     Args:
         run: The resolved run.
@@ -54,14 +54,39 @@ def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id
         run_id: Name of the run; empty where it has none yet.
     """
     try:
-        return _rule(run, device_key, run_id=run_id)
+        return read_factor_rule(run, device_key, run_id=run_id)
     except StateError as error:
         reporter.notice(f"What earlier runs taught cannot be read. {error}")
-        return _first(run)
+        return _first_rule(run)
+
+
+def read_factor_rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> FactorRule:
+    """Finds the rule that decides the safety factor of a run; arguments as of `factor_rule`.
+
+    Raises:
+        StateError: The store cannot be read.
+    """
+    training, first = run.training, _first_rule(run)
+    if not training.use_adaptive_batch_size_factor:
+        static = FactorChoice(training.graph_memory_safety_factor, "static, nothing is learned")
+        return FactorRule(known=static, aim=NO_AIM)
+    known = store_of(run).known(run.key, device_key, memory_fingerprint(run), size=run.size)
+    if known.choice is None:
+        # What another device has measured says more than an experience table.
+        return replace(first, other_device=known.other_device, known=None if known.other_device else first.known)
+    # An import has no aim of its own, so the target stands until the limits lower it.
+    is_learned = known.aim not in (None, NO_AIM)
+    return replace(
+        first,
+        known=known.choice,
+        aim=known.aim or first.aim,
+        aim_is_learned=is_learned,
+        after_oom=_died_of_memory(state_dir(run.paths), run_id),
+    )
 
 
 def store_of(run: ResolvedRun) -> FactorStore:
-    """Opens the factor store as the run's settings have it."""
+    """Opens the factor store with the policy of the run's settings."""
     return FactorStore(state_dir(run.paths), make_policy(run.factor.policy, policy_options(run)))
 
 
@@ -73,36 +98,20 @@ def policy_options(run: ResolvedRun) -> dict[str, float]:
 
 
 def memory_fingerprint(run: ResolvedRun) -> dict[str, Any]:
-    """Returns what changes how a configuration's memory grows: runs that differ in it teach each other nothing."""
+    """Returns the settings that change how a configuration's memory grows; runs that differ in them learn apart."""
     training = run.training
     return {
         "model": asdict(run.model),
         "precision": training.precision,
         "optimizer": training.optimizer,
         "deterministic": training.deterministic,
-        "allocator": settings_in_force(),
-        # This version compiles nothing; runs of one that does must not be mixed with its runs.
+        "allocator": allocator_settings(),
+        # This version compiles nothing; runs of a version that does must not be mixed with its runs.
         "compiled": False,
     }
 
 
-def _rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> FactorRule:
-    training = run.training
-    if not training.use_adaptive_batch_size_factor:
-        static = FactorChoice(training.graph_memory_safety_factor, "static, nothing is learned")
-        return FactorRule(known=static, aim=ANY_PEAK)
-    known = store_of(run).known(run.key, device_key, memory_fingerprint(run))
-    first = _first(run)
-    if known.choice is None:
-        return replace(first, elsewhere=known.elsewhere, known=None if known.elsewhere else first.known)
-    rule = replace(first, known=known.choice, after_oom=_died_of_memory(state_dir(run.paths), run_id))
-    if known.pinned:
-        return replace(rule, aim=ANY_PEAK)
-    return rule if known.aim is None else replace(rule, aim=Aim(known.aim, known.aim_reason), aim_is_learned=True)
-
-
-def _first(run: ResolvedRun) -> FactorRule:
-    """How the factor of a first run is decided."""
+def _first_rule(run: ResolvedRun) -> FactorRule:
     factor = run.factor
     known = None
     if factor.from_table:
@@ -112,7 +121,7 @@ def _first(run: ResolvedRun) -> FactorRule:
 
 
 def _died_of_memory(state: Path, run_id: str) -> bool:
-    """Tells whether the last attempt of a run ended by an out-of-memory, on any of its ranks."""
+    """Whether the last attempt of a run ended by an out-of-memory, on any of its ranks."""
     attempts = [run for run in read_observations(state).finished if run.run_id == run_id] if run_id else []
     last = max((run.attempt for run in attempts), default=0)
     return any(run.outcome == "oom" for run in attempts if run.attempt == last)

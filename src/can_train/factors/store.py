@@ -1,62 +1,47 @@
-"""The factor store: one state folder's observations and events, asked what the next run's factor is, told what a person
-decides. Nothing is stored but those files; the export is remade from them.
+"""The factor store: answers what the next run's factor is from one state folder's observations and events, and records
+what a person decides. It keeps nothing else; the export is remade from those files.
 """
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from can_train.config.resolved import state_folder
-from can_train.errors import ArgumentError, ConfigError, DataError, StateError
-from can_train.factors.events import ANY_DEVICE, Event, Imported, entries_of, read_events, standing, write_event
+from can_train.errors import ArgumentError, ConfigError, StateError
+from can_train.factors.events import Event, active_events, read_events, write_event
+from can_train.factors.exchange import make_export, read_import
 from can_train.factors.observations import Observation, read_observations
 from can_train.factors.policies import FactorPolicy
-from can_train.factors.records import (
+from can_train.factors.summary import (
     LEARNABLE_OUTCOMES,
     FactorSummary,
-    find_record,
+    find_summary,
     history_of,
-    record_of,
-    records_of,
-    variant_like,
+    summarize,
+    summarize_runs,
+    with_settings,
 )
-from can_train.fit.factor_rule import Elsewhere, FactorChoice
+from can_train.fit.factor_rule import NO_AIM, Aim, FactorChoice, OtherDevice
 from can_train.io.atomic import write_json_atomic
-from can_train.io.records import check_depth, utc_text
+from can_train.io.records import utc_text
 
 EXPORT_NAME: Final = "batch_size_factors.json"
 
-
-_ELSEWHERE_RUNS: Final = 10
-"""Last runs on another device whose measured-to-predicted ratio is asked; their median stands for them."""
+# Last runs on another device whose median ratio of measured to predicted peak stands for that device.
+_OTHER_DEVICE_RUNS: Final = 10
 
 
 @dataclass(frozen=True)
 class Known:
-    """What planning may know before a run.
+    """What the store knows before a run."""
 
-    Attributes:
-        choice: The factor that was pinned, learned here or imported; None where nothing of that is there.
-        target: Peak that the user wants, as a share of the capacity.
-        aim: Peak that the policy goes for, less than the target where that cannot or must not be reached; None where
-            no run here has taught.
-        aim_reason: Why it is less, in words; empty where it is not.
-        elsewhere: Without a choice, what the device seen last has taught; None where none has.
-        pinned: Whether a person has fixed the factor, so that it aims at nothing.
-    """
-
-    choice: FactorChoice | None
-    target: float
-    aim: float | None
-    aim_reason: str
-    elsewhere: Elsewhere | None
-    pinned: bool = False
+    choice: FactorChoice | None  # pinned, learned on this device or imported
+    aim: Aim | None = None  # of the policy; `NO_AIM` under a pin; None where no run on this device was learned from
+    other_device: OtherDevice | None = None  # without a choice: what the device seen last has shown
 
 
 @dataclass(frozen=True)
@@ -65,7 +50,7 @@ class FactorStore:
 
     Attributes:
         state: The state folder.
-        policy: How observations become the next factor; None: as each configuration's latest run had it.
+        policy: How observations become the next factor; None means as each configuration's latest run had it.
     """
 
     state: Path
@@ -77,15 +62,15 @@ class FactorStore:
         return self.state / EXPORT_NAME
 
     def records(self) -> list[FactorSummary]:
-        """Every configuration on every kind of device, by key, then by device.
+        """Summarizes every configuration on every kind of device, by key, then by device.
 
         Raises:
             StateError: The folder cannot be read.
         """
-        return records_of(read_observations(self.state).finished, read_events(self.state).events, self.policy)
+        return summarize(read_observations(self.state).finished, read_events(self.state).events, self.policy)
 
     def get_factor(self, key: str, device: str | None = None) -> float:
-        """The factor of the next run.
+        """Returns the factor of the next run.
 
         Args:
             key: Configuration key `{dataset}_{model}_{size}_{mode}`; without its size where that is unambiguous.
@@ -96,55 +81,57 @@ class FactorStore:
                 and no run has begun since.
             StateError: The folder cannot be read.
         """
-        record = find_record(self.records(), key, device)
-        if record.factor is None:
-            raise ConfigError("The factor was reset", value=record.key, remedy="Train: the next run is a first one")
-        return record.factor
+        summary = find_summary(self.records(), key, device)
+        if summary.factor is None:
+            raise ConfigError("The factor was reset", value=summary.key, remedy="Train: the next run is a first one")
+        return summary.factor
 
     def get_stats(self, key: str, device: str | None = None) -> dict[str, Any]:
-        """Figures of past runs: `num_runs`, `avg_memory_pct`, `max_memory_pct` (shares of the capacity, None before any
-        peak was measured), `factor_variance`, `converged`. Arguments and errors are those of `get_factor`, which a
-        reset does not stop here.
+        """Returns figures of past runs: `num_runs`, `avg_memory_pct`, `max_memory_pct` (shares of the capacity, None
+        before any peak was measured), `factor_variance`, `converged`. Arguments and errors are those of `get_factor`,
+        except that a reset is no error.
         """
-        record = find_record(self.records(), key, device)
+        summary = find_summary(self.records(), key, device)
         return {
-            "num_runs": len(record.runs),
-            "avg_memory_pct": record.mean_peak,
-            "max_memory_pct": record.max_peak,
-            "factor_variance": record.factor_variance,
-            "converged": record.converged,
+            "num_runs": len(summary.runs),
+            "avg_memory_pct": summary.mean_peak,
+            "max_memory_pct": summary.max_peak,
+            "factor_variance": summary.factor_variance,
+            "converged": summary.converged,
         }
 
-    def known(self, key: str, device: str, fingerprint: Mapping[str, Any] = {}) -> Known:
-        """What is known before a run of a configuration on a kind of device.
+    def known(self, key: str, device: str, fingerprint: Mapping[str, Any] = {}, *, size: str = "") -> Known:
+        """Returns what is known before a run of a configuration on a kind of device.
 
         Args:
             key: Configuration key.
             device: Kind of device.
             fingerprint: The settings that change memory, as the run's observation will have them.
+            size: The model's size in the key; empty where it has none.
 
         Raises:
-            StateError: The folder cannot be read, or the fingerprint is nothing that an observation can hold.
+            StateError: The folder cannot be read, or the fingerprint cannot be written as JSON.
         """
         events = read_events(self.state).events
         of_key = [run for run in read_observations(self.state).finished if run.key == key]
-        runs = variant_like(of_key, _plain(fingerprint))
+        runs = with_settings(of_key, _as_read_back(fingerprint))
         here = [run for run in runs if run.device.key == device]
-        record = record_of((key, device), here, standing(events, key, device), self.policy)
-        if record.factor is None or record.state == "first":
-            others = [run for run in runs if run.device.key != device and _counts(run, events)]
-            return Known(None, record.target, None, "", _elsewhere(others))
-        aim = None if record.interval is None else record.aim
-        choice, pinned = FactorChoice(record.factor, record.why), record.state == "pinned"
-        return Known(choice, record.target, aim, record.aim_reason, None, pinned)
+        active = active_events(events, key, device, size or (here[-1].size if here else ""))
+        summary = summarize_runs((key, device), here, active, self.policy)
+        if summary.factor is None or summary.state == "first":
+            others = [run for run in runs if run.device.key != device and _shows_ratio(run, events)]
+            return Known(None, None, _other_device(others))
+        aim = None if summary.interval is None else Aim(summary.aim, summary.aim_reason)
+        choice = FactorChoice(summary.factor, summary.reason)
+        return Known(choice, NO_AIM if summary.state == "pinned" else aim)
 
     def reset(self, key: str | None, device: str | None = None) -> Path:
-        """Lets the runs so far teach nothing any more; they stay. Both None: of every key, on every device.
+        """Excludes the runs so far from learning; they stay in the history. None means every key, or every device.
 
         Raises:
             StateError: The event cannot be written.
         """
-        return self._write(Event(kind="reset", time=next_time(self.state), key=key, device=device))
+        return self._write("reset", key=key, device=device)
 
     def pin(self, key: str, value: float, device: str | None = None) -> Path:
         """Fixes the factor, whatever was learned and will be.
@@ -155,40 +142,41 @@ class FactorStore:
             device: Kind of device; None means all of them.
 
         Raises:
-            ArgumentError: The value is none.
+            ArgumentError: The value is not in (0, 1].
             StateError: The event cannot be written.
         """
         if not 0 < value <= 1:
             remedy = "Give a share of the tuned limit: 0.5 is half of it"
             raise ArgumentError("A factor lies in (0, 1]", value=f"{value:g}", remedy=remedy)
-        return self._write(Event(kind="pin", time=next_time(self.state), key=key, device=device, value=value))
+        return self._write("pin", key=key, device=device, value=value)
 
     def unpin(self, key: str, device: str | None = None) -> Path:
-        """Lets the learned factor hold again.
+        """Removes a pin, so that the learned factor holds again.
 
         Raises:
             StateError: The event cannot be written.
         """
-        return self._write(Event(kind="unpin", time=next_time(self.state), key=key, device=device))
+        return self._write("unpin", key=key, device=device)
 
-    def import_file(self, file: Path) -> tuple[Path, list[str]]:
-        """Takes over the factors of a file, all of them or none: for each key and device in it, earlier runs teach
-        nothing any more, and the imported factor is the first.
+    def import_file(self, file: Path) -> tuple[Path | None, list[str]]:
+        """Imports the factors of a file, all of them or none. For each key and device whose factor the file changes,
+        the imported factor is the first one, and earlier runs are no longer learned from.
 
         Args:
-            file: In one of the shapes that `can_train.factors.store.read_import` reads, or several of them.
+            file: In one of the shapes of `can_train.factors.exchange.parse_import`, or several of them.
 
         Returns:
-            The event's file, and the keys.
+            The event's file, None where nothing changed, and the keys that changed.
 
         Raises:
             DataError: The file cannot be read as factors.
             StateError: The event cannot be written.
         """
-        entries = entries_of(read_import(file))
+        entries = read_import(file, self.records(), read_events(self.state).events)
+        if not entries:
+            return None, []
         source = os.fsencode(file).decode(errors="replace")
-        event = Event(kind="import", time=next_time(self.state), source=source, entries=entries)
-        return self._write(event), list(entries)
+        return self._write("import", source=source, entries=entries), list(entries)
 
     def refresh_export(self) -> None:
         """Remakes the export from observations and events.
@@ -196,18 +184,18 @@ class FactorStore:
         Raises:
             StateError: It cannot be written. No reason to stop a training.
         """
-        records, events = self.records(), read_events(self.state).events
+        export = make_export(self.records(), read_events(self.state).events)
         try:
-            write_json_atomic(self.db_path, export_of(records, events))
+            write_json_atomic(self.db_path, export)
         except (OSError, ValueError) as error:
             raise StateError(
                 "The export of learned factors cannot be written",
                 value=f"{self.db_path}: {error}",
-                remedy="Choose another state folder with --state-dir, or mend this one",
+                remedy="Choose another state folder with --state-dir, or make this one writable",
             ) from error
 
-    def _write(self, event: Event) -> Path:
-        return write_event(self.state, event)
+    def _write(self, kind: Literal["reset", "pin", "unpin", "import"], **fields: Any) -> Path:
+        return write_event(self.state, Event(kind=kind, time=next_time(self.state), **fields))
 
 
 def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorPolicy | None = None) -> FactorStore:
@@ -215,18 +203,16 @@ def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorP
 
     Args:
         state_dir: State folder; None finds the user's own (`can_train.config.resolved.state_folder`).
-        policy: How observations become the next factor; None: as each configuration's latest run had it.
+        policy: How observations become the next factor; None means as each configuration's latest run had it.
     """
     return FactorStore(state_folder(None if state_dir is None else Path(state_dir)), policy)
 
 
 def next_time(state: Path) -> str:
-    """The time for a new record: the clock's, or just after the latest that the folder holds.
-
-    What comes later must not look earlier, or a clock that was set back would put an out-of-memory before the runs that
-    led to it, and a reset before what it resets. Where the folder cannot be read, the clock has to do.
-    """
+    """Returns the time for a new record: the clock's, or just after the latest record of the folder."""
     now = datetime.now(UTC)
+    # What comes later must not look earlier: a clock that was set back would put an out-of-memory before the runs that
+    # led to it, and a reset before what it resets.
     try:
         log, events = read_observations(state), read_events(state).events
     except StateError:
@@ -236,8 +222,8 @@ def next_time(state: Path) -> str:
     return utc_text(max([now, *(time + timedelta(microseconds=1) for time in times)]))
 
 
-def _plain(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The fingerprint as it is read back from an observation: tuples are lists there."""
+def _as_read_back(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fingerprint as it is read from an observation: tuples are lists there."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(fingerprint), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -245,187 +231,22 @@ def _plain(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _counts(run: Observation, events: Iterable[Event]) -> bool:
+def _shows_ratio(run: Observation, events: Iterable[Event]) -> bool:
     """Whether a run's measured and predicted peaks can be compared, and nothing since has reset it."""
-    since = standing(events, run.key, run.device.key).since
-    clean = (
-        run.outcome in LEARNABLE_OUTCOMES
-        and not run.ran_out_of_memory
-        and not run.ooms_rescued
-        and not run.foreign_bytes
-    )
-    return clean and bool(run.peak_allocated_bytes and run.predicted_peak_bytes) and (
-        since is None or run.started >= since.moment
-    )  # fmt: skip
+    cutoff = active_events(events, run.key, run.device.key, run.size).cutoff
+    disturbed = run.ran_out_of_memory or run.ooms_rescued or run.foreign_bytes
+    measured = run.peak_allocated_bytes and run.predicted_peak_bytes
+    is_after = cutoff is None or run.started >= cutoff.moment
+    return run.outcome in LEARNABLE_OUTCOMES and bool(measured) and not disturbed and is_after
 
 
-def _elsewhere(runs: list[Observation]) -> Elsewhere | None:
+def _other_device(runs: Sequence[Observation]) -> OtherDevice | None:
     if not runs:
         return None
     device = max(runs, key=lambda run: run.ended).device.key
-    recent = [run for run in runs if run.device.key == device][-_ELSEWHERE_RUNS:]
-    ratios = [run.peak_allocated_bytes / run.predicted_peak_bytes for run in recent
-              if run.peak_allocated_bytes and run.predicted_peak_bytes]  # fmt: skip
-    return Elsewhere(sorted(ratios)[len(ratios) // 2], len(ratios), device)
-
-
-def export_of(records: Sequence[FactorSummary], events: Sequence[Event] = ()) -> dict[str, Any]:
-    """Makes the export: per key the figures of the device seen last, and beside them, under `devices`, those of every
-    device. What was reset and has not run since has no factor, and is left out.
-
-    Args:
-        records: By key.
-        events: By their time; the runs that an import brought along are exported again.
-    """
-    export: dict[str, Any] = {}
-    with_factor = [record for record in records if record.factor is not None]
-    for key, group in groupby(with_factor, key=lambda record: record.key):
-        devices = list(group)
-        entries = {record.device: _exported(record, events) for record in devices}
-        latest = max(devices, key=lambda record: record.last_seen)
-        export[key] = {"config_key": key, **entries[latest.device], "devices": entries}
-    return export
-
-
-def run_notes(run: Observation) -> str:
-    """What is worth knowing of a run beside its figures, in words; empty where nothing is."""
-    notes = [] if run.outcome in ("ok", "rescued") else [run.outcome.replace("oom", "out of memory")]
-    if run.ooms_rescued:
-        notes.append(f"{run.ooms_rescued} out-of-memory rescued")
-    if run.foreign_bytes:
-        notes.append(f"other processes took {run.foreign_bytes / 2**20:.0f} MiB")
-    return "; ".join(notes)
-
-
-def _exported(record: FactorSummary, events: Sequence[Event]) -> dict[str, Any]:
-    runs = [_run(run) for run in record.forgotten + record.runs]
-    own = {(run["run_id"], run["timestamp"]) for run in runs}
-    since = standing(events, record.key, record.device).since
-    imported = since.imported(record.key, record.device) if since else None
-    brought = [run for run in imported.runs if (run.get("run_id"), run.get("timestamp")) not in own] if imported else []
-    return {
-        "safety_factor": record.factor,
-        "initial_factor_reason": record.reason or record.why,
-        "last_updated": utc_text(record.updated),
-        "runs": brought + runs,
-    }
-
-
-def _run(run: Observation) -> dict[str, Any]:
-    return {
-        "run_id": run.run_id,
-        "timestamp": run.end_time,
-        "peak_memory_pct": run.peak,
-        "batch_size": run.logical_batch,
-        "success": run.outcome in ("ok", "rescued"),
-        "notes": run_notes(run),
-    }
-
-
-_FACTOR: Final = "safety_factor"
-
-
-_DEVICES: Final = "devices"
-
-
-_KEPT: Final = ("initial_factor_reason", "runs")
-"""What is taken over beside the factor."""
-
-
-_SHAPES: Final = (
-    "Give what can-train factors --export writes, or {key: {device: factor}}, or {key: factor}, factors in (0, 1]"
-)
-
-
-Entries = dict[str, dict[str, Imported]]
-"""Configuration key → kind of device, or `ANY_DEVICE` → what the file says."""
-
-
-def read_import(file: Path) -> Entries:
-    """Reads a file of factors.
-
-    Raises:
-        DataError: It cannot be read, or not all of it is factors; the message names key and value.
-    """
-    try:
-        text = file.read_bytes().decode()
-    except OSError as error:
-        rule, remedy = "The file to import must be readable", "Name a file that can-train factors --export wrote"
-        raise DataError(rule, value=f"{file}: {error.strerror or error}", remedy=remedy) from error
-    except ValueError as error:
-        raise _wrong(file, str(error)) from error
-    try:
-        return parse_import(json.loads(text))
-    except RecursionError as error:
-        raise _wrong(file, "nested too deeply") from error
-    except ValueError as error:
-        raise _wrong(file, str(error)) from error
-
-
-def parse_import(values: Any) -> Entries:
-    """Understands the content of such a file.
-
-    Raises:
-        ValueError: Not all of it is factors.
-    """
-    if not isinstance(values, dict) or not values:
-        raise ValueError(f"{_shown(values)} is no object of configuration keys with factors")
-    check_depth(values)
-    # Half of a pair of escapes is text to JSON and cannot be written again.
-    json.dumps(values, ensure_ascii=False).encode()
-    return {key: _of_key(key, value) for key, value in values.items()}
-
-
-def _of_key(key: str, value: Any) -> dict[str, Imported]:
-    if not key:
-        raise ValueError("a configuration key is empty")
-    if not isinstance(value, dict):
-        return {ANY_DEVICE: _entry(key, value)}
-    devices = value.get(_DEVICES)
-    if devices is not None and not isinstance(devices, dict):
-        raise ValueError(f"{key}: {_DEVICES} is {_shown(devices)}, no object")
-    if _FACTOR in value or devices is not None:
-        return _of_devices(key, devices) if devices else {ANY_DEVICE: _entry(key, value)}
-    return _of_devices(key, value)
-
-
-def _of_devices(key: str, devices: Mapping[str, Any]) -> dict[str, Imported]:
-    if not devices:
-        raise ValueError(f"{key}: no factor")
-    return {device: _entry(f"{key}, {device or 'any device'}", value) for device, value in devices.items()}
-
-
-def _entry(where: str, value: Any) -> Imported:
-    fields = value if isinstance(value, dict) else {_FACTOR: value}
-    if _FACTOR not in fields:
-        raise ValueError(f"{where}: no {_FACTOR}")
-    factor = fields[_FACTOR]
-    if not isinstance(factor, int | float) or isinstance(factor, bool):
-        raise ValueError(f"{where}: {_FACTOR} is {_shown(factor)}, not a number")
-    kept = {name: fields[name] for name in _KEPT if fields.get(name) is not None}
-    if not _is_finite(kept):
-        raise ValueError(f"{where}: a figure of its runs is not finite")
-    try:
-        return Imported(safety_factor=factor, **kept)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_finite(inner) for inner in value.values())
-    if isinstance(value, list):
-        return all(_is_finite(inner) for inner in value)
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _shown(value: Any) -> str:
-    return f"{json.dumps(value, ensure_ascii=False):.60}"
-
-
-def _wrong(file: Path, found: str) -> DataError:
-    return DataError("A file of factors can be read whole, or nothing of it is taken", value=f"{file}: {found}",
-                     remedy=_SHAPES)  # fmt: skip
+    recent = [run for run in runs if run.device.key == device][-_OTHER_DEVICE_RUNS:]
+    ratios = sorted((run.peak_allocated_bytes or 0) / (run.predicted_peak_bytes or 1) for run in recent)
+    return OtherDevice(ratios[len(ratios) // 2], len(ratios), device)
 
 
 @dataclass(frozen=True)
@@ -433,30 +254,25 @@ class Replay:
     """One configuration's runs under another policy.
 
     Attributes:
-        record: The configuration, with its runs and the factors that they had.
+        summary: The configuration, with its runs and the factors that they had.
         factors: What the policy would have set before each of the runs.
-        next_factor: What it would set now; None where no run is left to learn from.
+        next_factor: What it would set now; None where there is no run to learn from.
     """
 
-    record: FactorSummary
+    summary: FactorSummary
     factors: tuple[float, ...]
     next_factor: float | None
 
 
-def replay(record: FactorSummary, policy: FactorPolicy) -> Replay:
-    """Asks a policy for every run's factor, from what was known when the run began.
+def replay_runs(summary: FactorSummary, policy: FactorPolicy) -> Replay:
+    """Computes a policy's factor for every run, from what was known when the run began.
 
-    Args:
-        record: Runs that did happen: what the policy's own factors would have led to, nobody measured.
-        policy: The other policy.
+    The runs are those that happened: what the policy's own factors would have led to, nobody measured.
     """
-    runs = record.runs
+    runs = summary.runs
     if not runs:
-        return Replay(record, (), None)
-    start = runs[0].factor
-    factors = tuple(policy.next_factor(history_of(_before(run, runs)), first=start) for run in runs)
-    return Replay(record, factors, policy.next_factor(history_of(runs), first=start))
-
-
-def _before(run: Observation, runs: Sequence[Observation]) -> list[Observation]:
-    return [other for other in runs if other.ended <= run.started and other is not run]
+        return Replay(summary, (), None)
+    first = runs[0].factor
+    before = [[other for other in runs if other.ended <= run.started and other is not run] for run in runs]
+    factors = tuple(policy.next_factor(history_of(known), first=first) for known in before)
+    return Replay(summary, factors, policy.next_factor(history_of(runs), first=first))

@@ -1,9 +1,12 @@
-"""Measures whether a model couples the samples of a batch (BatchNorm does): one small batch, whole and split, dropout
-off, gradients compared. Where they differ, no split is exact, and the plan says so.
+"""Measures whether the gradient of a sample depends on the rest of its batch, as it does with BatchNorm.
+
+A small batch is computed whole and split, with dropout off, and the gradients are compared. Where they differ, no split
+is exact, and the plan says so.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -17,25 +20,21 @@ from can_train.fit.random_state import Snapshot
 if TYPE_CHECKING:
     from can_train.fit.micro_batcher import Losses
 
+# Samples of the two parts of the batch: unequal, since equal parts hide a mean that is taken over each part.
 SPLIT: Final = (3, 5)
-"""Samples of the two parts of the batch."""
 
-
+# Relative L2 difference of the gradients above which samples depend on each other. Round-off is 1e-16 and 1e-7 per
+# operation.
 TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Relative L2 difference of the gradients above which samples are coupled; round-off is 1e-16 and 1e-7 an operation.
-Mixed precision is compared with the tolerance of float16."""
 
-
+# The same for float16 and bfloat16, and for mixed precision.
 _HALF_TOLERANCE: Final = 3e-2
 
+# Functions that drop activations, in torch and torch.nn.functional, in place or not.
+_DROPOUT: Final = re.compile(r"(feature_)?(alpha_)?dropout([123]d)?_?")
 
-_DROPOUTS: Final = frozenset(
-    ("dropout", "dropout_", "alpha_dropout", "alpha_dropout_", "feature_dropout", "feature_dropout_",
-     "feature_alpha_dropout", "feature_alpha_dropout_", "dropout1d", "dropout2d", "dropout3d")
-)  # fmt: skip
-"""Functions that drop activations, in torch and torch.nn.functional."""
-
-
+# Functions that drop activations among other things: the argument's name and its position. Recurrent layers take packed
+# sequences, which have one argument less in front.
 _WITH_DROPOUT: Final = {
     "scaled_dot_product_attention": ("dropout_p", 4),
     "multi_head_attention_forward": ("dropout_p", 10),
@@ -44,8 +43,6 @@ _WITH_DROPOUT: Final = {
     "rnn_tanh": ("dropout", 6),
     "rnn_relu": ("dropout", 6),
 }
-"""Functions that also drop activations: the argument's name and its position. Recurrent layers are given packed
-sequences with one argument less in front."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +51,9 @@ class BatchDependence:
 
     Attributes:
         terms: Loss terms whose gradient a split changes, with the relative L2 difference.
-        modules: Normalising layers that couple samples, by name.
-        drops: Whether the model drops activations: their masks depend on the split.
-        measured: Whether memory allowed to find out; where it did not, nothing is known.
+        modules: Names of the normalising layers that make samples depend on each other.
+        drops: Whether the model drops activations: the masks depend on the split.
+        measured: Whether there was enough memory to measure it; if not, nothing is known.
     """
 
     terms: Mapping[str, float]
@@ -65,19 +62,22 @@ class BatchDependence:
     measured: bool = True
 
     def sentences(self, *, split: bool) -> list[str]:
-        """What a plan says of it; of dropout only where batches are split, which most never are."""
-        said = []
+        """Returns what a plan says about it; `split` tells whether its batches are split, as most never are."""
+        sentences = []
         if not self.measured:
-            said.append(f"Not enough memory for {sum(SPLIT)} samples at once: whether they are coupled is not known")
+            unknown = "whether they depend on each other is not known"
+            sentences.append(f"Not enough memory for {sum(SPLIT)} samples at once: {unknown}")
         if self.terms:
-            by = f" by {', '.join(self.modules)}" if self.modules else ""
+            through = f" through {', '.join(self.modules)}" if self.modules else ""
             largest = ", ".join(f"{term} {difference:.1%}" for term, difference in self.terms.items())
-            said.append(f"Samples of a batch are coupled{by}: micro-batches change the gradient of {largest}")
+            depend = f"Samples depend on the rest of their batch{through}"
+            sentences.append(f"{depend}: micro-batches change the gradient of {largest}")
         if self.drops and split:
-            said.append(
-                "Dropout draws other masks for other micro-batches; apart from it their gradient is the batch's"
+            sentences.append(
+                "Dropout draws other masks for micro-batches than for the whole batch; apart from that, the gradient is "
+                "the batch's"
             )
-        return said
+        return sentences
 
 
 def measure_batch_dependence(
@@ -93,8 +93,8 @@ def measure_batch_dependence(
     Args:
         model: In training mode.
         losses_of: Computes the loss terms of samples `start:stop` of a batch of `sum(SPLIT)`.
-        denominators: Per term, of the whole batch.
-        device: Of the model.
+        denominators: Denominator of each term for the whole batch.
+        device: Device of the model.
         half: Whether matrix products run in half precision.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -107,14 +107,14 @@ def measure_batch_dependence(
             split = _gradients(parameters, losses_of, SPLIT, denominators)
     finally:
         snapshot.restore()
-    differences = {term: _relative(split[term], whole[term]) for term in whole}
-    coupled = {term: difference for term, difference in differences.items() if difference > tolerance}
-    modules = tuple(name for name, module in model.named_modules() if _normalises(module)) if coupled else ()
-    return BatchDependence(terms=coupled, modules=modules, drops=no_dropout.seen)
+    differences = {term: _relative_difference(split[term], whole[term]) for term in whole}
+    terms = {term: difference for term, difference in differences.items() if difference > tolerance}
+    modules = tuple(name for name, module in model.named_modules() if _normalises(module)) if terms else ()
+    return BatchDependence(terms=terms, modules=modules, drops=no_dropout.seen)
 
 
 class NoDropout(TorchFunctionMode):
-    """Turns dropout off wherever it is called, as a layer or as a function, and leaves all else in training mode.
+    """Turns dropout off wherever it is called, as a layer or as a function; everything else stays in training mode.
 
     Attributes:
         seen: Whether any activation would have been dropped.
@@ -129,7 +129,7 @@ class NoDropout(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name in _DROPOUTS:
+        if _DROPOUT.fullmatch(name):
             share = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             training = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
             self.seen |= bool(training and share)
@@ -154,37 +154,24 @@ def _gradients(
     losses_of: Callable[[int, int], Losses],
     sizes: Sequence[int],
     denominators: Mapping[str, float],
-) -> dict[str, list[Tensor | None]]:
-    """Each term's own gradient, added up over the parts."""
-    sums: dict[str, list[Tensor | None]] = {}
+) -> dict[str, list[Tensor]]:
+    """Returns each term's own gradient, added up over the parts."""
+    sums: dict[str, list[Tensor]] = {}
     start = 0
     for size in sizes:
-        losses = losses_of(start, start + size)
-        for term, (total, _) in losses.items():
+        for term, (total, _) in losses_of(start, start + size).items():
             loss = total / (denominators[term] or 1.0)
-            found = _gradient(loss, parameters)
-            known = sums.get(term, [None] * len(parameters))
-            sums[term] = [_plus(a, b) for a, b in zip(known, found, strict=True)]
+            known = sums.setdefault(term, [torch.zeros_like(parameter) for parameter in parameters])
+            if loss.requires_grad:
+                found = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+                torch._foreach_add_(known, found)
         start += size
     return sums
 
 
-def _gradient(loss: Tensor, parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    if not loss.requires_grad:
-        return [None] * len(parameters)
-    return list(torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True))
-
-
-def _plus(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
-
-
-def _relative(one: list[Tensor | None], other: list[Tensor | None]) -> float:
-    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
-    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    size = sum(float(b.double().square().sum()) for _, b in pairs)
+def _relative_difference(one: list[Tensor], other: list[Tensor]) -> float:
+    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(one, other, strict=True))
+    size = sum(float(b.double().square().sum()) for b in other)
     return (difference / size) ** 0.5 if size > 0 else 0.0
 
 

@@ -1,5 +1,5 @@
-"""The factor of a configuration that a device has not run yet, from what it was just found to hold: the share of the
-tuned limit whose predicted peak meets the target. What earlier runs taught is the factor policies' matter.
+"""The factor of a configuration that a device has not run yet, from what the device was just found to hold: the share of
+the tuned limit whose predicted peak meets the target. What earlier runs taught is the factor policies' subject.
 """
 
 from __future__ import annotations
@@ -10,45 +10,40 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
 
-_TINY: Final = 1.0
-"""Bytes that a tuned limit counts as at least: dividing by it needs no case of its own."""
+# Least divisor in place of a tuned limit: dividing by it needs no case of its own.
+_LEAST_LIMIT_BYTES: Final = 1.0
 
 
 @dataclass(frozen=True)
 class Aim:
-    """The peak that a run goes for.
+    """The peak memory that a plan works towards."""
 
-    Attributes:
-        share: Of the capacity.
-        why: Why it is less than what was wanted, in words; empty where it is not.
-    """
-
-    share: float
-    why: str = ""
+    share: float  # of the capacity
+    reason: str = ""  # why it is less than the target; empty where it is not
 
 
-ANY_PEAK: Final = Aim(1.0)
-"""Where nobody aims: the factor is as it is."""
+# The aim of a factor that a person has fixed: it holds whatever peak it leads to.
+NO_AIM: Final = Aim(1.0)
 
 
-def aim_within(limits: DeviceLimits, wanted: Aim, *, margin: float = 0.0) -> Aim:
-    """Lowers an aim to what was seen to fit: on a small or fragmented device memory runs out well below its capacity.
+def lower_aim(limits: DeviceLimits, aim: Aim, *, margin: float = 0.0) -> Aim:
+    """Lowers an aim to what was seen to fit: a small or fragmented device runs out of memory well below its capacity.
 
     Args:
         limits: What the device was found to hold.
-        wanted: The aim so far; `ANY_PEAK` stays.
+        aim: The aim so far; `NO_AIM` stays.
         margin: Share of the capacity to stay below what was seen.
     """
     training = limits.training
     # A search that stopped where memory decides nothing has not seen how much fits.
     fits = 1.0 if training.capped else training.peak_bytes(training.tuned_limit) / limits.capacity_bytes
     highest = max(fits - margin, 0.0)
-    if wanted == ANY_PEAK or highest >= wanted.share:
-        return wanted
+    if aim == NO_AIM or highest >= aim.share:
+        return aim
     return Aim(highest, "no more was seen to fit" if training.trials else "no more is predicted to fit")
 
 
-def interval_share(limits: DeviceLimits) -> float:
+def predicted_half_width(limits: DeviceLimits) -> float:
     """Returns the half-width of the predicted peak at the tuned limit, as a share of the capacity."""
     return limits.training.half_width(limits.training.tuned_limit) / limits.capacity_bytes
 
@@ -62,17 +57,17 @@ def closed_form_factor(limits: DeviceLimits, aim: float, *, ratio: float = 1.0) 
         ratio: Measured ÷ predicted peaks of the configuration, where they are known from another device.
     """
     training = limits.training
-    return training.cost_within(aim / ratio * limits.capacity_bytes) / max(training.tuned_limit, _TINY)
+    return training.cost_within(aim / ratio * limits.capacity_bytes) / max(training.tuned_limit, _LEAST_LIMIT_BYTES)
 
 
-def closed_form_words(limits: DeviceLimits, aim: float, factor: float, *, ratio: float = 1.0) -> str:
-    """Says how a factor of the closed form came about, in shares of the capacity.
+def describe_closed_form(limits: DeviceLimits, aim: float, factor: float, *, ratio: float = 1.0) -> str:
+    """Writes the arithmetic behind a factor of `closed_form_factor`, in shares of the capacity.
 
     Args:
-        limits: As of `closed_form_factor`.
-        aim: Likewise.
+        limits: What the device was found to hold.
+        aim: Peak to reach, as a share of the capacity.
         factor: The factor, within its bounds.
-        ratio: As of `closed_form_factor`.
+        ratio: Measured ÷ predicted peaks.
     """
     training, capacity = limits.training, limits.capacity_bytes
     base, tuned = training.model.base_bytes / capacity, training.measured_ratio * training.tuned_limit / capacity
@@ -83,55 +78,36 @@ def closed_form_words(limits: DeviceLimits, aim: float, factor: float, *, ratio:
 
 @dataclass(frozen=True)
 class FactorChoice:
-    """The factor of the next run.
+    """The factor of the next run."""
 
-    Attributes:
-        factor: Share of the tuned limit, in (0, 1].
-        reason: Where it comes from, in words.
-    """
-
-    factor: float
+    factor: float  # share of the tuned limit, in (0, 1]
     reason: str
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """What another kind of device taught of a configuration.
+class OtherDevice:
+    """What runs of the configuration have measured on another kind of device."""
 
-    Attributes:
-        ratio: Measured ÷ predicted peak, in bytes.
-        runs: Runs that say so.
-        device: Where they ran.
-    """
-
-    ratio: float
+    ratio: float  # measured ÷ predicted peak
     runs: int
     device: str
 
 
+# The search looks for what the batch needs ÷ this factor. With 0.5, a limit below that is memory's, wherever weights and
+# state leave half of the device free.
+# Factor that a search assumes before there is one.
 PROVISIONAL: Final = 0.5
-"""Factor that a search reckons with before there is one: it looks for twice what the batch needs, so that a limit it
-ends below is memory's, wherever weights and state leave half of the device free."""
-
 
 _LEAST_RATIO: Final = 0.5
-
-
+# Bounds of `OtherDevice.ratio`: beyond them it was not measured in the same training.
 _LARGEST_RATIO: Final = 2.0
-"""Bounds of what another device may have taught: beyond them it is no measurement of the same training."""
-
 
 UNUSED: Final = FactorChoice(1.0, "not in use: nothing was searched for")
 
 
 @dataclass(frozen=True)
-class Decided:
-    """A run's factor.
-
-    Attributes:
-        choice: The factor and where it comes from.
-        aim: The peak that it goes for.
-    """
+class FactorDecision:
+    """A run's factor, and the peak that it works towards."""
 
     choice: FactorChoice
     aim: Aim
@@ -142,11 +118,11 @@ class FactorRule:
     """Decides the factor of a run.
 
     Attributes:
-        known: The factor, where it is known before the device is looked at; None: it follows from the limits.
-        aim: The peak to go for, as far as it is known before.
+        known: The factor, where it is known before the device is looked at; None means that it follows from the limits.
+        aim: The peak to work towards, as far as it is known before.
         aim_is_learned: Whether runs have shown that the aim fits; else what the limits show lowers it.
         minimum, maximum: Bounds of a factor that follows from the limits.
-        elsewhere: What another device taught of the configuration; None: nothing.
+        other_device: What another device has shown of the configuration.
         after_oom: Whether the run's last attempt died of an out-of-memory, so that its plan gives way to `known`.
     """
 
@@ -155,34 +131,32 @@ class FactorRule:
     aim_is_learned: bool = False
     minimum: float = 0.05
     maximum: float = 1.0
-    elsewhere: Elsewhere | None = None
+    other_device: OtherDevice | None = None
     after_oom: bool = False
 
     @property
     def provisional(self) -> float:
-        """The factor that a search reckons with."""
+        """The factor that a search assumes."""
         return PROVISIONAL if self.known is None else self.known.factor
 
-    def decide(self, limits: DeviceLimits | None) -> Decided:
-        """Decides the factor, given what the device was found to hold; None where nobody searched."""
+    def decide(self, limits: DeviceLimits | None) -> FactorDecision:
+        """Decides the factor from what the device was found to hold; None where nothing was searched for."""
         if limits is None:
-            return Decided(self.known or UNUSED, self.aim)
+            return FactorDecision(self.known or UNUSED, self.aim)
         if self.known is not None:
-            return Decided(self.known, self.aim if self.aim_is_learned else aim_within(limits, self.aim))
-        width = interval_share(limits)
-        aim = aim_within(limits, self._certain(width), margin=width)
-        return Decided(self._closed_form(limits, aim.share), aim)
-
-    def _certain(self, width: float) -> Aim:
-        """The target, or less where the prediction's interval would reach beyond the capacity."""
-        highest = max(1.0 - width, 0.0)
-        return self.aim if highest >= self.aim.share else Aim(highest, "the prediction is not certain enough")
+            return FactorDecision(self.known, self.aim if self.aim_is_learned else lower_aim(limits, self.aim))
+        # The prediction's interval must not reach beyond the capacity.
+        width = predicted_half_width(limits)
+        certain = max(1.0 - width, 0.0)
+        aim = self.aim if certain >= self.aim.share else Aim(certain, "the prediction is not certain enough")
+        aim = lower_aim(limits, aim, margin=width)
+        return FactorDecision(self._closed_form(limits, aim.share), aim)
 
     def _closed_form(self, limits: DeviceLimits, aim: float) -> FactorChoice:
         ratio, source = 1.0, "from the probes"
-        if self.elsewhere is not None:
-            ratio = min(max(self.elsewhere.ratio, _LEAST_RATIO), _LARGEST_RATIO)
-            runs = f"{self.elsewhere.runs} run{'s' if self.elsewhere.runs > 1 else ''}"
-            source = f"from the probes and {runs} on {self.elsewhere.device}"
+        if self.other_device is not None:
+            ratio = min(max(self.other_device.ratio, _LEAST_RATIO), _LARGEST_RATIO)
+            runs = f"{self.other_device.runs} run{'s' if self.other_device.runs > 1 else ''}"
+            source = f"from the probes and {runs} on {self.other_device.device}"
         factor = min(max(closed_form_factor(limits, aim, ratio=ratio), self.minimum), self.maximum)
-        return FactorChoice(factor, f"{source}: {closed_form_words(limits, aim, factor, ratio=ratio)}")
+        return FactorChoice(factor, f"{source}: {describe_closed_form(limits, aim, factor, ratio=ratio)}")

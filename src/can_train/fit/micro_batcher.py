@@ -1,37 +1,46 @@
 """Computes one logical batch in micro-batches that fit."""
 
+from __future__ import annotations
+
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from can_train.errors import ArgumentError
-from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.packing import BatchCosts, PartLimit, SplitRules
 from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import Backoff, Rescue, RescueSettings
 from can_train.memory.meters import Meter, open_meter
 
+if TYPE_CHECKING:
+    from can_train.fit.cost_model import DeviceLimits
+
+# Relative difference of the parts' denominators from the whole batch's that is round-off.
 _DENOMINATOR_TOLERANCE: Final = 1e-6
-"""Relative difference of the parts' denominators from the whole batch's that is round-off."""
+
+# Loss terms of a part: the sum over the part, and the part's own denominator.
+Losses = Mapping[str, tuple[Tensor, float]]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """What computing a logical batch, or a share of one, gave beside its gradient.
+    """The numbers that come with the gradient of a logical batch, or of a share of one.
 
     Attributes:
         means: Each term's sum ÷ the whole logical batch's denominator: its mean, or the share's contribution to it.
         denominators: Each term's own denominator.
         micro_batches: Sizes in samples, in order, as they were run in the end.
-        largest_cost: Cost of the costliest of them.
-        settled_cost: Cost of the costliest of those that were run after the last out-of-memory.
-        ooms: Out-of-memories that were survived.
+        largest_cost: Cost of the costliest micro-batch.
+        cost_after_rescue: The same of those that ran after the last out-of-memory.
+        ooms_rescued: Out-of-memories on the way.
     """
 
     means: dict[str, float] = field(default_factory=dict)
@@ -39,7 +48,7 @@ class BatchResult:
     micro_batches: tuple[int, ...] = ()
     largest_cost: float = 0.0
     cost_after_rescue: float = 0.0
-    ooms: int = 0
+    ooms_rescued: int = 0
 
     @property
     def loss(self) -> float:
@@ -47,20 +56,20 @@ class BatchResult:
         return sum(self.means.values())
 
 
-def whole(shares: Sequence[BatchResult]) -> BatchResult:
-    """Puts a logical batch's shares together, in order."""
+def combine_shares(shares: Sequence[BatchResult]) -> BatchResult:
+    """Returns the result of a logical batch from those of its shares, in order."""
     return BatchResult(
-        means=added([share.means for share in shares]),
-        denominators=added([share.denominators for share in shares]),
+        means=sum_by_term([share.means for share in shares]),
+        denominators=sum_by_term([share.denominators for share in shares]),
         micro_batches=tuple(size for share in shares for size in share.micro_batches),
         largest_cost=max(share.largest_cost for share in shares),
         cost_after_rescue=max(share.cost_after_rescue for share in shares),
-        ooms=sum(share.ooms for share in shares),
+        ooms_rescued=sum(share.ooms_rescued for share in shares),
     )
 
 
-def added(terms: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Adds numbers up by term, in the order given: the same bits wherever it is done."""
+def sum_by_term(terms: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Adds numbers up by term, in the order given: every rank that does it gets the same bits."""
     totals: dict[str, float] = {}
     for one in terms:
         for term, number in one.items():
@@ -69,16 +78,7 @@ def added(terms: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def check_denominators(result: BatchResult, denominators: Mapping[str, float] | None, *, size: int) -> None:
-    """Checks that the parts' denominators are the whole batch's.
-
-    Args:
-        result: Of the whole batch.
-        denominators: Per term, of the whole batch; None: its size, for every term.
-        size: Samples of the batch.
-
-    Raises:
-        ArgumentError: They do not add up to it.
-    """
+    """Checks that the parts' denominators add up to those of the whole batch, or to its size where those are None."""
     for term, own in result.denominators.items():
         needed = float(size) if denominators is None else denominators[term]
         if not math.isclose(own, needed, rel_tol=_DENOMINATOR_TOLERANCE, abs_tol=_DENOMINATOR_TOLERANCE):
@@ -89,56 +89,9 @@ def check_denominators(result: BatchResult, denominators: Mapping[str, float] | 
             )
 
 
-class Sums:
-    """Adds up the terms of some samples on the device: reading a number from it would make the host wait.
-
-    Args:
-        denominators: Per term, of the whole logical batch; None: `size`, for every term.
-        size: Samples of the logical batch.
-
-    Attributes:
-        own: Per term, the denominators of what was added.
-    """
-
-    def __init__(self, denominators: Mapping[str, float] | None, size: int) -> None:
-        self._given = denominators
-        self._size = float(size)
-        self._means: dict[str, Tensor] = {}
-        self.own: dict[str, float] = {}
-
-    def denominator(self, term: str) -> float:
-        """A term whose denominator is zero has nothing in this batch: its sum is zero too."""
-        if self._given is None:
-            return self._size
-        if term not in self._given:
-            raise ArgumentError("Every term has a denominator", value=f"{term!r} is not in {sorted(self._given)}")
-        return self._given[term] or 1.0
-
-    def add(self, means: Mapping[str, Tensor], own: Mapping[str, float]) -> None:
-        """Adds a part: its sums ÷ the whole's denominators, and its own denominators."""
-        for term, mean in means.items():
-            self._means[term] = self._means[term] + mean if term in self._means else mean
-            self.own[term] = self.own.get(term, 0.0) + own[term]
-
-    def means(self) -> dict[str, float]:
-        """Reads what was added up."""
-        return {term: float(mean) for term, mean in self._means.items()}
-
-
-Losses = Mapping[str, tuple[Tensor, float]]
-"""Loss terms of a part: the sum over the part, and the part's own denominator."""
-
-
-_Added = tuple[dict[str, Tensor], dict[str, float]]
-"""What a part adds: per term, its sum ÷ the whole's denominator, and its own denominator."""
-
-
-T = TypeVar("T")
-
-
 class MicroBatcher:
     r"""Accumulates :math:`\nabla \sum_t w_t \cdot S_t / D_t` over micro-batches, where the denominators D belong to the
-    whole logical batch; a micro-batch that runs out of memory is undone, split and run again.
+    whole logical batch. A micro-batch that runs out of memory is undone, split and run again.
 
     In a loop of your own:
 
@@ -152,11 +105,11 @@ class MicroBatcher:
     (8,)
 
     Args:
-        model: Whose parameters' gradients are accumulated.
-        meter: Of the device that the model is on; None opens one.
-        rules: How batches are cut; nothing is cut before memory runs out where none are given.
+        model: Model whose parameters' gradients are accumulated.
+        meter: Meter of the device that the model is on; None opens one.
+        rules: How batches are cut; without rules, nothing is cut before memory runs out.
         rescue: What may be done about an out-of-memory.
-        limits: What is known of batches on the device; None: nothing.
+        limits: What a search found of batches on the device; None where there was none.
     """
 
     def __init__(
@@ -174,14 +127,14 @@ class MicroBatcher:
             raise ArgumentError("A model to be trained has parameters", value=type(model).__name__)
         self._meter = meter or open_meter(str(self._parameters[0].device))
         self._settings = rescue or RescueSettings()
-        self.rules = rules or SplitRules()
         self._rescue = Rescue(self._meter, self._settings)
         # Evaluation costs less a sample, so what training learned of sizes says nothing of its own.
         self._evaluation = Rescue(self._meter, self._settings)
-        self._trainable = _trainable(self._parameters)
-        self._planned = 0.0
-        self._pressure = _Pressure(self._meter)
-        self.use(self.rules, limits)
+        self._trainable = [parameter.requires_grad for parameter in self._parameters]
+        self._largest_planned = 0.0
+        self._retries, self._retries_rose = self._meter.retries(), False
+        self._last_largest_cost = math.inf
+        self.use(rules or SplitRules(), limits)
 
     def run(
         self,
@@ -196,16 +149,15 @@ class MicroBatcher:
 
         Args:
             losses_of: Computes the loss terms of samples `start:stop`: sums, with their own denominators.
-            batch: What the samples cost; a number of samples that all cost the same.
-            denominators: Per term, of the whole batch; None: the number of samples, for every term.
-            weights: Per term; None: 1 each.
+            batch: Costs of the samples, or a number of samples that all cost the same.
+            denominators: Denominator of each term for the whole batch; None: the number of samples, for every term.
+            weights: Weight of each term; None: 1 each.
             scale: Applied to each part's loss before backward (a gradient scaler).
 
         Raises:
             DoesNotFitError: One sample is too much, or nothing may be split.
-            ArgumentError: The parts' denominators do not add up to the whole batch's, or something given is not of the
-                shape that is asked for. After any error `.grad` holds, beside what was there, the parts that were
-                computed before it.
+            ArgumentError: The parts' denominators do not add up to the whole batch's, or an argument has the wrong
+                shape. After any error `.grad` holds, beside what was there, the parts that were computed before it.
         """
         costs = _as_costs(batch)
         result = self.run_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
@@ -221,56 +173,49 @@ class MicroBatcher:
         weights: Mapping[str, float] | None = None,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> BatchResult:
-        """Adds the gradient of some samples of a logical batch to `.grad`; others run elsewhere, or none do.
+        """Adds the gradient of one rank's share of a logical batch to `.grad`, as `run` does.
 
-        Args:
-            losses_of: As for `run`; the share's first sample is 0.
-            costs: What the share's samples cost; it may have none.
-            denominators: Per term, of the whole logical batch. That the shares' own add up to them is for
-                `check_denominators` to see, once all are there.
-            weights: As for `run`.
-            scale: Likewise.
-
-        Raises:
-            DoesNotFitError: As `run` does.
-            ArgumentError: Likewise.
+        Sample 0 is the share's first, but `denominators` are the whole batch's: once the results of all shares are
+        there, `combine_shares` and `check_denominators` compare them.
         """
         if not len(costs):
             return BatchResult()
-        self._renew_if_thawed()
-        sums = Sums(denominators, len(costs))
+        self._forget_limits_if_thawed()
 
-        def attempt(start: int, stop: int) -> _Added:
-            losses = _checked(losses_of(start, stop), weights)
-            parts = {term: total / sums.denominator(term) for term, (total, _) in losses.items()}
-            weighted = [part if weights is None else weights[term] * part for term, part in parts.items()]
+        def attempt(start: int, stop: int) -> Losses:
+            losses = _check_losses(losses_of(start, stop), weights)
+            means = {term: total / _divisor(term, denominators, len(costs)) for term, (total, _) in losses.items()}
+            weighted = [mean if weights is None else weights[term] * mean for term, mean in means.items()]
             scale(sum(weighted[1:], start=weighted[0])).backward()
-            own = {term: denominator for term, (_, denominator) in losses.items()}
-            return {term: part.detach() for term, part in parts.items()}, own
+            return {term: (mean.detach(), losses[term][1]) for term, mean in means.items()}
 
-        return self._in_parts(costs, attempt, sums)
+        return self._run_parts(costs, attempt)
 
-    def _in_parts(self, costs: BatchCosts, attempt: Callable[[int, int], _Added], sums: Sums) -> BatchResult:
-        """Runs samples in parts that fit, and adds up what they give."""
-        limit = self.rules.limit_for(costs)
-        before = ooms = self._rescue.ooms
+    def _run_parts(self, costs: BatchCosts, attempt: Callable[[int, int], Losses]) -> BatchResult:
+        limit, rescue = self.rules.limit_for(costs), self._rescue
+        ooms_before = ooms = rescue.ooms
+        # The sums stay on the device: reading a number from it would make the host wait for it after every part.
+        means: dict[str, Tensor] = {}
+        denominators: dict[str, float] = {}
         sizes: list[int] = []
-        largest = settled = 0.0
-        for part in self._rescue.run(costs, limit, attempt, self._undoable):
-            sums.add(*part.result)
+        largest = after_rescue = 0.0
+        for part in rescue.run(costs, limit, attempt, lambda: _Backward(self._model, self._meter, self._parameters)):
+            for term, (mean, denominator) in part.result.items():
+                means[term] = means[term] + mean if term in means else mean
+                denominators[term] = denominators.get(term, 0.0) + denominator
             sizes.append(part.stop - part.start)
             cost = costs.cost(part.start, part.stop)
-            settled = cost if self._rescue.ooms > ooms else max(settled, cost)
-            largest, ooms = max(largest, cost), self._rescue.ooms
-        self._planned = max(self._planned, min(limit.cost, costs.cost(0, len(costs))))
-        self._pressure.largest_cost = largest
+            after_rescue = cost if rescue.ooms > ooms else max(after_rescue, cost)
+            largest, ooms = max(largest, cost), rescue.ooms
+        self._largest_planned = max(self._largest_planned, min(limit.cost, costs.cost(0, len(costs))))
+        self._last_largest_cost = largest
         return BatchResult(
-            means=sums.means(),
-            denominators=sums.own,
+            means={term: float(mean) for term, mean in means.items()},
+            denominators=denominators,
             micro_batches=tuple(sizes),
             largest_cost=largest,
-            cost_after_rescue=settled,
-            ooms=ooms - before,
+            cost_after_rescue=after_rescue,
+            ooms_rescued=ooms - ooms_before,
         )
 
     def evaluate(
@@ -279,37 +224,35 @@ class MicroBatcher:
         batch: BatchCosts | Sequence[float] | int,
         limit: PartLimit | None = None,
     ) -> list[T]:
-        """Computes something without gradients, in parts that fit.
+        """Computes something without gradients, and returns the results of the parts in order.
 
         Args:
             compute: Computes samples `start:stop`.
-            batch: What they cost.
+            batch: Costs of the samples, or their number.
             limit: What a part may hold; None: anything, until memory runs out.
-
-        Returns:
-            The parts' results, in order.
         """
-        costs, limit = _as_costs(batch), limit or PartLimit()
-        rescue = self._evaluation
-        parts = list(rescue.run(costs, limit, compute, lambda: _Restored(self._model, self._meter.device)))
+        costs, limit, rescue = _as_costs(batch), limit or PartLimit(), self._evaluation
+        parts = list(rescue.run(costs, limit, compute, lambda: _Inference(self._model, self._meter)))
         if self._settings.regrow:
             planned = min(limit.cost, costs.cost(0, len(costs)))
             rescue.backoff = rescue.backoff.after_step(planned=planned, factor=self._settings.factor)
         return [part.result for part in parts]
 
     def stepped(self) -> None:
-        """Says that an optimizer step was taken; micro-batches grow back after enough of them."""
-        backoff = self._rescue.backoff
-        if self._pressure.rose_twice():
-            backoff = backoff.after_pressure(self._pressure.largest_cost)
+        """Counts an optimizer step; micro-batches grow back after enough of them."""
+        backoff, retries = self._rescue.backoff, self._meter.retries()
+        rose = retries > self._retries
+        # The allocator released its cache to serve an allocation, and again in the next step: it works at its limit,
+        # where every step is slow and memory too fragmented to last.
+        if rose and self._retries_rose:
+            backoff = backoff.after_pressure(self._last_largest_cost)
         elif self._settings.regrow:
-            backoff = backoff.after_step(planned=self._planned, factor=self._settings.factor)
+            backoff = backoff.after_step(planned=self._largest_planned, factor=self._settings.factor)
+        self._retries, self._retries_rose = retries, rose
         self._rescue.backoff = backoff
 
     def watch(self, on_oom: Callable[[], object]) -> None:
-        """Has something called after each out-of-memory of training, once what failed is undone and its memory released
-        (`MemoryMonitor.rescued`, say).
-        """
+        """Registers what is called after each out-of-memory of training, such as `MemoryMonitor.rescued`."""
         self._rescue.on_oom = on_oom
 
     @property
@@ -318,59 +261,63 @@ class MicroBatcher:
         return self._rescue.oom_cost if self._rescue.oom_cost < math.inf else None
 
     @property
-    def ooms(self) -> int:
+    def ooms_rescued(self) -> int:
         """Out-of-memories survived so far, in training and evaluation."""
-        return self._rescue.ooms + self._evaluation.ooms
+        return self._rescue.ooms_rescued + self._evaluation.ooms_rescued
 
     def state_dict(self) -> dict[str, Any]:
-        """The limits in force, for a checkpoint."""
-        return {"backoff": asdict(self._rescue.backoff), "planned": self._planned, "ooms": self._rescue.ooms}
+        """Returns the limits in force, for a checkpoint."""
+        rescue = self._rescue
+        return {
+            "backoff": asdict(rescue.backoff),
+            "largest_planned": self._largest_planned,
+            "ooms_rescued": rescue.ooms_rescued,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""
         self._rescue.backoff = Backoff(**state["backoff"])
-        self._planned = state["planned"]
-        self._rescue.ooms = state["ooms"]
+        self._largest_planned = state["largest_planned"]
+        self._rescue.ooms_rescued = state["ooms_rescued"]
 
     def use(self, rules: SplitRules, limits: DeviceLimits | None) -> None:
-        """Takes other rules and limits from now on: the device was looked at anew."""
+        """Replaces rules and limits after the device was explored again."""
         self.rules = rules
         self._rescue.phase = None if limits is None else limits.training
         self._rescue.oom_cost = math.inf
         self._evaluation.phase = None if limits is None else limits.evaluation
 
-    def _undoable(self) -> "_GradientsAside":
-        return _GradientsAside(self._model, self._meter.device, self._parameters)
-
-    def _renew_if_thawed(self) -> None:
+    def _forget_limits_if_thawed(self) -> None:
         """Forgets what was learned of memory when other parameters are trained than before: activations differ."""
         # Once a batch, for the attempts too: walking a model's modules is what the engine takes most time for.
         self._parameters = list(self._model.parameters())
-        trainable = _trainable(self._parameters)
+        trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             self._trainable = trainable
             self._rescue.backoff = Backoff()
-            self._planned = 0.0
+            self._largest_planned = 0.0
 
 
-class _Restored:
+class _Inference:
     """Undoes a pass without gradients."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._snapshot = Snapshot(model, device)
+    def __init__(self, model: nn.Module, meter: Meter) -> None:
+        self._snapshot = Snapshot(model, meter.device)
 
     def keep(self) -> None:
-        """Nothing is left to do."""
+        pass
 
     def undo(self) -> None:
         self._snapshot.restore()
 
 
-class _GradientsAside(_Restored):
-    """Sets the gradients so far aside, so that a failed backward cannot leave half of its own in them."""
+class _Backward(_Inference):
+    """Undoes a pass with gradients; those of earlier parts are set aside meanwhile."""
 
-    def __init__(self, model: nn.Module, device: torch.device, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(model, device)
+    # A backward that fails half-way has added to some of the gradients: where that stayed, weights were 23 to 95 % off.
+
+    def __init__(self, model: nn.Module, meter: Meter, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(model, meter)
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._aside = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
@@ -385,6 +332,7 @@ class _GradientsAside(_Restored):
                 pairs.append((aside, parameter.grad))
             parameter.grad = aside
         if pairs:
+            # Into the earlier sum, as autograd accumulates: the same bits, and no memory beside the two of them.
             torch._foreach_add_([aside for aside, _ in pairs], [own for _, own in pairs])
 
     def undo(self) -> None:
@@ -393,8 +341,17 @@ class _GradientsAside(_Restored):
         super().undo()
 
 
-def _checked(losses: Any, weights: Mapping[str, float] | None) -> Losses:
-    """Makes sure of the shape of what a loop of one's own computes."""
+def _divisor(term: str, denominators: Mapping[str, float] | None, size: int) -> float:
+    if denominators is None:
+        return float(size)
+    if term not in denominators:
+        raise ArgumentError("Every term has a denominator", value=f"{term!r} is not in {sorted(denominators)}")
+    # A term whose denominator is zero has nothing in this batch: its sum is zero too.
+    return denominators[term] or 1.0
+
+
+def _check_losses(losses: Any, weights: Mapping[str, float] | None) -> Losses:
+    """Checks the shape of what somebody else's loop computes."""
     pairs = losses.values() if isinstance(losses, Mapping) else ()
     if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ArgumentError(
@@ -406,45 +363,21 @@ def _checked(losses: Any, weights: Mapping[str, float] | None) -> Losses:
     return checked
 
 
-def _trainable(parameters: Sequence[nn.Parameter]) -> tuple[bool, ...]:
-    return tuple(parameter.requires_grad for parameter in parameters)
-
-
-class _Pressure:
-    """Notices that the allocator released its cache to serve an allocation, step after step."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._retries = meter.retries()
-        self._rose = False
-        self.largest_cost = math.inf
-
-    def rose_twice(self) -> bool:
-        """Tells, once a step, whether it did so in this step and the one before."""
-        retries = self._meter.retries()
-        rose, self._retries = retries > self._retries, retries
-        twice, self._rose = rose and self._rose, rose
-        return twice
-
-
-def _as_costs(batch: BatchCosts | Sequence[float] | int) -> BatchCosts:
-    """Prices what a loop of one's own gives: prices already, a cost a sample, or a number of samples."""
+def _as_costs(batch: Any) -> BatchCosts:
+    """Prices what somebody else's loop gives: prices already, a cost a sample, or a number of samples."""
     if not isinstance(batch, BatchCosts):
-        batch = _priced(batch)
+        if isinstance(batch, Sequence | np.ndarray) and not isinstance(batch, str) and np.ndim(batch) == 1:
+            each = np.asarray(batch, dtype=np.float64)
+            if not (np.isfinite(each) & (each >= 0)).all():
+                raise ArgumentError("Costs of samples are finite and not negative", value=f"{batch!r:.80}")
+            batch = BatchCosts.of_samples(each)
+        else:
+            try:
+                batch = BatchCosts.uniform(max(operator.index(batch), 0))
+            except TypeError:
+                rule = "A batch is a number of samples, or a cost for each of them"
+                raise ArgumentError(rule, value=f"{batch!r:.80}") from None
     if len(batch) < 1:
         raise ArgumentError("A logical batch has at least one sample", value="it has none")
-    return batch
-
-
-def _priced(batch: Any) -> BatchCosts:
-    if isinstance(batch, Sequence | np.ndarray) and not isinstance(batch, str) and np.ndim(batch) == 1:
-        costs = np.asarray(batch, dtype=np.float64)
-        if not (np.isfinite(costs) & (costs >= 0)).all():
-            raise ArgumentError("Costs of samples are finite and not negative", value=f"{batch!r:.80}")
-        return BatchCosts.of_samples(costs)
-    try:
-        return BatchCosts.uniform(max(operator.index(batch), 0))
-    except TypeError:
-        raise ArgumentError(
-            "A batch is a number of samples, or a cost for each of them", value=f"{batch!r:.80}"
-        ) from None
+    checked: BatchCosts = batch
+    return checked

@@ -19,7 +19,7 @@ from can_train.fit import random_state
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
 from can_train.fit.epochs import epoch_shares, planned_orders
 from can_train.fit.explore import Explorer
-from can_train.fit.factor_rule import ANY_PEAK, UNUSED, Aim, FactorChoice, FactorRule
+from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, FactorChoice, FactorRule
 from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules
 from can_train.fit.plan import Plan, PlanRequest, resolve_mode, resolve_plan, search_upper
 from can_train.io.units import size_text
@@ -48,7 +48,7 @@ class RunPlan:
     plan: Plan
     limits: DeviceLimits | None  # Limits of the device; None without a search
     factor_reason: str = ""  # Where the safety factor comes from, in words
-    aim: Aim = ANY_PEAK  # The peak that the run aims for
+    aim: Aim = NO_AIM  # The peak that the run aims for
     skipped: tuple[int, ...] = ()  # Rows of training samples that are left out because they do not fit
     ranks: int = 1  # Processes that share the logical batch
     notices: tuple[str, ...] = ()  # What else the user should know, as sentences

@@ -5,10 +5,11 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+# Spawn key that tells what is drawn before a step from what is drawn in it.
 _BEFORE_STEP: Final = 1
-"""Tells what is drawn before a step apart from what is drawn in it."""
 
 
 def seed_everything(seed: int) -> None:
@@ -19,13 +20,8 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_rank(*, seed: int, rank: int, step: int) -> None:
-    """Seeds the global generators of one of several ranks, so that each drops other units; rank 0's go on as they are.
-
-    Args:
-        seed: Of the run.
-        rank: From 0.
-        step: Steps done: ranks that join later do not draw again what was drawn.
-    """
+    """Seeds the global generators of a rank so that each rank drops other units; rank 0's are left as they are."""
+    # By the steps done so far as well: a rank that joins later must not draw again what was drawn.
     if rank:
         seed_everything(int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint32)[0]))
 
@@ -42,8 +38,10 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restores what `capture` returned; GPU generators only where as many GPUs are there."""
-    random.setstate(_tuples(state["python"]))
+    """Restores what `capture` returned; GPU generators only where there are as many GPUs."""
+    version, internal, gauss = state["python"]
+    # A checkpoint may have made lists of the tuples that Python's generator insists on.
+    random.setstate((version, tuple(internal), gauss))
     version, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((version, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
@@ -51,20 +49,18 @@ def restore(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def epoch_order(
-    rows: np.ndarray[Any, np.dtype[np.int64]], *, seed: int, epoch: int
-) -> np.ndarray[Any, np.dtype[np.int64]]:
+def epoch_order(rows: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.int64]:
     """Shuffles the rows of one epoch: a pure function of seed and epoch, so that a position in it can be resumed."""
     return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))]
 
 
 def step_generator(*, seed: int, step: int) -> torch.Generator:
-    """Makes the generator of a step's coupled randomness, likewise a pure function."""
+    """Returns the generator of a step's randomness that samples share: a pure function of seed and step."""
     return _generator(np.random.SeedSequence([seed, step]))
 
 
 def before_step_generator(*, seed: int, step: int) -> torch.Generator:
-    """Makes the generator of what a task does before a step; the step's own draws the same with it and without."""
+    """Returns the generator of what a task does before a step; it leaves what the step itself draws unchanged."""
     return _generator(np.random.SeedSequence([seed, step], spawn_key=(_BEFORE_STEP,)))
 
 
@@ -73,18 +69,10 @@ def _generator(sequence: np.random.SeedSequence) -> torch.Generator:
     return torch.Generator().manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
 
 
-def _tuples(value: Any) -> Any:
-    """Rebuilds the tuples that Python's generator insists on."""
-    return tuple(_tuples(inner) for inner in value) if isinstance(value, list | tuple) else value
-
-
 class Snapshot:
-    """Generators and buffers as they are now.
+    """The generators of the host and of a device, and a model's buffers, as they are now."""
 
-    Args:
-        model: Whose buffers.
-        device: Whose generator, beside those of the host.
-    """
+    # Taken for every micro-batch: `capture` converts to types that can be saved, which takes longer.
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -92,8 +80,8 @@ class Snapshot:
         self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - models may draw from the global generator
         self._host = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        # A module may replace a buffer rather than write into it, so the name is kept beside the tensor; one that is
-        # None may be made in its first pass.
+        # A module may replace a buffer rather than write into it, so module and name are kept beside the tensor. A
+        # buffer that is None may be made in the first pass.
         self._buffers = [
             (module, name, buffer, None if buffer is None else buffer.clone())
             for module in model.modules()
@@ -102,11 +90,11 @@ class Snapshot:
 
     @property
     def copies(self) -> list[Tensor]:
-        """The buffers' copies, which take memory where the model is."""
+        """Copies of the buffers, which take memory on the model's device."""
         return [value for *_, value in self._buffers if value is not None]
 
     def restore(self) -> None:
-        """Puts everything back, bit by bit."""
+        """Restores everything, bit by bit."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
         torch.set_rng_state(self._host)

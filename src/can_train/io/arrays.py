@@ -1,6 +1,6 @@
-"""Folders of arrays that can be mapped into memory: a .npy file for each, and a meta.json. A folder is written block by
-block, appears under its name only when complete, and is verified byte by byte before it is mapped. What its name stands
-for, and making anew what is damaged, are the caller's.
+"""Folders of arrays that are mapped into memory: one .npy file for each array, and a meta.json. A folder is written block
+by block, gets its name only when complete, and is verified by checksums before it is mapped. The caller makes damaged
+folders anew.
 """
 
 import json
@@ -23,39 +23,35 @@ from can_train.errors import StateError
 
 META: Final = "meta.json"
 
-
+# Length of our .npy headers: constant, since the shape is written last, and a multiple of 64, which numpy asks for.
 _HEADER_BYTES: Final = 128
-"""Length of our .npy headers: constant, since the shape is written last, and a multiple of 64, which numpy asks for."""
 
-
+# Read at a time. Files are verified by reading, not through the map, whose touched pages would count as our memory.
 _READ_BYTES: Final = 2**20
-"""Read at a time. Files are verified by reading, not through the map, whose touched pages would count as our memory."""
 
-
+# Age from which an unfinished folder cannot belong to a living process: preparing takes minutes.
 _LEFTOVER_SECONDS: Final = 24 * 3600
-"""Age from which an unfinished folder cannot belong to a living process: preparing takes minutes."""
 
-
+# Type and shape of one row of every array.
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Type and shape of one row of every array."""
 
 
 class FolderDamageError(Exception):
-    """Says why a folder of arrays cannot be used. Not for users: the caller makes it anew."""
+    """A folder of arrays is missing, truncated or altered. Callers catch it and make the folder anew."""
 
 
 def read_arrays(
     folder: Path, names: Sequence[str], *, verify: bool = True
 ) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Verifies a folder's arrays and maps them into memory, copy on write: nobody can change the files through them.
+    """Verifies a folder's arrays and maps them into memory, copy on write: changes do not reach the files.
 
     Args:
         folder: The folder.
         names: Arrays that it must have.
-        verify: Whether every byte is read, in order to find altered ones; the sizes of files are looked at anyway.
+        verify: Whether every byte is read to find altered ones; the sizes of files are always checked.
 
     Returns:
-        The arrays, and what the folder says beside them.
+        The arrays, and the folder's metadata.
 
     Raises:
         FolderDamageError: A file is missing, truncated or altered.
@@ -67,35 +63,35 @@ def read_arrays(
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Reads what a folder says beside its arrays.
+    """Reads a folder's metadata.
 
     Raises:
-        FolderDamageError: The file is missing or altered, or the folder is none of arrays.
+        FolderDamageError: The file is missing or altered.
     """
     with noticing_damage():
         return _read_meta(folder / META)
 
 
 def discard_folder(folder: Path) -> None:
-    """Removes a folder in one step, so that nobody sees it half there. Who has it mapped keeps what they mapped.
+    """Removes a folder in one step, so that nobody sees it half removed. Processes that have it mapped keep their map.
 
     Raises:
         StateError: It cannot be removed.
     """
     aside = _temporary_folder(folder)
-    with _blamed_on(folder.parent):
+    with _as_state_error(folder.parent):
         try:
             folder.rename(aside)
         except FileNotFoundError:
-            return  # another process that saw the same damage was faster
+            return  # another process found the same damage first
         shutil.rmtree(aside, ignore_errors=True)
 
 
 class ArrayWriter:
-    """Writes a folder of arrays, as a context manager: leaving it before `finish` leaves nothing behind.
+    """Context manager that writes a folder of arrays. Leaving it before `finish` leaves nothing behind.
 
     Args:
-        folder: Where the finished folder will be. Its parent is created.
+        folder: Path of the finished folder. Its parent is created.
         kinds: The arrays.
     """
 
@@ -107,7 +103,7 @@ class ArrayWriter:
         self._arrays: dict[str, _ArrayFile] = {}
 
     def __enter__(self) -> Self:
-        with _blamed_on(self._folder.parent):
+        with _as_state_error(self._folder.parent):
             self._folder.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(self._folder.parent)
             self._temporary.mkdir()
@@ -124,28 +120,28 @@ class ArrayWriter:
         self._stack.close()
 
     def append(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Adds rows to some of the arrays.
+        """Appends rows to some of the arrays.
 
         Raises:
             StateError: The folder cannot be written.
         """
-        with _blamed_on(self._folder.parent):
+        with _as_state_error(self._folder.parent):
             for name, rows in arrays.items():
                 self._arrays[name].append(rows)
 
     def take_back(self, name: str, rows: int) -> Iterator[NDArray[Any]]:
-        """Reads an array again, and removes it: what was written down for later has been used.
+        """Yields the rows of a one-dimensional array, then removes it from the folder. It served as a temporary file.
 
         Args:
-            name: The array; it is no part of the folder any more.
-            rows: How many are read at a time; each of them is one number.
+            name: The array.
+            rows: Rows of each block.
 
         Raises:
             StateError: The folder cannot be written.
         """
         array = self._arrays.pop(name)
         dtype = np.dtype(self._kinds[name][0])
-        with _blamed_on(self._folder.parent):
+        with _as_state_error(self._folder.parent):
             array.finish()
             with array.path.open("rb") as file:
                 file.seek(_HEADER_BYTES)
@@ -154,16 +150,16 @@ class ArrayWriter:
             array.path.unlink()
 
     def finish(self, meta: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-        """Completes the folder, maps it and puts it in its place. Where another process has put the same one there
-        meanwhile, that one stays; ours, mapped already, remains readable although its files go.
+        """Completes the folder, maps it and renames it. Where another process has made the same folder meanwhile, that
+        one stays; ours, mapped already, remains readable although its files are removed.
 
         Args:
-            meta: What it says beside the arrays.
+            meta: The folder's metadata, as JSON values.
 
         Raises:
             StateError: The folder cannot be written.
         """
-        with _blamed_on(self._folder.parent):
+        with _as_state_error(self._folder.parent):
             arrays = {name: array.finish() for name, array in self._arrays.items()}
             _write_meta(self._temporary / META, {**meta, "arrays": arrays})
             mapped, _ = read_arrays(self._temporary, list(arrays))
@@ -176,7 +172,7 @@ class ArrayWriter:
 
 
 class _ArrayFile:
-    """A .npy file that grows by rows."""
+    """A .npy file that rows are appended to."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
         self.path = path
@@ -194,10 +190,8 @@ class _ArrayFile:
         self._rows += len(rows)
 
     def finish(self) -> dict[str, Any]:
-        """Writes the header, closes the file and returns its entry in meta.json.
-
-        Nothing is forced to the disk: what a power failure takes away, the checksum notices and making anew restores.
-        """
+        """Writes the header, closes the file and returns its entry in meta.json."""
+        # Not flushed to the disk: the checksum notices what a power failure takes away, and the folder is made anew.
         shape = (self._rows, *self._row_shape)
         self._file.seek(0)
         self._file.write(_npy_header(self._dtype.str, shape))
@@ -208,13 +202,12 @@ class _ArrayFile:
         self._file.close()
 
     def abandon(self) -> None:
-        """Closes the file whatever becomes of what it has not written yet: on a full disk that fails once more."""
+        # On a full disk, writing what is buffered fails once more.
         with suppress(OSError):
             self._file.close()
 
 
 def _npy_header(dtype: str, shape: Sequence[int]) -> bytes:
-    """Returns the header that makes a file an array for `np.load`, at a constant length."""
     text = f"{{'descr': {dtype!r}, 'fortran_order': False, 'shape': {tuple(shape)!r}, }}"
     magic = b"\x93NUMPY\x01\x00"
     length = _HEADER_BYTES - len(magic) - 2
@@ -223,7 +216,7 @@ def _npy_header(dtype: str, shape: Sequence[int]) -> bytes:
 
 @contextmanager
 def noticing_damage() -> Iterator[None]:
-    """Raises `FolderDamageError` for whatever a damaged file makes reading fail with."""
+    """Turns the errors that reading a damaged file raises into `FolderDamageError`."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -265,12 +258,12 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _temporary_folder(folder: Path) -> Path:
-    """Names a folder beside `folder` that no other process uses: a rename stays inside one file system."""
+    # In the same parent, so that the rename stays inside one file system.
     return folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Removes the unfinished folders of processes that were killed."""
+    # Unfinished folders of processes that were killed.
     for folder in parent.glob(".*.*-*/"):
         newest = max((file.stat().st_mtime for file in folder.iterdir()), default=folder.stat().st_mtime)
         if time.time() - newest > _LEFTOVER_SECONDS:
@@ -278,7 +271,7 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 @contextmanager
-def _blamed_on(parent: Path) -> Iterator[None]:
+def _as_state_error(parent: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Files that appear whole or not at all, also when the power fails: written beside their place, flushed to the disk,
-then renamed over it, or, where nothing may be overwritten, given their name if nobody has it.
+"""Files that appear whole or not at all, also when the power fails: each is written under a temporary name, flushed to
+the disk, and then renamed, or linked where an existing file must not be replaced.
 """
 
 import errno
@@ -10,30 +10,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+# Ends the name of a file that is being written; a crash may leave one behind, and readers ignore it.
 TEMPORARY_SUFFIX: Final = ".tmp"
-"""Ends the name of a file that is being written; a crash may leave one behind, and readers pass it over."""
 
-
+# What network file systems without folder flushes answer; there the rename is as durable as they make it.
 _CANNOT_FLUSH_FOLDERS: Final = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""What network file systems without folder flushes answer; there the rename is as durable as they make it."""
 
-
+# What file systems without hard links answer (FAT, some FUSE and SMB mounts, Android).
 _CANNOT_LINK: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EMLINK)
-"""What file systems without hard links answer (FAT, some FUSE and SMB mounts, Android)."""
-
 
 Link = Callable[[Path, Path], None]
 
-
+# Ends the name of the empty file that reserves a name where there are no hard links.
 _CLAIM_SUFFIX: Final = ".claim"
-"""Ends the name of the empty file that reserves a name where there are no hard links."""
 
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for writing that takes its place at `path` when the block ends well; else nothing changes.
+    """Opens a file for writing that replaces `path` when the block ends without an error; else nothing changes.
 
-    The folder must exist. The file gets the permissions that the process's umask gives new files.
+    The folder must exist. The permissions follow the process's umask.
 
     Raises:
         OSError: The file cannot be written.
@@ -46,21 +42,21 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all (see `open_atomic`)."""
+    """Writes a file whole or not at all."""
     with open_atomic(path) as file:
         file.write(data)
 
 
 def write_new_atomic(path: Path, data: bytes, *, link: Link = os.link) -> None:
-    """Writes a file whole or not at all, and never over another: of several writers of one name, one succeeds.
+    """Writes a file whole or not at all, and never replaces one: of several writers of one name, one succeeds.
 
     Args:
-        path: Its place.
+        path: Its path.
         data: Its content.
-        link: Gives a file a second name, as some file systems cannot.
+        link: Gives a file a second name; tests pass one that fails as some file systems do.
 
     Raises:
-        FileExistsError: Something has that name; it is left as it is.
+        FileExistsError: Something has that name; it stays as it is.
         OSError: The file cannot be written.
     """
     with _temporary(path) as (temporary, file):
@@ -78,16 +74,16 @@ def write_new_atomic(path: Path, data: bytes, *, link: Link = os.link) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Writes UTF-8 text whole or not at all (see `open_atomic`)."""
+    """Writes UTF-8 text whole or not at all."""
     write_bytes_atomic(path, text.encode())
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Writes indented JSON whole or not at all (see `open_atomic`).
+    """Writes indented JSON whole or not at all.
 
     Raises:
         OSError: The file cannot be written.
-        ValueError: A number is not finite, so that the file would not be JSON.
+        ValueError: A number is not finite, which JSON cannot express.
     """
     write_text_atomic(path, json_text(value))
 
@@ -103,7 +99,6 @@ def json_text(value: Any) -> str:
 
 @contextmanager
 def _temporary(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """Opens a file beside `path`, and removes it if the block fails."""
     # Not the final name with a suffix, which could be longer than a file system allows; and not tempfile's file, whose
     # permissions would hide the result from a group that shares the folder.
     temporary = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
@@ -124,17 +119,18 @@ def _link(temporary: Path, path: Path, link: Link) -> None:
     try:
         link(temporary, path)
     except FileExistsError:
-        # An NFS server may have made the link, and the answer been lost: the repeated request then finds it there.
+        # An NFS server may have made the link and its answer been lost; the repeated request then finds the link there.
         if temporary.stat().st_nlink != 2:
             raise
 
 
 def _rename_to_free_name(temporary: Path, path: Path) -> None:
-    """Renames to a name that nobody has. A writer killed in here leaves its claim, and the name is never given."""
+    # Not atomic by itself, so an empty file claims the name first. A writer that is killed in here leaves its claim, and
+    # the name is never used: a file lost is better than a file replaced.
     claim = path.with_name(f".{path.name}{_CLAIM_SUFFIX}")
     claim.open("xb").close()
     try:
-        # Whoever had the claim before may have just finished.
+        # The previous owner of the claim may have just finished.
         if path.exists() or path.is_symlink():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         temporary.replace(path)
@@ -143,7 +139,7 @@ def _rename_to_free_name(temporary: Path, path: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Makes a rename in the folder durable."""
+    # Makes a rename in the folder durable.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -155,7 +151,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 def is_file(path: Path) -> bool:
-    """Tells whether a file is there for us: unlike `Path.is_file`, also where a folder above it cannot be read."""
+    """Whether a file can be seen. Unlike `Path.is_file`, it is False where a folder above it cannot be read."""
     try:
         return path.is_file()
     except OSError:
@@ -163,7 +159,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Tells the same of a folder."""
+    """Whether a folder can be seen. Unlike `Path.is_dir`, it is False where a folder above it cannot be read."""
     try:
         return path.is_dir()
     except OSError:

@@ -21,10 +21,8 @@ class AttemptStart:
 
     Attributes:
         attempt: Its number in the run, from 1.
-        start_time: When, in ISO 8601 with a time zone.
-        host: Machine of the process.
-        pid: Process id; 0: not known.
-        rank: The process among those that train the run together, from 0.
+        start_time: In ISO 8601 with a time zone.
+        pid: 0: not known.
         job_id: Scheduler's job around the process (123, or 123_4 in an array); empty: none.
         restarts: How often that job had been requeued before.
     """
@@ -38,11 +36,7 @@ class AttemptStart:
     restarts: int = 0
 
     def is_running(self, host: str | None = None) -> bool | None:
-        """Returns whether the process still runs; None where this machine cannot know.
-
-        Args:
-            host: Name of this machine; None asks it.
-        """
+        """Returns whether the process still runs; None where this machine (`host`, if given) cannot know."""
         if self.pid < 1 or self.host != (this_host() if host is None else host):
             return None
         return is_running(self.pid, self.start_time)
@@ -55,20 +49,12 @@ def this_host() -> str:
 
 
 def is_running(pid: int, recorded_at: str) -> bool:
-    """Returns whether the process that had this id at a time still runs.
-
-    Args:
-        pid: Process id.
-        recorded_at: When the process existed, in ISO 8601 with a time zone.
-    """
+    """Returns whether the process that had an id at a time (ISO 8601 with a time zone) still runs."""
     return _find(pid, recorded_at) is not None
 
 
 def terminate(pid: int, recorded_at: str) -> bool:
-    """Sends SIGTERM to the process that had this id at a time, if it runs Python.
-
-    Returns:
-        Whether there was such a process.
+    """Sends SIGTERM to the process that had an id at a time, if it runs Python; returns whether there was one.
 
     Raises:
         RunError: It belongs to another user.

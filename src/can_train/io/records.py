@@ -1,42 +1,38 @@
-"""Immutable JSON documents: how a record becomes a file that nobody rewrites, and how any file at all becomes a record
-or a reason why it is none. What the records are, others say.
+"""Immutable JSON records: a frozen dataclass becomes a file that nobody rewrites, and a file becomes a record that is
+checked against the dataclass, or is set aside with the reason. What the records mean is their callers' subject.
 """
 
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, Final, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
 
 from can_train.errors import StateError
 from can_train.io.atomic import json_text, write_new_atomic
 
+# Version of the files' shape; raised when a field changes its meaning, not when one with a default is added.
 SCHEMA: Final = 1
-"""Version of the files' shape; raised when a field changes its meaning, not when one with a default is added."""
-
 
 DOCUMENT_SUFFIX: Final = ".json"
 
+# Larger whole numbers overflow the arithmetic of floats and numpy.
+# A number of bytes, samples or events.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
-_MOST_COUNT: Final = 2**63 - 1
-"""Largest count or size that is believed; larger whole numbers break arithmetic with fractions."""
+# Dates at the ends of the calendar overflow when their time zone is changed.
+_FIRST_YEAR: Final = 1970
+_LAST_YEAR: Final = 9000
 
-
-_YEARS: Final = (1970, 9000)
-"""First and last year of a time that is believed; dates at the ends of the calendar cannot change their time zone."""
-
-
+# Nested levels of a record: far above what settings need, far below what Python's recursion allows.
 _MOST_DEPTH: Final = 50
-"""Nested levels of a document; far from what recursion can do with it, far above what settings need."""
 
-
+# Bytes read at a time: most records arrive whole with one request.
 _READ_BYTES: Final = 2**16
-"""Read at a time: most documents come whole with one request."""
 
 
 @dataclass(frozen=True)
@@ -48,58 +44,50 @@ class SetAside:
 
     @property
     def shown(self) -> str:
-        """The path as text that can be printed, whatever bytes a foreign file has in its name."""
+        """The path as printable text; foreign file names may hold any bytes."""
         return os.fsencode(self.path).decode(errors="replace")
 
 
 def utc_now() -> str:
-    """The time, as the files have it: ISO 8601 in UTC, to the microsecond."""
+    """Returns the current time as records write it: ISO 8601 in UTC, to the microsecond."""
     return utc_text(datetime.now(UTC))
 
 
 def utc_text(time: datetime) -> str:
-    """A time as the files have it."""
+    """Returns a time as records write it."""
     return time.astimezone(UTC).isoformat(timespec="microseconds")
 
 
 def time_stamp(time: str) -> str:
-    """The digits of a time, for the name of a file: names are then in the order of times."""
+    """Returns the digits of a time, which begin a file's name: names then sort by time."""
     return re.sub(r"\D", "", time)[:20]
 
 
 def check_time(name: str, text: str) -> None:
-    """Checks a time.
+    """Checks the text of a time.
 
     Raises:
-        ValueError: It is not ISO 8601, names no time zone, or lies outside any run's life.
+        ValueError: It is not ISO 8601, has no time zone, or is too early or too late to calculate with.
     """
     time = datetime.fromisoformat(text)
     if time.tzinfo is None:
-        raise ValueError(f"{name} must name its time zone")
-    if not _YEARS[0] <= time.year <= _YEARS[1]:
-        raise ValueError(f"{name} {text} is no time of a run")
-
-
-def check_counts(**counts: int | None) -> None:
-    """Checks numbers of bytes, samples or events; None is one that was not measured.
-
-    Raises:
-        ValueError: One is negative, or too large to be one.
-    """
-    for name, count in counts.items():
-        if count is not None and not 0 <= count <= _MOST_COUNT:
-            raise ValueError(f"{name} {count!s:.20} is no count")
+        raise ValueError(f"{name} has no time zone")
+    if not _FIRST_YEAR <= time.year <= _LAST_YEAR:
+        raise ValueError(f"{name} {text} is not between {_FIRST_YEAR} and {_LAST_YEAR}")
 
 
 def write_document(path: Path, record: Any) -> None:
-    """Writes a dataclass as a document; once this returns, a crash no longer loses it.
+    """Writes a dataclass as a new file. Once this returns, a crash no longer loses it.
 
     Raises:
         StateError: The file cannot be written, or something has its name. No reason to stop a training.
     """
     try:
+        # A record that would be set aside on reading is refused here, where its writer can still be told.
+        data = json_text({"schema": SCHEMA, **asdict(record)}).encode()
+        parse_document(data, type(record))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_new_atomic(path, json_text({"schema": SCHEMA, **asdict(record)}).encode())
+        write_new_atomic(path, data)
     except FileExistsError as error:
         raise unusable("written", path, FileExistsError("a file of this name exists, and stays")) from error
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -107,7 +95,7 @@ def write_document(path: Path, record: Any) -> None:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Lists a folder in the order of names; one that does not exist is empty.
+    """Returns the sorted names in a folder; none where it does not exist.
 
     Raises:
         StateError: It cannot be listed.
@@ -120,128 +108,80 @@ def list_names(folder: Path) -> list[str]:
         raise unusable("read", folder, error) from error
 
 
-_Read = TypeVar("_Read")
+_Record = TypeVar("_Record")
 
 
 def read_documents(
-    folder: Path, names: Iterable[str], kind: type[_Read], set_aside: list[SetAside], *, most_bytes: int
-) -> list[_Read]:
-    """Reads documents of one kind.
+    folder: Path, names: Iterable[str], kind: type[_Record], set_aside: list[SetAside], *, most_bytes: int
+) -> list[_Record]:
+    """Reads records of one dataclass.
 
     Args:
-        folder: Where they are.
-        names: Their names.
-        kind: The dataclass they become.
-        set_aside: Gets those that cannot be read.
-        most_bytes: Largest file that is taken for one.
+        folder: Folder of the files.
+        names: Names of the files.
+        kind: The dataclass.
+        set_aside: Files that are no such records are appended to it.
+        most_bytes: Largest file that is taken for a record.
     """
     records = []
     for name in names:
         path = f"{folder}{os.sep}{name}"
         try:
-            records.append(_parse(_content(path, most_bytes), kind))
-        except (OSError, ValueError, ArithmeticError, RecursionError) as error:
+            records.append(parse_document(_read_bytes(path, most_bytes), kind))
+        except (OSError, ValueError, RecursionError) as error:
             set_aside.append(SetAside(Path(path), str(error)))
     return records
 
 
 def unusable(verb: str, path: Path, error: Exception) -> StateError:
     """Makes the error for a state folder that cannot be read or written."""
-    remedy = "Choose another state folder with --state-dir, or mend this one"
-    shown = os.fsencode(path).decode(errors="replace")
-    return StateError(f"The state folder cannot be {verb}", value=f"{shown}: {error}", remedy=remedy)
-
-
-def _content(path: str, most_bytes: int) -> bytes:
-    # Unblocked: a pipe that somebody gave such a name would keep its reader waiting for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        data = os.read(descriptor, _READ_BYTES)
-        if len(data) == _READ_BYTES:
-            if os.fstat(descriptor).st_size > most_bytes:
-                raise ValueError(f"larger than {most_bytes >> 20} MiB, so not of can-train")
-            parts = [data]
-            while parts[-1]:
-                parts.append(os.read(descriptor, _READ_BYTES))
-            data = b"".join(parts)
-    finally:
-        os.close(descriptor)
-    return data
-
-
-def _parse(data: bytes, kind: type[_Read]) -> _Read:
-    """Turns a file's content into a record.
-
-    Raises:
-        ValueError: It is none, or one of a shape that a newer can-train wrote.
-    """
-    if not data:
-        raise ValueError("empty")
-    values = json.loads(data.decode())
-    if not isinstance(values, dict) or type(values.get("schema")) is not int or values["schema"] < 1:
-        raise ValueError("not a record of can-train")
-    if values["schema"] > SCHEMA:
-        raise ValueError(f"written by a newer can-train (schema {values['schema']}, this one knows {SCHEMA})")
-    if data.count(b"{") + data.count(b"[") > _MOST_DEPTH:
-        check_depth(values)
-    if b"\\u" in data:
-        # Half of a pair of escapes is text to JSON and cannot be printed or written again.
-        json.dumps(values, ensure_ascii=False).encode()
-    return record_from(kind, values)
-
-
-def check_depth(value: Any) -> None:
-    """Checks that a value does not nest too deeply for what walks through it.
-
-    Raises:
-        ValueError: It does.
-    """
-    level = [value]
-    for _ in range(_MOST_DEPTH):
-        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
-        if not level:
-            return
-    raise ValueError(f"nested more than {_MOST_DEPTH} levels deep")
-
-
-def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
-
-
-def record_from(kind: type[_Read], values: Mapping[str, Any]) -> _Read:
-    """Makes a record of plain values; values that it has no field for come from a later version and are passed over.
-
-    Raises:
-        ValueError: One is missing, or not what it should be.
-    """
-    arguments: dict[str, Any] = {}
-    for name, exact, expected, required in _expected(cast("Any", kind)):
-        if name in values:
-            value = values[name]
-            # Most are what they should be: thousands of files are read at a time.
-            arguments[name] = value if type(value) in exact else _converted(name, value, expected)
-        elif required:
-            raise ValueError(f"{name} is missing")
-    return kind(**arguments)
-
-
-@cache
-def _expected(kind: type[Any]) -> tuple[tuple[str, frozenset[type], Any, bool], ...]:
-    """Each field's name, the types of plain values that it has, its own type, and whether it must be there."""
-    return tuple(
-        (item.name, _plain_types(item.type), item.type, item.default is MISSING and item.default_factory is MISSING)
-        for item in fields(kind)
+    return StateError(
+        f"The state folder cannot be {verb}",
+        value=f"{os.fsencode(path).decode(errors='replace')}: {error}",
+        remedy="Choose another state folder with --state-dir, or make this one readable and writable",
     )
 
 
-def _plain_types(expected: Any) -> frozenset[type]:
-    members = get_args(expected) if isinstance(expected, UnionType) else (expected,)
-    return frozenset(get_origin(member) or member for member in members)
+def _read_bytes(path: str, most_bytes: int) -> bytes:
+    # Without O_NONBLOCK, a pipe of such a name would block its reader for ever.
+    with open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        data = file.read(_READ_BYTES) or b""
+        if len(data) == _READ_BYTES:
+            if os.fstat(file.fileno()).st_size > most_bytes:
+                raise ValueError(f"larger than {most_bytes >> 20} MiB, so not written by can-train")
+            data += file.read()
+    return data
 
 
-def _converted(name: str, value: Any, expected: Any) -> Any:
-    if isinstance(expected, type) and hasattr(expected, "__dataclass_fields__") and isinstance(value, dict):
-        return record_from(expected, value)
-    if float in _plain_types(expected) and type(value) is int:
-        return float(value)
-    raise ValueError(f"{name} is {value!r:.40}")
+class _Header(msgspec.Struct):
+    schema: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def parse_document(data: bytes, kind: type[_Record]) -> _Record:
+    """Makes a record from a file's content. Unknown fields are ignored: a later version may add some.
+
+    Raises:
+        ValueError: The content is not JSON, not such a record, or in a shape that only a newer can-train knows.
+        RecursionError: It is nested thousands of levels deep.
+    """
+    if not data:
+        raise ValueError("empty")
+    try:
+        schema = msgspec.json.decode(data, type=_Header).schema
+    except msgspec.ValidationError as error:
+        raise ValueError("not a record of can-train") from error
+    if schema > SCHEMA:
+        raise ValueError(f"written by a newer can-train (schema {schema}, this one knows {SCHEMA})")
+    # Counting first is cheap, and few records nest at all.
+    if data.count(b"{") + data.count(b"[") > _MOST_DEPTH:
+        _check_depth(msgspec.json.decode(data), _MOST_DEPTH)
+    return msgspec.json.decode(data, type=kind)
+
+
+def _check_depth(value: Any, levels: int) -> None:
+    # Printing and copying recurse into values; a file must not be able to make them fail.
+    if levels == 0:
+        raise ValueError(f"nested more than {_MOST_DEPTH} levels deep")
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _check_depth(inner, levels - 1)

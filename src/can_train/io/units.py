@@ -1,4 +1,4 @@
-"""Reads and writes amounts of memory and time as people and SLURM spell them: `512MiB`, `2GB`, `16G`, `1:30:00`."""
+"""Amounts of memory and time as people and SLURM spell them: `512MiB`, `2GB`, `16G`, `1:30:00`."""
 
 import math
 import re
@@ -10,35 +10,30 @@ from can_train.errors import ConfigError
 
 _PREFIXES: Final = ("k", "m", "g", "t")
 
-
 _UNIT_BYTES: Final = {
     **{prefix: 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)},
 }
 
-
+# MiB from which a fraction of one is no longer worth a digit.
 _THREE_DIGITS: Final = 100
-"""MiB from which a fraction of one is no longer worth a digit."""
-
 
 _SIZE: Final = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?)\s*([a-z]+)\s*", re.IGNORECASE)
 
-
 _RULE: Final = "A size is a number above zero with its unit"
-
 
 _REMEDY: Final = "Write it as 512MiB, 1.5GiB or 2GB"
 
 
 def parse_size(text: str) -> int:
-    """Reads a size as whole bytes, a fraction of a byte dropped; upper and lower case are the same.
+    """Reads a size as whole bytes, rounded down; case does not matter.
 
     >>> parse_size("1.5GiB"), parse_size("2gb")
     (1610612736, 2000000000)
 
     Raises:
-        ConfigError: It has no number, no unit or an unknown one, or is less than a byte.
+        ConfigError: The number or the unit is missing or wrong, or it is less than a byte.
     """
     found = _SIZE.fullmatch(text)
     unit_bytes = _UNIT_BYTES.get(found[2].lower(), 0) if found else 0
@@ -49,7 +44,7 @@ def parse_size(text: str) -> int:
 
 
 def exact_size(size_bytes: int) -> str:
-    """Writes a size in the largest binary unit that divides it: equal sizes read alike, however they were spelt.
+    """Writes a size in the largest binary unit that divides it, so that equal sizes get equal texts.
 
     >>> exact_size(3 * 2**29), exact_size(2**31), exact_size(1000)
     ('1536mib', '2gib', '1000b')
@@ -61,7 +56,7 @@ def exact_size(size_bytes: int) -> str:
 
 
 def size_text(size_bytes: float) -> str:
-    """Writes a size for people, to three digits or a hundredth of a GiB.
+    """Writes a size to three digits, or to a hundredth of a GiB.
 
     >>> size_text(3 * 2**29), size_text(2**28), size_text(2**24)
     ('1.50 GiB', '256 MiB', '16.0 MiB')
@@ -74,24 +69,19 @@ def size_text(size_bytes: float) -> str:
 
 _DAY_S: Final = 24 * 3600
 
-
 _WORDED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)", re.IGNORECASE)
-
 
 _UNIT_S: Final[Mapping[str, int]] = {"s": 1, "min": 60, "h": 3600, "d": _DAY_S}
 
-
 _COLONS: Final = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})", re.ASCII)
 
-
 _MEMORY: Final = re.compile(r"(\d{1,12})([KMGT]?)B?", re.IGNORECASE | re.ASCII)
-
 
 _UNIT_KIB: Final[Mapping[str, int]] = {"K": 1, "": 2**10, "M": 2**10, "G": 2**20, "T": 2**30}
 
 
 def parse_time_min(text: str) -> int:
-    """Reads a time limit as whole minutes, a part of one counted as one, as SLURM does.
+    """Reads a time limit as whole minutes, rounded up as SLURM does.
 
     Args:
         text: Minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes,
@@ -101,7 +91,7 @@ def parse_time_min(text: str) -> int:
     (90, 90, 3600, 720)
 
     Raises:
-        ConfigError: It is none of these, or no time at all.
+        ConfigError: It is none of these, or zero.
     """
     minutes = math.ceil(_seconds(text.strip()) / 60)
     if minutes < 1:
@@ -125,13 +115,13 @@ def time_text(minutes: int) -> str:
 
 
 def parse_memory_mib(text: str) -> int:
-    """Reads memory as SLURM counts it: whole MiB, a part of one counted as one; 0 stands for a node's whole memory.
+    """Reads memory as SLURM counts it, in whole MiB, rounded up; 0 stands for a node's whole memory.
 
     >>> parse_memory_mib("900"), parse_memory_mib("16G"), parse_memory_mib("1K")
     (900, 16384, 1)
 
     Raises:
-        ConfigError: It is not a number with K, M, G or T behind it.
+        ConfigError: It is not a whole number, or has another unit than K, M, G or T.
     """
     found = _MEMORY.fullmatch(text.strip())
     if found is None:
@@ -153,7 +143,7 @@ def memory_text(mib: int) -> str:
 
 
 def _seconds(text: str) -> float:
-    """Reads seconds; 0 where the text is no time."""
+    # 0 for a text that is no time: callers refuse zero anyway.
     worded = _WORDED.fullmatch(text)
     if worded is not None:
         return float(worded[1]) * _UNIT_S[worded[2].lower()]

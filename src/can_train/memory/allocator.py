@@ -1,30 +1,36 @@
-"""A model of PyTorch's caching allocator for one CUDA device: blocks, pools and segments."""
+"""A model of PyTorch's caching allocator for one CUDA device: blocks, pools and segments.
+
+Source: c10/cuda/CUDACachingAllocator.cpp; the constants are those of c10/core/AllocatorConfig.h.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import Final
 
+# Every size is rounded up to this (`kMinBlockSize`).
 MIN_BLOCK_BYTES: Final = 512
-"""Every size is rounded up to this (`kMinBlockSize` in c10/core/AllocatorConfig.h, as the constants below)."""
 
-
+# Largest allocation of the small pool (`kSmallSize`).
 SMALL_BYTES: Final = 2**20
-"""Largest allocation of the small pool (`kSmallSize`)."""
 
-
+# A segment of the small pool, or a page of its expandable segment (`kSmallBuffer`).
 SMALL_PAGE_BYTES: Final = 2 * 2**20
-"""A segment of the small pool, or a page of its expandable segment (`kSmallBuffer`)."""
 
-
+# A segment for middling allocations, or a page of the large pool's expandable segment (`kLargeBuffer`).
 LARGE_PAGE_BYTES: Final = 20 * 2**20
-"""A segment for middling allocations, or a page of the large pool's expandable segment (`kLargeBuffer`)."""
+
+# From here on an allocation gets a segment of its own size (`kMinLargeAlloc`).
+_MIN_OWN_SEGMENT_BYTES: Final = 10 * 2**20
+
+# Such a segment's size is rounded up to this (`kRoundLarge`).
+_SEGMENT_ROUNDING_BYTES: Final = 2 * 2**20
 
 
 class Block:
-    """A piece of a segment: allocated, free, or (in an expandable segment) addresses that nothing is mapped to.
+    """A piece of a segment: allocated, free, or (in an expandable segment) addresses without memory behind them.
 
     Args:
-        pool: The pool that it returns to.
+        pool: Pool of its segment.
         address: Where it starts.
         size: Bytes.
         mapped: Whether there is memory behind its addresses.
@@ -43,8 +49,14 @@ class Block:
 
     @property
     def is_whole_segment(self) -> bool:
-        """Whether nothing of its segment lies outside it."""
+        """Whether its segment consists of it alone."""
         return self.previous is None and self.next is None
+
+    @property
+    def size_with_room(self) -> int:
+        """Bytes that it could have once the addresses behind it are mapped."""
+        following = self.next
+        return self.size + (following.size if following is not None and not following.mapped else 0)
 
     def cut(self, size: int) -> "Block":
         """Shortens it to `size` bytes and returns the rest as a block of its own, in no pool yet."""
@@ -56,8 +68,11 @@ class Block:
         self.next = rest
         return rest
 
-    def absorb_neighbours(self) -> None:
-        """Merges it, in no pool itself, with the unallocated neighbours of its kind, which leave theirs."""
+    def merge_adjacent(self) -> None:
+        """Merges the unallocated blocks beside it that are mapped alike into it, and takes them out of the pool.
+
+        The block itself must be in no pool.
+        """
         for other in (self.previous, self.next):
             if other is None or other.allocated or other.mapped != self.mapped:
                 continue
@@ -77,11 +92,11 @@ class Pool:
     """The unallocated blocks of one class of sizes.
 
     Args:
-        page_bytes: What an expandable segment of it grows by.
+        page_bytes: Unit in which its expandable segment grows.
 
     Attributes:
-        free: (size, address) of the mapped ones: in order of best fit.
-        unmapped: Addresses of the others: the lowest is mapped first.
+        free: (size, address) of the mapped blocks, in order of best fit.
+        unmapped: Addresses of the other blocks: the lowest is mapped first.
     """
 
     def __init__(self, page_bytes: int) -> None:
@@ -91,7 +106,7 @@ class Pool:
         self._blocks: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
-        """Takes a block in, as free or as unmapped."""
+        """Adds a block as free or as unmapped."""
         self._blocks[block.address] = block
         if block.mapped:
             insort(self.free, (block.size, block.address))
@@ -99,7 +114,7 @@ class Pool:
             insort(self.unmapped, block.address)
 
     def remove(self, block: Block) -> None:
-        """Takes a block out; its size and address are those that it came in with."""
+        """Removes a block, whose size and address must be those that it was added with."""
         del self._blocks[block.address]
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
@@ -115,9 +130,9 @@ class Pool:
         return [self._blocks[address] for address in self.unmapped]
 
     def best_fit(self, size: int) -> Block | None:
-        """Returns the smallest free block of at least `size` bytes, of equal ones that of the lowest address.
+        """Returns the smallest free block of at least `size` bytes, and of equal ones the lowest.
 
-        A block counts with the unmapped addresses behind it, if there are any: room to grow is used last.
+        As in PyTorch, a block counts together with the unmapped addresses behind it: room to grow is used last.
         """
         index = bisect_left(self.free, (size, 0))
         if index == len(self.free):
@@ -125,38 +140,24 @@ class Pool:
         best = self._blocks[self.free[index][1]]
         while (index := index + 1) < len(self.free):
             larger = self._blocks[self.free[index][1]]
-            if _room(larger) >= _room(best):
+            if larger.size_with_room >= best.size_with_room:
                 break
             best = larger
         return best
 
 
-def _room(block: Block) -> int:
-    """Bytes that a free block could have once what follows it is mapped."""
-    following = block.next
-    return block.size + (following.size if following is not None and not following.mapped else 0)
-
-
 def no_contention() -> int:
-    """Returns what others hold of a device that this process has to itself."""
+    """Returns the bytes that other processes hold of a device where there are none."""
     return 0
 
 
-_MIN_OWN_SEGMENT_BYTES: Final = 10 * 2**20
-"""From here on an allocation gets a segment of its own size (`kMinLargeAlloc`)."""
-
-
-_SEGMENT_ROUNDING_BYTES: Final = 2 * 2**20
-"""Such a segment's size is rounded up to this (`kRoundLarge`)."""
-
-
 def block_bytes(size: int) -> int:
-    """Returns what an allocation of `size` bytes takes of a segment."""
+    """Returns the bytes of a segment that an allocation of `size` bytes takes."""
     return max(MIN_BLOCK_BYTES, _round_up(size, MIN_BLOCK_BYTES))
 
 
 def segment_bytes(size: int) -> int:
-    """Returns what the allocator asks the device for when no free block holds `size` bytes."""
+    """Returns the bytes that the allocator asks the device for when no free block holds `size` bytes."""
     rounded = block_bytes(size)
     if rounded <= SMALL_BYTES:
         return SMALL_PAGE_BYTES
@@ -169,7 +170,7 @@ class CachingAllocator:
     Args:
         capacity_bytes: Memory of the device that can be reserved.
         expandable: Whether segments expand (`expandable_segments:True`).
-        contention: Tells what other processes hold of the capacity.
+        contention: Returns the bytes that other processes hold of the capacity.
 
     Attributes:
         allocated_bytes: Sum of the blocks in use.
@@ -200,7 +201,7 @@ class CachingAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """What the device could still give to anybody."""
+        """What the device could still give to any process."""
         return max(0, self.capacity_bytes - self.foreign_bytes - self.reserved_bytes)
 
     @property
@@ -209,7 +210,7 @@ class CachingAllocator:
         return self.reserved_bytes + self.free_bytes
 
     def malloc(self, size: int) -> Block | None:
-        """Allocates `size` bytes (at least 1); None where they do not fit even after the cache was released."""
+        """Allocates `size` bytes, at least 1; returns None where they do not fit even after the cache was released."""
         size = block_bytes(size)
         is_small = size <= SMALL_BYTES
         pool = self._pools[0 if is_small else 1]
@@ -221,6 +222,7 @@ class CachingAllocator:
         if block is None:
             return None
         pool.remove(block)
+        # The rest becomes a block of its own unless it is so small that nothing would fit (`should_split`).
         rest = block.size - size
         if rest >= MIN_BLOCK_BYTES if is_small or self.expandable else rest > SMALL_BYTES:
             pool.add(block.cut(size))
@@ -230,14 +232,14 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Takes an allocated block back into the cache."""
+        """Returns an allocated block to the cache."""
         self.allocated_bytes -= block.size
         block.allocated = False
-        block.absorb_neighbours()
+        block.merge_adjacent()
         block.pool.add(block)
 
     def release_cached(self) -> None:
-        """Gives the device back every segment, or mapped page, that is free as a whole."""
+        """Returns every segment, or mapped page, that is free as a whole to the device."""
         for pool in self._pools:
             for block in pool.free_blocks():
                 if self.expandable:
@@ -253,9 +255,9 @@ class CachingAllocator:
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """Returns a free block of at least `size` bytes with new memory in it; None where the device has no more."""
-        return self._expand(pool, size) if self.expandable else self._new_segment(pool, segment_bytes(size))
-
-    def _new_segment(self, pool: Pool, size: int) -> Block | None:
+        if self.expandable:
+            return self._expand(pool, size)
+        size = segment_bytes(size)
         if size > self.free_bytes:
             return None
         block = self._new_block(pool, size, mapped=True)
@@ -274,7 +276,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
-        """Maps pages where the lowest addresses have room: into a hole, or behind the last block in use."""
+        """Maps pages at the lowest addresses that have room: into a hole, or behind the last block in use."""
         if size > self.capacity_bytes:
             return None
         block = self._expandable_block(pool, size)
@@ -289,20 +291,20 @@ class CachingAllocator:
         return block
 
     def _expandable_block(self, pool: Pool, size: int) -> Block:
-        """Finds the first free or unmapped block that begins `size` unallocated bytes of addresses."""
+        """Finds the first free or unmapped block from which on `size` bytes of addresses are unallocated."""
         for unmapped in pool.unmapped_blocks():
             before = unmapped.previous
             start = before if before is not None and not before.allocated else unmapped
             if _unallocated_from(start, size) >= size:
                 return start
-        # An eighth more addresses than memory, so that pages can move to the end when holes are in the way.
+        # PyTorch reserves an eighth more addresses than memory, so that pages can move to the end past holes.
         addresses = _round_up(self.capacity_bytes + self.capacity_bytes // 8, pool.page_bytes)
         block = self._new_block(pool, addresses, mapped=False)
         pool.add(block)
         return block
 
     def _map(self, block: Block, size: int) -> bool:
-        """Maps the pages that hold the first `size` bytes of an unmapped block; false where they do not all fit."""
+        """Maps the pages that hold the first `size` bytes of an unmapped block; returns False where they do not fit."""
         mapped_bytes = _round_up(size, block.pool.page_bytes)
         if mapped_bytes > self.free_bytes:
             return False
@@ -311,13 +313,14 @@ class CachingAllocator:
         if mapped_bytes < block.size:
             pool.add(block.cut(mapped_bytes))
         block.mapped = True
-        block.absorb_neighbours()
+        block.merge_adjacent()
         pool.add(block)
         self._reserve(mapped_bytes)
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Takes the memory from behind the whole pages of a free block."""
+        """Returns the memory behind the whole pages of a free block to the device."""
+        # A page is shared with an allocated block beside this one where the block does not begin or end with it.
         pool, page = block.pool, block.pool.page_bytes
         start = _round_up(block.address, page)
         end = (block.address + block.size) // page * page
@@ -332,13 +335,13 @@ class CachingAllocator:
             block = whole
         block.mapped = False
         self.reserved_bytes -= block.size
-        block.absorb_neighbours()
+        block.merge_adjacent()
         if not block.is_whole_segment:
             pool.add(block)
 
 
 def _unallocated_from(block: Block | None, enough: int) -> int:
-    """Bytes of addresses from a block on that nothing is allocated at; counting stops at `enough`."""
+    """Counts the bytes of addresses from a block on at which nothing is allocated; stops at `enough`."""
     size = 0
     while block is not None and not block.allocated and size < enough:
         size += block.size

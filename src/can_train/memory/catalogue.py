@@ -1,144 +1,110 @@
 """The catalogue of NVIDIA GPUs: names, memory sizes, and how much of each a training can use."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from can_train.errors import ConfigError, StateError, nearest_first
 from can_train.io.atomic import write_json_atomic
+from can_train.io.records import SCHEMA, Count, parse_document
 from can_train.reporter import Reporter
 
 MIB: Final = 2**20
 
-
+# Generation of a GPU that is not in the catalogue.
 UNKNOWN: Final = "unknown"
-"""Generation of a GPU that is not in the catalogue."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Card:
-    """One kind of GPU.
+    """One kind of GPU."""
 
-    Attributes:
-        key: Its name in plans and in the factor store, `a100-80gb`.
-        name: What people call it.
-        nominal_gb: The gigabytes on the box.
-        total_bytes: The least that a driver was seen to show of it.
-        generation: Its architecture, which its overheads follow.
-        desktop: Whether it is sold to have a screen attached.
-        spellings: Names without size that mean it, in letters and digits alone.
-        also_gb: Other sizes that stand in its names, of memory that is not the GPU's.
-    """
+    name: str  # what people call it
+    nominal_gb: int  # the gigabytes on the box
+    total_bytes: int  # the least that a driver was seen to show of it
+    generation: str  # its architecture, which its overheads follow
+    spellings: tuple[str, ...] = ()  # names without a size that mean it, in letters and digits alone
+    desktop: bool = False  # whether it is sold to have a screen attached
+    also_gb: tuple[int, ...] = ()  # other sizes in its names, of memory that is not the GPU's
 
-    key: str
-    name: str
-    nominal_gb: int
-    total_bytes: int
-    generation: str
-    desktop: bool = False
-    spellings: tuple[str, ...] = ()
-    also_gb: tuple[int, ...] = ()
-
-
-def _card(name: str, nominal_gb: int, total_mib: int, generation: str, spellings: str, **more: object) -> Card:
-    key = f"{name.lower().replace(' ', '-')}-{nominal_gb}gb"
-    return Card(
-        key=key,
-        name=name,
-        nominal_gb=nominal_gb,
-        total_bytes=total_mib * MIB,
-        generation=generation,
-        spellings=tuple(spellings.split()),
-        **more,  # type: ignore[arg-type]  # the optional fields
-    )
+    @property
+    def key(self) -> str:
+        """Its name in plans and in the factor store, `a100-80gb`."""
+        return f"{self.name.lower().replace(' ', '-')}-{self.nominal_gb}gb"
 
 
 _DATA_CENTRE: Final = (
-    _card("P100", 16, 16_280, "pascal", "p100"),
-    _card("V100", 16, 16_128, "volta", "v100"),
-    _card("V100", 32, 32_490, "volta", "v100 v100s"),
-    _card("T4", 16, 14_905, "turing", "t4"),
-    _card("A10", 24, 22_485, "ampere", "a10"),
-    _card("A10G", 24, 22_485, "ampere", "a10g"),
-    _card("A16", 16, 14_880, "ampere", "a16"),
-    _card("A30", 24, 24_060, "ampere", "a30"),
-    _card("A40", 48, 45_400, "ampere", "a40"),
-    _card("A100", 40, 40_320, "ampere", "a100"),
-    _card("A100", 80, 81_000, "ampere", "a100"),
-    _card("L4", 24, 22_555, "ada", "l4"),
-    _card("L40", 48, 45_370, "ada", "l40"),
-    _card("L40S", 48, 45_370, "ada", "l40s"),
-    _card("H100", 80, 80_990, "hopper", "h100"),
-    _card("H100", 94, 95_230, "hopper", "h100nvl"),
-    _card("H200", 141, 143_070, "hopper", "h200 h200nvl"),
+    Card("P100", 16, 16_280 * MIB, "pascal", ("p100",)),
+    Card("V100", 16, 16_128 * MIB, "volta", ("v100",)),
+    Card("V100", 32, 32_490 * MIB, "volta", ("v100", "v100s")),
+    Card("T4", 16, 14_905 * MIB, "turing", ("t4",)),
+    Card("A10", 24, 22_485 * MIB, "ampere", ("a10",)),
+    Card("A10G", 24, 22_485 * MIB, "ampere", ("a10g",)),
+    Card("A16", 16, 14_880 * MIB, "ampere", ("a16",)),
+    Card("A30", 24, 24_060 * MIB, "ampere", ("a30",)),
+    Card("A40", 48, 45_400 * MIB, "ampere", ("a40",)),
+    Card("A100", 40, 40_320 * MIB, "ampere", ("a100",)),
+    Card("A100", 80, 81_000 * MIB, "ampere", ("a100",)),
+    Card("L4", 24, 22_555 * MIB, "ada", ("l4",)),
+    Card("L40", 48, 45_370 * MIB, "ada", ("l40",)),
+    Card("L40S", 48, 45_370 * MIB, "ada", ("l40s",)),
+    Card("H100", 80, 80_990 * MIB, "hopper", ("h100",)),
+    Card("H100", 94, 95_230 * MIB, "hopper", ("h100nvl",)),
+    Card("H200", 141, 143_070 * MIB, "hopper", ("h200", "h200nvl")),
     # The size in its name is that of the processor beside it.
-    _card("GH200", 96, 96_760, "hopper", "gh200", also_gb=(120, 480)),
-    _card("B200", 180, 182_630, "blackwell", "b200"),
+    Card("GH200", 96, 96_760 * MIB, "hopper", ("gh200",), also_gb=(120, 480)),
+    Card("B200", 180, 182_630 * MIB, "blackwell", ("b200",)),
 )
-
 
 _DESKTOP: Final = (
-    _card("Quadro RTX 6000", 24, 22_500, "turing", "quadrortx6000 rtx6000", desktop=True),
-    _card("Quadro RTX 8000", 48, 45_400, "turing", "quadrortx8000 rtx8000", desktop=True),
-    _card("RTX A4000", 16, 15_970, "ampere", "rtxa4000 a4000", desktop=True),
-    _card("RTX A5000", 24, 24_110, "ampere", "rtxa5000 a5000", desktop=True),
-    _card("RTX A6000", 48, 48_400, "ampere", "rtxa6000 a6000", desktop=True),
-    _card("RTX 6000 Ada", 48, 48_400, "ada", "rtx6000ada 6000ada rtx6000", desktop=True),
-    _card("GTX 1080 Ti", 11, 11_165, "pascal", "gtx1080ti 1080ti", desktop=True),
-    _card("RTX 2080 Ti", 11, 10_810, "turing", "rtx2080ti 2080ti", desktop=True),
-    _card("RTX 3060", 12, 11_890, "ampere", "rtx3060 3060", desktop=True),
-    _card("RTX 3070", 8, 7_780, "ampere", "rtx3070 3070", desktop=True),
-    _card("RTX 3080", 10, 9_850, "ampere", "rtx3080 3080", desktop=True),
-    _card("RTX 3080", 12, 11_760, "ampere", "rtx3080 3080", desktop=True),
-    _card("RTX 3090", 24, 24_110, "ampere", "rtx3090 3090", desktop=True),
-    _card("RTX 4070", 12, 11_760, "ada", "rtx4070 4070", desktop=True),
-    _card("RTX 4070 Ti", 12, 11_760, "ada", "rtx4070ti 4070ti", desktop=True),
-    _card("RTX 4080", 16, 15_940, "ada", "rtx4080 4080", desktop=True),
-    _card("RTX 4090", 24, 24_070, "ada", "rtx4090 4090", desktop=True),
-    _card("RTX 5080", 16, 15_830, "blackwell", "rtx5080 5080", desktop=True),
-    _card("RTX 5090", 32, 32_080, "blackwell", "rtx5090 5090", desktop=True),
+    Card("Quadro RTX 6000", 24, 22_500 * MIB, "turing", ("quadrortx6000", "rtx6000"), desktop=True),
+    Card("Quadro RTX 8000", 48, 45_400 * MIB, "turing", ("quadrortx8000", "rtx8000"), desktop=True),
+    Card("RTX A4000", 16, 15_970 * MIB, "ampere", ("rtxa4000", "a4000"), desktop=True),
+    Card("RTX A5000", 24, 24_110 * MIB, "ampere", ("rtxa5000", "a5000"), desktop=True),
+    Card("RTX A6000", 48, 48_400 * MIB, "ampere", ("rtxa6000", "a6000"), desktop=True),
+    Card("RTX 6000 Ada", 48, 48_400 * MIB, "ada", ("rtx6000ada", "6000ada", "rtx6000"), desktop=True),
+    Card("GTX 1080 Ti", 11, 11_165 * MIB, "pascal", ("gtx1080ti", "1080ti"), desktop=True),
+    Card("RTX 2080 Ti", 11, 10_810 * MIB, "turing", ("rtx2080ti", "2080ti"), desktop=True),
+    Card("RTX 3060", 12, 11_890 * MIB, "ampere", ("rtx3060", "3060"), desktop=True),
+    Card("RTX 3070", 8, 7_780 * MIB, "ampere", ("rtx3070", "3070"), desktop=True),
+    Card("RTX 3080", 10, 9_850 * MIB, "ampere", ("rtx3080", "3080"), desktop=True),
+    Card("RTX 3080", 12, 11_760 * MIB, "ampere", ("rtx3080", "3080"), desktop=True),
+    Card("RTX 3090", 24, 24_110 * MIB, "ampere", ("rtx3090", "3090"), desktop=True),
+    Card("RTX 4070", 12, 11_760 * MIB, "ada", ("rtx4070", "4070"), desktop=True),
+    Card("RTX 4070 Ti", 12, 11_760 * MIB, "ada", ("rtx4070ti", "4070ti"), desktop=True),
+    Card("RTX 4080", 16, 15_940 * MIB, "ada", ("rtx4080", "4080"), desktop=True),
+    Card("RTX 4090", 24, 24_070 * MIB, "ada", ("rtx4090", "4090"), desktop=True),
+    Card("RTX 5080", 16, 15_830 * MIB, "blackwell", ("rtx5080", "5080"), desktop=True),
+    Card("RTX 5090", 32, 32_080 * MIB, "blackwell", ("rtx5090", "5090"), desktop=True),
 )
 
-
+# Every card of the catalogue.
+#
+# Source of the sizes: the least that PyTorch's out-of-memory messages ("has a total capacity of …") and the start lines
+# of training programs ("CUDA:0 (Tesla T4, 14912MiB)") show in public logs and issues, rounded down; newer drivers keep
+# more for themselves than older ones. Cards with error correction have it on, as they are delivered. Nobody's log was
+# found of the A16 and the Quadros: theirs are the sizes of nvidia-smi, or fifteen sixteenths of what is on the box,
+# less as much as the driver keeps of cards like them.
 CARDS: Final = (*_DATA_CENTRE, *_DESKTOP)
-"""Every card of the catalogue.
-
-Source of the sizes: the least that PyTorch's out-of-memory messages ("has a total capacity of …") and the start lines
-of training programs ("CUDA:0 (Tesla T4, 14912MiB)") show in public logs and issues, rounded down; newer drivers keep
-more for themselves than older ones. Cards with error correction have it on, as they are delivered. Nobody's log was
-found of the A16 and the Quadros: theirs are the sizes of nvidia-smi, or fifteen sixteenths of what is on the box, less
-as much as the driver keeps of cards like them.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConstants:
-    """One measurement of one kind of GPU.
-
-    Attributes:
-        key: The kind, `h100-80gb`.
-        total_bytes: What the driver shows of it.
-        outside_bytes: In use beside the allocator once all libraries are: the context, their kernels, the driver.
-        workspace_bytes: What the libraries keep inside the allocator.
-        date: Day of the measurement, `2026-01-31`.
-        driver: Version of the driver; empty where it is not known.
-        torch: Version of torch.
-    """
+    """One measurement of one kind of GPU."""
 
     key: str
-    total_bytes: int
-    outside_bytes: int
-    workspace_bytes: int
-    date: str
-    driver: str
-    torch: str
+    total_bytes: Count  # what the driver shows of it
+    outside_bytes: Count  # in use outside the allocator once all libraries are: context, their kernels, driver
+    workspace_bytes: Count  # what the libraries keep inside the allocator
+    date: str  # 2026-01-31
+    driver: str  # version; empty where it is not known
+    torch: str  # version
 
     @property
     def source(self) -> str:
-        """Where the figures come from, in words."""
+        """Where the figures come from, as a sentence has it."""
         return f"measured on {self.date} with driver {self.driver or 'unknown'}, torch {self.torch}"
 
     @classmethod
@@ -161,31 +127,26 @@ class GpuConstants:
         )
 
 
+# Measurements that come with can-train, by key. There is none yet: every plan for a card that nobody has measured on
+# the same cluster rests on assumed figures, and says so.
 MEASURED: Final[Mapping[str, GpuConstants]] = {}
-"""Measurements that come with can-train, by key. There is none yet: every plan for a card that nobody has measured on
-the same cluster rests on assumed figures, and says so."""
-
 
 GIB: Final = 2**30
 
-
+# Source of figures that nobody has measured.
 ASSUMED: Final = "assumed, on the safe side"
-"""Source of figures that nobody has measured."""
 
 
-@dataclass(frozen=True)
-class _Overheads:
-    """What a generation of GPUs takes, in bytes.
+class _Overheads(NamedTuple):
+    """What a generation of GPUs takes."""
 
-    Attributes:
-        context: Outside the allocator: the CUDA context and the kernels that PyTorch and its libraries load.
-        workspace: Inside the allocator: what cuBLAS and cuBLASLt keep, in the forward and in the backward thread.
-    """
-
-    context: int
-    workspace: int
+    context: int  # bytes outside the allocator: the CUDA context and the kernels that PyTorch and its libraries load
+    workspace: int  # bytes inside it: what cuBLAS and cuBLASLt keep, in the forward and in the backward thread
 
 
+# By generation. Sources: PyTorch's issues report 270 to 430 MiB for the context since kernels are loaded when they are
+# first used (CUDA 11.7), to which each library adds its own: rounded up by half and more. PyTorch's source gives cuBLAS
+# 8.1 MiB for each thread, and 32 MiB from Hopper on, and cuBLASLt up to 32 MiB.
 _OVERHEADS: Final = {
     "pascal": _Overheads(512 * MIB, 32 * MIB),
     "volta": _Overheads(512 * MIB, 32 * MIB),
@@ -196,84 +157,65 @@ _OVERHEADS: Final = {
     "blackwell": _Overheads(1024 * MIB, 128 * MIB),
     UNKNOWN: _Overheads(1024 * MIB, 128 * MIB),
 }
-"""By generation. Sources: PyTorch's issues report 270 to 430 MiB for the context since kernels are loaded when they are
-first used (CUDA 11.7), to which each library adds its own: rounded up by half and more. PyTorch's source gives cuBLAS
-8.1 MiB for each thread, and 32 MiB from Hopper on, and cuBLASLt up to 32 MiB."""
 
-
+# What a desktop takes of the card that draws it: 459 and 507 MiB of two RTX 4090 without a job, in a public report.
 _SCREEN_BYTES: Final = 512 * MIB
-"""What a desktop takes of the card that draws it: 459 and 507 MiB of two RTX 4090 without a job, in a public report."""
 
-
+# Share of a capacity that the allocator cannot hand out: gaps between blocks in use, and a last page that must fit
+# whole. It is not subtracted from the capacity, of which peaks are shares, but bounds what is predicted to fit. With
+# expanding segments, which can-train turns on, the finder left 3.4 % (GAT) and 5.2 % (VGAE) of a simulated GPU of 1
+# GiB; gaps grow little with the batch, so larger GPUs lose a smaller share (and one of 0.5 GiB up to 12 %).
 FRAGMENTATION: Final = 0.05
-"""Share of a capacity that the allocator cannot hand out: gaps between blocks in use, and a last page that must fit
-whole. It is not subtracted from the capacity, of which peaks are shares, but bounds what is predicted to fit. With
-expanding segments, which can-train turns on, the finder left 3.4 % (GAT) and 5.2 % (VGAE) of a simulated GPU of 1 GiB;
-gaps grow little with the batch, so larger GPUs lose a smaller share (and one of 0.5 GiB up to 12 %)."""
 
-
+# Cards that a message names.
 _NAMED: Final = 3
-"""Cards that a message names."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Something that takes memory beside a training's tensors.
-
-    Attributes:
-        what: In words.
-        num_bytes: How much.
-    """
+class MemoryUse:
+    """Memory of a device that a training's tensors cannot have."""
 
     what: str
     num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Usable:
-    """What a training can use of a card.
+class UsableMemory:
+    """What a training can use of a device."""
 
-    Attributes:
-        key: The kind of card.
-        name: What people call it.
-        total_bytes: What its driver shows.
-        taken: What is subtracted, in this order.
-        source: Where the figures come from: `ASSUMED`, or "measured on …".
-    """
-
-    key: str
+    key: str  # kind of device
     name: str
-    total_bytes: int
-    taken: tuple[Taken, ...]
-    source: str
+    total_bytes: int  # what its driver shows
+    subtracted: tuple[MemoryUse, ...]  # in this order
+    source: str  # where the figures come from: `ASSUMED`, or "measured on …"
 
     @property
     def capacity_bytes(self) -> int:
         """What is left for weights, gradients, optimizer state and batches."""
-        return self.total_bytes - sum(taken.num_bytes for taken in self.taken)
+        return self.total_bytes - sum(use.num_bytes for use in self.subtracted)
 
 
-def usable(card: Card, measured: GpuConstants | None = None) -> Usable:
+def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
     """Subtracts what a card keeps from training on it with one GPU.
 
     Workspaces are inside the allocator, so a peak measured on a GPU contains them; one predicted from probes on a CPU
-    does not, and that is what this is for.
+    does not, so they are subtracted here.
 
     Args:
         card: The card.
-        measured: What was measured of one, in place of what is assumed.
+        measured: What was measured of one; None takes what is assumed.
     """
+    total_bytes, source, uses = card.total_bytes, ASSUMED, []
     if measured is None:
-        overheads, total_bytes = _OVERHEADS[card.generation], card.total_bytes
-        taken = [Taken("CUDA context and the libraries' kernels", overheads.context)]
-        taken += [Taken("a screen and its programs", _SCREEN_BYTES)] if card.desktop else []
-        workspace_bytes = overheads.workspace
+        context, workspace_bytes = _OVERHEADS[card.generation]
+        uses.append(MemoryUse("CUDA context and the libraries' kernels", context))
+        if card.desktop:
+            uses.append(MemoryUse("a screen and its programs", _SCREEN_BYTES))
     else:
-        total_bytes, workspace_bytes = measured.total_bytes, measured.workspace_bytes
-        taken = [Taken("CUDA context, the libraries' kernels and the driver", measured.outside_bytes)]
-    taken.append(Taken("the libraries' workspaces, which probes on a CPU do not show", workspace_bytes))
-    source = ASSUMED if measured is None else measured.source
-    return Usable(key=card.key, name=card.name, total_bytes=total_bytes, taken=tuple(taken), source=source)
+        total_bytes, source, workspace_bytes = measured.total_bytes, measured.source, measured.workspace_bytes
+        uses.append(MemoryUse("CUDA context, the libraries' kernels and the driver", measured.outside_bytes))
+    uses.append(MemoryUse("the libraries' workspaces, which probes on a CPU do not show", workspace_bytes))
+    return UsableMemory(key=card.key, name=card.name, total_bytes=total_bytes, subtracted=tuple(uses), source=source)
 
 
 def predicted_room(capacity_bytes: float) -> float:
@@ -282,70 +224,56 @@ def predicted_room(capacity_bytes: float) -> float:
 
 
 def other_card(total_bytes: int) -> Card:
-    """Makes a card of a GPU that the catalogue does not have: of any generation, and with a screen.
-
-    Args:
-        total_bytes: What its driver shows.
+    """Makes a card of a GPU that the catalogue does not have; it is assumed to take as much as any generation, and to
+    have a screen.
     """
-    nominal_gb = max(1, round(total_bytes / GIB))
-    return Card(
-        key=f"gpu-{nominal_gb}gb",
-        name="GPU",
-        nominal_gb=nominal_gb,
-        total_bytes=total_bytes,
-        generation=UNKNOWN,
-        desktop=True,
-    )
+    return Card("GPU", max(1, round(total_bytes / GIB)), total_bytes, UNKNOWN, desktop=True)
 
 
 def cards_that_hold(need_bytes: float) -> str:
-    """Names the smallest common GPUs that would hold `need_bytes`, in words."""
+    """Lists the smallest common GPUs that would hold `need_bytes`, as text."""
     capacities = sorted((usable(card).capacity_bytes, card.key) for card in CARDS)
     names = [key for capacity_bytes, key in capacities if predicted_room(capacity_bytes) >= need_bytes]
     return ", ".join(names[:_NAMED]) if names else "no common GPU"
 
 
+# Words that stand in names and tell no kind of card: makers, families, plugs.
 _NO_NAME: Final = re.compile(
     r"nvidia|geforce|tesla|graphics|tensor|core|gpu|generation|hgx|dgxs?|fhhl|pcie|sxm\d*|hbm\d*e?"
 )
-"""Words that stand in names and tell no kind of card: makers, families, plugs."""
 
-
+# Words that stand in no key of a card that the catalogue does not have. Never more than these: keys are in use.
 _NO_KIND: Final = re.compile(r"nvidia|geforce|tesla|pcie|sxm\d*|hbm\d*e?|\d+gb")
-"""Words that stand in no key of a card that the catalogue does not have. Never more than these: keys are in use."""
 
-
+# A scheduler's request, `gres/gpu:a100=1`, `gpu:h100:4` or `gpu:a100:2(S:0-1)`, around the name of a card.
 _REQUEST: Final = re.compile(r"(?:gres[/:])?(?:gpus?[:/])?(?P<name>.*?)(?:[:=]\d+)?(?:\([^)]*\))?")
-"""A scheduler's request, `gres/gpu:a100=1`, `gpu:h100:4` or `gpu:a100:2(S:0-1)`, around the name of a card."""
 
+_DEVICE_KEY: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*-\d+(gb|[kmgt]ib|b)")
 
+# How the unit behind a size is spelt.
 _GIGABYTE: Final = ("gb", "g", "gib", "")
-"""How the unit behind a size is spelt."""
 
-
+# What a driver shows of a card's gigabytes, least and most: error correction takes a sixteenth, the driver some more;
+# sizes that are counted in thousands are a little above one.
 _SHOWN: Final = (0.87, 1.03)
-"""What a driver shows of a card's gigabytes, least and most: error correction takes a sixteenth, the driver some more;
-sizes that are counted in thousands are a little above one."""
 
 
 def find_card(text: str) -> Card:
-    """Finds the card that somebody means: a key, or what a driver, a scheduler or a person calls it.
+    """Finds the card of a key, or of what a driver, a scheduler or a person calls it.
 
     >>> find_card("gpu:nvidia_h100_80gb_hbm3:4").key, find_card("Tesla V100-SXM2-16GB").key, find_card("rtx3090").key
     ('h100-80gb', 'v100-16gb', 'rtx-3090-24gb')
 
     Raises:
-        ConfigError: No card of the catalogue has this name, or several have and it takes their size to tell.
+        ConfigError: No card of the catalogue has this name, or cards of several memory sizes have it.
     """
-    request = _REQUEST.fullmatch(text.strip().lower())
-    words = _words(request["name"] if request else text)
-    found = _spelled(words)
+    found = cards_named(text)
     if len(found) == 1:
         return found[0]
     if found:
         names = " or ".join(card.key for card in found)
         raise ConfigError("This name stands for cards of several sizes", value=repr(text), remedy=f"Say {names}")
-    valid = ", ".join(nearest_first("-".join(words), (card.key for card in CARDS)))
+    valid = ", ".join(nearest_first("-".join(_words(text)), (card.key for card in CARDS)))
     raise ConfigError(
         "Unknown GPU",
         value=repr(text),
@@ -353,16 +281,33 @@ def find_card(text: str) -> Card:
     )
 
 
+def cards_named(text: str) -> list[Card]:
+    """Finds all cards that a name may mean, one for each memory size where it names none.
+
+    >>> [card.key for card in cards_named("v100")]
+    ['v100-16gb', 'v100-32gb']
+    """
+    request = _REQUEST.fullmatch(text.strip().lower())
+    return _spelled(_words(request["name"] if request else text))
+
+
+def is_device_key(text: str) -> bool:
+    """Whether a text has the form of a key of any kind of device, in the catalogue or not: `rtx-3080-laptop-gpu-16gb`,
+    `cpu-64gb`, `sim-512mib`.
+    """
+    return _DEVICE_KEY.fullmatch(text) is not None
+
+
 def gpu_key(name: str, total_bytes: int) -> str:
-    """Names a kind of GPU: `h100-80gb`.
+    """Makes the key of a kind of GPU: `h100-80gb`.
 
     The catalogue's key where the driver's name and size are of one of its cards. Else the name with a size: the one in
     the driver's name where it has one, since what can be used of 80 GB reads 79.1 or 79.6 GiB, by driver, and a
     learned factor must survive a new driver. A slice of a GPU has its own size last in its name.
 
     Args:
-        name: What the driver calls it.
-        total_bytes: What it shows of it.
+        name: The driver's name for it.
+        total_bytes: The memory that the driver shows.
     """
     least, most = _SHOWN
     found = [
@@ -381,7 +326,7 @@ def _words(text: str) -> list[str]:
 
 
 def _spelled(words: list[str]) -> list[Card]:
-    """Finds the cards whose name these words are, with a size or without."""
+    """Finds the cards that have this name, with a size or without."""
     compact = "".join(words)
     return [card for card in CARDS if compact in _spellings(card)]
 
@@ -398,10 +343,7 @@ def _slug(name: str) -> str:
     return "-".join(word for word in words if not _NO_KIND.fullmatch(word)) or "gpu"
 
 
-SCHEMA: Final = 1
-"""Raised when a field's meaning changes; what a newer can-train wrote is not read."""
-
-
+# Raised when a field's meaning changes; what a newer can-train wrote is not read.
 _FOLDER: Final = "gpus"
 
 
@@ -422,15 +364,12 @@ def write_gpu_constants(state: Path, constants: GpuConstants) -> Path:
 
 
 def read_gpu_constants(state: Path, key: str, reporter: Reporter) -> GpuConstants | None:
-    """Finds what was measured of a kind of GPU: by this user, else what comes with can-train. Writes nothing.
+    """Finds what was measured of a kind of GPU: by this user, else what comes with can-train; None where nothing was.
 
     Args:
         state: The state folder, which need not exist.
         key: The kind, `h100-80gb`.
-        reporter: Is told of a file that cannot be read; it is passed over.
-
-    Returns:
-        The measurement; None where there is none.
+        reporter: Gets a notice of a file that cannot be read, which is then ignored.
     """
     path = _path(state, key)
     try:
@@ -447,23 +386,9 @@ def _path(state: Path, key: str) -> Path:
 
 
 def _parse(data: bytes, key: str) -> GpuConstants:
-    """Turns a file's content into a measurement.
-
-    Raises:
-        ValueError: It is none, or none that can be.
-    """
-    values = json.loads(data)
-    if not isinstance(values, dict) or not isinstance(values.get("schema"), int):
-        raise ValueError("it is no measurement of can-train")
-    if values["schema"] > SCHEMA:
-        raise ValueError(f"a newer can-train wrote it (schema {values['schema']}, this one knows {SCHEMA})")
-    wanted = {field.name: field.type for field in fields(GpuConstants)}
-    wrong = [name for name, kind in wanted.items() if type(values.get(name)) is not kind]
-    if wrong:
-        raise ValueError(f"{wrong[0]} is {values.get(wrong[0])!r:.40}")
-    constants = GpuConstants(**{name: values[name] for name in wanted})
+    constants = parse_document(data, GpuConstants)
     if constants.key != key:
         raise ValueError(f"it is of {constants.key}")
-    if min(constants.outside_bytes, constants.workspace_bytes) < 0 or constants.total_bytes <= constants.outside_bytes:
-        raise ValueError("its sizes cannot be")
+    if constants.total_bytes <= constants.outside_bytes:
+        raise ValueError(f"{constants.outside_bytes} of {constants.total_bytes} bytes are in use outside the allocator")
     return constants

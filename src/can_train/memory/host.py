@@ -1,11 +1,12 @@
 """What the host offers: its memory, as far as control groups leave it to this process, and its NVIDIA driver."""
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import psutil
 
 _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
@@ -29,12 +30,12 @@ class _Files(NamedTuple):
     events: str
 
 
+# Version 2 and version 1.
 _VERSIONS: Final = (
     _Files("", _CGROUP_ROOT, "memory.max", "memory.current", "inactive_file", "memory.events"),
     _Files("memory", _CGROUP_ROOT / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
            "total_inactive_file", "memory.oom_control"),
 )  # fmt: skip
-"""Version 2 and version 1."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +85,14 @@ def control_groups(membership: Path = Path("/proc/self/cgroup")) -> Iterator[Con
 
 def available_bytes() -> int:
     """Returns the bytes that can be allocated without swapping; a container or a job may have less than the host."""
-    limits = [_meminfo_available(Path("/proc/meminfo"))]
     # Every group up to the topmost may set a limit, and the least of them binds.
-    limits += [group.available_bytes() for group in control_groups()]
-    return min((limit for limit in limits if limit is not None), default=total_bytes())
+    limits = [group.available_bytes() for group in control_groups()]
+    return min([psutil.virtual_memory().available, *(limit for limit in limits if limit is not None)])
 
 
 def total_bytes() -> int:
     """Returns the machine's physical memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _meminfo_available(path: Path) -> int | None:
-    try:
-        found = re.search(r"^MemAvailable:\s*(\d+) kB$", path.read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
+    return psutil.virtual_memory().total
 
 
 def nvidia_driver_version() -> str:

@@ -1,12 +1,13 @@
-"""Meters: the capacity of a device and the peak memory of a span of work."""
+"""Meters: the capacity of a device, and the peak memory of a span of work on it."""
 
 import gc
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,62 +16,24 @@ from can_train.errors import ConfigError, DeviceError, nearest_first
 from can_train.io.units import exact_size, parse_size
 from can_train.memory import host
 from can_train.memory.allocator import no_contention
-from can_train.memory.catalogue import Usable, gpu_key
+from can_train.memory.catalogue import UsableMemory, gpu_key
 from can_train.memory.out_of_memory import CatchOutOfMemory
-from can_train.memory.simulated_gpu import LiveStorageTracker, SimulatedGpu, simulated_contention
-
-_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""The user's own settings, the first that is set before the others; torch reads the first since 2.9."""
+from can_train.memory.simulated_gpu import LiveStorageTracker, SimulatedGpu
 
 
-_SETTING: Final = "expandable_segments:True"
-
-
-def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tells whether segments expand under the user's settings, or under can-train's where there are none."""
-    own = _own_settings(environment)
-    return own is None or re.search(r"\bexpandable_segments\s*:\s*True\b", own) is not None
-
-
-def settings_in_force(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the user's settings, or can-train's where there are none."""
-    own = _own_settings(environment)
-    return _SETTING if own is None else own
-
-
-def expand_cuda_segments(environment: Mapping[str, str] = os.environ) -> None:
-    """Makes CUDA's segments expand unless the user has settings of their own; comes before the first allocation.
-
-    Only this process is changed: the variables would be inherited by whatever it starts.
-    """
-    if _own_settings(environment) is None:
-        # The first is torch 2.9's and later; the second warns there that it is deprecated.
-        newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        apply = newer or torch.cuda.memory._set_allocator_settings
-        apply(_SETTING)
-
-
-def _own_settings(environment: Mapping[str, str]) -> str | None:
-    return next((environment[name] for name in _VARIABLES if name in environment), None)
-
-
-_OWN_MOST_BYTES: Final = 2**30
-"""Most that this process's own context and kernels take of a GPU outside the allocator: what is missing beyond that,
-others hold. The driver counts both alike."""
-
-
-class Meter(Protocol):
-    """Reads one device.
+class Meter(ABC):
+    """Reads one device. The defaults are those of a device that this process has to itself.
 
     Attributes:
         device: The torch device.
-        name: What the driver calls it.
+        name: The driver's name for it.
         key: Kind of device in the factor store, `h100-80gb`.
         total_bytes: Its whole memory.
         capacity_bytes: What PyTorch's allocator may use of it.
-        taken_bytes: What others held of it at the start, which is not in the capacity; as far as one can tell.
+        taken_bytes: What other processes held of it at the start, as far as one can tell; not part of the capacity.
         driver: Version of the driver; empty where there is none.
-        counts_always: Whether a peak is that of everything since the last reset; else of measured spans alone.
+        counts_always: Whether a peak covers everything since the last reset; if not, only measured spans.
+        is_host: Whether its memory is the host's.
     """
 
     device: torch.device
@@ -78,79 +41,82 @@ class Meter(Protocol):
     key: str
     total_bytes: int
     capacity_bytes: int
-    taken_bytes: int
-    driver: str
-    counts_always: bool
+    taken_bytes: int = 0
+    driver: str = ""
+    counts_always: bool = True
+    is_host: bool = False
 
     def active(self) -> AbstractContextManager[None]:
-        """Makes the device work as it should; open for a whole attempt."""
+        """Opens a span in which the device works as it should; it encloses a whole attempt of a run."""
+        return nullcontext()
 
     def host(self) -> AbstractContextManager[None]:
-        """Opens a span whose new tensors are host memory, data sets and copies that leave the device."""
+        """Opens a span whose new tensors are host memory: data sets, and copies that leave the device."""
+        return nullcontext()
 
     def measuring(self, resident: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Opens a span whose peak counts; `resident` tensors are already on the device."""
+        return nullcontext()
 
+    @abstractmethod
     def reset_peak(self) -> None:
-        """Forgets the peaks; only probes, finder and monitor may call it."""
+        """Forgets the peaks, also inside an open span; only probes, search and monitor may call it."""
 
+    @abstractmethod
     def peak_bytes(self) -> int:
         """Returns the largest allocated bytes since the last reset."""
 
     def peak_reserved_bytes(self) -> int:
         """Returns the largest reserved bytes since the last reset; 0 where nothing is reserved."""
+        return 0
 
     def allocated_bytes(self) -> int:
         """Returns the bytes allocated now; 0 where only measured spans are counted."""
+        return 0
 
     def retries(self) -> int:
         """Returns how often the allocator has released its cache because an allocation did not fit."""
+        return 0
 
     def available_bytes(self) -> int:
-        """Returns what this process could have in use now: what it has reserved, and what the device has free."""
+        """Returns what this process could have in use now: what it has reserved, and what is free."""
+        return self.capacity_bytes
 
+    @abstractmethod
     def free_bytes(self) -> int:
-        """Returns what nobody holds now, this process's cache included in what is held."""
+        """Returns what no process holds now; what this process has reserved is held."""
 
     def foreign_bytes(self) -> int:
-        """Returns how much of the capacity others hold now."""
+        """Returns how much of the capacity has gone to other processes since the start."""
+        return self.capacity_bytes - self.available_bytes()
 
+    @abstractmethod
     def release(self, *, collect: bool = True) -> None:
         """Returns cached memory to the device; `collect` looks for garbage in cycles first, which takes longer."""
 
 
-class CpuMeter:
-    """Counts live storages on measured spans only, against the host memory available at the start."""
+class CpuMeter(Meter):
+    """Counts live storages on measured spans only, against the host memory that is available at the start."""
+
+    counts_always = False
+    is_host = True
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.name = "cpu"
-        self.driver = ""
         self.total_bytes = host.total_bytes()
         self.capacity_bytes = host.available_bytes()
-        self.taken_bytes = 0
-        self.key = f"cpu-{_gigabytes(self.total_bytes)}gb"
-        self.counts_always = False
+        self.key = f"cpu-{max(1, round(self.total_bytes / 2**30))}gb"
         self._open: list[LiveStorageTracker] = []
         self._peak_bytes = 0
 
-    @property
-    def _limit_bytes(self) -> int:
-        """What a measured span may have live."""
+    def _span_limit_bytes(self) -> int:
         return self.capacity_bytes
-
-    def active(self) -> AbstractContextManager[None]:
-        """Does nothing: spans are measured, not attempts."""
-        return nullcontext()
-
-    def host(self) -> AbstractContextManager[None]:
-        """Does nothing: the device is the host."""
-        return nullcontext()
 
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
         """Counts storages inside the block; more than the capacity raises `torch.OutOfMemoryError`."""
-        tracker = LiveStorageTracker(self._limit_bytes, resident)
+        tracker = LiveStorageTracker(self._span_limit_bytes(), resident)
         self._open.append(tracker)
         try:
             with tracker:
@@ -160,38 +126,18 @@ class CpuMeter:
             self._peak_bytes = max(self._peak_bytes, tracker.peak_bytes)
 
     def reset_peak(self) -> None:
-        """Forgets the peak, also that of a span that is still open."""
+        """Forgets the peak; open spans start again from what is live in them."""
         self._peak_bytes = 0
         for tracker in self._open:
-            tracker.forget_peak()
+            tracker.reset_peak()
 
     def peak_bytes(self) -> int:
         """Returns the largest live bytes of the measured spans since the last reset."""
         return max([self._peak_bytes, *(tracker.peak_bytes for tracker in self._open)])
 
-    def peak_reserved_bytes(self) -> int:
-        """Returns 0: the CPU's allocator reserves nothing."""
-        return 0
-
-    def allocated_bytes(self) -> int:
-        """Returns 0: between measured spans nothing is counted."""
-        return 0
-
-    def retries(self) -> int:
-        """Returns 0: there is no cache to release."""
-        return 0
-
-    def available_bytes(self) -> int:
-        """Returns the capacity."""
-        return self.capacity_bytes
-
     def free_bytes(self) -> int:
         """Returns the host memory that is available now."""
         return host.available_bytes()
-
-    def foreign_bytes(self) -> int:
-        """Returns 0: what others took before the start is not in the capacity."""
-        return 0
 
     def release(self, *, collect: bool = True) -> None:
         """Collects garbage: the CPU's allocator caches nothing."""
@@ -201,17 +147,13 @@ class CpuMeter:
 
 
 class AbsentGpuMeter(CpuMeter):
-    """Stands for a GPU that is not here, where a plan is made for it: key and sizes are the GPU's, what is measured is
-    counted on the CPU and has the host's memory.
-
-    Args:
-        target: The GPU, and what of it can be used.
-
-    Attributes:
-        host_bytes: What measured spans may use.
+    """Stands for a GPU of another machine that a plan is made for: its sizes are the GPU's, but what is measured is
+    counted on the CPU, and may use `host_bytes` of the host's memory.
     """
 
-    def __init__(self, target: Usable) -> None:
+    is_host = False
+
+    def __init__(self, target: UsableMemory) -> None:
         super().__init__()
         self.host_bytes = self.capacity_bytes
         self.name = target.name
@@ -219,9 +161,8 @@ class AbsentGpuMeter(CpuMeter):
         self.total_bytes = target.total_bytes
         self.capacity_bytes = target.capacity_bytes
 
-    @property
-    def _limit_bytes(self) -> int:
-        # A probe that the GPU could not hold still tells what it costs.
+    def _span_limit_bytes(self) -> int:
+        # A probe that would not fit on the GPU still tells what it costs.
         return self.host_bytes
 
     @contextmanager
@@ -233,11 +174,16 @@ class AbsentGpuMeter(CpuMeter):
             yield
 
     def free_bytes(self) -> int:
-        """Returns the capacity: nobody is known to use the GPU."""
+        """Returns the capacity: nothing is known of other processes there."""
         return self.capacity_bytes
 
 
-class CudaMeter:
+# Most that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not tell
+# whose memory is whose, so what is missing at the start beyond this counts as held by other processes.
+_CONTEXT_MOST_BYTES: Final = 2**30
+
+
+class CudaMeter(Meter):
     """Reads PyTorch's caching allocator and the driver."""
 
     def __init__(self, device: torch.device) -> None:
@@ -247,22 +193,11 @@ class CudaMeter:
         self.driver = host.nvidia_driver_version()
         _, self.total_bytes = torch.cuda.mem_get_info(device)
         obtainable = self._obtainable_bytes()
-        self.capacity_bytes = min(obtainable, int(_memory_fraction(device) * self.total_bytes))
-        self.taken_bytes = max(0, self.total_bytes - obtainable - _OWN_MOST_BYTES)
+        # Torch 2.6 can set a fraction (`set_per_process_memory_fraction`) but cannot tell it.
+        fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)(device)
+        self.capacity_bytes = min(obtainable, int(fraction * self.total_bytes))
+        self.taken_bytes = max(0, self.total_bytes - obtainable - _CONTEXT_MOST_BYTES)
         self.key = gpu_key(properties.name, self.total_bytes)
-        self.counts_always = True
-
-    def active(self) -> AbstractContextManager[None]:
-        """Does nothing: the device is there."""
-        return nullcontext()
-
-    def host(self) -> AbstractContextManager[None]:
-        """Does nothing: a tensor knows its device."""
-        return nullcontext()
-
-    def measuring(self, resident: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Does nothing: the allocator counts always."""
-        return nullcontext()
 
     def reset_peak(self) -> None:
         """Resets the allocator's peak counters."""
@@ -282,6 +217,7 @@ class CudaMeter:
 
     def retries(self) -> int:
         """Returns the allocator's count of retries."""
+        # This is read after every step, and `memory_stats` would flatten and sort all of the counters.
         return int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
 
     def available_bytes(self) -> int:
@@ -292,48 +228,34 @@ class CudaMeter:
         """Returns what the driver has free."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
-    def foreign_bytes(self) -> int:
-        """Returns what has gone from the capacity since the start: other processes, or libraries of this one."""
-        return self.capacity_bytes - self.available_bytes()
-
     def release(self, *, collect: bool = True) -> None:
         """Collects garbage, then empties the allocator's cache."""
+        # Tensors in reference cycles are freed into the cache, so the cache is emptied last.
         if collect:
             gc.collect()
         torch.cuda.empty_cache()
 
     def _obtainable_bytes(self) -> int:
-        # What this process has reserved is not free to the driver, but it is to the process.
+        # What this process has reserved is not free to the driver, but the process can use it.
         return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
 
 
-class SimulatedMeter:
-    """Reads a simulated GPU, whose memory PyTorch's allocator may use as far as others leave it.
-
-    Args:
-        total_bytes: Its memory.
-        expandable: Whether the allocator's segments expand.
-        others: Tells what other processes hold of it.
-
-    Attributes:
-        gpu: The simulated GPU.
-    """
+class SimulatedMeter(Meter):
+    """Reads a simulated GPU, `gpu`, of which `contention` returns the bytes that other processes hold."""
 
     def __init__(self, total_bytes: int, *, expandable: bool, contention: Callable[[], int] = no_contention) -> None:
         self.device = torch.device("cpu")
         self.name = "Simulated GPU"
-        self.driver = ""
         self.total_bytes = total_bytes
         self.gpu = SimulatedGpu(total_bytes, expandable=expandable, contention=contention)
         self.capacity_bytes = self.gpu.allocator.available_bytes
         self.taken_bytes = total_bytes - self.capacity_bytes
         self.key = f"sim-{exact_size(total_bytes)}"
-        self.counts_always = True
         self._is_active = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Puts what is made inside the block on the simulated GPU; a block within it changes nothing."""
+        """Puts what is made inside the block on the simulated GPU; a block inside another one changes nothing."""
         if self._is_active:
             yield
             return
@@ -380,15 +302,11 @@ class SimulatedMeter:
         return self.gpu.allocator.available_bytes
 
     def free_bytes(self) -> int:
-        """Returns what the allocator has not reserved and others have not taken."""
+        """Returns what neither the allocator nor other processes hold."""
         return self.gpu.allocator.free_bytes
 
-    def foreign_bytes(self) -> int:
-        """Returns what has gone from the capacity."""
-        return self.capacity_bytes - self.available_bytes()
-
     def release(self, *, collect: bool = True) -> None:
-        """Collects garbage, then gives the allocator's cache back."""
+        """Collects garbage, then releases the allocator's cache."""
         with self.host():
             _drop_failed_backward()
         if collect:
@@ -396,92 +314,18 @@ class SimulatedMeter:
         self.gpu.allocator.release_cached()
 
 
-_ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
-"""Variables in which a scheduler says which GPUs it gave a job, and their values that mean none: the first two list
-indices, and GPU 0 is one; the last counts."""
+def _drop_failed_backward() -> None:
+    """Makes the CPU's autograd engine let go of a backward pass that failed.
 
-
-_FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")
-"""What `--device` may read, an example of each kind."""
-
-
-def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) -> torch.device:
-    """Turns `auto`, `cpu`, `cuda[:i]` or `sim:<size>` into a torch device: tensors of a simulated GPU are the CPU's.
-
-    Raises:
-        DeviceError: There is no such device, or a GPU is there and torch cannot use it.
+    The nodes that had not run yet wait in a queue of this thread, with everything that their forward pass has saved,
+    until the next backward pass. Nodes on a GPU run in a thread of their own, which empties its queue.
     """
-    if text == "cpu" or is_simulated(text):
-        return torch.device("cpu")
-    if text == "auto":
-        return _automatic(environment)
-    if not re.fullmatch(r"cuda(:\d+)?", text):
-        raise DeviceError("Unknown device", value=repr(text), remedy=f"Valid: {', '.join(nearest_first(text, _FORMS))}")
-    if not torch.cuda.is_available():
-        raise DeviceError("torch sees no CUDA GPU", value=f"--device {text}", remedy=_cuda_remedy())
-    device = torch.device(text)
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        raise DeviceError("There is no such GPU", value=text, remedy=f"torch sees {torch.cuda.device_count()}")
-    return torch.device("cuda", device.index or 0)
-
-
-def is_simulated(text: str) -> bool:
-    """Tells whether a device is a simulated GPU, `sim:<size>`.
-
-    Raises:
-        DeviceError: It is one without a size that can be read.
-    """
-    return text.partition(":")[0] == "sim" and simulated_bytes(text) > 0
-
-
-def simulated_bytes(text: str) -> int:
-    """Reads the memory of a simulated GPU, in bytes.
-
-    Raises:
-        DeviceError: It has none that can be read.
-    """
-    try:
-        return parse_size(text.removeprefix("sim:"))
-    except ConfigError:
-        raise DeviceError(
-            "A simulated GPU is written sim:<size>", value=repr(text), remedy="Give it memory: sim:512MiB, sim:2GiB"
-        ) from None
-
-
-def _automatic(environment: Mapping[str, str]) -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    promised = _promised_gpu(environment)
-    if promised:
-        raise DeviceError("A GPU is here but torch cannot use it", value=promised, remedy=_cuda_remedy())
-    return torch.device("cpu")
-
-
-def _promised_gpu(environment: Mapping[str, str]) -> str:
-    """Says what shows that a GPU was given to this process; empty where nothing does."""
-    for name, none in _ALLOCATED:
-        if environment.get(name, "") not in none:
-            return f"{name}={environment[name]}"
-    if environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
-        return ""
-    gpus = Path("/proc/driver/nvidia/gpus")
-    return (
-        f"the NVIDIA driver lists {len(list(gpus.iterdir()))} GPU(s)" if gpus.is_dir() and any(gpus.iterdir()) else ""
-    )
-
-
-def _cuda_remedy() -> str:
-    if torch.version.cuda is None:
-        return (
-            "This torch was built without CUDA: install a CUDA build, or set CAN_TRAIN_PYTHON to an environment that "
-            "has one; --device cpu trains without a GPU"
-        )
-    built = f"torch was built for CUDA {torch.version.cuda}"
-    return f"{built}: check the driver (nvidia-smi); --device cpu trains without a GPU"
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).backward()
 
 
 def open_meter(text: str) -> Meter:
-    """Makes the meter of what `--device` reads: `auto`, `cpu`, `cuda[:i]` or `sim:<size>`.
+    """Opens the meter of a device that is given as `auto`, `cpu`, `cuda[:i]` or `sim:<size>`.
 
     Raises:
         DeviceError: There is no such device, or it cannot be used.
@@ -495,60 +339,143 @@ def open_meter(text: str) -> Meter:
     return CudaMeter(device)
 
 
-def _drop_failed_backward() -> None:
-    """Has the CPU's autograd engine let go of a backward pass that failed.
-
-    What of it had not run yet waits in a queue of the thread, with all that its forward pass has saved, until the next
-    backward pass there. Nodes on a GPU run in a thread of their own, which empties its queue.
-    """
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        torch.zeros((), requires_grad=True).backward()
+# An example of each form of `--device`.
+_FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")
 
 
-def _memory_fraction(device: torch.device) -> float:
-    """The share of the GPU that this process was given with `torch.cuda.set_per_process_memory_fraction`."""
-    # Torch 2.6 can set it but not tell it.
-    tell = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return float(tell(device)) if tell is not None else 1.0
+def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) -> torch.device:
+    """Returns the torch device of `auto`, `cpu`, `cuda[:i]` or `sim:<size>`; tensors of a simulated GPU are the CPU's."""
+    if text == "cpu" or is_simulated(text):
+        return torch.device("cpu")
+    if text == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        # A job that was given a GPU must not train on the CPU for a day before somebody notices.
+        promised = _promised_gpu(environment)
+        if promised:
+            raise DeviceError("A GPU is here but torch cannot use it", value=promised, remedy=_cuda_remedy())
+        return torch.device("cpu")
+    if not re.fullmatch(r"cuda(:\d+)?", text):
+        raise DeviceError("Unknown device", value=repr(text), remedy=f"Valid: {', '.join(nearest_first(text, _FORMS))}")
+    if not torch.cuda.is_available():
+        raise DeviceError("torch sees no CUDA GPU", value=f"--device {text}", remedy=_cuda_remedy())
+    device = torch.device(text)
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise DeviceError("There is no such GPU", value=text, remedy=f"torch sees {torch.cuda.device_count()}")
+    return torch.device("cuda", device.index or 0)
 
 
-def _gigabytes(size: int) -> int:
-    return max(1, round(size / 2**30))
+def is_simulated(text: str) -> bool:
+    """Tells whether a device is a simulated GPU, `sim:<size>`; raises `DeviceError` where the size cannot be read."""
+    return text.partition(":")[0] == "sim" and simulated_bytes(text) > 0
 
 
+def simulated_bytes(text: str) -> int:
+    """Returns the memory of a simulated GPU, `sim:<size>`, in bytes."""
+    try:
+        return parse_size(text.removeprefix("sim:"))
+    except ConfigError:
+        raise DeviceError(
+            "A simulated GPU is written sim:<size>", value=repr(text), remedy="Give it memory: sim:512MiB, sim:2GiB"
+        ) from None
+
+
+# SLURM's variables for the GPUs of a job, each with its values for none. "0" in the first two is the GPU with index 0;
+# the last is a count.
+_ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
+
+
+def _promised_gpu(environment: Mapping[str, str]) -> str:
+    """Names what shows that this process was given a GPU; empty where nothing does."""
+    for name, none in _ALLOCATED:
+        if environment.get(name, "") not in none:
+            return f"{name}={environment[name]}"
+    if environment.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1"):
+        return ""
+    count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return f"the NVIDIA driver lists {count} GPU(s)" if count else ""
+
+
+def _cuda_remedy() -> str:
+    if torch.version.cuda is None:
+        return (
+            "This torch was built without CUDA: install a CUDA build, or set CAN_TRAIN_PYTHON to an environment that "
+            "has one; --device cpu trains without a GPU"
+        )
+    built = f"torch was built for CUDA {torch.version.cuda}"
+    return f"{built}: check the driver (nvidia-smi); --device cpu trains without a GPU"
+
+
+# Variables with a user's allocator settings; the first that is set wins. Torch reads the first one since 2.9.
+_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+_SETTINGS: Final = "expandable_segments:True"
+
+
+def allocator_settings(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the user's allocator settings, or can-train's where there are none."""
+    return next((environment[name] for name in _VARIABLES if name in environment), _SETTINGS)
+
+
+def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
+    """Tells whether the allocator's segments expand under the settings in force."""
+    return re.search(r"\bexpandable_segments\s*:\s*True\b", allocator_settings(environment)) is not None
+
+
+def expand_cuda_segments(environment: Mapping[str, str] = os.environ) -> None:
+    """Makes CUDA's segments expand unless the user has settings of their own; to be called before any allocation."""
+    if any(name in environment for name in _VARIABLES):
+        return
+    # The call changes this process only; a variable would be inherited by every program that it starts. The first
+    # function is torch 2.9's, where the second one warns that it is deprecated.
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (newer or torch.cuda.memory._set_allocator_settings)(_SETTINGS)
+
+
+# Variable with the path of a file that stands for other processes on a simulated GPU. The file holds a size, `200MiB`;
+# without a file, or with an empty one, there are none.
+FOREIGN: Final = "CAN_TRAIN_SIM_FOREIGN"
+
+
+def simulated_contention(environment: Mapping[str, str] = os.environ) -> Callable[[], int]:
+    """Returns a function that reads, whenever it is called, what other processes hold of the simulated GPU in bytes."""
+    path = environment.get(FOREIGN)
+    return (lambda: _read_contention(Path(path))) if path else no_contention
+
+
+def _read_contention(path: Path) -> int:
+    try:
+        text = path.read_text().strip()
+    except FileNotFoundError:
+        return 0
+    try:
+        return parse_size(text) if text else 0
+    except ConfigError as error:
+        raise DeviceError(f"The file that {FOREIGN} names holds a size", value=f"{path}: {text[:50]!r}") from error
+
+
+# Largest cost of a batch that shows how fragmented an allocator's memory becomes. Larger batches take longer and show
+# about the same share; in much smaller ones the last page of 20 MiB dominates, as it does on a device of that size.
 FRAGMENTATION_PROBE_BYTES: Final = 256 * 2**20
-"""Largest cost of a batch that shows the gaps: larger ones take longer to show about the same share. Of much smaller
-ones they are mostly the last page of 20 MiB, as they are on a device that holds no more."""
 
-
-_ENDLESS: Final = 2**50
+_UNLIMITED: Final = 2**50
 
 
 def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[int, int]:
-    """Runs a batch on an endless simulated GPU.
-
-    Args:
-        run: Runs the batch on the host.
-        resident: Tensors that are there before.
-    """
-    meter = SimulatedMeter(_ENDLESS, expandable=segments_expand())
+    """Runs a batch on a simulated GPU without a limit; returns allocated and reserved bytes at their peaks."""
+    meter = SimulatedMeter(_UNLIMITED, expandable=segments_expand())
     with meter.measuring(resident):
         run()
     return meter.peak_bytes(), meter.peak_reserved_bytes()
 
 
 def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_bytes: int) -> bool:
-    """Tells whether a batch runs on a simulated GPU of a capacity, also once its allocator's cache is full.
-
-    Args:
-        run: Runs the batch on the host.
-        resident: Tensors that are there before.
-        capacity_bytes: What the allocator may use.
-    """
+    """Tells whether a batch runs on a simulated GPU of a capacity."""
     with CatchOutOfMemory():
         meter = SimulatedMeter(capacity_bytes, expandable=segments_expand())
         with meter.measuring(resident):
             run()
+            # The cache that the first run leaves may be in the way of the second one.
             run()
         return True
     return False

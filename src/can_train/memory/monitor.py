@@ -12,16 +12,14 @@ from torch.optim import Optimizer
 from can_train.errors import ArgumentError
 from can_train.memory.meters import Meter, open_meter
 
+# Steps from one measured step to the next: on the CPU, a measured one takes about a fifth longer.
 INTERVAL: Final = 50
-"""Steps from one measured step to the next: on the CPU one costs about a fifth more."""
 
-
+# Steps before the first measured one. What is made lazily, such as the optimizer's state, exists by then.
 WARMUP: Final = 20
-"""Steps before the first measured one: what is made lazily (the optimizer's state, say) is there by then."""
 
-
-Held = nn.Module | Optimizer | Iterable[Tensor]
-"""What has tensors on the device between steps."""
+# What has tensors on the device between steps.
+Resident = nn.Module | Optimizer | Iterable[Tensor]
 
 
 class MemoryMonitor:
@@ -39,23 +37,15 @@ class MemoryMonitor:
     >>> f"{monitor.peak_bytes / 2**20:.1f} MiB"
     '4.0 MiB'
 
-    A GPU counts all that runs from the first step on, which is then in the peak; the monitor looks in time, and before
-    each reset of its own. On the CPU measured steps alone count: the first after the warm-up, and from there one in
-    `interval`.
+    On a GPU, everything from the first step on counts. On the CPU, only measured steps do: the first one after the
+    warm-up, and from there one in `interval`.
 
     Args:
-        device: As `--device` has it: `auto`, `cpu`, `cuda[:i]`, `sim:<size>`.
-        meter: Of the device, in place of one that is opened.
+        device: As in `--device`: `auto`, `cpu`, `cuda[:i]`, `sim:<size>`.
+        meter: Meter of the device, in place of one that is opened.
         interval: Steps from one measured step to the next.
         warmup: Steps before the first measured one.
-        total_steps: Steps to come, where that is known: of no more than the warm-up the last one is measured.
-
-    Attributes:
-        meter: What is read.
-
-    Raises:
-        ArgumentError: An interval below 1, or a warm-up below 0.
-        DeviceError: There is no such device, or it cannot be used.
+        total_steps: Steps to come, where that is known. If they are no more than the warm-up, the last one is measured.
     """
 
     def __init__(
@@ -75,58 +65,52 @@ class MemoryMonitor:
         self._interval = interval
         self._first = warmup if total_steps is None else max(min(warmup, total_steps - 1), 0)
         self._steps = 0
+        # Whether the meter's peaks are those of training: not before the first step, nor after `pause`.
         self._counts = False
         self._peak_bytes = 0
         self._peak_reserved_bytes = 0
-        self._settled_peak_bytes = 0
+        self._peak_bytes_after_rescue = 0
 
     @contextmanager
-    def step(self, *held: Held) -> Iterator[bool]:
-        """Opens a training step, measured where it is its turn.
+    def step(self, *resident: Resident) -> Iterator[bool]:
+        """Opens a training step, measures it where it is due, and yields whether its memory is counted.
 
         Args:
-            held: Models, optimizers and lists of tensors that are on the device already; on the CPU they are what the
-                step's own memory is added to.
-
-        Yields:
-            Whether the step's memory is counted.
+            resident: Models, optimizers and tensors that are on the device already; on the CPU, the step's own memory
+                is added to theirs.
         """
-        measured = self.due
+        measured, begins = self.due, not self._counts
         counted = measured or self.meter.counts_always
         self._steps += 1
-        begins = not self._counts
         if begins:
-            # What ran before is not training's: probes, say, or another loop.
+            # What ran before, a probe or another loop, is not part of the training.
             self.meter.reset_peak()
             self._counts = True
-        # A device that counts always is told what is held at first, and now and then: telling it takes time.
-        told = counted and (begins or measured)
+        # A device that counts always needs the resident tensors only now and then, and walking them takes time.
+        walks = counted and (begins or measured)
         try:
-            with self.meter.measuring(_tensors(held)) if told else self.meter.active():
+            with self.meter.measuring(_tensors(resident)) if walks else self.meter.active():
                 yield counted
         finally:
             if measured:
                 self.read()
 
     def read(self) -> None:
-        """Takes the meter's peaks into the largest; to be called before anybody else resets them."""
-        if not self._counts:
-            return
-        self._settled_peak_bytes = max(self._settled_peak_bytes, self.meter.peak_bytes())
-        self._peak_bytes = max(self._peak_bytes, self._settled_peak_bytes)
-        self._peak_reserved_bytes = max(self._peak_reserved_bytes, self.meter.peak_reserved_bytes())
+        """Keeps the largest of the meter's peaks; call it before anything else resets them."""
+        if self._counts:
+            self._peak_bytes_after_rescue = max(self._peak_bytes_after_rescue, self.meter.peak_bytes())
+            self._peak_bytes = max(self._peak_bytes, self._peak_bytes_after_rescue)
+            self._peak_reserved_bytes = max(self._peak_reserved_bytes, self.meter.peak_reserved_bytes())
 
     def rescued(self) -> None:
-        """Says that memory ran out and was made free again (`MicroBatcher.watch`). The peak from here on is known apart
-        too: `peak_bytes_after_rescue`.
-        """
+        """Starts `peak_bytes_after_rescue` again: an out-of-memory was undone and its memory released."""
         self.read()
-        self._settled_peak_bytes = 0
+        self._peak_bytes_after_rescue = 0
         if self._counts:
             self.meter.reset_peak()
 
     def pause(self) -> None:
-        """Says that what runs until the next step does not count; it may reset the meter too."""
+        """Leaves out what runs until the next step; it may reset the meter."""
         self.read()
         self._counts = False
 
@@ -143,7 +127,7 @@ class MemoryMonitor:
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Largest bytes that the allocator held so far; 0 where nothing is reserved."""
+        """Largest reserved bytes so far; 0 where nothing is reserved."""
         self.read()
         return self._peak_reserved_bytes
 
@@ -151,18 +135,17 @@ class MemoryMonitor:
     def peak_bytes_after_rescue(self) -> int:
         """Largest allocated bytes since the last rescue, or since the first step where there was none."""
         self.read()
-        return self._settled_peak_bytes
+        return self._peak_bytes_after_rescue
 
     @property
     def peak_share(self) -> float | None:
         """Largest allocated bytes so far ÷ capacity; None before anything was measured."""
-        peak = self.peak_bytes
-        return peak / self.meter.capacity_bytes if peak else None
+        return self.peak_bytes / self.meter.capacity_bytes if self.peak_bytes else None
 
 
-def _tensors(held: Iterable[Held]) -> Iterator[Tensor]:
-    """Goes through what is held; lazily, since no GPU needs to be told."""
-    for holder in held:
+def _tensors(resident: Iterable[Resident]) -> Iterator[Tensor]:
+    # Lazily: a GPU's meter reads none of them.
+    for holder in resident:
         if isinstance(holder, nn.Module):
             yield from holder.parameters()
             yield from holder.buffers()
@@ -174,37 +157,27 @@ def _tensors(held: Iterable[Held]) -> Iterator[Tensor]:
             yield from holder
 
 
+# Steps whose smallest reading counts: those of single steps go up and down with their batches.
 WINDOW_STEPS: Final = 50
-"""Steps whose smallest reading counts: single steps go up and down with their batches."""
 
-
+# Windows in a row that must each lie above the one before.
 RISES: Final = 5
-"""Windows in a row that must each lie above the one before."""
 
-
+# Smallest total rise that is reported.
 LEAST_BYTES: Final = 2**20
-"""Total rise that is worth a word."""
 
 
 @dataclass
 class LeakWatch:
-    """Watches the floor of the memory in use.
+    """Watches the floor of the memory in use: the smallest reading of each window of steps."""
 
-    Attributes:
-        floors: Smallest reading of each full window of the current rise.
-        current: Readings of the window that is not full yet.
-    """
-
+    # The floors of the current rise, and the readings of the window that is not full yet.
     floors: list[int] = field(default_factory=list)
     current: list[int] = field(default_factory=list)
     told: bool = False
 
     def after_step(self, allocated_bytes: int) -> int:
-        """Takes the reading after a step.
-
-        Returns:
-            Bytes that the floor has risen by, the first time that this counts as a leak; else 0.
-        """
+        """Takes the reading after a step; returns by how many bytes the floor has risen where that first is a leak."""
         if self.told:
             return 0
         self.current.append(allocated_bytes)

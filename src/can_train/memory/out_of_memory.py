@@ -10,6 +10,7 @@ from typing import Final, Self
 
 from can_train.errors import CanTrainError
 
+# Wordings of a failed allocation, each with the source file that writes it.
 _PATTERNS: Final = (
     (r"(?:^|: )(?:CUDA|HIP|XPU|NPU) out of memory\b", "c10/cuda/CUDACachingAllocator.cpp and its ports"),
     (r"(?:^|: )MPS backend out of memory\b", "aten/src/ATen/mps/MPSAllocator.mm"),
@@ -33,23 +34,22 @@ _PATTERNS: Final = (
     (r"\$ Torch: not enough memory: you tried to allocate\b", "TH/THGeneral.cpp, before torch 1.2"),
     (r"^std::bad_alloc$", "the C++ library, translated in torch/csrc/Exceptions.h"),
 )  # fmt: skip
-"""Wordings of a failed allocation, each with the source file that writes it."""
 
 # Left out, because they name other faults as often: `*_STATUS_NOT_INITIALIZED`, `CUFFT_INTERNAL_ERROR`, `unable to find
 # an engine`, `OUT_OF_RESOURCES` (Triton means the shared memory of one kernel), and the shared memory of a data loader,
 # for which a smaller batch is no remedy.
 _OUT_OF_MEMORY: Final = re.compile("|".join(f"(?:{pattern})" for pattern, _ in _PATTERNS), re.MULTILINE)
 
+# The wordings among them that mean the host's memory.
 _HOST: Final = re.compile(
     r"\bDefaultCPUAllocator: |\bposix_memalign\(|\$ Torch: not enough memory: |^std::bad_alloc$|_OUT_OF_HOST_MEMORY\b",
     re.MULTILINE,
 )
-"""The wordings among them that mean the host's memory."""
 
 _TRIED: Final = re.compile(r".*?Tried to allocate [\d.]+ (?:[KMGTP]iB|bytes)")
 
+# Characters that are quoted of a message that does not say how much it tried to allocate.
 _LONGEST: Final = 160
-"""Characters that are quoted of a message that does not say how much it tried to allocate."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""The stages of a pipeline."""
+"""Pipelines: the stages of a preset in `configs/pipeline/`, and what has to be done for each of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -9,7 +9,7 @@ from can_train.config.compose import RunRequest, config_folder, presets
 from can_train.config.resolved import ResolvedRun, plain_from_yaml
 from can_train.config.task_settings import Prerequisite
 from can_train.errors import ConfigError, unknown_name
-from can_train.slurm.duplicates import data_files, what_it_does
+from can_train.slurm.duplicates import data_files, identity_config
 from can_train.slurm.prerequisites import PastRuns, chosen, is_whole, misfits, settled_prerequisites, with_folders
 from can_train.slurm.run_state import RunState
 from can_train.slurm.status import KnownRun
@@ -18,16 +18,16 @@ _GROUP: Final = "pipeline"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class PipelineStage:
     """One run of a pipeline.
 
     Attributes:
-        name: What it is called.
-        model: Model.
-        mode: Training mode; empty: the model's first.
-        size: Size of the model; empty: its first.
-        needs: By role, the stages whose runs it may build on, the best one first.
-        sets: Settings of its own, in Hydra's grammar.
+        name: Unique name.
+        model: Name of the model.
+        mode: Training mode; empty for the model's default.
+        size: Size of the model; empty for its default.
+        needs: For each role, the stages whose runs can fill it, the preferred one first.
+        sets: The stage's own settings, in Hydra's grammar.
     """
 
     name: str
@@ -39,34 +39,35 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """Its name with its model."""
+        """The name, with the model in parentheses."""
         return f"{self.name} ({' '.join(filter(None, (self.model, self.size)))})"
 
 
-def load_stages(preset: str) -> list[Stage]:
-    """Reads the stages of a preset, each after those that it needs.
+def load_stages(preset: str) -> list[PipelineStage]:
+    """Reads the stages of a preset, in an order in which each follows those that it needs.
 
     Raises:
-        ConfigError: There is no such preset, or its stages are not as they should be.
+        ConfigError: The preset does not exist or is malformed.
     """
     if preset not in presets(_GROUP):
         raise unknown_name("preset of a pipeline", preset, presets(_GROUP))
     path = config_folder() / _GROUP / f"{preset}.yaml"
     try:
-        stages = [Stage(**plain) for plain in plain_from_yaml(path.read_text())["stages"]]
+        stages = [PipelineStage(**plain) for plain in plain_from_yaml(path.read_text())["stages"]]
     except (ValueError, TypeError, KeyError) as error:
-        known = ", ".join(one.name for one in fields(Stage))
-        raise ConfigError("A pipeline is a list of stages", value=f"{path}: {error}",
-                          remedy=f"Of each: {known}") from error  # fmt: skip
+        known = ", ".join(one.name for one in fields(PipelineStage))
+        raise ConfigError(
+            "A pipeline is a list of stages", value=f"{path}: {error}", remedy=f"Each stage has: {known}"
+        ) from error
     _check_order(stages)
     return stages
 
 
-def selected(stages: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
-    """Picks stages by name, in the pipeline's order.
+def selected(stages: Sequence[PipelineStage], names: Sequence[str]) -> list[PipelineStage]:
+    """Returns the named stages, in the pipeline's order.
 
     Raises:
-        ConfigError: There is no such stage; the message lists them, nearest first.
+        ConfigError: A name is unknown.
     """
     known = [stage.name for stage in stages]
     for name in names:
@@ -75,18 +76,14 @@ def selected(stages: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
     return [stage for stage in stages if stage.name in names]
 
 
-def split_sets(sets: Sequence[str], stages: Sequence[Stage]) -> dict[str, list[str]]:
-    """Sorts settings by stage: `group.key=value` is for every stage, `STAGE:group.key=value` for one.
-
-    Args:
-        sets: As a person gave them.
-        stages: Those that are asked for.
+def split_sets(sets: Sequence[str], stages: Sequence[PipelineStage]) -> dict[str, list[str]]:
+    """Assigns settings to stages: `group.key=value` to all of them, `STAGE:group.key=value` to one.
 
     Returns:
-        By stage its settings, in their order.
+        The settings of each stage, after its own from the preset.
 
     Raises:
-        ConfigError: No such stage is asked for.
+        ConfigError: A stage is unknown or was not selected.
     """
     found: dict[str, list[str]] = {stage.name: [*stage.sets] for stage in stages}
     for text in sets:
@@ -101,58 +98,46 @@ def split_sets(sets: Sequence[str], stages: Sequence[Stage]) -> dict[str, list[s
     return found
 
 
-def _check_order(stages: Sequence[Stage]) -> None:
+def _check_order(stages: Sequence[PipelineStage]) -> None:
     seen: set[str] = set()
     for stage in stages:
         late = [name for names in stage.needs.values() for name in names if name not in seen]
         if late or stage.name in seen:
             value = f"{stage.name} needs {', '.join(late)}" if late else f"{stage.name} is there twice"
-            raise ConfigError("A stage has a name of its own, and comes after those that it needs", value=value)
+            raise ConfigError("A stage has a unique name and follows the stages that it needs", value=value)
         seen.add(stage.name)
 
 
 REUSED: Final = "reused"
-
-
-GOES_ON: Final = "goes on"
-
-
-AT_WORK: Final = "at work"
-
-
+RESUMED: Final = "goes on"
+RUNNING_ALREADY: Final = "at work"
 NEW: Final = "new"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A stage as it is asked for.
+class StageRequest:
+    """A stage that the user wants, with its request before (`request`) and after (`run`) it was resolved."""
 
-    Attributes:
-        stage: The stage.
-        request: What its run is to be.
-        run: The same, resolved, its paths settled.
-    """
-
-    stage: Stage
+    stage: PipelineStage
     request: RunRequest
     run: ResolvedRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """What becomes of a stage.
+class PlannedStage:
+    """What has to be done for a stage.
 
     Attributes:
         stage: The stage.
-        run: Its run; the folders of runs that are yet to be made are missing.
-        sources: By role, the stages of this pipeline whose runs it builds on.
-        what: `REUSED`, `GOES_ON`, `AT_WORK` or `NEW`.
-        known: The run that is there already; None: it is new.
-        state: How that run stands; None where it has finished, or is new.
-        notices: What was chosen, as sentences.
+        run: Its run, without the folders of reference models that have yet to be trained.
+        sources: For each role, the stage of this pipeline that trains its run.
+        what: REUSED, RESUMED, RUNNING_ALREADY or NEW.
+        known: The existing run; None if `what` is NEW.
+        state: The state of an existing run that has not finished.
+        notices: Sentences about runs that were chosen.
     """
 
-    stage: Stage
+    stage: PipelineStage
     run: ResolvedRun
     sources: Mapping[str, str]
     what: str
@@ -162,100 +147,101 @@ class Step:
 
     @property
     def name(self) -> str:
-        """Of the stage."""
+        """The stage's name."""
         return self.stage.name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lookout:
-    """What steps are decided on, beside what is asked for.
+class PipelineContext:
+    """What plans depend on beside the request.
 
     Attributes:
-        stages: All stages of the pipeline by name, also those that are not asked for.
-        past: The runs there are.
-        state_of: Finds out how a run stands.
-        force: Whether every stage is to be trained anew.
+        stages: All stages of the pipeline by name, including those that were not selected.
+        past: The existing runs.
+        state_of: Returns the state of a run.
+        force: Train every stage anew.
     """
 
-    stages: Mapping[str, Stage]
+    stages: Mapping[str, PipelineStage]
     past: PastRuns
     state_of: Callable[[KnownRun], RunState]
     force: bool = False
 
 
-def make_steps(asked: Sequence[Asked], lookout: Lookout) -> list[Step]:
-    """Decides what becomes of each stage.
-
-    Args:
-        asked: Each after those that it needs.
-        lookout: What is known of earlier runs.
+def plan_stages(requests: Sequence[StageRequest], context: PipelineContext) -> list[PlannedStage]:
+    """Plans each stage; a stage follows those that it needs.
 
     Raises:
-        CanTrainError: A stage builds on a run that is not there, does not fit, or has not finished.
+        CanTrainError: A stage needs a run that does not exist, does not fit, or has not finished.
     """
-    steps: dict[str, Step] = {}
-    for one in asked:
-        steps[one.stage.name] = _step(one, steps, lookout)
+    steps: dict[str, PlannedStage] = {}
+    for one in requests:
+        steps[one.stage.name] = _planned(one, steps, context)
     return list(steps.values())
 
 
-def _step(asked: Asked, before: Mapping[str, Step], lookout: Lookout) -> Step:
-    run, sources, notices = asked.run, {}, []
+def _planned(wanted: StageRequest, before: Mapping[str, PlannedStage], context: PipelineContext) -> PlannedStage:
+    run, sources, notices = wanted.run, {}, []
     for needed in run.prerequisites:
         if getattr(run.mode, needed.role):
             continue
-        source = _source(asked, needed, before, lookout)
-        if isinstance(source, Step):
+        source = _source(wanted, needed, before, context)
+        if isinstance(source, PlannedStage):
             _check(source, run, needed)
             sources[needed.role] = source.name
         elif source is not None:
             run = with_folders(run, {needed.role: source.folder.path})
             notices.append(chosen(needed, source))
-    run, others = settled_prerequisites(run, asked.request, lookout.past, later=sources)
+    run, others = settled_prerequisites(run, wanted.request, context.past, later=sources)
     made = {role: known for role, name in sources.items() if (known := before[name].known) is not None}
     run = with_folders(run, {role: known.folder.path for role, known in made.items()})
-    step = Step(stage=asked.stage, run=run, sources=sources, what=NEW, notices=[*notices, *others])
+    step = PlannedStage(stage=wanted.stage, run=run, sources=sources, what=NEW, notices=[*notices, *others])
     since = _data_changed(run)
-    return step if lookout.force or len(made) < len(sources) else _again(step, since, lookout)
+    return step if context.force or len(made) < len(sources) else _again(step, since, context)
 
 
-def _source(asked: Asked, needed: Prerequisite, before: Mapping[str, Step], lookout: Lookout) -> Step | KnownRun | None:
-    """Finds where the run of a role comes from: the first of the stages that may supply it which is asked for, or which
-    has been trained before; None: anything else that fits may do.
+def _source(
+    wanted: StageRequest, needed: Prerequisite, before: Mapping[str, PlannedStage], context: PipelineContext
+) -> PlannedStage | KnownRun | None:
+    """Returns the stage or finished run that fills a role; None leaves the choice to `settled_prerequisites`.
+
+    Of the stages that can fill the role, the first one that is selected or was trained earlier is taken.
     """
-    for name in asked.stage.needs.get(needed.role, ()):
+    for name in wanted.stage.needs.get(needed.role, ()):
         if name in before:
             return before[name]
-        found = lookout.past.newest(asked.run, _narrowed(needed, lookout.stages[name]))
+        found = context.past.newest(wanted.run, _narrowed(needed, context.stages[name]))
         if found is not None:
             return found
     return None
 
 
-def _narrowed(needed: Prerequisite, stage: Stage) -> Prerequisite:
-    """The same as a certain stage makes it."""
+def _narrowed(needed: Prerequisite, stage: PipelineStage) -> Prerequisite:
+    """Restricts a prerequisite to what a stage trains."""
     modes, sizes = (stage.mode,) if stage.mode else needed.modes, (stage.size,) if stage.size else needed.sizes
     return replace(needed, models=(stage.model,), modes=modes, sizes=sizes)
 
 
-def _check(source: Step, run: ResolvedRun, needed: Prerequisite) -> None:
-    """Checks that what a stage makes can be built on."""
+def _check(source: PlannedStage, run: ResolvedRun, needed: Prerequisite) -> None:
     different = misfits(source.run.config, run, needed)
     if different:
-        raise ConfigError(f"What stage {source.name} makes does not fit as {needed.what}", value="; ".join(different),
-                          remedy="Give both stages the same data and settings")  # fmt: skip
+        raise ConfigError(
+            f"What stage {source.name} makes does not fit as {needed.what}",
+            value="; ".join(different),
+            remedy="Give both stages the same data and settings",
+        )
 
 
-def _again(step: Step, since: float, lookout: Lookout) -> Step:
-    """Finds the run that has done the same since a time, or was about to."""
+def _again(step: PlannedStage, since: float, context: PipelineContext) -> PlannedStage:
+    """Looks for a run that has done the same since the data last changed, or that was interrupted in it."""
     roles = [needed.role for needed in step.run.prerequisites]
-    wanted = what_it_does(step.run.config, roles)
+    wanted = identity_config(step.run.config, roles)
     same = [
         known
-        for known in lookout.past.known
+        for known in context.past.known
         if known.record.key == step.run.key
         and datetime.fromisoformat(known.record.time).timestamp() >= since
-        and what_it_does(lookout.past.config(known), roles) == wanted
+        and identity_config(context.past.config(known), roles) == wanted
     ]
     finished = next((known for known in same if is_whole(known.folder)), None)
     if finished is not None:
@@ -263,14 +249,14 @@ def _again(step: Step, since: float, lookout: Lookout) -> Step:
     begun = next((known for known in same if not known.folder.result_path.exists()), None)
     if begun is None:
         return step
-    state = lookout.state_of(begun)
-    return replace(step, what=AT_WORK if state.live else GOES_ON, known=begun, state=state)
+    state = context.state_of(begun)
+    return replace(step, what=RUNNING_ALREADY if state.live else RESUMED, known=begun, state=state)
 
 
 def _data_changed(run: ResolvedRun) -> float:
-    """Returns when a data set's files last changed, in seconds of the epoch; 0 where they are made.
+    """Returns the time at which the data last changed, in seconds since the epoch; 0 for generated data.
 
     Raises:
-        MissingDataError: They are not there.
+        MissingDataError: The data do not exist.
     """
     return max((file.stat().st_mtime for file in data_files(run)), default=0.0)

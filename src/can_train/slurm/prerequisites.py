@@ -1,5 +1,7 @@
-"""Finds the finished runs that a run builds on and checks that they fit, before anything is trained, submitted or
-planned: from the files of runs alone, without torch. Whether their weights are whole, the training sees.
+"""Finds the finished runs that a run builds on (a teacher, an autoencoder) and checks that they fit.
+
+It reads only the files of runs and imports no torch, so a login node can do it before anything is submitted. Whether
+the weights are intact is seen when they are loaded.
 """
 
 import os
@@ -19,26 +21,19 @@ from can_train.slurm.status import KnownRun, find_run, known_runs, run_statuses
 from can_train.training.run_folder import CONFIG, Registry, RunFolder
 
 _NEWEST: Final = "the newest finished run that fits"
-
-
 _AWAITED: Final = "the run that is waited for"
 
 
 class PastRuns:
-    """The runs that a new one may build on, each read once however many runs ask.
+    """The runs that a new run may build on. Each configuration is read once, however many runs of a sweep ask.
 
     Args:
-        state: State folder.
-        runs_dir: Folder of run folders.
-        awaited: Runs, by any of their names, that are waited for; they need not have finished.
-
-    Attributes:
-        registry: Of the state folder.
-        known: All of them, the newest first.
-        awaited: Those that are waited for.
+        state: The state folder.
+        runs_dir: The folder of run folders.
+        awaited: Runs that the new run waits for (`--after`). They need not have finished.
 
     Raises:
-        RunError: A run that is waited for is unknown.
+        RunError: A run in `awaited` does not exist.
     """
 
     def __init__(self, state: Path, runs_dir: Path, awaited: Sequence[str] = ()) -> None:
@@ -48,7 +43,7 @@ class PastRuns:
         self._configs: dict[str, Mapping[str, Any]] = {}
 
     def config(self, known: KnownRun) -> Mapping[str, Any]:
-        """Reads a run's configuration; one that is damaged has no settings."""
+        """Returns a run's configuration, empty if it is damaged."""
         if known.run_id not in self._configs:
             try:
                 self._configs[known.run_id] = known.folder.config()
@@ -57,45 +52,38 @@ class PastRuns:
         return self._configs[known.run_id]
 
     def newest(self, run: ResolvedRun, needed: Prerequisite) -> KnownRun | None:
-        """Finds the newest run that has finished and fits; None: there is none."""
-        return next(
-            (
-                known
-                for known in self.known
-                # Cheap before dear: of hundreds of runs most are of another kind, or have not finished.
-                if _may_fit(known, needed)
-                and is_file(known.folder.result_path)
-                and not misfits(self.config(known), run, needed)
-                and is_whole(known.folder)
-            ),
-            None,
-        )
+        """Returns the newest run that has finished and fits."""
+        for known in self.known:
+            # Cheap checks first: of hundreds of runs most are of another kind or have not finished.
+            if not (_may_fit(known, needed) and is_file(known.folder.result_path)):
+                continue
+            if not misfits(self.config(known), run, needed) and is_whole(known.folder):
+                return known
+        return None
 
     def waited_for(self, run: ResolvedRun, needed: Prerequisite) -> KnownRun | None:
-        """Finds a run that is waited for and fits; None: there is none."""
+        """Returns the first run in `awaited` that fits."""
         return next((known for known in self.awaited if not misfits(self.config(known), run, needed)), None)
 
 
 def settled_prerequisites(
     run: ResolvedRun, request: RunRequest, past: PastRuns, *, later: Collection[str] = ()
 ) -> tuple[ResolvedRun, list[str]]:
-    """Finds the finished runs that a run builds on: those that it names, else those that it waits for, else the newest
-    that fit.
+    """Chooses the runs that a run builds on: the named one, else an awaited one, else the newest that fits.
 
     Args:
-        run: Its paths are settled. The setting of each role names a run as a person does, or is empty.
-        request: What the run was made of.
-        past: The runs there are.
-        later: Roles of runs that are not known yet: they stay as they are.
+        run: The new run. The mode's setting of each role names a run in any way, or is empty.
+        request: The command line behind the run, for the commands in error messages.
+        past: The existing runs.
+        later: Roles whose runs do not exist yet; they are left alone.
 
     Returns:
-        The run, the folder of each of them absolute in the mode's setting of its role; and what was chosen, as
-        sentences.
+        The run, with absolute folders in the mode's settings, and sentences that say what was chosen.
 
     Raises:
-        ConfigError: A run does not fit, or there is none and it is needed; the message has the command that makes it.
-        RunError: A run is unknown, unreadable, or has not finished.
-        CheckpointError: A run no longer has its weights.
+        ConfigError: A run does not fit, or none exists. The message has the command that makes one.
+        RunError: A run is unknown or unreadable, or has not finished.
+        CheckpointError: A run has lost its weights.
     """
     folders, notices = {}, []
     for needed in (one for one in run.prerequisites if one.role not in later):
@@ -114,24 +102,18 @@ def settled_prerequisites(
 
 
 def chosen(needed: Prerequisite, known: KnownRun, why: str = _NEWEST) -> str:
-    """Says which run was chosen for a role, and why."""
+    """Returns a sentence about the run that was chosen for a role."""
     return f"{_words(needed)}: {known.run_id} ({why})"
 
 
 def with_folders(run: ResolvedRun, folders: Mapping[str, Path]) -> ResolvedRun:
-    """Writes the folders of the runs that a run builds on into its settings, by role."""
+    """Returns the run with the mode's settings of some roles set to absolute folders."""
     absolute = {role: str(path.resolve()) for role, path in folders.items()}
     return replace(run, mode=replace(run.mode, **absolute))
 
 
 def misfits(config: Mapping[str, Any], run: ResolvedRun, needed: Prerequisite) -> list[str]:
-    """Says setting by setting what keeps a run from being built on; nothing where it fits.
-
-    Args:
-        config: Its configuration.
-        run: The run that would build on it.
-        needed: As what.
-    """
+    """Lists the settings in which a configuration differs from what a run needs to build on it."""
     of_task = {"task": (config.get("task"), (run.task,)), "model": (config.get("model_name"), needed.models)}
     of_mode = {"mode": (_group(config, "mode").get("name"), needed.modes)}
     sizes = needed.sizes or ((run.size,) if needed.same_model else ())
@@ -148,13 +130,7 @@ def misfits(config: Mapping[str, Any], run: ResolvedRun, needed: Prerequisite) -
 
 
 def command_for(needed: Prerequisite, run: ResolvedRun, request: RunRequest) -> str:
-    """Writes the command line that makes a run which another one can build on.
-
-    Args:
-        needed: What it is to be.
-        run: The run that is to build on it.
-        request: What that one was made of: the data and the folders are the same.
-    """
+    """Returns the command that trains a run which `run` could build on, on the same data and in the same folders."""
     size = needed.sizes[0] if needed.sizes else run.size if needed.same_model else ""
     words = ["can-train", "--model", needed.models[0], "--dataset", request.dataset, "--mode", needed.modes[0]]
     words += ["--size", size] if size else []
@@ -170,16 +146,14 @@ def command_for(needed: Prerequisite, run: ResolvedRun, request: RunRequest) -> 
 
 
 def _may_fit(known: KnownRun, needed: Prerequisite) -> bool:
-    """Whether a run's name does not rule it out; a folder that was renamed says nothing."""
-    key = f"_{known.record.key}_"
-    of_kind = any(f"_{model}_" in key for model in needed.models) and key.endswith(
-        tuple(f"_{m}_" for m in needed.modes)
-    )
-    return of_kind or known.record.key == known.run_id
+    """Returns False if the run's key rules it out. A folder that was renamed has its name in place of a key."""
+    key, modes = f"_{known.record.key}_", tuple(f"_{mode}_" for mode in needed.modes)
+    right_kind = any(f"_{model}_" in key for model in needed.models) and key.endswith(modes)
+    return right_kind or known.record.key == known.run_id
 
 
 def is_whole(folder: RunFolder) -> bool:
-    """Tells whether a run has finished, its result can be read, and its weights are there."""
+    """Returns whether a run has finished, with a readable result and its weights."""
     try:
         return folder.result() is not None and _has_weights(folder)
     except RunError:
@@ -191,7 +165,6 @@ def _has_weights(folder: RunFolder) -> bool:
 
 
 def _named(name: str, needed: Prerequisite, run: ResolvedRun, request: RunRequest, past: PastRuns) -> KnownRun:
-    """Finds a run by its name, its folder, or a file of its checkpoints, and checks that it can be built on."""
     known = find_run(past.known, _run_name(name, needed))
     different = misfits(known.folder.config(), run, needed)
     if different:
@@ -205,20 +178,22 @@ def _named(name: str, needed: Prerequisite, run: ResolvedRun, request: RunReques
     if known.folder.result() is None:
         raise _unfinished(known, needed, past)
     if not _has_weights(known.folder):
-        raise CheckpointError("A run is built on for its weights, and this one's are gone",
-                              value=str(known.folder.checkpoints_path),
-                              remedy=_remedy("This makes another", needed, run, request, named=True))  # fmt: skip
+        raise CheckpointError(
+            "The run to build on has lost its weights",
+            value=str(known.folder.checkpoints_path),
+            remedy=_remedy("This makes another", needed, run, request, named=True),
+        )
     return known
 
 
 def _unfinished(known: KnownRun, needed: Prerequisite, past: PastRuns) -> RunError:
     state = run_statuses([known], past.registry)[0].state
-    # By its folder, which is found from anywhere, whatever --runs-dir and --state-dir are.
+    # The folder is found from anywhere, whatever --runs-dir and --state-dir are.
     name = shlex.quote(str(known.folder.path.resolve()))
-    remedy = f"Go on with it:\n  can-train resume {name}\nThen give the same line again"
+    remedy = f"Continue it:\n  can-train resume {name}\nThen give the same line again"
     if state.live:
         remedy = f"Wait for its end: can-train logs {name} -f; or submit with --after {name}"
-    # What says that it has finished may be elsewhere, as in a folder that was copied while it was at work.
+    # A folder that was copied while the run was still training has no result, though the run has finished by now.
     value = f"{known.run_id} is {state.state}" if state.state != FINISHED else f"{known.run_id} has no result"
     return RunError(f"Only a finished run can be {needed.what}", value=value, remedy=remedy)
 
@@ -232,17 +207,17 @@ def _missing(needed: Prerequisite, run: ResolvedRun, request: RunRequest) -> Con
 
 
 def _remedy(what: str, needed: Prerequisite, run: ResolvedRun, request: RunRequest, *, named: bool = False) -> str:
-    # A line that names a run would name the same one again.
+    # A line that names a run would name the same unsuitable run again.
     then = f"Then give the same line without the run that it names: the newest {_words(needed)} that fits is taken"
-    # On a line of its own, without a full stop after it: it is to be pasted.
+    # The command stands on a line of its own, without a full stop, because it will be pasted.
     return f"{what}:\n  {command_for(needed, run, request)}\n{then if named else 'Then give the same line again'}"
 
 
 def _run_name(name: str, needed: Prerequisite) -> str:
-    """Names the run that a file or a folder in its folder belongs to; anything else stays as it is.
+    """Returns the run's folder if `name` is a path inside one, otherwise `name` as it is.
 
     Raises:
-        RunError: There is something of this name, and it is of no run.
+        RunError: The path exists but belongs to no run.
     """
     path = Path(name).expanduser()
     try:
@@ -250,12 +225,18 @@ def _run_name(name: str, needed: Prerequisite) -> str:
             return name
         run = next((each for each in (path, *path.absolute().parents[:2]) if (each / CONFIG).is_file()), None)
     except OSError as error:
-        raise RunError(f"The folder of {needed.what} must be readable", value=f"{name}: {error.strerror}",
-                       remedy="Mend its permissions, or name another run") from error  # fmt: skip
+        raise RunError(
+            f"The folder of {needed.what} cannot be read",
+            value=f"{name}: {error.strerror}",
+            remedy="Change its permissions, or name another run",
+        ) from error
     if run is None and os.sep in name:
-        raise RunError(f"A run is named by its id, its folder, or a file in that: as {needed.what}, a checkpoint alone "
-                       "does not say what it was trained on", value=f"{name} is in no folder of a run",
-                       remedy=f"Name a folder that has a {CONFIG}")  # fmt: skip
+        raise RunError(
+            f"{needed.what.capitalize()} must be a run: its id, its folder, or a file in it. A checkpoint alone does not say what "
+            "it was trained on",
+            value=f"{name} is not in the folder of a run",
+            remedy=f"Name a folder that has a {CONFIG}",
+        )
     return name if run is None else str(run)
 
 
@@ -269,7 +250,7 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _differences(name: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """Says which of my settings are others in theirs, groups within groups by their dotted names."""
+    """Lists the settings in `mine` that differ in `theirs`, nested ones by their dotted names."""
     found = []
     for key, value in mine.items():
         other = theirs.get(key)

@@ -1,4 +1,7 @@
-"""What a job asks of SLURM, and its batch script."""
+"""What a job asks of SLURM, and the batch script that asks for it. Text only: nothing here is sent.
+
+submitit writes the script; this module decides its parameters, and the environment that the job starts with.
+"""
 
 import os
 import shlex
@@ -17,29 +20,27 @@ from can_train.errors import ConfigError
 from can_train.io.units import memory_text, parse_time_min, time_text
 from can_train.slurm.client import Node, Partition
 
-_KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-"""SLURM's variables that say where the cluster is and who asks."""
+# The environment of a job
 
+_KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+"""SLURM's variables that tell where the cluster is and who is asking."""
 
 _FOREIGN: Final = ("SLURM_", "SLURMD_", "SLURMSTEPD_", "SRUN_", "SBATCH_", "SUBMITIT_", "PMI_", "PMIX_")
-"""Beginnings of the variables of an enclosing job, and of those that silently beat what a script says."""
-
+"""Prefixes of variables that describe an enclosing job, or that silently override what a batch script says."""
 
 _RANKS: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What an enclosing job's processes were told of each other."""
+"""Variables that the processes of an enclosing job use to find each other."""
 
-
-_GIVEN_GPUS: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
-"""What SLURM tells a job of its GPUs; those of an enclosing job are not the new one's."""
+_GPU_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
+"""SLURM sets these to the GPUs of a job; those of an enclosing job are not the new job's."""
 
 
 @contextmanager
 def job_environment(source: Path | None = None) -> Iterator[None]:
-    """Makes this process's environment the one that a job is to start with, for the block.
+    """Gives this process the environment of a new job for the duration of a block.
 
     Args:
-        source: Folder that the job imports first, before any other and not after its working folder; None: a script
-            says so.
+        source: Folder that the job imports from first. None if the job's script sets the import path.
     """
     before = dict(os.environ)
     with environment({**clean_environment(before), **(import_path(source, before) if source else {})}):
@@ -48,39 +49,13 @@ def job_environment(source: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Makes some variables this process's whole environment, for the block."""
+    """Replaces the whole environment of this process for the duration of a block."""
     before = dict(os.environ)
     try:
         _replace_environment(variables)
         yield
     finally:
         _replace_environment(before)
-
-
-def remembered_environment(encoded: bytes) -> dict[str, str]:
-    """Reads what the first line of a job's script remembered: what `env -0` prints, in Base64.
-
-    Raises:
-        ValueError: It is something else.
-    """
-    pairs = [os.fsdecode(pair) for pair in b64decode(encoded, validate=True).split(b"\0") if pair]
-    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
-
-
-def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that a job is submitted with: none of an enclosing job's, nor any that beats the script."""
-    stray = {*_RANKS, *(_GIVEN_GPUS if "SLURM_JOB_ID" in environment else ())}
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in _KEPT or not (name.startswith(_FOREIGN) or name in stray)
-    }
-
-
-def import_path(source: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables by which Python imports from `source` first, and never from its working folder."""
-    after = environment.get("PYTHONPATH", "")
-    return {"PYTHONPATH": f"{source}{os.pathsep}{after}" if after else str(source), "PYTHONSAFEPATH": "1"}
 
 
 def _replace_environment(variables: Mapping[str, str]) -> None:
@@ -90,51 +65,97 @@ def _replace_environment(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-DAY_MIN: Final = 24 * 60
-"""Time limit of a job that names none: most trainings end sooner, and schedulers start short jobs first."""
+def remembered_environment(encoded: bytes) -> dict[str, str]:
+    """Decodes the environment that the first line of a batch script saved: the output of `env -0` in Base64.
 
-
-MOST_CPUS: Final = 8
-"""Processors of a rank that nobody asked for: preparing data uses a few, training one."""
-
-
-MOST_MEMORY_MIB: Final = 32 * 2**10
-"""Memory of a rank that nobody asked for; data sets in memory are far below it."""
-
-
-_SHARING_MEMORY: Final = frozenset(("mem-per-cpu", "mem-per-gpu", "exclusive"))
-
-
-_SHARING_CPUS: Final = frozenset(("cpus-per-gpu", "exclusive", "threads-per-core"))
-"""Other options of sbatch by which a person has said how much."""
-
-
-def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None, device: str) -> ClusterSettings:
-    """Decides what the settings leave open.
-
-    Args:
-        cluster: As asked for.
-        partition: Where the job goes; None: nothing is known of it.
-        device: Of the run: auto, cpu, cuda[:i], sim:SIZE.
-
-    Returns:
-        Settings with a number of GPUs, a time limit, and, where the partition is known, processors and memory.
+    Raises:
+        ValueError: The bytes are something else.
     """
-    cluster = replace(cluster, gpus=_gpus(cluster, partition, device), time=cluster.time or _time(partition))
-    nodes = [] if partition is None else _fitting(cluster, partition.nodes)
-    if not nodes:
-        return cluster
-    said = {str(name).replace("_", "-") for name in cluster.additional}
-    cpus = cluster.cpus or (0 if said & _SHARING_CPUS else min(_cpus(node) for node in nodes))
-    if cluster.mem or said & _SHARING_MEMORY:
-        return replace(cluster, cpus=cpus)
-    memory = min(_memory_mib(cluster, node) for node in nodes)
-    return replace(cluster, cpus=cpus, mem=memory_text(memory) if memory > 0 else "")
+    pairs = [os.fsdecode(pair) for pair in b64decode(encoded, validate=True).split(b"\0") if pair]
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables to submit a job with: none that describe an enclosing job or override the script."""
+    stray = {*_RANKS, *(_GPU_VARIABLES if "SLURM_JOB_ID" in environment else ())}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT or not (name.startswith(_FOREIGN) or name in stray)
+    }
+
+
+def import_path(source: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that make Python import from `source` first and never from the working folder."""
+    after = environment.get("PYTHONPATH", "")
+    return {"PYTHONPATH": f"{source}{os.pathsep}{after}" if after else str(source), "PYTHONSAFEPATH": "1"}
+
+
+# Defaults of a request
+
+DAY_MIN: Final = 24 * 60
+"""Default time limit. Most trainings end sooner, and schedulers start short jobs first."""
+
+MAX_DEFAULT_CPUS: Final = 8
+"""Default processors of a rank are at most this many: preparing data uses a few of them, training one."""
+
+MAX_DEFAULT_MEMORY_MIB: Final = 32 * 2**10
+"""Default memory of a rank is at most this much; data sets in memory stay far below it."""
+
+_SETS_MEMORY: Final = frozenset(("mem-per-cpu", "mem-per-gpu", "exclusive"))
+_SETS_CPUS: Final = frozenset(("cpus-per-gpu", "exclusive", "threads-per-core"))
+"""Other sbatch options by which a user has decided the amount already."""
+
+_SBATCH_VARIABLES: Final[Mapping[str, str]] = {
+    "partition": "SBATCH_PARTITION",
+    "account": "SBATCH_ACCOUNT",
+    "qos": "SBATCH_QOS",
+    "constraint": "SBATCH_CONSTRAINT",
+}
+"""Settings for which a user or site may have set a default through sbatch's own variables."""
 
 
 def wants_gpu(device: str) -> bool:
-    """Tells whether a device may be a GPU."""
+    """Returns whether a device may be a GPU."""
     return device == "auto" or device.startswith("cuda")
+
+
+def with_sbatch_defaults(cluster: ClusterSettings, environment: Mapping[str, str]) -> ClusterSettings:
+    """Fills settings that are empty from sbatch's own environment variables."""
+    given: dict[str, Any] = {
+        name: environment[variable]
+        for name, variable in _SBATCH_VARIABLES.items()
+        if not getattr(cluster, name) and environment.get(variable)
+    }
+    return replace(cluster, **given)
+
+
+def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None, device: str) -> ClusterSettings:
+    """Fills in what the settings leave open: GPUs, time limit and a fair share of a node's processors and memory.
+
+    Without this a site's own defaults apply, and 100 MB of memory a processor would end every training.
+
+    Args:
+        cluster: The request.
+        partition: Where the job goes. If None, processors and memory stay open.
+        device: The run's device: auto, cpu, cuda[:i] or sim:SIZE.
+    """
+    limit_min = None if partition is None else partition.max_time_min
+    time = cluster.time or time_text(DAY_MIN if limit_min is None else min(DAY_MIN, limit_min))
+    cluster = replace(cluster, gpus=_gpus(cluster, partition, device), time=time)
+    # Any of these nodes may run the job, so it must fit the smallest.
+    nodes = (
+        [] if partition is None else [n for n in partition.nodes if n.num_gpus(cluster.gpu_type) >= cluster.num_gpus]
+    )
+    if not nodes:
+        return cluster
+    decided = {str(name).replace("_", "-") for name in cluster.additional}
+    cpus = cluster.cpus or (0 if decided & _SETS_CPUS else min(_fair_cpus(node) for node in nodes))
+    if cluster.mem or decided & _SETS_MEMORY:
+        return replace(cluster, cpus=cpus)
+    rank_mib = min(min(MAX_DEFAULT_MEMORY_MIB, node.memory_mib // _ranks_sharing(node)) for node in nodes)
+    memory_mib = rank_mib * cluster.ranks_per_node
+    return replace(cluster, cpus=cpus, mem=memory_text(memory_mib) if memory_mib > 0 else "")
 
 
 def _gpus(cluster: ClusterSettings, partition: Partition | None, device: str) -> str:
@@ -145,33 +166,19 @@ def _gpus(cluster: ClusterSettings, partition: Partition | None, device: str) ->
     return "1" if wants_gpu(device) and has_gpus and not asked_otherwise else "0"
 
 
-def _time(partition: Partition | None) -> str:
-    limit = None if partition is None else partition.max_time_min
-    return time_text(DAY_MIN if limit is None else min(DAY_MIN, limit))
+def _ranks_sharing(node: Node) -> int:
+    """Returns how many ranks share a node: one a GPU, or without GPUs one for every MAX_DEFAULT_CPUS processors."""
+    return max(1, node.num_gpus() or node.cpus // MAX_DEFAULT_CPUS)
 
 
-def _fitting(cluster: ClusterSettings, nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that have the GPUs asked for: the job must fit the smallest of them."""
-    return [node for node in nodes if node.num_gpus(cluster.gpu_type) >= cluster.num_gpus]
+def _fair_cpus(node: Node) -> int:
+    return max(1, min(MAX_DEFAULT_CPUS, node.cpus // _ranks_sharing(node)))
 
 
-def _parts(node: Node) -> int:
-    """Ranks that share a node: one a GPU, or on a node without GPUs as many as have `MOST_CPUS` processors each."""
-    return max(1, node.num_gpus() or node.cpus // MOST_CPUS)
-
-
-def _cpus(node: Node) -> int:
-    return max(1, min(MOST_CPUS, node.cpus // _parts(node)))
-
-
-def _memory_mib(cluster: ClusterSettings, node: Node) -> int:
-    """Memory of a node's ranks together."""
-    return min(MOST_MEMORY_MIB, node.memory_mib // _parts(node)) * cluster.ranks_per_node
-
+# The batch script
 
 WARNING_SIGNAL: Final = "USR2"
-"""What a job is sent before its time is up."""
-
+"""The signal that SLURM sends before the time limit."""
 
 _MANAGED: Final[Mapping[str, str]] = {
     "array": "Sweep a setting: --set 'training.seed=range(0,3)'",
@@ -194,41 +201,28 @@ _MANAGED: Final[Mapping[str, str]] = {
     "gpus-per-node": "Give --gpus",
     "exclude": "Give --set cluster.exclude",
 }
-"""Options of sbatch that `cluster.additional` may not set, with the way to what they are for."""
+"""sbatch options that `cluster.additional` may not set, with the option to use instead."""
 
+_NO_LIMIT: Final = 10**6
+"""Jobs of an array that may run at once if nothing limits them; submitit needs a number."""
 
-_OWN_DEFAULTS: Final[Mapping[str, str]] = {
-    "partition": "SBATCH_PARTITION",
-    "account": "SBATCH_ACCOUNT",
-    "qos": "SBATCH_QOS",
-    "constraint": "SBATCH_CONSTRAINT",
-}
-"""Settings that a user or a site may have given a default by a variable of sbatch."""
+_IGNORE_ERRORS: Final = "set +e"
+"""A user's setup lines may say `set -e`. The lines after a failed training must run all the same."""
 
-
-_ALL: Final = 10**6
-"""Jobs of an array at once where nothing limits them."""
-
-
-_GO_ON: Final = "set +e"
-"""What `setup` made of errors does not hold for the training: what follows a failed one must run."""
-
-
-_REMEMBER: Final = "began_with=$(env -0 | base64 -w 0)"
-"""First line of a script: what a job that is submitted in this one's place begins with, as this one did. A variable of
-the shell, since there is a limit to what a process can be given and none to what can be piped into it.
-"""
+_SAVE_ENVIRONMENT: Final = "began_with=$(env -0 | base64 -w 0)"
+"""First line of a script. A job submitted in this one's place starts with the same environment. It is kept in a shell
+variable, because the size of a process's arguments and environment is limited, and of what is piped into it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptInputs:
-    """What a job's script is made of, beside what is asked for.
+    """What a batch script needs beside the request.
 
     Attributes:
-        name: Of the job.
+        name: Name of the job.
         code: Folder whose `src` is imported.
-        state_dir: Where the registry is, absolute.
-        dependency: As sbatch writes it; empty: none.
+        state_dir: Absolute path of the state folder.
+        dependency: Value of sbatch's --dependency; empty for none.
     """
 
     name: str
@@ -237,43 +231,35 @@ class ScriptInputs:
     dependency: str = ""
 
 
-def with_sbatch_defaults(cluster: ClusterSettings, environment: Mapping[str, str]) -> ClusterSettings:
-    """Writes what a user's own variables of sbatch say into settings that say nothing."""
-    given: dict[str, Any] = {
-        name: environment[variable]
-        for name, variable in _OWN_DEFAULTS.items()
-        if not getattr(cluster, name) and environment.get(variable)
-    }
-    return replace(cluster, **given)
-
-
-def parameters(cluster: ClusterSettings, text: ScriptInputs) -> dict[str, Any]:
-    """Returns submitit's parameters of a job.
+def parameters(cluster: ClusterSettings, inputs: ScriptInputs) -> dict[str, Any]:
+    """Returns submitit's parameters for a job.
 
     Raises:
-        ConfigError: A value cannot be written into a script.
+        ConfigError: A value cannot be written into a batch script.
     """
-    options = {name: _directive(f"cluster.{name}", value) for name, value in _options(cluster).items()}
-    additional = {name: _directive(f"cluster.additional.{name}", value) for name, value in _additional(cluster).items()}
-    if text.dependency:
-        # A person's own condition holds as well.
-        additional["dependency"] = ",".join(
-            [text.dependency, *([str(d)] if (d := additional.get("dependency")) else [])]
-        )
+    options = {name: _escaped(f"cluster.{name}", value) for name, value in _options(cluster).items()}
+    additional = {name: _escaped(f"cluster.additional.{name}", value) for name, value in _additional(cluster).items()}
+    if inputs.dependency:
+        # The user's own dependency must hold as well.
+        additional["dependency"] = ",".join(filter(None, [inputs.dependency, str(additional.get("dependency") or "")]))
+    # After the user's setup lines, whose modules may change PYTHONPATH too.
+    source = shlex.quote(str(inputs.code / "src"))
+    imports = [f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
     return {
         **options,
-        "job_name": _directive("dataset.name", text.name),
+        "job_name": _escaped("dataset.name", inputs.name),
         "signal_delay_s": cluster.signal_delay_s,
-        "array_parallelism": cluster.max_parallel or _ALL,
-        "setup": [_REMEMBER, *_setup(cluster.setup), *_exports(text.code), _GO_ON],
-        "teardown": _teardown(text.state_dir),
-        "srun_args": ["--kill-on-bad-exit=1", *_step(cluster)],
+        "array_parallelism": cluster.max_parallel or _NO_LIMIT,
+        "setup": [_SAVE_ENVIRONMENT, *_checked_setup(cluster.setup), *imports, _IGNORE_ERRORS],
+        "teardown": _teardown(inputs.state_dir),
+        # Since SLURM 22.05 a step no longer inherits --cpus-per-task from its job.
+        "srun_args": ["--kill-on-bad-exit=1", *([f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else [])],
         "stderr_to_stdout": True,
         "wckey": None,
         "additional_parameters": {
             "kill-on-invalid-dep": "yes",
             ("requeue" if cluster.max_restarts else "no-requeue"): True,
-            # submitit's own is another where a variable says so.
+            # submitit chooses another signal if one of its environment variables is set.
             "signal": f"{WARNING_SIGNAL}@{cluster.signal_delay_s}",
             **additional,
         },
@@ -281,43 +267,51 @@ def parameters(cluster: ClusterSettings, text: ScriptInputs) -> dict[str, Any]:
 
 
 def resources(cluster: ClusterSettings) -> dict[str, Any]:
-    """Returns what is asked for, by sbatch's names."""
+    """Returns the request under sbatch's option names."""
     return {name.replace("_", "-"): value for name, value in _options(cluster).items()} | _additional(cluster)
 
 
-def script(folder: Path, wanted: Mapping[str, Any], count: int) -> str:
-    """Writes the batch script of a job, or of an array of `count` jobs.
+def script(folder: Path, job_parameters: Mapping[str, Any], count: int) -> str:
+    """Returns the batch script of a job, or of an array of `count` jobs.
 
     Args:
         folder: Where submitit keeps the job's files.
-        wanted: From `parameters`.
-        count: Jobs.
+        job_parameters: From `parameters`.
+        count: Number of jobs.
     """
-    executor = _Scribe(folder)
-    executor.parameters.update(wanted)
+    executor = _ScriptWriter(folder)
+    executor.parameters.update(job_parameters)
     if count > 1:
         executor.parameters["map_count"] = count
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
 
 
-def open_executor(folder: Path, wanted: Mapping[str, Any]) -> SlurmExecutor:
+class _ScriptWriter(SlurmExecutor):
+    """Writes scripts where SLURM is not installed, too."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 1
+
+
+def open_executor(folder: Path, job_parameters: Mapping[str, Any]) -> SlurmExecutor:
     """Opens submitit's executor.
 
     Raises:
-        ConfigError: The folder's path cannot be written into a script.
+        ConfigError: SLURM cannot write into a folder of this name.
     """
     check_folder(folder)
-    made = SlurmExecutor(folder)
-    made.parameters.update(wanted)
-    return made
+    executor = SlurmExecutor(folder)
+    executor.parameters.update(job_parameters)
+    return executor
 
 
 def check_folder(folder: Path) -> None:
-    """Checks that SLURM can write a log into a folder: it expands `%`, and drops backslashes.
+    """Checks that SLURM can write a log into a folder: it expands `%` and drops backslashes in file names.
 
     Raises:
-        ConfigError: The path holds one of them, or a character that ends a line.
+        ConfigError: The path contains one of them, or a control character.
     """
     text = str(folder)
     if "%" in text or "\\" in text or not text.isprintable():
@@ -328,36 +322,27 @@ def check_folder(folder: Path) -> None:
         )
 
 
-class _Scribe(SlurmExecutor):
-    """Writes scripts, also where there is no SLURM to send them to."""
-
-    @classmethod
-    def affinity(cls) -> int:
-        return 1
-
-
 def _options(cluster: ClusterSettings) -> dict[str, Any]:
-    """What is asked for, by submitit's names; nothing that is not."""
-    gpus = "" if cluster.gpus in ("auto", "0") else cluster.gpus
-    wanted = {
+    """Returns the non-empty settings under submitit's names."""
+    options = {
         "partition": cluster.partition,
         "account": cluster.account,
         "qos": cluster.qos,
         "time": parse_time_min(cluster.time) if cluster.time else "",
         "nodes": cluster.nodes,
         "ntasks_per_node": cluster.ranks_per_node,
-        "gpus_per_node": gpus,
+        "gpus_per_node": "" if cluster.gpus in ("auto", "0") else cluster.gpus,
         "cpus_per_task": cluster.cpus or "",
         "mem": cluster.mem,
         "constraint": cluster.constraint,
         "gres": cluster.gres,
         "exclude": cluster.exclude,
     }
-    return {name: value for name, value in wanted.items() if value != ""}
+    return {name: value for name, value in options.items() if value != ""}
 
 
 def _additional(cluster: ClusterSettings) -> dict[str, Any]:
-    """Further options of sbatch; a switch that is off is not there."""
+    """Returns the user's further sbatch options; a switch set to false is left out."""
     options = {str(name).replace("_", "-"): value for name, value in cluster.additional.items()}
     for name in options:
         if name in _MANAGED:
@@ -367,10 +352,8 @@ def _additional(cluster: ClusterSettings) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not False and value is not None}
 
 
-def _directive(name: str, value: Any) -> Any:
-    """Prepares a value for submitit, which quotes it as a shell would read it: sbatch, unlike a shell, takes a
-    backslash for an escape also between single quotes.
-    """
+def _escaped(name: str, value: Any) -> Any:
+    """Escapes backslashes. submitit quotes values for a shell, but sbatch also unescapes within single quotes."""
     if not isinstance(value, str):
         return value
     if not value.isprintable():
@@ -378,26 +361,15 @@ def _directive(name: str, value: Any) -> Any:
     return value.replace("\\", "\\\\")
 
 
-def _setup(lines: Sequence[str]) -> list[str]:
-    """A person's own lines of shell: theirs to write, and one line each."""
+def _checked_setup(lines: Sequence[str]) -> list[str]:
+    """Returns the user's own shell lines. They may do anything, but each must be one line."""
     for line in lines:
         if not line.isprintable() and "\t" not in line:
             raise ConfigError("cluster.setup has one line of shell in each item", value=repr(line))
     return list(lines)
 
 
-def _exports(code: Path) -> list[str]:
-    """Lines that make the job import its own copy of the code; after `setup`, whose modules may change the path too."""
-    source = shlex.quote(str(code / "src"))
-    return [f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
-
-
-def _step(cluster: ClusterSettings) -> list[str]:
-    """Since SLURM 22.05 a step does not take its processors over from the job."""
-    return [f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else []
-
-
 def _teardown(state_dir: Path) -> list[str]:
-    """Lines that look at what became of the job while it still exists; its status stays what it was."""
+    """Returns lines that look at how the training ended while the job still exists, and keep its exit status."""
     command = shlex.join([sys.executable, "-m", "can_train", "after-job", "--state-dir", str(state_dir), "--status"])
     return ["status=$?", f'printf %s "$began_with" | {command} "$status"', 'exit "$status"']

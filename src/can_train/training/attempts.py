@@ -18,14 +18,11 @@ from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
 
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
-
 WARNED: Final = 128 + signal.SIGUSR2
 """Exit status of a process that left because its time is nearly up: SIGUSR2 is submitit's warning."""
 
-
 TERMINATED: Final = 128 + signal.SIGTERM
 """Exit status of a process that was asked to leave."""
-
 
 ENDING_BY_STATUS: Final[Mapping[int, str]] = {
     TERMINATED: "terminated",
@@ -34,17 +31,14 @@ ENDING_BY_STATUS: Final[Mapping[int, str]] = {
 }
 """What an exit status of 128 + a signal means."""
 
-
 _BY_SIGNIFICANCE: Final = (
     "host_oom", "gpu_oom", "killed", "failed", "time_limit", "interrupted", "terminated", "finished",
 )  # fmt: skip
 """Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
 terminated, or fail because it is gone."""
 
-
 RESTARTED: Final = ("time_limit", "killed")
 """Endings after which can-train requeues a job."""
-
 
 _MESSAGE_LENGTH: Final = 500
 """Characters of an error that are kept; some of torch's fill pages."""
@@ -75,11 +69,7 @@ class StopRequests:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Notes a signal in `received` inside the block, and ends the process at the end of the block.
-
-        Raises:
-            SystemExit: A signal arrived inside the block.
-        """
+        """Only notes a signal inside the block, and raises `SystemExit` for it at the end of the block."""
         before, outer = self.received, self._deferring
         self._deferring = True
         try:
@@ -90,11 +80,7 @@ class StopRequests:
             self.exit()
 
     def exit(self) -> None:
-        """Leaves the process because of the signal received.
-
-        Raises:
-            SystemExit: Always, with 128 + the signal's number.
-        """
+        """Raises `SystemExit` with 128 + the number of the signal received."""
         raise SystemExit(128 + (self.received or 0))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -137,13 +123,7 @@ class AttemptEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmContext:
-    """Which SLURM job and rank a process is.
-
-    Attributes:
-        job_id: 123, or 123_4 in an array; empty: the process is in no job.
-        restarts: How often the job had been requeued before.
-        rank: The process among those that train the run together.
-    """
+    """Which SLURM job and rank a process is; outside a job its id is empty."""
 
     job_id: str = ""
     restarts: int = 0
@@ -162,12 +142,7 @@ class SlurmContext:
 
 
 class Attempts:
-    """The attempts of a run, in files of its folder.
-
-    Args:
-        run_path: The run's folder.
-        context: Which job and rank this process is; None: as the environment says.
-    """
+    """The attempts of the run in a folder, as seen from a job and rank: by default those of the environment."""
 
     def __init__(self, run_path: Path, context: SlurmContext | None = None) -> None:
         self._folder = run_path / "attempts"
@@ -204,7 +179,7 @@ class Attempts:
 
     @contextmanager
     def recorded(self, stops: StopRequests, *, rank: int | None = None) -> Iterator[None]:
-        """Records the block as an attempt, whatever ends it. A nested block records nothing.
+        """Records the block as an attempt, whatever ends it; a nested block records nothing.
 
         Args:
             stops: Signals of the process, deferred while a record is written.

@@ -20,15 +20,15 @@ import torch
 from can_train.config.compose import from_plain
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
 from can_train.errors import ConfigError, DoesNotFitError
-from can_train.factors.resolve import _rule, factor_rule
+from can_train.factors.resolve import factor_rule, read_factor_rule
 from can_train.fit import random_state
 from can_train.fit.explore import model_does_not_fit
 from can_train.fit.factor_rule import PROVISIONAL, FactorRule
 from can_train.fit.planner import Planner, RunPlan
 from can_train.io.units import parse_size, size_text
 from can_train.memory.catalogue import (
-    Taken,
-    Usable,
+    MemoryUse,
+    UsableMemory,
     find_card,
     other_card,
     predicted_room,
@@ -63,7 +63,7 @@ _TRIALS: Final = 4
 _TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def find_targets(run: ResolvedRun, gpus: Sequence[str], memory: str | None, reporter: Reporter) -> list[Usable]:
+def find_targets(run: ResolvedRun, gpus: Sequence[str], memory: str | None, reporter: Reporter) -> list[UsableMemory]:
     """Returns the devices to plan for: the named GPUs, or the run's own device where none is named.
 
     Args:
@@ -79,7 +79,7 @@ def find_targets(run: ResolvedRun, gpus: Sequence[str], memory: str | None, repo
     cards = [find_card(name) for name in gpus]
     if memory:
         card = other_card(parse_size(memory))
-        reserved = sum(taken.num_bytes for taken in usable(card).taken)
+        reserved = sum(use.num_bytes for use in usable(card).subtracted)
         if reserved >= card.total_bytes:
             raise ConfigError(
                 f"--target-memory is the whole memory of a GPU, of which a training cannot use {size_text(reserved)}",
@@ -92,17 +92,17 @@ def find_targets(run: ResolvedRun, gpus: Sequence[str], memory: str | None, repo
     return list({target.key: target for target in targets}.values()) or [_device_here(run.device)]
 
 
-def _device_here(device: str) -> Usable:
+def _device_here(device: str) -> UsableMemory:
     meter = open_meter(device)
     if is_simulated(device):
         size = simulated_bytes(device)
-        return Usable(key=meter.key, name="Simulated GPU", total_bytes=size, taken=(), source="simulated")
-    others = Taken("in use already", meter.total_bytes - meter.capacity_bytes)
-    return Usable(
+        return UsableMemory(key=meter.key, name="Simulated GPU", total_bytes=size, subtracted=(), source="simulated")
+    others = MemoryUse("in use already", meter.total_bytes - meter.capacity_bytes)
+    return UsableMemory(
         key=meter.key,
         name=meter.name,
         total_bytes=meter.total_bytes,
-        taken=(others,),
+        subtracted=(others,),
         source="as this machine has it now",
     )
 
@@ -111,7 +111,7 @@ def _device_here(device: str) -> Usable:
 class DryPlan:
     """The plan for one device."""
 
-    target: Usable  # The device
+    target: UsableMemory  # The device
     plan: RunPlan | None  # The plan; None where the training does not fit
     error: DoesNotFitError | None  # Why it does not; None where it fits
     num_samples: int  # Training samples, estimated where only a part of the data was read
@@ -148,14 +148,16 @@ def nothing_left_behind() -> Iterator[None]:
                 os.environ.pop(_TORCH_CACHE, None)
 
 
-def dry_plans(run: ResolvedRun, targets: Sequence[Usable], reporter: Reporter) -> list[DryPlan]:
+def dry_plans(run: ResolvedRun, targets: Sequence[UsableMemory], reporter: Reporter) -> list[DryPlan]:
     """Plans a run for each of the targets, of which there is at least one."""
     # On a login node's many cores, tiny batches wait for threads longer than they compute.
     torch.set_num_threads(1)
     return plans_of_sample(run, sample_task(run, reporter), targets, reporter)
 
 
-def plans_of_sample(run: ResolvedRun, sampled: Task, targets: Sequence[Usable], reporter: Reporter) -> list[DryPlan]:
+def plans_of_sample(
+    run: ResolvedRun, sampled: Task, targets: Sequence[UsableMemory], reporter: Reporter
+) -> list[DryPlan]:
     """Plans a run for each of the targets from a task that has read a sample of its data."""
     # A copy: planning gives the task rows and outputs of reference models that are not those of a training.
     task = copy(sampled)
@@ -204,7 +206,7 @@ class _ExploredRun:
         _ = planner.batch_dependence
         self._share: float | None = None
 
-    def plan_for(self, target: Usable) -> tuple[RunPlan | None, DoesNotFitError | None]:
+    def plan_for(self, target: UsableMemory) -> tuple[RunPlan | None, DoesNotFitError | None]:
         """Resolves the plan for a target, or returns the reason why there is none."""
         limits = self._limits_on(target)
         rule = factor_rule(self._planner.run, limits.device_key, self._planner.reporter)
@@ -215,7 +217,7 @@ class _ExploredRun:
         except DoesNotFitError as error:
             return None, error
 
-    def _limits_on(self, target: Usable) -> DeviceLimits:
+    def _limits_on(self, target: UsableMemory) -> DeviceLimits:
         capacity = target.capacity_bytes
         if not self._limits.predicted_on(target.key, capacity, _LITTLE_IN_USE * capacity).training.capped:
             return self._limits.predicted_on(target.key, capacity, self._room(capacity))
@@ -258,7 +260,7 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
     """
     run = config if isinstance(config, ResolvedRun) else from_plain(config)
     meter = open_meter(run.device)
-    rule = _rule(run, meter.key)
+    rule = read_factor_rule(run, meter.key)
     return rule.known.factor if rule.known is not None else _make_plan(run, meter, rule).factor.factor
 
 

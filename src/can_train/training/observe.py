@@ -1,4 +1,4 @@
-"""What a run leaves to later ones: one observation an attempt. Learning that fails never stops a training."""
+"""What a run leaves to later ones: an observation of each attempt. A failure to write one never stops a training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails, StateError
-from can_train.factors.observations import Device, Observation, Started, write_observation, write_started
+from can_train.factors.observations import Device, Observation, Outcome, Started, write_observation, write_started
 from can_train.factors.resolve import memory_fingerprint, policy_options, store_of
 from can_train.factors.store import next_time
 from can_train.fit.cost_model import DeviceLimits
@@ -24,15 +24,14 @@ from can_train.training.run_folder import RunFolder
 if TYPE_CHECKING:
     from can_train.training.session import Session
 
+# Fields that an observation shares with `Started`.
 _IDENTITY: Final = ("run_id", "attempt", "rank", "key", "device", "start_time")
-"""What an observation has in common with the record that its attempt began."""
 
 
 @dataclass(kw_only=True)
 class Attempt:
-    """Records one attempt of a run: that it began, and on leaving the block how it ended and what memory it took.
-
-    An out-of-memory leaves the block as `DoesNotFitError`.
+    """Context manager that records one attempt of a run: on entry that it began, on exit how it ended and what memory
+    it took. An out-of-memory leaves the block as `DoesNotFitError`.
     """
 
     run: ResolvedRun
@@ -40,7 +39,7 @@ class Attempt:
     session: Session
 
     def __enter__(self) -> Attempt:
-        meter, self._ooms_before = self.session.meter, self.session.batcher.ooms
+        meter, self._ooms_before = self.session.meter, self.session.batcher.ooms_rescued
         self._started = Started(
             run_id=self.folder.run_id,
             attempt=self.session.ranks.on_rank0(lambda: self.folder.attempts.current),
@@ -51,29 +50,27 @@ class Attempt:
             host=this_host(),
             pid=os.getpid(),
         )
-        self._unless_it_fails(lambda: write_started(state_dir(self.run.paths), self._started))
+        self._try_to_write(lambda: write_started(state_dir(self.run.paths), self._started))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        outcome = _outcome(error)
-        if outcome == "ok" and self._ooms:
-            outcome = "rescued"
-        self._unless_it_fails(lambda: self._record(outcome))
+        outcome = "rescued" if error is None and self._ooms else _outcome(error)
+        self._try_to_write(lambda: self._record(outcome))
         if outcome == "oom" and not isinstance(error, DoesNotFitError):
             raise self._does_not_fit() from error
 
     @property
     def _ooms(self) -> int:
-        """Out-of-memories that this attempt survived; a resumed one starts with those before it."""
-        return self.session.batcher.ooms - self._ooms_before
+        """Out-of-memories of this attempt; the batcher of a resumed run also counts those before it."""
+        return self.session.batcher.ooms_rescued - self._ooms_before
 
-    def _record(self, outcome: str) -> None:
+    def _record(self, outcome: Outcome) -> None:
         write_observation(state_dir(self.run.paths), self._observation(outcome))
         store_of(self.run).refresh_export()
 
-    def _observation(self, outcome: str) -> Observation:
+    def _observation(self, outcome: Outcome) -> Observation:
         session, plan, meter = self.session, self.session.plan, self.session.meter
         limits, predicted = session.run_plan.limits, session.run_plan.predicted_peak_bytes
         searched = limits is not None and plan.safety_factor is not None
@@ -88,15 +85,15 @@ class Attempt:
             peak_allocated_bytes=session.peak_bytes or None,
             peak_reserved_bytes=session.peak_reserved_bytes or None,
             predicted_peak_bytes=None if predicted is None else round(predicted),
-            **_predicted_line(limits if searched else None),
+            **_predictions(limits if searched else None),
             tuned_limit=round(limits.training.tuned_limit) if limits is not None and searched else None,
             safe_limit=round(plan.rules.safe_limit) if searched else None,
             used=session.run_plan.used(session.largest_cost or plan.largest_cost),
             logical_batch=plan.logical_batch,
             largest_micro_batch=session.largest_micro_batch or plan.largest_micro_batch,
             binding_limit=plan.binding_limit,
-            **_memory_lesson(session),
-            # In evaluation, or where others took the memory, they teach nothing of the plan's limit.
+            **_after_out_of_memory(session),
+            # One in evaluation, or while other processes held the memory, shows nothing of the plan's limit.
             ooms_rescued=0 if session.oom_cost is None else self._ooms,
             allocator_retries=meter.retries(),
             foreign_bytes=session.foreign_bytes,
@@ -114,7 +111,7 @@ class Attempt:
             details=OutOfMemoryDetails(should_fit=True),
         )
 
-    def _unless_it_fails(self, write: Callable[[], object]) -> None:
+    def _try_to_write(self, write: Callable[[], object]) -> None:
         if not self.run.training.use_adaptive_batch_size_factor:
             return
         try:
@@ -123,8 +120,7 @@ class Attempt:
             self.session.reporter.notice(f"This run teaches nothing. {error}")
 
 
-def _predicted_line(limits: DeviceLimits | None) -> dict[str, Any]:
-    """What the cost model predicts of any share of the tuned limit."""
+def _predictions(limits: DeviceLimits | None) -> dict[str, Any]:
     if limits is None or limits.training.capped:
         return {}
     training = limits.training
@@ -132,22 +128,21 @@ def _predicted_line(limits: DeviceLimits | None) -> dict[str, Any]:
     return {"predicted_base_bytes": round(training.model.base_bytes), "predicted_full_bytes": round(full)}
 
 
-def _memory_lesson(session: Session) -> dict[str, Any]:
-    """What ran out of memory, and what ran from then on."""
+def _after_out_of_memory(session: Session) -> dict[str, Any]:
     if session.oom_cost is None:
         return {}
-    used, settled = session.run_plan.used, session.cost_after_rescue
+    used, cost = session.run_plan.used, session.cost_after_rescue
     return {
         "oom_used": used(session.oom_cost),
-        "used_after_rescue": used(settled) if settled else None,
-        "peak_bytes_after_rescue": session.peak_bytes_after_rescue if settled else None,
+        "used_after_rescue": used(cost) if cost else None,
+        "peak_bytes_after_rescue": session.peak_bytes_after_rescue if cost else None,
     }
 
 
-def _outcome(error: BaseException | None) -> str:
+def _outcome(error: BaseException | None) -> Outcome:
     if error is None:
         return "ok"
-    # What another rank failed at says nothing of the device here.
+    # A failure of another rank says nothing of the device here.
     if isinstance(error, SystemExit | KeyboardInterrupt | RankFailedError | RankGoneError):
         return "interrupted"
     return "oom" if isinstance(error, DoesNotFitError) or is_out_of_memory(error) else "error"

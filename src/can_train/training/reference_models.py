@@ -22,7 +22,7 @@ from can_train.fit.features import members
 from can_train.fit.optimizer import Precision
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train.io.atomic import write_json_atomic
-from can_train.memory.meters import AbsentGpuMeter, CpuMeter, Meter
+from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter
 from can_train.task import ReferenceModel, Task
@@ -400,9 +400,8 @@ class ReferenceModels:
 
     def _decided(self, reference_model: ReferenceModel, model: nn.Module) -> ReferenceModelPlan:
         # On the host itself a reference model that stays there is one that stays on the device.
-        is_host = isinstance(self.meter, CpuMeter) and not isinstance(self.meter, AbsentGpuMeter)
         ways = [
-            way for way in reference_model.placements if way != "offload" or not is_host
+            way for way in reference_model.placements if way != "offload" or not self.meter.is_host
         ] or reference_model.placements
         plan = ReferenceModelPlan(role=reference_model.role, name=reference_model.name, placement=ways[0])
         if len(ways) == 1:

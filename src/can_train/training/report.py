@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.fit.factor_rule import ANY_PEAK
+from can_train.fit.factor_rule import NO_AIM
 from can_train.io.units import size_text
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
     if plan.safety_factor is not None:
         lines.append(f"  tuned limit    {_tuned_limit_text(limits)}")
         lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor_reason}")
-        if (aim := run_plan.aim) != ANY_PEAK:
-            reason = f": {aim.why}" if aim.why else ""
+        if (aim := run_plan.aim) != NO_AIM:
+            reason = f": {aim.reason}" if aim.reason else ""
             lines.append(f"  target         a peak of {aim.share:.1%} of what is usable{reason}")
     share = peak / limits.capacity_bytes
     width = limits.training.half_width(plan.largest_cost) / limits.capacity_bytes
@@ -85,7 +85,7 @@ def dry_lines(key: str, dry: DryPlan) -> list[str]:
         head,
         f"  key            {key}",
         f"  device         {target.name}, {size_text(target.total_bytes)}: {target.source}",
-        *(f"    less         {size_text(taken.num_bytes)} {taken.what}" for taken in target.taken),
+        *(f"    less         {size_text(use.num_bytes)} {use.what}" for use in target.subtracted),
         f"  data           {data_text(dry)}",
         *lines,
         *reference_model_lines(dry.reference_models),
@@ -130,7 +130,7 @@ def _plan_json(dry: DryPlan) -> dict[str, Any]:
             "key": target.key,
             "name": target.name,
             "total_bytes": target.total_bytes,
-            "subtracted": [{"what": taken.what, "bytes": taken.num_bytes} for taken in target.taken],
+            "subtracted": [{"what": use.what, "bytes": use.num_bytes} for use in target.subtracted],
             "capacity_bytes": target.capacity_bytes,
             "source": target.source,
         },
@@ -159,8 +159,8 @@ def _decision_json(run_plan: RunPlan) -> dict[str, Any]:
         "lr_factor": plan.lr_factor,
         "safety_factor": plan.safety_factor,
         "safety_factor_reason": run_plan.factor_reason if searched else "",
-        "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != ANY_PEAK else None,
-        "target_reason": run_plan.aim.why,
+        "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != NO_AIM else None,
+        "target_reason": run_plan.aim.reason,
     }
 
 

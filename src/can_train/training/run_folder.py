@@ -19,7 +19,6 @@ from can_train.errors import RunError, StateError
 from can_train.io.atomic import is_file, write_json_atomic, write_text_atomic
 from can_train.io.records import (
     DOCUMENT_SUFFIX,
-    SetAside,
     check_time,
     list_names,
     read_documents,
@@ -30,25 +29,25 @@ from can_train.io.records import (
 from can_train.reporter import Reporter
 from can_train.training.attempts import Attempts
 
-_RUNS: Final = "runs"
+_MAX_ENTRY_BYTES: Final = 2**20
+"""Largest file that is read as an entry of the registry."""
 
+CONFIG: Final = "config.yaml"
+"""The file that makes a folder a run's."""
 
-_MOST_BYTES: Final = 2**20
-"""Largest file that is taken for an entry."""
+_LIBRARIES: Final = ("can-train", "torch", "torch_geometric", "numpy", "polars", "scikit-learn", "hydra-core")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run.
+    """A run in the registry.
 
     Attributes:
-        run_id: Its name, also that of its folder.
-        path: Absolute path of the folder.
-        key: Its configuration's name in the factor store.
-        time: When it was made.
-        identity: Digest of resolved configuration, code and data: equal for runs that would do the same.
-        after: Runs that it waits for, by comma; empty: none.
-        sweep: Name that the runs of one sweep share; empty: it is not of one.
+        path: Absolute path of its folder, whose name is the run id.
+        key: Its configuration's key in the factor store.
+        identity: Digest of resolved configuration, code and data, equal for runs that would do the same.
+        after: Ids of the runs that it waits for, separated by commas.
+        sweep: Name that the runs of one sweep share; empty: it belongs to none.
     """
 
     run_id: str
@@ -65,16 +64,13 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """A job that was started for a run: of a scheduler, or a process of a machine.
+    """A job that was started for a run: a scheduler's, or a process of a machine.
 
     Attributes:
-        run_id: The run.
         executor: slurm, local or debug.
-        job_id: As the executor names it: 123, 123_4 for an element of an array, or a process number.
-        time: When it was submitted.
+        job_id: As the executor names it: 123, 123_4 for an element of an array, or a process id.
         host: Machine that it was submitted from.
-        log_path: What it prints.
-        reason: Why, in words, where it is not the first: "host out-of-memory: 600M instead of 400M".
+        reason: Why, in words, unless it is the first: "host out-of-memory: 600M instead of 400M".
         resources: What was asked for, by sbatch's names.
     """
 
@@ -93,12 +89,7 @@ class JobRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CancelRecord:
-    """That a person asked for a run to be cancelled.
-
-    Attributes:
-        run_id: The run.
-        time: When.
-    """
+    """When a person asked to cancel a run."""
 
     run_id: str
     time: str
@@ -111,69 +102,48 @@ _Record = TypeVar("_Record", RunRecord, JobRecord, CancelRecord)
 
 
 class Registry:
-    """The runs that a state folder knows.
-
-    Args:
-        state_dir: The state folder; it need not exist.
-
-    Attributes:
-        set_aside: Files that could not be read.
-    """
+    """The runs of a state folder, which need not exist: one immutable file an entry, so that nothing needs a lock."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._folder = state_dir / _RUNS
-        self.set_aside: list[SetAside] = []
+        self._folder = state_dir / "runs"
 
     def add(self, record: RunRecord | JobRecord | CancelRecord) -> None:
-        """Writes an entry down.
+        """Writes an entry.
 
         Raises:
             StateError: It cannot be written.
         """
-        write_document(self._folder / record.run_id / _file_name(record), record)
+        name = "run"
+        if not isinstance(record, RunRecord):
+            kind = "job" if isinstance(record, JobRecord) else "cancel"
+            # Two machines may write in the same microsecond, and process ids repeat between machines.
+            name = f"{kind}-{time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}"
+        write_document(self._folder / record.run_id / f"{name}{DOCUMENT_SUFFIX}", record)
 
     def runs(self) -> list[RunRecord]:
         """Reads all runs, the oldest first."""
-        found = [record for run_id in list_names(self._folder) for record in self._read(run_id, "run", RunRecord)]
-        return sorted(found, key=lambda record: (record.time, record.run_id))
+        records = [record for run_id in list_names(self._folder) for record in self._read(run_id, "run", RunRecord)]
+        return sorted(records, key=lambda record: (record.time, record.run_id))
 
     def jobs(self, run_id: str) -> list[JobRecord]:
         """Reads the jobs of a run, the first one first."""
         return sorted(self._read(run_id, "job-", JobRecord), key=lambda record: record.time)
 
     def cancels(self, run_id: str) -> list[CancelRecord]:
-        """Reads when a run was asked to be cancelled."""
+        """Reads when persons asked to cancel a run, the first time first."""
         return sorted(self._read(run_id, "cancel-", CancelRecord), key=lambda record: record.time)
 
-    def _read(self, run_id: str, beginning: str, kind: type[_Record]) -> list[_Record]:
+    def _read(self, run_id: str, prefix: str, kind: type[_Record]) -> list[_Record]:
         folder = self._folder / run_id
         if not folder.is_dir():
             return []
-        names = [n for n in list_names(folder) if n.startswith(beginning) and n.endswith(DOCUMENT_SUFFIX)]
-        return read_documents(folder, names, kind, self.set_aside, most_bytes=_MOST_BYTES)
-
-
-def _file_name(record: RunRecord | JobRecord | CancelRecord) -> str:
-    if isinstance(record, RunRecord):
-        return f"run{DOCUMENT_SUFFIX}"
-    kind = "job" if isinstance(record, JobRecord) else "cancel"
-    # Of two machines in the same moment neither may lose.
-    return f"{kind}-{time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}{DOCUMENT_SUFFIX}"
-
-
-CONFIG: Final = "config.yaml"
-"""The file that makes a folder one of a run."""
-
-
-_LIBRARIES: Final = ("can-train", "torch", "torch_geometric", "numpy", "polars", "scikit-learn", "hydra-core")
+        names = [name for name in list_names(folder) if name.startswith(prefix) and name.endswith(DOCUMENT_SUFFIX)]
+        # A damaged entry hides nothing but itself.
+        return read_documents(folder, names, kind, [], most_bytes=_MAX_ENTRY_BYTES)
 
 
 class RunFolder:
-    """Paths and files of one run.
-
-    Args:
-        path: The folder; its name is the run id.
-    """
+    """Paths and files of one run, whose id is the folder's name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -187,17 +157,13 @@ class RunFolder:
 
     @classmethod
     def create(cls, runs_dir: Path, key: str, config: Mapping[str, Any]) -> "RunFolder":
-        """Makes the folder of a new run and writes its configuration and environment.
-
-        Raises:
-            RunError: The folder cannot be written.
-        """
+        """Creates the folder of a new run (see `make`)."""
         folder = cls(runs_dir / new_run_id(key))
         folder.make(config)
         return folder
 
     def make(self, config: Mapping[str, Any]) -> None:
-        """Makes the folder and writes the run's configuration and environment.
+        """Creates the folder and writes the run's configuration and environment.
 
         Raises:
             RunError: It cannot be written.
@@ -229,6 +195,7 @@ class RunFolder:
         """
         try:
             result = json.loads(self.result_path.read_text())
+            # Written whole or not at all; but a person may have copied or edited it.
             if not isinstance(result, dict):
                 raise ValueError("not an object")
         except FileNotFoundError:
@@ -239,13 +206,14 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps a second process out of the run. The lock is the kernel's: a killed process leaves none behind.
+        """Keeps a second process out of the run.
 
         Raises:
             RunError: Another process is training this run.
         """
         with (self.path / "lock").open("w") as handle:
             try:
+                # The kernel's lock, not the file's existence: a killed process leaves no lock behind.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise RunError("The run is being trained by another process", value=self.run_id) from error
@@ -253,16 +221,12 @@ class RunFolder:
 
 
 def new_run_id(key: str) -> str:
-    """Makes the name of a new run: when, what, and four digits that tell it from others of the same second."""
+    """Makes the id of a new run: time, key, and four digits that distinguish it from others of the same second."""
     return f"{datetime.now():%Y%m%d-%H%M%S}-{key}-{secrets.token_hex(2)}"
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object a line.
-
-    Args:
-        path: The file.
-    """
+    """`metrics.jsonl`: one JSON object a line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -275,7 +239,7 @@ class MetricsLog:
         self.lines += 1
 
     def rewind(self, lines: int) -> None:
-        """Keeps the first `lines` lines: what an attempt wrote after its last checkpoint is written again."""
+        """Keeps the first `lines` lines: steps after the last checkpoint are trained, and logged, once more."""
         kept = self._path.read_text().splitlines(keepends=True)[:lines] if self._path.exists() else []
         write_text_atomic(self._path, "".join(kept))
         self.lines = len(kept)
@@ -288,77 +252,62 @@ def _unreadable(what: str, path: Path, error: OSError | ValueError) -> RunError:
 
 
 def _environment() -> dict[str, Any]:
+    libraries = {}
+    for name in _LIBRARIES:
+        try:
+            libraries[name] = version(name)
+        except PackageNotFoundError:
+            libraries[name] = ""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processors": os.cpu_count(),
-        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "libraries": libraries,
         "command": sys.argv,
     }
 
 
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return ""
-
-
 def make_run(run: ResolvedRun, reporter: Reporter) -> RunFolder:
-    """Makes a run that trains here and now; where the registry cannot be written, with a notice.
+    """Creates the folder of a run that trains here and now, and registers it; without a registry, with a notice.
 
     Raises:
         RunError: The folder cannot be written.
     """
     folder = RunFolder.create(run.runs_dir, run.key, run.config)
     try:
-        enter(run, folder)
+        register_run(run, folder)
     except StateError as error:
         reporter.notice(f"This run is not listed by `can-train runs`. {error}")
     return folder
 
 
-def enter(run: ResolvedRun, folder: RunFolder, *, identity: str = "", after: str = "", sweep: str = "") -> None:
+def register_run(run: ResolvedRun, folder: RunFolder, *, identity: str = "", after: str = "", sweep: str = "") -> None:
     """Enters a run into the registry.
 
     Raises:
         StateError: The registry cannot be written.
     """
-    record = RunRecord(
-        run_id=folder.run_id,
-        path=str(folder.path.resolve()),
-        key=run.key,
-        time=utc_now(),
-        identity=identity,
-        after=after,
-        sweep=sweep,
-    )
+    path = str(folder.path.resolve())
+    record = RunRecord(run_id=folder.run_id, path=path, key=run.key, time=utc_now(), identity=identity, after=after,
+                       sweep=sweep)  # fmt: skip
     Registry(state_dir(run.paths)).add(record)
 
 
 def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:
-    """Looks beside a run for those that it builds on and that are no longer where they were.
-
-    Args:
-        run: As it was made.
-        folder: Where its folder is now.
-    """
+    """Looks for prerequisites that are no longer where they were beside the folder where the run is now."""
     moved = {}
     for needed in run.prerequisites:
         path = Path(getattr(run.mode, needed.role))
+        # Who copies a folder of runs to another machine brings them along.
         beside = folder.resolve().parent / path.name
         if path.name and not is_file(path / CONFIG) and is_file(beside / CONFIG):
             moved[needed.role] = str(beside)
     return replace(run, mode=replace(run.mode, **moved)) if moved else run
 
 
-def without_the_gone(run: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
-    """Leaves out of a run what it can do without and is gone.
-
-    Returns:
-        The run; and what is gone, as sentences.
-    """
-    named = {needed.role: getattr(run.mode, needed.role) for needed in run.prerequisites if not needed.required}
-    gone = {role: name for role, name in named.items() if name and not is_file(Path(name) / CONFIG)}
+def without_missing_prerequisites(run: ResolvedRun) -> tuple[ResolvedRun, list[str]]:
+    """Drops the optional prerequisites of a run that are gone; returns also notices that say so."""
+    optional = {needed.role: getattr(run.mode, needed.role) for needed in run.prerequisites if not needed.required}
+    gone = {role: name for role, name in optional.items() if name and not is_file(Path(name) / CONFIG)}
     notices = [f"{role.replace('_', ' ')}: {name} is gone, so the run goes on without" for role, name in gone.items()]
     return replace(run, mode=replace(run.mode, **dict.fromkeys(gone, ""))) if gone else run, notices

@@ -15,11 +15,11 @@ from can_train.config.resolved import ResolvedRun
 from can_train.errors import CanTrainError, DoesNotFitError
 from can_train.factors.resolve import factor_rule
 from can_train.fit import random_state
-from can_train.fit.micro_batcher import BatchResult, Losses, added, check_denominators, whole
+from can_train.fit.micro_batcher import BatchResult, Losses, check_denominators, combine_shares, sum_by_term
 from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import PartDoesNotFitError, describe_out_of_memory
 from can_train.io.atomic import write_json_atomic
-from can_train.memory.meters import CpuMeter, Meter, open_meter
+from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.task import Table, Task
@@ -44,7 +44,7 @@ def take_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bool) ->
     progress.epoch_samples += len(rows)
     progress.epoch_parts += len(result.micro_batches)
     progress.epoch_largest = max((progress.epoch_largest, *result.micro_batches))
-    progress.epoch_ooms += result.ooms
+    progress.epoch_ooms += result.ooms_rescued
     progress.step_in_epoch += 1
     progress.step += 1
     session.note_run(own, counted=counted)
@@ -81,7 +81,7 @@ def _optimizer_step(session: Session, rows: NDArray[np.int64], *, ends_epoch: bo
     ranks = session.ranks
     reports = ranks.gather(lambda: _own_share(session, rows))
     own, denominators = reports[ranks.rank]
-    result = whole([share for share, _ in reports])
+    result = combine_shares([share for share, _ in reports])
     check_denominators(result, denominators, size=len(rows))
     _check_finite(result.means, session.progress.step)
     ranks.reduce_gradients(session.optimization.parameters)
@@ -155,10 +155,8 @@ def _tend_memory(session: Session, result: BatchResult) -> None:
     too_full = threshold < math.inf and meter.free_bytes() < threshold
     if too_full or (interval and step % interval == 0):
         meter.release()
-    if result.ooms:
-        splits = (
-            f"step {step}: memory ran out {result.ooms} times; finished in {len(result.micro_batches)} micro-batches"
-        )
+    if result.ooms_rescued:
+        splits = f"step {step}: memory ran out {result.ooms_rescued} times; finished in {len(result.micro_batches)} micro-batches"
         session.reporter.notice(f"{splits}, with the same gradient")
     rise = session.leak_watch.after_step(meter.allocated_bytes())
     if rise:
@@ -206,8 +204,8 @@ def train(session: Session) -> None:
                 )
     # Judging has a peak of its own, from which nothing is learned.
     session.monitor.pause()
-    ooms = session.ranks.gather(lambda: session.batcher.ooms)
-    session.ooms_elsewhere = sum(ooms) - session.batcher.ooms
+    ooms = session.ranks.gather(lambda: session.batcher.ooms_rescued)
+    session.ooms_elsewhere = sum(ooms) - session.batcher.ooms_rescued
 
 
 def _leave_if_asked(session: Session) -> None:
@@ -280,7 +278,7 @@ def validation_loss(session: Session) -> float:
     rows = session.task.validation_rows
     share = session.share(rows, session.shared_plan.evaluation_costs)
     of_ranks = session.ranks.gather(lambda: _validation_sums(session, rows[share]))
-    sums, denominators = (added(terms) for terms in zip(*of_ranks, strict=True))
+    sums, denominators = (sum_by_term(terms) for terms in zip(*of_ranks, strict=True))
     return _weighted({term: sums[term] / (denominators[term] or 1.0) for term in sums}, session.task.loss_weights)
 
 
@@ -297,7 +295,7 @@ def _validation_sums(session: Session, rows: NDArray[np.int64]) -> tuple[dict[st
 
     parts = _in_parts(session, rows, losses_of) if len(rows) else []
     sums, denominators = (
-        added([{term: pair[which] for term, pair in part.items()} for part in parts]) for which in (0, 1)
+        sum_by_term([{term: pair[which] for term, pair in part.items()} for part in parts]) for which in (0, 1)
     )
     return sums, denominators
 
@@ -412,7 +410,7 @@ def _locked(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
 def _meter(run: ResolvedRun, ranks: Ranks) -> Meter:
     """Opens the meter of this rank's device; the host's memory is for all that run there."""
     meter = ranks.on_every_rank(lambda: open_meter(rank_device(run.device, ranks)))
-    if isinstance(meter, CpuMeter):
+    if meter.is_host:
         meter.capacity_bytes //= ranks.sharing_host()
     return meter
 
@@ -482,7 +480,7 @@ def _result(run: ResolvedRun, folder: RunFolder, session: Session) -> dict[str, 
         "device": session.meter.key,
         "plan": session.run_plan.to_plain(),
         "reference_models": [asdict(asked) for asked in session.asked],
-        "ooms_rescued": session.batcher.ooms + session.ooms_elsewhere,
+        "ooms_rescued": session.batcher.ooms_rescued + session.ooms_elsewhere,
         "micro_batch_size": session.largest_micro_batch or None,
         "predicted_peak_bytes": session.run_plan.predicted_peak_bytes,
         "peak_memory_bytes": session.peak_bytes or None,

@@ -83,7 +83,7 @@ def distilled_autoencoder(flat: FlatGraphs) -> tuple[nn.Module, DistilledAutoenc
         return {"latent": told.mean, "node": told.node, "edge": told.edge}
 
     _, own = autoencoder(flat)
-    return model, DistilledAutoencoderBatch(**vars(own), answers=answers)
+    return model, DistilledAutoencoderBatch(**vars(own), teacher=answers)
 
 
 MADE = [classifier, autoencoder, distilled_classifier, distilled_autoencoder]
@@ -142,7 +142,7 @@ def test_noise_drawn_again_for_each_part_is_another_gradient(flat: FlatGraphs) -
 def test_a_students_loss_is_hintons(flat: FlatGraphs) -> None:
     model, batch = distilled_classifier(flat)
     model.eval()
-    mine, its = model(gatherer(flat)(np.arange(WINDOWS))), batch._answers(np.arange(WINDOWS))["logits"]
+    mine, its = model(gatherer(flat)(np.arange(WINDOWS))), batch._teacher(np.arange(WINDOWS))["logits"]
     expected = F.kl_div(F.log_softmax(mine / 4, 1), F.softmax(its / 4, 1), reduction="batchmean")
     total, count = batch.losses(model, 0, WINDOWS)["distillation"]
     assert count == WINDOWS
@@ -161,15 +161,15 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(flat: FlatGr
         told = model.decode(gather(rows), None)
         return {"latent": told.mean, "node": told.node, "edge": told.edge}
 
-    terms = DistilledAutoencoderBatch(**vars(replace(own, noise=None)), answers=answers).losses(model, 0, WINDOWS)
+    terms = DistilledAutoencoderBatch(**vars(replace(own, noise=None)), teacher=answers).losses(model, 0, WINDOWS)
     assert all(float(terms[f"teacher_{part}"][0].detach()) == 0 for part in ("latent", "node", "edge"))
     assert float(terms["node"][0].detach()) > 0
 
 
 def test_a_teachers_answers_for_other_windows_are_another_gradient(flat: FlatGraphs) -> None:
     model, batch = distilled_classifier(flat)
-    whole, answers = gradient(model, batch, (WINDOWS,), WEIGHTS), batch._answers
-    batch._answers = lambda rows: answers(np.arange(len(rows)))
+    whole, answers = gradient(model, batch, (WINDOWS,), WEIGHTS), batch._teacher
+    batch._teacher = lambda rows: answers(np.arange(len(rows)))
     assert relative_error(gradient(model, batch, CUTS, WEIGHTS), whole) > 1e-3
 
 

@@ -1,7 +1,9 @@
-"""The losses of a logical batch of windows, as sums with the denominators of the whole batch.
+"""The losses of a logical batch of windows, as sums with denominators of the whole batch.
 
 Shapes: R windows of the logical batch, B of a micro-batch, N nodes, E edges, Z latent width.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,16 +16,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.utils import scatter
 
-from can_train.task import Outputs
 from can_train.tasks.can.data.batches import GraphBatch
 
 if TYPE_CHECKING:
+    from can_train.task import Outputs
     from can_train.tasks.can.models.vgae import Reconstruction
 
+# Makes a batch of some windows.
 Gather = Callable[[NDArray[np.int64]], GraphBatch]
 
-
+# Sum and denominator of each term.
 Losses = dict[str, tuple[Tensor, float]]
+
+
+def numpy_generator(generator: torch.Generator) -> np.random.Generator:
+    """Makes a numpy generator with a seed from a torch generator; its arrays take no device memory."""
+    return np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
 
 
 class ClassifierBatch:
@@ -60,65 +68,57 @@ class ClassifierBatch:
 
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:
-        """Returns [B, 1]: the attack logit minus the benign one, a monotone stand-in for p(attack)."""
+        """Returns [B, 1] the attack logit minus the benign one, which grows with p(attack)."""
         logits: Tensor = model(batch).float()
         return (logits[:, 1] - logits[:, 0]).unsqueeze(1)
 
 
 class DistilledClassifierBatch(ClassifierBatch):
-    """The classifier's cross-entropy, and the KL divergence of its softened probabilities from a teacher's; the
-    denominator of that is the number of windows.
-
-    Args:
-        rows: [R] the windows.
-        gather: Makes a batch of some of them.
-        weights: [R] each window's class weight.
-        answers: The teacher's logits.
-        temperature: Softens both models' logits.
-    """
+    """Cross-entropy, and the KL divergence of the softened probabilities from a teacher's, whose denominator is R."""
 
     def __init__(
         self,
         rows: NDArray[np.int64],
         gather: Gather,
         weights: NDArray[np.float64],
-        answers: Outputs,
+        teacher: Outputs,
         temperature: float,
     ) -> None:
         super().__init__(rows, gather, weights)
-        self._answers = answers
+        self._teacher = teacher
         self._temperature = temperature
         self.denominators["distillation"] = float(len(rows))
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
-        """Returns both terms' sums over windows `start:stop`."""
-        # The teacher first: what it computes with is gone again before the student's activations are there.
-        told = self._answers(self._rows[start:stop])["logits"]
+        """Returns the sums of both terms over windows `start:stop`."""
+        # The teacher comes first: its activations are freed before the student's are allocated.
+        target = self._teacher(self._rows[start:stop])["logits"]
         batch = self._gather(self._rows[start:stop])
         logits = model(batch)
-        mine, its = (F.log_softmax(either / self._temperature, dim=1) for either in (logits, told.to(logits.dtype)))
-        distance = F.kl_div(mine, its, reduction="sum", log_target=True)
+        student, teacher = (
+            F.log_softmax(either / self._temperature, dim=1) for either in (logits, target.to(logits.dtype))
+        )
+        distance = F.kl_div(student, teacher, reduction="sum", log_target=True)
         return self._classification(logits, batch, start, stop) | {"distillation": (distance, float(stop - start))}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AutoencoderBatch:
-    """The autoencoder's terms: nodes, edges, CAN IDs and KL, each with the count it is a mean over.
+    """The autoencoder's terms for nodes, edges, CAN IDs and KL; their denominators are numbers of nodes and edges.
 
     Attributes:
         rows: [R] the windows.
         gather: Makes a batch of some of them.
         node_ptr: [R + 1] offsets of the windows' nodes in the logical batch.
         edge_ptr: [R + 1] offsets of their edges.
-        noise: [N, Z] the latent's noise for all nodes, on the host, where it costs no device memory; None decodes the
-            mean.
+        noise: [N, Z] noise of the latent for all nodes; None: the mean is decoded.
     """
 
     rows: NDArray[np.int64]
     gather: Gather
     node_ptr: NDArray[np.int64]
     edge_ptr: NDArray[np.int64]
-    noise: NDArray[np.float32] | None
+    noise: NDArray[np.float32] | None  # on the host, where it takes no device memory
 
     @classmethod
     def draw(
@@ -128,32 +128,29 @@ class AutoencoderBatch:
         counts: tuple[NDArray[np.int64], NDArray[np.int64]],
         latent: int,
         generator: torch.Generator | None,
-    ) -> "AutoencoderBatch":
-        """Draws the noise of the whole logical batch, so that its split cannot change it.
+    ) -> AutoencoderBatch:
+        """Draws the noise of the whole logical batch, so that its split cannot change it; without a generator, none.
 
-        Args:
-            rows: [R] the windows.
-            gather: Makes a batch of some of them.
-            counts: [R] nodes and [R] edges of each.
-            latent: Width Z.
-            generator: Where noise comes from; None: no noise.
+        `counts` are [R] nodes and [R] edges of each window, `latent` is Z.
         """
         node_ptr, edge_ptr = (np.concatenate([[0], np.cumsum(count)]) for count in counts)
-        noise = None if generator is None else _normal(int(node_ptr[-1]), latent, generator)
+        noise = None
+        if generator is not None:
+            noise = numpy_generator(generator).standard_normal((int(node_ptr[-1]), latent), dtype=np.float32)
         return cls(rows=rows, gather=gather, node_ptr=node_ptr, edge_ptr=edge_ptr, noise=noise)
 
     @property
     def denominators(self) -> dict[str, float]:
         """Nodes and edges of the whole batch."""
-        nodes, edges = float(self.node_ptr[-1]), float(self.edge_ptr[-1])
+        nodes, edges = self._counts(0, len(self.rows))
         return {"node": nodes, "edge": edges, "can_id": nodes, "kl": nodes}
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
-        """Returns each term's sum over windows `start:stop`."""
+        """Returns the sum of each term over windows `start:stop`."""
         batch = self.gather(self.rows[start:stop])
-        return self._own(model(batch, self._drawn(batch, start, stop)), start, stop)
+        return self._sums(model(batch, self._noise_of(batch, start, stop)), start, stop)
 
-    def _own(self, errors: "Reconstruction", start: int, stop: int) -> Losses:
+    def _sums(self, errors: Reconstruction, start: int, stop: int) -> Losses:
         num_nodes, num_edges = self._counts(start, stop)
         terms = {
             "node": (errors.node.sum(), num_nodes),
@@ -169,14 +166,13 @@ class AutoencoderBatch:
             float(self.edge_ptr[stop] - self.edge_ptr[start]),
         )
 
-    def _drawn(self, batch: GraphBatch, start: int, stop: int) -> Tensor | None:
-        """Returns the noise of windows `start:stop`."""
+    def _noise_of(self, batch: GraphBatch, start: int, stop: int) -> Tensor | None:
         nodes = slice(self.node_ptr[start], self.node_ptr[stop])
         return None if self.noise is None else torch.from_numpy(self.noise[nodes]).to(batch.x)
 
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:
-        """Returns [B, 3]: each window's mean node error, edge error and KL divergence."""
+        """Returns [B, 3] the mean node error, edge error and KL divergence of each window."""
         errors = model(batch, None)
         edge_graph = batch.batch[batch.edge_index[0]]
         per_graph = [
@@ -188,38 +184,33 @@ class AutoencoderBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DistilledAutoencoderBatch(AutoencoderBatch):
-    """The autoencoder's terms, and how far its latents (projected) and reconstructions lie from a teacher's: mean
-    squared errors over nodes, nodes and edges.
+    """The autoencoder's terms, and the mean squared distances of its projected latents and its reconstructions from a
+    teacher's.
 
     Attributes:
-        answers: The teacher's latents and reconstructions.
+        teacher: The teacher's latents and reconstructions.
     """
 
-    answers: Outputs
+    teacher: Outputs
 
     @property
     def denominators(self) -> dict[str, float]:
         """Nodes and edges of the whole batch."""
-        nodes, edges = float(self.node_ptr[-1]), float(self.edge_ptr[-1])
+        nodes, edges = self._counts(0, len(self.rows))
         return {**super().denominators, "teacher_latent": nodes, "teacher_node": nodes, "teacher_edge": edges}
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
-        """Returns each term's sum over windows `start:stop`."""
-        # The teacher first: what it computes with is gone again before the student's activations are there.
-        told = self.answers(self.rows[start:stop])
+        """Returns the sum of each term over windows `start:stop`."""
+        # The teacher comes first: its activations are freed before the student's are allocated.
+        targets = self.teacher(self.rows[start:stop])
         batch = self.gather(self.rows[start:stop])
-        decoded = model.decode(batch, self._drawn(batch, start, stop))  # type: ignore[operator]
+        decoded = model.decode(batch, self._noise_of(batch, start, stop))  # type: ignore[operator]
         errors = model.errors(batch, decoded)  # type: ignore[operator]
-        mine = {"latent": model.projection(decoded.mean), "node": decoded.node, "edge": decoded.edge}  # type: ignore[operator]
+        student = {"latent": model.projection(decoded.mean), "node": decoded.node, "edge": decoded.edge}  # type: ignore[operator]
         num_nodes, num_edges = self._counts(start, stop)
         counts = {"latent": num_nodes, "node": num_nodes, "edge": num_edges}
         distances = {
-            f"teacher_{name}": ((part - told[name].to(part.dtype)).square().mean(dim=1).sum(), counts[name])
-            for name, part in mine.items()
+            f"teacher_{name}": ((part - targets[name].to(part.dtype)).square().mean(dim=1).sum(), counts[name])
+            for name, part in student.items()
         }
-        return self._own(errors, start, stop) | distances
-
-
-def _normal(rows: int, columns: int, generator: torch.Generator) -> NDArray[np.float32]:
-    seed = int(torch.randint(2**63 - 1, (), generator=generator))
-    return np.random.default_rng(seed).standard_normal((rows, columns), dtype=np.float32)
+        return self._sums(errors, start, stop) | distances

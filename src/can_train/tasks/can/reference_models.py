@@ -1,125 +1,133 @@
-"""Finished models at work on the windows of a data set: as they are scored, and as other modes ask them. A checkpoint
-brings its own vocabulary and scale, so it works on any log; whether it fits what is trained beside it is checked here.
+"""Finished models on the windows of a data set: scored by themselves, or consulted by a mode as reference models.
 
-Shapes: R rows (windows), N nodes, E edges, Z latent width.
+A checkpoint brings its own vocabulary and scale, so it scores any log. Whether it also suits the model that is trained
+with it is checked here.
+
+Shapes: R rows (windows), N nodes, E edges, Z latent width, S columns of raw scores.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.config.resolved import FinishedModel
-from can_train.errors import CheckpointError
+from can_train.errors import CheckpointError, RunError
 from can_train.task import ReferenceModel
-from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer, GraphBatch
-from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs
+from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES
 from can_train.tasks.can.evaluation.metrics import anomaly_scores
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
-from can_train.tasks.can.models.build import build_network
+from can_train.tasks.can.models import build_network
 from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics, known_ids
 from can_train.tasks.can.settings import GatSettings
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from can_train.config.resolved import FinishedModel
+    from can_train.tasks.can.data.batches import GraphBatch
     from can_train.tasks.can.data.dataset import CanData
+    from can_train.tasks.can.data.graphs import FlatGraphs
 
+# Roles of reference models.
 AUTOENCODER: Final = "autoencoder"
-
-
 CLASSIFIER: Final = "classifier"
-"""Roles of models that modes build on."""
 
-
-ASKED_ONCE: Final[tuple[str, ...]] = ("cache",)
-"""Placements of a reference model that is asked before training, and not during it."""
-
-
+# Weights [teacher's Z, Z] that an autoencoder has in addition if it learned from a teacher.
 _PROJECTION: Final = "projection.weight"
-"""Weights that an autoencoder has beside its own where it learned from a teacher: [teacher's Z, Z]."""
 
 
-class FinishedNetwork:
+class WindowModel(ABC):
     """A finished model on the windows of a data set.
 
-    Args:
-        finished: The model.
-        flat: The windows.
-
     Attributes:
+        finished: The model with its run and its result.
         model: The network, frozen and in evaluation mode, on the CPU.
-        supervised: Whether it is a classifier; else it is an autoencoder.
-
-    Raises:
-        CheckpointError: The weights are not those of the run's settings.
+        error_units: Units of an autoencoder's error terms; None for other models.
     """
 
-    def __init__(self, finished: FinishedModel, flat: FlatGraphs) -> None:
+    error_units: list[float] | None = None
+
+    def __init__(self, finished: FinishedModel, flat: FlatGraphs, model: nn.Module) -> None:
         self.finished = finished
-        self.supervised = isinstance(finished.run.model, GatSettings)
-        self.model = _network(finished)
+        self.model = model.eval().requires_grad_(False)
+        self._flat = flat
+
+    @abstractmethod
+    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns [R, S] raw scores, by `model`, which is this one or its copy on a device."""
+
+    @abstractmethod
+    def combine(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns [R] final scores, higher is more attack-like, from [R, S] raw ones."""
+
+    def describe(self, row: int) -> str:
+        """Names a window in a message."""
+        flat = self._flat
+        return f"the window at frame {flat.first_frame[row]:,} of {flat.sources[flat.source[row]].path}"
+
+
+class FinishedNetwork(WindowModel):
+    """A finished classifier or autoencoder on the windows of a data set.
+
+    With `full_precision`, it scores without mixed precision. So a run that consults it gets the same scores whatever
+    precision it computes in itself.
+
+    Raises:
+        CheckpointError: The weights do not fit the run's settings.
+    """
+
+    def __init__(self, finished: FinishedModel, flat: FlatGraphs, *, full_precision: bool = False) -> None:
+        super().__init__(finished, flat, _network(finished))
+        self._supervised = isinstance(finished.run.model, GatSettings)
+        self._full_precision = full_precision
         self._gather = Gatherer(flat)
+        if not self._supervised:
+            self.error_units = finished.result.get("judgement", {}).get("error_units")
+
+    @property
+    def threshold(self) -> float:
+        """Score above which the model's own run flags a window."""
+        return float(self.finished.result["judgement"]["threshold"])
 
     def batch(self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> GraphBatch:
         """Gathers windows."""
         return self._gather(rows).to(device, dtype)
 
-    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
-        return self._gather.batch_features(rows)
-
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, 1] attack logit differences, or [R, 3] node, edge and latent errors.
-
-        Args:
-            model: The network, or a copy of it on the device.
-            rows: [R] the windows.
-            device: Where to compute.
-            dtype: Type of the features.
-        """
+        """Returns [R, 1] attack logit differences, or [R, 3] node, edge and latent errors."""
         batch = self.batch(rows, device, dtype)
-        return ClassifierBatch.scores(model, batch) if self.supervised else AutoencoderBatch.scores(model, batch)
+        kind = ClassifierBatch if self._supervised else AutoencoderBatch
+        with torch.autocast(device.type, enabled=False) if self._full_precision else nullcontext():
+            return kind.scores(model, batch)
 
     def combine(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns [R] final scores, higher is more attack-like: logit differences, or anomaly scores.
+        """Returns [R] logit differences or anomaly scores."""
+        if self._supervised:
+            return scores[:, 0]
+        assert self.error_units is not None, "the result of an autoencoder has the units of its errors"
+        return anomaly_scores(scores, self.error_units)
+
+    def check_finite(self, scores: NDArray[np.float64]) -> None:
+        """Checks the [R] or [R, S] scores that this model gave.
 
         Raises:
-            CheckpointError: The run's result does not say in which units its errors are.
+            RunError: A score is not a finite number.
         """
-        return scores[:, 0] if self.supervised else anomaly_scores(scores, self.error_units)
-
-    @property
-    def error_units(self) -> list[float]:
-        """Units of the autoencoder's error terms.
-
-        Raises:
-            CheckpointError: The run's result does not say them.
-        """
-        try:
-            units: list[float] = self.finished.result["judgement"]["error_units"]
-        except KeyError as error:
-            raise CheckpointError(
-                "The run's result lacks the units of its errors: an older version made it",
-                value=self.finished.run_id,
-                remedy="Train the autoencoder anew",
-            ) from error
-        return units
-
-
-class AskedNetwork(FinishedNetwork):
-    """A finished model that another run asks: it scores in full precision, whatever that one computes in, so that its
-    scores are the same wherever they are wanted.
-    """
-
-    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Scores windows (see `FinishedNetwork.scores`)."""
-        with torch.autocast(device.type, enabled=False):
-            return super().scores(model, rows, device, dtype)
+        broken = int(np.count_nonzero(~np.isfinite(scores).reshape(len(scores), -1).all(axis=1)))
+        if broken:
+            raise RunError(
+                f"Every score of the {CLASSIFIER if self._supervised else AUTOENCODER} must be a finite number",
+                value=f"{broken} of {len(scores)} are not, by {self.finished.run_id}",
+                remedy="It has diverged: train it anew with a lower learning rate, or in fp32",
+            )
 
 
 def _network(finished: FinishedModel) -> nn.Module:
@@ -130,162 +138,93 @@ def _network(finished: FinishedModel) -> nn.Module:
         inputs = InputEncoder(statistics, embedding=run.model.embedding, identity=run.dataset.identity)
         projected = len(weights[_PROJECTION]) if _PROJECTION in weights else 0
         model = build_network(run.model, inputs, projected=projected)
-        # Weights of a run in double precision would lose their digits in a network of single precision.
+        # Weights of a run in double precision would lose digits in a network of single precision.
         model.to(weights["inputs.node_mean"].dtype).load_state_dict(dict(weights))
     except (KeyError, RuntimeError) as error:
-        # PyTorch says it field by field, under a headline.
+        # PyTorch lists the differences line by line, under a headline.
         fields = [line.strip().rstrip(".") for line in str(error).splitlines()]
         raise CheckpointError(
             "A run's weights are those of its settings",
             value=f"{finished.run_id}: {'; '.join(fields[1:] or fields)}",
             remedy="Copy the run once more from where it was trained, or train it anew",
         ) from error
-    return model.eval().requires_grad_(False)
+    return model
 
 
-class WindowReferenceModel(ReferenceModel):
-    """A finished model that a mode asks about windows.
+class WindowReferenceModel(FinishedNetwork, ReferenceModel):
+    """A finished model that a mode consults about windows, of which [R] need its outputs.
 
-    Args:
-        role: What it is to the mode.
-        network: The model on the data set.
-        rows: [R] windows that it is asked about in training and validation.
+    The output is `logits` of a classifier, `errors` or `reconstruction` of an autoencoder.
 
-    Attributes:
-        placements: Where its answers may come from.
+    Raises:
+        CheckpointError: The weights do not fit the run's settings, or the model does not fit the windows.
     """
 
-    output = ""
-    """Name of what it answers, in digests."""
-
     features = GRAPH_FEATURES
+    # Outputs are computed once, before training, unless a mode offers other ways.
+    placements: Sequence[str] = ("cache",)
 
-    def __init__(self, role: str, network: FinishedNetwork, data: CanData, rows: NDArray[np.int64]) -> None:
+    def __init__(
+        self, role: str, finished: FinishedModel, data: CanData, rows: NDArray[np.int64], *, output: str
+    ) -> None:
+        super().__init__(finished, data.flat, full_precision=True)
+        _check_fit(role, finished, data)
         self.role = role
-        self.network = network
-        self.name = network.finished.run_id
-        self.model = network.model
+        self.name = finished.run_id
         self.rows = rows
-        self.placements = ASKED_ONCE
-        self._flat = data.flat
+        self.output = output
 
     @property
     def digest(self) -> str:
-        """Of the weights, the windows and what is asked about them."""
+        """Digest of the weights, the windows and the kind of output."""
         flat, rows = self._flat, self.rows
-        digest = hashlib.sha256(f"{self.output} {self.network.finished.sha256} {flat.window}".encode())
+        digest = hashlib.sha256(f"{self.output} {self.finished.sha256} {flat.window}".encode())
         digest.update(" ".join(source.sha256 for source in flat.sources).encode())
         for array in (rows, flat.source[rows], flat.first_frame[rows], flat.num_nodes[rows], flat.num_edges[rows]):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """Columns of each output."""
+        if self.output == "reconstruction":
+            latent = self.finished.run.model.latent
+            return {"latent": latent, "node": len(NODE_FEATURES), "edge": len(EDGE_FEATURES)}
+        return {self.output: {"logits": 2, "errors": 3}[self.output]}
+
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
-        return self.network.batch_features(rows)
-
-    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Computes what judging needs of each window (see `FinishedNetwork.scores`)."""
-        return self.network.scores(model, rows, device, dtype)
-
-
-class LogitsReferenceModel(WindowReferenceModel):
-    """A classifier, asked for its logits."""
-
-    output = "logits"
-
-    @property
-    def widths(self) -> Mapping[str, int]:
-        """Columns of each output."""
-        return {"logits": 2}
-
-    def outputs(
-        self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
-    ) -> Mapping[str, Tensor]:
-        """Returns [R, 2] logits (benign, attack)."""
-        return {"logits": model(self.network.batch(rows, device, dtype))}
-
-
-class ErrorsReferenceModel(WindowReferenceModel):
-    """An autoencoder, asked how badly it reconstructs each window."""
-
-    output = "errors"
-
-    @property
-    def widths(self) -> Mapping[str, int]:
-        """Columns of each output."""
-        return {"errors": 3}
-
-    def outputs(
-        self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
-    ) -> Mapping[str, Tensor]:
-        """Returns [R, 3] node, edge and latent errors."""
-        return {"errors": self.network.scores(model, rows, device, dtype)}
-
-
-class ReconstructionReferenceModel(WindowReferenceModel):
-    """An autoencoder, asked for its latents and reconstructions."""
-
-    output = "reconstruction"
-
-    @property
-    def widths(self) -> Mapping[str, int]:
-        """Columns of each output."""
-        latent = self.network.finished.run.model.latent
-        return {"latent": latent, "node": len(NODE_FEATURES), "edge": len(EDGE_FEATURES)}
+        return self._gather.batch_features(rows)
 
     def lengths(self, rows: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
-        """Returns how many rows of each output each window has: its nodes and edges."""
+        """Returns, for each output, [R] how many lines of it each window has."""
+        if self.output != "reconstruction":
+            return super().lengths(rows)
         nodes, edges = self._flat.num_nodes[rows], self._flat.num_edges[rows]
         return {"latent": nodes, "node": nodes, "edge": edges}
 
     def outputs(
         self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
     ) -> Mapping[str, Tensor]:
-        """Returns [N, Z] means of the latent, [N, 10] node and [E, 11] edge features as decoded from them."""
-        decoded = model.decode(self.network.batch(rows, device, dtype), None)  # type: ignore[operator]
+        """Returns [R, 2] logits; [R, 3] errors; or [N, Z] latents with [N, 10] node and [E, 11] edge features."""
+        if self.output == "errors":
+            return {"errors": self.scores(model, rows, device, dtype)}
+        batch = self.batch(rows, device, dtype)
+        if self.output == "logits":
+            return {"logits": model(batch)}
+        decoded = model.decode(batch, None)  # type: ignore[operator]
         return {"latent": decoded.mean, "node": decoded.node, "edge": decoded.edge}
 
 
-_KINDS: Final[Mapping[str, type[WindowReferenceModel]]] = {
-    kind.output: kind for kind in (LogitsReferenceModel, ErrorsReferenceModel, ReconstructionReferenceModel)
-}
-
-
-def reference_model_of(
-    role: str, finished: FinishedModel, data: CanData, rows: NDArray[np.int64], *, output: str
-) -> WindowReferenceModel:
-    """Makes the reference model that a finished model becomes.
-
-    Args:
-        role: What it is to the mode.
-        finished: The model.
-        data: The windows.
-        rows: [R] those that it is asked about in training and validation.
-        output: What it is asked for: `logits`, `errors` or `reconstruction`.
-
-    Raises:
-        CheckpointError: It does not fit the windows; said field by field.
-    """
-    network = AskedNetwork(finished, data.flat)
-    check_fit(role, network, data)
-    return _KINDS[output](role, network, data, rows)
-
-
-def check_fit(role: str, network: FinishedNetwork, data: CanData) -> None:
-    """Checks that a finished model knows the vehicle that it is asked about, and sees the features that are there.
-
-    What only a part of was read is not held against it.
-
-    Raises:
-        CheckpointError: It does not; said field by field.
-    """
-    differences = _shape_differences(network.finished.weights) + (
-        _vocabulary_differences(network.finished.weights, data) if data.sample is None else []
-    )
+def _check_fit(role: str, finished: FinishedModel, data: CanData) -> None:
+    differences = _shape_differences(finished.weights)
+    # A sample of the data may lack IDs that the rest of them has.
+    if data.sample is None:
+        differences += _vocabulary_differences(finished.weights, data)
     if differences:
         raise CheckpointError(
             f"The {role.replace('_', ' ')} must have been trained on the same features and vehicle",
-            value=f"{network.finished.run_id}: {'; '.join(differences)}",
+            value=f"{finished.run_id}: {'; '.join(differences)}",
             remedy=f"Train one on this data set, or name another with --{role.replace('_', '-')}",
         )
 
@@ -300,9 +239,9 @@ def _shape_differences(weights: Mapping[str, Any]) -> list[str]:
 
 
 def _vocabulary_differences(weights: Mapping[str, Any], data: CanData) -> list[str]:
-    mine = set(known_ids(data.flat, data.split.train).tolist())
-    its = set(np.asarray(weights["inputs.vocabulary"]).tolist())
-    if mine == its:
+    here = set(known_ids(data.flat, data.split.train).tolist())
+    there = set(np.asarray(weights["inputs.vocabulary"]).tolist())
+    if here == there:
         return []
-    only_its, only_mine = len(its - mine), len(mine - its)
-    return [f"vocabulary: {len(its)} CAN IDs, not {len(mine)} ({only_its} only it knows, {only_mine} it does not know)"]
+    extra, missing = len(there - here), len(here - there)
+    return [f"vocabulary: {len(there)} CAN IDs, not {len(here)} ({extra} only it knows, {missing} it does not know)"]

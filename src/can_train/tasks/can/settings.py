@@ -1,6 +1,4 @@
-"""What is known, before the first run, of the share of a tuned limit that CAN models may use: larger data sets hold
-larger graphs, and some modes keep more in memory than a trial step shows.
-"""
+"""Settings of the CAN task: its data sets, models and modes, and the experience behind their first safety factors."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,56 +7,41 @@ from can_train.config.settings import check_choice, check_range
 from can_train.config.task_settings import ModelSpec, Prerequisite, TaskSettings
 from can_train.errors import ConfigError
 
+# (names, share of the tuned limit, reason). Larger data sets have larger graphs.
 _DATASETS: Final = (
     (("set_02", "set_03", "set_04"), 0.45, "large dataset (set_02/03/04)"),
     (("hcrl_sa",), 0.55, "medium dataset (hcrl_sa)"),
     (("hcrl_ch", "set_01"), 0.65, "small dataset (hcrl_ch/set_01)"),
 )
-"""(names, share of the tuned limit, reason)."""
-
-
 _OTHER_DATASET: Final = (0.60, "other dataset")
 
-
+# Multiplier and reason of each mode that keeps more in memory than a trial step shows.
 _MODES: Final = {
     "knowledge_distillation": (0.75, "knowledge distillation (teacher caching)"),
     "fusion": (0.80, "fusion (two models in memory)"),
     "curriculum": (0.90, "curriculum (VGAE scoring)"),
     "autoencoder": (0.95, "autoencoder (reconstruction)"),
 }
-"""Multiplier and reason of each mode that has one."""
 
 
 def experience(dataset: str, mode: str) -> tuple[float, str, list[tuple[float, str]]]:
-    """Looks up the arguments of `can_train.factors.resolve.experience_factor`.
-
-    Args:
-        dataset: Name of the data set.
-        mode: Name of the mode.
-
-    Returns:
-        The base share, its reason in words, and the mode's adjustments.
-    """
+    """Returns the base share of a data set, its reason in words, and the adjustments of a mode."""
     base, reason = next(((share, why) for names, share, why in _DATASETS if dataset in names), _OTHER_DATASET)
     return base, reason, [_MODES[mode]] if mode in _MODES else []
 
 
+# Log formats; `auto` recognises them by the content.
 FORMATS = (
     "can_train_and_test", "car_hacking", "hcrl_text", "hcrl_challenge",
     "candump", "candump_labelled", "whitespace", "columns",
 )  # fmt: skip
-"""Log formats the reader knows; `auto` recognises them from the content."""
-
-
 ID_BASES = ("auto", "hex", "dec")
-
-
 SIZES = ("teacher", "student")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSettings:
-    """Which columns of a CSV file with a header hold what. An empty name means: recognise it from the header."""
+    """Which columns of a CSV file with a header hold what. An empty name: recognised by the header."""
 
     timestamp: str = ""
     """Seconds."""
@@ -103,8 +86,7 @@ class CanDatasetSettings:
     benign_values: list[str] = field(default_factory=lambda: ["", "0", "r", "normal", "benign", "false", "none", "na"])
     """Label values (in any letter case) that mean: no attack. Any other is an attack; a word names its kind."""
     max_malformed: float = 0.01
-    """Share of rows that may be malformed, run backwards in time or disagree with their length before a log is
-    refused."""
+    """A log is refused if a larger share of its rows is malformed, runs backwards in time or disagrees with its DLC."""
     window: int = 100
     """Frames in a window."""
     stride: int = 0
@@ -112,9 +94,9 @@ class CanDatasetSettings:
     identity: bool = True
     """Whether models see which CAN ID a node is; off, they see behaviour only."""
     validation_share: float = 0.2
-    """Share of the training time that is kept for thresholds and early stopping."""
+    """Share of the training time that is kept for validation: thresholds and early stopping."""
     test_share: float = 0.2
-    """Share of a single log's time that is kept for judging, where the data set brings no test folders."""
+    """Share of a single log's time that is kept for testing, where the data set has no test folders."""
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
     """Size and seed of the simulated bus; used by `synthetic` only."""
 
@@ -128,6 +110,11 @@ class CanDatasetSettings:
             object.__setattr__(self, "stride", self.window)
         check_range("dataset.validation_share", self.validation_share, above=0.0, high=0.5)
         check_range("dataset.test_share", self.test_share, above=0.0, high=0.5)
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the logs are simulated."""
+        return self.name.startswith("synthetic") and not self.path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +202,9 @@ class CanModeSettings:
         check_range("mode.kl_weight", self.kl_weight, low=0.0)
 
 
+# Where a teacher's outputs come from: it stays on the device; they are computed once and cached on disk; it stays and
+# computes on the host. `auto`: the fastest that fits, as measured.
 PLACEMENTS = ("auto", "device", "cache", "offload")
-"""Where a teacher's outputs come from: it stays on the device; they are computed once and kept on disk; it stays and
-computes on the host. `auto`: the fastest that fits, as measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +232,7 @@ class DistillationSettings(CanModeSettings):
         check_choice("mode.teacher_placement", self.teacher_placement, PLACEMENTS)
         if self.offload_teacher_to_cpu and self.teacher_placement not in ("auto", "offload"):
             both = f"offload_teacher_to_cpu and teacher_placement={self.teacher_placement}"
-            raise ConfigError("The teacher is in one place", value=both, remedy="Give one of the two")
+            raise ConfigError("The teacher has one placement", value=both, remedy="Give one of the two options")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,13 +303,9 @@ def _without_teacher(model: str, mode: str) -> Prerequisite:
 
 
 _SUPERVISED = ("normal", "curriculum")
-
-
 _AUTOENCODER = Prerequisite(
     role="autoencoder", what="an autoencoder", models=("vgae",), modes=("autoencoder", "knowledge_distillation")
 )
-
-
 _CLASSIFIER = Prerequisite(
     role="classifier", what="a classifier", models=("gat",), modes=(*_SUPERVISED, "knowledge_distillation")
 )
@@ -375,6 +358,6 @@ TASK = TaskSettings(
     factory="can_train.tasks.can.task:make_task",
     sampler="can_train.tasks.can.task:sample_task",
     evaluator="can_train.tasks.can.evaluation.evaluate:make_evaluation",
-    files="can_train.tasks.can.data.files:data_files",
+    files="can_train.tasks.can.data.layout:data_files",
     experience=experience,
 )

@@ -12,7 +12,7 @@ from can_train.errors import DataError
 from can_train.reporter import SilentReporter, Stage
 from can_train.tasks.can.data.dataset import CanData, cache_key, prepare
 from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder
-from can_train.tasks.can.data.layout import LOG, TEST, TRAIN, LogFile, hash_logs, without_duplicates
+from can_train.tasks.can.data.layout import LOG, TEST, TRAIN, LogFile, drop_duplicates, hash_logs
 from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
 from fakes.random_bus import random_frames, write_log
 
@@ -174,12 +174,12 @@ def test_copies_of_training_logs_are_not_judged(tmp_path: Path) -> None:
     logs = [*layout(tmp_path), log_file(tmp_path / "test_02" / "copy.csv", TEST, "test_02", seed=1)]
     data, recorder = prepared(logs, tmp_path)
     assert len(data.flat.sources) == 3
-    assert recorder.notices == ["Left out of judging, since identical to training logs: test_02/copy.csv"]
+    assert recorder.notices == ["Left out of testing, since identical to training logs: test_02/copy.csv"]
 
 
 def test_a_test_folder_of_copies_only_is_named(tmp_path: Path) -> None:
     logs = [*layout(tmp_path), log_file(tmp_path / "test_03" / "copy.csv", TEST, "test_03", seed=1)]
-    assert prepared(logs, tmp_path)[0].notices[-1] == "Nothing is left to judge of test_03"
+    assert prepared(logs, tmp_path)[0].notices[-1] == "Nothing is left to test of test_03"
 
 
 def test_copies_stay_in_two_test_folders_but_not_in_one(tmp_path: Path) -> None:
@@ -187,14 +187,14 @@ def test_copies_stay_in_two_test_folders_but_not_in_one(tmp_path: Path) -> None:
         log_file(tmp_path / f"{group}/{name}", TEST, group)
         for group, name in (("test_01", "a.csv"), ("test_02", "a.csv"), ("test_01", "b.csv"))
     ]
-    kept, notices = without_duplicates(hash_logs(logs, SilentReporter()))
+    kept, notices = drop_duplicates(hash_logs(logs, SilentReporter()))
     assert [hashed.log for hashed in kept] == logs[:2]
     assert notices == ["Left out as copies of other logs: test_01/b.csv"]
 
 
 def test_a_training_log_is_read_once(tmp_path: Path) -> None:
     logs = [log_file(tmp_path / name, TRAIN, "train_01") for name in ("a.csv", "b.csv")]
-    kept, notices = without_duplicates(hash_logs(logs, SilentReporter()))
+    kept, notices = drop_duplicates(hash_logs(logs, SilentReporter()))
     assert [hashed.log for hashed in kept] == logs[:1]
     assert "b.csv" in notices[0]
 

@@ -148,7 +148,7 @@ def test_a_malformed_row_is_left_out_and_told_with_its_line(position: int, blank
     lines = car_hacking(TRAFFIC).splitlines()
     text = "\n".join([*[""] * blanks, *lines[:position], "1.5,0316,8,05,21", *lines[position:]])
     report = read_text(text, block_bytes=block_bytes).reader.report
-    assert (report.frames, report.malformed, report.length_mismatches) == (200, 1, 1)
+    assert (report.frames, report.malformed, report.reasons["the DLC disagrees with the payload"]) == (200, 1, 1)
     assert (report.examples[0].line, report.examples[0].text) == (position + blanks + 1, "1.5,0316,8,05,21")
     assert "1 of 201 rows are malformed and left out: 1 × the DLC disagrees" in report.summary()[0]
 
@@ -280,3 +280,22 @@ def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(tmp_path: P
     path = write_log(tmp_path / "log", car_hacking(TRAFFIC) + "x" * (3 << 20))
     with pytest.raises(DataError, match="A line of a log is at most"):
         read(path, block_bytes=1_000)
+
+
+def read_times(path: Path, times: list[float]) -> LogReader:
+    path.write_text("".join(f"({time:.6f}) can0 123#00\n" for time in times))
+    reader = LogReader(path, CanDatasetSettings())
+    for _ in reader.blocks():
+        pass
+    return reader
+
+
+def test_a_clock_that_jitters_is_only_reported(tmp_path: Path) -> None:
+    reader = read_times(tmp_path / "drive.log", [10 + index / 1000 - (index % 3 == 2) * 0.003 for index in range(30)])
+    assert reader.report.jitter == 10
+    assert "time steps back at 10 rows" in reader.report.summary()[0]
+
+
+def test_a_log_in_reverse_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"must run forwards: .*drive.log steps back at 29 of 30 frames.*\n.*Sort"):
+        read_times(tmp_path / "drive.log", [10 - index / 1000 for index in range(30)])

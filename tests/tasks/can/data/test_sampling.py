@@ -19,8 +19,8 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.errors import DataError
 from can_train.reporter import Reporter, SilentReporter, Stage
 from can_train.tasks.can.data.layout import LOG, LogFile
-from can_train.tasks.can.data.reading import LogText, Spread
-from can_train.tasks.can.data.sampling import SAMPLED_LOGS, WHOLE_BYTES, chosen_logs, without_likely_copies
+from can_train.tasks.can.data.reading import LogText, SampleSpec
+from can_train.tasks.can.data.sampling import SAMPLED_LOGS, WHOLE_BYTES, choose_logs, drop_probable_duplicates
 from can_train.tasks.can.modes.windows import WindowTask
 from can_train.tasks.can.task import make_task, sample_task
 from fakes.random_bus import random_frames, write_log
@@ -283,7 +283,7 @@ def log_files(families: list[tuple[str, str]]) -> list[LogFile]:
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["DoS", "rpm", "attack"])), max_size=40))
 def test_every_folder_and_kind_is_sampled_before_one_is_again(families: list[tuple[str, str]]) -> None:
     logs = log_files(families)
-    chosen = chosen_logs(logs)
+    chosen = choose_logs(logs)
     assert chosen == [log for log in logs if log in chosen]
     assert len(chosen) == min(len(logs), SAMPLED_LOGS)
     assert {(log.group, log.kind) for log in chosen} == set(families)
@@ -295,40 +295,40 @@ def test_copies_are_told_by_their_size_and_their_ends(tmp_path: Path) -> None:
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         logs.append(LogFile(path=tmp_path / name, role=LOG, group=name, kind="attack"))
-    assert [log.group for log in without_likely_copies(logs)] == ["a", "c", "d"]
+    assert [log.group for log in drop_probable_duplicates(logs)] == ["a", "c", "d"]
 
 
 @given(
     lines=st.lists(st.integers(1, 30), min_size=1, max_size=60),
-    spread=st.builds(
-        Spread, pieces=st.integers(1, 6), piece_bytes=st.integers(1, 300), reach_bytes=st.integers(0, 900)
+    spec=st.builds(
+        SampleSpec, num_parts=st.integers(1, 6), part_bytes=st.integers(1, 300), reach_bytes=st.integers(0, 900)
     ),
     compressed=st.booleans(),
     ends=st.sampled_from(["", "\n"]),
 )
 def test_pieces_are_whole_lines_in_order_and_none_twice(
-    lines: list[int], spread: Spread, compressed: bool, ends: str
+    lines: list[int], spec: SampleSpec, compressed: bool, ends: str
 ) -> None:
     texts = [f"{index}:{'x' * length}" for index, length in enumerate(lines)]
     data = ("\n".join(texts) + ends).encode()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
         path.write_bytes(gzip.compress(data) if compressed else data)
-        found = LogText(path).spread(spread)
-    read = [line for piece in found.pieces for line in piece.to_list()]
+        found = LogText(path).sample(spec)
+    read = [line for part in found.parts for line in part.to_list()]
     assert read == [text for text in texts if text in set(read)]
     assert found.read_bytes <= len(data)
     if not compressed:
         assert found.text_bytes == len(data)
-    if found.whole and not compressed:
+    if found.complete and not compressed:
         assert read == texts
-    if not compressed and len(data) <= spread.pieces * spread.piece_bytes:
-        assert found.whole
+    if not compressed and len(data) <= spec.num_parts * spec.part_bytes:
+        assert found.complete
 
 
 def test_the_length_of_a_compressed_text_follows_from_what_was_read_of_it(tmp_path: Path, long_text: bytes) -> None:
     text = long_text[: 4 * 2**20]
     (tmp_path / "log").write_bytes(gzip.compress(text))
-    found = LogText(tmp_path / "log").spread(Spread(pieces=3, piece_bytes=10_000, reach_bytes=2**20))
-    assert not found.whole
+    found = LogText(tmp_path / "log").sample(SampleSpec(num_parts=3, part_bytes=10_000, reach_bytes=2**20))
+    assert not found.complete
     assert found.text_bytes == pytest.approx(len(text), rel=0.05)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import DataError
-from can_train.tasks.can.data.dataset import MIN_PHASE_WINDOWS, Split, phase_starts, split_rows
+from can_train.tasks.can.data.dataset import MIN_PHASE_WINDOWS, Split, find_phase_starts, split_rows
 from can_train.tasks.can.data.graphs import FlatGraphs, SourceFile
 from fakes.random_bus import source_file
 
@@ -136,7 +136,7 @@ def test_a_log_whose_attacks_cannot_be_spread_is_cut_plainly_and_named() -> None
 )
 def test_short_runs_join_the_phase_beside_them(runs: list[tuple[int, int]], starts: list[int]) -> None:
     is_attack = np.array([attack for attack, length in runs for _ in range(length)], dtype=np.bool_)
-    assert phase_starts(is_attack).tolist() == starts
+    assert find_phase_starts(is_attack).tolist() == starts
 
 
 def test_a_log_too_short_for_three_parts_is_refused() -> None:

@@ -1,14 +1,19 @@
+"""Baselines: their fits, scores and thresholds, and the table of window features."""
+
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from can_train.fit.features import members
+from can_train.tasks.can.data.graphs import NODE_FEATURES
 from can_train.tasks.can.evaluation.baselines import (
     FRAMES_PER_CHUNK,
     IdLookup,
     fit_baselines,
     fit_random_forest,
     sample_by_class,
+    window_features,
 )
 from fakes.windows_by_hand import windows_of
 
@@ -59,7 +64,7 @@ def test_with_attacks_of_both_classes_in_training_the_baselines_are_the_four_usu
 def test_a_flood_with_an_id_of_its_own_is_found_by_baselines_that_learn(name):
     flat = mixed_traffic()
     baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
-    flagged = baseline.scorer.score(flat, np.arange(40)) > baseline.threshold.value
+    flagged = baseline.score(flat, np.arange(40)) > baseline.threshold.value
     assert flagged.tolist() == (flat.label > 0).tolist()
 
 
@@ -67,7 +72,7 @@ def test_a_flood_with_an_id_of_its_own_is_found_by_baselines_that_learn(name):
 def test_the_constant_baselines_do_what_their_names_say(name, flags):
     flat = mixed_traffic()
     baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
-    assert (baseline.scorer.score(flat, np.arange(40)) > baseline.threshold.value).tolist() == [flags] * 40
+    assert (baseline.score(flat, np.arange(40)) > baseline.threshold.value).tolist() == [flags] * 40
 
 
 def test_without_attacks_in_training_an_isolation_forest_stands_in_for_the_random_forest():
@@ -76,7 +81,7 @@ def test_without_attacks_in_training_an_isolation_forest_stands_in_for_the_rando
     baselines, absent = fitted(flat, range(20), range(20, 31))
     assert absent == {"random_forest": "the training windows hold no attacks; isolation_forest stands in"}
     assert baselines["isolation_forest"].threshold.rule == "at most 1 % of benign windows flagged on validation"
-    score = baselines["isolation_forest"].scorer.score(flat, np.arange(31))
+    score = baselines["isolation_forest"].score(flat, np.arange(31))
     assert score[30] > np.median(score[:20])
 
 
@@ -96,9 +101,7 @@ def test_thresholds_of_the_baselines_come_from_validation_only():
 def test_the_same_seed_gives_the_same_forest():
     rng = np.random.default_rng(1)
     flat = windows_of(rng.integers(0, 5, (60, 6)).tolist(), label=rng.integers(0, 2, 60).tolist())
-    first, again, other = (
-        fit_random_forest(flat, np.arange(50), seed).score(flat, np.arange(60)) for seed in (3, 3, 4)
-    )
+    first, again, other = (fit_random_forest(flat, np.arange(50), seed)(flat, np.arange(60)) for seed in (3, 3, 4))
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
@@ -107,7 +110,7 @@ def test_the_same_seed_gives_the_same_forest():
 def test_a_folder_without_windows_gets_no_scores(name):
     flat = mixed_traffic()
     baseline = fitted(flat, range(0, 40, 2), range(1, 40, 2))[0][name]
-    assert baseline.scorer.score(flat, np.empty(0, np.int64)).shape == (0,)
+    assert baseline.score(flat, np.empty(0, np.int64)).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -126,3 +129,48 @@ def test_a_sample_is_drawn_by_its_seed_from_the_given_windows_only():
     first, again, other = (sample_by_class(flat, rows, most=10, seed=seed).tolist() for seed in (5, 5, 6))
     assert first == again != other
     assert set(first) <= set(rows.tolist())
+
+
+FLAT = windows_of([[1, 2, 1, 1], [5, 5, 5, 5], [1, 2, 3, 4], [2, 3, 2, 3]])
+
+
+def test_members_are_the_nodes_of_the_chosen_windows_in_their_order():
+    found = members(FLAT.node_ptr, np.array([2, 0]))
+    assert found.positions.tolist() == [3, 4, 5, 6, 0, 1]
+    assert found.starts.tolist() == [0, 4]
+    assert found.sizes.tolist() == [4, 2]
+
+
+def test_each_window_is_summarised_from_its_own_nodes():
+    F, count = len(NODE_FEATURES), NODE_FEATURES.index("count")
+    table = window_features(FLAT, np.array([2, 0]))
+    assert table[:, [count + part * F for part in range(4)]].tolist() == [[1, 0, 1, 1], [2, 1, 1, 3]]
+
+
+def test_the_last_columns_are_nodes_edges_and_seconds():
+    table = window_features(FLAT, np.array([0, 1, 2]))
+    assert table[:, -3:].tolist() == [[2, 3, 1], [1, 1, 1], [4, 3, 1]]
+
+
+def test_the_edges_are_summarised_like_the_nodes():
+    FLAT_EDGES = windows_of([[1, 2, 1, 1]])
+    FLAT_EDGES.edge_features[:, -1] = [1, 2, 6]
+    F = FLAT_EDGES.edge_features.shape[1]
+    node_columns = 4 * len(NODE_FEATURES)
+    last = window_features(FLAT_EDGES, np.array([0]))[0, [node_columns + (part + 1) * F - 1 for part in range(4)]]
+    assert last == pytest.approx([3, np.std([1, 2, 6]), 1, 6])
+
+
+def test_a_shift_in_time_changes_nothing():
+    later = windows_of([[1, 2, 1, 1]], start_time=[1e9])
+    assert window_features(later, np.array([0])).tolist() == window_features(FLAT, np.array([0])).tolist()
+
+
+def test_working_window_by_window_changes_nothing():
+    rows = np.array([3, 1, 2, 0])
+    one_at_a_time = replace(FLAT, window=FRAMES_PER_CHUNK)
+    assert np.array_equal(window_features(one_at_a_time, rows), window_features(FLAT, rows))
+
+
+def test_no_windows_make_an_empty_table():
+    assert window_features(FLAT, np.empty(0, np.int64)).shape == (0, 4 * (10 + 11) + 3)

@@ -1,3 +1,5 @@
+"""Judgements of test folders, their remarks, and their tables."""
+
 import json
 
 import numpy as np
@@ -5,7 +7,15 @@ import pytest
 
 from can_train.errors import DataError, RunError
 from can_train.tasks.can.data.dataset import Split
-from can_train.tasks.can.evaluation.judging import JudgingOptions, ModelScores, benign_hours, judge, remarks
+from can_train.tasks.can.evaluation.judging import (
+    COLUMNS,
+    JudgingOptions,
+    ModelScores,
+    benign_hours,
+    judge,
+    judgement_tables,
+    remarks,
+)
 from can_train.tasks.can.evaluation.metrics import detector_metrics
 from fakes.windows_by_hand import source_file, windows_of
 
@@ -72,14 +82,14 @@ def test_the_recall_of_each_attack_kind_is_told():
     assert told["recall_by_kind"] == {"DoS": {"recall": 1.0, "windows": 3}, "fuzzing": {"recall": 0.0, "windows": 3}}
 
 
-def test_the_baselines_are_reference_roles_the_model_and_named_where_it_does_not_beat_them():
+def test_the_baselines_are_compared_with_the_model_and_named_where_it_does_not_beat_them():
     told = judged((LABEL == 1).astype(float), options=OPTIONS)["test"]["test_01"]
     assert list(told["baselines"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
     assert told["baselines"]["random_forest"]["mcc"] == 1.0
     assert told["remarks"] == ["does not beat id_lookup (1.000), random_forest (1.000) on MCC (0.577)"]
 
 
-def test_another_detector_is_reference_roles_the_model_with_a_threshold_of_its_own():
+def test_another_detector_is_compared_with_the_model_with_a_threshold_of_its_own():
     references = {"rival": np.where(LABEL > 0, 30.0, 10.0), "stranger": np.where(LABEL > 0, -5.0, -6.0)}
     told = judged((LABEL == 1).astype(float), options=OPTIONS, references=references)["test"]["test_01"]
     assert {name: figures["mcc"] for name, figures in told["references"].items()} == {"rival": 1.0, "stranger": 1.0}
@@ -202,3 +212,56 @@ def test_hours_are_counted_file_by_file_and_for_benign_windows_only():
 def test_a_step_back_in_time_takes_no_observed_time_away():
     flat = windows_of([BENIGN_WINDOW] * 3, start_time=[5, 6, 0])
     assert benign_hours(flat, np.arange(3)) == 2 / 3600
+
+
+def judgement_with(model, baselines, **parts):
+    folder = {"model": model, "references": {}, "baselines": baselines, "recall_by_kind": {}, "remarks": [], **parts}
+    return {
+        "threshold": 0.5,
+        "threshold_rule": "",
+        "validation": model,
+        "test": {"test_01": folder},
+        "absent": {},
+    }
+
+
+def scored_figures(is_attack, flagged, benign_hours=1.0):
+    score = np.array(flagged, float)
+    return detector_metrics(np.array(is_attack, bool), score, score > 0, benign_hours=benign_hours)
+
+
+def test_a_folder_becomes_a_table_with_the_model_first():
+    model, baseline = (
+        scored_figures([1, 1, 0, 0], [1, 0, 0, 0]),
+        scored_figures([1, 1, 0, 0], [1, 1, 1, 1], benign_hours=0.001),
+    )
+    (table,) = judgement_tables(judgement_with(model, {"flag_everything": baseline}))
+    assert table.title == "test_01: 4 windows, 2 attacks"
+    assert table.rows == (
+        ("model", "0.667", "1.000", "0.500", "0.577", "0.750", "0.750", "0.500", "0.0"),
+        ("flag_everything", "0.667", "0.500", "1.000", "0.000", "0.500", "0.500", "0.000", "2,000"),
+    )
+
+
+def test_what_the_model_is_seen_beside_stands_between_it_and_the_baselines():
+    told = scored_figures([1, 0], [1, 0])
+    (table,) = judgement_tables(judgement_with(told, {"flag_nothing": told}, references={"teacher": told}))
+    assert [row[0] for row in table.rows] == ["model", "teacher", "flag_nothing"]
+
+
+def test_what_is_undefined_is_a_dash():
+    (table,) = judgement_tables(judgement_with(scored_figures([0, 0], [1, 0]), {}))
+    assert table.rows == (("model", *"-------", "1.0"),)
+
+
+def test_kinds_and_remarks_stand_below_the_table():
+    parts = {"recall_by_kind": {"DoS": {"recall": 0.5, "windows": 1200}}, "remarks": ["flags nothing"]}
+    (table,) = judgement_tables(judgement_with(scored_figures([1], [1]), {}, **parts))
+    assert table.notes == ("recall by kind: DoS 0.500 of 1,200", "flags nothing")
+
+
+def test_the_widest_row_fits_eighty_columns():
+    widest = scored_figures([1, 0], [0, 1]) | {"false_alarms_per_hour": 360_000.0}
+    (table,) = judgement_tables(judgement_with(widest, {"isolation_forest": widest}))
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *table.rows, strict=True)]
+    assert sum(widths) + 2 * (len(widths) - 1) <= 80

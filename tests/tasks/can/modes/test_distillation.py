@@ -72,7 +72,7 @@ def test_the_peak_of_a_student_is_predicted_teacher_and_cache_included(
 
 
 @pytest.mark.slow
-def test_a_student_is_reference_roles_its_teacher_and_itself_without_one(
+def test_a_student_is_compared_with_its_teacher_and_itself_without_one(
     tmp_path: Path, teachers: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = ("--model", "gat", "--size", "student", *DATA, "--epochs", "1", "--device", "cpu")

@@ -1,5 +1,4 @@
-"""Slices batches of graphs out of the flat arrays, without one object per graph. Which graphs make a batch, and where
-it is computed, is left to the caller.
+"""Gathers batches of graphs from the flat arrays, without one object per graph.
 
 Shapes: B graphs of the batch, N nodes, E directed edges, R rows asked for; G graphs in all.
 """
@@ -18,16 +17,13 @@ from can_train.task import Feature
 from can_train.tasks.can.data.graphs import FlatGraphs
 
 GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
-"""What the memory of a batch of graphs grows with."""
-
-
+# Graphs whose self-loops are counted at a time, so that the comparison needs little memory beside the mapped edges.
 _COUNTED_GRAPHS: Final = 2**16
-"""Graphs whose self-loops are counted at a time, so that the comparison needs little memory beside the mapped edges."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GraphBatch:
-    """Several graphs as one that falls into parts, as torch_geometric's layers expect it.
+    """Several graphs as one disconnected graph, as torch_geometric's layers expect it.
 
     Attributes:
         x: [N, 10] float32, columns `NODE_FEATURES`, unscaled.
@@ -69,15 +65,10 @@ class GraphBatch:
 
 
 class Gatherer:
-    """Makes a batch from the row numbers of its graphs, in any order and with repetitions.
+    """Makes a batch from the row numbers of its graphs, in any order and with repetitions. A batch is a copy."""
 
-    It works in numpy: torch spreads copies this small over threads that wait for each other, which takes twice as long
-    on an idle machine and fifty times as long on a busy one.
-
-    Args:
-        flat: The graphs; they may be mapped from disk. What is gathered is copied, so a batch may be changed freely.
-    """
-
+    # In numpy: torch spreads copies this small over threads that wait for each other, which takes twice as long on an
+    # idle machine and fifty times as long on a busy one. PyG's collate takes 118 µs a graph, this 5.
     def __init__(self, flat: FlatGraphs) -> None:
         self._flat = flat
         self._edge_ends = flat.edge_index.T  # [E, 2]: an edge's ends side by side, as in the cache
@@ -99,13 +90,14 @@ class Gatherer:
         )
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns what the memory of graphs grows with, [R, 3]: nodes, edges without self-loops, and 1."""
+        """Returns `GRAPH_FEATURES` [R, 3]: nodes, edges without self-loops, and 1."""
+        # GATConv replaces self-loops by one per node, so its memory does not grow with those of the data.
         features = (self._flat.num_nodes[rows], self._proper_edges[rows], np.ones(len(rows)))
         return np.stack(features, axis=1).astype(np.float64)
 
     @cached_property
     def _proper_edges(self) -> NDArray[np.int64]:
-        """[G] edges without self-loops. Every window has an edge, so no graph's sum is that of its neighbour."""
+        # [G]. Every window has an edge, so no graph's sum is that of its neighbour (a flaw of reduceat on empty parts).
         counts = [np.empty(0, dtype=np.int64)]
         for begin in range(0, len(self._flat), _COUNTED_GRAPHS):
             ptr = self._flat.edge_ptr[begin : begin + _COUNTED_GRAPHS + 1]

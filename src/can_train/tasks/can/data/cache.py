@@ -1,5 +1,5 @@
-"""Keeps the graphs of a data set on disk: a folder of arrays, one for every array of `FlatGraphs`, named by its key.
-What goes into a key, and rebuilding what is damaged, are the caller's.
+"""Prepared graphs on disk: a folder of arrays, one for every array of `FlatGraphs`. The caller chooses the folder's name,
+and makes damaged folders anew.
 """
 
 from dataclasses import asdict, dataclass
@@ -10,13 +10,13 @@ from typing import Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.io.arrays import META, ArrayWriter, noticing_damage, read_arrays, read_meta
+from can_train.io.arrays import ArrayWriter, noticing_damage, read_arrays, read_meta
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, GraphBlock, SourceFile
 
+# Belongs in every key. Raise it when the arrays or the meaning of a column change: older caches are then not found.
 SCHEMA: Final = 1
-"""Belongs in every key. Raise it when the arrays or the meaning of a column change: older caches are then not found."""
 
-
+# Type and shape of one row of every array.
 _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
     "node_ptr": ("int64", ()),
     "edge_ptr": ("int64", ()),
@@ -31,23 +31,12 @@ _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
     "end_time": ("float64", ()),
     "ids": ("int64", ()),
 }
-"""Type and shape of one row of every array."""
-
-
-_RECODED_NODES: Final = 2**20
-"""Nodes that get their final code at a time."""
+_RECODED_NODES: Final = 2**20  # nodes that get their final code at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheContent:
-    """What a cache says beside its arrays.
-
-    Attributes:
-        kinds: As in `FlatGraphs`.
-        sources: As in `FlatGraphs`.
-        window: As in `FlatGraphs`.
-        notices: What the readers had to say about the logs.
-    """
+    """What a cache records beside its arrays: three fields of `FlatGraphs`, and the notices about its logs."""
 
     kinds: tuple[str, ...]
     sources: tuple[SourceFile, ...]
@@ -56,11 +45,11 @@ class CacheContent:
 
 
 def read_cache(folder: Path, *, verify: bool = True) -> tuple[FlatGraphs, CacheContent]:
-    """Verifies a cache and maps it into memory, copy on write: nobody can change the files through it.
+    """Verifies a cache and maps it into memory, copy on write: the files cannot be changed through it.
 
     Args:
         folder: The cache.
-        verify: Whether every byte is read, in order to find altered ones; the sizes of files are looked at anyway.
+        verify: Whether every byte is read, in order to find altered ones; the sizes of files are always compared.
 
     Raises:
         FolderDamageError: A file is missing, truncated or altered.
@@ -72,7 +61,7 @@ def read_cache(folder: Path, *, verify: bool = True) -> tuple[FlatGraphs, CacheC
 
 
 def read_content(folder: Path) -> CacheContent:
-    """Reads what a cache says beside its arrays.
+    """Reads what a cache records beside its arrays.
 
     Raises:
         FolderDamageError: The file is missing or altered, or the folder is no cache.
@@ -81,22 +70,10 @@ def read_content(folder: Path) -> CacheContent:
         return _content(read_meta(folder))
 
 
-def finished_ns(folder: Path) -> int:
-    """Returns when a cache was finished, in nanoseconds since 1970.
-
-    Raises:
-        OSError: It is none.
-    """
-    return (folder / META).stat().st_mtime_ns
-
-
 class CacheWriter:
     """Writes a cache, as a context manager: leaving it before `finish` leaves nothing behind.
 
     Memory stays bounded: only the set of distinct CAN IDs grows with the data.
-
-    Args:
-        folder: Where the finished cache will be. Its parent is created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,11 +93,7 @@ class CacheWriter:
         self._writer.__exit__(kind, error, traceback)
 
     def append(self, block: GraphBlock, source: int) -> None:
-        """Adds graphs of source file number `source`; their labels are codes of the whole data set.
-
-        Raises:
-            StateError: The folder cannot be written.
-        """
+        """Adds graphs of source file number `source`; their labels are codes of the whole data set."""
         names = ("can_id", "node_features", "edge_features", "label", "first_frame", "start_time", "end_time")
         self._writer.append({name: getattr(block, name) for name in names})
         self._writer.append(
@@ -136,11 +109,7 @@ class CacheWriter:
         self._ids = np.union1d(self._ids, block.can_id)
 
     def finish(self, content: CacheContent) -> FlatGraphs:
-        """Completes the cache, maps it and puts it in its place (see `ArrayWriter.finish`).
-
-        Raises:
-            StateError: The folder cannot be written.
-        """
+        """Completes the cache, moves it to its place (see `ArrayWriter.finish`) and maps it."""
         self._writer.append({"ids": self._ids})
         # The codes of CAN IDs, their positions among all of them, are known only now.
         for can_id in self._writer.take_back("can_id", _RECODED_NODES):

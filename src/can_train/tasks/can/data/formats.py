@@ -1,77 +1,48 @@
 """The log formats: how rows of text become numbers."""
 
+from __future__ import annotations
+
 import csv
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from can_train.errors import DataError, unknown_name
 from can_train.tasks.can.data.frames import MAX_PAYLOAD_BYTES
-from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
 
-MAX_CAN_ID: Final = 0x1FFF_FFFF
-"""The largest 29-bit identifier."""
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
+    from numpy.typing import NDArray
 
-NUMBER: Final = "[-+.0-9eE]+"
+    from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
 
+MAX_CAN_ID: Final = 0x1FFF_FFFF  # 29 bits, the extended identifier of CAN 2.0B
 
+# Building blocks of the patterns, in Rust's dialect of regular expressions (polars).
+NUMBER: Final = "[-+.0-9eE]+"  # wider than a number: the cast to float64 refuses what is none
 DIGITS: Final = "[0-9]+"
-
-
 HEX: Final = "[0-9A-Fa-f]+"
-
-
 BYTE: Final = "[0-9A-Fa-f]{2}"
-
-
 CELL: Final = "[0-9A-Fa-f]{0,2}"
-
-
 _BLANKS: Final = r"[ \t]*"
-
-
 _GAP: Final = r"[ \t]+"
-
-
 _WORD: Final = "[0-9A-Za-z_ -]*"
+_END: Final = r"\r?$"  # files written on Windows
+_SPACED_BYTES: Final = f"(?P<data>(?:{BYTE}{_BLANKS})*)"
 
-
-_END: Final = r"\r?$"
-
-
-NO_SHAPE: Final = "the row is truncated or not of this format"
-
-
+NO_MATCH: Final = "the row is truncated or not of this format"
 BAD_TIMESTAMP: Final = "the timestamp is not a number"
-
-
 BAD_ID: Final = "the ID is not a number"
-
-
 BAD_PAYLOAD: Final = "the payload is not made of whole hexadecimal bytes"
-
-
 ID_TOO_LARGE: Final = "the ID does not fit into 29 bits"
-
-
 PAYLOAD_TOO_LONG: Final = f"the payload is longer than {MAX_PAYLOAD_BYTES} bytes"
-
-
 LENGTH_DISAGREES: Final = "the DLC disagrees with the payload"
-
-
 CAN_FD: Final = "CAN FD frames are not supported"
-
-
 NO_LABEL: Final = "the label is missing"
-
-
 UNKNOWN_LABEL: Final = "the label is unknown in this format"
 
 
@@ -79,24 +50,23 @@ UNKNOWN_LABEL: Final = "the label is unknown in this format"
 class Grammar:
     """How one row is written.
 
-    The pattern's groups are `timestamp`, `id`, `data` (or `data_0`, `data_1`, ... for a column a byte), and where the
-    format has them `dlc`, `label`, `kind` (the attack's name beside the label), `remote` (present: a remote frame) and
-    `fd` (present: a CAN FD frame). A pattern in which each character allows only one way on is matched two to three
-    times as fast as others: hence payload groups that swallow the separators behind each byte.
-
     Attributes:
         name: The format's name.
-        pattern: Regular expression (Rust dialect) of a whole row.
+        pattern: Regular expression of a whole row. Its groups are `timestamp`, `id`, `data` (or `data_0`, `data_1`, ...
+            for one column per byte) and, where the format has them, `dlc`, `label`, `kind` (the attack's name beside
+            the label), `remote` (present in a remote frame) and `fd` (present in a CAN FD frame).
         separators: Characters that may stand between payload bytes.
-        labels: The only label texts there are; empty where any text may be one.
-        several_labels: Whether the label is a list of words, any of which may tell of an attack.
+        labels: The labels that the format allows; empty where it allows any text.
+        several_labels: Whether the label is a list of words, any of which may mark an attack.
         id_base: 16 or 10.
         byte_columns: Number of groups `data_0`, ...; 0 where the payload is the one group `data`.
-        anything: Character class of a field's content, whatever it is; tells which field of a bad row is wrong.
-        header: The line above the rows, which is no row; empty where there is none.
-        assumption: What was taken for granted and may be wrong, as a sentence; empty if nothing was.
+        any_character: Character class of any field's content. With it, a malformed row is searched for its wrong field.
+        header: The line above the rows; empty where there is none.
+        assumption: A guess that may be wrong, as a sentence for the user; empty if there was none.
     """
 
+    # A pattern in which each character allows only one way on is matched two to three times as fast as others. Hence
+    # the payload groups swallow the separators behind each byte.
     name: str
     pattern: str
     separators: str = ""
@@ -104,36 +74,28 @@ class Grammar:
     several_labels: bool = False
     id_base: int = 16
     byte_columns: int = 0
-    anything: str = r"[^\s,]"
+    any_character: str = r"[^\s,]"
     header: str = ""
     assumption: str = ""
 
     def has(self, group: str) -> bool:
-        """Tells whether the pattern has a group of this name."""
+        """Returns whether the pattern has a group of this name."""
         return f"(?P<{group}>" in self.pattern
-
-    @property
-    def loose(self) -> str:
-        """The same pattern with anything for the content of timestamp, ID and payload."""
-        pattern = self.pattern.replace(CELL, f"{self.anything}*")
-        for token in (BYTE, HEX, NUMBER, DIGITS):
-            pattern = pattern.replace(token, f"{self.anything}+")
-        return pattern
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParsedRows:
-    """The rows of one block of text.
+    """The rows of one block of text: M well-formed ones, and the malformed ones.
 
     Attributes:
-        position: [M] which of the block's lines each well-formed row was.
+        position: [M] index of the row's line in the block.
         timestamp: [M] seconds.
         can_id: [M].
         length: [M] payload bytes.
         payload: [M, 8] bytes.
-        label: [M] texts, or None where the format has no labels.
-        kind: [M] texts, or None where the format does not name attacks beside the label.
-        malformed: The other rows (blank lines, comments and headers are none): `position`, `line`, `reason`.
+        label: [M] texts; None where the format has no labels.
+        kind: [M] texts; None where the format does not name attacks beside the label.
+        malformed: `position`, `line` and `reason`. Blank lines, comments and headers are left out.
     """
 
     position: NDArray[np.int64]
@@ -147,12 +109,7 @@ class ParsedRows:
 
 
 def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
-    """Turns lines into numbers.
-
-    Args:
-        lines: [R] texts, null for an empty line.
-        grammar: How they are written.
-    """
+    """Parses lines, of which empty ones are null."""
     rows = (
         pl.LazyFrame({"line": lines})
         .with_row_index("position")
@@ -180,19 +137,18 @@ def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
 
 
 def first_row(lines: pl.Series) -> tuple[int, str]:
-    """Finds the first line that is neither blank nor a comment: its position and its text ("" if there is none)."""
+    """Returns position and text of the first line that is neither blank nor a comment; (0, "") if there is none."""
     rows = pl.DataFrame({"line": lines}).with_row_index("position").filter(_is_row(pl.col("line")))
     return (rows["position"][0], rows["line"][0].strip()) if len(rows) else (0, "")
 
 
 def _is_row(line: pl.Expr) -> pl.Expr:
-    """Tells lines that should be rows from blank ones and comments."""
     text = line.fill_null("").str.strip_chars()
     return (text != "") & ~text.str.starts_with("#")
 
 
 def _number_columns(grammar: Grammar) -> list[pl.Expr]:
-    """The columns made of a row's groups: `length` in bytes, `payload` as a big-endian number with zeros behind it."""
+    """`length` is in bytes; `payload` is a big-endian number with zeros behind the payload."""
     padded = pl.col("digits").str.pad_end(2 * MAX_PAYLOAD_BYTES, "0")
     return [
         pl.col("timestamp").is_not_null().alias("matched"),
@@ -206,7 +162,6 @@ def _number_columns(grammar: Grammar) -> list[pl.Expr]:
 
 
 def _payload_digits(grammar: Grammar) -> pl.Expr:
-    """The payload's hexadecimal digits with nothing between them; a remote frame has none."""
     if grammar.byte_columns:
         cells = [pl.col(f"data_{i}") for i in range(grammar.byte_columns)]
         # Dots stand for an empty cell: those behind the payload are dropped, one inside it makes the number unreadable.
@@ -216,13 +171,14 @@ def _payload_digits(grammar: Grammar) -> pl.Expr:
     digits = pl.col("data").fill_null("")
     for separator in grammar.separators:
         digits = digits.str.replace_all(separator, "", literal=True)
+    # A remote frame asks for data: its DLC is the length of the answer, and it has no payload of its own.
     return pl.when(pl.col("remote").is_null()).then(digits).otherwise(pl.lit("")) if grammar.has("remote") else digits
 
 
 def _rules(grammar: Grammar) -> list[tuple[pl.Expr, str]]:
-    """What must hold of a row's columns, and what to say where it does not; the first broken rule is the one told."""
-    length = pl.col("length")
-    rules = [(pl.col("matched"), NO_SHAPE)]
+    """The rules for a row's columns, each with the reason given where it is the first to be broken."""
+    length, dlc = pl.col("length"), pl.col("dlc")
+    rules = [(pl.col("matched"), NO_MATCH)]
     if grammar.has("fd"):
         rules.append((pl.col("fd").is_null(), CAN_FD))
     rules += [
@@ -232,7 +188,7 @@ def _rules(grammar: Grammar) -> list[tuple[pl.Expr, str]]:
         (pl.col("payload").is_not_null(), BAD_PAYLOAD),
     ]
     if grammar.has("dlc"):
-        agrees = pl.col("dlc").is_null() | (pl.col("dlc") == length)
+        agrees = dlc.is_null() | (dlc == length)
         rules.append((agrees | pl.col("remote").is_not_null() if grammar.has("remote") else agrees, LENGTH_DISAGREES))
     if grammar.has("label"):
         rules.append((pl.col("label").is_not_null(), NO_LABEL))
@@ -242,101 +198,91 @@ def _rules(grammar: Grammar) -> list[tuple[pl.Expr, str]]:
 
 
 def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Grammar) -> pl.DataFrame:
-    """Says of each row that broke a rule which one; rows that need not be frames are left out."""
+    """Returns position, line and reason of rows that broke a rule; repeated headers are left out."""
     line = pl.col("line")
     rows = rows.filter(_is_row(line), line.str.strip_chars() != grammar.header)
     reason = pl.lit(None, dtype=pl.String)
     for rule, sentence in reversed(rules):
         reason = pl.when(rule.fill_null(False)).then(reason).otherwise(pl.lit(sentence))
-    told = rows.select("position", "line", reason=reason)
-    shapeless = _closest_shape(told["line"], grammar)
-    return told.with_columns(reason=pl.when(pl.col("reason") == NO_SHAPE).then(shapeless).otherwise("reason"))
+    broken = rows.select("position", "line", reason=reason)
+    unmatched = _wrong_field(broken["line"], grammar)
+    return broken.with_columns(reason=pl.when(pl.col("reason") == NO_MATCH).then(unmatched).otherwise("reason"))
 
 
-def _closest_shape(lines: pl.Series, grammar: Grammar) -> pl.Series:
-    """Says of rows that do not match the pattern which field is wrong, where everything else would match."""
-    fields = lines.str.extract_groups(grammar.loose).struct.unnest()
-    number_of_id = HEX if grammar.id_base == 16 else DIGITS
+def _wrong_field(lines: pl.Series, grammar: Grammar) -> pl.Series:
+    """Returns which field keeps each line from matching the pattern."""
+    # The same pattern with any content of timestamp, ID and payload: where it matches, one of the three is wrong.
+    pattern = grammar.pattern.replace(CELL, f"{grammar.any_character}*")
+    for token in (BYTE, HEX, NUMBER, DIGITS):
+        pattern = pattern.replace(token, f"{grammar.any_character}+")
+    fields = lines.str.extract_groups(pattern).struct.unnest()
+    id_digits = HEX if grammar.id_base == 16 else DIGITS
     reason = (
-        pl.when(pl.col("timestamp").is_null()).then(pl.lit(NO_SHAPE))
+        pl.when(pl.col("timestamp").is_null()).then(pl.lit(NO_MATCH))
         .when(~pl.col("timestamp").str.contains(f"^{NUMBER}$")).then(pl.lit(BAD_TIMESTAMP))
-        .when(~pl.col("id").str.contains(f"^{number_of_id}$")).then(pl.lit(BAD_ID))
+        .when(~pl.col("id").str.contains(f"^{id_digits}$")).then(pl.lit(BAD_ID))
         .otherwise(pl.lit(BAD_PAYLOAD))
     )  # fmt: skip
     return fields.select(reason).to_series()
 
 
 def _car_hacking(label: str) -> Grammar:
-    row = (
-        f"^(?P<timestamp>{NUMBER}),(?P<id>{HEX}),(?P<dlc>{DIGITS})(?:,(?P<data>,*(?:{BYTE},*)*){label})?{_BLANKS}{_END}"
-    )
+    # `1478198376.389427,0316,8,05,21,68,09,21,21,00,6f,R`: no header, and as many columns as the DLC says. Copies that
+    # went through a spreadsheet are padded with empty cells before the label.
+    payload = f"(?:,(?P<data>,*(?:{BYTE},*)*){label})?"
+    row = f"^(?P<timestamp>{NUMBER}),(?P<id>{HEX}),(?P<dlc>{DIGITS}){payload}{_BLANKS}{_END}"
     return Grammar(name="car_hacking", pattern=row, separators=",", labels=("R", "T") if label else ())
 
 
-_CAR_HACKING: Final = _car_hacking("(?P<label>[G-Zg-z])?")
-
-
-_CAR_HACKING_UNLABELLED: Final = _car_hacking("")
-
-
-_SPACED_BYTES: Final = f"(?P<data>(?:{BYTE}{_BLANKS})*)"
-
-
+# HCRL's field of three digits behind the ID; the first digit 1 marks a remote transmission request.
 _FLAGS: Final = "(?:(?P<remote>1)|[02-9])[0-9]{2}"
-"""HCRL's field of three digits behind the ID; its first digit is the remote transmission request."""
 
-
-_HCRL_TEXT: Final = Grammar(
-    name="hcrl_text",
-    pattern=(
-        f"^{_BLANKS}Timestamp:{_BLANKS}(?P<timestamp>{NUMBER}){_GAP}ID:{_BLANKS}(?P<id>{HEX}){_GAP}{_FLAGS}{_GAP}"
-        f"DLC:{_BLANKS}(?P<dlc>[0-9]){_BLANKS}{_SPACED_BYTES}{_END}"
-    ),
-    separators=" \t",
-)
-
-
-_WHITESPACE: Final = Grammar(
-    name="whitespace",
-    pattern=(
-        f"^{_BLANKS}(?P<timestamp>{NUMBER}){_GAP}(?P<id>{HEX}){_GAP}(?:{_FLAGS}{_GAP})?"
-        f"(?P<dlc>[0-9])(?:{_GAP}{_SPACED_BYTES})?{_END}"
-    ),
-    separators=" \t",
-)
-
-
+# `(ts) can0 12A#00F0` as `candump -l` writes it, and `(ts)  can0  12A   [2]  00 F0` as it prints. `##` is CAN FD.
 _CANDUMP_FRAME: Final = (
     rf"^{_BLANKS}\((?P<timestamp>{NUMBER})\){_GAP}[!-~]+{_GAP}(?P<id>{HEX})"
     rf"(?:#(?P<fd>#[0-9A-Fa-f])?|{_GAP}\[(?P<dlc>{DIGITS})\]){_BLANKS}"
     f"(?:(?P<remote>R[0-9A-F]?|remote request){_BLANKS}|{_SPACED_BYTES})"
 )
-"""`(ts) can0 12A#00F0` and `(ts)  can0  12A   [2]  00 F0`."""
-
-
-_CANDUMP: Final = Grammar(name="candump", pattern=f"{_CANDUMP_FRAME}{_END}", separators=" \t")
-
-
 _TRUTH: Final = "(?i:true|false|[01])"
 
-
-_CANDUMP_LABELLED: Final = Grammar(
-    name="candump_labelled",
-    pattern=f"{_CANDUMP_FRAME}(?:{_GAP}(?P<label>{_TRUTH}(?:{_GAP}{_TRUTH})*))?{_BLANKS}{_END}",
-    separators=" \t",
-    several_labels=True,
+# The formats without a header.
+LINE_GRAMMARS: Final = (
+    # The label is R (regular) or T (injected). Any letter that is no hexadecimal digit is taken for one, so that a
+    # wrong label is named as such and a row without one is told from a row that was cut off.
+    _car_hacking("(?P<label>[G-Zg-z])?"),
+    _car_hacking(""),
+    Grammar(
+        # `Timestamp: 1479121434.850202  ID: 0350  000  DLC: 8  05 28 84 …`: HCRL's attack-free logs and OTIDS.
+        name="hcrl_text",
+        pattern=(
+            f"^{_BLANKS}Timestamp:{_BLANKS}(?P<timestamp>{NUMBER}){_GAP}ID:{_BLANKS}(?P<id>{HEX}){_GAP}{_FLAGS}{_GAP}"
+            f"DLC:{_BLANKS}(?P<dlc>[0-9]){_BLANKS}{_SPACED_BYTES}{_END}"
+        ),
+        separators=" \t",
+    ),
+    Grammar(name="candump", pattern=f"{_CANDUMP_FRAME}{_END}", separators=" \t"),
+    Grammar(
+        # One word for each detector or attack that was running: a frame is an attack if any of them is true.
+        name="candump_labelled",
+        pattern=f"{_CANDUMP_FRAME}(?:{_GAP}(?P<label>{_TRUTH}(?:{_GAP}{_TRUTH})*))?{_BLANKS}{_END}",
+        separators=" \t",
+        several_labels=True,
+    ),
+    Grammar(
+        # `1483093132.049669  0380  000  2  30 bb`
+        name="whitespace",
+        pattern=(
+            f"^{_BLANKS}(?P<timestamp>{NUMBER}){_GAP}(?P<id>{HEX}){_GAP}(?:{_FLAGS}{_GAP})?"
+            f"(?P<dlc>[0-9])(?:{_GAP}{_SPACED_BYTES})?{_END}"
+        ),
+        separators=" \t",
+    ),
 )
 
-
-LINE_GRAMMARS: Final = (
-    _CAR_HACKING, _CAR_HACKING_UNLABELLED, _HCRL_TEXT, _CANDUMP, _CANDUMP_LABELLED, _WHITESPACE,
-)  # fmt: skip
-"""The grammars of formats without a header."""
-
-
+# can-train-and-test has no DLC; its payload has 0 to 16 digits without separators.
 _THREE_COLUMNS: Final = f"^(?P<timestamp>{NUMBER}),(?P<id>{HEX}),(?P<data>(?:{BYTE})*)"
 
-
+# The published formats that are recognised by their exact header. Their IDs are hexadecimal even where all look decimal.
 PUBLISHED_CSV_GRAMMARS: Final = (
     Grammar(
         name="can_train_and_test",
@@ -360,62 +306,38 @@ PUBLISHED_CSV_GRAMMARS: Final = (
         header="Timestamp,Arbitration_ID,DLC,Data,Class,SubClass",
     ),
 )
-"""The grammars of published formats that are known by the exact header; IDs and payloads are hexadecimal."""
 
-
-DELIMITERS: Final = ",;\t"
-
-
-SYNONYMS: Final = {
+_DELIMITERS: Final = ",;\t"
+_REQUIRED_ROLES: Final = ("timestamp", "id", "data")
+# Names of columns, the most specific first, in lower case and without anything but letters and digits.
+_COLUMN_NAMES: Final = {
     "timestamp": ("timestamp", "timestamps", "time", "times", "ts", "epoch", "seconds"),
     "id": ("canid", "arbitrationid", "arbid", "canidentifier", "identifier", "messageid", "msgid", "id", "aid"),
     "dlc": ("dlc", "length", "len", "datalength", "datalen"),
     "data": ("data", "datafield", "payload", "databytes", "datahex"),
     "label": ("label", "labels", "attack", "class", "flag", "isattack", "anomaly"),
 }
-"""What a column's name may be, most telling first, in lower case and without anything but letters and digits."""
-
-
+# A column of one payload byte, such as `data_0`, `DATA[0]` or `byte 1`.
 _BYTE_COLUMN: Final = re.compile(r"(?:data|databyte|byte|payload|d|b)(\d)")
-"""A column of one payload byte, such as `data_0`, `DATA[0]` or `byte 1`."""
-
-
-_REQUIRED: Final = ("timestamp", "id", "data")
-
-
 _DATA_SEPARATORS: Final = " :._-"
-
-
+# The content of a column, without the blanks and quotes around it.
 _CONTENT: Final = {
     "timestamp": f"(?P<timestamp>{NUMBER})",
     "dlc": "(?P<dlc>[0-9]*)",
     "id": f"(?:0[xX])?(?P<id>{HEX})",
     "data": f"(?:0[xX])?(?P<data>(?:{BYTE}[{_DATA_SEPARATORS}]*)*)",
 }
-"""What stands in a column, without the blanks and quotes around it."""
-
-
 _DECIMAL_ID: Final = f"(?P<id>{DIGITS})"
-
-
-_WRITTEN_ID: Final = f"(?P<id>(?:0[xX])?{HEX})"
-
-
-_ID_ASSUMPTION: Final = (
-    "CAN IDs were read as decimal numbers, for want of any sign of hexadecimal; if they are hexadecimal, say "
+_ID_WITH_PREFIX: Final = f"(?P<id>(?:0[xX])?{HEX})"
+_DECIMAL_ASSUMPTION: Final = (
+    "CAN IDs were read as decimal numbers, because none has a letter or a leading zero; if they are hexadecimal, use "
     "`--set dataset.id_base=hex`"
 )
 
 
 @dataclass(frozen=True)
 class _Header:
-    """The first line of a CSV file.
-
-    Attributes:
-        line: As it stands in the file.
-        delimiter: What stands between two cells.
-        names: The cells.
-    """
+    """The first line of a CSV file."""
 
     line: str
     delimiter: str
@@ -423,35 +345,35 @@ class _Header:
 
 
 def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Grammar]:
-    """Makes the grammars that a log's first line allows, if it is a CSV header; a published layout comes first.
+    """Makes the grammars that a log's first line allows, if it is a CSV header; a published format comes first.
 
     Args:
         sample: The log's first lines, null where empty.
-        settings: Which columns hold what, as far as the person said.
+        settings: The columns and the ID base that the user chose.
 
     Raises:
-        ConfigError: A column was named that the header does not have.
-        DataError: Columns were asked for, and one that is needed is neither named nor recognised.
+        ConfigError: The header lacks a column that the user named.
+        DataError: The user asked for columns, and one that is needed is neither named nor recognised.
     """
     header = _read_header(sample)
-    asked = settings.columns != ColumnSettings()
+    asked = any(asdict(settings.columns).values())
     published = [] if asked else [grammar for grammar in PUBLISHED_CSV_GRAMMARS if grammar.header == header.line]
     roles = _find_roles(header.names, settings.columns)
-    missing = [role for role in _REQUIRED if role not in roles]
+    missing = [role for role in _REQUIRED_ROLES if role not in roles]
     if not missing:
         return [*published, _columns_grammar(header, roles, sample, settings.id_base)]
     if asked or settings.format == "columns":
         raise DataError(
-            f"A CSV file with a header must have a column for each of {', '.join(_REQUIRED)}",
+            f"A CSV file with a header must have a column for each of {', '.join(_REQUIRED_ROLES)}",
             value=f"no {missing[0]} column among {', '.join(header.names)}",
-            remedy=f"Name it with `--set dataset.columns.{missing[0]}=...`",
+            remedy=f"Name it with `--set dataset.columns.{missing[0]}=NAME`",
         )
     return published
 
 
 def _read_header(sample: pl.Series) -> _Header:
     _, line = first_row(sample)
-    delimiter = max(DELIMITERS, key=line.count)
+    delimiter = max(_DELIMITERS, key=line.count)
     try:
         names = next(csv.reader([line], delimiter=delimiter), [])
     except csv.Error:  # A cell beyond the parser's limit: no header.
@@ -460,39 +382,39 @@ def _read_header(sample: pl.Series) -> _Header:
 
 
 def _columns_grammar(header: _Header, roles: Mapping[str, list[int]], sample: pl.Series, id_base: str) -> Grammar:
-    ids = sample.str.extract_groups(_row_pattern(header, roles, id_content=_WRITTEN_ID)).struct.field("id").drop_nulls()
+    ids = sample.str.extract_groups(_row_pattern(header, roles, _ID_WITH_PREFIX)).struct.field("id").drop_nulls()
     decimal = id_base == "dec" or (id_base == "auto" and not looks_hexadecimal(ids))
+    guessed = id_base == "auto" and decimal and not too_large_for_hexadecimal(ids)
     return Grammar(
         name="columns",
-        pattern=_row_pattern(header, roles, id_content=_DECIMAL_ID if decimal else _CONTENT["id"]),
+        pattern=_row_pattern(header, roles, _DECIMAL_ID if decimal else _CONTENT["id"]),
         separators=_DATA_SEPARATORS,
         id_base=10 if decimal else 16,
         byte_columns=len(roles["data"]) if len(roles["data"]) > 1 else 0,
-        anything=f'[^"{header.delimiter}]',
+        any_character=f'[^"{header.delimiter}]',
         header=header.line,
-        assumption=_ID_ASSUMPTION if id_base == "auto" and decimal and not surely_decimal(ids) else "",
+        assumption=_DECIMAL_ASSUMPTION if guessed else "",
     )
 
 
 def looks_hexadecimal(ids: pl.Series) -> bool:
-    """Tells whether any ID, as text, has a letter (as in `0x` too) or a leading zero: decimal numbers have neither."""
+    """Returns whether any ID, as text, has a letter (as in `0x` too) or a leading zero: decimal numbers have neither."""
     return bool(ids.str.contains("[A-Za-z]|^0[0-9]").any())
 
 
-def surely_decimal(ids: pl.Series) -> bool:
-    """Tells whether any ID would have more than 29 bits if it were hexadecimal."""
+def too_large_for_hexadecimal(ids: pl.Series) -> bool:
+    """Returns whether any ID would have more than 29 bits if it were hexadecimal, so that all must be decimal."""
     return bool((ids.str.to_integer(base=16, dtype=pl.UInt64, strict=False) > MAX_CAN_ID).any())
 
 
-def _row_pattern(header: _Header, roles: Mapping[str, list[int]], *, id_content: str = _CONTENT["id"]) -> str:
-    """Builds the regular expression of a row with as many cells as the header has."""
+def _row_pattern(header: _Header, roles: Mapping[str, list[int]], id_content: str) -> str:
     # Quotes around the delimiter, doubled quotes inside quotes: both are runs of unquoted and quoted text.
-    anything = f'(?:[^"{header.delimiter}]|"[^"]*")*'
-    cells = [anything for _ in header.names]
+    any_cell = f'(?:[^"{header.delimiter}]|"[^"]*")*'
+    cells = [any_cell for _ in header.names]
     for role, columns in roles.items():
         for i, column in enumerate(columns):
             if role == "label":
-                cells[column] = f"(?P<label>{anything})"
+                cells[column] = f"(?P<label>{any_cell})"
             elif len(columns) > 1:
                 cells[column] = f'[ "]*(?:0[xX])?(?P<data_{i}>{CELL})[ "]*'
             else:
@@ -501,19 +423,21 @@ def _row_pattern(header: _Header, roles: Mapping[str, list[int]], *, id_content:
 
 
 def _find_roles(names: list[str], columns: ColumnSettings) -> dict[str, list[int]]:
-    """Finds the columns of each role; what the person named is not taken for anything else."""
-    named = {role: _named(names, name, role) for role, name in asdict(columns).items() if name}
+    """Returns the columns of each role. A column that the user named has no second role."""
+    named = {role: _named_columns(names, name, role) for role, name in asdict(columns).items() if name}
     taken = [column for found in named.values() for column in found]
     if len(set(taken)) < len(taken):
         raise DataError(
-            "A column of a log holds one thing", value=f"{names[max(taken, key=taken.count)]!r} was named for several"
+            "A column of a log holds one thing",
+            value=f"{names[max(taken, key=taken.count)]!r} was named for several",
+            remedy="Name a different column for each: `--set dataset.columns.id=NAME`",
         )
     free = ["" if column in taken else name for column, name in enumerate(names)]
-    recognised = {role: _recognised(free, role) for role in SYNONYMS if role not in named}
+    recognised = {role: _recognised_columns(free, role) for role in _COLUMN_NAMES if role not in named}
     return {role: found for role, found in (named | recognised).items() if found}
 
 
-def _named(names: list[str], name: str, role: str) -> list[int]:
+def _named_columns(names: list[str], name: str, role: str) -> list[int]:
     wanted = name.split() if role == "data" and name not in names else [name]
     for one in wanted:
         if one not in names:
@@ -521,16 +445,14 @@ def _named(names: list[str], name: str, role: str) -> list[int]:
     return [names.index(one) for one in wanted]
 
 
-def _recognised(names: list[str], role: str) -> list[int]:
+def _recognised_columns(names: list[str], role: str) -> list[int]:
     plain = [re.sub("[^a-z0-9]", "", name.casefold()) for name in names]
-    for synonym in SYNONYMS[role]:
+    for synonym in _COLUMN_NAMES[role]:
         if synonym in plain:
             return [plain.index(synonym)]
-    return _byte_columns(plain) if role == "data" else []
-
-
-def _byte_columns(plain: list[str]) -> list[int]:
-    """Columns of one payload byte each, in the order of their numbers, which count from 0 or 1."""
+    if role != "data":
+        return []
+    # One column per byte: their numbers count from 0 or 1, without a hole.
     column_by_number = {int(match[1]): i for i, name in enumerate(plain) if (match := _BYTE_COLUMN.fullmatch(name))}
     numbers = sorted(column_by_number)
     if not numbers or numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + len(numbers))):

@@ -10,24 +10,20 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_PAYLOAD_BYTES: Final = 8
-"""Data bytes of a classical CAN frame."""
-
-
-BENIGN: Final = "benign"
-"""The name of label code 0 in every `kinds` table."""
+MAX_PAYLOAD_BYTES: Final = 8  # of a classical CAN frame; CAN FD has up to 64
+BENIGN: Final = "benign"  # the kind of label code 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Frames:
-    """A stretch of a CAN log.
+    """Consecutive frames of a CAN log.
 
     Attributes:
         timestamp: [M] seconds, float64.
         can_id: [M] identifier, 11 or 29 bits, uint32.
         length: [M] payload bytes, 0 to 8, uint8; 0 for a remote frame.
         payload: [M, 8] bytes, zero beyond `length`, uint8.
-        label: [M] uint8, an index into the reader's `kinds`: 0 is benign, anything else an attack of that kind.
+        label: [M] uint8, index into the reader's `kinds`; 0 is benign.
     """
 
     timestamp: NDArray[np.float64]
@@ -45,5 +41,5 @@ class Frames:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Joins at least one stretch, in order."""
+        """Joins at least one part, in order."""
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})

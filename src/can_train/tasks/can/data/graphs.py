@@ -1,4 +1,7 @@
-"""Window graphs of CAN frames, as flat arrays."""
+"""Window graphs of CAN frames, as flat arrays.
+
+Shapes: G graphs (windows) of W frames, N nodes, E directed edges, R groups.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,15 +14,22 @@ from numpy.typing import NDArray
 from can_train.errors import ConfigError
 from can_train.tasks.can.data.frames import MAX_PAYLOAD_BYTES, Frames
 
+# Stored per node. The ID index is the eleventh feature; it depends on the vocabulary, so the model adds it.
 NODE_FEATURES: Final = (*(f"byte_{i}_mean" for i in range(1, 9)), "count", "last_position")
-"""Stored per node. The ID index is the eleventh feature; it depends on the vocabulary, so it is added by the model."""
 
-
+# Stored per directed edge between the IDs of consecutive frames.
 EDGE_FEATURES: Final = (
     "count", "count_share", "interval_mean_ms", "interval_std_ms", "regularity",
     "first_position", "last_position", "spread", "reverse_exists", "degree_product", "degree_ratio",
 )  # fmt: skip
-"""Stored per directed edge between the IDs of consecutive frames."""
+
+# Frames. A sort key holds source, destination and position inside the window: three times 20 bits fit an integer.
+MAX_WINDOW: Final = 2**20
+
+# Frames, counted once for every window they are in, that are worked on at a time: overlapping windows cannot multiply
+# the memory, and the temporary arrays stay near the processor's cache (2**13 is a quarter slower, 2**17 no faster).
+_CHUNK_FRAMES: Final = 2**16
+_MILLISECONDS: Final = 1000.0  # in a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +38,10 @@ class SourceFile:
 
     Attributes:
         path: As it was found.
-        role: "train" (its time is cut into training and validation), "test" (all of it is judged) or "log" (its time
-        is cut
-            into training, validation and test).
-        group: The test folder it belongs to; for a log, its own name.
-        frames: Frames read, malformed rows left out.
+        role: "train" (its time is cut into training and validation), "test" (all of it is for testing) or "log" (its
+            time is cut into training, validation and test).
+        group: The test folder it belongs to; for a "log", its own name.
+        frames: Frames read, without malformed rows.
         labelled: Whether the log says which frames are attacks.
         sha256: Hash of its content.
     """
@@ -51,13 +60,12 @@ class FlatGraphs:
 
     Attributes:
         node_ptr: [G + 1] int64, the nodes of graph g are node_ptr[g]:node_ptr[g + 1].
-        edge_ptr: [G + 1] int64, likewise for edges.
+        edge_ptr: [G + 1] int64, the same for edges.
         node_code: [N] int32, index into `ids`.
         node_features: [N, 10] float32, columns `NODE_FEATURES`, unscaled.
         edge_index: [2, E] int32, source and destination as node positions inside their own graph.
         edge_features: [E, 11] float32, columns `EDGE_FEATURES`, unscaled.
-        label: [G] uint8, index into `kinds`: the attack kind most frequent in the window, 0 where no frame is an
-        attack.
+        label: [G] uint8, index into `kinds`: the most frequent attack kind in the window, 0 where no frame is an attack.
         source: [G] int32, index into `sources`.
         first_frame: [G] int64, position of the window's first frame in its file.
         start_time: [G] float64, seconds, of the window's first frame.
@@ -98,34 +106,12 @@ class FlatGraphs:
         return np.diff(self.edge_ptr)
 
 
-MAX_WINDOW: Final = 2**20
-"""Frames. A sort key holds source, destination and position inside the window: three times 20 bits fit an integer."""
-
-
-_CHUNK_FRAMES: Final = 2**16
-"""Frames, counted once for every window they are in, that are worked on at a time: overlapping windows cannot multiply
-the memory, and the temporary arrays stay near the processor's cache (2**13 is a quarter slower, 2**17 no faster)."""
-
-
-_MILLISECONDS: Final = 1000.0
-"""In a second."""
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GraphBlock:
-    """Graphs of consecutive windows of one log; columns and units as in `FlatGraphs`.
+    """Graphs of consecutive windows of one log, as in `FlatGraphs` but for this:
 
-    Attributes:
-        num_nodes: [G] int64.
-        num_edges: [G] int64.
-        can_id: [N] uint32, ascending inside each graph.
-        node_features: [N, 10] float32.
-        edge_index: [2, E] int32, node positions inside their own graph, in ascending order of (source, destination).
-        edge_features: [E, 11] float32.
-        label: [G] uint8, the reader's code of the window's most frequent attack kind (of several, the lowest), or 0.
-        first_frame: [G] int64, position in the log.
-        start_time: [G] float64, seconds.
-        end_time: [G] float64, seconds.
+    `can_id` [N] is ascending inside each graph, and edges are in ascending order of (source, destination). `label` is
+    the reader's code of the window's most frequent attack kind, the lowest of several.
     """
 
     num_nodes: NDArray[np.int64]
@@ -144,19 +130,13 @@ class GraphBlock:
 
 
 class GraphBuilder:
-    """Builds the graphs of one log from its frames, handed over in any portions.
-
-    Args:
-        window: Frames in a window, 2 to `MAX_WINDOW`.
-        stride: Frames from one window's start to the next one's.
-
-    Raises:
-        ConfigError: The window is too long.
-    """
+    """Builds the graphs of one log from its frames, which come in portions of any size."""
 
     def __init__(self, window: int, stride: int) -> None:
         if window > MAX_WINDOW:
-            raise ConfigError(f"dataset.window must be at most {MAX_WINDOW}", value=str(window))
+            raise ConfigError(
+                f"dataset.window must be at most {MAX_WINDOW}", value=str(window), remedy="Use --set dataset.window=100"
+            )
         self._window = window
         self._stride = stride
         self._pending: list[Frames] = []
@@ -173,6 +153,7 @@ class GraphBuilder:
         self._next_start = start + num_windows * self._stride
         self._pending_from = min(self._next_start, self.frames_seen)
         self._pending = [joined[self._pending_from - joined_from :]]
+        # A generator of its own, so that the frames are counted by this call and not by the first block taken.
         return self._build(joined[start - joined_from :], start, num_windows)
 
     def _build(self, frames: Frames, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
@@ -188,11 +169,11 @@ class _Groups:
     """The equal keys of every row, rows one after another and keys ascending inside a row.
 
     Attributes:
-        key: [R] int64.
-        row: [R] int64, the row of each group.
-        count: [R] int64, members of each group.
-        first: [R] int64, where its members begin in `member`.
-        member: [G · L] int64, flat index (row · L + column) of every entry, ordered by group, then column.
+        key: [R].
+        row: [R] the row of each group.
+        count: [R] members of each group.
+        first: [R] where its members begin in `member`.
+        member: [G · L] flat index (row · L + column) of every entry, ordered by group, then column.
     """
 
     key: NDArray[np.int64]
@@ -203,9 +184,9 @@ class _Groups:
 
 
 def _group_rows(keys: NDArray[np.int64]) -> _Groups:
-    """Groups the entries of each row of `keys` [G, L]. One sort of (key, column) serves: rows are short, so it is fast,
-    and no table grows with the number of different IDs, which fuzzing drives up.
-    """
+    """Groups the entries of each row of `keys` [G, L]."""
+    # One sort of (key, column): rows are short, so it is fast, and no table grows with the number of different IDs,
+    # which fuzzing drives up.
     num_rows, length = keys.shape
     ordered = np.sort(keys * length + np.arange(length), axis=1)
     key, column = np.divmod(ordered, length)
@@ -251,7 +232,7 @@ def _build_chunk(frames: Frames, window: int, stride: int, first_frame: int) -> 
 def _node_features(
     nodes: _Groups, node_of_frame: NDArray[np.int64], payload: list[NDArray[np.uint8]], window: int
 ) -> NDArray[np.float32]:
-    """Describes each ID of a window: [N, 10]. Bytes beyond a frame's length count as 0."""
+    """Computes `NODE_FEATURES` [N, 10]. Bytes beyond a frame's length count as 0."""
     sums = [np.bincount(node_of_frame, weights=byte) for byte in payload]
     columns = {f"byte_{i}_mean": total / (255.0 * nodes.count) for i, total in enumerate(sums, start=1)}
     columns["count"] = nodes.count
@@ -262,7 +243,7 @@ def _node_features(
 def _edge_features(
     edges: _Groups, edge_index: NDArray[np.int64], node_start: NDArray[np.int64], times: NDArray[np.float64]
 ) -> NDArray[np.float32]:
-    """Describes each directed edge of a window: [E, 11], from `times` [G, W].
+    """Computes `EDGE_FEATURES` [E, 11] from `times` [G, W].
 
     Positions are those of the edge's source frames, 0 to 1. Regularity is 1 / (1 + std / mean), and 1 where all
     intervals are 0: those do not vary either. Degrees count distinct edges in and out, so a self-loop counts twice.
@@ -291,7 +272,6 @@ def _edge_features(
 
 
 def _table(columns: dict[str, NDArray[Any]], names: Sequence[str]) -> NDArray[np.float32]:
-    """Puts named columns side by side in the order of `names`."""
     table = np.empty((len(columns[names[0]]), len(names)), dtype=np.float32)
     for index, name in enumerate(names):
         table[:, index] = columns[name]
@@ -299,9 +279,8 @@ def _table(columns: dict[str, NDArray[Any]], names: Sequence[str]) -> NDArray[np
 
 
 def _interval_moments(edges: _Groups, times: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns mean and population standard deviation, [E] each in ms, of the time from source to destination frame. A
-    clock that runs backwards counts as standing still.
-    """
+    """Returns mean and population standard deviation, [E] each in ms, of the time from source to destination frame."""
+    # Public captures run backwards by up to 7.9 ms; a negative interval would make a mean of 0 or less.
     interval = np.maximum(np.diff(times, axis=1), 0.0).ravel()[edges.member] * _MILLISECONDS
     mean = np.add.reduceat(interval, edges.first) / edges.count
     deviation = interval - np.repeat(mean, edges.count)
@@ -309,8 +288,9 @@ def _interval_moments(edges: _Groups, times: NDArray[np.float64]) -> tuple[NDArr
 
 
 def _reverse_exists(edges: _Groups, edge_index: NDArray[np.int64], window: int) -> NDArray[np.bool_]:
-    """Says for each edge, [E], whether the opposite one is in the same graph. Edges are in ascending order already."""
+    """Returns for each edge, [E], whether the opposite one is in the same graph."""
     source, target = edge_index
+    # The keys are in ascending order already, since edges are ordered by graph, source and destination.
     graph = edges.row * window**2
     keys, wanted = graph + edges.key, graph + target * window + source
     found = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)

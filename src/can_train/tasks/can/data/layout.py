@@ -1,59 +1,39 @@
-"""Where the logs of a data set lie, and which are copies."""
+"""Where the logs of a data set lie, and which of them are copies. Light: a submission looks for duplicate runs by it."""
+
+from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from can_train.errors import DataError, MissingDataError, unknown_name
-from can_train.reporter import Reporter
-from can_train.tasks.can.settings import CanDatasetSettings
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from can_train.reporter import Reporter
+    from can_train.tasks.can.settings import CanDatasetSettings
+
+# The parts of can-train-and-test, the HCRL logs among them.
 NAMED_SETS: Final = ("hcrl_ch", "hcrl_sa", "set_01", "set_02", "set_03", "set_04")
-"""Data sets known by name: the parts of can-train-and-test, the HCRL logs among them."""
 
-
+# Roles of a log.
 TRAIN: Final = "train"
-
-
 TEST: Final = "test"
+LOG: Final = "log"  # one that must serve for training and for testing
 
+UNNAMED_ATTACK: Final = "attack"  # the kind where a log's name gives none
 
-LOG: Final = "log"
-
-
-UNNAMED_ATTACK: Final = "attack"
-"""The kind of a log whose name tells none."""
-
-
+# Below the data root: nothing, or the clone of either release's repository.
 _COLLECTIONS: Final = ("", "can-train-and-test-v1.5", "can-train-and-test")
-"""Folders below the data root that may hold the sets: none, or the clone of either release's repository."""
-
-
 _LOG_NAME: Final = re.compile(r"(?P<stem>[^.].*)\.(?:csv|txt|log)(?:\.gz)?", re.IGNORECASE)
-
-
-_DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)
-"""Text files that come beside logs."""
-
-
+_DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)  # .txt files beside the logs
+# can-train-and-test: DoS-1, force-neutral-2, fuzzing-train.
 _NUMBERED_KIND: Final = re.compile(r"(?P<kind>[a-z]+(?:-[a-z]+)*?)(?:-train|-test)?(?:-\d+)?", re.IGNORECASE)
-"""can-train-and-test: DoS-1, force-neutral-2, fuzzing-train."""
-
-
+# HCRL: DoS_dataset, Fuzzy_attack_dataset, Flooding_dataset_KIA_Soul, Malfunction1st_dataset_KIA_Soul.
 _HCRL_KIND: Final = re.compile(r"(?P<kind>[a-z]+?)_?(?:\d(?:st|nd|rd|th))?(?:_attack)?_dataset(?:_.*)?", re.IGNORECASE)
-"""HCRL: DoS_dataset, Fuzzy_attack_dataset, Flooding_dataset_KIA_Soul, Malfunction1st_dataset_KIA_Soul."""
-
-
-_LAYOUT: Final = (
-    "It must hold folders train_01_attack_free and train_02_with_attacks (or one train_01) and test_01_…, test_02_…, "
-    "with logs (.csv, .txt or .log, also .gz) in each. The sets are published by Lampe and Meng (can-train-and-test) "
-    "at https://bitbucket.org/brooke-lampe/can-train-and-test-v1.5, the HCRL logs in them first at "
-    "https://ocslab.hksecurity.net/Datasets. Unpack there or give --data-root; or train on any log or folder with "
-    "--dataset PATH, or without data with --dataset synthetic"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +42,9 @@ class LogFile:
 
     Attributes:
         path: Where it lies.
-        role: `TRAIN`, `TEST`, or `LOG` for one that must serve as both.
-        group: For `TEST` the name of its folder, judged by itself; for `LOG` its own name.
-        kind: What its attack frames are called where the log itself does not say.
+        role: `TRAIN`, `TEST` or `LOG`.
+        group: The folder of a `TEST` log, tested by itself; the name of a `LOG`.
+        kind: The kind of attacks that the log itself does not name.
     """
 
     path: Path
@@ -74,30 +54,19 @@ class LogFile:
 
 
 def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
-    """Finds the logs of a data set.
-
-    Args:
-        dataset: Gives a path or a name.
-        data_root: Where named data sets are looked for.
-
-    Returns:
-        The logs, those for training first, in an order that does not depend on the machine.
+    """Finds the logs of a data set, those for training first, in an order that does not depend on the machine.
 
     Raises:
-        MissingDataError: There is no such file or folder, or it holds no logs, or not the layout it must have.
+        MissingDataError: There is no such file or folder, it holds no logs, or a published data set has another layout.
         ConfigError: No data set has this name.
     """
     place = _place(dataset, data_root)
     return _by_layout(place, (TRAIN, TEST)) if _is_layout(dataset, place) else _single_logs(place)
 
 
-def find_judged_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
-    """Finds the logs of a data set that was not trained on: those of a published layout's test folders; any other log
-    is a group of its own, whole.
-
-    Raises:
-        MissingDataError: As `find_logs` does.
-        ConfigError: Likewise.
+def find_evaluation_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
+    """Finds the logs of a data set that no training saw: those of a published layout's test folders; otherwise all logs,
+    each a group of its own. Raises what `find_logs` does.
     """
     place = _place(dataset, data_root)
     if _is_layout(dataset, place):
@@ -105,12 +74,16 @@ def find_judged_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFi
     return [replace(log, role=TEST) for log in _single_logs(place)]
 
 
+def data_files(dataset: CanDatasetSettings, data_root: Path) -> list[Path]:
+    """Lists the files of a data set; none where they are simulated. Raises what `find_logs` does."""
+    return [] if dataset.is_synthetic else [log.path for log in find_logs(dataset, data_root)]
+
+
 def _is_layout(dataset: CanDatasetSettings, place: Path) -> bool:
     return not dataset.path or any(_split_folders(place, role) for role in (TRAIN, TEST))
 
 
 def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
-    """Finds the file or folder of a data set."""
     if dataset.path:
         path = Path(dataset.path).expanduser()
         if path.is_file() or path.is_dir():
@@ -122,42 +95,53 @@ def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
         )
     if dataset.name not in NAMED_SETS:
         raise unknown_name("data set", dataset.name, (*NAMED_SETS, "synthetic"))
-    candidates = _candidates(dataset.name, data_root.expanduser())
-    found = next((folder for folder in candidates if folder.is_dir()), None)
-    if found is None:
-        looked = ", ".join(map(str, candidates))
-        raise MissingDataError(f"Data set {dataset.name} must be in one of these folders", value=looked, remedy=_LAYOUT)
-    return found
+    data_root = data_root.expanduser()
+    # The published folders have a hyphen; an underscore is what one makes by hand from the name.
+    spellings = dict.fromkeys((dataset.name.replace("_", "-"), dataset.name))
+    for collection in _COLLECTIONS:
+        for spelling in spellings:
+            if (data_root / collection / spelling).is_dir():
+                return data_root / collection / spelling
+    raise MissingDataError(
+        f"Data set {dataset.name} must lie below the data root",
+        value=f"no folder {' or '.join(spellings)} in {data_root}, nor in {' or '.join(_COLLECTIONS[1:])} there",
+        remedy=(
+            "Download it from https://bitbucket.org/brooke-lampe/can-train-and-test-v1.5 into the data root, or name "
+            "another with --data-root DIR. Any log works with --dataset PATH, and --dataset synthetic needs no files"
+        ),
+    )
 
 
 def attack_kind(file_name: str) -> str:
-    """Tells the kind of attack from a log's name; `UNNAMED_ATTACK` where the name follows no known pattern."""
+    """Returns the kind of attack in a log's name; `UNNAMED_ATTACK` where the name follows no known pattern."""
     named = _LOG_NAME.fullmatch(file_name)
     stem = named["stem"] if named else file_name
     numbered = _NUMBERED_KIND.fullmatch(stem)
+    # A name that is nothing but letters may be any word: only a number or a suffix makes it a kind.
     match = _HCRL_KIND.fullmatch(stem) or (numbered if numbered and numbered["kind"] != stem else None)
     return UNNAMED_ATTACK if match is None or match["kind"].lower() == "attack-free" else match["kind"]
 
 
-def _candidates(name: str, data_root: Path) -> list[Path]:
-    spellings = dict.fromkeys((name.replace("_", "-"), name))
-    return [data_root / collection / spelling for collection in _COLLECTIONS for spelling in spellings]
-
-
 def _single_logs(place: Path) -> list[LogFile]:
-    """Lists a log, or the logs of a folder that follows no layout."""
     if place.is_file():
         return [_log(place, LOG, place.name)]
-    return [_log(log, LOG, log.relative_to(place).as_posix()) for log in _some_logs(place)]
+    return [_log(log, LOG, log.relative_to(place).as_posix()) for log in _logs_below(place)]
 
 
 def _by_layout(folder: Path, wanted: Sequence[str]) -> list[LogFile]:
     roles = {role: _split_folders(folder, role) for role in wanted}
     for role, folders in roles.items():
         if not folders:
-            raise MissingDataError(f"{folder} must hold folders named {role}_…", remedy=_LAYOUT)
+            raise MissingDataError(
+                f"{folder} must hold folders named {role}_…",
+                remedy="The published layout is train_01_attack_free and train_02_with_attacks (or one train_01) and "
+                "test_01_…, test_02_…, with logs in each",
+            )
     return [
-        _log(log, role, split.name) for role, folders in roles.items() for split in folders for log in _some_logs(split)
+        _log(log, role, split.name)
+        for role, folders in roles.items()
+        for split in folders
+        for log in _logs_below(split)
     ]
 
 
@@ -165,13 +149,8 @@ def _split_folders(folder: Path, role: str) -> list[Path]:
     return sorted(split for split in folder.glob(f"{role}_*") if split.is_dir())
 
 
-def _some_logs(folder: Path) -> list[Path]:
-    """Lists the logs in a folder and below it, by path.
-
-    Raises:
-        MissingDataError: There is none.
-    """
-    logs = sorted(_logs(folder), key=lambda log: log.relative_to(folder).as_posix())
+def _logs_below(folder: Path) -> list[Path]:
+    logs = sorted(_iterate_logs(folder), key=lambda log: log.relative_to(folder).as_posix())
     if not logs:
         raise MissingDataError(
             "A folder of logs must hold files named *.csv, *.txt or *.log, or these with .gz",
@@ -181,7 +160,7 @@ def _some_logs(folder: Path) -> list[Path]:
     return logs
 
 
-def _logs(folder: Path) -> Iterator[Path]:
+def _iterate_logs(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*"):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not hidden and _LOG_NAME.fullmatch(path.name) and not _DOCUMENT.match(path.name) and path.is_file():
@@ -194,14 +173,7 @@ def _log(path: Path, role: str, group: str) -> LogFile:
 
 @dataclass(frozen=True, kw_only=True)
 class HashedLog:
-    """A log and what it held when it was hashed.
-
-    Attributes:
-        log: The log.
-        sha256: Hash of its content.
-        size: Its bytes.
-        modified_ns: Its modification time.
-    """
+    """A log, and its content's hash, size in bytes and modification time when it was hashed."""
 
     log: LogFile
     sha256: str
@@ -209,7 +181,7 @@ class HashedLog:
     modified_ns: int
 
     def is_unchanged(self) -> bool:
-        """Says whether the file is still the one that was hashed, as far as its size and time tell."""
+        """Returns whether the file has the same size and time as when it was hashed."""
         try:
             status = self.log.path.stat()
         except OSError:
@@ -223,34 +195,34 @@ def hash_logs(logs: Sequence[LogFile], reporter: Reporter) -> list[HashedLog]:
     Raises:
         DataError: One cannot be read.
     """
+    hashed = []
     with reporter.stage("Checking logs", total=len(logs), unit="logs") as stage:
-        hashed = []
         for log in logs:
-            hashed.append(_hash_log(log))
+            try:
+                status = log.path.stat()
+                with log.path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                found = f"{log.path} ({error.strerror})"
+                raise DataError(
+                    "A log must be a file that can be read", value=found, remedy="Check its permissions"
+                ) from error
+            hashed.append(HashedLog(log=log, sha256=digest, size=status.st_size, modified_ns=status.st_mtime_ns))
             stage.advance()
     return hashed
 
 
-def _hash_log(log: LogFile) -> HashedLog:
-    try:
-        status = log.path.stat()
-        with log.path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError("A log must be a file that can be read", value=f"{log.path} ({error.strerror})") from error
-    return HashedLog(log=log, sha256=digest, size=status.st_size, modified_ns=status.st_mtime_ns)
-
-
-def without_duplicates(logs: Sequence[HashedLog]) -> tuple[list[HashedLog], list[str]]:
-    """Leaves out every copy of a log that is trained on, and copies inside one test group. The same log in two test
-    groups stays in both: each is judged by itself.
+def drop_duplicates(logs: Sequence[HashedLog]) -> tuple[list[HashedLog], list[str]]:
+    """Leaves out copies: test logs that are trained on, and repeated logs of the training part or of one test group.
 
     Returns:
-        The logs that stay, in their order, and notices that name the others.
+        The remaining logs, in their order, and notices that name the others.
     """
+    # 62 of the 236 files of can-train-and-test are duplicates, and 26 are in training and test folders alike. The same
+    # log in two test groups stays in both: each group is tested by itself.
     trained = {hashed.sha256 for hashed in logs if hashed.log.role != TEST}
     seen: set[tuple[str, str]] = set()
-    kept: list[HashedLog] = []
+    remaining: list[HashedLog] = []
     leaked: list[HashedLog] = []
     copies: list[HashedLog] = []
     for hashed in logs:
@@ -261,23 +233,18 @@ def without_duplicates(logs: Sequence[HashedLog]) -> tuple[list[HashedLog], list
         elif place in seen:
             copies.append(hashed)
         else:
-            kept.append(hashed)
+            remaining.append(hashed)
             seen.add(place)
-    return kept, _notices(leaked, copies, {hashed.log.group for hashed in kept})
-
-
-def _notices(leaked: list[HashedLog], copies: list[HashedLog], groups: set[str]) -> list[str]:
     notices = []
     if leaked:
-        notices.append(f"Left out of judging, since identical to training logs: {_listed(leaked)}")
+        notices.append(f"Left out of testing, since identical to training logs: {_names(leaked)}")
     if copies:
-        notices.append(f"Left out as copies of other logs: {_listed(copies)}")
-    lost = sorted({hashed.log.group for hashed in leaked} - groups)
-    if lost:
-        notices.append(f"Nothing is left to judge of {', '.join(lost)}")
-    return notices
+        notices.append(f"Left out as copies of other logs: {_names(copies)}")
+    if lost := sorted({hashed.log.group for hashed in leaked} - {hashed.log.group for hashed in remaining}):
+        notices.append(f"Nothing is left to test of {', '.join(lost)}")
+    return remaining, notices
 
 
-def _listed(logs: list[HashedLog]) -> str:
+def _names(logs: list[HashedLog]) -> str:
     names = [f"{hashed.log.path.parent.name}/{hashed.log.path.name}" for hashed in logs]
     return f"{', '.join(names)} ({len(names)} in all)" if len(names) > 1 else names[0]

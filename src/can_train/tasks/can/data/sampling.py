@@ -1,107 +1,91 @@
-"""A data set as a dry run sees it: in seconds and without writing a thing. From the graphs that a training has kept
-where there are some; whole where it is small; else parts of some training logs, and what the whole would hold.
+"""A data set as a dry run needs it: in seconds, and without writing anything that stays. The graphs come from the cache
+where a training has left them; a small data set is read completely; of a large one, parts of some logs are read.
 """
+
+from __future__ import annotations
 
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from can_train.errors import DataError
-from can_train.reporter import Reporter, SilentReporter
-from can_train.tasks.can.data.cache import CacheContent, CacheWriter
-from can_train.tasks.can.data.dataset import CanData, DataSample, Split, prepare, recall
-from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder, SourceFile
+from can_train.reporter import SilentReporter
+from can_train.tasks.can.data.cache import CacheWriter
+from can_train.tasks.can.data.dataset import (
+    CanData,
+    DataSample,
+    GraphWriter,
+    Split,
+    find_prepared,
+    prepare,
+    too_short,
+)
+from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder
 from can_train.tasks.can.data.layout import LOG, TEST, LogFile, find_logs
-from can_train.tasks.can.data.reading import KindTable, LogPieces, LogReader, Spread
-from can_train.tasks.can.settings import CanDatasetSettings
-from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder_name, write_synthetic
+from can_train.tasks.can.data.reading import LogReader, LogSample, SampleSpec
+from can_train.tasks.can.synthetic.writing import synthetic_folder_name, write_synthetic
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from can_train.reporter import Reporter
+    from can_train.tasks.can.settings import CanDatasetSettings
+
+# Training logs up to this size together are read completely: at 60 MB/s, in less than half a second.
 WHOLE_BYTES: Final = 24 * 2**20
-"""Training logs up to this size together are read whole: at 60 MB/s, in less than half a second."""
-
-
-COMPRESSION: Final = 8
-"""How many times larger the text of a compressed log is taken to be, before any of it is read; CAN logs reach 4 to 7.
-"""
-
-
-SAMPLED_LOGS: Final = 12
-"""Logs that a sample is taken from, at 0.03 s each for recognising the format."""
-
-
-SAMPLE_BYTES: Final = 9 * 2**20
-"""Text of a sample: a fifth of a million frames, parsed in 0.2 s."""
-
-
-PIECE_BYTES: Final = 256 * 2**10
-"""Text of one of its pieces: some 5,000 frames, 50 windows."""
-
-
-MIN_PIECES: Final = 3
-"""Pieces of each log: where an attack lies, at the beginning, in the middle or at the end, nobody knows before."""
-
-
-MIN_PIECE_WINDOWS: Final = 2
-"""Windows that a piece has room for: one, wherever it begins."""
-
-
+COMPRESSION: Final = 8  # text size ÷ file size assumed of a compressed log before it is read; CAN logs reach 4 to 7
+SAMPLED_LOGS: Final = 12  # at 0.03 s each for recognising the format
+SAMPLE_BYTES: Final = 9 * 2**20  # of text: a fifth of a million frames, parsed in 0.2 s
+PART_BYTES: Final = 256 * 2**10  # of text: some 5,000 frames, 50 windows
+MIN_PARTS: Final = 3  # of each log, since an attack may lie at its beginning, in its middle or at its end
+MIN_PART_WINDOWS: Final = 2  # room for one complete window, wherever it begins
+# Text of all compressed logs together that is decompressed on the way to the parts, in 0.3 s.
 REACH_BYTES: Final = 64 * 2**20
-"""Text of all compressed logs together that is decompressed on the way to the pieces: in 0.3 s. A later part of such a
-log is out of reach."""
-
-
-_COMPARED_BYTES: Final = 2**14
-"""At either end of logs of one size, to tell copies."""
-
-
-SYNTHETIC_SECONDS: Final = 5.0
-"""Length of the simulated drives of a sample: the shortest there are."""
+SYNTHETIC_SECONDS: Final = 5.0  # length of the simulated drives of a sample, the shortest allowed
+_COMPARED_BYTES: Final = 2**14  # at either end of logs of one size, to recognise copies
 
 
 def sample_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, reporter: Reporter) -> CanData:
-    """Looks at a data set for a few seconds. What is written is temporary and gone afterwards.
-
-    Logs for judging are looked for, and not read.
+    """Looks at a data set for a few seconds. Logs for testing must exist, and are not read.
 
     Args:
         dataset: The data set.
-        data_root: Folder of the published ones.
-        cache_dir: Where trainings keep prepared data; need not exist.
-        reporter: Where progress and notices go.
+        data_root: Folder of the published data sets.
+        cache_dir: Folder of prepared data sets; need not exist.
+        reporter: Receives progress and notices.
 
     Raises:
-        DataError: A training log that was read cannot be, or is too short.
+        DataError: A log for training cannot be read, or is too short.
     """
-    if is_synthetic(dataset):
+    if dataset.is_synthetic:
         folder = cache_dir / synthetic_folder_name(dataset.synthetic)
         if not folder.is_dir():
-            return _simulated(dataset, reporter)
+            return _simulate_shorter(dataset, reporter)
         dataset = replace(dataset, path=str(folder))
     logs = find_logs(dataset, data_root)
-    prepared = recall(dataset, logs, cache_dir, reporter)
+    prepared = find_prepared(dataset, logs, cache_dir, reporter)
     if prepared is not None:
         return prepared
     training = [log for log in logs if log.role != TEST]
-    if sum(map(_text_bytes, training)) <= WHOLE_BYTES:
-        return _whole(dataset, training, reporter)
-    return _in_pieces(dataset, without_likely_copies(training), reporter)
+    if sum(map(_estimate_text_bytes, training)) <= WHOLE_BYTES:
+        return _prepare_in_memory(dataset, training, reporter)
+    return _sample_logs(dataset, drop_probable_duplicates(training), reporter)
 
 
-def _simulated(dataset: CanDatasetSettings, reporter: Reporter) -> CanData:
-    """Simulates short drives in place of those that were asked for; what is unusual about them is nothing to say."""
+def _simulate_shorter(dataset: CanDatasetSettings, reporter: Reporter) -> CanData:
+    """Simulates short drives in place of those in the settings."""
     wanted_s = dataset.synthetic.seconds
     short = replace(dataset.synthetic, seconds=min(wanted_s, SYNTHETIC_SECONDS))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / synthetic_folder_name(short)
         write_synthetic(folder, short, reporter)
         logs = [log for log in find_logs(replace(dataset, path=str(folder)), folder) if log.role != TEST]
-        data = _whole(dataset, logs, SilentReporter())
+        # Silent: a notice about these drives would not be one about those that will be trained on.
+        data = _prepare_in_memory(dataset, logs, SilentReporter())
     if short.seconds == wanted_s:
         return data
     sampled = len(data.split.train)
@@ -113,50 +97,57 @@ def _simulated(dataset: CanDatasetSettings, reporter: Reporter) -> CanData:
     return replace(data, sample=DataSample(train_windows=windows, every_log=True, note=note))
 
 
-def _whole(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: Reporter) -> CanData:
+def _prepare_in_memory(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: Reporter) -> CanData:
     with tempfile.TemporaryDirectory() as scratch:
         data = prepare(dataset, logs, Path(scratch), reporter)
-        return replace(data, flat=_in_memory(data.flat))
+        return replace(data, flat=_copy_to_memory(data.flat))
 
 
-def _in_pieces(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: Reporter) -> CanData:
-    chosen = chosen_logs(logs)
+def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter: Reporter) -> CanData:
+    chosen = choose_logs(logs)
     with (
         tempfile.TemporaryDirectory() as scratch,
         CacheWriter(Path(scratch) / "sample") as writer,
         reporter.stage("Reading a sample of the logs", total=len(chosen), unit="logs") as stage,
     ):
-        sampling = _Sampling(dataset, writer, len(chosen), reporter)
+        graphs = GraphWriter(dataset, writer)
+        samples = {}
         for log in chosen:
-            sampling.add(log)
+            samples[log] = _sample_log(dataset, log, len(chosen), graphs)
             stage.advance()
-        flat = _in_memory(writer.finish(sampling.content()))
+        flat = _copy_to_memory(writer.finish(graphs.content()))
+    for notice in graphs.notices:
+        reporter.notice(notice)
     if not len(flat):
-        raise DataError(
-            "A log must hold at least one window of frames",
-            value=f"none of {len(chosen)} logs has one of {dataset.window} in the parts that were read",
-            remedy="Use longer logs or smaller windows: --set dataset.window=…",
-        )
+        found = f"none of {len(chosen)} logs has one of {dataset.window} in the parts that were read"
+        raise too_short(found, dataset.window)
     if (flat.label > 0).all():
-        # A model knows a vehicle by its benign windows; what a window takes does not depend on its label.
+        # Models learn a vehicle from its benign windows, and fail without one. A window's memory does not depend on its
+        # label.
         flat = replace(flat, label=np.zeros_like(flat.label))
-    # A sample tells what windows are like, not which of them train.
-    rows = np.arange(len(flat))
-    split = Split(train=rows, validation=rows, test={})
-    sample = DataSample(
-        train_windows=sampling.train_windows(logs),
-        every_log=len(chosen) == len(logs),
-        note=sampling.note(logs, len(flat)),
+    train_windows = _estimate_train_windows(dataset, logs, samples)
+    read_mib = sum(sample.read_bytes for sample in samples.values()) / 2**20
+    mib = sum(log.path.stat().st_size for log in logs) / 2**20
+    note = (
+        f"a sample of {len(flat):,} windows from {len(chosen)} of {len(logs)} training logs "
+        f"({read_mib:.1f} MiB of text; {mib:,.0f} MiB of logs): about {train_windows:,} training windows in all"
     )
-    return CanData(flat=flat, split=split, notices=tuple(sampling.notices), sample=sample)
+    # A sample shows what windows are like, not which of them train: so all of them do both.
+    rows = np.arange(len(flat))
+    return CanData(
+        flat=flat,
+        split=Split(train=rows, validation=rows, test={}),
+        notices=tuple(graphs.notices),
+        sample=DataSample(train_windows=train_windows, every_log=len(chosen) == len(logs), note=note),
+    )
 
 
-def chosen_logs(logs: Sequence[LogFile]) -> list[LogFile]:
-    """Chooses the logs that a sample is taken from: one of every folder and kind, then a second one, and so on."""
+def choose_logs(logs: Sequence[LogFile]) -> list[LogFile]:
+    """Chooses the logs that are sampled: one of every folder and kind, then a second one, and so on."""
     earlier: Counter[tuple[str, str]] = Counter()
     turns = []
     for log in logs:
-        # Logs given by path are groups of their own, which says nothing of what is in them.
+        # Logs given by path are groups of their own, which tells nothing of their content.
         family = ("" if log.role == LOG else log.group, log.kind)
         turns.append(earlier[family])
         earlier[family] += 1
@@ -164,132 +155,71 @@ def chosen_logs(logs: Sequence[LogFile]) -> list[LogFile]:
     return [logs[index] for index in sorted(order[:SAMPLED_LOGS])]
 
 
-def without_likely_copies(logs: Sequence[LogFile]) -> list[LogFile]:
-    """Leaves out logs that have the size, the beginning and the end of an earlier one: training leaves out copies."""
+def drop_probable_duplicates(logs: Sequence[LogFile]) -> list[LogFile]:
+    """Leaves out logs that have the size, the beginning and the end of an earlier one."""
+    # Training leaves out copies by their hash, which would take minutes here.
     sizes = Counter(log.path.stat().st_size for log in logs)
-    seen: set[tuple[int, bytes]] = set()
-    kept = []
+    first_by_ends: dict[tuple[int, bytes], LogFile] = {}
     for log in logs:
         size = log.path.stat().st_size
-        mark = (size, _ends(log.path) if sizes[size] > 1 else b"")
-        if mark not in seen:
-            kept.append(log)
-            seen.add(mark)
-    return kept
+        first_by_ends.setdefault((size, _read_ends(log.path) if sizes[size] > 1 else b""), log)
+    return list(first_by_ends.values())
 
 
-def _ends(path: Path) -> bytes:
-    """Returns the first and the last bytes of a file; its name where it cannot be read, which is said elsewhere."""
+def _read_ends(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             begin = file.read(_COMPARED_BYTES)
             file.seek(-len(begin), os.SEEK_END)
             return begin + file.read()
     except OSError:
-        return os.fsencode(path)
+        return os.fsencode(path)  # no copy of any other; the reader will raise the error
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """What a log's pieces suggest: its size on the disk and the frames that it has."""
-
-    file_bytes: int
-    frames: int
-
-
-class _Sampling:
-    """Feeds pieces of logs through reader and builder into a temporary cache."""
-
-    def __init__(self, dataset: CanDatasetSettings, writer: CacheWriter, num_logs: int, reporter: Reporter) -> None:
-        self._dataset = dataset
-        self._writer = writer
-        self._num_logs = num_logs
-        self._reporter = reporter
-        self._kinds = KindTable()
-        self._sources: list[SourceFile] = []
-        self._seen: dict[LogFile, _Seen] = {}
-        self._read_bytes = 0
-        self.notices: list[str] = []
-
-    def add(self, log: LogFile) -> None:
-        reader = LogReader(log.path, self._dataset, kind=log.kind)
-        piece_bytes = max(PIECE_BYTES, round(MIN_PIECE_WINDOWS * self._dataset.window * reader.line_bytes))
-        pieces = max(MIN_PIECES, SAMPLE_BYTES // self._num_logs // piece_bytes)
-        reach_bytes = REACH_BYTES // self._num_logs
-        read = reader.pieces(Spread(pieces=pieces, piece_bytes=piece_bytes, reach_bytes=reach_bytes))
-        for frames in read.pieces:
-            # A builder for each: no window reaches from one piece into another.
-            for block in GraphBuilder(self._dataset.window, self._dataset.stride).feed(frames):
-                label = self._kinds.codes(reader.kinds)[block.label]
-                self._writer.append(replace(block, label=label), len(self._sources))
-        self._say(log, reader, read)
-        self._read_bytes += read.read_bytes
-        self._seen[log] = _Seen(file_bytes=log.path.stat().st_size, frames=read.expected_frames)
-        self._sources.append(
-            SourceFile(
-                path=str(log.path),
-                role=log.role,
-                group=log.group,
-                frames=read.expected_frames,
-                labelled=reader.labelled,
-                sha256="",
-            )
+def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, graphs: GraphWriter) -> LogSample:
+    reader = LogReader(log.path, dataset, kind=log.kind)
+    part_bytes = max(PART_BYTES, round(MIN_PART_WINDOWS * dataset.window * reader.line_bytes))
+    sample = reader.sample(
+        SampleSpec(
+            num_parts=max(MIN_PARTS, SAMPLE_BYTES // num_logs // part_bytes),
+            part_bytes=part_bytes,
+            reach_bytes=REACH_BYTES // num_logs,
         )
-
-    def content(self) -> CacheContent:
-        return CacheContent(
-            kinds=tuple(self._kinds.names),
-            sources=tuple(self._sources),
-            window=self._dataset.window,
-            notices=tuple(self.notices),
+    )
+    for frames in sample.parts:
+        # A builder for each: no window reaches from one part into another.
+        graphs.write(frames, GraphBuilder(dataset.window, dataset.stride), reader)
+    notices = [f"{log.path.name}: {note}" for note in reader.report.notes]
+    # No error yet: a part may have more bad rows than the whole log.
+    if not sample.complete and reader.report.bad_share > dataset.max_malformed:
+        notices.append(
+            f"{log.path.name}: {reader.report.bad_share:.1%} of the sampled rows are malformed or run backwards in "
+            f"time; training refuses the log if more than {dataset.max_malformed:.2%} of all its rows are"
         )
-
-    def train_windows(self, logs: Sequence[LogFile]) -> int:
-        """Estimates the windows of the training part of all logs."""
-        dataset = self._dataset
-        trained = 1 - dataset.validation_share
-        shares = {log: trained * (1 - dataset.test_share) if log.role == LOG else trained for log in logs}
-        windows = (
-            max(0, (self._frames(log) - dataset.window) // dataset.stride + 1) * share for log, share in shares.items()
-        )
-        return max(1, round(sum(windows)))
-
-    def note(self, logs: Sequence[LogFile], num_windows: int) -> str:
-        mib = sum(log.path.stat().st_size for log in logs) / 2**20
-        return (
-            f"a sample of {num_windows:,} windows from {len(self._seen)} of {len(logs)} training logs "
-            f"({self._read_bytes / 2**20:.1f} MiB of text; {mib:,.0f} MiB of logs): about "
-            f"{self.train_windows(logs):,} training windows in all"
-        )
-
-    def _frames(self, log: LogFile) -> int:
-        if log in self._seen:
-            return self._seen[log].frames
-        per_byte = sum(seen.frames for seen in self._seen.values()) / sum(
-            seen.file_bytes for seen in self._seen.values()
-        )
-        return round(per_byte * log.path.stat().st_size)
-
-    def _say(self, log: LogFile, reader: LogReader, read: LogPieces) -> None:
-        """Says what is unusual; that a part has more bad rows than a whole log may have is no error yet."""
-        said = [f"{log.path.name}: {note}" for note in reader.report.notes]
-        if not read.whole and reader.report.bad_share > self._dataset.max_malformed:
-            said.append(
-                f"{log.path.name}: {reader.report.bad_share:.1%} of the sampled rows are malformed or run backwards in "
-                f"time; training refuses the log if more than {self._dataset.max_malformed:.2%} of all its rows are"
-            )
-        self.notices += said
-        for notice in said:
-            self._reporter.notice(notice)
+    graphs.end_log(log, reader, sample.expected_frames, "", notices)
+    return sample
 
 
-def _text_bytes(log: LogFile) -> int:
+def _estimate_train_windows(
+    dataset: CanDatasetSettings, logs: Sequence[LogFile], samples: dict[LogFile, LogSample]
+) -> int:
+    sizes = {log: log.path.stat().st_size for log in logs}
+    frames_per_byte = sum(sample.expected_frames for sample in samples.values()) / sum(sizes[log] for log in samples)
+    windows = 0.0
+    for log, size in sizes.items():
+        frames = samples[log].expected_frames if log in samples else round(frames_per_byte * size)
+        share = (1 - dataset.validation_share) * (1 - dataset.test_share if log.role == LOG else 1)
+        windows += max(0, (frames - dataset.window) // dataset.stride + 1) * share
+    return max(1, round(windows))
+
+
+def _estimate_text_bytes(log: LogFile) -> int:
     size = log.path.stat().st_size
     return size * COMPRESSION if log.path.suffix.lower() == ".gz" else size
 
 
-def _in_memory(flat: FlatGraphs) -> FlatGraphs:
-    """Copies graphs off the disk: the files may then go, on a network file system too."""
+def _copy_to_memory(flat: FlatGraphs) -> FlatGraphs:
+    # The files are deleted, and a network file system may not keep those that are still mapped.
     names = (field.name for field in fields(FlatGraphs) if isinstance(getattr(flat, field.name), np.ndarray))
     copies: dict[str, Any] = {name: getattr(flat, name).copy() for name in names}
     return replace(flat, **copies)

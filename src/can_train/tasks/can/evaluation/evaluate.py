@@ -1,45 +1,41 @@
-"""Which windows of which logs a finished model is asked to judge: its run's own test windows, or everything in other
-logs; and whether it has seen those logs in training.
+"""Judges a finished run once more: on its own test windows, or on everything in other logs.
+
+Shapes: R rows (windows), F windows of a test folder, S columns of raw scores, W judged windows.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from can_train.config.resolved import EvaluationData, FinishedModel
-from can_train.errors import CanTrainError, CheckpointError, ConfigError, DataError
-from can_train.reporter import Reporter
-from can_train.tasks.can.data.batches import Gatherer
-from can_train.tasks.can.data.dataset import CanData, load_data, located, prepare_judged
-from can_train.tasks.can.data.graphs import SourceFile
-from can_train.tasks.can.data.layout import TEST, LogFile, find_judged_logs, find_logs, hash_logs
+from can_train.errors import CanTrainError, CheckpointError, ConfigError
+from can_train.tasks.can.data.dataset import load_data, prepare_for_evaluation, simulate_if_synthetic
+from can_train.tasks.can.data.layout import TEST, LogFile, find_evaluation_logs, find_logs, hash_logs
 from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines
 from can_train.tasks.can.evaluation.judging import (
-    STUDENT,
-    Decided,
+    TRAINED,
     Detector,
-    FolderTable,
-    Judgement,
+    JudgementTable,
     JudgingOptions,
     ModelScores,
+    ThresholdRecord,
     TimedScore,
     check_scores,
     judge_at,
+    judgement_tables,
     own_baselines,
-    tables_of,
 )
-from can_train.tasks.can.evaluation.metrics import Threshold, error_units
-from can_train.tasks.can.fusion.agent import WEIGHT, FinishedFusion, seen
+from can_train.tasks.can.evaluation.metrics import Threshold
+from can_train.tasks.can.fusion.agent import WEIGHT, FinishedFusion
 from can_train.tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
-from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, AskedNetwork, FinishedNetwork
+from can_train.tasks.can.fusion.scores import WindowScores
+from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
 from can_train.tasks.can.settings import (
     CanDatasetSettings,
     DistillationSettings,
@@ -47,312 +43,228 @@ from can_train.tasks.can.settings import (
     FusionSettings,
     VgaeSettings,
 )
-from can_train.tasks.can.synthetic.writing import is_synthetic, synthetic_folder_name
+from can_train.tasks.can.synthetic.writing import synthetic_folder_name
 
-_OF_THE_MODEL: Final = ("window", "identity")
-"""Settings that a trained model is bound to."""
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
+    from can_train.config.resolved import EvaluationData, FinishedModel
+    from can_train.reporter import Reporter
+    from can_train.tasks.can.data.dataset import CanData
+    from can_train.tasks.can.data.graphs import SourceFile
+    from can_train.tasks.can.evaluation.judging import Judgement
 
-_OF_THE_SPLIT: Final = ("name", "synthetic", "stride", "validation_share", "test_share")
-"""Settings that decide which windows of its own data were trained on."""
+    # By folder: [F] final scores, or [F, S] raw ones.
+    FolderScores = Mapping[str, NDArray[np.float64]]
 
+    # Loads the finished model of a role that a run builds on; raises RunError if it is gone.
+    LoadModel = Callable[[str], FinishedModel]
 
+    # Computes the [R, S] raw scores of windows by a model, in parts that fit.
+    Score = Callable[[WindowModel, NDArray[np.int64]], NDArray[np.float64]]
+
+# Dataset settings that the weights of a model depend on.
+_MODEL_SETTINGS: Final = ("window", "identity")
+
+# Dataset settings that decide which of its own windows a run was trained on.
+_SPLIT_SETTINGS: Final = ("name", "synthetic", "stride", "validation_share", "test_share")
+
+# Logs that a notice names; the others are an ellipsis.
 _MAX_NAMED_LOGS: Final = 3
-"""Logs that a notice names before it stops."""
+
+# Baselines that need training windows. Other logs have none: all of their windows are judged.
+FITTED_BASELINES: Final = ("id_lookup", "random_forest")
+_NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
 
 
-def read_own(trained: CanDatasetSettings, asked: EvaluationData) -> CanData:
-    """Prepares data as they were for training."""
-    return load_data(trained, asked.data_root, asked.cache, asked.reporter)
-
-
-def read_asked(trained: CanDatasetSettings, asked: EvaluationData) -> tuple[CanData, bool]:
-    """Prepares the windows that a model is asked to judge.
-
-    Args:
-        trained: The data that it was trained on.
-        asked: Those that it is asked about.
-
-    Returns:
-        The windows, and whether they are split as they were for training, so that none of those judged was trained on.
+def make_evaluation(finished: FinishedModel, load_model: LoadModel, request: EvaluationData) -> WindowEvaluation:
+    """Prepares the windows that are judged; `load_model` loads the models that the run builds on.
 
     Raises:
-        ConfigError: The model is bound to other settings.
+        ConfigError: A setting is one that the model or its split depends on.
         DataError: A log cannot be read, or is too short.
+        RunError: A model that scoring needs is gone.
+        CheckpointError: The weights do not fit the run's settings, or its result has no threshold.
     """
-    own = asked.own or _same_logs(trained, asked.dataset)
-    _check_kept(trained, asked.dataset, (*_OF_THE_MODEL, *(_OF_THE_SPLIT if own else ())))
+    if "threshold" not in finished.result.get("judgement", ()):
+        raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
+    data, own = _judged_data(finished.run.dataset, request)
+    references = _references_of(finished, data, load_model)
+    return WindowEvaluation(_model_of(finished, data, load_model), data, references, replace(request, own=own))
+
+
+def _judged_data(trained: CanDatasetSettings, request: EvaluationData) -> tuple[CanData, bool]:
+    """Loads the windows, and returns whether they are the run's own, split as they were for training."""
+    own = request.own or _same_logs(trained, request.dataset)
+    _check_unchanged(trained, request.dataset, (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own else ())))
     if own:
-        return read_own(asked.dataset, asked), True
-    logs = find_judged_logs(located(asked.dataset, asked.cache, asked.reporter), asked.data_root)
-    data = prepare_judged(asked.dataset, logs, asked.cache, asked.reporter)
-    _tell_of_training(_training_logs(trained, asked), data.flat.sources, asked.reporter)
+        return load_data(request.dataset, request.data_root, request.cache, request.reporter), True
+    logs = find_evaluation_logs(
+        simulate_if_synthetic(request.dataset, request.cache, request.reporter), request.data_root
+    )
+    data = prepare_for_evaluation(request.dataset, logs, request.cache, request.reporter)
+    _warn_of_training_logs(_training_logs(trained, request), data.flat.sources, request.reporter)
     return data, False
 
 
-def _same_logs(trained: CanDatasetSettings, asked: CanDatasetSettings) -> bool:
-    if trained.path and asked.path:
-        return Path(trained.path).expanduser().resolve() == Path(asked.path).expanduser().resolve()
-    return (trained.path, trained.name, trained.synthetic) == (asked.path, asked.name, asked.synthetic)
+def _same_logs(trained: CanDatasetSettings, request: CanDatasetSettings) -> bool:
+    if trained.path and request.path:
+        return Path(trained.path).expanduser().resolve() == Path(request.path).expanduser().resolve()
+    return (trained.path, trained.name, trained.synthetic) == (request.path, request.name, request.synthetic)
 
 
-def _check_kept(trained: CanDatasetSettings, asked: CanDatasetSettings, names: Sequence[str]) -> None:
+def _check_unchanged(trained: CanDatasetSettings, request: CanDatasetSettings, names: Sequence[str]) -> None:
     for name in names:
-        before, now = getattr(trained, name), getattr(asked, name)
+        before, now = getattr(trained, name), getattr(request, name)
         if before != now:
-            why = "the model is bound to it" if name in _OF_THE_MODEL else "it tells what the run was trained on"
+            why = "the model is bound to it" if name in _MODEL_SETTINGS else "it tells what the run was trained on"
             raise ConfigError(f"dataset.{name} is the run's own, since {why}", value=f"{now}; the run has {before}",
                               remedy="Leave it out; --dataset names other data")  # fmt: skip
 
 
-def _tell_of_training(logs: Sequence[LogFile], sources: Sequence[SourceFile], reporter: Reporter) -> None:
-    """Says which of the judged logs were trained on, by their content."""
-    seen = _hashes(logs, sources, reporter)
-    known = [source.path for source in sources if source.sha256 in seen]
-    if known:
-        named = ", ".join(known[:_MAX_NAMED_LOGS]) + (", …" if len(known) > _MAX_NAMED_LOGS else "")
-        reporter.notice(f"The run was trained on {len(known)} of these {len(sources)} logs, which flatters it: {named}")
-
-
-def _training_logs(trained: CanDatasetSettings, asked: EvaluationData) -> list[LogFile]:
-    """Finds what a run was trained on; nothing where that is no longer there."""
-    folder = asked.cache / synthetic_folder_name(trained.synthetic)
-    here = replace(trained, path=str(folder)) if is_synthetic(trained) else trained
+def _training_logs(trained: CanDatasetSettings, request: EvaluationData) -> list[LogFile]:
+    """Finds the logs that the run was trained on; none where they are gone, or on another machine."""
+    folder = request.cache / synthetic_folder_name(trained.synthetic)
+    here = replace(trained, path=str(folder)) if trained.is_synthetic else trained
     try:
-        return [log for log in find_logs(here, asked.data_root) if log.role != TEST]
+        return [log for log in find_logs(here, request.data_root) if log.role != TEST]
     except CanTrainError:
         return []
 
 
-def _hashes(logs: Sequence[LogFile], sources: Sequence[SourceFile], reporter: Reporter) -> set[str]:
-    """Hashes those of some logs that are as long as one of the sources: hours of driving take long to read."""
+def _warn_of_training_logs(logs: Sequence[LogFile], sources: Sequence[SourceFile], reporter: Reporter) -> None:
+    """Names the judged logs whose content is that of a log in training, wherever either of them lies."""
     try:
+        # Hours of driving take long to read, so only logs of an equal size are hashed.
         sizes = {Path(source.path).stat().st_size for source in sources}
         alike = [log for log in logs if log.path.stat().st_size in sizes]
-        return {hashed.sha256 for hashed in hash_logs(alike, reporter)} if alike else set()
+        hashes = {hashed.sha256 for hashed in hash_logs(alike, reporter)} if alike else set()
     except (CanTrainError, OSError):
-        return set()
+        return
+    known = [source.path for source in sources if source.sha256 in hashes]
+    if known:
+        named = ", ".join(known[:_MAX_NAMED_LOGS]) + (", …" if len(known) > _MAX_NAMED_LOGS else "")
+        trained = f"The run was trained on {len(known)} of these {len(sources)} logs"
+        reporter.notice(f"{trained}, so its figures on them are too good: {named}")
 
 
-ReferenceModel = Callable[[str], FinishedModel]
-"""Reads the finished model of a role that a run builds on."""
-
-
-class Scorer(Protocol):
-    """A finished run's model on the windows of a data set.
-
-    Attributes:
-        finished: What the run has trained; its result says the units of errors.
-        model: In evaluation mode, on the CPU.
-    """
-
-    finished: FinishedModel
-    model: nn.Module
-
-    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, S] raw scores, by the model or its copy on a device."""
-
-    def combine(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Makes of them [R] final scores, higher is more attack-like."""
-
-
-def scorer_of(finished: FinishedModel, data: CanData, reference_model: ReferenceModel) -> Scorer:
-    """Makes what scores windows as a finished run does.
-
-    Args:
-        finished: What the run has trained.
-        data: The windows.
-        reference_model: Reads the models that the run builds on, for modes that need them to score.
-
-    Raises:
-        RunError: A model that is needed is gone.
-        CheckpointError: The weights are not those of the run's settings.
-    """
+def _model_of(finished: FinishedModel, data: CanData, load_model: LoadModel) -> WindowModel:
     if isinstance(finished.run.model, FusionAgentSettings):
-        return FinishedFusion(finished, data.flat, {role: reference_model(role) for role in (AUTOENCODER, CLASSIFIER)})
+        return FinishedFusion(finished, data.flat, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
     return FinishedNetwork(finished, data.flat)
 
 
-class Windows:
-    """The windows of a data set, with what scores them.
-
-    Args:
-        data: The windows.
-        scorer: What scores them.
-    """
-
-    def __init__(self, data: CanData, scorer: Scorer) -> None:
-        self.data = data
-        self.scorer = scorer
-        self.model = scorer.model
-        self.scores = scorer.scores
-        self._gather = Gatherer(data.flat)
-
-    def describe(self, row: int) -> str:
-        """Names a window in a message."""
-        flat = self.data.flat
-        return f"the window at frame {flat.first_frame[row]:,} of {flat.sources[flat.source[row]].path}"
-
-    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
-        return self._gather.batch_features(rows)
-
-
-Scores = Mapping[str, NDArray[np.float64]]
-"""Of each folder's windows: [R] final scores, or [R, S] raw ones."""
-
-
-_OLDER: Final = "an older version made the run's result, without their thresholds"
-
-
-class Alone:
-    """A model that is judged beside nothing but baselines.
+class References:
+    """The detectors that a finished run is compared with; the base class has none.
 
     Args:
         result: The run's own judgement.
-        absent: Why any detector is missing, by name.
 
     Attributes:
-        asked: Windows with other models that score them, by role.
-        absent: As given, and what is missed on the way.
+        models: Models that score the windows themselves, by role.
+        absent: The reason for each detector that is missing, by name.
     """
 
-    def __init__(self, result: Mapping[str, Any], absent: Mapping[str, str]) -> None:
+    def __init__(self, result: Mapping[str, Any]) -> None:
         self._result = result
-        self.asked: dict[str, Windows] = {}
-        self.absent = dict(absent)
+        self.models: dict[str, WindowModel] = {}
+        self.absent: dict[str, str] = {}
 
-    def scores(self, told: Scores, ask: Callable[[str], Scores]) -> dict[str, Scores]:
-        """Returns the final scores of the detectors that are beside it, by name.
-
-        Args:
-            told: Raw scores of the model.
-            ask: Returns those of another one, by role.
-        """
+    def scores(self, raw: FolderScores, score: Callable[[str], FolderScores]) -> dict[str, ModelScores]:
+        """Returns the final scores by name, from the raw scores of the run's model and those of each of `models`."""
         return {}
 
-    def completed(self, judgement: Judgement, told: Scores, timed: TimedScore) -> dict[str, Any]:
-        """Adds to a judgement what a run's own one has beyond it.
-
-        Args:
-            judgement: Of the model and these detectors.
-            told: As for `scores`.
-            timed: What scored all of them.
-        """
+    def complete(self, judgement: Judgement, raw: FolderScores, timed: TimedScore) -> dict[str, Any]:
+        """Adds to a judgement the parts that only such a model has; `timed` has scored all models."""
         return dict(judgement)
 
 
-class Taught(Alone):
-    """A student, beside its teacher and the same student without one, as far as their runs are still there.
+class TeacherReferences(References):
+    """The teacher of a student and the same student without one, as far as their runs are still there."""
 
-    Args:
-        result: The run's own judgement.
-        data: The windows.
-        reference_model: Reads the other models.
-    """
+    def __init__(self, result: Mapping[str, Any], data: CanData, load_model: LoadModel) -> None:
+        super().__init__(result)
+        for role, record in result["references"].items():
+            with self._skip_on_error(role):
+                # With the threshold and the units that the student's run found, as at the end of that run.
+                finished = replace(load_model(role), result={"judgement": record})
+                self.models[role] = FinishedNetwork(finished, data.flat, full_precision=True)
 
-    def __init__(self, result: Mapping[str, Any], data: CanData, reference_model: ReferenceModel) -> None:
-        super().__init__(result, {})
-        for role, decided in result["references"].items():
-            with self._missed(role):
-                # Judged as beside the student then, whatever its own run decided.
-                finished = replace(reference_model(role), result={"judgement": decided})
-                self.asked[role] = Windows(data, AskedNetwork(finished, data.flat))
-
-    def scores(self, told: Scores, ask: Callable[[str], Scores]) -> dict[str, Scores]:
-        """Returns the final scores of the others, by role."""
-        found: dict[str, Scores] = {}
-        for role, windows in self.asked.items():
-            with self._missed(role):
-                final = {folder: windows.scorer.combine(raw) for folder, raw in ask(role).items()}
-                check_scores(ModelScores(validation=np.empty(0), test=final))
-                found[role] = final
+    def scores(self, raw: FolderScores, score: Callable[[str], FolderScores]) -> dict[str, ModelScores]:
+        """Returns the final scores of both, by role; one that fails is absent."""
+        found = {}
+        for role, model in self.models.items():
+            with self._skip_on_error(role):
+                scores = _final_scores(model, score(role))
+                check_scores(scores)
+                found[role] = scores
         return found
 
-    def completed(self, judgement: Judgement, told: Scores, timed: TimedScore) -> dict[str, Any]:
-        """Adds everyone's size and speed."""
-        references = {
-            role: {**self._result["references"][role], **decided} for role, decided in judgement["references"].items()
-        }
+    def complete(self, judgement: Judgement, raw: FolderScores, timed: TimedScore) -> dict[str, Any]:
+        """Adds sizes and speeds."""
         compared = {
-            name: {**known, "windows_per_second": timed.speed("" if name == STUDENT else name)}
+            name: {**known, "windows_per_second": timed.speed("" if name == TRAINED else name)}
             for name, known in self._result["compared"].items()
-            if name == STUDENT or name in references
+            if name == TRAINED or name in judgement["references"]
         }
-        return {**judgement, "references": references, "compared": compared}
+        return {**judgement, "compared": compared}
 
     @contextmanager
-    def _missed(self, role: str) -> Iterator[None]:
-        """Goes on without a model that cannot be had."""
+    def _skip_on_error(self, role: str) -> Iterator[None]:
         try:
             yield
         except CanTrainError as error:
             self.absent[role] = ": ".join(filter(None, (error.rule, error.value)))
 
 
-class Mixed(Alone):
-    """An agent, beside the simple mixes of the two scores that it sees.
-
-    Args:
-        result: The run's own judgement.
-    """
+class MixReferences(References):
+    """The simple mixes of the two scores that an agent sees, as its run fitted them."""
 
     def __init__(self, result: Mapping[str, Any]) -> None:
-        super().__init__(result, {name: why for name, why in result["absent"].items() if name == BEST_MIX})
+        super().__init__(result)
+        self.absent = {name: why for name, why in result["absent"].items() if name == BEST_MIX}
 
-    def scores(self, told: Scores, ask: Callable[[str], Scores]) -> dict[str, Scores]:
+    def scores(self, raw: FolderScores, score: Callable[[str], FolderScores]) -> dict[str, ModelScores]:
         """Returns the scores of the mixes, by name."""
         mixes = {name: mix_from_plain(plain) for name, plain in self._result["mixing"]["mixes"].items()}
+        tables = {folder: WindowScores.from_columns(columns) for folder, columns in raw.items()}
         return {
-            name: {folder: mix.score(seen(raw), np.arange(len(raw))) for folder, raw in told.items()}
+            name: ModelScores(
+                validation=np.empty(0),
+                test={folder: mix.score(table, np.arange(len(table.anomaly))) for folder, table in tables.items()},
+            )
             for name, mix in mixes.items()
         }
 
-    def completed(self, judgement: Judgement, told: Scores, timed: TimedScore) -> dict[str, Any]:
-        """Adds which weights the agent chose."""
-        return with_choices(judgement, self._result["mixing"], {folder: raw[:, WEIGHT] for folder, raw in told.items()})
+    def complete(self, judgement: Judgement, raw: FolderScores, timed: TimedScore) -> dict[str, Any]:
+        """Adds the weights that the agent chose."""
+        weights = {folder: columns[:, WEIGHT] for folder, columns in raw.items()}
+        return with_choices(judgement, self._result["mixing"], weights)
 
 
-def beside_of(finished: FinishedModel, data: CanData, reference_model: ReferenceModel) -> Alone:
-    """Makes ready what a run's model was judged beside.
-
-    Args:
-        finished: What the run has trained.
-        data: The windows.
-        reference_model: Reads the models that the run builds on.
-    """
+def _references_of(finished: FinishedModel, data: CanData, load_model: LoadModel) -> References:
     result, mode = finished.result["judgement"], finished.run.mode
-    if "references" not in result:
-        shown = [name for judged in result.get("test", {}).values() for name in judged.get("references", {})]
-        return Alone(result, dict.fromkeys(shown, _OLDER))
     if isinstance(mode, DistillationSettings):
-        return Taught(result, data, reference_model)
-    return Mixed(result) if isinstance(mode, FusionSettings) else Alone(result, {})
+        return TeacherReferences(result, data, load_model)
+    return MixReferences(result) if isinstance(mode, FusionSettings) else References(result)
 
 
-Score = Callable[[Windows, NDArray[np.int64]], NDArray[np.float64]]
-"""Scores windows, [R, S], in parts that fit."""
-
-
-AS_GIVEN: Final = "as given"
-"""The rule of a threshold that a person chose."""
-
-
-FITTED_BASELINES: Final = ("id_lookup", "random_forest")
-"""Baselines that learn from training windows."""
-
-
-_NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
+def _final_scores(model: WindowModel, raw: FolderScores, validation: NDArray[np.float64] | None = None) -> ModelScores:
+    return ModelScores(
+        validation=np.empty(0) if validation is None else model.combine(validation),
+        test={folder: model.combine(columns) for folder, columns in raw.items()},
+        error_units=model.error_units,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Verdict:
-    """What came of an evaluation.
+class EvaluatedWindows:
+    """The outcome of an evaluation.
 
     Attributes:
         judgement: As in a run's result; strict JSON.
-        samples: Columns of W cells, by name: the judged windows with their times, scores and labels.
-        notes: How it was judged, in sentences.
+        samples: Columns of [W] cells, by name: the judged windows with their times, scores and labels.
+        notes: Sentences about how the windows were judged.
     """
 
     judgement: Mapping[str, Any]
@@ -360,176 +272,100 @@ class Verdict:
     notes: Sequence[str]
 
 
-def make_evaluation(finished: FinishedModel, reference_model: ReferenceModel, asked: EvaluationData) -> "Evaluation":
-    """Prepares the windows that are judged.
-
-    Args:
-        finished: What the run has trained.
-        reference_model: Reads the models that the run builds on.
-        asked: The data.
-
-    Raises:
-        ConfigError: The model is bound to other settings.
-        DataError: A log cannot be read, or is too short.
-        RunError: A model that scoring needs is gone.
-        CheckpointError: The weights are not those of the run's settings, or its result lacks what scoring needs.
-    """
-    if "threshold" not in finished.result.get("judgement", ()):
-        raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
-    data, own = read_asked(finished.run.dataset, asked)
-    windows, references = (
-        Windows(data, scorer_of(finished, data, reference_model)),
-        beside_of(finished, data, reference_model),
-    )
-    if own or not _lacks_units(finished):
-        return Evaluation(windows, windows, references, replace(asked, own=own))
-    reference = _own_data(finished, asked)
-    return Evaluation(windows, Windows(reference, scorer_of(finished, reference, reference_model)), references, asked)
-
-
-def _lacks_units(finished: FinishedModel) -> bool:
-    """Whether an older version made the result of an autoencoder, without the units of its errors."""
-    return isinstance(finished.run.model, VgaeSettings) and "error_units" not in finished.result["judgement"]
-
-
-def _own_data(finished: FinishedModel, asked: EvaluationData) -> CanData:
-    try:
-        return read_own(finished.run.dataset, asked)
-    except DataError as error:
-        raise CheckpointError(
-            "The run's result lacks the units of its errors, and its own data are not there to find them",
-            value=f"{finished.run_id}: {error.rule}: {error.value}",
-            remedy="Bring its data back (--data-root names their folder), or train anew",
-        ) from error
-
-
-class Evaluation:
+class WindowEvaluation:
     """Windows that are judged by the threshold that a run chose in validation.
 
-    Args:
-        windows: Those that are judged.
-        reference: The run's own, where its result lacks what only they tell; else the same.
-        references: What the model is judged beside, other than baselines.
-        asked: How the judged ones were asked for.
-
     Attributes:
-        own_split: Whether they are split as they were for training; else all of them are judged.
+        own_split: Whether the windows are split as they were for training; else all of them are judged.
     """
 
-    def __init__(self, windows: Windows, reference: Windows, references: Alone, asked: EvaluationData) -> None:
-        self._windows = windows
-        self._reference = reference
+    def __init__(self, model: WindowModel, data: CanData, references: References, request: EvaluationData) -> None:
+        self._model = model
+        self._data = data
         self._references = references
-        self._finished = windows.scorer.finished
-        self._data = windows.data
-        self._asked = asked
-        self.own_split = asked.own
-        self._rows = np.concatenate([*self._data.split.test.values()])
+        self._request = request
+        self._run = model.finished.run
+        self._result = model.finished.result["judgement"]
+        self.own_split = request.own
+        self._rows = np.concatenate([*data.split.test.values()])
 
     @property
     def dataset(self) -> str:
-        """Name of the data, or the path of what was given by path."""
-        asked: CanDatasetSettings = self._asked.dataset
-        return asked.path or asked.name
+        """Name of the data, or the path of data that were given by path."""
+        dataset: CanDatasetSettings = self._request.dataset
+        return dataset.path or dataset.name
 
     @cached_property
     def counted(self) -> Mapping[str, int]:
-        """How many windows are judged, and of how many frames: those that windows share count once."""
+        """Numbers of judged windows and frames; a frame that several windows share counts once."""
         flat, rows = self._data.flat, np.unique(self._rows)
+        # A window adds the frames since the start of the one before it, or all of its own where a log begins.
         steps = np.diff(flat.first_frame[rows])
         fresh = np.where(np.diff(flat.source[rows]) == 0, np.minimum(steps, flat.window), flat.window)
         return {"windows": len(self._rows), "frames": flat.window + int(fresh.sum())}
 
-    def judge(self, score: Score, threshold: float | None) -> Verdict:
-        """Judges each group of windows by itself, beside baselines and what the run was judged beside.
-
-        Args:
-            score: Scores windows.
-            threshold: Above which windows are flagged; None: the run's own.
+    def judge(self, score: Score, threshold: float | None) -> EvaluatedWindows:
+        """Judges each folder by itself, together with baselines and references, by a threshold or by the run's own.
 
         Raises:
             RunError: A score is not a finite number.
         """
-        flat, split, scorer = self._data.flat, self._data.split, self._windows.scorer
-        if _lacks_units(self._finished):
-            scorer.finished = self._with_units(score)
-        asked = {"": self._windows, **self._references.asked}
-        timed = TimedScore(lambda rows, role="": score(asked[role], rows))
-        told = self._told(timed)
-        own = ModelScores(
-            validation=scorer.combine(timed(split.validation)) if len(split.validation) else np.empty(0),
-            test={folder: scorer.combine(raw) for folder, raw in told.items()},
-        )
-        decided = self._threshold(threshold)
-        judgement = judge_at(flat, split, Detector(own, decided), self._baselines(), self._others(told, timed))
+        data, model = self._data, self._model
+        models = {"": model, **self._references.models}
+        timed = TimedScore(lambda rows, role="": score(models[role], rows))
+        raw = self._folder_scores(timed)
+        validation = timed(data.split.validation) if len(data.split.validation) else None
+        scores = _final_scores(model, raw, validation)
+        chosen = Threshold(value=threshold, rule="as given") if threshold is not None else self._known(self._result)
+        references = {
+            name: Detector(one, self._known(self._result["references"][name]))
+            for name, one in self._references.scores(raw, lambda role: self._folder_scores(timed, role)).items()
+        }
+        judgement = judge_at(data.flat, data.split, Detector(scores, chosen), self._baselines(), references)
         judgement["absent"] |= self._references.absent
-        units = {name: value for name, value in scorer.finished.result["judgement"].items() if name == "error_units"}
-        return Verdict(
-            judgement={**self._references.completed(judgement, told, timed), **units},
-            samples=self._samples(own.test, decided.value),
-            notes=[*self._unknown_ids(), *_notes(decided, judgement["absent"])],
+        return EvaluatedWindows(
+            judgement=self._references.complete(judgement, raw, timed),
+            samples=self._samples(scores.test, chosen.value),
+            notes=[*self._unknown_ids(), *_notes(chosen, judgement["absent"])],
         )
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[FolderTable]:
-        """Writes a judgement as one table a group, and one of sizes and speeds where they are compared."""
-        return tables_of(judgement)
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[JudgementTable]:
+        """Writes a judgement as tables of text."""
+        return judgement_tables(judgement)
 
-    def _told(self, timed: TimedScore, *role: str) -> Scores:
-        """Scores the windows of each folder: [F, S]."""
-        timed.warm_up(self._rows, *role)
+    def _folder_scores(self, timed: TimedScore, *role: str) -> FolderScores:
+        # The first call for a model is not timed; one window makes it short.
+        timed(self._rows[:1], *role)
         return {folder: timed(rows, *role) for folder, rows in self._data.split.test.items()}
 
-    def _others(self, told: Scores, timed: TimedScore) -> dict[str, Detector]:
-        """Scores what the model is judged beside; each flags by the threshold that it had in the run's validation."""
-        scores = self._references.scores(told, lambda role: self._told(timed, role))
-        decided = self._finished.result["judgement"].get("references", {})
-        return {
-            name: Detector(ModelScores(validation=np.empty(0), test=test), self._known_threshold(decided[name]))
-            for name, test in scores.items()
-        }
-
-    def _with_units(self, score: Score) -> FinishedModel:
-        """Adds the units of errors to the result."""
-        flat, rows = self._reference.data.flat, self._reference.data.split.validation
-        units = error_units(score(self._reference, rows[flat.label[rows] == 0]))
-        result = self._finished.result
-        return replace(self._finished, result={**result, "judgement": {**result["judgement"], "error_units": units}})
-
-    def _threshold(self, given: float | None) -> Threshold:
-        if given is not None:
-            return Threshold(value=given, rule=AS_GIVEN)
-        return self._known_threshold(self._finished.result["judgement"])
-
-    def _known_threshold(self, decided: Decided) -> Threshold:
-        where = "" if self.own_split else f", in {self._finished.run.dataset.name}"
-        return Threshold(value=decided["threshold"], rule=f"{decided['threshold_rule']}{where}")
-
-    def _unknown_ids(self) -> list[str]:
-        """Says how many of the CAN IDs are new to a model that sees which is which."""
-        flat, finished = self._data.flat, self._finished
-        if self.own_split or not finished.run.dataset.identity or "inputs.vocabulary" not in finished.weights:
-            return []
-        known = int(np.isin(flat.ids, np.asarray(finished.weights["inputs.vocabulary"])).sum())
-        if known == len(flat.ids):
-            return []
-        need_none = "a model that is trained with dataset.identity=false needs to know none"
-        return [f"The model knows {known} of the {len(flat.ids)} CAN IDs; {need_none}"]
+    def _known(self, record: ThresholdRecord) -> Threshold:
+        where = "" if self.own_split else f", in {self._run.dataset.name}"
+        return Threshold(value=record["threshold"], rule=f"{record['threshold_rule']}{where}")
 
     def _baselines(self) -> Baselines:
-        run, data = self._finished.run, self._data
         if not self.own_split:
             return Baselines(tuple(constant_baselines()), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
-        options = JudgingOptions.of(run, supervised=not isinstance(run.model, VgaeSettings))
-        return own_baselines(data.flat, data.split, options)
+        supervised = not isinstance(self._run.model, VgaeSettings)
+        return own_baselines(self._data.flat, self._data.split, JudgingOptions.of(self._run, supervised=supervised))
 
-    def _samples(
-        self, scores: Mapping[str, NDArray[np.float64]], threshold: float
-    ) -> dict[str, Sequence[Any] | NDArray[Any]]:
-        """Lists the judged windows log by log, each log's in their order."""
+    def _unknown_ids(self) -> list[str]:
+        """Counts the CAN IDs that are new to a model with an ID embedding."""
+        flat, weights = self._data.flat, self._model.finished.weights
+        if self.own_split or not self._run.dataset.identity or "inputs.vocabulary" not in weights:
+            return []
+        known = int(np.isin(flat.ids, np.asarray(weights["inputs.vocabulary"])).sum())
+        if known == len(flat.ids):
+            return []
+        alternative = "a model that is trained with dataset.identity=false needs to know none"
+        return [f"The model knows {known} of the {len(flat.ids)} CAN IDs; {alternative}"]
+
+    def _samples(self, scores: FolderScores, threshold: float) -> dict[str, Sequence[Any] | NDArray[Any]]:
+        """Lists the judged windows log by log, those of each log in their order."""
         flat, rows = self._data.flat, self._rows
         score = np.concatenate([*scores.values()])
         folder = np.repeat(np.arange(len(scores)), [len(each) for each in scores.values()])
         paths, folders = [source.path for source in flat.sources], list(scores)
+        # The second argsort turns the order of the paths into the rank of each.
         by_path = np.argsort(np.argsort(np.array(paths), kind="stable"))
         order = np.lexsort((folder, flat.first_frame[rows], by_path[flat.source[rows]]))
         rows, score, folder = rows[order], score[order], folder[order]
@@ -551,9 +387,8 @@ class Evaluation:
 
 
 def _notes(threshold: Threshold, absent: Mapping[str, str]) -> list[str]:
-    """Says how windows were flagged, and which baselines are missing and why."""
-    said = [f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}"]
+    notes = [f"A window is flagged if it scores more than {threshold.value:.6g}: {threshold.rule}"]
     for reason in dict.fromkeys(absent.values()):
         names = ", ".join(name for name, why in absent.items() if why == reason)
-        said.append(f"Not beside it: {names} ({reason})")
-    return said
+        notes.append(f"Missing from the tables: {names} ({reason})")
+    return notes

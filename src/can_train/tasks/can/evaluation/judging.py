@@ -1,18 +1,22 @@
-"""Judges a detector, and writes the judgement as tables."""
+"""Judges detectors folder by folder, compares them, and writes the judgement as tables.
+
+All that is decided about a detector, its threshold and the units of its errors, comes from validation windows.
+
+Shapes: R rows (windows).
+"""
+
+from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
-from can_train.tasks.can.data.dataset import Split
-from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.evaluation.baselines import Baselines, fit_baselines
 from can_train.tasks.can.evaluation.metrics import (
     KindRecall,
@@ -23,49 +27,69 @@ from can_train.tasks.can.evaluation.metrics import (
     recall_by_kind,
 )
 
-Score = Callable[..., NDArray[np.float64]]
-"""Scores windows, `score(rows)`; `score(rows, role)` asks the reference model of that role."""
+if TYPE_CHECKING:
+    from can_train.config.resolved import ResolvedRun
+    from can_train.tasks.can.data.dataset import Split
+    from can_train.tasks.can.data.graphs import FlatGraphs
 
-
+# Share of flagged windows from which a remark says that a detector flags everything.
 FLAGS_EVERYTHING_SHARE: Final = 0.99
-"""Share of a folder's windows from which a detector is said to flag everything."""
 
-
+# False-positive rate below which that remark is left out: where nearly all windows are attacks, a good detector flags
+# nearly all of them.
 INDISCRIMINATE_FPR: Final = 0.5
-"""Share of the benign windows below which even that is not said: where nearly all windows are attacks, a good detector
-flags nearly all of them too."""
-
 
 SECONDS_PER_HOUR: Final = 3600.0
 
+# Name of the model that the run trained, in results and tables.
+TRAINED: Final = "model"
 
-Judged = tuple[NDArray[np.float64], Threshold]
-"""Scores of some windows, and the threshold of the detector that they are from."""
+# Cell of a figure that the folder does not define.
+UNDEFINED: Final = "-"
+
+# Alarms per hour from which a decimal is noise.
+MANY_ALARMS: Final = 100.0
+
+# Figures of a table by heading. The headings are short because the widest row must fit 80 columns: `r@1%` is recall at
+# 1 % false positives, `alarm/h` are false alarms per hour.
+_RATES: Final = {
+    "f1": "f1", "prec": "precision", "recall": "recall", "mcc": "mcc", "pr_auc": "pr_auc", "roc_auc": "roc_auc",
+    "r@1%": "recall_at_fpr_1pct",
+}  # fmt: skip
+COLUMNS: Final = ("detector", *_RATES, "alarm/h")
+
+# Scores windows: `score(rows)` with the trained model, `score(rows, role)` with the reference model of that role.
+Score = Callable[..., NDArray[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelScores:
-    """A model's scores, higher is more attack-like, aligned with the rows of a `Split`.
+    """A detector's final scores, higher is more attack-like, aligned with the rows of a `Split`.
 
     Attributes:
-        validation: [R] float64, one for each validation row.
+        validation: [R] float64, one for each validation row; empty where the split has none.
         test: The same for each test folder.
+        error_units: Units of an autoencoder's error terms, which the scores are made with.
     """
 
     validation: NDArray[np.float64]
     test: Mapping[str, NDArray[np.float64]]
+    error_units: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class Detector:
-    """A detector's scores, and its threshold."""
+    """A detector's scores and its threshold."""
 
     scores: ModelScores
     threshold: Threshold
 
-    def on(self, folder: str) -> Judged:
-        """Returns its scores in a test folder, with the threshold."""
-        return self.scores.test[folder], self.threshold
+    def record(self) -> ThresholdRecord:
+        """Returns what validation decided about the detector, as strict JSON."""
+        record = ThresholdRecord(threshold=self.threshold.value, threshold_rule=self.threshold.rule)
+        if self.scores.error_units is not None:
+            record["error_units"] = self.scores.error_units
+        return record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +97,9 @@ class JudgingOptions:
     """How a model is judged.
 
     Attributes:
-        supervised: Whether it learned from attacks; decides the threshold's rule.
-        validation_fpr: Share of the benign validation windows an anomaly detector may flag.
-        baselines: Whether the baselines are computed.
-        seed: Seed of the baselines.
+        supervised: Whether it learned from attacks, which decides the threshold's rule.
+        validation_fpr: Share of the benign validation windows that an anomaly detector may flag.
+        baselines: Whether the baselines are computed, with `seed`.
     """
 
     supervised: bool
@@ -85,14 +108,14 @@ class JudgingOptions:
     seed: int
 
     @classmethod
-    def of(cls, run: ResolvedRun, *, supervised: bool) -> "JudgingOptions":
-        """Reads them from a run's settings."""
+    def of(cls, run: ResolvedRun, *, supervised: bool) -> JudgingOptions:
+        """Takes the options from the settings of a run."""
         mode, seed = run.mode, run.training.seed
         return cls(supervised=supervised, validation_fpr=mode.validation_fpr, baselines=mode.baselines, seed=seed)
 
 
 class FolderJudgement(TypedDict):
-    """What one test folder says about the model, about detectors that it is to be seen beside, and about the baselines."""
+    """Figures of one test folder, by detector."""
 
     model: Metrics
     references: dict[str, Metrics]
@@ -101,22 +124,24 @@ class FolderJudgement(TypedDict):
     remarks: list[str]
 
 
-class Decided(TypedDict):
-    """What validation windows decided about a detector; of an autoencoder also the units of its errors."""
+class ThresholdRecord(TypedDict):
+    """What validation decided about a detector; `error_units` are those of an autoencoder."""
 
     threshold: float
     threshold_rule: str
     error_units: NotRequired[list[float]]
 
 
-class Judgement(Decided):
-    """The whole judgement, as it stands in a run's result: strict JSON. Data that no run was trained on have no
-    validation part; `references` has the detectors that the model is seen beside, `absent` why any is missing.
+class Judgement(ThresholdRecord):
+    """The `judgement` of a run's result: strict JSON.
+
+    `references` are the models and mixes that the model is compared with; `absent` has the reason for each missing
+    detector. Data that no run was trained on have no validation part.
     """
 
     validation: NotRequired[Metrics]
     test: dict[str, FolderJudgement]
-    references: dict[str, Decided]
+    references: dict[str, ThresholdRecord]
     absent: dict[str, str]
 
 
@@ -127,27 +152,28 @@ def judge(
     options: JudgingOptions,
     references: Mapping[str, ModelScores] = MappingProxyType({}),
 ) -> Judgement:
-    """Judges a model on every test folder.
-
-    Args:
-        flat: All windows.
-        split: Which of them validate and are judged.
-        scores: The model's.
-        options: How it is judged.
-        references: Scores of other detectors that it is to be seen beside, by name; each gets a threshold by the same rule,
-            from validation scores of its own.
+    """Judges a model on every test folder, together with references by name; one rule chooses all thresholds.
 
     Raises:
         RunError: A score is not a finite number.
         DataError: Validation allows no threshold.
     """
-    model = Detector(scores, _threshold(flat, split, scores, options))
-    others = {name: Detector(other, _threshold(flat, split, other, options)) for name, other in references.items()}
+    is_attack = flat.label[split.validation] > 0
+
+    def with_threshold(one: ModelScores) -> Detector:
+        check_scores(one)
+        threshold = choose_threshold(
+            is_attack, one.validation, supervised=options.supervised, fpr=options.validation_fpr
+        )
+        return Detector(one, threshold)
+
+    model = with_threshold(scores)
+    others = {name: with_threshold(one) for name, one in references.items()}
     return judge_at(flat, split, model, own_baselines(flat, split, options), others)
 
 
 def own_baselines(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Baselines:
-    """Fits the baselines on a split's own training windows, where they are wanted.
+    """Fits the baselines on the training windows of a split, if the options ask for them.
 
     Raises:
         DataError: Validation allows no threshold.
@@ -164,89 +190,60 @@ def judge_at(
     baselines: Baselines,
     references: Mapping[str, Detector] = MappingProxyType({}),
 ) -> Judgement:
-    """Judges a model whose threshold is known; validation, too, where the split has such a part.
-
-    Args:
-        flat: All windows.
-        split: Which of them validate and are judged.
-        model: The model.
-        baselines: The baselines, fitted.
-        references: Other detectors that it is to be seen beside, by name.
+    """Judges a model whose threshold is known. The split's validation part may be empty.
 
     Raises:
         RunError: A score is not a finite number.
     """
     for detector in (model, *references.values()):
         check_scores(detector.scores)
-    threshold = model.threshold
+    detectors = {TRAINED: model, **references}
     judgement = Judgement(
-        threshold=threshold.value,
-        threshold_rule=threshold.rule,
-        test={
-            folder: _judge_folder(
-                flat, rows, model.on(folder), {name: other.on(folder) for name, other in references.items()}, baselines
-            )
-            for folder, rows in split.test.items()
-        },
-        references={
-            name: Decided(threshold=other.threshold.value, threshold_rule=other.threshold.rule)
-            for name, other in references.items()
-        },
+        threshold=model.threshold.value,
+        threshold_rule=model.threshold.rule,
+        test={folder: _judge_folder(flat, split, folder, detectors, baselines) for folder in split.test},
+        references={name: other.record() for name, other in references.items()},
         absent=baselines.absent,
     )
+    if model.scores.error_units is not None:
+        judgement["error_units"] = model.scores.error_units
     if len(split.validation):
-        judgement["validation"] = _metrics(flat, split.validation, model.scores.validation, threshold)
+        judgement["validation"] = _metrics(flat, split.validation, model.scores.validation, model.threshold)
     return judgement
 
 
-def _threshold(flat: FlatGraphs, split: Split, scores: ModelScores, options: JudgingOptions) -> Threshold:
-    """Chooses a detector's threshold from validation, once all of its scores are seen to be numbers."""
-    check_scores(scores)
-    return choose_threshold(
-        flat.label[split.validation] > 0,
-        scores.validation,
-        supervised=options.supervised,
-        fpr=options.validation_fpr,
-    )
-
-
 def check_scores(scores: ModelScores) -> None:
-    """Checks that a detector's scores are numbers.
+    """Checks that all scores of a detector are finite.
 
     Raises:
-        RunError: One is not finite.
+        RunError: One is not.
     """
-    for name, values in {"validation": scores.validation, **scores.test}.items():
-        _check_finite(name, values)
-
-
-def _check_finite(name: str, score: NDArray[np.float64]) -> None:
-    broken = int(np.count_nonzero(~np.isfinite(score)))
-    if broken:
-        raise RunError(
-            "Every window's score must be a finite number",
-            value=f"{broken} of {len(score)} in {name} are not",
-            remedy="The model has diverged: lower the learning rate, clip gradients, or train in fp32",
-        )
+    for part, values in {"validation": scores.validation, **scores.test}.items():
+        broken = int(np.count_nonzero(~np.isfinite(values)))
+        if broken:
+            raise RunError(
+                "Every window's score must be a finite number",
+                value=f"{broken} of {len(values)} in {part} are not",
+                remedy="The model has diverged: lower the learning rate, clip gradients, or train in fp32",
+            )
 
 
 def _judge_folder(
-    flat: FlatGraphs, rows: NDArray[np.int64], judged: Judged, others: Mapping[str, Judged], baselines: Baselines
+    flat: FlatGraphs, split: Split, folder: str, detectors: Mapping[str, Detector], baselines: Baselines
 ) -> FolderJudgement:
-    score, threshold = judged
-    model = _metrics(flat, rows, score, threshold)
-    references = {name: _metrics(flat, rows, *other) for name, other in others.items()}
-    below = {
-        baseline.name: _metrics(flat, rows, baseline.scorer.score(flat, rows), baseline.threshold)
-        for baseline in baselines.fitted
-    }
+    rows = split.test[folder]
+    references = {name: _metrics(flat, rows, one.scores.test[folder], one.threshold) for name, one in detectors.items()}
+    model = references.pop(TRAINED)
+    simple = {one.name: _metrics(flat, rows, one.score(flat, rows), one.threshold) for one in baselines.fitted}
+    trained = detectors[TRAINED]
+    flagged = trained.scores.test[folder] > trained.threshold.value
     labelled = np.array([source.labelled for source in flat.sources])[flat.source[rows]]
     return FolderJudgement(
         model=model,
         references=references,
-        baselines=below,
-        recall_by_kind=recall_by_kind(flat.label[rows], score > threshold.value, flat.kinds),
-        remarks=remarks(model, {**references, **below}, unlabelled_windows=int(np.count_nonzero(~labelled))),
+        baselines=simple,
+        recall_by_kind=recall_by_kind(flat.label[rows], flagged, flat.kinds),
+        remarks=remarks(model, {**references, **simple}, unlabelled_windows=int(np.count_nonzero(~labelled))),
     )
 
 
@@ -255,14 +252,10 @@ def _metrics(flat: FlatGraphs, rows: NDArray[np.int64], score: NDArray[np.float6
 
 
 def benign_hours(flat: FlatGraphs, rows: NDArray[np.int64]) -> float:
-    """Computes how long chosen windows watched benign traffic, in hours.
+    """Computes how long [R] chosen windows, ascending, observed benign traffic, in hours.
 
     A window lasts until the next chosen one begins, if that overlaps it or follows without a frame between them;
     otherwise until its own last frame. So no time counts twice, and none between chosen parts of a log counts.
-
-    Args:
-        flat: All windows.
-        rows: [R] ascending.
     """
     start, end = flat.start_time[rows], flat.end_time[rows]
     adjoining = (np.diff(flat.source[rows]) == 0) & (np.diff(flat.first_frame[rows]) <= flat.window)
@@ -272,187 +265,122 @@ def benign_hours(flat: FlatGraphs, rows: NDArray[np.int64]) -> float:
     return float(seconds[flat.label[rows] == 0].sum()) / SECONDS_PER_HOUR
 
 
-def remarks(model: Metrics, baselines: Mapping[str, Metrics], *, unlabelled_windows: int) -> list[str]:
-    """Says in words what the figures of a folder hide.
-
-    Args:
-        model: The model's figures.
-        baselines: The baselines' figures, by name.
-        unlabelled_windows: How many of the windows come from logs that do not say what is an attack.
-    """
-    return [
-        *_remarks_on_labels(model, unlabelled_windows),
-        *_remarks_on_flags(model),
-        *_remarks_on_baselines(model, baselines),
-    ]
+def remarks(model: Metrics, others: Mapping[str, Metrics], *, unlabelled_windows: int) -> list[str]:
+    """Writes sentences about what the figures of a folder hide; `others` are those of the compared detectors."""
+    return [*_label_remarks(model, unlabelled_windows), *_flag_remarks(model), *_comparison_remarks(model, others)]
 
 
-def _remarks_on_labels(model: Metrics, unlabelled_windows: int) -> list[str]:
+def _label_remarks(model: Metrics, unlabelled_windows: int) -> list[str]:
     windows, attacks = model["windows"], model["attack_windows"]
     if unlabelled_windows == windows:
         return ["labels absent: all windows are presumed benign, only false-alarm figures are defined"]
-    said = []
+    found = []
     if unlabelled_windows:
-        said.append(f"{unlabelled_windows} of {windows} windows have no labels and are presumed benign")
+        found.append(f"{unlabelled_windows} of {windows} windows have no labels and are presumed benign")
     if not attacks:
-        said.append("no attacks: only false-alarm figures are defined")
+        found.append("no attacks: only false-alarm figures are defined")
     if attacks == windows:
-        said.append("all windows are attacks: false-alarm figures are not defined")
-    return said
+        found.append("all windows are attacks: false-alarm figures are not defined")
+    return found
 
 
-def _remarks_on_flags(model: Metrics) -> list[str]:
+def _flag_remarks(model: Metrics) -> list[str]:
     share, attacks, fpr = model["flagged_share"], model["attack_windows"], model["false_positive_rate"]
     if share == 0 and attacks:
         return ["flags nothing: every attack is missed"]
-    if share is None or share < FLAGS_EVERYTHING_SHARE:
-        return []
-    if fpr is not None and fpr < INDISCRIMINATE_FPR:
+    if share is None or share < FLAGS_EVERYTHING_SHARE or (fpr is not None and fpr < INDISCRIMINATE_FPR):
         return []
     if not attacks:
         return ["flags everything: every alarm is a false one"]
     return ["flags everything (recall 1.0 says nothing; accuracy = attack share)"]
 
 
-def _remarks_on_baselines(model: Metrics, baselines: Mapping[str, Metrics]) -> list[str]:
+def _comparison_remarks(model: Metrics, others: Mapping[str, Metrics]) -> list[str]:
     reached = model["mcc"]
     if reached is None:
         return []
     unbeaten = [
-        f"{name} ({mcc:.3f})"
-        for name, baseline in baselines.items()
-        if (mcc := baseline["mcc"]) is not None and reached <= mcc
+        f"{name} ({mcc:.3f})" for name, other in others.items() if (mcc := other["mcc"]) is not None and reached <= mcc
     ]
     return [f"does not beat {', '.join(unbeaten)} on MCC ({reached:.3f})"] if unbeaten else []
 
 
-COLUMNS: Final = ("detector", "f1", "prec", "recall", "mcc", "pr_auc", "roc_auc", "r@1%", "alarm/h")
-"""Headings; `r@1%` is recall at 1 % false positives, `alarm/h` are false alarms per hour."""
+class TimedScore:
+    """Scores windows and measures how long that takes.
 
+    The first call for each model is not counted: in it the model is moved to the device and its limits are found.
+    """
 
-UNDEFINED: Final = "-"
-"""What stands for a figure that the folder does not define."""
+    def __init__(self, score: Score) -> None:
+        self._score = score
+        self._counted: dict[str, tuple[int, float]] = {}
 
+    def __call__(self, rows: NDArray[np.int64], *role: str) -> NDArray[np.float64]:
+        """Scores windows with the trained model, or with the reference model of a role."""
+        name = "".join(role)
+        started = time.perf_counter()
+        scores = self._score(rows, *role)
+        seconds = time.perf_counter() - started
+        windows, before = self._counted.get(name, (-len(rows), -seconds))
+        self._counted[name] = windows + len(rows), before + seconds
+        return scores
 
-_MANY: Final = 100.0
-"""Alarms per hour from which a decimal is noise."""
+    def speed(self, role: str = "") -> float | None:
+        """Returns windows a second; None where nothing was counted."""
+        windows, seconds = self._counted.get(role, (0, 0.0))
+        return round(windows / seconds, 1) if seconds > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class FolderTable:
-    """One test folder's figures as text.
-
-    Attributes:
-        title: The folder and what is in it.
-        rows: Cells under `COLUMNS`, the model first, then what it is to be seen beside, then the baselines.
-        notes: Recall by attack kind, and remarks.
-        columns: The headings.
-    """
+class JudgementTable:
+    """A table of a judgement, as text: the model first, then the references, then the baselines."""
 
     title: str
     rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     columns: tuple[str, ...] = COLUMNS
 
 
-def judgement_table(judgement: Judgement) -> list[FolderTable]:
-    """Writes a judgement as one table a test folder."""
-    return [_folder_table(folder, judged) for folder, judged in judgement["test"].items()]
+def judgement_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
+    """Writes a judgement as one table for each test folder, and one of sizes and speeds where it has them."""
+    tables = [_folder_table(folder, judged) for folder, judged in judgement["test"].items()]
+    return [*tables, _comparison_table(judgement)] if "compared" in judgement else tables
 
 
-def _folder_table(folder: str, judged: FolderJudgement) -> FolderTable:
+def _folder_table(folder: str, judged: FolderJudgement) -> JudgementTable:
     model = judged["model"]
-    # Results of older versions have nothing beside the model.
-    detectors = {"model": model, **judged.get("references", {}), **judged["baselines"]}
-    kinds = [f"{kind} {told['recall']:.3f} of {told['windows']:,}" for kind, told in judged["recall_by_kind"].items()]
-    return FolderTable(
+    detectors = {TRAINED: model, **judged["references"], **judged["baselines"]}
+    kinds = [
+        f"{kind} {found['recall']:.3f} of {found['windows']:,}" for kind, found in judged["recall_by_kind"].items()
+    ]
+    return JudgementTable(
         title=f"{folder}: {model['windows']:,} windows, {model['attack_windows']:,} attacks",
         rows=tuple((name, *_cells(figures)) for name, figures in detectors.items()),
         notes=(*([f"recall by kind: {', '.join(kinds)}"] if kinds else []), *judged["remarks"]),
     )
 
 
-def _cells(figures: Metrics) -> tuple[str, ...]:
-    return (
-        _rate(figures["f1"]),
-        _rate(figures["precision"]),
-        _rate(figures["recall"]),
-        _rate(figures["mcc"]),
-        _rate(figures["pr_auc"]),
-        _rate(figures["roc_auc"]),
-        _rate(figures["recall_at_fpr_1pct"]),
-        _alarms(figures["false_alarms_per_hour"]),
-    )
+def _cells(figures: Mapping[str, Any]) -> list[str]:
+    alarms = figures["false_alarms_per_hour"]
+    return [
+        *(_cell(figures[name], ".3f") for name in _RATES.values()),
+        _cell(alarms, ".1f" if alarms is not None and alarms < MANY_ALARMS else ",.0f"),
+    ]
 
 
-def _rate(value: float | None) -> str:
-    return UNDEFINED if value is None else f"{value:.3f}"
+def _cell(value: float | None, spec: str) -> str:
+    return UNDEFINED if value is None else format(value, spec)
 
 
-def _alarms(value: float | None) -> str:
-    if value is None:
-        return UNDEFINED
-    return f"{value:.1f}" if value < _MANY else f"{value:,.0f}"
-
-
-STUDENT: Final = "model"
-"""Name of what was trained, in tables and results."""
-
-
-class TimedScore:
-    """Scores windows, and sees how long that takes; the first time for each model is not counted, in which it is moved
-    to the device and its limits are found.
-
-    Args:
-        score: Scores windows.
-    """
-
-    def __init__(self, score: Score) -> None:
-        self._score = score
-        self._taken: dict[str, tuple[int, float]] = {}
-
-    def __call__(self, rows: NDArray[np.int64], *role: str) -> NDArray[np.float64]:
-        """Scores windows with the model, or with the reference model of a role."""
-        name = "".join(role)
-        started = time.perf_counter()
-        scores = self._score(rows, *role)
-        seconds = time.perf_counter() - started
-        windows, before = self._taken.get(name, (-len(rows), -seconds))
-        self._taken[name] = windows + len(rows), before + seconds
-        return scores
-
-    def warm_up(self, rows: NDArray[np.int64], *role: str) -> None:
-        """Scores the first of some windows, so that none that follow are the first time."""
-        self(rows[:1], *role)
-
-    def speed(self, role: str) -> float | None:
-        """Returns windows a second; None where nothing was timed."""
-        windows, seconds = self._taken.get(role, (0, 0.0))
-        return round(windows / seconds, 1) if seconds > 0 else None
-
-
-def tables_of(judgement: Mapping[str, Any]) -> list[FolderTable]:
-    """Writes a judgement as one table a test folder, and one of sizes and speeds where they are compared."""
-    tables = judgement_table(judgement)  # type: ignore[arg-type]
-    return [*tables, comparison_table(judgement)] if "compared" in judgement else tables
-
-
-def comparison_table(judgement: Mapping[str, Any]) -> FolderTable:
-    """Writes sizes and speeds as a table."""
+def _comparison_table(judgement: Mapping[str, Any]) -> JudgementTable:
     compared: Mapping[str, Mapping[str, Any]] = judgement["compared"]
-    rows = tuple(
-        (
-            name,
-            UNDEFINED if told["parameters"] is None else f"{told['parameters']:,}",
-            UNDEFINED if told["windows_per_second"] is None else f"{told['windows_per_second']:,.0f}",
-            told["run"] or "",
-        )
-        for name, told in compared.items()
-    )
-    alone = "no student without a teacher is beside it: --without-teacher RUN"
-    return FolderTable(
+    remedy = "no student without a teacher is compared with it: --without-teacher RUN"
+    return JudgementTable(
         title="size and speed, windows a second as they were judged",
         columns=("detector", "parameters", "windows/s", "run"),
-        rows=rows,
-        notes=() if "without_teacher" in {*compared, *judgement["absent"]} else (alone,),
+        rows=tuple(
+            (name, _cell(one["parameters"], ","), _cell(one["windows_per_second"], ",.0f"), one["run"] or "")
+            for name, one in compared.items()
+        ),
+        notes=() if "without_teacher" in {*compared, *judgement["absent"]} else (remedy,),
     )

@@ -1,4 +1,7 @@
-"""How good a detector is on one set of windows."""
+"""Thresholds and figures of one detector on one set of windows.
+
+Shapes: V validation windows, W judged windows, R windows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +9,13 @@ from typing import Final, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.metrics import average_precision_score, roc_auc_score
 
 from can_train.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Threshold:
-    """A score above which windows are flagged, and the rule that chose it, in words."""
+    """A score above which windows are flagged, and a sentence about the rule that chose it."""
 
     value: float
     rule: str
@@ -22,19 +24,13 @@ class Threshold:
 def choose_threshold(
     is_attack: NDArray[np.bool_], score: NDArray[np.float64], *, supervised: bool, fpr: float
 ) -> Threshold:
-    """Chooses the threshold for a detector.
+    """Chooses the threshold of a detector from [V] validation windows.
 
-    A detector that learned from attacks gets the best F1, if validation holds attacks to measure it on; any other one
-    gets a false-positive rate on the benign windows.
-
-    Args:
-        is_attack: [V].
-        score: [V], higher is more attack-like.
-        supervised: Whether the detector learned from attacks.
-        fpr: Share of the benign windows that may be flagged where F1 cannot decide.
+    A supervised detector gets the best F1, if there are attacks to measure it on. Any other one may flag a share `fpr`
+    of the benign windows.
 
     Raises:
-        DataError: There is no window that the rule could be applied to.
+        DataError: There is no benign window to measure the rate on.
     """
     if supervised and is_attack.any():
         rule = "max F1 on validation" + (" (which holds attacks only)" if is_attack.all() else "")
@@ -55,12 +51,9 @@ def choose_threshold(
 def threshold_max_f1(is_attack: NDArray[np.bool_], score: NDArray[np.float64]) -> float:
     """Returns the threshold with the best attack-class F1; of equally good ones, the one that flags fewest windows.
 
-    It lies midway between the lowest flagged score and the highest one that is not.
-
-    Args:
-        is_attack: [V], at least one of them true.
-        score: [V], finite.
+    It lies midway between the lowest flagged score and the highest one that is not flagged. There must be an attack.
     """
+    # Only the distinct scores can be thresholds. From the highest down, every level flags all windows above it.
     levels, level_of = np.unique(-score, return_inverse=True)
     flagged = np.cumsum(np.bincount(level_of))
     hits = np.cumsum(np.bincount(level_of, weights=is_attack))
@@ -69,32 +62,27 @@ def threshold_max_f1(is_attack: NDArray[np.bool_], score: NDArray[np.float64]) -
     lowest_flagged = -float(levels[best])
     if best + 1 == len(levels):
         return float(np.nextafter(lowest_flagged, -np.inf))
-    return _between(-float(levels[best + 1]), lowest_flagged)
-
-
-def _between(low: float, high: float) -> float:
-    """Returns a number in [low, high): the middle, unless rounding or overflow puts that elsewhere."""
-    middle = (low + high) / 2
-    return middle if low <= middle < high else low
+    highest_passed = -float(levels[best + 1])
+    # Between neighbouring or huge numbers, rounding or overflow can put the middle outside.
+    middle = (highest_passed + lowest_flagged) / 2
+    return middle if highest_passed <= middle < lowest_flagged else highest_passed
 
 
 def threshold_at_fpr(benign_score: NDArray[np.float64], fpr: float) -> float:
-    """Returns the lowest of the benign scores that leaves at most a share `fpr` of them strictly above it.
+    """Returns the lowest benign score that leaves at most a share `fpr` of them strictly above it.
 
-    Equal scores are flagged together or not at all, so the rate that is reached may be lower, but never higher.
-
-    Args:
-        benign_score: [V], at least one.
-        fpr: In [0, 1].
+    There must be at least one score.
     """
+    # Equal scores are flagged together or not at all, so the rate that is reached may be lower, but never higher.
     count = len(benign_score)
+    # Rates are compared, not counts: 0.29 · 100 is 28.999999999999996, one window too few.
     rates = np.arange(1, count) / count
     allowed = int(np.searchsorted(rates, fpr, side="right"))
     return float(np.sort(benign_score)[count - 1 - allowed])
 
 
+# False-positive rate at which `recall_at_fpr_1pct` is read. It is customary, and means hundreds of alarms an hour.
 FIXED_FPR: Final = 0.01
-"""False-positive rate at which `recall_at_fpr_1pct` is read: customary, and already hundreds of alarms an hour."""
 
 
 class Metrics(TypedDict):
@@ -115,7 +103,7 @@ class Metrics(TypedDict):
 
 
 class KindRecall(TypedDict):
-    """Share of one attack kind's windows that were flagged, and how many windows that kind has."""
+    """Share of the windows of one attack kind that were flagged, and the number of its windows."""
 
     recall: float
     windows: int
@@ -124,17 +112,19 @@ class KindRecall(TypedDict):
 def detector_metrics(
     is_attack: NDArray[np.bool_], score: NDArray[np.float64], flagged: NDArray[np.bool_], *, benign_hours: float
 ) -> Metrics:
-    """Computes every figure of one detector.
+    """Computes every figure of one detector; figures that the windows do not define are None.
 
-    A precision with nothing flagged is 0, as in scikit-learn; so is an MCC if all windows, or none, are flagged. With
-    windows of one class only, MCC is undefined for every detector, hence None.
+    The precision is 0 where nothing is flagged, as in scikit-learn, and so is the MCC where all windows or none are.
 
     Args:
         is_attack: [W] the truth.
         score: [W] higher is more attack-like; finite.
-        flagged: [W] what the detector calls an attack.
-        benign_hours: Observed time without attacks, in hours.
+        flagged: [W] which windows the detector calls attacks.
+        benign_hours: Hours that benign windows observed.
     """
+    # scikit-learn takes seconds to import; most of a training needs only the thresholds of this module.
+    from sklearn.metrics import average_precision_score, roc_auc_score
+
     hits = int(np.count_nonzero(is_attack & flagged))
     false_alarms = int(np.count_nonzero(flagged)) - hits
     attacks = int(np.count_nonzero(is_attack))
@@ -161,7 +151,7 @@ def _ratio(part: int, whole: float) -> float | None:
 
 
 def _mcc(hits: int, false_alarms: int, attacks: int, benign: int) -> float:
-    """Matthews correlation coefficient from counts, in Python integers: their products exceed 64 bits."""
+    # Python integers: the product of the four sums exceeds 64 bits at a million windows.
     flagged = hits + false_alarms
     passed = attacks + benign - flagged
     if not flagged or not passed:
@@ -171,9 +161,9 @@ def _mcc(hits: int, false_alarms: int, attacks: int, benign: int) -> float:
 
 
 def recall_at_fpr(is_attack: NDArray[np.bool_], score: NDArray[np.float64], fpr: float) -> float:
-    """Returns the best recall that any threshold reaches with at most a share `fpr` of the benign windows flagged.
+    """Returns the best recall of any threshold that flags at most a share `fpr` of the benign windows.
 
-    It says how well the scores rank, whatever threshold was chosen. Both classes must occur.
+    It measures how well the scores rank, independently of the chosen threshold. Both classes must occur.
     """
     threshold = threshold_at_fpr(score[~is_attack], fpr)
     return float(np.mean(score[is_attack] > threshold))
@@ -182,44 +172,26 @@ def recall_at_fpr(is_attack: NDArray[np.bool_], score: NDArray[np.float64], fpr:
 def recall_by_kind(
     label: NDArray[np.uint8], flagged: NDArray[np.bool_], kinds: tuple[str, ...]
 ) -> dict[str, KindRecall]:
-    """Computes the recall of every attack kind that occurs.
-
-    Args:
-        label: [W] indices into `kinds`; 0 is benign.
-        flagged: [W].
-        kinds: Names of the label codes.
-    """
-    return {
-        kinds[code]: KindRecall(
-            recall=float(np.mean(flagged[label == code])), windows=int(np.count_nonzero(label == code))
-        )
-        for code in np.unique(label[label > 0])
-    }
+    """Computes the recall of every attack kind that occurs; labels are [W] indices into `kinds`, and 0 is benign."""
+    found = {}
+    for code in np.unique(label[label > 0]):
+        of_kind = label == code
+        found[kinds[code]] = KindRecall(recall=float(np.mean(flagged[of_kind])), windows=int(np.count_nonzero(of_kind)))
+    return found
 
 
-NODE_WEIGHT: Final = 0.40
-
-
-EDGE_WEIGHT: Final = 0.35
-
-
-LATENT_WEIGHT: Final = 0.25
-"""Shares of the autoencoder's error terms in the anomaly score."""
+# Shares of the node, edge and latent error in the anomaly score: those that users of this detector know.
+ERROR_WEIGHTS: Final = (0.40, 0.35, 0.25)
 
 
 def error_units(benign_errors: NDArray[np.float64]) -> list[float]:
-    """Returns the [3] units of the error terms, from [R, 3] errors of benign validation windows."""
+    """Returns the [3] units of the error terms: their means over [R, 3] errors of benign validation windows."""
+    # The smallest positive number stands for a mean of 0, which could not be divided by.
     units: list[float] = np.maximum(benign_errors.mean(axis=0), np.finfo(np.float64).tiny).tolist()
     return units
 
 
 def anomaly_scores(errors: NDArray[np.float64], units: Sequence[float]) -> NDArray[np.float64]:
-    """Returns [R] scores: 1 is as erroneous as the mean benign window of validation.
-
-    Args:
-        errors: [R, 3] node, edge and latent errors.
-        units: [3] of the error terms.
-    """
-    weights = np.array([NODE_WEIGHT, EDGE_WEIGHT, LATENT_WEIGHT])
-    scores: NDArray[np.float64] = errors @ (weights / np.asarray(units))
+    """Returns [R] weighted sums of [R, 3] node, edge and latent errors, in units of the mean benign window."""
+    scores: NDArray[np.float64] = errors @ (np.array(ERROR_WEIGHTS) / np.asarray(units))
     return scores

@@ -1,4 +1,7 @@
-"""The two scores that fusion mixes."""
+"""The two scores that fusion mixes, brought to one scale: in [0, 1], with the model's own threshold at 0.5.
+
+Shapes: G windows of a data set, R rows (windows).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,49 +10,43 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
+# Numbers that the agent sees of a window: anomaly score, attack probability, the confidence of each, and the node, edge
+# and latent error of the autoencoder.
 STATE_WIDTH: Final = 7
-"""Anomaly score, attack probability, the confidence of each, and the autoencoder's three error terms."""
 
-
+# Stands for the window after the last one.
 NO_WINDOW: Final = -1
-"""Stands for the window after a last one."""
 
-
+# Threshold of a fused score, and of the two scores in it.
 THRESHOLD: Final = 0.5
-"""Of a fused score, as of the two scores it is made of."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WindowScores:
-    """What two finished models say of windows, each figure in [0, 1].
+    """Scores of windows by an autoencoder and a classifier, all in [0, 1]."""
 
-    Attributes:
-        anomaly: [G] of the autoencoder; 0.5 is its threshold.
-        attack: [G] of the classifier; 0.5 is its threshold.
-        errors: [G, 3] node, edge and latent errors; 0.5 is the mean benign window of validation.
-    """
-
-    anomaly: NDArray[np.float64]
-    attack: NDArray[np.float64]
-    errors: NDArray[np.float64]
+    anomaly: NDArray[np.float64]  # [G] of the autoencoder; 0.5 is its threshold
+    attack: NDArray[np.float64]  # [G] of the classifier; 0.5 is its threshold
+    errors: NDArray[np.float64]  # [G, 3] node, edge and latent errors; 0.5 is the mean benign window of validation
 
     @classmethod
-    def unknown(cls, windows: int) -> Self:
-        """Makes the table of windows that nobody has been asked about yet."""
+    def blank(cls, windows: int) -> Self:
+        """Makes a table of zeros, to be filled in."""
         return cls(anomaly=np.zeros(windows), attack=np.zeros(windows), errors=np.zeros((windows, 3)))
 
+    @classmethod
+    def from_columns(cls, columns: NDArray[np.float64]) -> Self:
+        """Reads the last five of the [G, 7] columns that a finished agent's `scores` returns."""
+        anomaly, attack = columns[:, -5], columns[:, -4]
+        return cls(anomaly=anomaly, attack=attack, errors=columns[:, -3:])
+
     def states(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Returns [R, 7] what the agent sees."""
+        """Returns [R, 7] the numbers that the agent sees."""
         scores = np.stack([self.anomaly[rows], self.attack[rows]], axis=1)
         return np.concatenate([scores, confidence(scores), self.errors[rows]], axis=1, dtype=np.float32)
 
     def fused(self, rows: NDArray[np.int64], weights: NDArray[np.float64] | float) -> NDArray[np.float64]:
-        """Returns [R] (1 − α) · anomaly + α · attack.
-
-        Args:
-            rows: [R].
-            weights: [R] the α of each window, or one for all.
-        """
+        """Returns [R] (1 − α) · anomaly + α · attack, with [R] weights α or one for all windows."""
         fused: NDArray[np.float64] = (1 - weights) * self.anomaly[rows] + weights * self.attack[rows]
         return fused
 
@@ -60,39 +57,28 @@ def mixing_weights(count: int) -> NDArray[np.float64]:
 
 
 def confidence(score: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns how far scores in [0, 1] lie from their threshold: 0 on it, 1 at either end."""
-    far: NDArray[np.float64] = np.abs(score - THRESHOLD) * 2
-    return far
+    """Returns the distance of scores in [0, 1] from their threshold: 0 on it, 1 at either end."""
+    distance: NDArray[np.float64] = np.abs(score - THRESHOLD) * 2
+    return distance
 
 
 def bounded_anomaly(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
-    """Returns anomaly scores as s / (s + threshold): in [0, 1], in the same order, the threshold at 0.5.
-
-    Args:
-        score: [R], not negative.
-        threshold: The autoencoder's own.
-    """
-    # A threshold of 0 flags whatever is above it.
+    """Returns [R] anomaly scores, none negative, as s / (s + threshold): in the same order, the threshold at 0.5."""
+    # With a threshold of 0, every score above it becomes 1.
     bounded: NDArray[np.float64] = score / (score + max(threshold, np.finfo(np.float64).tiny))
     return bounded
 
 
 def attack_probability(logit_difference: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
-    """Returns the logistic function of logit differences, shifted so that the threshold is at 0.5.
-
-    Trained with classes of equal weight, a classifier's own 0.5 flags too much where attacks are rare; mixed unshifted,
-    it would have to be outvoted where it is right.
-
-    Args:
-        logit_difference: [R] attack minus benign.
-        threshold: The classifier's own, of the same kind.
-    """
+    """Returns the logistic function of [R] logit differences (attack minus benign), with the threshold at 0.5."""
+    # A classifier that is trained with classes of equal weight flags too much at 0.5 where attacks are rare. Without
+    # the shift, the agent would have to outvote it even where it is right.
     return logistic(logit_difference - threshold)
 
 
 def logistic(logit_difference: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns probabilities of logit differences."""
-    # As a tangent it overflows nowhere.
+    # 1 / (1 + exp(-x)) overflows for large negative x; the equivalent hyperbolic tangent does not.
     probability: NDArray[np.float64] = 0.5 * (1 + np.tanh(logit_difference / 2))
     return probability
 
@@ -104,22 +90,16 @@ def bounded_errors(errors: NDArray[np.float64], units: Sequence[float]) -> NDArr
 
 
 def next_windows(rows: NDArray[np.int64], source: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Finds the window that follows each one in time: the next of the same log.
+    """Returns [G] the window that follows each one in time, within its log and within one part [R] of the data set.
 
-    The last window of a log has none; nor has one whose next belongs to another part of the data set, so that training
-    sees nothing of validation and test, not even as what comes next.
-
-    Args:
-        rows: [R] the windows of one part of a data set.
-        source: [G] the log of every window; a log's windows lie one after another, in time.
-
-    Returns:
-        [G] of every window of the data set, `NO_WINDOW` where there is none.
+    It is `NO_WINDOW` where there is none, and for windows of other parts. `source` is [G] the log of every window; the
+    windows of a log are adjacent and in time order.
     """
     following = np.full(len(source), NO_WINDOW, dtype=np.int64)
+    # A next window of another part counts as none: training must not see validation or test, even as a next state.
     in_part = np.zeros(len(source) + 1, dtype=np.bool_)
     in_part[rows] = True
     same_log = np.append(source[1:] == source[:-1], False)
-    goes_on = rows[in_part[rows + 1] & same_log[rows]]
-    following[goes_on] = goes_on + 1
+    continued = rows[in_part[rows + 1] & same_log[rows]]
+    following[continued] = continued + 1
     return following

@@ -16,15 +16,10 @@ NUM_CLASSES = 2
 
 
 class GatClassifier(nn.Module):
-    r"""Graph attention layers over a window's ID graph, all layers' outputs concatenated, mean-pooled and classified.
+    r"""Graph attention over a window's ID graph; the outputs of all layers are joined, mean-pooled and classified.
 
-    Each layer is :math:`h_i' = \Vert_k \mathrm{ELU}\left(\sum_{j \in N(i) \cup i} \alpha^k_{ij} W^k h_j\right)` with
-    the attention :math:`\alpha` seeing edge features (GAT: Veličković et al., 2018; jumping knowledge: Xu et al.,
-    2018).
-
-    Args:
-        settings: Widths and depths.
-        inputs: Encoder of IDs and features.
+    Each layer is :math:`h_i' = \Vert_k \mathrm{ELU}\left(\sum_{j \in N(i) \cup i} \alpha^k_{ij} W^k h_j\right)`, whose
+    attention :math:`\alpha` sees edge features (GAT: Veličković et al., 2018; jumping knowledge: Xu et al., 2018).
 
     Shapes:
         batch of N nodes and E edges in B graphs → logits [B, 2] (benign, attack).

@@ -17,44 +17,29 @@ from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES
 from can_train.tasks.can.models.inputs import InputEncoder
 from can_train.tasks.can.settings import VgaeSettings
 
+# Log standard deviations are clipped to ± this, so that exp() in the KL term stays finite in half precision.
 MAX_LOG_STD: Final = 5.0
-"""Log standard deviations are clipped to ± this, so that exp() in the KL term stays finite in half precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction:
-    """Errors of one pass, per node or edge, summed over nothing.
+    """Errors of a reconstruction, of each node or edge."""
 
-    Attributes:
-        node: [N] mean squared error of the standardised node features.
-        edge: [E] mean squared error of the standardised edge features.
-        can_id: [N] cross-entropy of the node's own ID; None where identity is off.
-        kl: [N] KL divergence of the latent from a standard normal, in nats.
-    """
-
-    node: Tensor
-    edge: Tensor
-    can_id: Tensor | None
-    kl: Tensor
+    node: Tensor  # [N] mean squared error of the standardised node features
+    edge: Tensor  # [E] mean squared error of the standardised edge features
+    can_id: Tensor | None  # [N] cross-entropy of the node's own ID; None where identity is off
+    kl: Tensor  # [N] KL divergence of the latent from a standard normal, in nats
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """What one pass makes of a batch.
+    """The latent of a batch, and its reconstruction."""
 
-    Attributes:
-        mean: [N, Z] mean of the latent.
-        log_std: [N, Z] its log standard deviation.
-        node: [N, 10] the standardised node features, reconstructed.
-        edge: [E, 11] the standardised edge features, reconstructed.
-        id_logits: [N, V + 1] logits of the node's own ID; None where identity is off.
-    """
-
-    mean: Tensor
-    log_std: Tensor
-    node: Tensor
-    edge: Tensor
-    id_logits: Tensor | None
+    mean: Tensor  # [N, Z] of the latent
+    log_std: Tensor  # [N, Z] of the latent
+    node: Tensor  # [N, 10] standardised node features
+    edge: Tensor  # [E, 11] standardised edge features
+    id_logits: Tensor | None  # [N, V + 1] of the node's own ID; None where identity is off
 
 
 class Vgae(nn.Module):
@@ -66,7 +51,7 @@ class Vgae(nn.Module):
     Args:
         settings: Widths.
         inputs: Encoder of IDs and features.
-        projected: Width of a teacher's latent that its own is projected to while it learns from it; 0: no teacher.
+        projected: Width of the teacher's latent, to which it projects its own; 0: no teacher.
 
     Shapes:
         batch of N nodes and E edges, noise ε [N, Z] (None: the mean is decoded) → `Reconstruction`.
@@ -117,7 +102,7 @@ class Vgae(nn.Module):
         )
 
     def errors(self, batch: GraphBatch, decoded: Decoded) -> Reconstruction:
-        """Compares a reconstruction with the batch that it is of."""
+        """Compares a reconstruction with its batch."""
         node, edge = self.inputs.scaled(batch)
         mean, log_std = decoded.mean, decoded.log_std
         can_id = None
@@ -131,7 +116,7 @@ class Vgae(nn.Module):
         )
 
     def forward(self, batch: GraphBatch, noise: Tensor | None) -> Reconstruction:
-        """Reconstructs a batch; returns the errors."""
+        """Reconstructs a batch and returns the errors."""
         return self.errors(batch, self.decode(batch, noise))
 
 

@@ -1,38 +1,37 @@
-"""Unsupervised: an autoencoder learns to reconstruct benign windows; what it reconstructs badly is an anomaly.
+"""Unsupervised: an autoencoder learns to reconstruct benign windows; a window that it reconstructs badly is an anomaly.
 
 Shapes: R rows (windows).
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.config.resolved import ResolvedRun
 from can_train.errors import DataError
-from can_train.tasks.can.data.dataset import CanData
-from can_train.tasks.can.evaluation.judging import Score
-from can_train.tasks.can.evaluation.metrics import anomaly_scores, error_units
 from can_train.tasks.can.losses import AutoencoderBatch
 from can_train.tasks.can.modes.windows import WindowTask
 
 if TYPE_CHECKING:
-    from can_train.tasks.can.evaluation.judging import ModelScores
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from can_train.config.resolved import ResolvedRun
+    from can_train.tasks.can.data.dataset import CanData
+    from can_train.tasks.can.evaluation.judging import ModelScores, Score
 
 
 class AutoencoderTask(WindowTask):
     """Benign windows.
 
-    Args:
-        run: The resolved run.
-        data: The windows.
-
     Raises:
-        DataError: None of them is benign.
+        DataError: None of the windows is benign.
     """
+
+    supervised = False
 
     def __init__(self, run: ResolvedRun, data: CanData) -> None:
         is_attack = data.flat.label > 0
@@ -49,40 +48,28 @@ class AutoencoderTask(WindowTask):
     def logical_batch(
         self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> AutoencoderBatch:
-        """Prepares a logical batch; the noise is drawn for all of it."""
+        """Prepares a logical batch with the noise of all its windows."""
         flat = self._data.flat
         counts = (flat.num_nodes[rows], flat.num_edges[rows])
         latent = self._run.model.latent if generator is not None else 0
-        return AutoencoderBatch.draw(rows, self._gatherer_to(device, dtype), counts, latent, generator)
+        return AutoencoderBatch.draw(rows, self.gather_to(device, dtype), counts, latent, generator)
 
     def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns [R, 3] node, edge and latent errors."""
-        return AutoencoderBatch.scores(model, self._gatherer_to(device, dtype)(rows))
+        return AutoencoderBatch.scores(model, self.gather_to(device, dtype)(rows))
 
-    def judge(self, score: Score) -> Mapping[str, Any]:
-        """Judges each test folder by itself, beside the baselines; units and threshold come from validation."""
-        from can_train.tasks.can.evaluation.judging import judge
-
-        (own, units), options = self._final_scores(score), self._options(supervised=False)
-        others = {role: self._final_scores(score, role) for role in self.reference_roles}
-        references = {role: scores for role, (scores, _) in others.items()}
-        judgement = judge(self._data.flat, self._data.split, own, options, references)
-        for role, (_, its_units) in others.items():
-            judgement["references"][role]["error_units"] = its_units
-        return {**judgement, "error_units": units}
-
-    def _final_scores(self, score: Score, *role: str) -> tuple["ModelScores", list[float]]:
-        """Scores validation and test windows with the model, or a reference model; returns its units, too."""
+    def _final_scores(self, score: Score, *role: str) -> ModelScores:
         from can_train.tasks.can.evaluation.judging import ModelScores
+        from can_train.tasks.can.evaluation.metrics import anomaly_scores, error_units
 
         split = self._data.split
         validation = score(split.validation, *role)
         units = error_units(validation[~self._is_attack(split.validation)])
-        scores = ModelScores(
+        return ModelScores(
             validation=anomaly_scores(validation, units),
-            test={group: anomaly_scores(score(rows, *role), units) for group, rows in split.test.items()},
+            test={folder: anomaly_scores(score(rows, *role), units) for folder, rows in split.test.items()},
+            error_units=units,
         )
-        return scores, units
 
 
 def _benign(rows: NDArray[np.int64], is_attack: NDArray[np.bool_], part: str) -> NDArray[np.int64]:

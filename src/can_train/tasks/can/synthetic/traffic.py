@@ -1,10 +1,10 @@
-"""What a simulated vehicle sends while it is driven: the drive's state, every message's due times and payloads, and the
-bus, which decides who may send. Attacks are added in between, by `attacks`.
+"""What a simulated vehicle sends while it is driven: the vehicle's state, every message's sending times and payloads, and
+the bus, which decides who may send. `attacks` changes the traffic before it reaches the bus.
 
 Only additions, multiplications, divisions and uniform draws occur here, and time is counted in whole microseconds:
 these give the same bytes on every platform, which sines and logarithms do not.
 
-Shapes: M frames, T ticks of the drive's state.
+Shapes: M frames, T ticks of the vehicle's state.
 """
 
 from collections.abc import Sequence
@@ -15,45 +15,18 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.tasks.can.synthetic.vehicles import STATUS_CHANNELS, Message, Rhythm, Vehicle, seal
+from can_train.tasks.can.synthetic.vehicles import STATUS_CHANNELS, Message, SendType, Vehicle, write_checksum
 
 SECOND_US: Final = 1_000_000
-
-
-_TICK_US: Final = 10_000
-"""Resolution of the drive's state: the period of the fastest message."""
-
-
-_BIT_US: Final = 2
-"""One bit at 500 kbit/s, the usual speed of a powertrain bus."""
-
-
-_FRAME_BITS: Final = 47
-"""Bits of a data frame with an 11-bit ID beside its payload, the gap after it included, stuff bits left out."""
-
-
-_LOSS: Final = 0.002
-"""Share of frames that a busy control unit skips, so that a missing frame alone does not prove an attack."""
-
-
-_JITTER: Final = 0.02
-"""Largest usual deviation of a frame from its period, as a share of the period."""
-
-
-_LATE: Final = 0.01
-"""Share of frames delayed by other work of their control unit, by up to a third of the period."""
-
-
-_REPEATED: Final = 0.3
-"""Share of an eager message's frames that another one follows before the next is due."""
-
-
-_SOONEST_REPEAT_US: Final = 500
-"""How soon it may follow; attackers are no faster, so a short interval alone does not prove an attack either."""
-
-
-_STRETCH_CYCLE_US: Final = 8 * SECOND_US
-"""How often an occasional or eager message becomes active, on average."""
+_TICK_US: Final = 10_000  # resolution of the vehicle's state: the period of the fastest message
+_BIT_US: Final = 2  # at 500 kbit/s, the usual speed of a powertrain bus
+_FRAME_BITS: Final = 47  # of a data frame with an 11-bit ID, without payload and stuff bits, with the gap after it
+_LOSS: Final = 0.002  # share of frames that a busy control unit skips: a missing frame alone proves no attack
+_JITTER: Final = 0.02  # largest usual deviation of a frame from its period, as a share of the period
+_LATE: Final = 0.01  # share of frames delayed by other work of their control unit, by up to a third of the period
+_REPEATED: Final = 0.3  # share of frames of an on-change message that are followed by another before the next is due
+_MIN_REPEAT_DELAY_US: Final = 500  # attackers are no faster, so a short interval alone proves no attack either
+_ACTIVITY_CYCLE_US: Final = 8 * SECOND_US  # how often a message becomes active, if it depends on events
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,8 +34,8 @@ class Traffic:
     """Frames on their way to the bus, or in a log of it.
 
     Attributes:
-        time_us: [M] int64, microseconds since the drive began: when the frame was ready to be sent or, once `transmit`
-            has put it on the bus, when it had been sent.
+        time_us: [M] int64, microseconds since the drive began at which the frame is ready to be sent or, after
+            `simulate_bus`, has been sent.
         can_id: [M] int64.
         length: [M] int64, payload bytes.
         payload: [M, 8] uint8, zero beyond the length.
@@ -78,7 +51,7 @@ class Traffic:
     def __len__(self) -> int:
         return len(self.time_us)
 
-    def pick(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> Self:
+    def take(self, rows: NDArray[np.bool_] | NDArray[np.int64]) -> Self:
         """Returns a copy of the rows given by a mask or by their positions."""
         return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
@@ -86,80 +59,41 @@ class Traffic:
     def merge(cls, parts: Sequence[Self]) -> Self:
         """Joins at least one part, ordered by time; at equal times earlier parts go first."""
         whole = cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
-        return whole.pick(np.argsort(whole.time_us, kind="stable"))
+        return whole.take(np.argsort(whole.time_us, kind="stable"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class TimeSpan:
     """A part of a drive, in microseconds since its start."""
 
     start_us: int
     end_us: int
 
 
-def draw_stretches(rng: np.random.Generator, duration_us: int, *, cycle_us: int) -> tuple[Stretch, ...]:
-    """Draws one stretch in each cycle of about `cycle_us`, 15 to 35 % of it long and never at its very start.
+def draw_time_spans(rng: np.random.Generator, duration_us: int, *, cycle_us: int) -> tuple[TimeSpan, ...]:
+    """Draws one time span in each cycle of about `cycle_us`, 15 to 35 % of it long and never at its very start.
 
     Returns:
-        At least one stretch, in order, not overlapping.
+        At least one time span, in order, not overlapping.
     """
     num_cycles = max(1, round(duration_us / cycle_us))
     whole_us = duration_us // num_cycles
-    stretches = []
+    spans = []
     for cycle in range(num_cycles):
         length_us = int(whole_us * (0.15 + 0.2 * rng.random()))
         earliest_us = whole_us // 10
         start_us = cycle * whole_us + earliest_us + int((whole_us - length_us - earliest_us) * rng.random())
-        stretches.append(Stretch(start_us=start_us, end_us=start_us + length_us))
-    return tuple(stretches)
-
-
-def inside(time_us: NDArray[np.int64], stretches: Sequence[Stretch]) -> NDArray[np.bool_]:
-    """Marks the instants [M] that lie in any of the stretches."""
-    marks = np.zeros(len(time_us), np.bool_)
-    for stretch in stretches:
-        marks |= (time_us >= stretch.start_us) & (time_us < stretch.end_us)
-    return marks
-
-
-def simulate_drive(rng: np.random.Generator, duration_us: int) -> dict[str, NDArray[np.float64]]:
-    """Simulates how one vehicle is driven.
-
-    Returns:
-        For every channel its readings in [0, 1], [T], one each 10 ms. They follow from a common course of speed and
-        steering, and so agree with one another.
-    """
-    num_ticks = duration_us // _TICK_US + 1
-    speed = np.clip(1.5 * _wander(rng, num_ticks, hold_s=5) - 0.25, 0.0, 1.0)
-    change = np.diff(speed, prepend=speed[:1]) * 300
-    throttle = np.clip(0.1 + 0.25 * speed + change + 0.1 * _wander(rng, num_ticks, hold_s=1), 0.0, 1.0)
-    gear = np.minimum(np.floor(speed * 6), 5)
-    rpm = _smooth(np.clip(0.12 + 0.5 * (speed * 6 - gear) + 0.25 * throttle, 0.0, 1.0), width=30)
-    steering = np.clip(0.5 + 1.2 * (_wander(rng, num_ticks, hold_s=2) - 0.5), 0.0, 1.0)
-    warm_s = np.arange(num_ticks) / 100 + 200 * rng.random()
-    state = {
-        "speed": speed,
-        "throttle": throttle,
-        "brake": np.clip(-change, 0.0, 1.0),
-        "gear": gear / 5,
-        "rpm": rpm,
-        "torque": np.clip(0.6 * throttle + 0.3 * rpm, 0.0, 1.0),
-        "steering": steering,
-        "yaw": np.clip(0.5 + (steering - 0.5) * speed, 0.0, 1.0),
-        "coolant": 0.2 + 0.7 * warm_s / (warm_s + 120),
-        "fuel": np.full(num_ticks, 0.05 + 0.9 * rng.random()),
-    }
-    state |= {channel: np.floor(4 * _steps(rng, num_ticks, hold_s=4)) / 4 for channel in STATUS_CHANNELS}
-    return state
+        spans.append(TimeSpan(start_us=start_us, end_us=start_us + length_us))
+    return tuple(spans)
 
 
 def vehicle_traffic(rng: np.random.Generator, vehicle: Vehicle, duration_us: int) -> Traffic:
     """Simulates everything a vehicle wants to send during one drive, ordered by the time it is ready."""
-    state = simulate_drive(rng, duration_us)
+    state = _simulate_state(rng, duration_us)
     return Traffic.merge([_message_traffic(rng, message, state, duration_us) for message in vehicle.messages])
 
 
-def transmit(traffic: Traffic) -> Traffic:
+def simulate_bus(traffic: Traffic) -> Traffic:
     """Sends frames over the bus: one at a time, never interrupted, among those waiting the lowest ID first.
 
     Args:
@@ -171,6 +105,7 @@ def transmit(traffic: Traffic) -> Traffic:
     num_frames = len(traffic)
     frame_us = ((_FRAME_BITS + 8 * traffic.length) * _BIT_US).tolist()
     ready_us = [*traffic.time_us.tolist(), np.iinfo(np.int64).max]
+    # ID and position in one integer: the heap compares integers faster than tuples.
     rank = (traffic.can_id * num_frames + np.arange(num_frames)).tolist()
     waiting: list[int] = []
     order, sent_us = [], []
@@ -185,24 +120,52 @@ def transmit(traffic: Traffic) -> Traffic:
         clock_us += frame_us[frame]
         order.append(frame)
         sent_us.append(clock_us)
-    sent = traffic.pick(np.array(order, np.int64))
+    sent = traffic.take(np.array(order, np.int64))
     sent.time_us[:] = sent_us
     return sent
+
+
+def _simulate_state(rng: np.random.Generator, duration_us: int) -> dict[str, NDArray[np.float64]]:
+    """Returns the readings [T] of every channel, in [0, 1], one each 10 ms. They follow from a common course of speed and
+    steering, and so agree with one another.
+    """
+    num_ticks = duration_us // _TICK_US + 1
+    speed = np.clip(1.5 * _smooth_random(rng, num_ticks, hold_s=5) - 0.25, 0.0, 1.0)
+    change = np.diff(speed, prepend=speed[:1]) * 300
+    throttle = np.clip(0.1 + 0.25 * speed + change + 0.1 * _smooth_random(rng, num_ticks, hold_s=1), 0.0, 1.0)
+    gear = np.minimum(np.floor(speed * 6), 5)
+    rpm = _moving_average(np.clip(0.12 + 0.5 * (speed * 6 - gear) + 0.25 * throttle, 0.0, 1.0), width=30)
+    steering = np.clip(0.5 + 1.2 * (_smooth_random(rng, num_ticks, hold_s=2) - 0.5), 0.0, 1.0)
+    warm_s = np.arange(num_ticks) / 100 + 200 * rng.random()
+    state = {
+        "speed": speed,
+        "throttle": throttle,
+        "brake": np.clip(-change, 0.0, 1.0),
+        "gear": gear / 5,
+        "rpm": rpm,
+        "torque": np.clip(0.6 * throttle + 0.3 * rpm, 0.0, 1.0),
+        "steering": steering,
+        "yaw": np.clip(0.5 + (steering - 0.5) * speed, 0.0, 1.0),
+        "coolant": 0.2 + 0.7 * warm_s / (warm_s + 120),
+        "fuel": np.full(num_ticks, 0.05 + 0.9 * rng.random()),
+    }
+    state |= {channel: np.floor(4 * _random_levels(rng, num_ticks, hold_s=4)) / 4 for channel in STATUS_CHANNELS}
+    return state
 
 
 def _message_traffic(
     rng: np.random.Generator, message: Message, state: dict[str, NDArray[np.float64]], duration_us: int
 ) -> Traffic:
-    time_us = _due_times(rng, message, duration_us)
+    time_us = _sending_times(rng, message, duration_us)
     payload = np.tile(np.array(message.constants, np.uint8), (len(time_us), 1))
     for signal in message.signals:
-        raw = signal.raw(state[signal.channel][time_us // _TICK_US])
+        raw = signal.to_raw(state[signal.channel][time_us // _TICK_US])
         noisy = signal.channel not in STATUS_CHANNELS
         signal.write(payload, raw + rng.integers(-1, 2, size=len(raw)) if noisy else raw)
     if message.counter_byte is not None:
         count = (np.arange(len(time_us)) + int(rng.integers(16))) % 16
         payload[:, message.counter_byte] = (message.constants[message.counter_byte] & 0xF0) | count
-    seal(message, payload)
+    write_checksum(message, payload)
     return Traffic(
         time_us=time_us,
         can_id=np.full(len(time_us), message.can_id, np.int64),
@@ -212,41 +175,43 @@ def _message_traffic(
     )
 
 
-def _due_times(rng: np.random.Generator, message: Message, duration_us: int) -> NDArray[np.int64]:
+def _sending_times(rng: np.random.Generator, message: Message, duration_us: int) -> NDArray[np.int64]:
     """Draws when a message is ready, [M] ascending: its period from a random phase, with jitter, delays and gaps."""
     period_us = message.period_us
     due_us = np.arange(int(rng.integers(period_us)), duration_us, period_us)
     sent = rng.random(len(due_us)) >= _LOSS
-    active = inside(due_us, draw_stretches(rng, duration_us, cycle_us=_STRETCH_CYCLE_US))
-    if message.rhythm is Rhythm.OCCASIONAL:
+    active = np.zeros(len(due_us), np.bool_)
+    for span in draw_time_spans(rng, duration_us, cycle_us=_ACTIVITY_CYCLE_US):
+        active |= (due_us >= span.start_us) & (due_us < span.end_us)
+    if message.send_type is SendType.CYCLIC_IF_ACTIVE:
         sent &= active
     jitter = _JITTER * (rng.random(len(due_us)) + rng.random(len(due_us)))
     jitter += np.where(rng.random(len(due_us)) < _LATE, rng.random(len(due_us)) / 3, 0.0)
     due_us += np.floor(jitter * period_us).astype(np.int64)
-    if message.rhythm is Rhythm.EAGER:
+    if message.send_type is SendType.CYCLIC_AND_ON_CHANGE:
         repeated = active & (rng.random(len(due_us)) < _REPEATED)
-        again_us = due_us + rng.integers(_SOONEST_REPEAT_US, period_us, size=len(due_us))
+        again_us = due_us + rng.integers(_MIN_REPEAT_DELAY_US, period_us, size=len(due_us))
         due_us = np.sort(np.concatenate([due_us[sent], again_us[repeated]]))
     else:
         due_us = due_us[sent]
     return due_us[due_us < duration_us]
 
 
-def _steps(rng: np.random.Generator, num_ticks: int, *, hold_s: int) -> NDArray[np.float64]:
+def _random_levels(rng: np.random.Generator, num_ticks: int, *, hold_s: int) -> NDArray[np.float64]:
     """Random levels in [0, 1), each held for `hold_s`, from a random moment on, [T]."""
     hold = hold_s * SECOND_US // _TICK_US
     levels = np.repeat(rng.random(num_ticks // hold + 2), hold)
     return levels[int(rng.integers(hold)) :][:num_ticks]
 
 
-def _wander(rng: np.random.Generator, num_ticks: int, *, hold_s: int) -> NDArray[np.float64]:
+def _smooth_random(rng: np.random.Generator, num_ticks: int, *, hold_s: int) -> NDArray[np.float64]:
     """A smooth random course in [0, 1) that turns every `hold_s` or so, [T]."""
     width = hold_s * SECOND_US // _TICK_US
-    steps = _steps(rng, num_ticks + 2 * width, hold_s=hold_s)
-    return _smooth(_smooth(steps, width=width), width=width)[2 * width :]
+    levels = _random_levels(rng, num_ticks + 2 * width, hold_s=hold_s)
+    return _moving_average(_moving_average(levels, width=width), width=width)[2 * width :]
 
 
-def _smooth(course: NDArray[np.float64], *, width: int) -> NDArray[np.float64]:
+def _moving_average(course: NDArray[np.float64], *, width: int) -> NDArray[np.float64]:
     """Averages each value [T] with the `width` - 1 before it; the first stands for those before the start."""
     total = np.cumsum(np.concatenate([np.full(width, course[0]), course]))
     means: NDArray[np.float64] = np.clip((total[width:] - total[:-width]) / width, 0.0, 1.0)

@@ -1,12 +1,11 @@
-"""What the simulated vehicles are: which CAN IDs each one sends, how often, and what the bytes of a payload mean. When
-the messages are sent and what their signals read is left to `traffic`.
+"""What the simulated vehicles are: which CAN IDs each one sends, how often, and what the bytes of a payload mean.
 
 Shapes: M frames.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, auto
 from typing import Final
 
 import numpy as np
@@ -14,68 +13,40 @@ from numpy.typing import NDArray
 
 from can_train.tasks.can.data.frames import MAX_PAYLOAD_BYTES
 
-NUM_VEHICLES: Final = 4
-"""Three that training sees and one that only the tests know, as in can-train-and-test."""
+NUM_VEHICLES: Final = 4  # three that training sees and one that only the tests have, as in can-train-and-test
 
-
+# Readings of the vehicle's state, most of them smooth. Attacks forge the first three, so every vehicle sends those.
 ANALOG_CHANNELS: Final = ("rpm", "speed", "steering", "throttle", "brake", "torque", "yaw", "coolant", "fuel", "gear")
-"""Readings of the drive's state, most of them smooth; attacks forge the first three, so every vehicle sends those."""
-
-
+# Readings that hold one of a few levels for seconds: doors, lamps, modes.
 STATUS_CHANNELS: Final = ("status_1", "status_2", "status_3", "status_4")
-"""Readings that hold one of a few levels for seconds: doors, lamps, modes."""
+_NUM_TARGETS: Final = 3  # of `ANALOG_CHANNELS`, from the first, get a fast and cyclic message of their own
 
-
-_FORGEABLE: Final = 3
-"""How many of `ANALOG_CHANNELS`, from the first, get a fast and steady message of their own."""
-
-
+# Fewest and most messages of each period: 25 to 43 IDs, some 800 to 1,200 frames/s, about a fifth of 500 kbit/s.
 _PERIODS_MS: Final = {10: (4, 6), 20: (5, 8), 50: (3, 6), 100: (5, 9), 200: (3, 5), 500: (2, 5), 1000: (3, 6)}
-"""Fewest and most messages of each period: 25 to 43 IDs, some 800 to 1,200 frames/s, about a fifth of 500 kbit/s."""
-
-
-_ID_RANGE: Final = (0x010, 0x7E0)
-"""11-bit identifiers given to vehicles; those below and above are left to bus management and diagnostics."""
-
-
-_SHARED_IDS: Final = 24
-"""IDs that any vehicle may use, each with a meaning of its own, as makers do."""
-
-
-_SHARED_PART: Final = 3
-"""One in this many of a vehicle's IDs is a shared one."""
-
-
-_OWN_IDS: Final = 45
-"""IDs reserved for each vehicle: enough for the largest."""
-
-
+_ID_RANGE: Final = (0x010, 0x7E0)  # 11 bits; those below and above are left to bus management and diagnostics
+_SHARED_IDS: Final = 24  # IDs that any vehicle may use, each with a meaning of its own, as makers do
+_SHARED_PART: Final = 3  # one in this many of a vehicle's IDs is a shared one
+_OWN_IDS: Final = 45  # reserved for each vehicle: enough for the largest
+# Payload bytes to draw from: most messages fill a frame, a few carry nothing but their ID.
 _LENGTHS: Final = (8, 8, 8, 8, 8, 8, 7, 6, 5, 4, 3, 2, 0)
-"""Payload bytes to draw from: most messages fill a frame, a few carry nothing but their ID."""
+_CRC8_POLYNOMIAL: Final = 0x1D  # SAE J1850: x^8 + x^4 + x^3 + x^2 + 1
+_CRC8_START: Final = 0xFF  # initial value and final XOR of SAE J1850
 
 
-_CRC8_POLYNOMIAL: Final = 0x1D
-"""x^8 + x^4 + x^3 + x^2 + 1 of SAE J1850."""
+class SendType(Enum):
+    """When a message is sent: every period; every period while active; or every period, and on changes while active."""
 
-
-_CRC8_START: Final = 0xFF
-"""Initial value and final XOR of SAE J1850."""
-
-
-class Rhythm(Enum):
-    """When a message is sent."""
-
-    STEADY = "every period"
-    OCCASIONAL = "every period, in some stretches of the drive only"
-    EAGER = "every period, and in some stretches again as soon as something changes"
+    CYCLIC = auto()
+    CYCLIC_IF_ACTIVE = auto()
+    CYCLIC_AND_ON_CHANGE = auto()
 
 
 class Checksum(Enum):
-    """What the last byte protects the others and the ID with."""
+    """How the last byte protects the others and the ID."""
 
-    NONE = "none"
-    XOR = "xor"
-    CRC8 = "crc8"
+    NONE = auto()
+    XOR = auto()
+    CRC8 = auto()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +67,7 @@ class Signal:
     low: int
     high: int
 
-    def raw(self, reading: NDArray[np.float64]) -> NDArray[np.int64]:
+    def to_raw(self, reading: NDArray[np.float64]) -> NDArray[np.int64]:
         """Converts readings in [0, 1] to raw values, [M]."""
         return self.low + np.floor(reading * (self.high - self.low)).astype(np.int64)
 
@@ -108,7 +79,7 @@ class Signal:
         return value
 
     def write(self, payload: NDArray[np.uint8], raw: NDArray[np.int64]) -> None:
-        """Puts raw values [M], clipped to what the signal can say, into payloads [M, 8]."""
+        """Writes raw values [M], clipped to the signal's range, into payloads [M, 8]."""
         value = np.clip(raw, min(self.low, self.high), max(self.low, self.high))
         for position in reversed(range(self.byte, self.byte + self.width)):
             payload[:, position] = value % 256
@@ -123,7 +94,7 @@ class Message:
         can_id: 11-bit identifier.
         period_us: Microseconds between two frames.
         length: Payload bytes.
-        rhythm: When it is sent.
+        send_type: When it is sent.
         constants: The 8 payload bytes before anything is written into them; zero beyond `length`.
         signals: The readings it carries.
         counter_byte: Byte whose low nibble counts the frames; None without a counter.
@@ -133,7 +104,7 @@ class Message:
     can_id: int
     period_us: int
     length: int
-    rhythm: Rhythm
+    send_type: SendType
     constants: tuple[int, ...]
     signals: tuple[Signal, ...]
     counter_byte: int | None
@@ -146,14 +117,14 @@ class Vehicle:
 
     messages: tuple[Message, ...]
 
-    def carrier(self, channel: str) -> tuple[Message, Signal]:
-        """Returns the fastest message that carries one of the channels every vehicle sends, and the signal in it."""
+    def fastest_carrier(self, channel: str) -> tuple[Message, Signal]:
+        """Returns the fastest message that carries a channel, and the signal in it."""
         found = [(m, s) for m in self.messages for s in m.signals if s.channel == channel]
         return min(found, key=lambda pair: (pair[0].period_us, pair[0].can_id))
 
-    def steady(self, longest_us: int) -> list[Message]:
-        """Lists the messages that are always sent, with a period of at most `longest_us`."""
-        return [m for m in self.messages if m.rhythm is Rhythm.STEADY and m.period_us <= longest_us]
+    def cyclic_messages(self, max_period_us: int) -> list[Message]:
+        """Returns the messages that are always sent, with a period of at most `max_period_us`."""
+        return [m for m in self.messages if m.send_type is SendType.CYCLIC and m.period_us <= max_period_us]
 
 
 def make_vehicles(seed: int) -> tuple[Vehicle, ...]:
@@ -167,11 +138,12 @@ def make_vehicles(seed: int) -> tuple[Vehicle, ...]:
     return tuple(vehicles)
 
 
-def seal(message: Message, payload: NDArray[np.uint8]) -> None:
+def write_checksum(message: Message, payload: NDArray[np.uint8]) -> None:
     """Writes the checksum into payloads [M, 8] of one message."""
     if message.checksum is Checksum.NONE:
         return
     last = message.length - 1
+    # The ID comes first: a payload that is copied under another ID then fails the check, as in AUTOSAR's profiles.
     protected = [np.full(len(payload), byte, np.uint8) for byte in divmod(message.can_id, 256)]
     protected += [payload[:, position] for position in range(last)]
     payload[:, last] = _crc8(protected) if message.checksum is Checksum.CRC8 else np.bitwise_xor.reduce(protected)
@@ -196,27 +168,27 @@ def _make_vehicle(rng: np.random.Generator, *, shared: NDArray[np.int64], own: N
     ids = np.concatenate([rng.permutation(shared)[:num_shared], own[: len(periods_ms) - num_shared]])
     # Lower IDs win arbitration, so makers give them to the faster messages.
     messages = [
-        _make_forgeable(rng, int(can_id), period_ms, ANALOG_CHANNELS[rank])
-        if rank < _FORGEABLE
+        _make_target(rng, int(can_id), period_ms, ANALOG_CHANNELS[rank])
+        if rank < _NUM_TARGETS
         else _make_message(rng, int(can_id), period_ms)
         for rank, (can_id, period_ms) in enumerate(zip(np.sort(ids), periods_ms, strict=True))
     ]
     return Vehicle(messages=tuple(messages))
 
 
-def _make_forgeable(rng: np.random.Generator, can_id: int, period_ms: int, channel: str) -> Message:
+def _make_target(rng: np.random.Generator, can_id: int, period_ms: int, channel: str) -> Message:
     """A full frame with the channel in two bytes, another reading, a counter and a checksum."""
     high = int(rng.integers(8_000, 60_000))
-    reference_model = ANALOG_CHANNELS[int(rng.integers(_FORGEABLE, len(ANALOG_CHANNELS)))]
+    second_channel = ANALOG_CHANNELS[int(rng.integers(_NUM_TARGETS, len(ANALOG_CHANNELS)))]
     return Message(
         can_id=can_id,
         period_us=period_ms * 1000,
         length=MAX_PAYLOAD_BYTES,
-        rhythm=Rhythm.STEADY,
+        send_type=SendType.CYCLIC,
         constants=_constants(rng, MAX_PAYLOAD_BYTES),
         signals=(
             Signal(channel=channel, byte=int(rng.integers(0, 3)), width=2, low=int(rng.integers(0, 500)), high=high),
-            Signal(channel=reference_model, byte=4, width=1, low=0, high=255),
+            Signal(channel=second_channel, byte=4, width=1, low=0, high=255),
         ),
         counter_byte=MAX_PAYLOAD_BYTES - 2,
         checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))],
@@ -231,7 +203,7 @@ def _make_message(rng: np.random.Generator, can_id: int, period_ms: int) -> Mess
         can_id=can_id,
         period_us=period_ms * 1000,
         length=length,
-        rhythm=_draw_rhythm(rng, period_ms),
+        send_type=_draw_send_type(rng, period_ms),
         constants=_constants(rng, length),
         signals=_draw_signals(rng, free_bytes=length if counter_byte is None else counter_byte),
         counter_byte=counter_byte,
@@ -239,12 +211,12 @@ def _make_message(rng: np.random.Generator, can_id: int, period_ms: int) -> Mess
     )
 
 
-def _draw_rhythm(rng: np.random.Generator, period_ms: int) -> Rhythm:
-    """Control loops (10 ms) never pause; the slower a message, the likelier it depends on what happens."""
+def _draw_send_type(rng: np.random.Generator, period_ms: int) -> SendType:
+    # Control loops (10 ms) never pause; the slower a message, the likelier it depends on events.
     draw = rng.random()
     if period_ms >= 20 and draw < 0.15:
-        return Rhythm.EAGER
-    return Rhythm.OCCASIONAL if period_ms >= 100 and draw > 0.75 else Rhythm.STEADY
+        return SendType.CYCLIC_AND_ON_CHANGE
+    return SendType.CYCLIC_IF_ACTIVE if period_ms >= 100 and draw > 0.75 else SendType.CYCLIC
 
 
 def _constants(rng: np.random.Generator, length: int) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""Which drives make up the synthetic data set, and their files: the folders, names and rows of can-train-and-test's
-newer release, so that the reader of real logs reads them back.
+"""The drives of the synthetic data set, and their files: the folders, names and rows of can-train-and-test's newer
+release, so that the reader of real logs reads them back. The bytes depend on the settings only.
 
-The bytes depend on the settings only. The folder appears whole or not at all.
-
-Shapes: M frames, W bytes of the longest row.
+Shapes: M frames.
 """
+
+from __future__ import annotations
 
 import hashlib
 import os
@@ -12,61 +12,40 @@ import tempfile
 from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from can_train.errors import StateError
-from can_train.reporter import Reporter
-from can_train.tasks.can.settings import CanDatasetSettings, SyntheticSettings
 from can_train.tasks.can.synthetic.attacks import attack
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, transmit, vehicle_traffic
+from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, simulate_bus, vehicle_traffic
 from can_train.tasks.can.synthetic.vehicles import NUM_VEHICLES, Vehicle, make_vehicles
 
-GENERATOR_VERSION: Final = 1
-"""Raised whenever the same settings give other bytes, so that folders written before are not taken for new ones."""
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
+    from can_train.reporter import Reporter
+    from can_train.tasks.can.settings import SyntheticSettings
+
+# Raise it whenever the same settings give other bytes, so that folders written before are not taken for new ones.
+GENERATOR_VERSION: Final = 1
 
 ATTACK_FREE: Final = "attack-free"
-
-
 _KNOWN_ATTACKS: Final = ("DoS", "fuzzing", "rpm", "interval")
-
-
 _UNKNOWN_ATTACKS: Final = ("replay", "speed", "double")
-
-
 _UNKNOWN_VEHICLE: Final = NUM_VEHICLES
-
-
 _KNOWN_VEHICLES: Final = tuple(range(1, NUM_VEHICLES))
-
-
-_TEST_SHARE: Final = 0.5
-"""Length of a test drive as a share of a training drive's: three or four of them make a folder of some 400 windows."""
-
-
-_EPOCH_US: Final = 1_600_000_000 * SECOND_US
-"""Unix time at which the first drive begins; the log's clock is no wall clock."""
-
-
+_TEST_SHARE: Final = 0.5  # test drive ÷ training drive: three or four test drives make a folder of some 400 windows
+_EPOCH_US: Final = 1_600_000_000 * SECOND_US  # Unix time at which the first drive begins: constant, for equal bytes
 _BETWEEN_DRIVES_US: Final = 86_400 * SECOND_US
-
-
 _HEADER: Final = b"timestamp,arbitration_id,data_field,attack\n"
-
-
-_TIME_DIGITS: Final = 16
-"""Digits of a Unix time in microseconds: ten before the decimal point, six after it."""
-
-
+_TIME_DIGITS: Final = 16  # of a Unix time in microseconds: ten before the decimal point, six after it
 _ID_DIGITS: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drive:
-    """One file of the data set.
+class PlannedDrive:
+    """One drive and its file.
 
     Attributes:
         folder: The folder it lies in.
@@ -84,8 +63,8 @@ class Drive:
         return f"{self.folder}/{self.kind}-{self.vehicle}.csv"
 
 
-def plan_drives() -> tuple[Drive, ...]:
-    """Lists the drives of the data set, in a fixed order: a drive's random numbers follow from its position."""
+def plan_drives() -> tuple[PlannedDrive, ...]:
+    """Returns the drives of the data set, in a fixed order: a drive's random numbers follow from its position."""
     parts = {
         "train_01_attack_free": product((ATTACK_FREE,), _KNOWN_VEHICLES),
         "train_02_with_attacks": product(_KNOWN_ATTACKS, _KNOWN_VEHICLES),
@@ -97,23 +76,20 @@ def plan_drives() -> tuple[Drive, ...]:
         "test_06_masquerade": product(("masquerade",), _KNOWN_VEHICLES),
     }
     return tuple(
-        Drive(folder=folder, kind=kind, vehicle=vehicle) for folder, pairs in parts.items() for kind, vehicle in pairs
+        PlannedDrive(folder=folder, kind=kind, vehicle=vehicle)
+        for folder, pairs in parts.items()
+        for kind, vehicle in pairs
     )
 
 
-def is_synthetic(dataset: CanDatasetSettings) -> bool:
-    """Tells whether a data set is simulated rather than found."""
-    return dataset.name.startswith("synthetic") and not dataset.path
-
-
 def synthetic_folder_name(settings: SyntheticSettings) -> str:
-    """Names the folder of a synthetic data set: the same settings and generator give the same name, others another."""
+    """Names the folder of a synthetic data set by its settings and the generator's version."""
     identity = f"{GENERATOR_VERSION}:{settings.seed}:{float(settings.seconds)!r}"
     return f"synthetic-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
 def synthetic_folder(cache: Path, settings: SyntheticSettings, reporter: Reporter) -> Path:
-    """Returns the data set's folder below `cache`, simulating and writing it the first time.
+    """Returns the data set's folder below `cache`; simulates and writes it if it is not there.
 
     Raises:
         StateError: It cannot be written.
@@ -125,12 +101,7 @@ def synthetic_folder(cache: Path, settings: SyntheticSettings, reporter: Reporte
 
 
 def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporter) -> None:
-    """Simulates the data set and writes it.
-
-    Args:
-        folder: Where it shall be; missing parents are made. A folder that another process completes meanwhile is kept.
-        settings: Seed and size.
-        reporter: Where progress goes.
+    """Simulates the data set and writes it. The folder appears complete or not at all.
 
     Raises:
         StateError: It cannot be written.
@@ -140,27 +111,23 @@ def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporte
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
             staged = Path(staging) / folder.name
             _write_drives(staged, settings, reporter)
-            _publish(staged, folder)
+            try:
+                staged.rename(folder)
+            except OSError:
+                # Two runs may have started on the same settings. Their files are the same, so the first to finish
+                # stays.
+                if not (folder / plan_drives()[-1].path).is_file():
+                    raise
     except OSError as error:
         raise StateError(
             f"The synthetic data set must be writable to {folder}",
             value=error.strerror or str(error),
-            remedy="Make room there or choose another folder",
+            remedy="Make room there or choose another folder with --state-dir DIR",
         ) from error
 
 
-def simulate(drive: Drive, position: int, vehicle: Vehicle, settings: SyntheticSettings) -> Traffic:
-    """Simulates one drive.
-
-    Args:
-        drive: What shall happen.
-        position: Its position in the plan, which its random numbers follow from.
-        vehicle: The vehicle driven.
-        settings: Seed and size.
-
-    Returns:
-        The log, as the bus saw it.
-    """
+def simulate(drive: PlannedDrive, position: int, vehicle: Vehicle, settings: SyntheticSettings) -> Traffic:
+    """Simulates one drive, whose random numbers follow from its position in the plan; returns the log."""
     traffic_rng, attack_rng = (
         np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(1, position, part))) for part in range(2)
     )
@@ -169,16 +136,17 @@ def simulate(drive: Drive, position: int, vehicle: Vehicle, settings: SyntheticS
     traffic = vehicle_traffic(traffic_rng, vehicle, duration_us)
     if drive.kind != ATTACK_FREE:
         traffic = attack(drive.kind, attack_rng, vehicle, traffic, duration_us)
-    return transmit(traffic)
+    return simulate_bus(traffic)
 
 
 def format_rows(log: Traffic, start_us: int) -> bytes:
-    """Writes a log as the rows of a can-train-and-test file, without its header.
+    """Writes a log, of IDs of 11 bits, as the rows of a can-train-and-test file, without its header.
 
     Args:
-        log: The frames, with IDs of 11 bits.
+        log: The frames.
         start_us: Unix time at which the drive began.
     """
+    # Column by column: a Python loop over the rows would be many times slower.
     comma, point, newline = (np.uint8(ord(character)) for character in ",.\n")
     time = _digits(start_us + log.time_us, base=10, count=_TIME_DIGITS)
     head = [*time[:-6], point, *time[-6:], comma, *_digits(log.can_id, base=16, count=_ID_DIGITS), comma]
@@ -193,7 +161,7 @@ def format_rows(log: Traffic, start_us: int) -> bytes:
 
 
 def _digits(numbers: NDArray[np.int64] | NDArray[np.uint8], *, base: int, count: int) -> list[NDArray[np.uint8]]:
-    """Spells numbers [M] in ASCII, the most significant digit first: `count` columns [M]."""
+    """Returns the ASCII digits of numbers [M], the most significant first: `count` columns [M]."""
     alphabet = np.frombuffer(b"0123456789ABCDEF", np.uint8)
     columns = []
     for _ in range(count):
@@ -214,14 +182,6 @@ def _write_drives(folder: Path, settings: SyntheticSettings, reporter: Reporter)
                 file.write(_HEADER)
                 file.write(format_rows(log, _EPOCH_US + position * _BETWEEN_DRIVES_US))
                 file.flush()
+                # Before the rename: after a power failure a complete folder must not hold empty files.
                 os.fsync(file.fileno())
             stage.advance()
-
-
-def _publish(staged: Path, folder: Path) -> None:
-    try:
-        staged.rename(folder)
-    except OSError:
-        # Two runs may have started on the same settings. Their files are the same, so the first to finish stays.
-        if not (folder / plan_drives()[-1].path).is_file():
-            raise

@@ -1,0 +1,194 @@
+"""Factors as a file that other tools and other machines read: the export of what was learned, and the import."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from can_train.errors import DataError, nearest_first
+from can_train.factors.events import ANY_DEVICE, Event, Imported, active_events
+from can_train.factors.observations import Observation
+from can_train.factors.summary import FactorSummary
+from can_train.io.records import utc_text
+from can_train.memory.catalogue import CARDS, cards_named, is_device_key
+
+# Parts that a configuration key has at least: data set, model and mode. A part may contain underscores itself.
+_KEY_PARTS: Final = 3
+
+# Devices that a message names.
+_NEAREST: Final = 3
+
+_SHAPES: Final = (
+    "Give what can-train factors --export writes, or {key: {device: factor}}, or {key: factor}, factors in (0, 1]"
+)
+
+# By configuration key, then by kind of device or `ANY_DEVICE`.
+Entries = dict[str, dict[str, Imported]]
+
+
+def make_export(summaries: Sequence[FactorSummary], events: Sequence[Event] = ()) -> dict[str, Any]:
+    """Makes the export: per key the figures of the device seen last, and under `devices` those of every device. What
+    was reset and has not run since has no factor, and is left out.
+
+    Args:
+        summaries: By key.
+        events: By their time; the runs that an import brought along are exported again.
+    """
+    export: dict[str, Any] = {}
+    with_factor = [summary for summary in summaries if summary.factor is not None]
+    for key, group in groupby(with_factor, key=lambda summary: summary.key):
+        of_key = list(group)
+        devices = {summary.device: _export_entry(summary, events) for summary in of_key}
+        latest = max(of_key, key=lambda summary: summary.last_seen)
+        export[key] = {"config_key": key, **devices[latest.device], "devices": devices}
+    return export
+
+
+def _export_entry(summary: FactorSummary, events: Sequence[Event]) -> dict[str, Any]:
+    runs = [
+        {
+            "run_id": run.run_id,
+            "timestamp": run.end_time,
+            "peak_memory_pct": run.peak,
+            "batch_size": run.logical_batch,
+            "success": run.outcome in ("ok", "rescued"),
+            "notes": run_notes(run),
+        }
+        for run in summary.all_runs
+    ]
+    own = {(run["run_id"], run["timestamp"]) for run in runs}
+    size = summary.all_runs[-1].size if summary.all_runs else ""
+    entry = active_events(events, summary.key, summary.device, size).imported
+    imported = [run for run in entry.runs if (run.get("run_id"), run.get("timestamp")) not in own] if entry else []
+    return {
+        "safety_factor": summary.factor,
+        "initial_factor_reason": summary.initial_reason or summary.reason,
+        "last_updated": utc_text(summary.updated),
+        "runs": imported + runs,
+    }
+
+
+def run_notes(run: Observation) -> str:
+    """Describes what happened in a run; empty for one that ended well by itself."""
+    notes = [] if run.outcome in ("ok", "rescued") else [run.outcome.replace("oom", "out of memory")]
+    if run.ooms_rescued:
+        notes.append(f"{run.ooms_rescued} out-of-memory rescued")
+    if run.foreign_bytes:
+        notes.append(f"other processes took {run.foreign_bytes / 2**20:.0f} MiB")
+    return "; ".join(notes)
+
+
+def read_import(file: Path, summaries: Sequence[FactorSummary] = (), events: Sequence[Event] = ()) -> Entries:
+    """Reads the factors of a file that differ from what this store would export.
+
+    Args:
+        file: In one of the shapes of `parse_import`, or several of them.
+        summaries: What the store knows.
+        events: The store's events.
+
+    Raises:
+        DataError: It cannot be read, or something in it could never be used; the message names key and value.
+    """
+    try:
+        entries = resolve_names(parse_import(msgspec.json.decode(file.read_bytes())), summaries)
+    except OSError as error:
+        rule, remedy = "The file to import must be readable", "Name a file that can-train factors --export wrote"
+        raise DataError(rule, value=f"{file}: {error.strerror or error}", remedy=remedy) from error
+    except (ValueError, RecursionError) as error:
+        rule = "A file of factors is imported whole or not at all"
+        raise DataError(rule, value=f"{file}: {error}", remedy=_SHAPES) from error
+    present = {key: parse_import({key: value})[key] for key, value in make_export(summaries, events).items()}
+    changed = {
+        key: {device: entry for device, entry in devices.items() if present.get(key, {}).get(device) != entry}
+        for key, devices in entries.items()
+    }
+    return {key: devices for key, devices in changed.items() if devices}
+
+
+def parse_import(values: Any) -> Entries:
+    """Reads the shapes of an import: that of `make_export`, the same without `devices`, `{key: {device: factor}}` and
+    `{key: factor}`.
+
+    Raises:
+        ValueError: Some part has none of them.
+    """
+    if not isinstance(values, dict) or not values:
+        raise ValueError(f"{_shown(values)} is no object of configuration keys with factors")
+    return {key: _parse_devices(key, value) for key, value in values.items()}
+
+
+def _parse_devices(key: str, value: Any) -> dict[str, Imported]:
+    if not key:
+        raise ValueError("a configuration key is empty")
+    if not isinstance(value, dict):
+        return {ANY_DEVICE: _parse_entry(key, value)}
+    devices = value.get("devices")
+    if devices is not None and not isinstance(devices, dict):
+        raise ValueError(f"{key}: devices is {_shown(devices)}, no object")
+    if not devices and (devices is not None or "safety_factor" in value):
+        return {ANY_DEVICE: _parse_entry(key, value)}
+    devices = devices or value
+    if not devices:
+        raise ValueError(f"{key}: no factor")
+    return {device: _parse_entry(f"{key}, {device or 'any device'}", entry) for device, entry in devices.items()}
+
+
+def _parse_entry(where: str, value: Any) -> Imported:
+    fields = value if isinstance(value, dict) else {"safety_factor": value}
+    if "safety_factor" not in fields:
+        raise ValueError(f"{where}: no safety_factor")
+    factor = fields["safety_factor"]
+    if not isinstance(factor, int | float) or isinstance(factor, bool):
+        raise ValueError(f"{where}: safety_factor is {_shown(factor)}, not a number")
+    if not 0 < factor <= 1:
+        raise ValueError(f"{where}: safety_factor {factor:g} is not in (0, 1]")
+    try:
+        return msgspec.convert({name: field for name, field in fields.items() if field is not None}, Imported)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def resolve_names(entries: Mapping[str, Mapping[str, Imported]], summaries: Sequence[FactorSummary] = ()) -> Entries:
+    """Replaces short names of GPUs (`v100`) by the kinds of device that they stand for, one for each memory size.
+
+    Args:
+        entries: As a file names them.
+        summaries: What the store knows; its keys and devices are always understood.
+
+    Raises:
+        ValueError: A key or a device is none that a run can have.
+    """
+    keys = {summary.key for summary in summaries}
+    known = {summary.device for summary in summaries} | {ANY_DEVICE}
+    for key in entries:
+        parts = key.split("_")
+        if key not in keys and (len(parts) < _KEY_PARTS or not all(parts)):
+            raise ValueError(f"{key} is not a configuration key ({{dataset}}_{{model}}_{{size}}_{{mode}})")
+    return {key: _resolve_devices(key, devices, known) for key, devices in entries.items()}
+
+
+def _resolve_devices(key: str, entries: Mapping[str, Imported], known: set[str]) -> dict[str, Imported]:
+    devices = {name: _devices_named(key, name, known) for name in entries}
+    named_by: dict[str, str] = {}
+    # A name for all memory sizes first: one that names a single size then takes its place.
+    for name in sorted(entries, key=lambda name: -len(devices[name])):
+        for device in devices[name]:
+            other = named_by.get(device)
+            if other is not None and len(devices[other]) == len(devices[name]):
+                raise ValueError(f"{key}: {other} and {name} are both {device}")
+            named_by[device] = name
+    return {device: entries[name] for device, name in named_by.items()}
+
+
+def _devices_named(key: str, name: str, known: set[str]) -> list[str]:
+    cards = [card.key for card in cards_named(name)]
+    if cards or name in known or is_device_key(name):
+        return cards or [name]
+    nearest = nearest_first(name, {card.key for card in CARDS} | known - {ANY_DEVICE})[:_NEAREST]
+    raise ValueError(f"{key}, {name}: unknown device (nearest: {', '.join(nearest)})")
+
+
+def _shown(value: Any) -> str:
+    return f"{msgspec.json.encode(value).decode():.60}"

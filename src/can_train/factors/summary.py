@@ -1,0 +1,402 @@
+"""What is known of each configuration on each kind of device: pure functions of observations and events."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from math import fsum
+from typing import Any, Final, Literal
+
+from can_train.config.task_settings import installed_sizes
+from can_train.errors import ConfigError, unknown_name
+from can_train.factors.events import ANY_DEVICE, ActiveEvents, Event, active_events
+from can_train.factors.observations import Observation, without_size
+from can_train.factors.policies import POLICIES, AimLimit, FactorPoint, FactorPolicy, make_policy
+
+# An interrupted attempt has measured real steps; one that failed may have failed at anything.
+# Outcomes whose peak counts.
+LEARNABLE_OUTCOMES: Final = ("ok", "rescued", "interrupted")
+
+
+def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
+    """Returns what runs add to the history, oldest first.
+
+    An out-of-memory excludes every run that overlaps it in time: those began before its factor was corrected, so their
+    success at the old factor must not undo the correction, nor their failure repeat it. Runs without a search, or that
+    ended by an error or before a peak was measured, add nothing.
+
+    Args:
+        runs: One configuration's runs on one kind of device, by the time their attempts began.
+    """
+    # Of several out-of-memories that overlap, the one that began first counts.
+    ooms: list[Observation] = []
+    for run in runs:
+        if run.teaches_out_of_memory and (not ooms or run.started >= ooms[-1].ended):
+            ooms.append(run)
+    starts = [oom.started for oom in ooms]
+    counted = {id(oom) for oom in ooms}
+    points = []
+    for run in _one_per_attempt(runs):
+        if id(run) in counted:
+            points.append(_oom_point(run))
+            continue
+        # The counted ones do not overlap: of those that began before this run ended, the last also ended last.
+        begun = bisect_left(starts, run.ended)
+        overlaps = begun > 0 and run.started < ooms[begun - 1].ended
+        usable = run.outcome in LEARNABLE_OUTCOMES and not run.teaches_out_of_memory
+        if usable and not overlaps and run.used is not None and run.peak is not None:
+            points.append(FactorPoint(used=run.used, peak=run.peak))
+    return points
+
+
+def _one_per_attempt(runs: Sequence[Observation]) -> list[Observation]:
+    """Keeps the rank whose memory peaked highest: the ranks of an attempt train one run. An out-of-memory counts on
+    any of them.
+    """
+    highest: dict[tuple[str, int], Observation] = {}
+    for run in runs:
+        before = highest.setdefault((run.run_id, run.attempt), run)
+        if (run.peak or 0.0) > (before.peak or 0.0):
+            highest[run.run_id, run.attempt] = run
+    return [run for run in runs if run.teaches_out_of_memory or highest[run.run_id, run.attempt] is run]
+
+
+def _oom_point(run: Observation) -> FactorPoint:
+    after_rescue = None
+    if run.used_after_rescue is not None and run.peak_bytes_after_rescue is not None:
+        after_rescue = (run.used_after_rescue, run.peak_bytes_after_rescue / run.capacity_bytes)
+    return FactorPoint(used=run.oom_used or run.used or run.factor, peak=None, after_rescue=after_rescue)
+
+
+# Runs before a factor can have converged, and last runs whose factors' variance is taken.
+_CONVERGED_RUNS: Final = 5
+
+# Variance of those factors below which the factor may have converged.
+_CONVERGED_VARIANCE: Final = 0.01
+
+# Half-width of the factor's interval ÷ the factor, below which it may have converged.
+_CONVERGED_INTERVAL: Final = 0.02
+
+# Last runs whose peaks must lie in the band.
+_IN_BAND_RUNS: Final = 3
+
+# Distance of a peak from the aim, ÷ capacity, that is in band: there the momentum rule makes only its small steps.
+_BAND: Final = 0.05
+
+# Distance of the aim from the target, ÷ capacity, from which the reason is given.
+_LOWERED: Final = 0.01
+
+# Options of a policy that are taken from observations: those that users set, all of them shares.
+_POLICY_OPTIONS: Final = ("target", "momentum", "oom_cut", "minimum", "maximum")
+
+_DEFAULT_POLICY: Final = next(iter(POLICIES))
+
+# The part of a fingerprint that does not separate runs: memory drifts slowly with versions, and a policy forgets.
+TORCH_VERSION: Final = "torch_version"
+
+_AIM_REASONS: Final[Mapping[AimLimit, str]] = {
+    "target": "",
+    "noise": "the next peak is not known well enough",
+    "ceiling": "memory ran out below the capacity",
+    "maximum": "the largest factor leads no further",
+}
+
+# `pinned` by hand; `learned` from runs; `imported`, nothing learned since; `first`, nothing learned yet; `reset`, no run
+# since.
+State = Literal["pinned", "learned", "imported", "first", "reset"]
+
+
+@dataclass(frozen=True)
+class FactorSummary:
+    """What is known of one configuration on one kind of device, with the settings that were seen last. Peaks are shares
+    of the capacity.
+    """
+
+    key: str  # configuration key
+    device: str  # kind of device, or ANY_DEVICE
+    fingerprint: Mapping[str, Any]  # the settings that change memory; other settings are summarized apart
+    state: State
+    factor: float | None  # of the next run; None after a reset, when the next run is a first one
+    learned_factor: float | None  # the same without the pin
+    interval: float | None  # half-width of its 95 % interval; None where nothing was learned
+    target: float  # peak that the user wants
+    aim: float  # peak that the policy works towards, at most the target
+    aim_reason: str  # why it is less; empty where it is not
+    initial_reason: str  # where the first run's factor came from
+    reason: str  # where the next run's factor comes from
+    updated: datetime  # when the last run ended; without runs, when the last event was
+    runs: tuple[Observation, ...]  # since the last reset or import, oldest first
+    runs_before_reset: tuple[Observation, ...]  # not learned from
+    factor_variance: float  # of the last runs
+    converged: bool
+    other_settings: tuple["FactorSummary", ...] = ()  # the same configuration and device, oldest first
+
+    @property
+    def all_runs(self) -> tuple[Observation, ...]:
+        """Every run, oldest first."""
+        return self.runs_before_reset + self.runs
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """Peaks of the runs that measured one, oldest first."""
+        return tuple(run.peak for run in self.runs if run.peak is not None)
+
+    @property
+    def mean_peak(self) -> float | None:
+        """Mean peak; None where nothing was measured."""
+        return fsum(self.peaks) / len(self.peaks) if self.peaks else None
+
+    @property
+    def max_peak(self) -> float | None:
+        """Largest peak; None where nothing was measured."""
+        return max(self.peaks, default=None)
+
+    @property
+    def last_peak(self) -> float | None:
+        """Latest peak; None where nothing was measured."""
+        return self.peaks[-1] if self.peaks else None
+
+    @property
+    def ooms(self) -> int:
+        """Number of runs in which memory ran out."""
+        return sum(run.ran_out_of_memory for run in self.runs)
+
+    @property
+    def last_seen(self) -> tuple[bool, datetime]:
+        """Sorts summaries by time; those without a run, which only a file or a hand has set, come first."""
+        return bool(self.all_runs), self.updated
+
+
+def summarize(
+    observations: Iterable[Observation], events: Sequence[Event] = (), policy: FactorPolicy | None = None
+) -> list[FactorSummary]:
+    """Summarizes every configuration on every kind of device, by key, then by device.
+
+    Args:
+        observations: By the time their attempts began.
+        events: By their time.
+        policy: How runs become the next factor; None means as each configuration's latest run had it.
+    """
+    groups: defaultdict[tuple[str, str], list[Observation]] = defaultdict(list)
+    for observation in observations:
+        groups[observation.key, observation.device.key].append(observation)
+    for event in events:
+        for name in event.named():
+            groups.setdefault(name, [])
+    summaries = []
+    for (key, device), runs in sorted(groups.items(), key=lambda group: group[0]):
+        active = active_events(events, key, device, runs[-1].size if runs else "")
+        variants = [summarize_runs((key, device), variant, active, policy) for variant in by_settings(runs) or [[]]]
+        if runs or variants[-1].factor is not None:
+            summaries.append(replace(variants[-1], other_settings=tuple(variants[:-1])))
+    return summaries
+
+
+def summarize_runs(
+    name: tuple[str, str], all_runs: Sequence[Observation], active: ActiveEvents, policy: FactorPolicy | None
+) -> FactorSummary:
+    """Summarizes one configuration on one kind of device with one set of settings.
+
+    Args:
+        name: Configuration key and kind of device.
+        all_runs: Its runs, by the time their attempts began; may be empty.
+        active: What a person decided.
+        policy: How runs become the next factor; None means as the latest run had it.
+    """
+    policy = policy or (policy_of(all_runs[-1]) if all_runs else make_policy(_DEFAULT_POLICY, {}))
+    cutoff = active.cutoff
+    runs = tuple(run for run in all_runs if cutoff is None or run.started >= cutoff.moment)
+    history = history_of(runs)
+    imported = active.imported
+    first = imported.safety_factor if imported else _first_factor(runs)
+    decision = None if first is None else _with_predictions(policy, runs).decide(history, first=first)
+    # An import holds as it is, outside the policy's bounds too, until a run adds to the history.
+    learned = first if decision is None or (imported and not history) else decision.factor
+    interval = decision.interval if history and decision else None
+    aim, limited_by = (decision.aim, decision.limited_by) if decision else (policy.target, "target")
+    variance = _variance([run.factor for run in runs[-_CONVERGED_RUNS:]])
+    initial_reason = _initial_reason(active, runs)
+    times = [run.ended for run in all_runs] or [event.moment for event in (active.pin, cutoff) if event]
+    summary = FactorSummary(
+        key=name[0],
+        device=name[1],
+        fingerprint=_separating(all_runs[-1].fingerprint) if all_runs else {},
+        state="learned" if history else "imported" if imported else "first" if runs else "reset",
+        factor=learned,
+        learned_factor=learned,
+        interval=interval,
+        target=policy.target,
+        aim=aim,
+        aim_reason=_AIM_REASONS[limited_by] if aim < policy.target - _LOWERED else "",
+        initial_reason=initial_reason,
+        reason=f"learned from {len(history)} run{'s' if len(history) > 1 else ''}" if history else initial_reason,
+        updated=max(times, default=datetime.fromtimestamp(0, UTC)),
+        runs=runs,
+        runs_before_reset=tuple(all_runs[: len(all_runs) - len(runs)]),
+        factor_variance=variance,
+        converged=_is_steady(runs, aim, variance) and _is_known(learned, interval),
+    )
+    return _with_pin(summary, active.pin)
+
+
+def by_settings(runs: Iterable[Observation]) -> list[list[Observation]]:
+    """Groups runs by the settings that change memory; the group that was seen last comes last."""
+    groups: list[tuple[dict[str, Any], list[Observation]]] = []
+    for run in runs:
+        settings = _separating(run.fingerprint)
+        # From the end, since most runs have the settings of the one before. Settings are dicts, which do not hash.
+        found = next((index for index in range(len(groups) - 1, -1, -1) if groups[index][0] == settings), None)
+        group = (settings, []) if found is None else groups.pop(found)
+        group[1].append(run)
+        groups.append(group)
+    return [group for _, group in groups]
+
+
+def with_settings(runs: Iterable[Observation], fingerprint: Mapping[str, Any]) -> list[Observation]:
+    """Returns the runs whose settings that change memory are those of a fingerprint of plain JSON values."""
+    wanted = _separating(fingerprint)
+    return [run for run in runs if _separating(run.fingerprint) == wanted]
+
+
+def find_summary(summaries: Sequence[FactorSummary], key: str, device: str | None = None) -> FactorSummary:
+    """Finds a configuration on a kind of device, or on the one seen last.
+
+    Raises:
+        ConfigError: There is none; the message lists those there are.
+    """
+    return max(find_summaries(summaries, key, device), key=lambda summary: summary.last_seen)
+
+
+def find_summaries(
+    summaries: Sequence[FactorSummary], key: str | None, device: str | None = None
+) -> list[FactorSummary]:
+    """Finds a configuration on every kind of device.
+
+    A key without its size is understood where one size only was trained. A key whose size has nothing of its own is
+    served by what was imported for the key without its size.
+
+    Args:
+        summaries: Where to look.
+        key: Configuration key; None means all of them.
+        device: Kind of device; None means all of them.
+
+    Raises:
+        ConfigError: There is none, or there are several sizes; the message lists those there are.
+    """
+    if not summaries:
+        raise ConfigError("Nothing has been learned yet", value=key or "", remedy="Train first: every run teaches")
+    general = set() if key is None else _general_keys(summaries, key)
+    if key is None:
+        own = {summary.key for summary in summaries}
+    else:
+        own = {full_key(summaries, key)} if keys_like(summaries, key) or not general else set()
+    devices: set[str] = set()
+    for keys in (own, general):
+        found = [summary for summary in summaries if summary.key in keys]
+        known = {summary.device for summary in found}
+        wanted = ANY_DEVICE if device is not None and device not in known and ANY_DEVICE in known else device
+        if found and (wanted is None or wanted in known):
+            return [summary for summary in found if wanted in (None, summary.device)]
+        devices |= known
+    raise unknown_name("device", device or "", devices)
+
+
+def full_key(summaries: Sequence[FactorSummary], key: str) -> str:
+    """Completes a key that was given without its size.
+
+    Raises:
+        ConfigError: Nobody knows it, or there are several sizes; the message lists those there are.
+    """
+    keys = keys_like(summaries, key)
+    if len(keys) > 1:
+        listed = f"Valid: {', '.join(sorted(keys))}"
+        raise ConfigError("Several sizes were trained, so the key must name one", value=key, remedy=listed)
+    if not keys:
+        raise unknown_name("configuration key", key, {summary.key for summary in summaries})
+    return keys.pop()
+
+
+def keys_like(summaries: Sequence[FactorSummary], key: str) -> set[str]:
+    """Returns the keys that a key may mean: a trained one of this name, else those that it is without their size."""
+    trained = {summary.key: summary.all_runs[-1] for summary in summaries if summary.all_runs}
+    sized = {full for full, run in trained.items() if run.key_without_size == key}
+    if key in trained or not sized:
+        return {summary.key for summary in summaries if summary.key == key}
+    return sized
+
+
+def _general_keys(summaries: Sequence[FactorSummary], key: str) -> set[str]:
+    """Returns the key without its size, if that has summaries."""
+    sizes = {run.size for summary in summaries for run in summary.all_runs[-1:]} | installed_sizes()
+    return {without_size(key, size) for size in sizes} & {summary.key for summary in summaries} - {key}
+
+
+def policy_of(run: Observation, name: str | None = None) -> FactorPolicy:
+    """Returns the policy that a run was set to, with its options; the default one where its name is not known here.
+
+    Args:
+        run: The run.
+        name: Another policy's name; None means the run's own.
+    """
+    wanted, options = name or str(run.policy.get("name")), run.policy.get("options")
+    shares = {k: v for k in _POLICY_OPTIONS if isinstance(options, dict) and _is_share(k, v := options.get(k))}
+    return make_policy(wanted if wanted in POLICIES else _DEFAULT_POLICY, shares)
+
+
+def _is_share(name: str, value: Any) -> bool:
+    # What a hand or another program wrote must not divide by zero. Only a cut may be 0.
+    return isinstance(value, float) and (0 < value <= 1 or (name == "oom_cut" and value == 0))
+
+
+def _separating(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fingerprint.items() if name != TORCH_VERSION}
+
+
+def _initial_reason(active: ActiveEvents, runs: Sequence[Observation]) -> str:
+    if active.imported and active.cutoff:
+        reason = f": {active.imported.initial_factor_reason}" if active.imported.initial_factor_reason else ""
+        return f"imported from {active.cutoff.source}{reason}"
+    if runs:
+        return runs[0].factor_reason
+    return f"reset on {active.cutoff.moment:%Y-%m-%d}; the next run is a first one" if active.cutoff else ""
+
+
+def _first_factor(runs: Sequence[Observation]) -> float | None:
+    """Returns the factor that learning starts from: that of the first run in which one was in use."""
+    searched = (run.factor for run in runs if run.tuned_limit is not None)
+    return next(searched, runs[0].factor if runs else None)
+
+
+def _with_predictions(policy: FactorPolicy, runs: Sequence[Observation]) -> FactorPolicy:
+    """Returns the policy with the latest run's predictions as its prior."""
+    lines = (run.predicted_line for run in reversed(runs))
+    line = next((line for line in lines if line is not None), None)
+    return policy if line is None else policy.with_prior(*line)
+
+
+def _with_pin(summary: FactorSummary, pin: Event | None) -> FactorSummary:
+    if pin is None:
+        return summary
+    reason = f"pinned at {pin.value:g} by hand on {pin.moment:%Y-%m-%d}"
+    # Where nothing is known but the pin, it is the reason that an export hands on.
+    initial_reason = reason if summary.state == "reset" else summary.initial_reason
+    return replace(summary, state="pinned", factor=pin.value, initial_reason=initial_reason, reason=reason)
+
+
+def _is_steady(runs: Sequence[Observation], aim: float, variance: float) -> bool:
+    in_band = [
+        run.peak is not None and abs(run.peak - aim) <= _BAND and not run.teaches_out_of_memory
+        for run in runs[-_IN_BAND_RUNS:]
+    ]
+    return len(runs) >= _CONVERGED_RUNS and all(in_band) and variance < _CONVERGED_VARIANCE
+
+
+def _is_known(factor: float | None, interval: float | None) -> bool:
+    return factor is not None and interval is not None and interval < _CONVERGED_INTERVAL * factor
+
+
+def _variance(values: Sequence[float]) -> float:
+    # Not the statistics module, whose import takes a tenth of the command line's start.
+    mean = fsum(values) / max(len(values), 1)
+    return fsum((value - mean) ** 2 for value in values) / max(len(values), 1)

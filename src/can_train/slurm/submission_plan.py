@@ -1,0 +1,383 @@
+"""Plans a submission before anything is written or sent: which runs, in which groups, with which requests.
+
+A login node can already see much of what would make a job wait forever or die unseen: an unknown partition, a request
+above its limits, a warning signal that would arrive before the job has started, a full disk, or a run that exists.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from can_train.config.resolved import ResolvedRun, plain_from_yaml, state_dir
+from can_train.config.settings import ClusterSettings
+from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
+from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
+from can_train.slurm.client import Partition
+from can_train.slurm.duplicates import DuplicateRun, data_files, find_duplicate_run, identity
+from can_train.slurm.run_state import FINISHED, live_row
+from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
+from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
+from can_train.training.run_folder import Registry, RunFolder, RunRecord
+
+EARLY_S: Final = 60
+"""Seconds by which SLURM may send its warning signal too early (man sbatch, --signal)."""
+
+START_S: Final = 30
+"""Seconds from a job's start until Python handles the signal: it imports from a network file system."""
+
+LEAST_DELAY_S: Final = 10
+"""Shortest warning worth having: writing a checkpoint takes seconds."""
+
+LEAST_FREE_BYTES: Final = 2**30
+"""Free disk space that a run needs for checkpoints and prepared data."""
+
+UNKNOWN: Final = "No such run has finished yet: the job plans it on its device"
+
+_MAX_RUNS_READ: Final = 5
+"""Earlier runs of the same key whose files are read, newest first: folders may lie on a slow network file system."""
+
+_MEMORY_SETTINGS: Final = ("precision", "optimizer", "deterministic")
+"""Training settings that change how much memory a run takes, beside the model's."""
+
+_SAME_MODEL: Final = ("task", "model_name", "size", "model")
+"""Settings that must agree for one run's weights to fit another. Only the job itself can be certain."""
+
+
+# Where a job may go, and whether it could start there
+
+
+def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partition]:
+    """Returns the partitions that a job may go to.
+
+    Args:
+        name: One or more names, separated by commas. Empty means the cluster's default, if it has one.
+        partitions: All partitions of the cluster.
+
+    Raises:
+        ConfigError: A partition does not exist.
+    """
+    if not name:
+        return [partition for partition in partitions if partition.is_default]
+    known = {partition.name: partition for partition in partitions}
+    for part in name.split(","):
+        if part not in known:
+            raise unknown_name("partition", part, known)
+    return [known[part] for part in name.split(",")]
+
+
+def check_job(cluster: ClusterSettings, partitions: Sequence[Partition]) -> None:
+    """Checks that a job could start in at least one partition and be warned before its time limit.
+
+    Args:
+        cluster: The complete request.
+        partitions: Where the job may go. Nothing is checked against an empty list.
+
+    Raises:
+        ConfigError: It could not.
+    """
+    check_warning(parse_time_min(cluster.time), cluster.signal_delay_s)
+    refusals = []
+    for partition in partitions:
+        try:
+            _check_partition(cluster, partition)
+        except ConfigError as error:
+            refusals.append(error)
+    if refusals and len(refusals) == len(partitions):
+        raise refusals[0]
+
+
+def _check_partition(cluster: ClusterSettings, partition: Partition) -> None:
+    nodes, ranks, max_min = partition.nodes, cluster.ranks_per_node, partition.max_time_min
+    max_nodes = min(partition.max_nodes or len(nodes), len(nodes) or cluster.nodes)
+    requests = [(cluster.nodes, max_nodes, f"A job has at most {max_nodes} nodes", str(cluster.nodes), "--nodes")]
+    if max_min is not None:
+        time_min = parse_time_min(cluster.time)
+        requests.insert(0, (time_min, max_min, f"Its time limit is {time_text(max_min)}", cluster.time, "--time"))
+    if nodes:
+        cpus, max_cpus = max(1, cluster.cpus) * ranks, max(node.cpus for node in nodes)
+        asked = f"{cpus}: {ranks} of {cluster.cpus} each" if ranks > 1 else f"{cpus}"
+        requests.append((cpus, max_cpus, f"A node has at most {max_cpus} processors", asked, "--cpus"))
+        max_gpus = max(node.num_gpus(cluster.gpu_type) for node in nodes)
+        requests.append((cluster.num_gpus, max_gpus, f"A node has at most {max_gpus} GPUs", cluster.gpus, "--gpus"))
+        _check_gpu_type(cluster, partition)
+    if nodes and cluster.mem:
+        mib, max_mib = parse_memory_mib(cluster.mem), max(node.memory_mib for node in nodes)
+        requests.append((mib, max_mib, f"A node has at most {memory_text(max_mib)}", cluster.mem, "--mem"))
+    for value, limit, rule, asked, option in requests:
+        if value > limit:
+            raise ConfigError(
+                f"Partition {partition.name} would never start this job. {rule}",
+                value=f"asked for {asked}",
+                remedy=f"Give {option} less, or another --partition",
+            )
+
+
+def _check_gpu_type(cluster: ClusterSettings, partition: Partition) -> None:
+    types = {name for node in partition.nodes for name in node.gpus if name}
+    if cluster.num_gpus and cluster.gpu_type and cluster.gpu_type not in types:
+        known = f"It has: {', '.join(nearest_first(cluster.gpu_type, types))}" if types else "Its GPUs have no kinds"
+        raise ConfigError(
+            f"Partition {partition.name} has no GPU of this kind", value=repr(cluster.gpu_type), remedy=known
+        )
+
+
+def waiting_notice(partitions: Sequence[Partition]) -> str:
+    """Returns a sentence if every partition that the job may go to is down, otherwise an empty string."""
+    down = [partition.name for partition in partitions if not partition.is_up]
+    if not down or len(down) < len(partitions):
+        return ""
+    return f"Partition {', '.join(down)} is not up: the job waits until it is"
+
+
+def check_warning(time_min: int, delay_s: int) -> None:
+    """Checks that a job has started before SLURM warns it of its time limit.
+
+    Raises:
+        ConfigError: The warning could come before the job can save anything.
+    """
+    spare_s = time_min * 60 - EARLY_S - START_S
+    if delay_s < spare_s:
+        return
+    shorter = f"--set cluster.signal_delay_s={min(spare_s // 2, delay_s)}, or " if spare_s // 2 >= LEAST_DELAY_S else ""
+    least_min = -(-(delay_s + EARLY_S + START_S + 1) // 60)
+    raise ConfigError(
+        f"A job must have started ({START_S} s) before it is warned of its end, up to {EARLY_S} s earlier than asked",
+        value=f"time limit {time_text(time_min)}, warning {delay_s} s before it",
+        remedy=f"Give {shorter}--time {least_min} or more",
+    )
+
+
+def check_device(device: str, cluster: ClusterSettings) -> str:
+    """Checks that a run's device and its job's GPUs belong together.
+
+    Returns:
+        A notice for the user, or an empty string.
+
+    Raises:
+        ConfigError: The device is a GPU that the job does not have.
+    """
+    gpus = cluster.num_gpus or (cluster.ranks_per_node if "gpu" in cluster.gres else 0)
+    if not wants_gpu(device):
+        return f"The job asks for GPUs but trains on {device}: they stay idle" if gpus else ""
+    if device.startswith("cuda") and not gpus:
+        raise ConfigError("A run on a GPU needs a job with one", value=f"--device {device}", remedy="Give --gpus 1")
+    if device.startswith("cuda:"):
+        raise ConfigError(
+            "Each rank of a job takes one of its GPUs", value=f"--device {device}", remedy="Give --device cuda"
+        )
+    return ""
+
+
+def check_disk(
+    folder: Path, option: str, free_bytes: Callable[[Path], int] = lambda p: shutil.disk_usage(p).free
+) -> None:
+    """Checks that a folder, which need not exist yet, has room for a run.
+
+    Raises:
+        RunError: It has not.
+    """
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    free = free_bytes(existing)
+    if free < LEAST_FREE_BYTES:
+        raise RunError(
+            f"A run needs {size_text(LEAST_FREE_BYTES)} of disk for checkpoints and prepared data",
+            value=f"{size_text(free)} free in {existing}",
+            remedy=f"Free some, or give another folder with {option}",
+        )
+
+
+# What earlier runs of the same configuration measured
+
+
+def expectation(run: ResolvedRun, runs: Sequence[RunRecord]) -> str:
+    """Returns one sentence on what the newest finished run with the same key and memory settings measured.
+
+    Args:
+        run: The new run.
+        runs: The registry's runs, oldest first.
+    """
+    same_key = [earlier for earlier in reversed(runs) if earlier.key == run.key]
+    for earlier in same_key[:_MAX_RUNS_READ]:
+        try:
+            config = plain_from_yaml((Path(earlier.path) / "config.yaml").read_text())
+            result = json.loads((Path(earlier.path) / "result.json").read_text())
+            if _memory_settings(config) == _memory_settings(run.config):
+                return _measured(earlier.run_id, result)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # Not finished, removed, or written by another version.
+    return UNKNOWN
+
+
+def _measured(run_id: str, result: Mapping[str, Any]) -> str:
+    batch = result["plan"]["plan"]["logical_batch"]
+    micro, peak = result.get("micro_batch_size"), result.get("peak_memory_bytes")
+    parts = [f"batch {batch:,}"]
+    if micro and micro < batch:
+        parts.append(f"micro-batches of up to {micro:,}")
+    if peak:
+        parts.append(f"peak {size_text(peak)} on {result['device']}")
+    return f"{run_id} had {', '.join(parts)}"
+
+
+def _memory_settings(config: Mapping[str, Any]) -> list[Any]:
+    training = config.get("training", {})
+    return [config.get("model"), *(training.get(name) for name in _MEMORY_SETTINGS)]
+
+
+# The plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions:
+    """Options of a submission.
+
+    Attributes:
+        after: Runs to wait for, by id, part of an id, or folder.
+        force: Submit runs that exist already, too.
+    """
+
+    after: Sequence[str] = ()
+    force: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A run to be submitted.
+
+    Attributes:
+        index: Its position among the runs that were asked for.
+        run: Its complete settings.
+        identity: Digest of configuration, code and data.
+    """
+
+    index: int
+    run: ResolvedRun
+    identity: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmissionPlan:
+    """What a submission will do.
+
+    Attributes:
+        groups: Runs to submit; those of a group make the same request and become one array.
+        duplicate_runs: Existing runs that already do what some of the requested runs would do.
+        after: Ids of the runs to wait for.
+        dependency: The value of sbatch's --dependency; empty if there is nothing left to wait for.
+        notices: Sentences for the user.
+    """
+
+    groups: Sequence[Sequence[PlannedRun]]
+    duplicate_runs: Sequence[DuplicateRun] = ()
+    after: Sequence[str] = ()
+    dependency: str = ""
+    notices: Sequence[str] = ()
+
+
+def plan_submission(
+    runs: Sequence[ResolvedRun], options: SubmitOptions, code: str, partitions: Sequence[Partition]
+) -> SubmissionPlan:
+    """Completes and checks the runs of a submission.
+
+    Args:
+        runs: Runs that share a state folder.
+        options: The submission's options.
+        code: Digest of the code that the jobs will run.
+        partitions: The cluster's partitions; empty if they are not known.
+
+    Raises:
+        ConfigError: A run asks for something that it would never get.
+        DataError: A run's data do not exist.
+        RunError: The disk is full, or a run to wait for will not finish.
+    """
+    registry = Registry(state_dir(runs[0].paths))
+    known = known_runs(registry, runs[0].runs_dir)
+    parents = [find_run(known, name) for name in options.after]
+    candidates, notices = [], []
+    for index, run in enumerate(runs):
+        ready, found = _completed(with_start_weights(run, [parent.record for parent in parents]), partitions)
+        notices += found
+        candidates.append(PlannedRun(index=index, run=ready, identity=identity(ready, code, data_files(ready))))
+    digests = set() if options.force else {candidate.identity for candidate in candidates}
+    identical = [earlier for earlier in known if earlier.record.identity in digests]
+    # Both questions in one call, so that SLURM is asked only once.
+    statuses = run_statuses([*identical, *parents], registry)
+    duplicates = {one.index: find_duplicate_run(one.identity, statuses[: len(identical)]) for one in candidates}
+    dependencies = (_dependency(parent, runs[0].cluster.executor) for parent in statuses[len(identical) :])
+    return SubmissionPlan(
+        groups=_grouped([one for one in candidates if duplicates[one.index] is None]),
+        duplicate_runs=[duplicate for duplicate in duplicates.values() if duplicate is not None],
+        after=[parent.run_id for parent in parents],
+        dependency=",".join(filter(None, dependencies)),
+        notices=list(dict.fromkeys(notices)),
+    )
+
+
+def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> ResolvedRun:
+    """Returns the run with `training.start_from` set to the first parent that trains the same model, if there is one.
+
+    Parents that the run's mode already uses as reference models do not count.
+
+    Raises:
+        RunError: A parent's configuration cannot be read.
+    """
+    built_on = {getattr(run.mode, needed.role) for needed in run.prerequisites}
+    for parent in parents:
+        config = RunFolder(Path(parent.path)).config()
+        same = all(config.get(name) == run.config[name] for name in _SAME_MODEL)
+        if same and not run.training.start_from and str(Path(parent.path).resolve()) not in built_on:
+            return replace(run, training=replace(run.training, start_from=parent.path))
+    return run
+
+
+def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedRun, list[str]]:
+    check_disk(run.runs_dir, "--runs-dir")
+    check_disk(state_dir(run.paths), "--state-dir")
+    if run.cluster.executor != "slurm":
+        return run, []
+    check_folder(run.runs_dir)
+    cluster = with_sbatch_defaults(run.cluster, os.environ)
+    places = find_partitions(cluster.partition, partitions) if partitions else []
+    cluster = with_cluster_defaults(cluster, places[0] if places else None, run.device)
+    check_job(cluster, places)
+    notices = [check_device(run.device, cluster), waiting_notice(places)]
+    return replace(run, cluster=cluster), [notice for notice in notices if notice]
+
+
+def _grouped(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    """Groups runs by their requests; settings hold lists, so they are compared rather than hashed."""
+    groups: list[list[PlannedRun]] = []
+    for one in runs:
+        group = next((group for group in groups if group[0].run.cluster == one.run.cluster), [])
+        if not group:
+            groups.append(group)
+        group.append(one)
+    return groups
+
+
+def _dependency(parent: RunStatus, executor: str) -> str:
+    """Returns sbatch's condition to wait for a run, empty if the run has finished.
+
+    Raises:
+        RunError: The run will not finish, or it cannot be waited for.
+    """
+    run_id, state, row = parent.known.run_id, parent.state, live_row(parent.facts)
+    if state.state == FINISHED:
+        return ""
+    if not state.live:
+        raise RunError(
+            "The run to wait for has ended without finishing",
+            value=run_id,
+            remedy=f"See why: can-train status {run_id}; then: can-train resume {run_id}",
+        )
+    if row is None or executor != "slurm":
+        raise RunError(
+            "Only a job of SLURM can wait, and only for another one",
+            value=f"{run_id} is {state.state}",
+            remedy="Submit when that run has finished, or submit both to SLURM",
+        )
+    return f"afterok:{row.job_id}"

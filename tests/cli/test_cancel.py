@@ -1,0 +1,82 @@
+"""What is stopped for a run: its live jobs, or the one process that works on it, and nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from can_train.cli.cancel import stop
+from can_train.errors import RunError
+from can_train.slurm.client import SlurmAnswer
+from can_train.slurm.run_state import RunFacts
+from fakes.run_facts import JOBS, RUN, attempt, job, of_job
+
+
+class Asked:
+    """What was asked to end; `answer` is what scancel says."""
+
+    def __init__(self, answer: str = "") -> None:
+        self.jobs: list[str] = []
+        self.processes: list[int] = []
+        self.answer = answer
+
+    def cancel(self, job_ids: Sequence[str]) -> str:
+        self.jobs += job_ids
+        return self.answer
+
+    def terminate(self, pid: int, noted: str) -> bool:
+        self.processes.append(pid)
+        return True
+
+
+def stop_here(facts: RunFacts, asked: Asked) -> bool:
+    return stop(facts, asked.cancel, asked.terminate, host="here")
+
+
+@pytest.mark.parametrize("example", ["held", "child2", "preempt"])
+def test_a_job_that_is_in_the_queue_is_cancelled(example: str) -> None:
+    asked = Asked()
+    assert stop(of_job(example), asked.cancel, asked.terminate)
+    assert (asked.jobs, asked.processes) == ([JOBS[example]], [])
+
+
+def test_of_a_job_that_has_ended_nothing_is_cancelled() -> None:
+    asked = Asked()
+    assert not stop(of_job("ok"), asked.cancel, asked.terminate)
+    assert asked.jobs == []
+
+
+def test_a_process_that_trains_is_terminated_and_not_what_started_it() -> None:
+    asked = Asked()
+    assert stop_here(RunFacts(run=RUN, jobs=[job("5", executor="local")], attempts=[attempt(1)]), asked)
+    assert asked.processes == [7]
+
+
+def test_a_process_that_has_not_begun_is_stopped_by_what_controls_it() -> None:
+    asked = Asked()
+    assert stop_here(RunFacts(run=RUN, jobs=[job("5", executor="local")]), asked)
+    assert asked.processes == [5]
+
+
+def test_a_process_that_has_ended_is_not_terminated() -> None:
+    asked = Asked()
+    assert not stop_here(RunFacts(run=RUN, attempts=[attempt(1, ending="failed")]), asked)
+    assert asked.processes == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (RunFacts(run=RUN, attempts=[attempt(1, host="there")]), "process of another machine"),
+        (replace(of_job("held"), answer=SlurmAnswer()), "SLURM does not answer"),
+    ],
+)
+def test_what_cannot_be_reached_from_here_is_an_error(facts: RunFacts, message: str) -> None:
+    asked = Asked()
+    with pytest.raises(RunError, match=message):
+        stop(facts, asked.cancel, asked.terminate)
+
+
+def test_what_scancel_refuses_is_an_error() -> None:
+    with pytest.raises(RunError, match="refuses to cancel the job: Access denied"):
+        stop(of_job("held"), Asked("Access denied").cancel, Asked().terminate)

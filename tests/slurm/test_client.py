@@ -1,0 +1,249 @@
+"""SLURM's programs: what they print, as recorded from SLURM 22.05 and 21.08 or of any other form, and how they fail."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from can_train.slurm.client import (
+    AccountRow,
+    JobStep,
+    NoControllerError,
+    Partition,
+    QueueRow,
+    moved_dependency,
+    parse_partitions,
+    parse_sacct,
+    parse_squeue,
+    query_cluster,
+    query_jobs,
+    reason_in_words,
+    run_command,
+)
+
+RECORDED = Path(__file__).parents[1] / "fixtures" / "slurm"
+JOBS = dict(line.split() for line in (RECORDED / "jobs.txt").read_text().splitlines())
+"""Numbers of the recorded jobs, by what they are an example of."""
+
+
+def accounts(example: str, element: str = "") -> list[AccountRow]:
+    rows = parse_sacct((RECORDED / "sacct.txt").read_text())
+    return [row for row in rows if row.job_id == JOBS[example] + element]
+
+
+def queued(example: str, element: str = "") -> QueueRow:
+    rows = parse_squeue((RECORDED / "squeue.txt").read_text())
+    return next(row for row in rows if row.job_id == JOBS[example] + element)
+
+
+@pytest.mark.parametrize(
+    ("example", "state", "reason"),
+    [
+        ("ok", "COMPLETED", ""),
+        ("fail", "FAILED", "NonZeroExitCode"),
+        ("timeout", "TIMEOUT", "TimeLimit"),
+        ("ptl", "PENDING", "PartitionTimeLimit"),
+        ("held", "PENDING", "JobHeldUser"),
+        ("bigcpu", "PENDING", "PartitionConfig"),
+        ("child", "CANCELLED", "DependencyNeverSatisfied"),
+        ("child2", "PENDING", "DependencyNeverSatisfied"),
+        ("node2", "NODE_FAIL", "NodeDown"),
+        ("nolog", "FAILED", "JobLaunchFailure"),
+    ],
+)
+def test_squeue_tells_state_and_reason(example: str, state: str, reason: str) -> None:
+    row = queued(example)
+    assert (row.state, row.reason) == (state, reason)
+
+
+def test_squeue_has_a_row_for_each_element_of_an_array() -> None:
+    assert [queued("array", f"_{index}").state for index in range(4)] == ["COMPLETED", "FAILED"] * 2
+
+
+def test_sacct_has_the_step_that_the_kernel_killed_under_a_job_that_only_failed() -> None:
+    (row,) = accounts("oom")
+    assert (row.state, row.exit_code) == ("FAILED", "1:0")
+    assert row.steps[-1] == JobStep(name="0", state="OUT_OF_MEMORY", exit_code="0:125")
+
+
+@pytest.mark.parametrize(
+    ("example", "states"),
+    [
+        ("requeue", ["REQUEUED", "COMPLETED"]),
+        ("preempt", ["PREEMPTED", "PENDING"]),
+        ("node", ["NODE_FAIL", "PENDING"]),
+    ],
+)
+def test_sacct_has_a_row_for_each_attempt_of_a_job_that_was_put_back(example: str, states: list[str]) -> None:
+    rows = accounts(example)
+    assert [row.state for row in rows] == states
+    assert rows[0].steps
+
+
+def test_sacct_tells_who_was_cancelled_by_somebody_and_what_never_started() -> None:
+    (pending,), (running,), (child,) = accounts("cpend"), accounts("crun"), accounts("child")
+    assert (pending.state, pending.by_person, pending.nodes) == ("CANCELLED", True, "")
+    assert (running.state, running.by_person, running.nodes) == ("CANCELLED", True, "n1")
+    assert (child.by_person, child.reason) == (False, "Dependency")
+
+
+def test_a_step_without_its_job_is_nobodys() -> None:
+    (row,) = parse_sacct("1|FAILED|1:0|||n1|||\n2.0|OUT_OF_MEMORY|0:125|||n1|||\n")
+    assert row.steps == ()
+
+
+@given(st.text())
+def test_no_text_is_more_than_the_parsers_can_take(text: str) -> None:
+    parse_squeue(text)
+    parse_sacct(text)
+
+
+CELLS = st.lists(st.text(st.characters(exclude_characters="|", categories=("L", "N", "P", "Z"))), max_size=10)
+
+
+@given(st.lists(CELLS))
+def test_lines_of_another_form_are_passed_over(lines: list[list[str]]) -> None:
+    text = "\n".join("|".join(cells) for cells in lines)
+    assert all(row.job_id for row in parse_squeue(text))
+    assert all(row.job_id for row in parse_sacct(text))
+
+
+@given(st.text())
+def test_an_unknown_reason_stays_as_it_is(reason: str) -> None:
+    assert reason_in_words(f"Odd{reason}") == f"Odd{reason}".strip().strip("()")
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("PartitionTimeLimit", "its time limit is above the partition's"),
+        ("(Resources)", "it waits for free nodes"),
+        ("ReqNodeNotAvail, UnavailableNodes:n1", "a node that it needs is down, drained or reserved"),
+        ("AssocGrpGRESMinutes", "a limit of its account is reached (AssocGrpGRESMinutes)"),
+        ("QOSMaxJobsPerUserLimit",
+         "a limit of a user under its quality of service is reached (QOSMaxJobsPerUserLimit)"),
+        ("launch failed requeued held",
+         "it could not be started on its nodes, and is held (scontrol release lets it go)"),
+    ],
+)  # fmt: skip
+def test_reasons_are_said_in_words(reason: str, words: str) -> None:
+    assert reason_in_words(reason) == words
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_jobs_are_asked_about_once_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("squeue", "sacct"):
+        program(tmp_path, name, f'echo "$0 $@" >> {tmp_path}/calls')
+    answer = query_jobs(["12", "13_4", "13_5", "no job", ""])
+    assert (answer.queue, answer.accounts) == ([], [])
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len(calls) == 2
+    assert all("--jobs=12,13 " in call for call in calls)
+
+
+@pytest.mark.parametrize("script", ["exit 1", "echo Slurm accounting storage is disabled >&2; exit 1"])
+def test_an_accounting_that_does_not_work_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    program(tmp_path, "squeue", "echo '12|PENDING|Priority||N/A|5:00'")
+    program(tmp_path, "sacct", script)
+    answer = query_jobs(["12"])
+    assert answer.queue == [QueueRow(job_id="12", state="PENDING", reason="Priority", time_limit="5:00")]
+    assert answer.accounts is None
+
+
+def test_a_job_that_squeue_has_never_heard_of_is_an_empty_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    program(tmp_path, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    program(tmp_path, "sacct", "")
+    assert query_jobs(["12"]).queue == []
+
+
+def test_without_slurm_nothing_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert query_jobs(["12"]).queue is None
+
+
+def test_without_jobs_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert query_jobs([]).queue == ()
+
+
+def test_a_command_has_its_output_its_errors_or_why_it_has_no_status() -> None:
+    result = run_command("sh", "-c", "echo out; echo why >&2; exit 3", timeout_s=60)
+    assert (result.status, result.output, result.errors) == (3, "out\n", "why\n")
+    late = run_command("sleep", "60", timeout_s=0.1)
+    assert (late.status, late.errors) == (None, "sleep gave no answer after 0.1 s")
+    assert run_command("no-such-program", timeout_s=60).status is None
+
+
+job_ids = st.integers(1, 99_999).map(str) | st.tuples(st.integers(1, 9_999), st.integers(0, 99)).map(
+    lambda pair: f"{pair[0]}_{pair[1]}"
+)
+
+
+@given(st.lists(job_ids, min_size=1, max_size=4, unique=True), job_ids)
+def test_only_the_job_that_was_waited_for_is_another(waited: list[str], new: str) -> None:
+    shown = ",".join(f"afterok:{job}(unfulfilled)" for job in waited)
+    expected = ",".join(f"afterok:{job}" for job in [new, *waited[1:]])
+    assert moved_dependency(shown, waited[0], new) == expected
+
+
+@pytest.mark.parametrize(
+    "dependency", ["", "(null)", "afterok:123(unfulfilled)", "afterok:12_3(unfulfilled)", "singleton"]
+)
+def test_a_job_that_waits_for_others_is_left_alone(dependency: str) -> None:
+    assert moved_dependency(dependency, "12", "40") == dependency
+
+
+@pytest.fixture
+def partitions(repository: Path) -> dict[str, Partition]:
+    texts = [
+        (repository / "tests" / "fixtures" / "slurm" / f"{name}.txt").read_text() for name in ("partitions", "nodes")
+    ]
+    return {partition.name: partition for partition in parse_partitions(*texts)}
+
+
+def test_partitions_have_their_limits_and_nodes(partitions: dict[str, Partition]) -> None:
+    assert [*partitions] == ["main", "scavenge", "short", "big"]
+    assert [p.is_default for p in partitions.values()] == [True, False, False, False]
+    assert [p.max_time_min for p in partitions.values()] == [None, None, 2, 2880]
+    assert [p.max_nodes for p in partitions.values()] == [None, None, None, 4]
+    assert [p.is_up for p in partitions.values()] == [True, True, True, False]
+    assert [node.name for node in partitions["main"].nodes] == ["n1", "n2"]
+
+
+def test_nodes_have_what_jobs_may_use_whatever_their_descriptions_say(partitions: dict[str, Partition]) -> None:
+    first, second = partitions["big"].nodes
+    assert (first.cpus, first.memory_mib, first.gpus) == (126, 509952, {"a100": 4})
+    assert (second.cpus, second.memory_mib, second.gpus) == (128, 256000, {"a100": 2, "v100": 2})
+    assert (first.is_up, second.is_up) == (False, True), "the first is drained"
+    assert (second.num_gpus(), second.num_gpus("v100"), second.num_gpus("t4")) == (4, 2, 0)
+
+
+def test_nobody_who_answers_is_an_error_that_names_the_alternatives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoControllerError, match="not both installed") as error:
+        query_cluster("scontrol", "ping")
+    assert "--cluster local" in error.value.remedy
+    for name, script in {
+        "sbatch": "",
+        "scontrol": "echo 'Unable to contact' >&2; exit 1",
+        "sinfo": "/bin/sleep 9",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(NoControllerError, match="Unable to contact"):
+        query_cluster("scontrol", "ping")
+    with pytest.raises(NoControllerError, match=r"no answer after 0\.2 s"):
+        query_cluster("sinfo", timeout_s=0.2)

@@ -1,0 +1,183 @@
+"""What state a run is in: a table of what SLURM, the run's files and its processes may say together."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from can_train.slurm.client import SlurmAnswer
+from can_train.slurm.run_state import CAUSES, LIVE, RunFacts, infer_attempt_state, infer_run_state, last_error_line
+from can_train.training.run_folder import CancelRecord
+from fakes.run_facts import JOBS, RUN, attempt, job, minute, of_job, recorded, text_of
+
+NO_SLURM = SlurmAnswer()
+FORGOTTEN = SlurmAnswer(queue=(), accounts=())
+
+
+def begun(example: str, ending: str | None = None, **values: Any) -> Any:
+    return attempt(1, JOBS[example], ending, **values)
+
+
+def without_reasons(answer: SlurmAnswer) -> SlurmAnswer:
+    """What sacct says in the first seconds after a job's end."""
+    return replace(answer, accounts=[replace(row, reason="") for row in answer.accounts or ()])
+
+
+CASES: dict[str, tuple[RunFacts, str, str]] = {
+    # name: (what is known, state, part of the sentence)
+    "a result counts, whatever the accounting says": (
+        of_job("fail", begun("fail", "failed"), result={"best_validation_loss": 0.25, "best_epoch": 3}),
+        "finished", "best validation loss 0.25 after epoch 3"),
+    "held": (of_job("held"), "queued", "held by its user"),
+    "a limit above the partition's": (of_job("ptl"), "queued", "its time limit is above the partition's"),
+    "its dependency never satisfied, and still in the queue": (of_job("child2"), "never started", "did not finish"),
+    "its dependency never satisfied, and out of the queue": (of_job("child"), "never started", "did not finish"),
+    "the same where squeue has forgotten it": (
+        of_job("child", answer=recorded("child", squeue=False)), "never started", "did not finish"),
+    "the same where the accounting has not heard why": (
+        of_job("child", answer=without_reasons(recorded("child"))), "never started", "did not finish"),
+    "the same without accounting": (
+        of_job("child", answer=recorded("child", sacct=False)), "never started", "did not finish"),
+    "cancelled while it waited": (of_job("cpend"), "cancelled", "before it started"),
+    "cancelled while it waited, without accounting": (
+        of_job("cpend", answer=recorded("cpend", sacct=False)), "cancelled", "before it started"),
+    "cancelled while it ran, which it survived long enough to save": (
+        of_job("crun", begun("crun", "terminated")), "cancelled", "saved"),
+    "killed before it could say so": (of_job("crun", begun("crun")), "cancelled", ""),
+    "failed by itself, then cancelled as a whole": (of_job("crun", begun("crun", "failed")), "cancelled", ""),
+    "an error": (of_job("fail", begun("fail", "failed", message="no such data")), "failed", "no such data"),
+    "an error before the training began": (
+        of_job("fail", log_tail="x\nImportError: no torch\nbye\n"), "failed", "exit code 3; ImportError: no torch"),
+    "ended by a signal": (of_job("kill9", begun("kill9")), "failed", "signal 9 (SIGKILL)"),
+    "ended by a signal, as was found out": (
+        of_job("kill9", begun("kill9", "killed", message="killed by signal 9")), "failed", "killed by signal 9"),
+    "a log that could not be opened": (of_job("nolog"), "never started", "log file that cannot be opened"),
+    "memory of the host, which only a step tells": (of_job("oom", begun("oom")), "host out-of-memory", "50M"),
+    "the same where another rank failed of it": (
+        of_job("oom", begun("oom", "failed", message="connection lost")), "host out-of-memory", ""),
+    "the same where another rank was terminated for it, and saved": (
+        of_job("oom", begun("oom", "terminated")), "host out-of-memory", ""),
+    "cancelled and saved, where the log remembers an earlier attempt": (
+        of_job("crun", begun("crun", "terminated"), log_tail=text_of("oom")), "cancelled", "saved"),
+    "the same without accounting, as the log says": (
+        of_job("oom", begun("oom"), answer=recorded("oom", sacct=False), log_tail=text_of("oom")),
+        "host out-of-memory", ""),
+    "the same, as the process found out": (
+        of_job("fail", begun("fail", "host_oom", message="more than 400M")), "host out-of-memory", "more than 400M"),
+    "memory of the GPU": (
+        of_job("fail", begun("fail", "gpu_oom", message="needs 3 GiB")), "CUDA out-of-memory", "needs 3 GiB"),
+    "memory of the GPU for one sample": (
+        of_job("fail", begun("fail", "gpu_oom", message="too big", details={"one_sample": True, "cards": "T4, L4"})),
+        "CUDA out-of-memory", "would hold it: T4, L4"),
+    "memory of the GPU, then its job was cancelled": (
+        of_job("crun", begun("crun", "gpu_oom", message="needs 3 GiB")), "CUDA out-of-memory", ""),
+    "a limit without an ending": (of_job("timeout", begun("timeout")), "time limit", "its limit of 00:01:00 was up"),
+    "a limit, saved by SIGTERM": (of_job("timeout", begun("timeout", "terminated")), "time limit", "saved"),
+    "a limit that a process failed of": (of_job("timeout", begun("timeout", "failed")), "time limit", ""),
+    "a limit, without accounting": (
+        of_job("timeout", begun("timeout"), answer=recorded("timeout", sacct=False)), "time limit", "1:00"),
+    "a limit, as the log says": (
+        of_job("timeout", begun("timeout", "terminated"), answer=SlurmAnswer(queue=(), accounts=None),
+               log_tail=text_of("timeout")), "time limit", "as its log says"),
+    "preempted, as the log says": (
+        of_job("preempt", begun("preempt"), answer=FORGOTTEN, log_tail=text_of("preempted")), "preempted", ""),
+    "a node that failed": (of_job("node2", begun("node2")), "node failure", "of n2"),
+    "a node that failed, as the log says": (
+        of_job("node2", begun("node2"), answer=FORGOTTEN, log_tail=text_of("node_failure")), "node failure", ""),
+    "cancelled, as the log says": (
+        of_job("crun", begun("crun"), answer=FORGOTTEN, log_tail=text_of("cancelled")), "cancelled", ""),
+    "put back after a preemption": (
+        of_job("preempt", begun("preempt", "terminated")), "queued", "before that: preempted"),
+    "put back after its node failed": (of_job("node", begun("node")), "queued", "before that: node failure"),
+    "warned, and not put back": (
+        of_job("fail", begun("fail", "time_limit")), "time limit", "warned"),
+    "ended without a result": (of_job("ok", begun("ok")), "failed", "without a result"),
+    "finished, and its result gone": (of_job("ok", begun("ok", "finished")), "finished", "result.json is gone"),
+    "a job that SLURM has forgotten, which printed nothing": (
+        of_job("ok", answer=FORGOTTEN), "never started", "no longer knows"),
+    "a job that SLURM has forgotten, which began": (
+        of_job("ok", begun("ok"), answer=FORGOTTEN), "failed", "without a record"),
+    "cancelled by can-train, and SLURM has forgotten it": (
+        of_job("ok", begun("ok"), answer=FORGOTTEN, cancels=[CancelRecord(run_id="r", time=minute(20))]),
+        "cancelled", ""),
+    "a process that works": (
+        RunFacts(run=RUN, attempts=[attempt(1, alive=True)]), "running", "process 7 of this machine"),
+    "a process that is gone": (RunFacts(run=RUN, attempts=[attempt(1, alive=False)]), "failed", "without a record"),
+    "a process that was cancelled": (
+        RunFacts(run=RUN, attempts=[attempt(1, ending="terminated")]), "cancelled", "SIGTERM"),
+    "Ctrl-C": (RunFacts(run=RUN, attempts=[attempt(1, ending="interrupted")]), "cancelled", "Ctrl-C"),
+    "a background process that has not begun": (
+        RunFacts(run=RUN, jobs=[job("7", executor="local")], job_alive=True), "running", "starting"),
+    "a background process that never began": (
+        RunFacts(run=RUN, jobs=[job("7", executor="local")], job_alive=False, log_tail="error: no data\n"),
+        "failed", "error: no data"),
+    "nothing was started": (RunFacts(run=RUN), "never started", "no job was started"),
+    "here after it had been a job": (
+        of_job("fail", begun("fail", "failed"), attempt(2, alive=True)), "running", "process 7"),
+    "submitted again after it had failed": (
+        RunFacts(run=RUN, jobs=[job(JOBS["fail"]), job(JOBS["held"], 30, reason="host out-of-memory: 600M not 400M")],
+                 attempts=[begun("fail", "failed")], answer=recorded("held")),
+        "queued", "submitted again (host out-of-memory: 600M not 400M)"),
+    "submitted again, and that job cancelled before it began": (
+        RunFacts(run=RUN, jobs=[job(JOBS["fail"]), job(JOBS["cpend"], 30)], attempts=[begun("fail", "failed")],
+                 answer=recorded("cpend")), "cancelled", "before it started"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_state_is(name: str) -> None:
+    facts, state, part = CASES[name]
+    found = infer_run_state(facts)
+    assert found.state == state
+    assert part in found.sentence
+    assert found.certain
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "part"),
+    [
+        (of_job("ok", begun("ok"), answer=NO_SLURM), "running", "does not answer here"),
+        (of_job("ok", answer=NO_SLURM), "queued", "does not answer here"),
+        (of_job("ok", begun("ok", "terminated"), answer=NO_SLURM), "queued", "does not answer here"),
+        (RunFacts(run=RUN, attempts=[attempt(1, host="there")]), "running", "process 7 of there"),
+        (RunFacts(run=RUN, jobs=[job("7", executor="local")]), "running", "on here"),
+        (RunFacts(run=RUN, has_folder=False), "failed", "/runs/r is gone"),
+    ],
+)
+def test_what_is_not_certain_is_said_to_be_so(facts: RunFacts, state: str, part: str) -> None:
+    found = infer_run_state(facts)
+    assert (found.state, found.certain) == (state, False)
+    assert part in found.sentence
+
+
+def test_an_error_is_certain_also_where_no_slurm_answers() -> None:
+    found = infer_run_state(of_job("ok", begun("ok", "failed", message="no such data"), answer=NO_SLURM))
+    assert (found.state, found.sentence, found.certain) == ("failed", "no such data", True)
+
+
+@pytest.mark.parametrize(("example", "state"), [("ok", "finished"), ("timeout", "time limit"), ("crun", "cancelled")])
+def test_of_a_run_whose_folder_is_gone_slurm_may_know_the_end(example: str, state: str) -> None:
+    found = infer_run_state(of_job(example, has_folder=False))
+    assert found.state == state
+    assert "/runs/r is gone" in found.sentence
+
+
+def test_every_cause_is_one_of_the_vocabulary() -> None:
+    assert {state for _, state, _ in CASES.values()} == {*CAUSES, *LIVE}
+
+
+@pytest.mark.parametrize(
+    ("example", "state"), [("preempt", "preempted"), ("node", "node failure"), ("requeue", "requeued")]
+)
+def test_each_attempt_of_a_job_that_was_put_back_has_its_own_ending(example: str, state: str) -> None:
+    first = attempt(1, JOBS[example], "terminated")
+    second = attempt(2, JOBS[example], "finished", restarts=1)
+    facts = of_job(example, first, second)
+    assert infer_attempt_state(first, facts).state == state
+    assert infer_attempt_state(second, facts).state == "finished"
+
+
+def test_the_last_line_is_the_trainings_own() -> None:
+    log = "note: a\nerror: b\n\nsrun: error: n1: task 0: Exited with exit code 2\nslurmstepd: error: x\ncan-train: y\n"
+    assert last_error_line(log) == "error: b"
+    assert last_error_line("") == ""

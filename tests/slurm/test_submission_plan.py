@@ -1,0 +1,140 @@
+"""What a submission comes to: what is the same, what is waited for, what goes together. No SLURM is asked."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from can_train.config.compose import RunRequest, resolve
+from can_train.config.resolved import ResolvedRun, plain_to_yaml, with_absolute_paths
+from can_train.errors import MissingDataError, RunError
+from can_train.io.records import utc_now
+from can_train.slurm.client import Node, Partition
+from can_train.slurm.duplicates import data_files, identity
+from can_train.slurm.submission_plan import UNKNOWN, SubmitOptions, expectation, plan_submission
+from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
+from fakes.made_runs import begin
+
+MAIN = Partition(name="main", is_default=True, nodes=(Node(name="a", cpus=8, memory_mib=8000, gpus={"t4": 2}),))
+
+
+def run(tmp_path: Path, **request: Any) -> ResolvedRun:
+    paths = {"paths.runs_dir": str(tmp_path / "runs"), "paths.state_dir": str(tmp_path / "state")}
+    values = request.pop("values", {}) | paths
+    given = {"model": "gat", "dataset": "synthetic", "cluster": "slurm", **request}
+    return with_absolute_paths(resolve(RunRequest(**given, values=values)))
+
+
+def entered(tmp_path: Path, run_id: str, *jobs: str, **fields: Any) -> RunRecord:
+    record = RunRecord(run_id=run_id, path=str(tmp_path / "runs" / run_id), **{"key": "k", "time": utc_now(), **fields})
+    RunFolder(Path(record.path)).make(run(tmp_path).config)
+    registry = Registry(tmp_path / "state")
+    registry.add(record)
+    for job in jobs:
+        kind, _, number = job.partition(":")
+        registry.add(JobRecord(run_id=run_id, executor=kind, job_id=number, time=utc_now(), host="h", log_path=""))
+    return record
+
+
+def test_the_identity_is_of_what_a_run_does_and_not_of_where(tmp_path: Path) -> None:
+    first = identity(run(tmp_path), "code", [])
+    assert identity(run(tmp_path / "elsewhere", values={"cluster.mem": "3G"}), "code", []) == first
+    assert identity(run(tmp_path, cluster="local"), "code", []) == first
+    assert identity(run(tmp_path), "other code", []) != first
+    assert identity(run(tmp_path, values={"training.seed": 7}), "code", []) != first
+    assert identity(run(tmp_path, device="cpu"), "code", []) != first
+
+
+def test_the_identity_changes_with_the_data(tmp_path: Path) -> None:
+    logs = [tmp_path / "logs" / name for name in ("a.csv", "b/c.csv")]
+    for log in logs:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("1\n")
+    mine = run(tmp_path, dataset=str(tmp_path / "logs"))
+    assert data_files(mine) == logs
+    before = identity(mine, "code", logs)
+    assert identity(mine, "code", data_files(mine)) == before
+    os.utime(logs[1], ns=(1, 1))
+    assert identity(mine, "code", logs) != before
+    (tmp_path / "logs").rename(tmp_path / "gone")
+    with pytest.raises(MissingDataError):
+        data_files(mine)
+
+
+def test_runs_that_ask_for_the_same_go_together(tmp_path: Path) -> None:
+    runs = [run(tmp_path, values={"training.seed": 1}), run(tmp_path, values={"cluster.mem": "3G"}), run(tmp_path)]
+    order = plan_submission(runs, SubmitOptions(), "code", [MAIN])
+    assert [[one.index for one in group] for group in order.groups] == [[0, 2], [1]]
+    settled = order.groups[0][0].run
+    assert (settled.cluster.gpus, settled.cluster.cpus, settled.cluster.mem) == ("1", 4, "4000M")
+    assert settled.config["cluster"]["mem"] == "4000M"
+    assert len({one.identity for group in order.groups for one in group}) == 2
+
+
+def test_a_duplicate_run_is_left_out_unless_it_is_forced(tmp_path: Path) -> None:
+    mine = run(tmp_path)
+    digest = identity(mine, "code", [])
+    duplicate_run = entered(tmp_path, "a", identity=digest)
+    Path(duplicate_run.path, "result.json").write_text("{}")
+    order = plan_submission([mine, run(tmp_path, values={"training.seed": 1})], SubmitOptions(), "code", [MAIN])
+    assert [found.run for found in order.duplicate_runs] == [duplicate_run]
+    assert [[one.index for one in group] for group in order.groups] == [[1]]
+    assert plan_submission([mine], SubmitOptions(force=True), "code", [MAIN]).duplicate_runs == []
+    assert plan_submission([mine], SubmitOptions(), "other code", [MAIN]).duplicate_runs == []
+
+
+def test_what_has_finished_is_not_waited_for_and_what_never_will_is_refused(tmp_path: Path) -> None:
+    parent = entered(tmp_path, "20261121-a")
+    with pytest.raises(RunError, match="ended without finishing") as error:
+        plan_submission([run(tmp_path)], SubmitOptions(after=["2026"]), "code", [MAIN])
+    assert "can-train resume 20261121-a" in error.value.remedy
+    Path(parent.path, "result.json").write_text("{}")
+    order = plan_submission([run(tmp_path)], SubmitOptions(after=["2026"]), "code", [MAIN])
+    assert (order.after, order.dependency) == (["20261121-a"], "")
+
+
+def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
+    parent = entered(tmp_path, "a", "local:17")
+    begin(Path(parent.path), start_time=utc_now())
+    with pytest.raises(RunError, match="Only a job of SLURM can wait"):
+        plan_submission([run(tmp_path)], SubmitOptions(after=["a"]), "code", [MAIN])
+
+
+def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_the_same(tmp_path: Path) -> None:
+    parent = entered(tmp_path, "a")
+    Path(parent.path, "result.json").write_text("{}")
+
+    def started_from(**request: Any) -> str:
+        order = plan_submission([run(tmp_path, **request)], SubmitOptions(after=["a"]), "code", [MAIN])
+        ((ordered,),) = order.groups
+        assert ordered.run.config["training"]["start_from"] == ordered.run.training.start_from
+        return ordered.run.training.start_from
+
+    assert started_from() == parent.path
+    assert started_from(size="student") == ""
+    assert started_from(values={"training.start_from": "/elsewhere"}) == "/elsewhere"
+
+
+def test_the_newest_finished_run_of_the_same_memory_says_what_to_expect(tmp_path: Path) -> None:
+    mine = run(tmp_path)
+    result = {"plan": {"plan": {"logical_batch": 512}}, "micro_batch_size": 64, "peak_memory_bytes": 3 * 2**29,
+              "device": "t4"}  # fmt: skip
+    older = {**result, "micro_batch_size": 1}
+    runs: list[RunRecord] = []
+    other = {**mine.config, "model": {}}
+    for name, settings, said in (
+        ("o", mine.config, older),
+        ("a", mine.config, result),
+        ("b", other, result),
+        ("c", mine.config, {}),
+        ("d", mine.config, None),
+    ):
+        runs.append(entered(tmp_path, name, key=mine.key))
+        Path(runs[-1].path, "config.yaml").write_text(plain_to_yaml(settings))
+        if said is not None:
+            Path(runs[-1].path, "result.json").write_text(json.dumps(said))
+    assert expectation(mine, runs) == "a had batch 512, micro-batches of up to 64, peak 1.50 GiB on t4"
+    assert expectation(mine, runs[2:]) == UNKNOWN
+    assert expectation(run(tmp_path, model="vgae"), runs) == UNKNOWN

@@ -1,0 +1,155 @@
+"""CSV files with a header: which column is what, and in which base IDs are written."""
+
+import polars as pl
+import pytest
+
+from can_train.errors import ConfigError, DataError
+from can_train.tasks.can.data.formats import (
+    Grammar,
+    header_grammars,
+    looks_hexadecimal,
+    parse_rows,
+    too_large_for_hexadecimal,
+)
+from can_train.tasks.can.data.reading import LabelEncoder
+from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
+
+
+def grammars(text: str, **settings: object) -> list[Grammar]:
+    return header_grammars(pl.Series(text.splitlines()), CanDatasetSettings(**settings))  # type: ignore[arg-type]
+
+
+def first_frame(text: str, **settings: object) -> tuple[float, int, str, str | None]:
+    """Time, ID, payload and label text of the first row, read through a column mapping."""
+    rows = parse_rows(pl.Series(text.splitlines()), grammars(text, **settings)[-1])
+    assert rows.malformed["reason"].to_list() == []
+    payload = rows.payload[0, : rows.length[0]].tobytes().hex()
+    return rows.timestamp[0], int(rows.can_id[0]), payload, None if rows.label is None else rows.label[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("timestamp,can_id,dlc,data,label\n1.5,0x12A,2,00FF,normal", (1.5, 0x12A, "00ff", "normal")),
+        ("Time,ID,Payload\n1.5,12A,00 ff", (1.5, 0x12A, "00ff", None)),
+        ("ts;Arbitration ID;Length;Data Field;Attack\n1.5;0316;1;0xAA;1", (1.5, 0x316, "aa", "1")),
+        ("ts\tarb_id\tdata\tflag\n1.5\t12A\t00-ff\tT", (1.5, 0x12A, "00ff", "T")),
+        ('time,name,id,data,class\n1.5,"a, ""b""",12A,"00:ff",""', (1.5, 0x12A, "00ff", '""')),
+        ("id,timestamp,data_1,data_2,data_3\n12A,1.5,0,ff,", (1.5, 0x12A, "00ff", None)),
+        ("timestamp,id,data\n1.5,0x12A,", (1.5, 0x12A, "", None)),
+    ],
+)
+def test_columns_are_recognised_by_their_names(text: str, expected: tuple[float, int, str, str | None]) -> None:
+    assert first_frame(text) == expected
+
+
+def test_named_columns_go_before_recognised_ones() -> None:
+    text = "timestamp,id,real_id,data,other,verdict\n1.5,7,12A,00,ff,bad"
+    columns = ColumnSettings(id="real_id", data="other", label="verdict")
+    assert first_frame(text, columns=columns) == (1.5, 0x12A, "ff", "bad")
+
+
+def test_several_data_columns_can_be_named() -> None:
+    text = "timestamp,id,first byte,y,x\n1.5,0x1,7,0xff,a"
+    assert first_frame(text, columns=ColumnSettings(data="x y")) == (1.5, 1, "0aff", None)
+
+
+def test_a_hole_between_byte_columns_is_malformed() -> None:
+    text = "timestamp,id,b0,b1,b2\n1.5,0x1,01,,03\n1.6,0x1,01,zz,"
+    rows = parse_rows(pl.Series(text.splitlines()), grammars(text)[0])
+    assert rows.malformed["reason"].to_list() == ["the payload is not made of whole hexadecimal bytes"] * 2
+
+
+def test_a_row_with_fewer_cells_than_the_header_is_malformed() -> None:
+    text = "timestamp,id,data,label,more\n1.5,0x1,01,norm"
+    rows = parse_rows(pl.Series(text.splitlines()), grammars(text)[0])
+    assert rows.malformed["reason"].to_list() == ["the row is truncated or not of this format"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "hexadecimal"),
+    [
+        (["100", "12A"], True),
+        (["100", "0x100"], True),
+        (["0100", "100"], True),
+        (["100", "0"], False),
+        (["217058307"], False),
+    ],
+)
+def test_letters_and_leading_zeros_make_a_column_hexadecimal(ids: list[str], hexadecimal: bool) -> None:
+    assert looks_hexadecimal(pl.Series(ids)) == hexadecimal
+
+
+def test_an_id_that_would_exceed_29_bits_in_hexadecimal_is_surely_decimal() -> None:
+    assert too_large_for_hexadecimal(pl.Series(["100", "20000000"]))
+    assert not too_large_for_hexadecimal(pl.Series(["100", "19999999"]))
+
+
+@pytest.mark.parametrize(("id_base", "can_id"), [("auto", 316), ("dec", 316), ("hex", 0x316)])
+def test_the_base_of_ids_can_be_named(id_base: str, can_id: int) -> None:
+    assert first_frame("timestamp,id,data\n1.5,316,", id_base=id_base)[1] == can_id
+
+
+@pytest.mark.parametrize(("can_id", "told"), [("316", True), ("419356416", False), ("0316", False)])
+def test_a_guess_at_the_base_is_told_to_the_person(can_id: str, told: bool) -> None:
+    grammar = grammars(f"timestamp,id,data\n1.5,{can_id},")[0]
+    assert ("dataset.id_base=hex" in grammar.assumption) == told
+
+
+def test_a_published_header_is_its_own_format_unless_columns_are_named() -> None:
+    text = "timestamp,arbitration_id,data_field,attack\n1.5,0C0,00,0"
+    assert [grammar.name for grammar in grammars(text)] == ["can_train_and_test", "columns"]
+    assert [grammar.name for grammar in grammars(text, columns=ColumnSettings(data="data_field"))] == ["columns"]
+
+
+def test_a_column_that_the_header_lacks_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"Unknown column \(dataset.columns.id\): 'canid'.*\n.*first: can_id"):
+        grammars("timestamp,can_id,data\n1.5,1,00", columns=ColumnSettings(id="canid"))
+
+
+def test_a_named_column_is_not_taken_for_anything_else() -> None:
+    text = "timestamp,data,payload\n1.5,12A,00ff"
+    assert first_frame(text, columns=ColumnSettings(id="data")) == (1.5, 0x12A, "00ff", None)
+    with pytest.raises(DataError, match="'data' was named for several"):
+        grammars(text, columns=ColumnSettings(id="data", label="data"))
+
+
+def test_a_header_without_a_needed_column_is_refused_when_columns_are_asked_for() -> None:
+    with pytest.raises(DataError, match=r"no data column among timestamp, id, x.*\n.*dataset.columns.data="):
+        grammars("timestamp,id,x\n1.5,1,00", format="columns")
+
+
+@pytest.mark.parametrize("line", ["", "Roses are red", "1.5,0316,0,R", '"' + "x" * 200_000])
+def test_a_first_line_that_is_no_header_makes_no_grammar(line: str) -> None:
+    assert grammars(line) == []
+
+
+def test_label_words_name_kinds_and_bare_yes_means_the_logs_own_kind() -> None:
+    kinds = LabelEncoder(CanDatasetSettings().benign_values, "fuzzing")
+    labels = pl.Series(["Normal", "1.0", '"DoS"', "T", " dos", "0.0", "2"])
+    names = [kinds.names[code] for code in kinds.codes(labels)]
+    assert names == ["benign", "fuzzing", "dos", "fuzzing", "dos", "benign", "2"]
+
+
+def test_a_second_column_names_the_attack_and_makes_none() -> None:
+    kinds = LabelEncoder(CanDatasetSettings().benign_values, "attack")
+    codes = kinds.codes(pl.Series(["Normal", "Attack", "Attack"]), pl.Series(["Replay", "Replay", "Normal"]))
+    assert [kinds.names[code] for code in codes] == ["benign", "replay", "attack"]
+    assert kinds.names == ["benign", "attack", "replay"]
+
+
+def test_codes_hold_their_meaning_from_block_to_block() -> None:
+    kinds = LabelEncoder(["normal"], "attack")
+    assert kinds.codes(pl.Series(["spoof", "normal"])).tolist() == [1, 0]
+    assert kinds.codes(pl.Series(["dos", "spoof"])).tolist() == [2, 1]
+
+
+def test_any_true_word_of_several_labels_is_an_attack() -> None:
+    kinds = LabelEncoder(CanDatasetSettings().benign_values, "attack")
+    codes = kinds.codes(pl.Series(["False\tTrue", "False\tFalse", "1 0"]), several=True)
+    assert codes.tolist() == [1, 0, 1]
+
+
+def test_a_label_column_with_too_many_values_is_refused() -> None:
+    with pytest.raises(DataError, match=r"at most 255 kinds of attack.*\n.*dataset.columns.label"):
+        LabelEncoder([], "attack").codes(pl.Series([f"kind {i}" for i in range(300)]))
