@@ -12,8 +12,7 @@ import can_train
 from can_train.fit.epochs import epochs_differ
 from can_train.task import LogicalBatch
 from can_train.tasks.can.modes.windows import WindowTask
-from can_train.training.session import make_session
-from can_train.training.train import train
+from can_train.training.train import make_session, train
 from fakes.line_fit import LineBatch, fixed, line_parts
 
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))

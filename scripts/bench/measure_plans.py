@@ -28,8 +28,8 @@ from can_train.training.attempts import StopRequests
 from can_train.training.dry_run import dry_plans, find_targets
 from can_train.training.loading import load_task
 from can_train.training.run_folder import RunFolder
-from can_train.training.session import Parts, make_session
-from can_train.training.train import take_step
+from can_train.training.session import Parts
+from can_train.training.train import make_session, take_step
 
 MIB: Final = 2**20
 
@@ -127,7 +127,7 @@ def measured_peak(folder: Path, run: ResolvedRun, task: Task) -> int:
         costliest = int(np.argmax(costs))
         for _ in range(STEPS):
             take_step(session, steps[costliest], ends_epoch=False)
-    return session.peak_bytes
+    return session.monitor.peak_bytes
 
 
 def largest_part(costs: BatchCosts, rules: SplitRules) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from can_train.memory.meters import open_meter
 from can_train.training import train as training_loop
 from can_train.training.distributed import Ranks
-from can_train.training.session import make_session
+from can_train.training.train import make_session
 from fakes.asking_worlds import AskingTask, Oracle
 from fakes.line_fit import LineBatch, Notices, fixed, line_parts
 
@@ -142,7 +142,7 @@ def ask_together(
     told = {
         "weights": torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()]),
         "asked": asked,
-        "plans": [asdict(plan) for plan in session.asked],
+        "plans": [asdict(plan) for plan in session.reference_models.plans],
         "step": session.progress.step,
         "notices": parts.reporter.texts,
     }

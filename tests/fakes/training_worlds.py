@@ -18,8 +18,7 @@ from can_train.fit import random_state
 from can_train.training import train as training_loop
 from can_train.training.distributed import Ranks
 from can_train.training.observe import Attempt
-from can_train.training.session import make_session
-from can_train.training.train import train_new
+from can_train.training.train import make_session, train_new
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
 MIB = 2**20

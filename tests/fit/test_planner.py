@@ -19,7 +19,7 @@ from can_train.fit.search import Peak, find_phase_limit, pack_worst_case
 from can_train.memory.meters import CpuMeter, open_meter
 from can_train.task import Feature
 from can_train.training.report import plan_lines
-from can_train.training.session import make_session
+from can_train.training.train import make_session
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts, line_run
 
 MIB = 2**20

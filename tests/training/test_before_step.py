@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from can_train.errors import DoesNotFitError
 from can_train.fit import random_state
 from can_train.training import train as training_loop
-from can_train.training.session import Session, make_session
+from can_train.training.session import Session
+from can_train.training.train import make_session
 from fakes.line_fit import LineBatch, LineTask, StoppedTask, fixed, line_parts
 
 STEPS = 6

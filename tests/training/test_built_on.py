@@ -10,9 +10,8 @@ import pytest
 
 from can_train.errors import RunError
 from can_train.task import Task
-from can_train.training.loading import load_finished
+from can_train.training.loading import check_inputs_unchanged, load_finished
 from can_train.training.run_folder import RunFolder, relocate_prerequisites, without_missing_prerequisites
-from can_train.training.session import check_inputs_unchanged
 from fakes.finished_runs import Shelf
 
 

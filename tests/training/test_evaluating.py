@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from can_train.config.resolved import PathSettings
 from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
+from can_train.fit.optimizer import Precision
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
 from can_train.tasks.can.reference_models import FinishedNetwork
 from can_train.training.checkpoint import Checkpoints
-from can_train.training.evaluate import EvaluationRequest, evaluate, scores_of
-from can_train.training.inference import Place, Scoring
+from can_train.training.evaluate import EvaluationRequest, Scorer, evaluate
+from can_train.training.inference import InferenceDevice
 from can_train.training.loading import load_finished
 from can_train.training.run_folder import RunFolder
 from fakes.line_fit import Notices
@@ -267,8 +268,8 @@ class Greedy:
 
 
 def test_a_sample_that_does_not_fit_is_named_and_all_others_are_scored() -> None:
-    place = Place(meter=open_meter("cpu"), dtype=torch.float32)
-    scoring = Scoring(TrainingSettings(oom_retries=0), place, lambda samples: None)
+    device = InferenceDevice(meter=open_meter("cpu"), precision=Precision.named("fp32"))
+    score = Scorer(TrainingSettings(oom_retries=0), device)
     with pytest.raises(DoesNotFitError, match="sample 3 of the greedy"):
-        scores_of(scoring, Greedy(), np.arange(8))
-    assert scores_of(scoring, Greedy(), np.arange(4, 900)).ravel().tolist() == list(range(4, 900))
+        score(Greedy(), np.arange(8))
+    assert score(Greedy(), np.arange(4, 900)).ravel().tolist() == list(range(4, 900))

@@ -22,7 +22,8 @@ from can_train.task import Feature
 from can_train.training import train as training_loop
 from can_train.training.report import plan_lines
 from can_train.training.run_folder import RunFolder
-from can_train.training.session import Session, make_session
+from can_train.training.session import Session
+from can_train.training.train import make_session
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, fixed, line_parts
 from fakes.several_ranks import run_ranks
 from fakes.training_worlds import fit_line

@@ -14,7 +14,8 @@ from can_train.fit.factor_rule import NO_AIM
 from can_train.training import train as training_loop
 from can_train.training.dry_run import get_effective_safety_factor
 from can_train.training.observe import Attempt
-from can_train.training.session import Session, make_session
+from can_train.training.session import Session
+from can_train.training.train import make_session
 from fakes.line_fit import LineTask, Notices, StoppedTask, fixed, line_parts, line_run
 
 KEY = "synthetic_gat_teacher_normal"
@@ -34,7 +35,7 @@ def test_a_run_that_ends_leaves_one_observation(tmp_path: Path) -> None:
     session = attempt(tmp_path, batch_size=20)
     (observed,) = read_observations(tmp_path / "state").finished
     assert (observed.outcome, observed.key, observed.factor) == ("ok", KEY, 0.6)
-    assert observed.peak_allocated_bytes == session.peak_bytes > 0
+    assert observed.peak_allocated_bytes == session.monitor.peak_bytes > 0
     assert (observed.logical_batch, observed.binding_limit) == (20, "requested")
     assert (tmp_path / "state" / "batch_size_factors.json").exists()
 

@@ -10,7 +10,8 @@ from torch import nn
 from can_train.config.settings import MonitorSettings
 from can_train.errors import CanTrainError
 from can_train.training import train as training_loop
-from can_train.training.session import Session, make_session
+from can_train.training.session import Session
+from can_train.training.train import make_session
 from fakes.line_fit import LineTask, Notices, StoppedTask, fixed, line_parts
 
 HALF = fixed(0.5)
@@ -87,7 +88,7 @@ def test_validation_may_be_rarer_than_epochs_and_always_ends_the_training(tmp_pa
 
 
 def test_a_peak_is_measured_even_in_a_run_of_few_steps(tmp_path: Path) -> None:
-    assert trained(tmp_path, epochs=1, batch_size=60).peak_bytes > 0
+    assert trained(tmp_path, epochs=1, batch_size=60).monitor.peak_bytes > 0
 
 
 def test_before_the_first_measured_step_no_peak_is_claimed(tmp_path: Path) -> None:

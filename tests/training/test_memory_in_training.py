@@ -21,8 +21,8 @@ from can_train.memory.monitor import RISES, WINDOW_STEPS
 from can_train.task import Feature
 from can_train.training import train as training_loop
 from can_train.training.observe import Attempt
-from can_train.training.session import Session, make_session
-from can_train.training.train import take_step
+from can_train.training.session import Session
+from can_train.training.train import make_session, take_step
 from fakes.costly import CostlyNet
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
@@ -171,7 +171,7 @@ def test_a_plan_counts_the_copies_of_buffers_that_a_step_holds(tmp_path: Path, c
     train(session)
     predicted = session.run_plan.predicted_peak_bytes
     assert predicted is not None
-    assert session.peak_bytes == pytest.approx(predicted, rel=0.03)
+    assert session.monitor.peak_bytes == pytest.approx(predicted, rel=0.03)
 
 
 @pytest.mark.parametrize("capacity_mib", [1000, 70])
@@ -181,7 +181,7 @@ def test_the_first_step_takes_no_more_than_the_plan_says(tmp_path: Path, capacit
     train(session)
     predicted = session.run_plan.predicted_peak_bytes
     assert predicted is not None
-    assert session.peak_bytes == pytest.approx(predicted, rel=0.03)
+    assert session.monitor.peak_bytes == pytest.approx(predicted, rel=0.03)
 
 
 def test_a_surprise_is_rescued_said_and_logged(tmp_path: Path) -> None:
@@ -210,6 +210,68 @@ def test_other_parameters_make_another_plan_and_take_stale_state_along(tmp_path:
     again(session)
     assert session.plan.most_parts == split
     assert all(parameter in session.optimization.optimizer.state for parameter in frozen)
+
+
+class ThawingTask(CostlyTask):
+    """Points whose inner layer, and with it all that takes memory, is frozen until the third step."""
+
+    def build_model(self) -> nn.Module:
+        model = CostlyNet()
+        model.inner.requires_grad_(False)
+        return model
+
+    def before_step(
+        self, model: nn.Module, rows: NDArray[np.int64], progress: float, generator: torch.Generator
+    ) -> None:
+        if progress >= 0.5:
+            assert isinstance(model, CostlyNet)
+            model.inner.requires_grad_(True)
+
+
+def test_a_step_that_thaws_a_layer_is_planned_for_it_and_has_room_for_its_optimizer_state(tmp_path: Path) -> None:
+    session = session_on(tmp_path, ThawingTask(), 60, epochs=2)
+    reserved: list[int] = []
+    before_step = session.reserve.before_step
+
+    def noted() -> None:
+        reserved.append(len(session.reserve._tensor_bytes))
+        before_step()
+
+    session.reserve.before_step = noted  # type: ignore[method-assign]
+    assert session.plan.most_parts == 1
+    train(session)
+    assert session.plan.most_parts > 1
+    assert session.batcher.ooms_rescued == 0
+    assert reserved == [2, 2, 4, 4]
+
+
+def test_a_run_that_is_resumed_after_a_layer_was_thawed_is_planned_for_it(tmp_path: Path) -> None:
+    whole = session_on(tmp_path / "whole", ThawingTask(), 60, epochs=3)
+    train(whole)
+    stopped = session_on(tmp_path / "stopped", ThawingTask(), 60, epochs=3)
+    stops = stopped.stops
+
+    def stop(*given: Any) -> None:
+        if stopped.progress.step == 4:
+            stops.received = 15
+
+    stopped.task.before_step = stop_after(stopped.task.before_step, stop)  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        train(stopped)
+    resumed = session_on(tmp_path / "stopped", ThawingTask(), 60, epochs=3)
+    assert resumed.model.inner.weight.requires_grad
+    train(resumed)
+    assert resumed.plan.most_parts == whole.plan.most_parts > 1
+    assert resumed.batcher.ooms_rescued == 0
+    assert all(torch.equal(*pair) for pair in zip(resumed.model.parameters(), whole.model.parameters(), strict=True))
+
+
+def stop_after(call: Any, stop: Any) -> Any:
+    def both(*given: Any) -> None:
+        call(*given)
+        stop()
+
+    return both
 
 
 def again(session: Session) -> None:
@@ -312,19 +374,19 @@ def test_after_a_rescue_peak_and_cost_of_what_followed_are_known_apart(tmp_path:
     session.batcher.watch(pass_over)
     train(session)
     costs = session.run_plan.training_costs(task, session.epochs.steps(0)[0])
-    assert session.oom_cost == pytest.approx(costs.cost(0, len(costs)))
-    assert session.cost_after_rescue == pytest.approx(session.oom_cost / 2)
+    assert session.batcher.oom_cost == pytest.approx(costs.cost(0, len(costs)))
+    assert session.cost_after_rescue == pytest.approx(session.batcher.oom_cost / 2)
     assert session.peak_bytes_after_rescue < 50 * MIB
     # What failed had half of the 2 × 100 MiB that it wanted.
-    assert session.peak_bytes >= 100 * MIB
+    assert session.monitor.peak_bytes >= 100 * MIB
 
 
 def test_without_a_rescue_all_that_ran_is_settled(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
     train(session)
-    assert session.oom_cost is None
+    assert session.batcher.oom_cost is None
     assert session.cost_after_rescue == session.largest_cost > 0
-    assert session.peak_bytes_after_rescue == session.peak_bytes
+    assert session.peak_bytes_after_rescue == session.monitor.peak_bytes
 
 
 def test_where_nothing_ran_after_memory_ran_out_nothing_is_settled(tmp_path: Path) -> None:
@@ -333,7 +395,7 @@ def test_where_nothing_ran_after_memory_ran_out_nothing_is_settled(tmp_path: Pat
         train(session)
     assert session.largest_cost > 0
     assert (session.cost_after_rescue, session.peak_bytes_after_rescue) == (0, 0)
-    assert session.peak_bytes >= 2 * MIB
+    assert session.monitor.peak_bytes >= 2 * MIB
 
 
 def test_the_peak_of_a_training_outlasts_the_probes_for_other_parameters(tmp_path: Path) -> None:
@@ -345,14 +407,14 @@ def test_the_peak_of_a_training_outlasts_the_probes_for_other_parameters(tmp_pat
             parameter.requires_grad_(False)
         take_step(session, rows[1], ends_epoch=True)
     # 30 points of 2 MiB, and then nothing.
-    assert session.peak_bytes >= 60 * MIB
-    assert session.peak_bytes_after_rescue == session.peak_bytes
+    assert session.monitor.peak_bytes >= 60 * MIB
+    assert session.peak_bytes_after_rescue == session.monitor.peak_bytes
 
 
 def test_what_follows_the_training_is_not_in_its_peak(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask(), 200, epochs=1)
     train(session)
-    peak = session.peak_bytes
+    peak = session.monitor.peak_bytes
     with session.meter.active():
         torch.empty(150 * MIB, dtype=torch.uint8)
-    assert session.peak_bytes == peak < 100 * MIB
+    assert session.monitor.peak_bytes == peak < 100 * MIB

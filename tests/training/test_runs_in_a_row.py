@@ -20,7 +20,7 @@ from can_train.task import Feature
 from can_train.training import train as training_loop
 from can_train.training.observe import Attempt
 from can_train.training.run_folder import RunFolder
-from can_train.training.session import make_session
+from can_train.training.train import make_session
 from fakes.costly import CostlyNet
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, line_parts
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from can_train.errors import ConfigError, StateError
-from can_train.training.evaluate import check_is_no_data, write_score_file
+from can_train.training.evaluate import check_score_file, write_score_file
 
 SCORES = {"log": ["a.csv"] * 3, "score": [0.5, None, 2.0]}
 
@@ -16,10 +16,10 @@ def test_a_log_is_not_overwritten_with_its_scores_by_whatever_name(tmp_path: Pat
     link.symlink_to(log)
     for name in (log, link):
         with pytest.raises(ConfigError, match="not written over the data"):
-            check_is_no_data(name, [log])
-    check_is_no_data(other, [log])
+            check_score_file(name, [log])
+    check_score_file(other, [log])
     other.touch()
-    check_is_no_data(other, [log])
+    check_score_file(other, [log])
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])

@@ -86,7 +86,8 @@ class Optimization:
     scheduler: LambdaLR
     scaler: torch.amp.GradScaler  # Scales losses under fp16; otherwise disabled
     clip_norm: float  # Largest gradient norm; 0: gradients are not clipped
-    parameters: list[nn.Parameter]  # Those whose gradients are clipped
+    # Of the model. A frozen one has no gradient, so the optimizer passes over it until it is thawed.
+    parameters: list[nn.Parameter]
 
     def step(self) -> bool:
         """Unscales and clips the gradients, steps, and clears them; the caller moves the schedule.
@@ -102,6 +103,16 @@ class Optimization:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return self.scaler.get_scale() >= scale
+
+    @property
+    def trainable(self) -> tuple[bool, ...]:
+        """For each parameter, whether it is trained now."""
+        return tuple(parameter.requires_grad for parameter in self.parameters)
+
+    def set_trainable(self, trainable: Iterable[bool]) -> None:
+        """Freezes and thaws the parameters, in the order of `trainable`."""
+        for parameter, is_trained in zip(self.parameters, trainable, strict=True):
+            parameter.requires_grad_(is_trained)
 
     def drop_stale_state(self) -> None:
         """Drops the moments of frozen parameters: once thawed, they would push into an old direction."""
@@ -140,13 +151,16 @@ def make_optimization(
     """Makes optimizer, schedule and scaler.
 
     Args:
-        model: Its trainable parameters are optimised.
+        model: Its parameters are optimised, also those that are frozen now and thawed later.
         training: Settings of the run.
         lr: Learning rate at the plan's logical batch.
         total_steps: Optimizer steps, not micro-batches, of the whole run.
         device: Device of the model.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Integers can never be trained, and the fused optimizers refuse them.
+    parameters = [
+        parameter for parameter in model.parameters() if parameter.is_floating_point() or parameter.is_complex()
+    ]
     optimizer = make_optimizer(parameters, training, lr, device)
     ticks = total_steps if training.scheduler_interval == "step" else training.epochs
     shape = _schedule(training.scheduler, ticks, training.warmup_share)
@@ -160,7 +174,8 @@ def make_optimization(
 
 
 def make_optimizer(
-    parameters: list[nn.Parameter], training: TrainingSettings, lr: float, device: torch.device
+    # Of the model. A frozen one has no gradient, so the optimizer passes over it until it is thawed.
+    parameters: list[nn.Parameter],
 ) -> Optimizer:
     """Makes the optimizer alone."""
     # The default on a GPU (foreach) copies the parameters for a moment in every step, which the batch could have used.

@@ -15,15 +15,10 @@ from can_train.reporter import Reporter
 
 FORMAT_VERSION: Final = 1
 
+MAX_FILES: Final = 2
+"""The newest checkpoint, and the previous one in case the newest is damaged on disk."""
 
-_MANIFEST: Final = "manifest.json"
-
-
-_KEPT: Final = 2
-"""Files kept: the newest, and the previous one in case the newest is damaged on disk."""
-
-
-_REMEDY: Final = "Copy the run once more from where it was trained, or train anew"
+REMEDY: Final = "Copy the run once more from where it was trained, or train anew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +31,16 @@ class _Entry:
 class Checkpoints:
     """The checkpoints of one run.
 
+    A manifest lists them with their digests, the newest first. It is replaced after the file that it names is written:
+    a process that is killed in between leaves a file that nothing names.
+
     Args:
         folder: Where they are; made at the first save.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._manifest = folder / "manifest.json"
 
     def save(self, state: dict[str, Any], *, step: int) -> None:
         """Writes a checkpoint and makes it the newest.
@@ -53,17 +52,6 @@ class Checkpoints:
         Raises:
             CheckpointError: It could not be written; the previous checkpoint is untouched.
         """
-        try:
-            self._write(state, step)
-        except OSError as error:
-            raise CheckpointError(
-                "The checkpoint cannot be written",
-                value=f"{self._folder}: {error.strerror}",
-                remedy="Make room or mend the folder's permissions, then resume the run",
-            ) from error
-
-    def _write(self, state: dict[str, Any], step: int) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         buffer = io.BytesIO()
         torch.save({"format": FORMAT_VERSION, **state}, buffer)
         data = buffer.getvalue()
@@ -71,15 +59,23 @@ class Checkpoints:
         # Never the name of a file that the manifest still needs, even when the same step is saved twice.
         taken = {entry.file for entry in entries}
         name = next(n for n in (f"step-{step:08d}{suffix}.pt" for suffix in ("", "-b", "-c")) if n not in taken)
-        write_bytes_atomic(self._folder / name, data)
-        entries = [_Entry(file=name, sha256=hashlib.sha256(data).hexdigest(), step=step), *entries][:_KEPT]
-        self._write_manifest(entries)
-        for path in self._folder.glob("step-*.pt"):
-            if path.name not in {entry.file for entry in entries}:
-                path.unlink(missing_ok=True)
+        entries = [_Entry(file=name, sha256=hashlib.sha256(data).hexdigest(), step=step), *entries][:MAX_FILES]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomic(self._folder / name, data)
+            self._write_manifest(entries)
+            for path in self._folder.glob("step-*.pt"):
+                if path.name not in {entry.file for entry in entries}:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                "The checkpoint cannot be written",
+                value=f"{self._folder}: {error.strerror}",
+                remedy="Make room or mend the folder's permissions, then resume the run",
+            ) from error
 
     def load(self, reporter: Reporter) -> dict[str, Any] | None:
-        """Reads the newest checkpoint that is whole, and forgets damaged ones; None where there is none.
+        """Reads the newest undamaged checkpoint, and drops damaged ones; None where there is none.
 
         Raises:
             CheckpointError: Every checkpoint is damaged, or is of another version.
@@ -102,7 +98,7 @@ class Checkpoints:
         return None
 
     def newest(self) -> dict[str, Any] | None:
-        """Reads the newest checkpoint and changes nothing; None where there is none.
+        """Reads the newest checkpoint without changing anything; None where there is none.
 
         Raises:
             CheckpointError: It is damaged, or of another version.
@@ -114,22 +110,21 @@ class Checkpoints:
         if data is None:
             damaged = self._folder / entries[0].file
             raise CheckpointError("The last checkpoint of this run is damaged", value=str(damaged),
-                                  remedy=_REMEDY)  # fmt: skip
+                                  remedy=REMEDY)  # fmt: skip
         return _loaded(data, entries[0].file)
 
     def _entries(self) -> list[_Entry]:
         try:
-            listed = json.loads((self._folder / _MANIFEST).read_text())["checkpoints"]
-            return [_Entry(**entry) for entry in listed]
+            return [_Entry(**entry) for entry in json.loads(self._manifest.read_text())["checkpoints"]]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                "The checkpoint manifest cannot be read", value=str(self._folder / _MANIFEST), remedy=_REMEDY
+                "The checkpoint manifest cannot be read", value=str(self._manifest), remedy=REMEDY
             ) from error
 
     def _write_manifest(self, entries: list[_Entry]) -> None:
-        write_json_atomic(self._folder / _MANIFEST, {"checkpoints": [vars(entry) for entry in entries]})
+        write_json_atomic(self._manifest, {"checkpoints": [vars(entry) for entry in entries]})
 
     def _read(self, entry: _Entry) -> bytes | None:
         try:
@@ -147,13 +142,13 @@ def _loaded(data: bytes, name: str) -> dict[str, Any]:
         raise CheckpointError(
             "A checkpoint holds tensors and plain values only, and no code is run that is in it",
             value=name,
-            remedy=_REMEDY,
+            remedy=REMEDY,
         ) from error
     found = state.get("format") if isinstance(state, dict) else "unknown"
     if found != FORMAT_VERSION:
         raise CheckpointError(
             "The checkpoint is of another version",
             value=f"{name}: format {found}, this version reads {FORMAT_VERSION}",
-            remedy=_REMEDY,
+            remedy=REMEDY,
         )
     return dict(state)

@@ -1,5 +1,5 @@
-"""The processes that train one run together, one a GPU: what they tell each other, and how a failure or a signal on one
-of them becomes known to all, so that nobody waits for ever. What they compute, and who computes what, others decide.
+"""The processes that train one run together, one a GPU: what they exchange, and how a failure or a signal on one of them
+becomes known to all, so that none waits forever.
 """
 
 import socket
@@ -20,23 +20,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # no __all__
 
 from can_train.errors import CanTrainError, DoesNotFitError, RunError
+from can_train.fit.packing import BatchCosts, share_out
 
-JOINING: Final = timedelta(minutes=10)
+JOIN_TIMEOUT: Final = timedelta(minutes=10)
 """Longest wait for all processes to be there: some read a hundred thousand files of Python from a slow disk first."""
 
-
-WAITING: Final = timedelta(hours=24)
+WAIT_TIMEOUT: Final = timedelta(hours=24)
 """Longest wait for one another after that: one may prepare data for hours. A process that has ended is noticed at once,
 since its connections close."""
 
-
-REDUCING: Final = timedelta(minutes=10)
+REDUCE_TIMEOUT: Final = timedelta(minutes=10)
 """Longest wait for gradients between GPUs, which all ranks begin to exchange at the same moment."""
-
 
 PACK_BYTES: Final = 2**20
 """Small tensors that are exchanged at once: a network of 10 Gbit/s carries so much in the time of a few exchanges."""
-
 
 T = TypeVar("T")
 
@@ -62,11 +59,11 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a rank.
+    """An error on a rank.
 
     Attributes:
-        rank: Which.
-        message: In words.
+        rank: Which rank.
+        message: First line of the error.
         did_not_fit: Whether memory was too small.
     """
 
@@ -77,17 +74,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Done(Generic[T]):
-    """That a rank's work is done, and what it returned."""
+    """What a rank's work returned; tells it from a failure."""
 
     result: T
 
 
 class RankFailedError(CanTrainError):
-    """Another process of the run failed, so that this one cannot go on.
-
-    Args:
-        failures: What went wrong, by rank.
-    """
+    """Another process of the run failed, so that this one cannot go on."""
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         super().__init__(
@@ -104,11 +97,11 @@ class RankFailedError(CanTrainError):
 
 
 class RankGoneError(CanTrainError):
-    """Another process of the run has ended without a word."""
+    """Another process of the run ended without reporting why."""
 
 
 class Ranks:
-    """One process that trains by itself: there is nobody to talk to, and nothing to pay for it."""
+    """The processes that train a run: here this one alone, so that each method just does the work."""
 
     rank = 0
     size = 1
@@ -116,17 +109,17 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes the run's files and talks to people."""
+        """Whether this is rank 0, which writes the run's files and prints."""
         return self.rank == 0
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Does some work on every rank, and waits until it is done on all.
+        """Does some work on every rank, and waits until all have done it.
 
         Args:
-            work: Talks to no rank; returns a small plain object. Where it fails on one rank, none gets through.
+            work: Exchanges nothing with other ranks; returns a small picklable object.
 
         Returns:
-            What each rank's work returned, by rank.
+            What the work returned on each rank, by rank.
 
         Raises:
             Exception: The work failed here.
@@ -136,23 +129,32 @@ class Ranks:
         return [work()]
 
     def on_rank0(self, work: Callable[[], T]) -> T:
-        """Does some work on rank 0, and returns on every rank what came of it. Raises as `gather` does."""
+        """Does some work on rank 0, and returns its result on every rank; raises as `gather` does."""
         results = self.gather(lambda: work() if self.is_first else None)
         result: T = results[0]  # type: ignore[assignment]  # rank 0's is never the None of those that did not work
         return result
 
     def on_every_rank(self, work: Callable[[], T]) -> T:
-        """Does some work on every rank that makes something for that rank only. Raises as `gather` does."""
+        """Does some work on every rank, and returns each rank's own result there; raises as `gather` does."""
         made: list[T] = []
         self.gather(lambda: made.append(work()))
         return made[0]
 
     def on_rank0_first(self, work: Callable[[], T]) -> T:
-        """Does some work on rank 0, and then on the others, which find what it has prepared. Raises as `gather`."""
+        """Does some work on rank 0, and then on the others, which find what it has prepared; raises as `gather` does."""
         done: list[T] = []
         for has_turn in (self.is_first, not self.is_first):
             self.gather(lambda has_turn=has_turn: done.append(work()) if has_turn else None)  # type: ignore[misc]
         return done[0]
+
+    def share(self, samples: int, price: Callable[[], BatchCosts]) -> slice:
+        """Decides which of some samples this rank computes, so that all shares cost about the same.
+
+        Args:
+            samples: How many there are.
+            price: Prices them; alike on all ranks.
+        """
+        return slice(0, samples)
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Adds up each parameter's gradient over the ranks, in place; every rank has the sum afterwards.
@@ -171,8 +173,10 @@ class Ranks:
         """
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Overwrites a model's buffers with rank 0's. One that some rank has not made yet, or that has another shape
-        there (a cache that grows with what was seen), is each rank's own.
+        """Overwrites a model's buffers with rank 0's.
+
+        One that some rank has not made yet, or that has another shape there (a cache that grows with what was seen),
+        stays each rank's own.
 
         Raises:
             RankGoneError: Another process has ended.
@@ -183,12 +187,12 @@ class Ranks:
         return 1
 
     def close(self) -> None:
-        """Says goodbye: there is nothing more to tell. All ranks do it at the same point."""
+        """Ends the connections; all ranks call it at the same point."""
 
 
 class ConnectedRanks(Ranks):
-    """Several processes, connected by `torch.distributed`: gloo for what they tell each other and for tensors on the
-    host, NCCL for tensors on GPUs.
+    """Several processes, connected by `torch.distributed`: gloo for objects and for tensors on the host, NCCL for tensors
+    on GPUs.
 
     Args:
         place: Where this process stands.
@@ -214,8 +218,8 @@ class ConnectedRanks(Ranks):
         try:
             result = work()
         except Exception as error:
-            failure = Failure(self.rank, _in_words(error), isinstance(error, DoesNotFitError))
-            # What failed here says more than that another one has ended, too.
+            failure = Failure(self.rank, _first_line(error), isinstance(error, DoesNotFitError))
+            # The error here explains more than that another process ended too.
             with suppress(RankGoneError):
                 self._gather(failure)
             raise
@@ -225,23 +229,33 @@ class ConnectedRanks(Ranks):
             raise RankFailedError(failures)
         return [report.result for report in reports if isinstance(report, _Done)]
 
+    def share(self, samples: int, price: Callable[[], BatchCosts]) -> slice:  # noqa: D102
+        sizes = share_out(price(), self.size)
+        start = sum(sizes[: self.rank])
+        return slice(start, start + sizes[self.rank])
+
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: D102
         def reduce() -> None:
             present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
             dist.all_reduce(present, dist.ReduceOp.MAX)
-            gradients = [_gradient(parameter) for parameter, some in zip(parameters, present, strict=True) if some]
+            gradients = []
+            for parameter, is_present in zip(parameters, present.tolist(), strict=True):
+                if is_present:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    gradients.append(parameter.grad)
             _packed(gradients, lambda tensor: dist.all_reduce(tensor, group=self._tensors))
 
-        self._talk(reduce)
+        self._exchange(reduce)
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:  # noqa: D102
         listed = [tensor.detach() for tensor in tensors]
-        self._talk(lambda: _packed(listed, lambda tensor: dist.broadcast(tensor, 0, group=self._tensors)))
+        self._exchange(lambda: _packed(listed, lambda tensor: dist.broadcast(tensor, 0, group=self._tensors)))
 
     def broadcast_buffers(self, model: nn.Module) -> None:  # noqa: D102
         buffers = {(name, buffer.shape, buffer.dtype): buffer for name, buffer in model.named_buffers()}
         shared = list(buffers.values())
-        if not self._alike(tuple(buffers)):
+        if not self._same_on_all(tuple(buffers)):
             having = Counter(kind for kinds in self._gather(tuple(buffers)) for kind in kinds)
             shared = [buffers[kind] for kind, ranks in having.items() if ranks == self.size]
         self.broadcast(shared)
@@ -250,29 +264,30 @@ class ConnectedRanks(Ranks):
         return self._gather(socket.gethostname()).count(socket.gethostname())
 
     def close(self) -> None:  # noqa: D102
-        self._talk(dist.destroy_process_group)
+        self._exchange(dist.destroy_process_group)
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        self._talk(lambda: dist.all_gather_object(values, value))
+        self._exchange(lambda: dist.all_gather_object(values, value))
         return values
 
-    def _talk(self, call: Callable[[], None]) -> None:
-        with _others_are_there():
+    def _exchange(self, call: Callable[[], None]) -> None:
+        with _gone_ranks_reported():
             self._calls.run(call)
 
-    def _alike(self, value: object) -> bool:
-        """Tells whether a value reads the same on every rank; for less than it takes to exchange it."""
-        mark, alike = zlib.crc32(repr(value).encode()), False
+    def _same_on_all(self, value: object) -> bool:
+        """Tells whether a value reads the same on every rank, which costs less than to exchange it."""
+        checksum = zlib.crc32(repr(value).encode())
+        sums: list[int] = []
 
-        def extremes() -> None:
-            nonlocal alike
-            highest = torch.tensor([mark, -mark])
-            dist.all_reduce(highest, dist.ReduceOp.MAX)
-            alike = int(highest.sum()) == 0
+        def exchange() -> None:
+            # The largest checksum, and the smallest negated: their sum is 0 where all are equal.
+            extremes = torch.tensor([checksum, -checksum])
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+            sums.append(int(extremes.sum()))
 
-        self._talk(extremes)
-        return alike
+        self._exchange(exchange)
+        return sums == [0]
 
 
 class _Calls(Generic[T]):
@@ -319,8 +334,9 @@ def join_ranks(place: RankPlace | None, device: str) -> Ranks:
 
 
 def rank_device(device: str, place: RankPlace | Ranks) -> str:
-    """Decides which device a rank uses where `--device` leaves it open: each its own GPU of the machine's. Where a
-    scheduler shows every process one GPU only, it is that one.
+    """Decides which device a rank uses where `--device` leaves it open: each its own GPU of the machine's.
+
+    Where a scheduler shows every process one GPU only, it is that one.
 
     Args:
         device: As `--device` has it.
@@ -333,12 +349,12 @@ def rank_device(device: str, place: RankPlace | Ranks) -> str:
 
 def _connect(place: RankPlace) -> None:
     try:
-        store = TCPStore(place.address, place.port, place.size, place.rank == 0, JOINING)
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=WAITING)
+        store = TCPStore(place.address, place.port, place.size, place.rank == 0, JOIN_TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=WAIT_TIMEOUT)
     except RuntimeError as error:
         raise RunError(
             "The processes of a run must find each other",
-            value=f"rank {place.rank} of {place.size} at {place.address}:{place.port}: {_in_words(error)}",
+            value=f"rank {place.rank} of {place.size} at {place.address}:{place.port}: {_first_line(error)}",
             remedy="MASTER_ADDR and MASTER_PORT name another place; GLOO_SOCKET_IFNAME names the network between nodes",
         ) from error
 
@@ -347,7 +363,7 @@ def _tensor_group(device: torch.device) -> ProcessGroup | None:
     """Makes the group that tensors are exchanged in; None is the one for everything."""
     if device.type != "cuda":
         return None
-    group: ProcessGroup = dist.new_group(backend="nccl", timeout=REDUCING)
+    group: ProcessGroup = dist.new_group(backend="nccl", timeout=REDUCE_TIMEOUT)
     # The first exchange is what makes the connection, and takes its buffers.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     torch.cuda.synchronize(device)
@@ -355,9 +371,9 @@ def _tensor_group(device: torch.device) -> ProcessGroup | None:
 
 
 def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -> None:
-    """Runs a collective on tensors: large ones in place, since all together would take their size once more on the
-    device; small ones by the pack, since each exchange takes its time, however little it carries.
-    """
+    """Runs a collective on tensors."""
+    # Large ones in place, since a copy of all would take their size once more on the device; small ones by the pack,
+    # since each exchange takes its time, however little it carries.
     for pack in _packs(tensors):
         if len(pack) == 1 and pack[0].is_contiguous():
             collective(pack[0])
@@ -382,23 +398,17 @@ def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 @contextmanager
-def _others_are_there() -> Iterator[None]:
+def _gone_ranks_reported() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         raise RankGoneError(
             "Every process of a run must stay until all have got through",
-            value=f"another one has ended ({_in_words(error)})",
+            value=f"another one has ended ({_first_line(error)})",
             remedy="Its own log says why; the run goes on from its last checkpoint",
         ) from error
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
-def _in_words(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__

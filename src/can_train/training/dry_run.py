@@ -180,7 +180,9 @@ def plans_of_sample(
         here = tuple(plan.on(target.capacity_bytes, samples=num_samples * run.training.epochs) for plan in decided)
         placements = tuple(plan.placement for plan in here)
         if placements not in explored:
-            explored[placements] = _ExploredRun(replace(planner, reference_tensors=reference_models.rehearse(here)))
+            explored[placements] = _ExploredRun(
+                replace(planner, reference_tensors=reference_models.bind_placeholders(here))
+            )
         plan, error = explored[placements].plan_for(target)
         plans.append(
             DryPlan(

@@ -1,4 +1,4 @@
-"""The scores of single samples as a file that a person opens: CSV or Parquet, whole or not at all."""
+"""Judges a finished run on its own data or on others, and writes the scores of single samples."""
 
 import os
 import time
@@ -11,28 +11,41 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from can_train.config.compose import evaluation_dataset
-from can_train.config.resolved import EvaluationData, FinishedModel, PathSettings, ResolvedRun, data_root
+from can_train.config.resolved import EvaluationData, PathSettings, ResolvedRun, data_root
+from can_train.config.settings import TrainingSettings
 from can_train.config.task_settings import load_object, load_task_settings
-from can_train.errors import ConfigError, DoesNotFitError, StateError
+from can_train.errors import ConfigError, StateError
+from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision
-from can_train.fit.rescue import PartDoesNotFitError
 from can_train.io.atomic import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter
 from can_train.task import Table
-from can_train.training.inference import Place, Scored, Scoring
+from can_train.training.inference import (
+    BatchedInference,
+    InferenceDevice,
+    Rows,
+    Scored,
+    copy_to_device,
+    rescue_settings,
+)
 from can_train.training.loading import finished_model, load_finished, with_cache
 
 _ENDINGS: Final = (".csv", ".parquet")
 
 
-def check_score_file(path: Path) -> None:
+def check_score_file(path: Path, data: Iterable[Path] = ()) -> None:
     """Makes sure, before anything is scored, that scores can be written to a file.
 
+    Args:
+        path: The file.
+        data: Files that are judged, which scores must not overwrite.
+
     Raises:
-        ConfigError: Its name has another ending, or its folder cannot be written.
+        ConfigError: Its name has another ending, its folder cannot be written, or it is one of the data's.
     """
     if path.suffix.lower() not in _ENDINGS:
         raise ConfigError("Scores are written as CSV or Parquet, by the file's ending", value=str(path),
@@ -43,25 +56,17 @@ def check_score_file(path: Path) -> None:
         raise ConfigError("The folder of the scores must be there, and writable",
                           value=f"{path if path.is_dir() else folder} {why}",
                           remedy="Make it, or name another file with --scores")  # fmt: skip
-
-
-def check_is_no_data(path: Path, data: Iterable[Path]) -> None:
-    """Makes sure that scores are not written over what they are scores of.
-
-    Raises:
-        ConfigError: The file is one of the data's.
-    """
     if path.exists() and any(path.samefile(file) for file in data):
         raise ConfigError("Scores are not written over the data that are judged", value=str(path),
                           remedy="Name another file with --scores")  # fmt: skip
 
 
 def write_score_file(path: Path, columns: Mapping[str, Any]) -> None:
-    """Writes scores.
+    """Writes scores, whole or not at all.
 
     Args:
         path: Ends in .csv or .parquet.
-        columns: Cells by the column's name, None for one that is empty.
+        columns: Cells by the column's name; None is an empty cell.
 
     Raises:
         StateError: The file cannot be written.
@@ -72,21 +77,23 @@ def write_score_file(path: Path, columns: Mapping[str, Any]) -> None:
     try:
         with open_atomic(path) as file:
             table.write_parquet(file) if path.suffix.lower() == ".parquet" else table.write_csv(file)
-    # Polars tells in words of its own what the system refuses.
+    # Polars has errors of its own for what the system refuses.
     except (OSError, pl.exceptions.PolarsError) as error:
         raise StateError("The scores cannot be written", value=f"{path}: {getattr(error, 'strerror', None) or error}",
                          remedy="Make room there, or name another file with --scores") from error  # fmt: skip
 
 
-class Named(Scored, Protocol):
-    """Samples with names."""
+class ScoredSamples(Scored, Protocol):
+    """Samples with the model that scores them, in evaluation mode and on the CPU."""
+
+    model: nn.Module
 
     def describe(self, row: int) -> str:
         """Names a sample in a message."""
 
 
 class Verdict(Protocol):
-    """What a task says of the samples."""
+    """What a task concludes about the samples."""
 
     @property
     def judgement(self) -> Mapping[str, Any]:
@@ -110,7 +117,7 @@ class Evaluation(Protocol):
 
     @property
     def own_split(self) -> bool:
-        """Whether what is judged is what the run had set apart of its own data."""
+        """Whether the samples are those that the run had set apart of its own data."""
 
     @property
     def counted(self) -> Mapping[str, int]:
@@ -120,7 +127,7 @@ class Evaluation(Protocol):
         """Judges a model by its scores.
 
         Args:
-            score: Scores some of the samples: `score(scored, rows)`.
+            score: `score(samples, rows)` returns raw scores.
             threshold: Above which samples are flagged; None: the run's own.
         """
 
@@ -137,7 +144,7 @@ class EvaluationRequest:
         dataset: Name of a preset, or a path; None: the run's own data.
         sets: `dataset.key=value`: how the data are read.
         threshold: Above which samples are flagged; None: the run's own.
-        scores: File for the scores of single samples; None: they are not kept.
+        scores: File for the scores of single samples; None: they are not written.
         device: Where to score: auto, cpu, cuda[:i], sim:SIZE.
         paths: Folders; empty ones are the run's, where they are still there.
     """
@@ -153,7 +160,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """What came of an evaluation.
+    """The result of an evaluation.
 
     Attributes:
         document: All of it as strict JSON.
@@ -166,93 +173,94 @@ class Evaluated:
     notes: Sequence[str]
 
 
+class Scorer:
+    """Scores samples with the finished models that belong to them; copies each model to the device once.
+
+    Attributes:
+        seconds: Spent so far.
+    """
+
+    def __init__(
+        self,
+        training: TrainingSettings,
+        device: InferenceDevice,
+        advance: Callable[[int], object] = lambda samples: None,
+    ) -> None:
+        self._training = training
+        self._device = device
+        self._advance = advance
+        self._inference: dict[nn.Module, BatchedInference] = {}
+        self.seconds = 0.0
+
+    def __call__(self, samples: ScoredSamples, rows: Rows) -> NDArray[np.float64]:
+        """Returns [R, …] raw scores of some samples, in their order.
+
+        Raises:
+            DoesNotFitError: The model does not fit on the device, or one of the samples, which is named.
+        """
+        began = time.perf_counter()
+        if samples.model not in self._inference:
+            model = copy_to_device(samples.model, self._device)
+            batcher = MicroBatcher(model, meter=self._device.meter, rescue=rescue_settings(self._training))
+            self._inference[samples.model] = BatchedInference(
+                batcher=batcher, model=model, device=self._device, advance=self._advance
+            )
+        # Two sets of samples may share a model, each with names of its own.
+        inference = replace(self._inference[samples.model], describe=samples.describe)
+        scores = inference.scores(samples, rows)
+        self.seconds += time.perf_counter() - began
+        return scores
+
+
 def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     """Judges a finished run.
 
-    Args:
-        request: What, and how.
-        reporter: Where progress and notices go.
-
     Raises:
-        CanTrainError: Something that the user can mend.
+        CanTrainError: The run, the data or the file of scores cannot be used.
     """
     if request.scores is not None:
         check_score_file(request.scores)
     finished, meter = load_finished(request.run), open_meter(request.device)
-    run, paths = finished.run, _paths(finished.run, request.paths)
+    run, paths, task = finished.run, _paths(finished.run, request.paths), load_task_settings(finished.run.task)
     dataset = evaluation_dataset(run, request.dataset, request.sets)
     if request.scores is not None:
-        files: Callable[..., Sequence[Path]] = load_object(load_task_settings(run.task).files)
-        check_is_no_data(request.scores, files(dataset, data_root(paths)))
+        check_score_file(request.scores, load_object(task.files)(dataset, data_root(paths)))
     torch.use_deterministic_algorithms(run.training.deterministic)
-    prepare: Callable[..., Evaluation] = load_object(load_task_settings(run.task).evaluator)
 
-    def judged(cache: Path) -> tuple[Evaluation, Verdict, dict[str, float]]:
-        asked = EvaluationData(
+    def judge(cache: Path) -> tuple[Evaluation, Verdict, dict[str, float]]:
+        data = EvaluationData(
             dataset=dataset, own=request.dataset is None, data_root=data_root(paths), cache=cache, reporter=reporter
         )
         began = time.perf_counter()
-        evaluation = prepare(finished, partial(finished_model, run), asked)
+        evaluation: Evaluation = load_object(task.evaluator)(finished, partial(finished_model, run), data)
         reading_s = time.perf_counter() - began
+        device = InferenceDevice(meter=meter, precision=Precision.named(run.training.precision))
         with meter.active(), reporter.stage("scoring", unit="samples") as stage:
-            place = Place(meter=meter, dtype=Precision.named(run.training.precision).dtype)
-            scoring = Scoring(run.training, place, stage.advance)
-            verdict = evaluation.judge(partial(scores_of, scoring), request.threshold)
-        return evaluation, verdict, {"reading": round(reading_s, 3), "scoring": round(scoring.seconds, 3)}
+            scorer = Scorer(run.training, device, stage.advance)
+            verdict = evaluation.judge(scorer, request.threshold)
+        return evaluation, verdict, {"reading": round(reading_s, 3), "scoring": round(scorer.seconds, 3)}
 
-    evaluation, verdict, seconds = with_cache(paths, reporter, judged)
+    evaluation, verdict, seconds = with_cache(paths, reporter, judge)
     if request.scores is not None:
         write_score_file(request.scores, verdict.samples)
-    return Evaluated(
-        document=_document(request, finished, evaluation, verdict, seconds),
-        tables=evaluation.tables(verdict.judgement),
-        notes=verdict.notes,
-    )
-
-
-def _paths(run: ResolvedRun, given: PathSettings) -> PathSettings:
-    """Takes the folders that are given, else the run's, where it comes from this machine, else the usual ones."""
-
-    def found(name: str) -> str:
-        known: str = getattr(run.paths, name)
-        return getattr(given, name) or (known if Path(known).is_dir() else "")
-
-    return replace(given, data_root=found("data_root"), state_dir=found("state_dir"))
-
-
-def scores_of(scoring: Scoring, samples: Named, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Returns the raw scores of samples.
-
-    Raises:
-        DoesNotFitError: The model does not fit on the device, or one of them, which is named.
-    """
-    try:
-        return scoring(samples, rows)
-    except PartDoesNotFitError as error:
-        where = samples.describe(int(rows[error.part[0]]))
-        raise DoesNotFitError(
-            error.rule, value=f"{where}; {error.value}", remedy=error.remedy, details=error.details
-        ) from None
-
-
-def _document(
-    request: EvaluationRequest,
-    finished: FinishedModel,
-    evaluation: Evaluation,
-    verdict: Verdict,
-    seconds: Mapping[str, float],
-) -> dict[str, Any]:
-    run, judgement = finished.run, verdict.judgement
-    return {
+    document = {
         "run_id": finished.run_id,
         "key": run.key,
         "dataset": evaluation.dataset,
         "own_split": evaluation.own_split,
-        "threshold": judgement["threshold"],
-        "threshold_rule": judgement["threshold_rule"],
+        "threshold": verdict.judgement["threshold"],
+        "threshold_rule": verdict.judgement["threshold_rule"],
         **evaluation.counted,
-        "seconds": dict(seconds),
+        "seconds": seconds,
         "scores": None if request.scores is None else str(request.scores),
         "notes": list(verdict.notes),
-        "judgement": judgement,
+        "judgement": verdict.judgement,
     }
+    return Evaluated(document=document, tables=evaluation.tables(verdict.judgement), notes=verdict.notes)
+
+
+def _paths(run: ResolvedRun, given: PathSettings) -> PathSettings:
+    """Returns the given folders, completed by those of the run that are on this machine."""
+    known = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
+    found = {name: path for name, path in known.items() if not getattr(given, name) and Path(path).is_dir()}
+    return replace(given, **found)

@@ -1,8 +1,9 @@
-"""Makes what a run trains from its configuration: the task with its data, and the model with fresh weights."""
+"""Loads what a run is made of: its task with the data, its model, and the finished models that it builds on."""
 
 import hashlib
+import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
@@ -15,37 +16,51 @@ from can_train.config.task_settings import load_object, load_task_settings
 from can_train.errors import CheckpointError, ConfigError, RunError, StateError
 from can_train.fit import random_state
 from can_train.fit.optimizer import Precision
+from can_train.io.atomic import write_json_atomic
 from can_train.memory.meters import Meter
 from can_train.reporter import Reporter, SilentReporter
 from can_train.task import Task
-from can_train.training.checkpoint import Checkpoints
+from can_train.training.checkpoint import REMEDY, Checkpoints
 from can_train.training.run_folder import CONFIG, RunFolder, relocate_prerequisites
+
+MAX_NAMED: Final = 5
+"""Weights that an error names before it stops."""
+
+INPUTS: Final = "built_on.json"
+"""In a run's folder: the digests of its data and of each reference model, by role."""
 
 T = TypeVar("T")
 
 
 def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
-    """Makes the task of a run, its data prepared; where they cannot be kept for later runs, for this one alone.
+    """Makes the task of a run with all of its data prepared.
 
     Raises:
-        StateError: Nor can they be written to the folder of temporary files.
-        CheckpointError: A model that it builds on is not there, or does not fit.
+        DataError: The data cannot be used.
+        StateError: Prepared data can be written nowhere.
+        CheckpointError: A model that the run builds on is missing, or does not fit.
     """
     factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
     finished = finished_models(run)
     return with_cache(run.paths, reporter, lambda cache: factory(run, finished, data_root(run.paths), cache, reporter))
 
 
+def sample_task(run: ResolvedRun, reporter: Reporter) -> Task:
+    """Makes the task of a run from a bounded sample of its data, for a plan; writes nothing."""
+    sampler: Callable[..., Task] = load_object(load_task_settings(run.task).sampler)
+    return sampler(run, finished_models(run), data_root(run.paths), cache_folder(run.paths), reporter)
+
+
 def with_cache(paths: PathSettings, reporter: Reporter, make: Callable[[Path], T]) -> T:
-    """Makes something of prepared data; where they cannot be kept for later, of some that are there for this alone.
+    """Makes something from prepared data, in a temporary folder where the cache cannot be written.
 
     Args:
-        paths: Where they are kept.
-        reporter: Is told where they cannot be.
+        paths: Name the cache.
+        reporter: Receives a notice where the cache cannot be written.
         make: Makes it, given the folder of prepared data.
 
     Raises:
-        StateError: Nor can they be written to the folder of temporary files.
+        StateError: The folder of temporary files cannot be written either.
     """
     try:
         return make(cache_folder(paths))
@@ -55,15 +70,39 @@ def with_cache(paths: PathSettings, reporter: Reporter, make: Callable[[Path], T
         except OSError:
             raise error from None
         reporter.notice(f"Prepared data are not kept. {error}")
-    # What is made maps what it reads: that stays readable after its files are gone.
+    # What is made maps the files that it reads: they stay readable after they are deleted.
     with scratch as folder:
         return make(Path(folder))
 
 
-def sample_task(run: ResolvedRun, reporter: Reporter) -> Task:
-    """Makes the task of a run from a bounded sample of its data, for a plan; writes nothing."""
-    sampler: Callable[..., Task] = load_object(load_task_settings(run.task).sampler)
-    return sampler(run, finished_models(run), data_root(run.paths), cache_folder(run.paths), reporter)
+def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
+    """Writes the digests of a run's inputs; in a later attempt, makes sure that they are the same.
+
+    A log that grew, or a teacher that was trained on meanwhile, would change the run between two steps.
+
+    Raises:
+        RunError: The data or a reference model changed.
+    """
+    path = folder.path / INPUTS
+    models = task.reference_models()
+    now = {model.role: model.digest for model in models} | {"data": task.data_digest()}
+    now = {role: digest for role, digest in now.items() if digest}
+    try:
+        before = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        write_json_atomic(path, now)
+        return
+    changed = [role for role, digest in now.items() if before.get(role, digest) != digest]
+    # A reference model's digest depends on the data too, so changed data are the only cause that is named.
+    if "data" in changed:
+        raise RunError("A run goes on with the data that it began with", value="its logs have other contents by now",
+                       remedy="Bring back what was there, or train anew")  # fmt: skip
+    if changed:
+        named = ", ".join(f"the {model.role.replace('_', ' ')} {model.name}" for model in models
+                          if model.role in changed)  # fmt: skip
+        raise RunError("A run goes on with the models that it began with",
+                       value=f"{named} has other weights by now, or is asked about other windows",
+                       remedy="Bring back what was there, or train anew")  # fmt: skip
 
 
 def fresh_model(run: ResolvedRun, task: Task, meter: Meter) -> nn.Module:
@@ -71,13 +110,6 @@ def fresh_model(run: ResolvedRun, task: Task, meter: Meter) -> nn.Module:
     # Preparing data may or may not have drawn random numbers (a cache): weights start from here.
     random_state.seed_everything(run.training.seed)
     return task.build_model().to(meter.device, Precision.named(run.training.precision).dtype)
-
-
-_REMEDY: Final = "Copy the run once more from where it was trained, or train it anew"
-
-
-_NAMED: Final = 3
-"""Weights that a message names."""
 
 
 def load_finished(path: Path) -> FinishedModel:
@@ -88,7 +120,7 @@ def load_finished(path: Path) -> FinishedModel:
 
     Raises:
         RunError: There is no run, or its files cannot be read.
-        CheckpointError: It has not finished, or its weights are not whole.
+        CheckpointError: It has not finished, or its weights are damaged.
     """
     folder = RunFolder(path)
     if not (path / CONFIG).exists():
@@ -97,19 +129,34 @@ def load_finished(path: Path) -> FinishedModel:
     config = folder.config()
     result = folder.result()
     if result is None:
-        raise CheckpointError(
-            "Only a finished run has a model",
-            value=str(path),
-            remedy=f"Finish it first: {shlex.join(['can-train', 'resume', str(path)])}",
-        )
+        raise CheckpointError("Only a finished run has a model", value=str(path),
+                              remedy=f"Finish it first: {shlex.join(['can-train', 'resume', str(path)])}")  # fmt: skip
     weights = _weights(folder)
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.contiguous().view(-1).numpy().tobytes() if value.numel() else b"")
     return FinishedModel(
         run_id=folder.run_id,
         run=relocate_prerequisites(from_plain(config), path),
         weights=weights,
         result=result,
-        sha256=_digest(weights),
+        sha256=digest.hexdigest(),
     )
+
+
+def _weights(folder: RunFolder) -> dict[str, Tensor]:
+    """Reads the best weights of a finished run."""
+    state = Checkpoints(folder.checkpoints_path).newest()
+    weights = {} if state is None else state.get("best")
+    if not isinstance(weights, dict) or not weights or not all(isinstance(one, Tensor) for one in weights.values()):
+        why = "there are none" if state is None else "its last checkpoint holds others"
+        raise CheckpointError("A finished run has weights", value=f"{folder.checkpoints_path}: {why}", remedy=REMEDY)
+    broken = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
+    if broken:
+        raise CheckpointError("The weights of a finished run are finite numbers",
+                              value=f"{folder.run_id}: {', '.join(broken[:MAX_NAMED])}", remedy=REMEDY)  # fmt: skip
+    return weights
 
 
 def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
@@ -128,46 +175,12 @@ def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
 
 
 def finished_model(run: ResolvedRun, role: str) -> FinishedModel:
-    """Reads the finished model of a role that a run builds on.
-
-    Raises:
-        ConfigError: It is not named.
-        RunError: It is gone.
-        CheckpointError: It has not finished.
-    """
+    """Reads the finished model of a role that a run builds on; raises as `finished_models` does."""
     path = getattr(run.mode, role)
     if not path:
         what = next(needed.what for needed in run.prerequisites if needed.role == role)
         raise ConfigError(f"Mode {run.mode.name} needs {what}", remedy=f"Name its run: --{role.replace('_', '-')}")
     return load_finished(Path(path))
-
-
-def _weights(folder: RunFolder) -> dict[str, Tensor]:
-    """Reads the best weights of a finished run."""
-    state = Checkpoints(folder.checkpoints_path).newest()
-    found = {} if state is None else state.get("best")
-    whole = isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values())
-    if not whole or not found:
-        why = "there are none" if state is None else "its last checkpoint holds others"
-        raise CheckpointError("A finished run has weights", value=f"{folder.checkpoints_path}: {why}", remedy=_REMEDY)
-    broken = [name for name, value in found.items() if value.is_floating_point() and not value.isfinite().all()]
-    if broken:
-        raise CheckpointError("The weights of a finished run are finite numbers",
-                              value=f"{folder.run_id}: {', '.join(broken[:_NAMED])}", remedy=_REMEDY)  # fmt: skip
-    return dict(found)
-
-
-def _digest(weights: Mapping[str, Any]) -> str:
-    """Digests weights: names, types, shapes and bits."""
-    digest = hashlib.sha256()
-    for name, value in sorted(weights.items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.contiguous().view(-1).numpy().tobytes() if value.numel() else b"")
-    return digest.hexdigest()
-
-
-_NAMED_TENSORS: Final = 5
-"""Differences that a message names."""
 
 
 def start_from(model: nn.Module, run_path: Path) -> None:
@@ -188,27 +201,22 @@ def start_from(model: nn.Module, run_path: Path) -> None:
             value=str(run_path),
             remedy=f"Finish it first: can-train resume {folder.run_id}",
         )
-    differences = _differences(model.state_dict(), state["best"])
+    own, best = model.state_dict(), state["best"]
+    differences = [f"{name} is not in it" for name in own if name not in best]
+    differences += [f"{name} is only in it" for name in best if name not in own]
+    differences += [
+        f"{name} is {_shape(best[name])}, not {_shape(own[name])}"
+        for name in own
+        if name in best and _shape(best[name]) != _shape(own[name])
+    ]
     if differences:
-        more = f"; and {len(differences) - _NAMED_TENSORS} more" if len(differences) > _NAMED_TENSORS else ""
+        more = f"; and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
         raise CheckpointError(
             "The run that training starts from must have the same model",
-            value=f"{folder.run_id}: {'; '.join(differences[:_NAMED_TENSORS])}{more}",
+            value=f"{folder.run_id}: {'; '.join(differences[:MAX_NAMED])}{more}",
             remedy="Choose a run of the same model, size, features and data set",
         )
-    model.load_state_dict(state["best"])
-
-
-def _differences(mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Says field by field how weights differ in name or shape."""
-    missing = [f"{name} is not in it" for name in mine if name not in other]
-    unknown = [f"{name} is only in it" for name in other if name not in mine]
-    shapes = [
-        f"{name} is {_shape(other[name])}, not {_shape(mine[name])}"
-        for name in mine
-        if name in other and _shape(mine[name]) != _shape(other[name])
-    ]
-    return missing + unknown + shapes
+    model.load_state_dict(best)
 
 
 def _shape(value: Any) -> str:

@@ -82,8 +82,8 @@ class Attempt:
             factor=session.run_plan.factor.factor,
             factor_reason=session.run_plan.factor.reason,
             capacity_bytes=meter.capacity_bytes,
-            peak_allocated_bytes=session.peak_bytes or None,
-            peak_reserved_bytes=session.peak_reserved_bytes or None,
+            peak_allocated_bytes=session.monitor.peak_bytes or None,
+            peak_reserved_bytes=session.monitor.peak_reserved_bytes or None,
             predicted_peak_bytes=None if predicted is None else round(predicted),
             **_predictions(limits if searched else None),
             tuned_limit=round(limits.training.tuned_limit) if limits is not None and searched else None,
@@ -94,7 +94,7 @@ class Attempt:
             binding_limit=plan.binding_limit,
             **_after_out_of_memory(session),
             # One in evaluation, or while other processes held the memory, shows nothing of the plan's limit.
-            ooms_rescued=0 if session.oom_cost is None else self._ooms,
+            ooms_rescued=0 if session.batcher.oom_cost is None else self._ooms,
             allocator_retries=meter.retries(),
             foreign_bytes=session.foreign_bytes,
             torch_version=torch.__version__,
@@ -129,11 +129,11 @@ def _predictions(limits: DeviceLimits | None) -> dict[str, Any]:
 
 
 def _after_out_of_memory(session: Session) -> dict[str, Any]:
-    if session.oom_cost is None:
+    if session.batcher.oom_cost is None:
         return {}
     used, cost = session.run_plan.used, session.cost_after_rescue
     return {
-        "oom_used": used(session.oom_cost),
+        "oom_used": used(session.batcher.oom_cost),
         "used_after_rescue": used(cost) if cost else None,
         "peak_bytes_after_rescue": session.peak_bytes_after_rescue if cost else None,
     }

@@ -1,9 +1,9 @@
-"""Decides where a reference model's answers come from: the fastest way that fits, by what was measured of each."""
+"""Reference models in a training: where their outputs come from, by what was measured of each way, and their scores."""
 
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DoesNotFitError, StateError
 from can_train.fit import random_state
-from can_train.fit.explore import Explorer, probe, seconds_per_sample
+from can_train.fit.cost_model import DeviceLimits, PhaseLimit
+from can_train.fit.explore import Explorer, Workload, find_limit, probe, seconds_per_sample
 from can_train.fit.features import members
+from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision
+from can_train.fit.packing import BatchCosts, PartLimit
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
 from can_train.io.atomic import write_json_atomic
 from can_train.memory.meters import Meter
@@ -27,15 +30,31 @@ from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter
 from can_train.task import ReferenceModel, Task
 from can_train.training.distributed import Ranks
-from can_train.training.inference import BLOCK, BatchedInference, Place, Scoring, asking, with_host_fallback
+from can_train.training.inference import (
+    BatchedInference,
+    InferenceDevice,
+    Rows,
+    copy_to_device,
+    rescue_settings,
+    with_host_fallback,
+)
 
-ALIKE: Final = 0.05
+SAME_SPEED: Final = 0.05
 """Relative difference of two times that says nothing: they were measured on a machine that does other things too."""
+
+LIMIT_SHARE: Final = 0.9
+"""Share of the tuned limit that a part may cost while outputs are computed for the cache."""
+
+WORTHWHILE_SAMPLES: Final = 512
+"""Mean samples of such a part beyond which it gains no more speed: a processor's caches are full long before."""
+
+BLOCK_SAMPLES: Final = 4096
+"""Samples whose outputs wait in memory for the disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementCost:
-    """What one way of getting a reference model's answers costs.
+    """What one way of getting a reference model's outputs costs.
 
     Attributes:
         placement: `device`, `cache` or `offload`.
@@ -44,7 +63,7 @@ class PlacementCost:
         largest_bytes: What the largest sample adds.
         step_seconds: Of a step, for one sample.
         once_seconds: Of what is done once, before training.
-        disk_bytes: What is kept on disk.
+        disk_bytes: Size of the cache on disk.
     """
 
     placement: str
@@ -56,7 +75,7 @@ class PlacementCost:
     disk_bytes: int = 0
 
     def seconds(self, samples: int) -> float:
-        """Returns how long a training takes in which so many samples are seen, repetitions counted."""
+        """Returns how long a training takes that sees so many samples, repetitions counted."""
         return self.once_seconds + self.step_seconds * samples
 
     def fits(self, capacity_bytes: float) -> bool:
@@ -65,8 +84,7 @@ class PlacementCost:
 
 
 def choose_placement(costs: Sequence[PlacementCost], *, capacity_bytes: float, samples: int) -> PlacementCost:
-    """Chooses the fastest placement that fits; of those that are about as fast, the first; where none fits, the one
-    that needs least.
+    """Chooses the fastest placement that fits, the first of those about as fast; the smallest where none fits.
 
     >>> near = PlacementCost(placement="device", base_bytes=80, sample_bytes=1, largest_bytes=9, step_seconds=1.0)
     >>> disk = PlacementCost(placement="cache", base_bytes=8, sample_bytes=1, largest_bytes=2, step_seconds=0.5,
@@ -85,76 +103,101 @@ def choose_placement(costs: Sequence[PlacementCost], *, capacity_bytes: float, s
     if not fitting:
         return min(costs, key=lambda cost: cost.base_bytes + cost.largest_bytes)
     quickest = min(cost.seconds(samples) for cost in fitting)
-    return next(cost for cost in fitting if cost.seconds(samples) <= quickest * (1 + ALIKE))
+    return next(cost for cost in fitting if cost.seconds(samples) <= quickest * (1 + SAME_SPEED))
 
 
-_HOST = torch.device("cpu")
-
-
-class FromDevice:
-    """Answers of a reference model that stays on the device.
-
-    Args:
-        reference model: The reference model.
-        meter: Of the device.
-        dtype: Of its weights there.
+@dataclass(frozen=True, kw_only=True)
+class ReferenceModelPlan:
+    """Where the outputs of a reference model come from.
 
     Attributes:
-        model: Its copy on the device.
+        role: What the model is to the task.
+        name: The run that trained it.
+        placement: Where its outputs come from.
+        costs: What each way costs that was measured.
+        peak_bytes: Predicted peak of filling the cache; None where this run does not fill it.
     """
 
-    def __init__(self, reference_model: ReferenceModel, meter: Meter, dtype: torch.dtype) -> None:
-        self._reference_model = reference_model
-        self._device = meter.device
-        self._dtype = dtype
-        # A copy even where the device is the host: memory that a simulated GPU sees is memory that is made.
-        with meter.active():
-            self.model: nn.Module = deepcopy(reference_model.model).to(meter.device, dtype)
+    role: str
+    name: str
+    placement: str
+    costs: tuple[PlacementCost, ...] = ()
+    peak_bytes: float | None = None
 
-    @property
-    def resident(self) -> Sequence[Tensor]:
-        """What stays on the device."""
-        return [*self.model.parameters(), *self.model.buffers()]
-
-    def __call__(self, rows: NDArray[np.int64]) -> Mapping[str, Tensor]:
-        """Asks the model on the device; in full precision, so that answers are the same wherever they come from."""
-        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            return self._reference_model.outputs(self.model, rows, self._device, self._dtype)
+    def on(self, capacity_bytes: float, *, samples: int) -> "ReferenceModelPlan":
+        """Returns the plan for a device of another capacity (see `choose_placement`)."""
+        if not self.costs:
+            return self
+        chosen = choose_placement(self.costs, capacity_bytes=capacity_bytes, samples=samples)
+        return replace(self, placement=chosen.placement)
 
 
-class FromHost:
-    """Answers of a reference model that stays, and computes, on the host.
+def write_plans(path: Path, plans: Sequence[ReferenceModelPlan]) -> None:
+    """Writes plans for later attempts of the run."""
+    write_json_atomic(path, [asdict(plan) for plan in plans])
+
+
+def read_plans(path: Path, task: Task) -> list[ReferenceModelPlan] | None:
+    """Reads the plans of an earlier attempt; None where there are none, or of other reference models."""
+    try:
+        plans = [
+            ReferenceModelPlan(**{**plain, "costs": tuple(PlacementCost(**cost) for cost in plain["costs"])})
+            for plain in json.loads(path.read_text())
+        ]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    expected = [(model.role, model.name) for model in task.reference_models() if model.placements]
+    return plans if [(plan.role, plan.name) for plan in plans] == expected else None
+
+
+class ComputedOutputs:
+    """Outputs that a reference model computes when they are needed, on the device or on the host.
 
     Args:
-        reference model: The reference model.
-        meter: Of the device that the answers go to.
+        reference_model: The reference model.
+        meter: Of the device that the outputs are needed on.
+        dtype: Of the weights on the device. On the host they stay as their run trained them: weights of double
+            precision take no features of single precision.
+        on_host: Whether the model stays, and computes, on the host.
+
+    Attributes:
+        model: The reference model, or its copy on the device.
+        resident: What stays on the device.
     """
 
-    resident: Sequence[Tensor] = ()
-
-    def __init__(self, reference_model: ReferenceModel, meter: Meter) -> None:
+    def __init__(
+        self, reference_model: ReferenceModel, meter: Meter, precision: Precision, *, on_host: bool = False
+    ) -> None:
         self._reference_model = reference_model
         self._meter = meter
-        # As its run trained it: weights of double precision take no features of single precision.
-        self._dtype = next(reference_model.model.parameters()).dtype
+        self._on_host = on_host
+        self.model = reference_model.model
+        self.resident: Sequence[Tensor] = ()
+        if on_host:
+            self._device, self._dtype = torch.device("cpu"), next(self.model.parameters()).dtype
+        else:
+            self._device, self._dtype = meter.device, precision.dtype
+            with meter.active():
+                self.model = copy_to_device(self.model, InferenceDevice(meter=meter, precision=precision))
+            self.resident = [*self.model.parameters(), *self.model.buffers()]
 
-    def __call__(self, rows: NDArray[np.int64]) -> Mapping[str, Tensor]:
-        """Asks the model on the host."""
-        with self._meter.host(), torch.no_grad(), torch.autocast(self._meter.device.type, enabled=False):
-            answers = self._reference_model.outputs(self._reference_model.model, rows, _HOST, self._dtype)
-        return {name: answer.to(self._meter.device, copy=True) for name, answer in answers.items()}
+    def __call__(self, rows: Rows) -> Mapping[str, Tensor]:
+        """Computes in full precision, so that outputs are the same wherever they come from."""
+        span = self._meter.host() if self._on_host else nullcontext()
+        # Not inference mode: training saves these tensors for its backward pass.
+        with span, torch.no_grad(), torch.autocast(self._meter.device.type, enabled=False):
+            outputs = self._reference_model.outputs(self.model, rows, self._device, self._dtype)
+        # Outside the host's span, so that a simulated GPU counts what arrives on it.
+        return {name: output.to(self._meter.device, copy=self._on_host) for name, output in outputs.items()}
 
 
 class CachedOutputs:
-    """Answers that are looked up.
+    """Outputs that are looked up in a table.
 
     Args:
-        reference model: The reference model.
-        device: Where they go to.
-        table: By output, one row after another for each of the reference model's samples.
-
-    Attributes:
-        table: As given.
+        reference_model: Whose outputs they are.
+        device: Where they are needed.
+        table: By output, one line after another for each of the reference model's rows.
     """
 
     resident: Sequence[Tensor] = ()
@@ -165,15 +208,12 @@ class CachedOutputs:
         self._reference_model = reference_model
         self._device = device
         self.table = table
-        self._rows = reference_model.rows
-        self._ptr = {
-            name: np.concatenate([[0], np.cumsum(lengths)])
-            for name, lengths in reference_model.lengths(reference_model.rows).items()
-        }
+        lengths = reference_model.lengths(reference_model.rows)
+        self._ptr = {name: np.concatenate([[0], np.cumsum(count)]) for name, count in lengths.items()}
 
     @classmethod
     def blank(cls, reference_model: ReferenceModel, device: torch.device) -> "CachedOutputs":
-        """Answers of the right shape that say nothing, for a plan."""
+        """Returns outputs of the right shape that are all zero, for planning before the cache is filled."""
         lengths = reference_model.lengths(reference_model.rows)
         # One zero that is seen everywhere: no memory is taken.
         table = {
@@ -182,122 +222,43 @@ class CachedOutputs:
         }
         return cls(reference_model, device, table)
 
-    def __call__(self, rows: NDArray[np.int64]) -> Mapping[str, Tensor]:
-        """Looks up the answers for some of the reference model's samples."""
-        positions = np.searchsorted(self._rows, rows)
-        return {name: self._taken(name, positions).to(self._device, copy=True) for name in self.table}
+    def __call__(self, rows: Rows) -> Mapping[str, Tensor]:
+        """Looks up the outputs for some of the reference model's rows."""
+        positions = np.searchsorted(self._reference_model.rows, rows)
+        lines = {name: table.take(members(self._ptr[name], positions).positions, axis=0)
+                 for name, table in self.table.items()}  # fmt: skip
+        return {name: torch.from_numpy(line).to(self._device, copy=True) for name, line in lines.items()}
 
-    def with_table(self, table: Mapping[str, NDArray[np.float32]]) -> "CachedOutputs":
-        """Returns other answers for the same samples."""
-        return CachedOutputs(self._reference_model, self._device, table)
+    def same_on_all(self, ranks: Ranks) -> "CachedOutputs":
+        """Returns rank 0's outputs where another rank has others.
 
-    def checksum(self) -> int:
-        """Returns a number that other answers, most likely, do not have."""
+        Where the cache cannot be written for all, each rank computes its own, and devices differ by rounding. Tasks
+        that choose samples by these outputs would then train on different ones.
+        """
         checksum = 0
         for name in sorted(self.table):
             checksum = zlib.crc32(np.ascontiguousarray(self.table[name]).data, checksum)
-        return checksum
-
-    def _taken(self, name: str, positions: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(self.table[name].take(members(self._ptr[name], positions).positions, axis=0))
-
-
-def read_answers(folder: Path, reference_model: ReferenceModel, reporter: Reporter) -> dict[str, Any] | None:
-    """Maps answers that were written down; None where there are none, or damaged ones, which are removed."""
-    if not folder.is_dir():
-        return None
-    try:
-        table, _ = read_arrays(folder, list(reference_model.widths))
-    except FolderDamageError as damage:
-        reporter.notice(f"The {reference_model.role}'s answers in {folder} are damaged and are made again: {damage}")
-        discard_folder(folder)
-        return None
-    return table
-
-
-class AnswerBook:
-    """Writes answers down, sample after sample, as a context manager.
-
-    Args:
-        folder: Where they will be; it appears when they are complete.
-        reference model: Whose they are.
-    """
-
-    def __init__(self, folder: Path, reference_model: ReferenceModel) -> None:
-        kinds = {name: ("float32", (width,)) for name, width in reference_model.widths.items()}
-        self._writer = ArrayWriter(folder, kinds)
-
-    def __enter__(self) -> "AnswerBook":
-        self._writer.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._writer.__exit__(*error)
-
-    def add(self, answers: Mapping[str, Tensor]) -> None:
-        """Adds the answers for the samples that follow.
-
-        Raises:
-            StateError: The folder cannot be written.
-        """
-        self._writer.append({name: answer.float().cpu().numpy() for name, answer in answers.items()})
-
-    def finish(self) -> dict[str, Any]:
-        """Completes them and maps them.
-
-        Raises:
-            StateError: The folder cannot be written.
-        """
-        return self._writer.finish({})
-
-
-Source = FromDevice | FromHost | CachedOutputs
-"""What answers for a reference model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceModelPlan:
-    """How a reference model is asked.
-
-    Attributes:
-        role: What it is to the task.
-        name: The run that trained it.
-        placement: Where its answers come from.
-        costs: What each way costs that was measured.
-        peak_bytes: Predicted peak of asking it once; None where it is not.
-    """
-
-    role: str
-    name: str
-    placement: str
-    costs: tuple[PlacementCost, ...] = ()
-    peak_bytes: float | None = None
-
-    def on(self, capacity_bytes: float, *, samples: int) -> "ReferenceModelPlan":
-        """Chooses anew where the answers come from, for a device of another capacity (see `choose_placement`)."""
-        if not self.costs:
+        if len(set(ranks.gather(lambda: checksum))) == 1:
             return self
-        chosen = choose_placement(self.costs, capacity_bytes=capacity_bytes, samples=samples)
-        return replace(self, placement=chosen.placement)
+        return CachedOutputs(self._reference_model, self._device, ranks.on_rank0(lambda: self.table))
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "ReferenceModelPlan":
-        """Reads what `dataclasses.asdict` made, also after JSON."""
-        return cls(**{**plain, "costs": tuple(PlacementCost(**cost) for cost in plain["costs"])})
+
+OutputSource = ComputedOutputs | CachedOutputs
 
 
 @dataclass(kw_only=True)
 class ReferenceModels:
-    """A task's reference models on one device.
+    """The reference models of a task on one device.
 
     Attributes:
-        task: Whose they are; it is told their answers.
+        task: Whose they are; it receives their outputs.
         training: Settings of the run.
         meter: Of the device.
         reporter: Where progress and notices go.
-        cache: Folder where answers are kept for later runs.
-        verify: Whether the device is at hand; else all is predicted and nobody is asked.
+        cache: Folder where outputs are stored for later runs.
+        verify: Whether the device is at hand; else all is predicted and no output is computed.
         ranks: The processes that train the run.
+        plans: Where the outputs of each come from, once `prepare` has decided.
     """
 
     task: Task
@@ -307,226 +268,277 @@ class ReferenceModels:
     cache: Path
     verify: bool = True
     ranks: Ranks = field(default_factory=Ranks)
-    _scoring: dict[str, Scoring] = field(default_factory=dict)
+    plans: Sequence[ReferenceModelPlan] = ()
+    _scoring: dict[str, BatchedInference] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        precision = Precision.named(self.training.precision)
+        self._device = InferenceDevice(meter=self.meter, precision=precision)
+
+    def prepare(self, model: nn.Module, path: Path) -> list[Tensor]:
+        """Binds the outputs of all reference models, placed as an earlier attempt placed them or as rank 0 decides.
+
+        Args:
+            model: That is to be trained, on the device.
+            path: Where an earlier attempt wrote its plans, and these are written.
+
+        Returns:
+            The tensors that stay on the device.
+
+        Raises:
+            DoesNotFitError: A single sample does not fit.
+            RankFailedError: Another rank failed.
+        """
+        # The placement must fit on every rank; what is done once serves the share of one.
+        least_bytes = min(self.ranks.gather(lambda: self.meter.capacity_bytes))
+        samples = -(-len(self.task.train_rows) * self.training.epochs // self.ranks.size)
+
+        def decide() -> list[ReferenceModelPlan]:
+            plans = read_plans(path, self.task)
+            return plans or [plan.on(least_bytes, samples=samples) for plan in self.decide(model)]
+
+        self.plans, resident = self.bind_outputs(self.ranks.on_rank0(decide))
+        if self.plans:
+            self.ranks.on_rank0(lambda: write_plans(path, self.plans))
+        return resident
 
     def decide(self, model: nn.Module) -> list[ReferenceModelPlan]:
-        """Decides where the answers of each come from; measures where there is a choice.
+        """Decides where the outputs of each come from; measures where there is a choice.
 
         Args:
             model: That is to be trained, on the device.
         """
         generators = random_state.capture()
-        plans = [
-            self._decided(reference_model, model)
-            for reference_model in self.task.reference_models()
-            if reference_model.placements
-        ]
+        plans = [self._decide(one, model) for one in self.task.reference_models() if one.placements]
         random_state.restore(generators)
         return plans
 
     def bind_outputs(self, plans: Sequence[ReferenceModelPlan]) -> tuple[list[ReferenceModelPlan], list[Tensor]]:
-        """Has the task told the answers, from where the plans say, on all ranks.
+        """Hands the outputs to the task, from where the plans say, on all ranks.
 
         Returns:
-            The plans, with what asking was predicted to take; and the tensors that stay on the device.
+            The plans, with the predicted peak of filling a cache; and the tensors that stay on the device.
 
         Raises:
             DoesNotFitError: A single sample does not fit.
-            StateError: Answers can be kept nowhere.
-            RankFailedError: So it is on another rank.
+            StateError: Outputs can be stored nowhere.
+            RankFailedError: Another rank failed.
         """
-        # What rank 0 has written down the others need not ask.
-        asked = self.ranks.on_rank0_first(lambda: [self._answering(plan) for plan in plans])
+        # What rank 0 has written to the cache the others need not compute.
+        sources = self.ranks.on_rank0_first(lambda: [self._fill(plan) for plan in plans])
         if self.ranks.size > 1:
-            asked = [(plan, self._same_on_all(answers)) for plan, answers in asked]
-        return self.ranks.on_every_rank(lambda: self._tell(asked))
+            sources = [
+                (plan, source.same_on_all(self.ranks) if isinstance(source, CachedOutputs) else source)
+                for plan, source in sources
+            ]
+        return [plan for plan, _ in sources], self.ranks.on_every_rank(lambda: self._bind(sources))
 
-    def rehearse(self, plans: Sequence[ReferenceModelPlan]) -> list[Tensor]:
-        """Has the task told answers from where the plans say, in a plan: those from disk say nothing.
+    def bind_placeholders(self, plans: Sequence[ReferenceModelPlan]) -> list[Tensor]:
+        """Hands outputs to the task for planning alone: those from the cache are zeros.
 
         Returns:
             The tensors that stay on the device.
         """
-        return self._tell([(plan, self._source(self._of(plan.role), plan.placement)) for plan in plans])[1]
+        return self._bind([(plan, self._source(self._named(plan.role), plan.placement)) for plan in plans])
 
-    def score(self, role: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    def score(self, role: str, rows: Rows) -> NDArray[np.float64]:
         """Scores samples with a reference model, in parts that fit."""
-        reference_model = self._of(role)
+        reference_model = self._named(role)
         if role in self._scoring:
-            return self._scoring[role](reference_model, rows)
+            return self._scoring[role].scores(reference_model, rows)
 
-        def scored(place: Place) -> tuple[Scoring, NDArray[np.float64]]:
-            scoring = Scoring(self.training, place, lambda samples: None)
-            return scoring, scoring(reference_model, rows)
+        def use(device: InferenceDevice) -> NDArray[np.float64]:
+            model = copy_to_device(reference_model.model, device)
+            batcher = MicroBatcher(model, meter=device.meter, rescue=rescue_settings(self.training))
+            self._scoring[role] = BatchedInference(batcher=batcher, model=model, device=device)
+            return self._scoring[role].scores(reference_model, rows)
 
-        self._scoring[role], scores = with_host_fallback(self._place, scored, lambda: self._say_host(reference_model))
-        return scores
+        return with_host_fallback(self._device, use, lambda: self._notify_host(reference_model))
 
-    def _answering(self, plan: ReferenceModelPlan) -> tuple[ReferenceModelPlan, Source]:
-        """Makes what answers from where a plan says; adds to the plan what asking was predicted to take."""
-        reference_model = self._of(plan.role)
-        if plan.placement != "cache":
-            return plan, self._source(reference_model, plan.placement)
-        table, peak_bytes = self._table(reference_model)
-        # In a run that goes on, an earlier attempt may have asked.
-        return replace(plan, peak_bytes=peak_bytes or plan.peak_bytes), CachedOutputs(
-            reference_model, self.meter.device, table
-        )
-
-    def _same_on_all(self, answers: Source) -> Source:
-        """Takes rank 0's answers where another rank has others: where they cannot be kept for all, each asks by itself,
-        and devices differ by rounding.
-        """
-        if not isinstance(answers, CachedOutputs) or len(set(self.ranks.gather(answers.checksum))) == 1:
-            return answers
-        return answers.with_table(self.ranks.on_rank0(lambda: answers.table))
-
-    def _tell(
-        self, asked: Sequence[tuple[ReferenceModelPlan, Source]]
-    ) -> tuple[list[ReferenceModelPlan], list[Tensor]]:
-        resident: list[Tensor] = []
-        for plan, answers in asked:
-            self.task.bind_outputs(plan.role, answers)
-            resident += answers.resident
-        return [plan for plan, _ in asked], resident
-
-    def _of(self, role: str) -> ReferenceModel:
+    def _named(self, role: str) -> ReferenceModel:
         return next(one for one in self.task.reference_models() if one.role == role)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Number format of models on the device."""
-        return Precision.named(self.training.precision).dtype
+    def _notify_host(self, reference_model: ReferenceModel) -> None:
+        self.reporter.notice(f"The {reference_model.role} does not fit on the device and computes on the host")
 
-    def _decided(self, reference_model: ReferenceModel, model: nn.Module) -> ReferenceModelPlan:
+    def _bind(self, sources: Sequence[tuple[ReferenceModelPlan, OutputSource]]) -> list[Tensor]:
+        for plan, source in sources:
+            self.task.bind_outputs(plan.role, source)
+        return [tensor for _, source in sources for tensor in source.resident]
+
+    def _source(self, reference_model: ReferenceModel, placement: str) -> OutputSource:
+        """Makes the source of outputs in one way; from the cache, zeros."""
+        if placement == "cache":
+            return CachedOutputs.blank(reference_model, self.meter.device)
+        return ComputedOutputs(reference_model, self.meter, self._device.precision, on_host=placement == "offload")
+
+    def _decide(self, reference_model: ReferenceModel, model: nn.Module) -> ReferenceModelPlan:
         # On the host itself a reference model that stays there is one that stays on the device.
-        ways = [
-            way for way in reference_model.placements if way != "offload" or not self.meter.is_host
-        ] or reference_model.placements
-        plan = ReferenceModelPlan(role=reference_model.role, name=reference_model.name, placement=ways[0])
-        if len(ways) == 1:
+        placements = [one for one in reference_model.placements if one != "offload" or not self.meter.is_host]
+        placements = placements or list(reference_model.placements)
+        plan = ReferenceModelPlan(role=reference_model.role, name=reference_model.name, placement=placements[0])
+        if len(placements) == 1:
             return plan
+        costs: list[PlacementCost] = []
         with self.reporter.stage(f"placing the {reference_model.role}", unit="ways") as stage:
-            costs: list[PlacementCost] = []
-            for placement in ways:
-                costs += self._cost_if_it_fits(reference_model, placement, model)
+            for placement in placements:
+                with CatchOutOfMemory(), suppress(DoesNotFitError):
+                    costs.append(self._measure(reference_model, placement, model))
+                self.meter.release()
                 stage.advance(1)
         if not costs:
-            # Planning says what does not fit, of the way that needs least.
-            return replace(plan, placement="cache" if "cache" in ways else plan.placement)
-        measured = replace(plan, costs=tuple(costs))
-        return measured.on(self.meter.capacity_bytes, samples=len(self.task.train_rows) * self.training.epochs)
+            # Planning reports what does not fit, of the way that needs least.
+            return replace(plan, placement="cache" if "cache" in placements else plan.placement)
+        samples = len(self.task.train_rows) * self.training.epochs
+        return replace(plan, costs=tuple(costs)).on(self.meter.capacity_bytes, samples=samples)
 
-    def _cost_if_it_fits(
-        self, reference_model: ReferenceModel, placement: str, model: nn.Module
-    ) -> list[PlacementCost]:
-        """Measures what one way costs; nothing where it does not fit."""
-        with CatchOutOfMemory():
-            try:
-                return [self._cost(reference_model, placement, model)]
-            except DoesNotFitError:
-                pass
-        self.meter.release()
-        return []
-
-    def _cost(self, reference_model: ReferenceModel, placement: str, model: nn.Module) -> PlacementCost:
-        """Measures what one way costs."""
-        answers = self._source(reference_model, placement)
-        self.task.bind_outputs(reference_model.role, answers)
+    def _measure(self, reference_model: ReferenceModel, placement: str, model: nn.Module) -> PlacementCost:
+        """Measures memory and time of training with the outputs placed in one way."""
+        source = self._source(reference_model, placement)
+        self.task.bind_outputs(reference_model.role, source)
         rows = self.task.train_rows
         explorer = Explorer(
             task=self.task, model=model, training=self.training, meter=self.meter, rows=rows,
-            verify=self.verify, reference_tensors=answers.resident,
+            verify=self.verify, reference_tensors=source.resident,
         )  # fmt: skip
         cost_model, seconds = explorer.step_cost()
         each = self.task.batch_features(rows) @ np.asarray(cost_model.coefficients)
-        cost = PlacementCost(
+        once_seconds, disk_bytes = 0.0, 0
+        if placement == "cache":
+            lengths = reference_model.lengths(reference_model.rows)
+            disk_bytes = sum(4 * width * int(lengths[name].sum()) for name, width in reference_model.widths.items())
+            once_seconds = self._filling_seconds(reference_model)
+        return PlacementCost(
             placement=placement,
             base_bytes=cost_model.base_bytes,
             sample_bytes=float(each.mean()),
             largest_bytes=float(each.max()),
             step_seconds=seconds,
+            once_seconds=once_seconds,
+            disk_bytes=disk_bytes,
         )
-        return self._with_asking(reference_model, cost) if placement == "cache" else cost
 
-    def _with_asking(self, reference_model: ReferenceModel, cost: PlacementCost) -> PlacementCost:
-        """Adds what it takes to write answers down, where that is still to be done."""
-        lengths = reference_model.lengths(reference_model.rows)
-        num_bytes = sum(4 * width * int(lengths[name].sum()) for name, width in reference_model.widths.items())
+    def _filling_seconds(self, reference_model: ReferenceModel) -> float:
+        """Measures how long filling the cache takes; 0 where an earlier run has filled it."""
         if self._folder(reference_model).is_dir():
-            return replace(cost, disk_bytes=num_bytes)
-        source = FromDevice(reference_model, self.meter, self.dtype)
-        work = asking(reference_model, source.model, source)
+            return 0.0
+        work = _work(reference_model, ComputedOutputs(reference_model, self.meter, self._device.precision))
         seconds = seconds_per_sample(work, probe(work, self.meter).model, self.meter)
-        # What a sample of the data stands for is asked about, too.
-        asked = max(len(reference_model.rows), len(self.task.train_rows))
-        return replace(cost, disk_bytes=num_bytes, once_seconds=seconds * asked)
-
-    def _source(self, reference_model: ReferenceModel, placement: str) -> Source:
-        """Makes what answers in one way; from disk, what has the shape of an answer."""
-        if placement == "device":
-            return FromDevice(reference_model, self.meter, self.dtype)
-        if placement == "offload":
-            return FromHost(reference_model, self.meter)
-        return CachedOutputs.blank(reference_model, self.meter.device)
+        # A dry run knows a part of the data, and the training rows of all.
+        return seconds * max(len(reference_model.rows), len(self.task.train_rows))
 
     def _folder(self, reference_model: ReferenceModel) -> Path:
-        return self.cache / "answers" / reference_model.digest
+        return self.cache / "outputs" / reference_model.digest
 
-    @property
-    def _place(self) -> Place:
-        return Place(meter=self.meter, dtype=self.dtype)
-
-    def _say_host(self, reference_model: ReferenceModel) -> None:
-        self.reporter.notice(f"The {reference_model.role} does not fit on the device and is asked on the host")
-
-    def _table(self, reference_model: ReferenceModel) -> tuple[Mapping[str, Any], float | None]:
-        """Reads the answers from disk, or asks and writes them down; where they cannot be kept, for this run alone."""
+    def _fill(self, plan: ReferenceModelPlan) -> tuple[ReferenceModelPlan, OutputSource]:
+        """Makes the source of outputs that a plan says; fills the cache where it is empty."""
+        reference_model = self._named(plan.role)
+        if plan.placement != "cache":
+            return plan, self._source(reference_model, plan.placement)
         folder = self._folder(reference_model)
-        table = read_answers(folder, reference_model, self.reporter)
-        if table is not None:
-            return table, None
-        try:
-            return self._asked_somewhere(reference_model, folder)
-        except StateError as error:
-            self.reporter.notice(f"The {reference_model.role}'s answers are not kept. {error}")
-        # They are mapped: they stay readable after their files are gone.
-        with TemporaryDirectory(prefix="can-train-") as scratch:
-            return self._asked_somewhere(reference_model, Path(scratch) / folder.name)
+        table, peak_bytes = self._read(folder, reference_model), plan.peak_bytes
+        if table is None:
+            try:
+                table, peak_bytes = self._compute(folder, reference_model)
+            except StateError as error:
+                self.reporter.notice(f"The outputs of the {reference_model.role} are not cached. {error}")
+                # The table is mapped: it stays readable after its files are gone.
+                with TemporaryDirectory(prefix="can-train-") as scratch:
+                    table, peak_bytes = self._compute(Path(scratch) / folder.name, reference_model)
+        return replace(plan, peak_bytes=peak_bytes), CachedOutputs(reference_model, self.meter.device, table)
 
-    def _asked_somewhere(self, reference_model: ReferenceModel, folder: Path) -> tuple[Mapping[str, Any], float]:
-        asked = with_host_fallback(
-            self._place,
-            lambda place: self._asked(place, reference_model, folder),
-            lambda: self._say_host(reference_model),
+    def _read(self, folder: Path, reference_model: ReferenceModel) -> Mapping[str, Any] | None:
+        """Maps the outputs in a folder; None where there are none, or damaged ones, which are removed."""
+        if not folder.is_dir():
+            return None
+        try:
+            return read_arrays(folder, list(reference_model.widths))[0]
+        except FolderDamageError as damage:
+            what = f"The outputs of the {reference_model.role} in {folder}"
+            self.reporter.notice(f"{what} are damaged and are computed again: {damage}")
+            discard_folder(folder)
+            return None
+
+    def _compute(self, folder: Path, reference_model: ReferenceModel) -> tuple[Mapping[str, Any], float]:
+        """Computes all outputs into a folder; returns them, mapped, and the predicted peak of the largest part.
+
+        Raises:
+            StateError: The folder cannot be written.
+        """
+        computed = with_host_fallback(
+            self._device,
+            lambda device: self._compute_on(device, folder, reference_model),
+            lambda: self._notify_host(reference_model),
         )
         self.meter.release()
-        return asked
+        return computed
 
-    def _asked(self, place: Place, reference_model: ReferenceModel, folder: Path) -> tuple[Mapping[str, Any], float]:
-        source = FromDevice(reference_model, place.meter, place.dtype)
-        question = BatchedInference(place, reference_model, source.model, source)
+    def _compute_on(
+        self, device: InferenceDevice, folder: Path, reference_model: ReferenceModel
+    ) -> tuple[Mapping[str, Any], float]:
+        source = ComputedOutputs(reference_model, device.meter, device.precision)
+        limit = _limit(reference_model, source, device.meter)
+        limits = DeviceLimits(
+            device_key=device.meter.key,
+            capacity_bytes=device.meter.capacity_bytes,
+            training=limit,
+            evaluation=limit,
+            optimizer_peak_bytes=0,
+        )
+        inference = BatchedInference(
+            batcher=MicroBatcher(source.model, meter=device.meter, limits=limits),
+            model=source.model,
+            device=device,
+            costs_of=lambda rows: BatchCosts.priced(limit.model, reference_model.batch_features(rows)),
+            limit=PartLimit(cost=LIMIT_SHARE * limit.tuned_limit),
+        )
+        peak_bytes = 0.0
+
+        def compute(part: Rows) -> Mapping[str, Tensor]:
+            nonlocal peak_bytes
+            cost = BatchCosts.priced(limit.model, reference_model.batch_features(part)).cost(0, len(part))
+            peak_bytes = max(peak_bytes, limit.peak_bytes(cost))
+            return source(part)
+
         rows = reference_model.rows
-        stage = self.reporter.stage(f"asking the {reference_model.role}", total=len(rows), unit="samples")
-        with AnswerBook(folder, reference_model) as book, stage as shown:
-            for start in range(0, len(rows), BLOCK):
-                block = rows[start : start + BLOCK]
-                for answers in question.answers(block):
-                    book.add(answers)
+        kinds = {name: ("float32", (width,)) for name, width in reference_model.widths.items()}
+        stage = self.reporter.stage(f"computing the {reference_model.role}", total=len(rows), unit="samples")
+        with ArrayWriter(folder, kinds) as writer, stage as shown:
+            for start in range(0, len(rows), BLOCK_SAMPLES):
+                block = rows[start : start + BLOCK_SAMPLES]
+                for outputs in inference.run(block, compute):
+                    writer.append({name: output.float().cpu().numpy() for name, output in outputs.items()})
                 shown.advance(len(block))
-            return book.finish(), question.peak_bytes
+            return writer.finish({}), peak_bytes
 
 
-def keep(path: Path, plans: Sequence[ReferenceModelPlan]) -> None:
-    """Writes plans down for later attempts."""
-    write_json_atomic(path, [asdict(plan) for plan in plans])
+def _work(reference_model: ReferenceModel, source: ComputedOutputs) -> Workload:
+    """Describes the computation of outputs to what explores the device."""
+
+    def run(rows: Rows) -> None:
+        source(rows)
+
+    return Workload(
+        run=run,
+        rows=reference_model.rows,
+        counts=reference_model.batch_features(reference_model.rows),
+        features=reference_model.features,
+        resident=source.resident,
+    )
 
 
-def kept(path: Path, task: Task) -> list[ReferenceModelPlan] | None:
-    """Reads the plans of an earlier attempt; None where there are none, or of other reference models."""
+def _limit(reference_model: ReferenceModel, source: ComputedOutputs, meter: Meter) -> PhaseLimit:
+    """Finds out how many outputs may be computed at once.
+
+    Raises:
+        DoesNotFitError: Not even those of one sample.
+    """
     try:
-        plans = [ReferenceModelPlan.from_plain(plain) for plain in json.loads(path.read_text())]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-    asked = [(one.role, one.name) for one in task.reference_models() if one.placements]
-    return plans if [(plan.role, plan.name) for plan in plans] == asked else None
+        return find_limit(
+            _work(reference_model, source),
+            meter,
+            lambda costs: float(costs.each().mean()) * WORTHWHILE_SAMPLES / LIMIT_SHARE,
+        )
+    finally:
+        meter.release()
+        meter.reset_peak()

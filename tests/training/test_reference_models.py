@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.config.settings import TrainingSettings
+from can_train.fit.optimizer import Precision
 from can_train.memory.meters import Meter, open_meter
-from can_train.training.inference import ASKED_SHARE
 from can_train.training.reference_models import (
+    LIMIT_SHARE,
     CachedOutputs,
-    FromDevice,
-    FromHost,
+    ComputedOutputs,
     ReferenceModelPlan,
     ReferenceModels,
-    keep,
-    kept,
+    read_plans,
+    write_plans,
 )
 from fakes.asking_worlds import HUNGER, AskingTask, Oracle
 from fakes.line_fit import Notices
@@ -106,14 +106,14 @@ def test_other_weights_are_asked_anew(tmp_path: Path) -> None:
 def test_damaged_answers_are_said_and_made_again(tmp_path: Path) -> None:
     oracle = Oracle()
     desk(tmp_path, AskingTask(oracle)).bind_outputs([planned("cache")])
-    (file,) = tmp_path.glob("cache/answers/*/word.npy")
+    (file,) = tmp_path.glob("cache/outputs/*/word.npy")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     task = AskingTask(oracle)
     here = desk(tmp_path, task)
     here.bind_outputs([planned("cache")])
-    assert any("are damaged and are made again" in text for text in here.reporter.texts)  # type: ignore[attr-defined]
+    assert any("are damaged and are computed again" in text for text in here.reporter.texts)  # type: ignore[attr-defined]
     assert_answers(task, oracle, range(70))
 
 
@@ -123,7 +123,7 @@ def test_where_answers_cannot_be_kept_the_run_has_them_nevertheless(tmp_path: Pa
     task = AskingTask(oracle)
     here = desk(tmp_path, task)
     here.bind_outputs([planned("cache")])
-    assert any("are not kept" in text for text in here.reporter.texts)  # type: ignore[attr-defined]
+    assert any("are not cached" in text for text in here.reporter.texts)  # type: ignore[attr-defined]
     assert_answers(task, oracle, range(70))
 
 
@@ -132,7 +132,7 @@ def test_asking_takes_what_was_predicted(tmp_path: Path) -> None:
 
     class Watching(Notices):
         def stage(self, name: str, **more: Any) -> Any:
-            assert name == "asking the oracle"
+            assert name == "computing the oracle"
             meter.reset_peak()
             return super().stage(name, **more)
 
@@ -140,7 +140,7 @@ def test_asking_takes_what_was_predicted(tmp_path: Path) -> None:
         here = replace(desk(tmp_path, AskingTask(oracle), meter), reporter=Watching())
         (told,), _ = here.bind_outputs([planned("cache")])
     assert told.peak_bytes is not None
-    assert 32 * MIB < told.peak_bytes <= ASKED_SHARE * 64 * MIB
+    assert 32 * MIB < told.peak_bytes <= LIMIT_SHARE * 64 * MIB
     assert meter.peak_bytes() == pytest.approx(told.peak_bytes, rel=0.03)
 
 
@@ -155,11 +155,11 @@ def test_only_a_reference_model_on_the_device_stays_there(tmp_path: Path, placem
         assert (meter.allocated_bytes() > before) == there
 
 
-@pytest.mark.parametrize(("kind", "grows"), [(FromDevice, True), (FromHost, False)])
-def test_what_the_host_computes_with_takes_nothing_of_the_device(kind: Any, grows: bool) -> None:
+@pytest.mark.parametrize(("on_host", "grows"), [(False, True), (True, False)])
+def test_what_the_host_computes_with_takes_nothing_of_the_device(on_host: bool, grows: bool) -> None:
     meter, oracle, rows = open_meter("sim:64MiB"), Oracle(), np.arange(70)
     with meter.active():
-        answers = FromDevice(oracle, meter, torch.float32) if kind is FromDevice else FromHost(oracle, meter)
+        answers = ComputedOutputs(oracle, meter, Precision.named("fp32"), on_host=on_host)
         meter.reset_peak()
         answers(rows)
         assert (meter.peak_bytes() > HUNGER * 4 * 70) == grows
@@ -201,7 +201,7 @@ def test_a_reference_model_that_does_not_fit_on_the_device_is_asked_on_the_host(
         expected = oracle.model(torch.tensor([[3.0]])).double().numpy()
         np.testing.assert_allclose(here.score("oracle", np.array([3])), expected, rtol=1e-6)
         assert meter.allocated_bytes() < 2**20
-    assert [text for text in here.reporter.texts if "is asked on the host" in text]  # type: ignore[attr-defined]
+    assert [text for text in here.reporter.texts if "computes on the host" in text]  # type: ignore[attr-defined]
 
 
 def test_deciding_draws_no_random_number(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_plans_are_kept_for_the_reference_models_that_they_are_of(tmp_path: Path
     oracle = Oracle(placements=("device", "offload"))
     task = AskingTask(oracle)
     plans = desk(tmp_path, task).decide(task.build_model())
-    keep(tmp_path / "reference_models.json", plans)
-    assert kept(tmp_path / "reference_models.json", task) == plans
-    assert kept(tmp_path / "reference_models.json", AskingTask(Oracle(role="another"))) is None
-    assert kept(tmp_path / "nothing.json", task) is None
+    write_plans(tmp_path / "reference_models.json", plans)
+    assert read_plans(tmp_path / "reference_models.json", task) == plans
+    assert read_plans(tmp_path / "reference_models.json", AskingTask(Oracle(role="another"))) is None
+    assert read_plans(tmp_path / "nothing.json", task) is None
