@@ -174,8 +174,7 @@ def make_optimization(
 
 
 def make_optimizer(
-    # Of the model. A frozen one has no gradient, so the optimizer passes over it until it is thawed.
-    parameters: list[nn.Parameter],
+    parameters: list[nn.Parameter], training: TrainingSettings, lr: float, device: torch.device
 ) -> Optimizer:
     """Makes the optimizer alone."""
     # The default on a GPU (foreach) copies the parameters for a moment in every step, which the batch could have used.
