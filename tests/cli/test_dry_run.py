@@ -81,6 +81,30 @@ def test_a_training_that_does_not_fit_is_an_error_and_in_a_table_a_row(
     assert "does not fit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (("--accumulation-splits", "2"), 2),
+        (("--set", "training.accumulation_splits=3"), 3),
+        (("--memory", "muon"), 1),
+        (("--memory", "muon", "--accumulation-threshold", "100"), 2),
+    ],
+)
+def test_splits_leave_the_batch_as_it_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: tuple[str, ...], parts: int
+) -> None:
+    (plan,) = planned(capsys, tmp_path, "--batch-size", "64", "--target-gpu", "h100-80gb", *flags)["plans"]
+    assert (plan["logical_batch"], plan["micro_batches"]["fewest"], plan["micro_batches"]["most"]) == (64, parts, parts)
+
+
+def test_a_micro_batch_that_is_more_than_fits_is_warned_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ("--batch-size", "512", "--micro-batch-size", "512", "--device", "sim:128MiB")
+    (plan,) = planned(capsys, tmp_path, *flags)["plans"]
+    (warning,) = [text for text in plan["warnings"] if "is predicted to need" in text]
+    assert warning.startswith("micro_batch_size=512 is more than fits: one of 512 samples")
+    assert plan["predicted_peak_bytes"] > plan["target"]["capacity_bytes"]
+
+
 def test_what_gpu_check_measured_replaces_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     measured = GpuConstants(
         key="t4-16gb", total_bytes=15 * GIB, outside_bytes=GIB // 2, workspace_bytes=GIB // 4,

@@ -15,7 +15,8 @@ from can_train.cli.pipeline_tables import shortened
 from fakes.finished_runs import Shelf
 
 TIMEOUT_S = 300
-LINE = ("pipeline", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines", "--device", "cpu",
+LINE = ("pipeline", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines", "--device",
+        "cpu",
         "--min-steps-per-epoch", "3")  # fmt: skip
 
 

@@ -64,6 +64,15 @@ def test_a_fixed_batch_is_rescued_where_it_may_be(
     assert sum(record.get("ooms_rescued", 0) for record in records(tmp_path)) > 0
 
 
+def test_a_fixed_micro_batch_that_dies_there_was_warned_of(
+    tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, state, *EXACT, *SMALL, "--micro-batch-size", "64", "--no-adaptive-micro-batch") == 2
+    warned, _, failed = capsys.readouterr().err.partition("micro_batch_size=64 is more than fits")
+    assert "training.adaptive_micro_batch is off" in failed
+    assert "ran out" not in warned
+
+
 @pytest.mark.parametrize(("size", "message"), [("4MiB", "must fit beside"), ("12MiB", "must fit on the device")])
 def test_a_model_that_does_not_fit_is_said_in_words(
     tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str], size: str, message: str

@@ -143,10 +143,13 @@ def test_what_comes_later_never_looks_earlier(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"kind": "boost"}, "Invalid enum value 'boost'"), ({"time": "now"}, "isoformat"), ({"value": 2.0}, r"not in \(0, 1]"),
+        ({"kind": "boost"}, "Invalid enum value 'boost'"), ({"time": "now"}, "isoformat"),
+        ({"value": 2.0}, r"not in \(0, 1]"),
         ({"value": None}, r"not in \(0, 1]"), ({"key": None}, "key of pin is missing"), ({"schema": 9}, "newer"),
-        ({"entries": {"k": 3}}, "got `int` - at `\\$.entries"), ({"entries": {"k": {"d": {"safety_factor": 0}}}}, "> 0.0"),
-        ({"entries": {"k": {"d": {"safety_factor": "x"}}}}, "got `str` - at .*safety_factor"), ({"device": 3}, "got `int` - at `\\$.device"),
+        ({"entries": {"k": 3}}, "got `int` - at `\\$.entries"),
+        ({"entries": {"k": {"d": {"safety_factor": 0}}}}, "> 0.0"),
+        ({"entries": {"k": {"d": {"safety_factor": "x"}}}}, "got `str` - at .*safety_factor"),
+        ({"device": 3}, "got `int` - at `\\$.device"),
         ({"entries": {"k": {"d": {"factor": 0.5}}}}, "safety_factor"),
     ],
 )  # fmt: skip

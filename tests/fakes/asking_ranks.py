@@ -1,5 +1,5 @@
-"""What ranks do in the tests of reference models: they ask an oracle together, and it may say something else to one of them,
-or something may happen to one.
+"""What ranks do in the tests of reference models: they ask an oracle together, and it may say something else to one
+of them, or something may happen to one.
 """
 
 import os

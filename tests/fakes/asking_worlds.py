@@ -1,4 +1,6 @@
-"""A reference model as small as a reference model can be: it says of each sample as many numbers as the sample is large."""
+"""A reference model as small as a reference model can be: it says of each sample as many numbers as the sample is
+large.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -76,7 +76,10 @@ def test_batch_normalisation_is_named() -> None:
     assert found.modules == ("2",)
     assert found.terms["square"] > 0.01
     assert found.sentences(split=False) == [
-        f"Samples depend on the rest of their batch through 2: micro-batches change the gradient of square {found.terms['square']:.1%}"
+        (
+            "Samples depend on the rest of their batch through 2: micro-batches change the gradient of "
+            f"square {found.terms['square']:.1%}"
+        )
     ]
 
 

@@ -1,5 +1,5 @@
-"""Reference models of several ranks: one decides how they are asked, all are told the same, and what happens to one while it
-asks ends all.
+"""Reference models of several ranks: one decides how they are asked, all are told the same, and what happens to one
+while it asks ends all.
 """
 
 import json

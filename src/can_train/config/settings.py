@@ -174,8 +174,11 @@ class ClusterSettings:
                 "cluster.gpus is a number, type:number or auto", value=repr(self.gpus), remedy="Write it as 2 or a100:2"
             )
         if self.num_gpus and _gpus_of_gres(self.gres):
-            raise ConfigError("cluster.gpus and cluster.gres both request GPUs", value=f"gpus {self.gpus}, gres {self.gres}",
-                              remedy="Leave one of them out")  # fmt: skip
+            raise ConfigError(
+                "cluster.gpus and cluster.gres both request GPUs",
+                value=f"gpus {self.gpus}, gres {self.gres}",
+                remedy="Leave one of them out",
+            )
 
 
 def _gpus_of_gres(gres: str) -> int:
@@ -345,6 +348,6 @@ class TrainingSettings:
                 "training.gradient_accumulation_steps multiplies the batch, and training.accumulation_threshold is for"
                 " splitting it: only one of them was meant",
                 value=f"gradient_accumulation_steps {steps}, accumulation_threshold {self.accumulation_threshold:g}",
-                remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps} --gradient-accumulation-steps"
-                f" 1. To make one step of {steps} batches: --accumulation-threshold 0",
+                remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps}"
+                f" --gradient-accumulation-steps 1. To make one step of {steps} batches: --accumulation-threshold 0",
             )

@@ -1,5 +1,5 @@
-"""What a person decided about factors, each decision an immutable file: a reset, a pin, its removal, an import. No event
-is rewritten, and an older one that arrives later undoes nothing: the time in the file decides.
+"""What a person decided about factors, each decision an immutable file: a reset, a pin, its removal, an import. No
+event is rewritten, and an older one that arrives later undoes nothing: the time in the file decides.
 """
 
 import os

@@ -1,11 +1,14 @@
-"""How observations become the next safety factor: a regression of peaks on what runs used, and the policies that use it."""
+"""How observations become the next safety factor: a regression of peaks on what runs used, and the policies that use
+it.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
-# --- The regression: peak = base + slope · used. Peaks are shares of the capacity, `used` is a share of the tuned limit.
+# --- The regression: peak = base + slope · used. Peaks are shares of the capacity, `used` is a share of the tuned
+# limit.
 
 # Rounds of re-estimating the noise and the unknown peaks of out-of-memories from the line, then the line from them.
 FIT_ROUNDS: Final = 6
@@ -55,7 +58,8 @@ class PeakRegression(NamedTuple):
         return (peak - self.base) / max(self.slope, _LEAST_SLOPE)
 
     def half_width(self, used: float) -> float:
-        """Returns the half-width of the 95 % interval of the share that leads to the peak expected at `used`, at most 1.
+        """Returns the half-width of the 95 % interval of the share that leads to the peak expected at `used`, at most
+        1.
 
         With `u = (peak - base) / slope`, `∂u/∂base = -1/slope` and `∂u/∂slope = -u/slope`, the delta method gives
         `var(u) = (var(base) + 2·u·cov + u²·var(slope)) / slope²`.

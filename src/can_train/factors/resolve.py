@@ -44,8 +44,8 @@ def experience_factor(base: float, base_reason: str, adjustments: Sequence[tuple
 
 
 def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id: str = "") -> FactorRule:
-    """Finds the rule that decides the safety factor of a run. Where the store cannot be read, it is that of a first run,
-    and the reporter gets a notice.
+    """Finds the rule that decides the safety factor of a run. Where the store cannot be read, it is that of a first
+    run, and the reporter gets a notice.
 
     Args:
         run: The resolved run.

@@ -102,7 +102,8 @@ _AIM_REASONS: Final[Mapping[AimLimit, str]] = {
     "maximum": "the largest factor leads no further",
 }
 
-# `pinned` by hand; `learned` from runs; `imported`, nothing learned since; `first`, nothing learned yet; `reset`, no run
+# `pinned` by hand; `learned` from runs; `imported`, nothing learned since; `first`, nothing learned yet; `reset`, no
+# run
 # since.
 State = Literal["pinned", "learned", "imported", "first", "reset"]
 

@@ -74,8 +74,8 @@ class BatchDependence:
             sentences.append(f"{depend}: micro-batches change the gradient of {largest}")
         if self.drops and split:
             sentences.append(
-                "Dropout draws other masks for micro-batches than for the whole batch; apart from that, the gradient is "
-                "the batch's"
+                "Dropout draws other masks for micro-batches than for the whole batch; apart from that, the gradient"
+                " is the batch's"
             )
         return sentences
 

@@ -39,25 +39,17 @@ ROUND_OFF: Final = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """`peak_bytes = base + Σ coefficient · feature`, for forward and backward.
-
-    Attributes:
-        features: F of them.
-        coefficients: [F] bytes a unit, none negative: a larger batch never costs less.
-        base_bytes: Peak of an empty batch: weights, gradients, optimizer state.
-        sigma_bytes: Standard deviation of the probes' residuals.
-        covariance: [F + 1, F + 1] of (base, coefficients) in units of sigma²: uncertainty grows with extrapolation.
-        relative_residual: Largest residual ÷ cost over the probes.
-        below: (cost, peak) in bytes, sorted by cost, of the probes too small for the line and of the first that follows
-            it. Where the gradients of the weights decide a peak, it lies above the line.
-    """
+    """`peak_bytes = base + Σ coefficient · feature`, for forward and backward."""
 
     features: tuple[Feature, ...]
-    coefficients: tuple[float, ...]
-    base_bytes: float
-    sigma_bytes: float
+    coefficients: tuple[float, ...]  # [F] bytes a unit, none negative: a larger batch never costs less
+    base_bytes: float  # Peak of an empty batch: weights, gradients, optimizer state
+    sigma_bytes: float  # Standard deviation of the probes' residuals
+    # [F + 1, F + 1] of (base, coefficients) in units of sigma²: uncertainty grows with extrapolation.
     covariance: tuple[tuple[float, ...], ...]
-    relative_residual: float
+    relative_residual: float  # Largest residual ÷ cost over the probes
+    # (cost, peak) in bytes, sorted by cost, of the probes too small for the line and of the first that follows it.
+    # Where the gradients of the weights decide a peak, it lies above the line.
     below: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -147,24 +139,15 @@ def _non_negative_least_squares(rows: NDArray[np.float64], peaks: NDArray[np.flo
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseLimit:
-    """One phase (training: forward and backward; evaluation: forward) on one device.
-
-    Attributes:
-        model: Cost model of its batches.
-        tuned_limit: Largest cost in bytes that was tried and fits; 0 where nothing does.
-        capped: Whether the search ended where memory no longer matters.
-        trials: Batches that were tried after the probes.
-        ooms: Trials that ran out of memory.
-        measured_ratio: Measured ÷ predicted cost of the largest batch that fits; 1 without trials.
-        mean_totals: [F] features of the mean sample: predictions are wanted for batches of such samples.
-    """
+    """One phase (training: forward and backward; evaluation: forward) on one device."""
 
     model: CostModel
-    tuned_limit: float
-    capped: bool
-    trials: int
-    ooms: int
-    measured_ratio: float
+    tuned_limit: float  # Largest cost in bytes that was tried and fits; 0 where nothing does
+    capped: bool  # Whether the search ended where memory no longer matters
+    trials: int  # Batches that were tried after the probes
+    ooms: int  # Trials that ran out of memory
+    measured_ratio: float  # Measured ÷ predicted cost of the largest batch that fits; 1 without trials
+    # [F] features of the mean sample: predictions are wanted for batches of such samples.
     mean_totals: tuple[float, ...]
 
     def peak_bytes(self, cost: float) -> float:
@@ -187,23 +170,14 @@ class PhaseLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLimits:
-    """Both phases and the optimizer on one device.
-
-    Attributes:
-        device_key: Kind of device.
-        capacity_bytes: Bytes of it that PyTorch's allocator could use.
-        training: Forward and backward.
-        evaluation: Forward alone.
-        optimizer_peak_bytes: Peak of an optimizer step.
-        gradient_bytes: Gradients of a step's earlier micro-batches, which `training` includes.
-    """
+    """Both phases and the optimizer on one device."""
 
     device_key: str
-    capacity_bytes: int
-    training: PhaseLimit
-    evaluation: PhaseLimit
-    optimizer_peak_bytes: int
-    gradient_bytes: int = 0
+    capacity_bytes: int  # Bytes of it that PyTorch's allocator could use
+    training: PhaseLimit  # Forward and backward
+    evaluation: PhaseLimit  # Forward alone
+    optimizer_peak_bytes: int  # Peak of an optimizer step
+    gradient_bytes: int = 0  # Gradients of a step's earlier micro-batches, which `training` includes
 
     def predicted_on(self, device_key: str, capacity_bytes: int, room_bytes: float) -> DeviceLimits:
         """Returns the limits that are predicted of a device with no more memory than this one.

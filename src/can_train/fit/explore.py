@@ -52,25 +52,15 @@ _TIMED_RUNS: Final = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A kind of work on batches of samples, whose memory is to be found out.
+    """A kind of work on batches of samples, whose memory is to be found out."""
 
-    Attributes:
-        run: Runs a batch of some rows.
-        rows: [R] the samples that batches are made of.
-        counts: [R, F] their features.
-        features: What the memory of a batch grows with.
-        resident: Tensors that are on the device meanwhile.
-        gradient_bytes: Size of the weights' gradients, where the work computes them.
-        steps_per_trial: Times that a batch is run in a trial.
-    """
-
-    run: Callable[[NDArray[np.int64]], None]
-    rows: NDArray[np.int64]
-    counts: NDArray[np.float64]
-    features: Sequence[Feature]
-    resident: Sequence[Tensor]
-    gradient_bytes: int = 0
-    steps_per_trial: int = 1
+    run: Callable[[NDArray[np.int64]], None]  # Runs a batch of some rows
+    rows: NDArray[np.int64]  # [R] the samples that batches are made of
+    counts: NDArray[np.float64]  # [R, F] their features
+    features: Sequence[Feature]  # What the memory of a batch grows with
+    resident: Sequence[Tensor]  # Tensors that are on the device meanwhile
+    gradient_bytes: int = 0  # Size of the weights' gradients, where the work computes them
+    steps_per_trial: int = 1  # Times that a batch is run in a trial
 
     def peak(self, meter: Meter, positions: NDArray[np.int64], *, steps: int = 1) -> Peak:
         """Runs the batch of the samples at some positions, several times, and returns the peak."""
@@ -82,11 +72,7 @@ class Workload:
 
 
 def probe(work: Workload, meter: Meter) -> ProbeFit:
-    """Fits the cost model of some work.
-
-    Raises:
-        DoesNotFitError: Not even a sample fits.
-    """
+    """Fits the cost model of some work; raises DoesNotFitError where not even a sample fits."""
     slack_bytes = 0
 
     def measure(positions: NDArray[np.int64]) -> int:
@@ -123,9 +109,6 @@ def find_limit(
         upper: Largest cost worth trying.
         on_trial: Called before each trial with its cost in bytes.
         verify: Whether limits are tried; otherwise they are predicted, for a device that need not be at hand.
-
-    Raises:
-        DoesNotFitError: Not even a sample fits.
     """
     fit = probe(work, meter)
     costs = BatchCosts.priced(fit.model, work.counts)
@@ -143,11 +126,7 @@ def find_limit(
 
 
 def seconds_per_sample(work: Workload, model: CostModel, meter: Meter) -> float:
-    """Times a batch that takes half of the device at most, once it is warm.
-
-    Raises:
-        DoesNotFitError: Not even a sample fits.
-    """
+    """Times a warm batch that takes half of the device at most; raises DoesNotFitError where no sample fits."""
     costs = work.counts @ np.asarray(model.coefficients)
     room = _TIMED_SHARE * meter.capacity_bytes - model.base_bytes
     rows = np.resize(work.rows, int(np.clip(room / max(costs.mean(), 1.0), 1, _TIMED_SAMPLES)))
@@ -194,25 +173,15 @@ def left_as_it_was(model: nn.Module, meter: Meter) -> Iterator[list[Tensor]]:
 
 @dataclass(kw_only=True)
 class Explorer:
-    """Runs batches of a task to measure their memory.
-
-    Attributes:
-        task: The task.
-        model: Its model, on the meter's device; left as it is.
-        training: Settings of the run.
-        meter: Meter of the device.
-        rows: [R] the training samples.
-        verify: Whether limits are tried; otherwise they are predicted, for a device that need not be at hand.
-        reference_tensors: Tensors of reference models that are on the device.
-    """
+    """Runs batches of a task to measure their memory."""
 
     task: Task
-    model: nn.Module
+    model: nn.Module  # Its model, on the meter's device; left as it is
     training: TrainingSettings
     meter: Meter
-    rows: NDArray[np.int64]
-    verify: bool = True
-    reference_tensors: Sequence[Tensor] = ()
+    rows: NDArray[np.int64]  # [R] the training samples
+    verify: bool = True  # Whether limits are tried; otherwise they are predicted, for a device that need not be at hand
+    reference_tensors: Sequence[Tensor] = ()  # Tensors of reference models that are on the device
 
     @cached_property
     def _counts(self) -> NDArray[np.float64]:
@@ -269,14 +238,7 @@ class Explorer:
         )
 
     def step_cost(self) -> tuple[CostModel, float]:
-        """Fits the cost model of training, and times a step.
-
-        Returns:
-            The model, and a step's seconds per sample.
-
-        Raises:
-            DoesNotFitError: Not even a sample fits.
-        """
+        """Returns the cost model of training and a step's seconds per sample; raises DoesNotFitError."""
         with left_as_it_was(self.model, self.meter) as buffer_copies:
             optimizer = self.optimizer_memory()
             state, gradients = self._placeholders(optimizer, 0)
@@ -286,11 +248,7 @@ class Explorer:
 
     @contextmanager
     def worst_case(self, training: PhaseLimit, cost: float) -> Iterator[tuple[Callable[[], None], Sequence[Tensor]]]:
-        """Opens a span in which a worst-case batch of training may be run.
-
-        Yields:
-            What runs it, and the tensors that are resident meanwhile.
-        """
+        """Yields a function that runs a worst-case batch of training, and the tensors that are resident meanwhile."""
         with left_as_it_was(self.model, self.meter) as buffer_copies:
             optimizer = self.optimizer_memory()
             state, gradients = self._placeholders(optimizer, 0)
@@ -323,11 +281,7 @@ class Explorer:
         return BatchDependence(terms={}, modules=(), drops=False, measured=False)
 
     def _placeholders(self, optimizer: OptimizerMemory, held_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Allocates as much as the optimizer's state and the gradients so far take in the middle of a run.
-
-        Raises:
-            DoesNotFitError: They do not fit beside the weights.
-        """
+        """Allocates as much as the optimizer's state and the gradients so far take in the middle of a run."""
         missing = max(optimizer.state_bytes - held_bytes, 0)
         with CatchOutOfMemory():
             state = [torch.empty(missing, dtype=torch.uint8, device=self.meter.device)]

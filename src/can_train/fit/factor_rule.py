@@ -1,5 +1,5 @@
-"""The factor of a configuration that a device has not run yet, from what the device was just found to hold: the share of
-the tuned limit whose predicted peak meets the target. What earlier runs taught is the factor policies' subject.
+"""The factor of a configuration that a device has not run yet, from what the device was just found to hold: the share
+of the tuned limit whose predicted peak meets the target. What earlier runs taught is the factor policies' subject.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class OtherDevice:
     device: str
 
 
-# The search looks for what the batch needs ÷ this factor. With 0.5, a limit below that is memory's, wherever weights and
+# The search looks for what the batch needs ÷ this factor. With 0.5, a limit below that is memory's, wherever weights
+# and
 # state leave half of the device free.
 # Factor that a search assumes before there is one.
 PROVISIONAL: Final = 0.5

@@ -38,17 +38,11 @@ def growing_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> 
 
 
 class Members(NamedTuple):
-    """The members (nodes, for example) of chosen samples, sample after sample.
+    """The members (nodes, for example) of chosen samples, sample after sample."""
 
-    Attributes:
-        positions: [S] indices into the flat arrays.
-        starts: [R] index of each sample's first member among `positions`.
-        sizes: [R] number of members of each sample.
-    """
-
-    positions: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    positions: NDArray[np.int64]  # [S] indices into the flat arrays
+    starts: NDArray[np.int64]  # [R] index of each sample's first member among `positions`
+    sizes: NDArray[np.int64]  # [R] number of members of each sample
 
 
 def members(ptr: NDArray[np.int64], rows: NDArray[np.int64]) -> Members:

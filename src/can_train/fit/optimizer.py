@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from can_train.memory.simulated_gpu import LiveStorageTracker
-
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
 
@@ -27,18 +25,12 @@ _UNLIMITED: Final = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """Bytes that an optimizer takes of the device.
+    """Bytes that an optimizer takes of the device."""
 
-    Attributes:
-        parameter_bytes: Size of the trained parameters; their gradients take as much.
-        state_bytes: State that the optimizer keeps from its first step on.
-        transient_bytes: Temporary memory of a step.
-        tensor_bytes: Size of each trained parameter that is not empty: the pieces that an optimizer works in.
-    """
-
-    parameter_bytes: int
-    state_bytes: int
-    transient_bytes: int
+    parameter_bytes: int  # Size of the trained parameters; their gradients take as much
+    state_bytes: int  # State that the optimizer keeps from its first step on
+    transient_bytes: int  # Temporary memory of a step
+    # Size of each trained parameter that is not empty: the pieces that an optimizer works in.
     tensor_bytes: tuple[int, ...]
 
 
@@ -46,6 +38,9 @@ def measure_optimizer(
     parameters: Iterable[Tensor], make: Callable[[Sequence[nn.Parameter]], Optimizer]
 ) -> OptimizerMemory:
     """Measures two steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes."""
+    # Only planning measures: whoever evaluates a finished run needs this module's precision, and no simulated GPU.
+    from can_train.memory.simulated_gpu import LiveStorageTracker
+
     with LiveStorageTracker(_UNLIMITED) as tracker:
         shadows = [nn.Parameter(torch.zeros_like(parameter, device="cpu")) for parameter in parameters]
         parameter_bytes = tracker.live_bytes
@@ -85,18 +80,13 @@ class Precision:
 
 @dataclass(kw_only=True)
 class Optimization:
-    """Optimizer, schedule and gradient scaler, which step together.
-
-    Attributes:
-        scaler: Scales losses under fp16; otherwise disabled.
-        clip_norm: Largest gradient norm; 0: gradients are not clipped.
-        parameters: Of the model. A frozen one has no gradient, so that the optimizer passes over it until it is thawed.
-    """
+    """Optimizer, schedule and gradient scaler, which step together."""
 
     optimizer: Optimizer
     scheduler: LambdaLR
-    scaler: torch.amp.GradScaler
-    clip_norm: float
+    scaler: torch.amp.GradScaler  # Scales losses under fp16; otherwise disabled
+    clip_norm: float  # Largest gradient norm; 0: gradients are not clipped
+    # Of the model. A frozen one has no gradient, so the optimizer passes over it until it is thawed.
     parameters: list[nn.Parameter]
 
     def step(self) -> bool:

@@ -178,19 +178,12 @@ class BatchCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class PartLimit:
-    """What one micro-batch may hold.
+    """What one micro-batch may hold."""
 
-    Attributes:
-        cost: Bytes above base.
-        samples: Largest number of samples; 0: any.
-        floor: Smallest number of samples that a batch is cut into, costly or not.
-        equal: Micro-batches of equal size, the largest divisor that fits.
-    """
-
-    cost: float = math.inf
-    samples: int = 0
-    floor: int = 1
-    equal: bool = False
+    cost: float = math.inf  # Bytes above base
+    samples: int = 0  # Largest number of samples; 0: any
+    floor: int = 1  # Smallest number of samples that a batch is cut into, costly or not
+    equal: bool = False  # Micro-batches of equal size, the largest divisor that fits
 
 
 def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:
@@ -280,12 +273,8 @@ def share_out(batch: BatchCosts, shares: int) -> tuple[int, ...]:
     >>> share_out(BatchCosts.uniform(2), 3)
     (1, 1, 0)
 
-    Args:
-        batch: R samples.
-        shares: How many, at least 1.
-
     Returns:
-        Sizes in samples, in order; their sum is R. The last ones may be 0.
+        Sizes in samples, in order; their sum is the batch's. The last ones may be 0.
     """
     if shares == 1:
         return (len(batch),)
@@ -308,29 +297,17 @@ def _filled(batch: BatchCosts, shares: int, limit: float) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitRules:
-    """How logical batches are cut.
+    """How logical batches are cut."""
 
-    Attributes:
-        safe_limit: Largest cost of one micro-batch; infinite without a search.
-        tuned_limit: Cost that was tried and fits; infinite without a search.
-        samples: Largest micro-batch in samples (a fixed one, or a loader batch); 0: any.
-        floor: Smallest micro-batch in samples.
-        equal: Micro-batches of equal size.
-        threshold: Units of the main feature up to which a batch is not cut, as long as it is known to fit.
-        splits: Parts that a batch above the threshold is cut into at least, as far as samples and floor allow.
-        target: Cost that micro-batches should come down to; infinite: none.
-        max_splits: Most parts that are planned to reach `target`; `splits` and a rescue may exceed it.
-    """
-
-    safe_limit: float = math.inf
-    tuned_limit: float = math.inf
-    samples: int = 0
-    floor: int = 1
-    equal: bool = False
-    threshold: float = 0.0
-    splits: int = 1
-    target: float = math.inf
-    max_splits: int = 4
+    safe_limit: float = math.inf  # Largest cost of one micro-batch; infinite without a search
+    tuned_limit: float = math.inf  # Cost that was tried and fits; infinite without a search
+    samples: int = 0  # Largest micro-batch in samples (a fixed one, or a loader batch); 0: any
+    floor: int = 1  # Smallest micro-batch in samples
+    equal: bool = False  # Micro-batches of equal size
+    threshold: float = 0.0  # Units of the main feature up to which a batch is not cut, as long as it is known to fit
+    splits: int = 1  # Parts that a batch above the threshold is cut into at least, as far as samples and floor allow
+    target: float = math.inf  # Cost that micro-batches should come down to; infinite: none
+    max_splits: int = 4  # Most parts that are planned to reach `target`; `splits` and a rescue may exceed it
 
     def limit_for(self, batch: BatchCosts) -> PartLimit:
         """Decides what one micro-batch of this logical batch may hold."""
@@ -357,12 +334,7 @@ class SplitRules:
 
 
 def _cost_around(batch: BatchCosts, limit: PartLimit, parts: int) -> tuple[float, float]:
-    """Finds the cost limit at which the batch is cut into just no more than a number of parts.
-
-    Returns:
-        Two costs that are next to each other: cut by the first, there are more parts than `parts`, unless no cost limit
-        leads to so many; by the second, there are not.
-    """
+    """Returns two adjacent cost limits: the first cuts a batch into more than `parts` parts, the second does not."""
     low, high = 0.0, batch.total
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -374,12 +346,10 @@ def _cost_around(batch: BatchCosts, limit: PartLimit, parts: int) -> tuple[float
 def optimizer_batches(batch: BatchCosts, threshold: float) -> tuple[int, ...]:
     """Cuts one logical batch into several, each an optimizer step of its own (preflight splitting).
 
-    Args:
-        batch: Its first feature is the one that the threshold counts.
-        threshold: Units of the main feature that one optimizer step may see; infinite: any.
+    Each sees at most `threshold` units of the main feature, but for a sample that has more by itself.
 
     Returns:
-        Sizes in samples. A sample above the threshold is a step by itself.
+        Sizes in samples.
     """
     if threshold == math.inf:
         return (len(batch),)

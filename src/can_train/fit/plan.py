@@ -24,33 +24,21 @@ LrScale = Literal["auto", "none", "sqrt", "linear"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a plan is resolved from.
+    """What a plan is resolved from."""
 
-    Attributes:
-        mode: `max`: the largest batch that fits; `opt`: the requested batch, cut to fit; `off`: as requested, uncut.
-        requested_batch: Logical batch in samples that the user gave; None where the user gave none.
-        preset_batch: Logical batch in samples that the learning rate was chosen for.
-        loader_batch: Samples of one loader batch; several of them make a logical batch.
-        min_steps_per_epoch: With `max`, an epoch has at least so many optimizer steps where the data set allows.
-        micro_batch_size: Fixed micro-batch in samples, without a search; 0 searches.
-        lr_scale: Learning rate against logical ÷ preset batch; `auto` is `sqrt` under `max`, else `none`.
-        rules: The accumulation options, still without limits.
-        ranks: Processes that share a logical batch, each on a device of its own.
-        preflight_threshold: Units of the main feature above which a batch becomes several optimizer steps; infinite:
-            never.
-        epoch_shares: Samples of each epoch ÷ those of the last, which has all; a single one where epochs are alike.
-    """
-
-    mode: Mode
-    requested_batch: int | None
-    preset_batch: int
-    loader_batch: int = 0
-    min_steps_per_epoch: int = 50
-    micro_batch_size: int = 0
+    mode: Mode  # `max`: the largest batch that fits; `opt`: the requested batch, cut to fit; `off`: as requested, uncut
+    requested_batch: int | None  # Logical batch in samples that the user gave; None where the user gave none
+    preset_batch: int  # Logical batch in samples that the learning rate was chosen for
+    loader_batch: int = 0  # Samples of one loader batch; several of them make a logical batch
+    min_steps_per_epoch: int = 50  # With `max`, an epoch has at least so many optimizer steps where the data set allows
+    micro_batch_size: int = 0  # Fixed micro-batch in samples, without a search; 0 searches
+    # Learning rate against logical ÷ preset batch; `auto` is `sqrt` under `max`, else `none`.
     lr_scale: LrScale = "auto"
-    rules: SplitRules = field(default_factory=SplitRules)
-    ranks: int = 1
+    rules: SplitRules = field(default_factory=SplitRules)  # The accumulation options, still without limits
+    ranks: int = 1  # Processes that share a logical batch, each on a device of its own
+    # Units of the main feature above which a batch becomes several optimizer steps; infinite: never.
     preflight_threshold: float = math.inf
+    # Samples of each epoch ÷ those of the last, which has all; a single one where epochs are alike.
     epoch_shares: tuple[float, ...] = (1.0,)
 
     @property
@@ -79,40 +67,27 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The resolved decision.
+    """The resolved decision."""
 
-    Attributes:
-        logical_batch: Samples that one optimizer step sees.
-        rules: How it is cut, limits included.
-        steps_per_epoch: Optimizer steps of the first epoch, or of the last one where epochs differ; the last step may
-            see fewer samples.
-        fewest_steps_per_epoch, mean_steps_per_epoch: Fewest and mean optimizer steps over all epochs.
-        fewest_parts, most_parts: Micro-batches of a step on one device, over the first epoch and, where epochs differ,
-            the last.
-        largest_micro_batch: Samples of the largest micro-batch of these epochs.
-        largest_cost: Cost of the costliest micro-batch.
-        largest_later_cost: Cost of the costliest that is not the first of its step, beside which there are gradients;
-            0 where each step has only one.
-        binding_limit: What decided the logical batch.
-        lr_factor: Multiplier of the learning rate.
-        safety_factor: Share of the tuned limit in use; None without a search.
-        notices: What the user should know, as sentences.
-    """
-
-    logical_batch: int
-    rules: SplitRules
+    logical_batch: int  # Samples that one optimizer step sees
+    rules: SplitRules  # How it is cut, limits included
+    # Optimizer steps of the first epoch, or of the last one where epochs differ; the last step may see fewer samples.
     steps_per_epoch: int
+    # Fewest and mean optimizer steps over all epochs.
     fewest_steps_per_epoch: int
     mean_steps_per_epoch: float
+    # Micro-batches of a step on one device, over the first epoch and, where epochs differ, the last.
     fewest_parts: int
     most_parts: int
-    largest_micro_batch: int
-    largest_cost: float
+    largest_micro_batch: int  # Samples of the largest micro-batch of these epochs
+    largest_cost: float  # Cost of the costliest micro-batch
+    # Cost of the costliest that is not the first of its step, beside which there are gradients; 0 where each step has
+    # only one.
     largest_later_cost: float
-    binding_limit: BindingLimit
-    lr_factor: float
-    safety_factor: float | None
-    notices: tuple[str, ...]
+    binding_limit: BindingLimit  # What decided the logical batch
+    lr_factor: float  # Multiplier of the learning rate
+    safety_factor: float | None  # Share of the tuned limit in use; None without a search
+    notices: tuple[str, ...]  # What the user should know, as sentences
 
 
 def resolve_mode(find_batch_size: str, *, batch_size_given: bool) -> Mode:
@@ -123,13 +98,7 @@ def resolve_mode(find_batch_size: str, *, batch_size_given: bool) -> Mode:
 
 
 def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> float:
-    """Returns the largest cost that a device's search need try: beyond it memory no longer decides anything.
-
-    Args:
-        request: What the plan is resolved from.
-        order: The training samples.
-        factor: Safety factor, in (0, 1].
-    """
+    """Returns the largest cost that a device's search need try: beyond it memory no longer decides anything."""
     if request.takes_what_fits:
         needed = min(limit for limit, _ in _limits_beside_memory(request, len(order)))
     else:
@@ -157,7 +126,7 @@ def resolve_plan(
     """Resolves a plan.
 
     Args:
-        request: What the plan is resolved from.
+        request: What the user asked for.
         order: The training samples in the first epoch's order, or in the last one's, where epochs differ; none of them
             costs more than the tuned limit.
         tuned_limit: Largest cost that fits, searched for up to `search_upper`; None without a search.

@@ -43,25 +43,15 @@ _NAMED: Final = 5
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The plan of a run with its basis.
-
-    Attributes:
-        plan: The decision.
-        limits: Limits of the device; None without a search.
-        factor_reason: Where the safety factor comes from, in words.
-        aim: The peak that the run aims for.
-        skipped: Rows of training samples that are left out because they do not fit.
-        ranks: Processes that share the logical batch.
-        notices: What else the user should know, as sentences.
-    """
+    """The plan of a run with its basis."""
 
     plan: Plan
-    limits: DeviceLimits | None
-    factor_reason: str = ""
-    aim: Aim = NO_AIM
-    skipped: tuple[int, ...] = ()
-    ranks: int = 1
-    notices: tuple[str, ...] = ()
+    limits: DeviceLimits | None  # Limits of the device; None without a search
+    factor_reason: str = ""  # Where the safety factor comes from, in words
+    aim: Aim = NO_AIM  # The peak that the run aims for
+    skipped: tuple[int, ...] = ()  # Rows of training samples that are left out because they do not fit
+    ranks: int = 1  # Processes that share the logical batch
+    notices: tuple[str, ...] = ()  # What else the user should know, as sentences
 
     def shares_with(self, other: RunPlan) -> bool:
         """Tells whether two ranks' plans are for the same samples and the same logical batch."""
@@ -145,27 +135,16 @@ def plan_request(training: TrainingSettings, *, ranks: int = 1) -> PlanRequest:
 
 @dataclass(kw_only=True)
 class Planner:
-    """Makes the plan of one run on one device.
-
-    Attributes:
-        run: The resolved run.
-        task: Its task.
-        model: On the meter's device; left as it is.
-        meter: Meter of the device.
-        reporter: Where trials are shown.
-        verify: Whether limits are tried on the device; otherwise they are predicted.
-        ranks: Processes that train the run; a plan made here assumes that all of them are alike.
-        reference_tensors: Tensors of reference models that are on the device.
-    """
+    """Makes the plan of one run on one device."""
 
     run: ResolvedRun
     task: Task
-    model: nn.Module
+    model: nn.Module  # On the meter's device; left as it is
     meter: Meter
     reporter: Reporter
-    verify: bool = True
-    ranks: int = 1
-    reference_tensors: Sequence[Tensor] = ()
+    verify: bool = True  # Whether limits are tried on the device; otherwise they are predicted
+    ranks: int = 1  # Processes that train the run; a plan made here assumes that all of them are alike
+    reference_tensors: Sequence[Tensor] = ()  # Tensors of reference models that are on the device
 
     @cached_property
     def explorer(self) -> Explorer:
@@ -203,11 +182,7 @@ class Planner:
         return replace(plan, notices=(*plan.notices, *self._notices_of_fixed_sizes(request, factor)))
 
     def resolve(self, request: PlanRequest, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
-        """Resolves the plan, given the limits of the device.
-
-        Raises:
-            DoesNotFitError: Some samples do not fit and may not be skipped.
-        """
+        """Resolves the plan; raises DoesNotFitError where samples do not fit and may not be skipped."""
         oversize = self._oversize(limits.training)
         if len(oversize) and self.run.training.oversize != "skip":
             raise self._oversize_error(oversize, limits)
@@ -216,13 +191,7 @@ class Planner:
     def make_again(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
         """Keeps a plan's logical batch and plans anew how it is cut, on this device and for the parameters trained now.
 
-        Args:
-            frozen: The plan made before.
-            factor: How the safety factor is decided.
-            held_bytes: Optimizer state that is on the device already.
-
-        Raises:
-            DoesNotFitError: Some samples do not fit here.
+        `held_bytes` of optimizer state are on the device already. Raises DoesNotFitError where samples do not fit here.
         """
         limits = self.explore(self._same_batch(frozen), factor.provisional, held_bytes=held_bytes)
         oversize = self._oversize(limits.training)
@@ -241,11 +210,7 @@ class Planner:
         return self._again(agreed, own.limits, factor)
 
     def explore(self, request: PlanRequest, factor: float, *, held_bytes: int = 0) -> DeviceLimits:
-        """Finds the limits of the device; leaves random generators as they were.
-
-        Raises:
-            DoesNotFitError: The model does not fit, or not even a sample beside it.
-        """
+        """Finds the limits of the device; leaves random generators as they were."""
         generators = random_state.capture()
         with self.reporter.stage("finding the batch size", unit="trials") as stage:
             limits = self.explorer.explore(
@@ -357,7 +322,7 @@ def _too_large_notices(plan: Plan, limits: DeviceLimits, training: TrainingSetti
     if limits.training.capped or plan.largest_cost <= limits.training.tuned_limit * (1 + ROUNDING):
         return []
     need, there = (size_text(limits.training.peak_bytes(plan.largest_cost)), size_text(limits.capacity_bytes))
-    needs = f"one of {plan.largest_micro_batch} samples is predicted to need {need}, and {there} are usable"
+    needs = f"one of {plan.largest_micro_batch} samples is predicted to need {need} ({there} usable)"
     if training.micro_batch_size:
         option = f"micro_batch_size={training.micro_batch_size} is more than fits"
     elif training.min_micro_batch_size > 1:

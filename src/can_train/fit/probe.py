@@ -56,19 +56,12 @@ _Reading = tuple[NDArray[np.float64], float]
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeFit:
-    """The cost model that probes lead to.
+    """The cost model that probes lead to."""
 
-    Attributes:
-        model: Its `explains` tells whether the features account for the measured peaks.
-        largest_cost: Cost of the probe with the largest peak.
-        largest_peak: That peak, in bytes.
-        slack_bytes: Bytes that the allocator reserved beyond the allocated ones; 0 where it reserves none.
-    """
-
-    model: CostModel
-    largest_cost: float
-    largest_peak: float
-    slack_bytes: float = 0.0
+    model: CostModel  # Its `explains` tells whether the features account for the measured peaks
+    largest_cost: float  # Cost of the probe with the largest peak
+    largest_peak: float  # That peak, in bytes
+    slack_bytes: float = 0.0  # Bytes that the allocator reserved beyond the allocated ones; 0 where it reserves none
 
 
 def fit_by_probes(
@@ -90,7 +83,7 @@ def fit_by_probes(
             backward pass, and hide the line that holds for batches that fill a device.
 
     Raises:
-        DoesNotFitError: Not even the smallest probe fits.
+        DoesNotFitError: Not even a single sample fits.
     """
     readings: list[_Reading] = []
     for multiple in ROUNDS + LATER_ROUNDS:
@@ -102,7 +95,9 @@ def fit_by_probes(
             raise DoesNotFitError(
                 "At least one training sample must fit on the device",
                 value=f"a batch of one sample needs more than the {capacity_bytes / 2**20:.1f} MiB of the device",
-                remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(capacity_bytes)})",
+                remedy=(
+                    f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(capacity_bytes)})"
+                ),
             )
         model = _fit(features, readings)
         smallest, largest = min(peak for _, peak in readings), max(peak for _, peak in readings)

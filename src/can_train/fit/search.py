@@ -103,21 +103,15 @@ def find_max_size(
 
 @dataclass
 class _Progress:
-    """What the trials so far have shown. Every further size lies between `fits` and `fails`, so the search ends.
+    """What the trials so far have shown. Every further size lies between `fits` and `fails`, so the search ends."""
 
-    Attributes:
-        fails: Smallest size that is ruled out.
-        fits: Largest size that fits.
-        readings: (size, peak), sorted by size.
-        from_zero: Whether size 0 is known to read 0. A slope far below the one from there then shows that readings no
-            longer tell how much is needed: an allocator's cache has filled the device.
-    """
-
-    fails: int
-    fits: int = 0
+    fails: int  # Smallest size that is ruled out
+    fits: int = 0  # Largest size that fits
     trials: int = 0
     ooms: int = 0
-    readings: list[_Reading] = field(default_factory=list)
+    readings: list[_Reading] = field(default_factory=list)  # (size, peak), sorted by size
+    # Whether size 0 is known to read 0. A slope far below the one from there then shows that readings no longer tell
+    # how much is needed: an allocator's cache has filled the device.
     from_zero: bool = False
 
 
@@ -229,15 +223,10 @@ _MOST_COPIES: Final = 64
 
 
 class Peak(NamedTuple):
-    """Peak bytes of a trial.
+    """Peak bytes of a trial."""
 
-    Attributes:
-        allocated: In use.
-        reserved: Held by the allocator for them; 0 where there is no caching allocator.
-    """
-
-    allocated: int
-    reserved: int
+    allocated: int  # In use
+    reserved: int  # Held by the allocator for them; 0 where there is no caching allocator
 
 
 Measure = Callable[["NDArray[np.int64]"], Peak]
@@ -299,14 +288,7 @@ def find_phase_limit(
 
 
 def predict_phase_limit(probes: ProbeFit, order: BatchCosts, *, upper: float, room_bytes: float) -> PhaseLimit:
-    """Predicts the largest cost that fits without a trial, for a device that is not at hand.
-
-    Args:
-        probes: The phase's probes.
-        order: The samples that batches are made of.
-        upper: Cost beyond which memory does not matter.
-        room_bytes: What tensors may take of the device.
-    """
+    """Predicts the largest cost of which tensors take no more than `room_bytes`, for a device that is not at hand."""
     return PhaseLimit(
         model=probes.model,
         tuned_limit=upper,
@@ -319,11 +301,7 @@ def predict_phase_limit(probes: ProbeFit, order: BatchCosts, *, upper: float, ro
 
 
 def pack_worst_case(order: BatchCosts, limit: float) -> NDArray[np.int64]:
-    """Packs the costliest samples into a batch of at most some cost.
-
-    Args:
-        order: The samples; they are repeated where a batch needs more than there are.
-        limit: Cost of the batch.
+    """Packs the costliest samples, repeated where there are too few, into a batch of at most some cost.
 
     Returns:
         Positions in `order`; empty where every sample costs more.

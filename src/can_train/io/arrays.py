@@ -1,5 +1,6 @@
-"""Folders of arrays that are mapped into memory: one .npy file for each array, and a meta.json. A folder is written block
-by block, gets its name only when complete, and is verified by checksums before it is mapped. The caller makes damaged
+"""Folders of arrays that are mapped into memory: one .npy file for each array, and a meta.json. A folder is written
+block by block, gets its name only when complete, and is verified by checksums before it is mapped. The caller makes
+damaged
 folders anew.
 """
 

@@ -125,7 +125,8 @@ def _link(temporary: Path, path: Path, link: Link) -> None:
 
 
 def _rename_to_free_name(temporary: Path, path: Path) -> None:
-    # Not atomic by itself, so an empty file claims the name first. A writer that is killed in here leaves its claim, and
+    # Not atomic by itself, so an empty file claims the name first. A writer that is killed in here leaves its claim,
+    # and
     # the name is never used: a file lost is better than a file replaced.
     claim = path.with_name(f".{path.name}{_CLAIM_SUFFIX}")
     claim.open("xb").close()

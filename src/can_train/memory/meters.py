@@ -344,7 +344,9 @@ _FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")
 
 
 def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) -> torch.device:
-    """Returns the torch device of `auto`, `cpu`, `cuda[:i]` or `sim:<size>`; tensors of a simulated GPU are the CPU's."""
+    """Returns the torch device of `auto`, `cpu`, `cuda[:i]` or `sim:<size>`; tensors of a simulated GPU are the
+    CPU's.
+    """
     if text == "cpu" or is_simulated(text):
         return torch.device("cpu")
     if text == "auto":

@@ -232,8 +232,8 @@ def _run_name(name: str, needed: Prerequisite) -> str:
         ) from error
     if run is None and os.sep in name:
         raise RunError(
-            f"{needed.what.capitalize()} must be a run: its id, its folder, or a file in it. A checkpoint alone does not say what "
-            "it was trained on",
+            f"{needed.what.capitalize()} must be a run: its id, its folder, or a file in it. A checkpoint alone "
+            "does not say what it was trained on",
             value=f"{name} is not in the folder of a run",
             remedy=f"Name a folder that has a {CONFIG}",
         )

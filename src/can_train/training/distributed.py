@@ -1,5 +1,5 @@
-"""The processes that train one run together, one a GPU: what they exchange, and how a failure or a signal on one of them
-becomes known to all, so that none waits forever.
+"""The processes that train one run together, one a GPU: what they exchange, and how a failure or a signal on one of
+them becomes known to all, so that none waits forever.
 """
 
 import socket
@@ -141,7 +141,9 @@ class Ranks:
         return made[0]
 
     def on_rank0_first(self, work: Callable[[], T]) -> T:
-        """Does some work on rank 0, and then on the others, which find what it has prepared; raises as `gather` does."""
+        """Does some work on rank 0, and then on the others, which find what it has prepared; raises as `gather`
+        does.
+        """
         done: list[T] = []
         for has_turn in (self.is_first, not self.is_first):
             self.gather(lambda has_turn=has_turn: done.append(work()) if has_turn else None)  # type: ignore[misc]
@@ -191,8 +193,8 @@ class Ranks:
 
 
 class ConnectedRanks(Ranks):
-    """Several processes, connected by `torch.distributed`: gloo for objects and for tensors on the host, NCCL for tensors
-    on GPUs.
+    """Several processes, connected by `torch.distributed`: gloo for objects and for tensors on the host, NCCL for
+    tensors on GPUs.
 
     Args:
         place: Where this process stands.

@@ -109,23 +109,14 @@ def _device_here(device: str) -> UsableMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class DryPlan:
-    """The plan for one device.
+    """The plan for one device."""
 
-    Attributes:
-        target: The device.
-        plan: The plan; None where the training does not fit.
-        error: Why it does not; None where it fits.
-        num_samples: Training samples, estimated where only a part of the data was read.
-        sample_note: Which part was read, as a sentence; empty where all was.
-        reference_models: How reference models would be consulted.
-    """
-
-    target: UsableMemory
-    plan: RunPlan | None
-    error: DoesNotFitError | None
-    num_samples: int
-    sample_note: str
-    reference_models: tuple[ReferenceModelPlan, ...] = ()
+    target: UsableMemory  # The device
+    plan: RunPlan | None  # The plan; None where the training does not fit
+    error: DoesNotFitError | None  # Why it does not; None where it fits
+    num_samples: int  # Training samples, estimated where only a part of the data was read
+    sample_note: str  # Which part was read, as a sentence; empty where all was
+    reference_models: tuple[ReferenceModelPlan, ...] = ()  # How reference models would be consulted
 
     @property
     def warnings(self) -> list[str]:
@@ -158,11 +149,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def dry_plans(run: ResolvedRun, targets: Sequence[UsableMemory], reporter: Reporter) -> list[DryPlan]:
-    """Plans a run for each of the targets, of which there is at least one.
-
-    Raises:
-        CanTrainError: The data cannot be read.
-    """
+    """Plans a run for each of the targets, of which there is at least one."""
     # On a login node's many cores, tiny batches wait for threads longer than they compute.
     torch.set_num_threads(1)
     return plans_of_sample(run, sample_task(run, reporter), targets, reporter)

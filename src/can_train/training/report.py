@@ -76,15 +76,7 @@ def reference_model_lines(plans: Sequence[ReferenceModelPlan]) -> list[str]:
 
 
 def dry_lines(key: str, dry: DryPlan) -> list[str]:
-    """Writes a plan as aligned lines, with its warnings below.
-
-    Args:
-        key: Configuration key.
-        dry: The plan.
-
-    Raises:
-        DoesNotFitError: The training does not fit on the device.
-    """
+    """Writes a plan as aligned lines, with its warnings below; raises its error where it does not fit."""
     if dry.plan is None:
         raise dry.error or AssertionError("a target without a plan has a reason")
     target = dry.target

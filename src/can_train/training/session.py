@@ -1,4 +1,6 @@
-"""What one attempt of a run trains with: its plan on every rank, its state in memory, and that state in a checkpoint."""
+"""What one attempt of a run trains with: its plan on every rank, its state in memory, and that state in a
+checkpoint.
+"""
 
 from __future__ import annotations
 

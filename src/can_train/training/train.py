@@ -136,7 +136,9 @@ def _open_meter(run: ResolvedRun, ranks: Ranks) -> Meter:
 
 
 def _train_and_judge(parts: Parts) -> Outcome:
-    """Trains and judges; an out-of-memory that could not be rescued becomes a `DoesNotFitError` with the device's state."""
+    """Trains and judges; an out-of-memory that could not be rescued becomes a `DoesNotFitError` with the device's
+    state.
+    """
     try:
         return _run_attempt(parts)
     except DoesNotFitError as error:

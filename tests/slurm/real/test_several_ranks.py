@@ -10,7 +10,8 @@ from fakes.bitwise import final_state
 from slurm.real.on_slurm import Slurm
 
 TRAIN = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
-         "--set", "model.dropout=0", "--precision", "fp64", "--optimizer", "sgd", "--batch-size", "96", "--no-baselines",
+         "--set", "model.dropout=0", "--precision", "fp64", "--optimizer", "sgd", "--batch-size", "96",
+         "--no-baselines",
          "--epochs", "3")  # fmt: skip
 FOUR = ("--submit", "--nodes", "2", "--gpus", "2", "--cpus", "1", "--mem", "3000M", "--time", "20", "--json")
 

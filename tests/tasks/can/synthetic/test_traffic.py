@@ -91,7 +91,8 @@ def xor(data: bytes) -> int:
 
 def test_the_crc_is_the_one_of_sae_j1850() -> None:
     message = Message(
-        can_id=0x3132, period_us=1, length=8, send_type=SendType.CYCLIC, constants=(0,) * 8, signals=(), counter_byte=None,
+        can_id=0x3132, period_us=1, length=8, send_type=SendType.CYCLIC, constants=(0,) * 8, signals=(),
+        counter_byte=None,
         checksum=Checksum.CRC8,
     )  # fmt: skip
     payload = np.array([list(b"3456789\0")], np.uint8)

@@ -1,5 +1,5 @@
-"""Prepared graphs on disk: a folder of arrays, one for every array of `FlatGraphs`. The caller chooses the folder's name,
-and makes damaged folders anew.
+"""Prepared graphs on disk: a folder of arrays, one for every array of `FlatGraphs`. The caller chooses the folder's
+name, and makes damaged folders anew.
 """
 
 from dataclasses import asdict, dataclass

@@ -282,7 +282,8 @@ LINE_GRAMMARS: Final = (
 # can-train-and-test has no DLC; its payload has 0 to 16 digits without separators.
 _THREE_COLUMNS: Final = f"^(?P<timestamp>{NUMBER}),(?P<id>{HEX}),(?P<data>(?:{BYTE})*)"
 
-# The published formats that are recognised by their exact header. Their IDs are hexadecimal even where all look decimal.
+# The published formats that are recognised by their exact header. Their IDs are hexadecimal even where all look
+# decimal.
 PUBLISHED_CSV_GRAMMARS: Final = (
     Grammar(
         name="can_train_and_test",
@@ -398,7 +399,9 @@ def _columns_grammar(header: _Header, roles: Mapping[str, list[int]], sample: pl
 
 
 def looks_hexadecimal(ids: pl.Series) -> bool:
-    """Returns whether any ID, as text, has a letter (as in `0x` too) or a leading zero: decimal numbers have neither."""
+    """Returns whether any ID, as text, has a letter (as in `0x` too) or a leading zero: decimal numbers have
+    neither.
+    """
     return bool(ids.str.contains("[A-Za-z]|^0[0-9]").any())
 
 

@@ -65,7 +65,8 @@ class FlatGraphs:
         node_features: [N, 10] float32, columns `NODE_FEATURES`, unscaled.
         edge_index: [2, E] int32, source and destination as node positions inside their own graph.
         edge_features: [E, 11] float32, columns `EDGE_FEATURES`, unscaled.
-        label: [G] uint8, index into `kinds`: the most frequent attack kind in the window, 0 where no frame is an attack.
+        label: [G] uint8, index into `kinds`: the most frequent attack kind in the window, 0 where no frame is an
+            attack.
         source: [G] int32, index into `sources`.
         first_frame: [G] int64, position of the window's first frame in its file.
         start_time: [G] float64, seconds, of the window's first frame.

@@ -1,4 +1,6 @@
-"""Where the logs of a data set lie, and which of them are copies. Light: a submission looks for duplicate runs by it."""
+"""Where the logs of a data set lie, and which of them are copies. Light: a submission looks for duplicate runs by
+it.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,8 @@ def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
 
 
 def find_evaluation_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
-    """Finds the logs of a data set that no training saw: those of a published layout's test folders; otherwise all logs,
-    each a group of its own. Raises what `find_logs` does.
+    """Finds the logs of a data set that no training saw: those of a published layout's test folders; otherwise all
+    logs, each a group of its own. Raises what `find_logs` does.
     """
     place = _place(dataset, data_root)
     if _is_layout(dataset, place):

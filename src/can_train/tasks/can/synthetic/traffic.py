@@ -1,5 +1,5 @@
-"""What a simulated vehicle sends while it is driven: the vehicle's state, every message's sending times and payloads, and
-the bus, which decides who may send. `attacks` changes the traffic before it reaches the bus.
+"""What a simulated vehicle sends while it is driven: the vehicle's state, every message's sending times and payloads,
+and the bus, which decides who may send. `attacks` changes the traffic before it reaches the bus.
 
 Only additions, multiplications, divisions and uniform draws occur here, and time is counted in whole microseconds:
 these give the same bytes on every platform, which sines and logarithms do not.
@@ -126,8 +126,8 @@ def simulate_bus(traffic: Traffic) -> Traffic:
 
 
 def _simulate_state(rng: np.random.Generator, duration_us: int) -> dict[str, NDArray[np.float64]]:
-    """Returns the readings [T] of every channel, in [0, 1], one each 10 ms. They follow from a common course of speed and
-    steering, and so agree with one another.
+    """Returns the readings [T] of every channel, in [0, 1], one each 10 ms. They follow from a common course of speed
+    and steering, and so agree with one another.
     """
     num_ticks = duration_us // _TICK_US + 1
     speed = np.clip(1.5 * _smooth_random(rng, num_ticks, hold_s=5) - 0.25, 0.0, 1.0)

@@ -16,8 +16,9 @@ from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, RunPlan, plan_request, still_fits
 from can_train.fit.probe import fit_by_probes
 from can_train.fit.search import Peak, find_phase_limit, pack_worst_case
-from can_train.memory.meters import CpuMeter
+from can_train.memory.meters import CpuMeter, open_meter
 from can_train.task import Feature
+from can_train.training.report import plan_lines
 from can_train.training.train import make_session
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts, line_run
 
@@ -242,3 +243,58 @@ def test_words_for_numbers_become_limits(tmp_path: Path) -> None:
     request = plan_request(line_run(tmp_path, accumulation_target_mib="on", preflight_threshold=50).training)
     assert request.rules.target == 2048 * MIB
     assert request.preflight_threshold == 50
+
+
+def too_large(plan: RunPlan) -> list[str]:
+    return [notice for notice in plan.notices if "is predicted to need" in notice]
+
+
+def test_a_floor_above_what_fits_is_warned_of(tmp_path: Path) -> None:
+    plan, _ = planned(tmp_path, HungryTask(), 100, batch_size=60, min_micro_batch_size=20)
+    (notice,) = too_large(plan)
+    assert notice.startswith("min_micro_batch_size=20 forbids micro-batches that fit: one of 20 samples")
+    assert notice.endswith("(100 MiB usable); the run will fail for lack of memory")
+    assert too_large(planned(tmp_path, HungryTask(), 1000, batch_size=60, min_micro_batch_size=20)[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("training", "ends"),
+    [
+        ({}, "it will run out of memory and be split"),
+        ({"adaptive_micro_batch": False}, "the run will fail for lack of memory"),
+        ({"min_micro_batch_size": 20}, "the run will fail for lack of memory"),
+        ({"micro_batch_size": 4}, None),
+    ],
+)
+def test_a_fixed_micro_batch_above_what_fits_is_warned_of(tmp_path: Path, training: Any, ends: str | None) -> None:
+    meter, task = open_meter("sim:100MiB"), HungryTask()
+    run = line_run(tmp_path, **{"batch_size": 60, "micro_batch_size": 20} | training)
+    with meter.active():
+        model = task.build_model()
+        plan = Planner(run=run, task=task, model=model, meter=meter, reporter=Notices()).make(FACTOR)
+    notices = too_large(plan)
+    assert plan.limits is None
+    assert [notice.startswith("micro_batch_size=20 is more than fits") for notice in notices] == [True] * bool(ends)
+    assert all(notice.endswith(str(ends)) for notice in notices)
+
+
+def test_samples_that_were_skipped_stay_skipped_when_a_run_is_planned_again(tmp_path: Path) -> None:
+    meter, task = CpuMeter(), HungryTask(largest=64)
+    meter.capacity_bytes = 100 * MIB
+    run = line_run(tmp_path, oversize="skip", batch_size=20)
+    planner = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=Notices())
+    plan = planner.make(FACTOR)
+    assert planner.make_again(plan, FACTOR).skipped == plan.skipped == (7,)
+    with pytest.raises(DoesNotFitError, match="point 7"):
+        planner.make_again(replace(plan, skipped=()), FACTOR)
+
+
+@pytest.mark.parametrize(("splits", "parts"), [("off", 1), (2, 2), (7, 7)])
+def test_a_batch_is_computed_in_as_many_parts_as_asked_for_and_stays_as_it_is(
+    tmp_path: Path, splits: Any, parts: int
+) -> None:
+    plan, _ = planned(tmp_path, HungryTask(), 1000, batch_size=20, accumulation_splits=splits)
+    assert (plan.plan.logical_batch, plan.plan.fewest_parts) == (20, parts)
+    assert any("2 a step" in line and "accumulation_splits 2" in line for line in plan_lines(plan, "x", 1)) == (
+        splits == 2
+    )

@@ -1,0 +1,38 @@
+"""Plans from a sample of a task's data."""
+
+from pathlib import Path
+
+import numpy as np
+
+from can_train.memory.catalogue import find_card, usable
+from can_train.training.dry_run import plans_of_sample
+from fakes.line_fit import LineTask, Notices, line_run
+
+TARGETS = [usable(find_card(name)) for name in ("v100-16gb", "h100-80gb")]
+
+
+class SampledTask(LineTask):
+    """Sixty of ten thousand points."""
+
+    sample_note = "sixty points were read"
+    estimated_train_rows = 10_000
+
+
+def test_an_epoch_of_a_plan_is_as_long_as_the_data_set(tmp_path: Path) -> None:
+    plans = plans_of_sample(line_run(tmp_path, batch_size=20), SampledTask(), TARGETS, Notices())
+    assert [plan.num_samples for plan in plans] == [10_000] * 2
+    assert [plan.plan.plan.steps_per_epoch for plan in plans if plan.plan is not None] == [500] * 2
+
+
+def test_a_task_that_holds_all_of_its_data_is_planned_as_it_is(tmp_path: Path) -> None:
+    (plan,) = plans_of_sample(line_run(tmp_path, batch_size=20), LineTask(), TARGETS[:1], Notices())
+    assert plan.num_samples == 60
+
+
+def test_planning_leaves_the_task_as_it_was(tmp_path: Path) -> None:
+    task = SampledTask()
+    before = dict(vars(task))
+    plans_of_sample(line_run(tmp_path, batch_size=20), task, TARGETS, Notices())
+    assert vars(task).keys() == before.keys()
+    assert all(vars(task)[name] is value for name, value in before.items())
+    assert np.array_equal(task.train_rows, np.arange(60))
