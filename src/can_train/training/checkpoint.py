@@ -50,8 +50,9 @@ class Checkpoints:
             step: Optimizer steps done.
 
         Raises:
-            CheckpointError: It could not be written; the previous checkpoint is untouched.
+            CheckpointError: It could not be written; the previous one is untouched.
         """
+        # Serialized in memory first, so that the digest is of what was meant, whatever reaches the disk.
         buffer = io.BytesIO()
         torch.save({"format": FORMAT_VERSION, **state}, buffer)
         data = buffer.getvalue()
@@ -64,6 +65,7 @@ class Checkpoints:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_bytes_atomic(self._folder / name, data)
             self._write_manifest(entries)
+            # Only now, when the manifest no longer names them: a kill at any point leaves a whole checkpoint.
             for path in self._folder.glob("step-*.pt"):
                 if path.name not in {entry.file for entry in entries}:
                     path.unlink(missing_ok=True)

@@ -40,14 +40,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where one process stands among those of its run.
+    """Where one process stands among those of its run; rank 0 listens at address and port.
 
     Attributes:
-        rank: From 0.
         size: Processes in all.
-        local_rank: From 0, among those on its machine.
-        address: Machine of rank 0.
-        port: Where rank 0 listens.
+        local_rank: Rank among the processes of its machine.
     """
 
     rank: int
@@ -59,13 +56,7 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error on a rank.
-
-    Attributes:
-        rank: Which rank.
-        message: First line of the error.
-        did_not_fit: Whether memory was too small.
-    """
+    """An error on a rank, by the first line of its message."""
 
     rank: int
     message: str
@@ -154,7 +145,7 @@ class Ranks:
 
         Args:
             samples: How many there are.
-            price: Prices them; alike on all ranks.
+            price: Prices them, with the same result on all ranks.
         """
         return slice(0, samples)
 
@@ -162,26 +153,16 @@ class Ranks:
         """Adds up each parameter's gradient over the ranks, in place; every rank has the sum afterwards.
 
         A parameter without a gradient on any rank stays without; where only some have one, the others add zeros.
-
-        Raises:
-            RankGoneError: Another process has ended.
         """
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrites tensors, which are the same in number, shape and type on every rank, with rank 0's.
-
-        Raises:
-            RankGoneError: Another process has ended.
-        """
+        """Overwrites tensors, which are the same in number, shape and type on every rank, with rank 0's."""
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Overwrites a model's buffers with rank 0's.
 
         One that some rank has not made yet, or that has another shape there (a cache that grows with what was seen),
         stays each rank's own.
-
-        Raises:
-            RankGoneError: Another process has ended.
         """
 
     def sharing_host(self) -> int:
@@ -193,16 +174,7 @@ class Ranks:
 
 
 class ConnectedRanks(Ranks):
-    """Several processes, connected by `torch.distributed`: gloo for objects and for tensors on the host, NCCL for
-    tensors on GPUs.
-
-    Args:
-        place: Where this process stands.
-        device: Where its tensors are.
-
-    Raises:
-        RunError: The others cannot be reached.
-    """
+    """Several processes, connected by `torch.distributed`: NCCL for tensors on GPUs, gloo for everything else."""
 
     def __init__(self, place: RankPlace, device: torch.device) -> None:
         self.rank, self.size, self.local_rank = place.rank, place.size, place.local_rank
@@ -221,7 +193,8 @@ class ConnectedRanks(Ranks):
             result = work()
         except Exception as error:
             failure = Failure(self.rank, _first_line(error), isinstance(error, DoesNotFitError))
-            # The error here explains more than that another process ended too.
+            # The others wait in the same exchange: without a report from here they would wait until the timeout. The
+            # error here explains more than that another process ended too.
             with suppress(RankGoneError):
                 self._gather(failure)
             raise
@@ -241,6 +214,8 @@ class ConnectedRanks(Ranks):
             present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
             dist.all_reduce(present, dist.ReduceOp.MAX)
             gradients = []
+            # A branch of the model that no sample of a share took has no gradient on that rank; a collective that only
+            # some ranks enter would hang.
             for parameter, is_present in zip(parameters, present.tolist(), strict=True):
                 if is_present:
                     if parameter.grad is None:
@@ -257,6 +232,7 @@ class ConnectedRanks(Ranks):
     def broadcast_buffers(self, model: nn.Module) -> None:  # noqa: D102
         buffers = {(name, buffer.shape, buffer.dtype): buffer for name, buffer in model.named_buffers()}
         shared = list(buffers.values())
+        # Compared by checksum in every step; the names themselves are exchanged only where they differ.
         if not self._same_on_all(tuple(buffers)):
             having = Counter(kind for kinds in self._gather(tuple(buffers)) for kind in kinds)
             shared = [buffers[kind] for kind, ranks in having.items() if ranks == self.size]
@@ -297,6 +273,7 @@ class _Calls(Generic[T]):
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[Callable[[], T], Future[T]]] = SimpleQueue()
+        # A daemon, so that a process can end while an exchange still waits for a rank that is gone.
         Thread(target=self._work, name="ranks", daemon=True).start()
 
     def run(self, call: Callable[[], T]) -> T:
@@ -319,11 +296,11 @@ class _Calls(Generic[T]):
 def join_ranks(place: RankPlace | None, device: str) -> Ranks:
     """Connects the processes of a run; one that is alone needs no connection.
 
-    To be called before a GPU's meter is opened: what the connection takes of its memory is not training's.
+    Call it before a GPU's meter is opened: the memory that the connection takes is not training's.
 
     Args:
         place: Where this process stands; None: alone.
-        device: As `--device` has it.
+        device: Value of `--device`.
 
     Raises:
         RunError: The others cannot be reached.
@@ -339,10 +316,6 @@ def rank_device(device: str, place: RankPlace | Ranks) -> str:
     """Decides which device a rank uses where `--device` leaves it open: each its own GPU of the machine's.
 
     Where a scheduler shows every process one GPU only, it is that one.
-
-    Args:
-        device: As `--device` has it.
-        place: Where this process stands.
     """
     if place.size == 1 or device not in ("auto", "cuda") or not torch.cuda.is_available():
         return device
@@ -403,6 +376,7 @@ def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def _gone_ranks_reported() -> Iterator[None]:
     try:
         yield
+    # Gloo and NCCL report a closed connection as a plain RuntimeError, each in words of its own.
     except RuntimeError as error:
         raise RankGoneError(
             "Every process of a run must stay until all have got through",

@@ -38,15 +38,7 @@ _ENDINGS: Final = (".csv", ".parquet")
 
 
 def check_score_file(path: Path, data: Iterable[Path] = ()) -> None:
-    """Makes sure, before anything is scored, that scores can be written to a file.
-
-    Args:
-        path: The file.
-        data: Files that are judged, which scores must not overwrite.
-
-    Raises:
-        ConfigError: Its name has another ending, its folder cannot be written, or it is one of the data's.
-    """
+    """Makes sure, before anything is scored, that scores can be written to a file, which is none of the data's."""
     if path.suffix.lower() not in _ENDINGS:
         raise ConfigError("Scores are written as CSV or Parquet, by the file's ending", value=str(path),
                           remedy=f"Name a file that ends in {' or '.join(_ENDINGS)}")  # fmt: skip
@@ -62,15 +54,8 @@ def check_score_file(path: Path, data: Iterable[Path] = ()) -> None:
 
 
 def write_score_file(path: Path, columns: Mapping[str, Any]) -> None:
-    """Writes scores, whole or not at all.
-
-    Args:
-        path: Ends in .csv or .parquet.
-        columns: Cells by the column's name; None is an empty cell.
-
-    Raises:
-        StateError: The file cannot be written.
-    """
+    """Writes cells by the column's name to a CSV or Parquet file, whole or not at all; None is an empty cell."""
+    # Imported here: without --scores nobody needs it.
     import polars as pl
 
     table = pl.DataFrame(columns)
@@ -160,13 +145,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The result of an evaluation.
-
-    Attributes:
-        document: All of it as strict JSON.
-        tables: The judgement as text.
-        notes: How it was judged, in sentences.
-    """
+    """The result of an evaluation: as strict JSON, and its judgement as text."""
 
     document: Mapping[str, Any]
     tables: Sequence[Table]
@@ -193,11 +172,7 @@ class Scorer:
         self.seconds = 0.0
 
     def __call__(self, samples: ScoredSamples, rows: Rows) -> NDArray[np.float64]:
-        """Returns [R, …] raw scores of some samples, in their order.
-
-        Raises:
-            DoesNotFitError: The model does not fit on the device, or one of the samples, which is named.
-        """
+        """Returns [R, …] raw scores of some samples, in their order."""
         began = time.perf_counter()
         if samples.model not in self._inference:
             model = copy_to_device(samples.model, self._device)
@@ -213,11 +188,7 @@ class Scorer:
 
 
 def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
-    """Judges a finished run.
-
-    Raises:
-        CanTrainError: The run, the data or the file of scores cannot be used.
-    """
+    """Judges a finished run."""
     if request.scores is not None:
         check_score_file(request.scores)
     finished, meter = load_finished(request.run), open_meter(request.device)
@@ -225,6 +196,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     dataset = evaluation_dataset(run, request.dataset, request.sets)
     if request.scores is not None:
         check_score_file(request.scores, load_object(task.files)(dataset, data_root(paths)))
+    # As in training, so that scores of the same samples are the same bits.
     torch.use_deterministic_algorithms(run.training.deterministic)
 
     def judge(cache: Path) -> tuple[Evaluation, Verdict, dict[str, float]]:

@@ -90,6 +90,7 @@ class BatchedInference:
             self.advance(stop - start)
             return result
 
+        # A host that stands in for the device computes outside of what a simulated GPU counts.
         try:
             with self.device.span():
                 return self.batcher.evaluate(attempt, self.costs_of(rows), self.limit)
@@ -109,13 +110,7 @@ class BatchedInference:
 
 
 def with_samples(error: DoesNotFitError, describe: Callable[[int], str], rows: Rows) -> DoesNotFitError:
-    """Returns the error with the name of the first sample that the part held.
-
-    Args:
-        error: Of a batch of the rows.
-        describe: Names a sample.
-        rows: [R] the samples of the batch.
-    """
+    """Returns an error of a batch with the name of the first sample of the part that failed."""
     value = error.value
     if isinstance(error, PartDoesNotFitError):
         start, stop = error.part
@@ -125,11 +120,7 @@ def with_samples(error: DoesNotFitError, describe: Callable[[int], str], rows: R
 
 
 def copy_to_device(model: nn.Module, device: InferenceDevice) -> nn.Module:
-    """Copies a model to a device, in evaluation mode.
-
-    Raises:
-        DoesNotFitError: There is no room for it.
-    """
+    """Copies a model to a device, in evaluation mode; raises `DoesNotFitError` where there is no room for it."""
     with CatchOutOfMemory() as caught:
         # A copy even where the device is the host: a simulated GPU sees memory only when it is allocated.
         return deepcopy(model).to(device.meter.device, device.precision.dtype).eval()
@@ -142,16 +133,7 @@ def copy_to_device(model: nn.Module, device: InferenceDevice) -> nn.Module:
 
 
 def with_host_fallback(device: InferenceDevice, use: Callable[[InferenceDevice], T], notify: Callable[[], object]) -> T:
-    """Uses a model on the device, or on the host where it does not fit there.
-
-    Args:
-        device: Where it is tried first.
-        use: Uses it somewhere.
-        notify: Called before it is used on the host.
-
-    Raises:
-        DoesNotFitError: It does not fit on the host either.
-    """
+    """Uses a model on the device, or on the host where it does not fit there; calls `notify` in between."""
     with CatchOutOfMemory():
         try:
             return use(device)

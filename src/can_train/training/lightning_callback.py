@@ -1,5 +1,5 @@
-"""Measures peaks in the training of a Lightning Trainer, be it from `lightning` or from `pytorch_lightning`; can-train
-itself needs neither. Which batches are measured is the monitor's decision.
+"""A Lightning callback that measures peak memory; can-train itself needs neither `lightning` nor
+`pytorch_lightning`.
 """
 
 import math
@@ -15,16 +15,16 @@ from can_train.errors import CanTrainError
 from can_train.memory.monitor import INTERVAL, WARMUP, MemoryMonitor
 
 _LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")
-"""Names of Lightning, each with classes of its own."""
+"""Two names of Lightning, whose classes are not interchangeable."""
 
 
 def _callback_class() -> type:
-    """Finds the `Callback` of the Lightning that is in use, else of one that is installed; `object` without any."""
+    """Finds the `Callback` of the Lightning that is imported already, else of one that is installed, else `object`."""
     for name in sorted(_LIGHTNINGS, key=lambda name: name not in sys.modules):
         try:
             found: type = import_module(name).Callback
         except ModuleNotFoundError as error:
-            # A Lightning that lacks something itself is not a missing one.
+            # An installed Lightning that lacks a module of its own must not pass for a missing one.
             if error.name not in (name, name.partition(".")[0]):
                 raise
         else:
@@ -35,18 +35,16 @@ def _callback_class() -> type:
 _Callback: Final[Any] = _callback_class()
 
 
-class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # what it is depends on what is installed
-    """Measures peaks through the training of a Lightning `Trainer`:
-    `Trainer(callbacks=[MemoryMonitorCallback()])`.
+class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on what is installed
+    """Measures peak memory in a Lightning training: `Trainer(callbacks=[MemoryMonitorCallback()])`.
 
-    After each measured batch and at the end, the trainer's loggers are given `peak_memory_pct`, the largest peak so far
-    as a share of the capacity, and `batch_size_safety_factor` where there is one. What counts is said at
-    `MemoryMonitor`, a batch being a step; on a GPU validation between batches counts too.
+    After each measured batch and at the end it logs `peak_memory_pct`, the largest peak so far as a share of the
+    capacity, and `batch_size_safety_factor` where one is given. On a GPU validation between batches counts too.
 
     Args:
         interval: Batches from one measured batch to the next.
         warmup: Batches before the first measured one; in a shorter training the last one is measured.
-        device: `auto`: the trainer's; else as `--device` has it: `cpu`, `cuda[:i]`, `sim:<size>`.
+        device: `auto` (the trainer's), `cpu`, `cuda[:i]` or `sim:<size>`.
         safety_factor: The share of the limit that batches were chosen by.
 
     Attributes:
@@ -90,7 +88,7 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # what it is depe
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Opens a step."""
-        # Nobody is told of the end of a batch that the module skipped.
+        # Lightning does not call on_train_batch_end for a batch that the module skipped.
         self._batch.close()
         assert self.monitor is not None, "training starts before its batches"
         self._due = self.monitor.due
@@ -107,7 +105,7 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # what it is depe
         self._end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Does the same for a training that failed."""
+        """Takes the last reading of a training that failed."""
         self._end(trainer)
 
     def _end(self, trainer: Any) -> None:
@@ -129,13 +127,13 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # what it is depe
 
 
 def _steps_to_come(trainer: Any) -> int | None:
-    """Counts optimizer steps, of which there are no more than batches; None where nobody knows."""
+    """Returns the optimizer steps to come, at most as many as batches; None where Lightning does not know."""
     steps = trainer.estimated_stepping_batches
     return None if math.isinf(steps) else int(steps) - trainer.global_step
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:
-    """Goes through the tensors of what a loader collates."""
+    """Yields the tensors of a collated batch."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping | list | tuple):

@@ -33,13 +33,7 @@ T = TypeVar("T")
 
 
 def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
-    """Makes the task of a run with all of its data prepared.
-
-    Raises:
-        DataError: The data cannot be used.
-        StateError: Prepared data can be written nowhere.
-        CheckpointError: A model that the run builds on is missing, or does not fit.
-    """
+    """Makes the task of a run with all of its data prepared."""
     factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
     finished = finished_models(run)
     return with_cache(run.paths, reporter, lambda cache: factory(run, finished, data_root(run.paths), cache, reporter))
@@ -52,16 +46,7 @@ def sample_task(run: ResolvedRun, reporter: Reporter) -> Task:
 
 
 def with_cache(paths: PathSettings, reporter: Reporter, make: Callable[[Path], T]) -> T:
-    """Makes something from prepared data, in a temporary folder where the cache cannot be written.
-
-    Args:
-        paths: Name the cache.
-        reporter: Receives a notice where the cache cannot be written.
-        make: Makes it, given the folder of prepared data.
-
-    Raises:
-        StateError: The folder of temporary files cannot be written either.
-    """
+    """Calls `make` with the folder of prepared data; with a temporary one where the cache cannot be written."""
     try:
         return make(cache_folder(paths))
     except StateError as error:
@@ -87,6 +72,7 @@ def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
     models = task.reference_models()
     now = {model.role: model.digest for model in models} | {"data": task.data_digest()}
     now = {role: digest for role, digest in now.items() if digest}
+    # A damaged file is written anew: it proves nothing about the inputs.
     try:
         before = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
@@ -113,10 +99,7 @@ def fresh_model(run: ResolvedRun, task: Task, meter: Meter) -> nn.Module:
 
 
 def load_finished(path: Path) -> FinishedModel:
-    """Reads the model that a run has trained.
-
-    Args:
-        path: Folder of the run.
+    """Reads the model that the run in a folder has trained.
 
     Raises:
         RunError: There is no run, or its files cannot be read.
@@ -132,6 +115,7 @@ def load_finished(path: Path) -> FinishedModel:
         raise CheckpointError("Only a finished run has a model", value=str(path),
                               remedy=f"Finish it first: {shlex.join(['can-train', 'resume', str(path)])}")  # fmt: skip
     weights = _weights(folder)
+    # Of names, types and shapes too: weights of equal bytes may belong to different models.
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -160,13 +144,7 @@ def _weights(folder: RunFolder) -> dict[str, Tensor]:
 
 
 def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
-    """Reads the finished models that a run builds on, by role.
-
-    Raises:
-        ConfigError: One that it needs is not named.
-        RunError: One is gone.
-        CheckpointError: One has not finished.
-    """
+    """Reads the finished models that a run builds on, by role; raises as `finished_model` does."""
     return {
         needed.role: finished_model(run, needed.role)
         for needed in run.prerequisites
@@ -175,7 +153,13 @@ def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
 
 
 def finished_model(run: ResolvedRun, role: str) -> FinishedModel:
-    """Reads the finished model of a role that a run builds on; raises as `finished_models` does."""
+    """Reads the finished model of a role that a run builds on.
+
+    Raises:
+        ConfigError: Its run is not named.
+        RunError: Its run is gone.
+        CheckpointError: Its run has not finished.
+    """
     path = getattr(run.mode, role)
     if not path:
         what = next(needed.what for needed in run.prerequisites if needed.role == role)
@@ -184,14 +168,10 @@ def finished_model(run: ResolvedRun, role: str) -> FinishedModel:
 
 
 def start_from(model: nn.Module, run_path: Path) -> None:
-    """Gives a model the best weights of a finished run.
-
-    Args:
-        model: Fresh; on any device.
-        run_path: Folder of the run.
+    """Gives a fresh model the best weights of the finished run in a folder.
 
     Raises:
-        CheckpointError: The run has not finished, or its model is another; what differs is named.
+        CheckpointError: The run has not finished, or its model is another; the error names what differs.
     """
     folder = RunFolder(run_path)
     state = Checkpoints(folder.checkpoints_path).load(SilentReporter())

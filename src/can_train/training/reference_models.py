@@ -97,7 +97,7 @@ def choose_placement(costs: Sequence[PlacementCost], *, capacity_bytes: float, s
     Args:
         costs: At least one.
         capacity_bytes: Of the device.
-        samples: That the training sees, repetitions counted.
+        samples: Samples that the training sees, repetitions counted.
     """
     fitting = [cost for cost in costs if cost.fits(capacity_bytes)]
     if not fitting:
@@ -144,6 +144,7 @@ def read_plans(path: Path, task: Task) -> list[ReferenceModelPlan] | None:
             ReferenceModelPlan(**{**plain, "costs": tuple(PlacementCost(**cost) for cost in plain["costs"])})
             for plain in json.loads(path.read_text())
         ]
+    # Damaged or of another version: placements are decided again, which changes no result.
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     expected = [(model.role, model.name) for model in task.reference_models() if model.placements]
@@ -192,13 +193,7 @@ class ComputedOutputs:
 
 
 class CachedOutputs:
-    """Outputs that are looked up in a table.
-
-    Args:
-        reference_model: Whose outputs they are.
-        device: Where they are needed.
-        table: By output, one line after another for each of the reference model's rows.
-    """
+    """Outputs that are looked up in a table: by output, one line after another for each of the model's rows."""
 
     resident: Sequence[Tensor] = ()
 
@@ -235,6 +230,7 @@ class CachedOutputs:
         Where the cache cannot be written for all, each rank computes its own, and devices differ by rounding. Tasks
         that choose samples by these outputs would then train on different ones.
         """
+        # The table may take gigabytes: ranks exchange its checksum, and the table only where that differs.
         checksum = 0
         for name in sorted(self.table):
             checksum = zlib.crc32(np.ascontiguousarray(self.table[name]).data, checksum)
@@ -284,10 +280,6 @@ class ReferenceModels:
 
         Returns:
             The tensors that stay on the device.
-
-        Raises:
-            DoesNotFitError: A single sample does not fit.
-            RankFailedError: Another rank failed.
         """
         # The placement must fit on every rank; what is done once serves the share of one.
         least_bytes = min(self.ranks.gather(lambda: self.meter.capacity_bytes))
@@ -303,11 +295,8 @@ class ReferenceModels:
         return resident
 
     def decide(self, model: nn.Module) -> list[ReferenceModelPlan]:
-        """Decides where the outputs of each come from; measures where there is a choice.
-
-        Args:
-            model: That is to be trained, on the device.
-        """
+        """Decides where the outputs of each come from; measures steps of the model where there is a choice."""
+        # Timed steps draw random numbers; training begins with the same ones whether steps were timed or not.
         generators = random_state.capture()
         plans = [self._decide(one, model) for one in self.task.reference_models() if one.placements]
         random_state.restore(generators)
@@ -318,11 +307,6 @@ class ReferenceModels:
 
         Returns:
             The plans, with the predicted peak of filling a cache; and the tensors that stay on the device.
-
-        Raises:
-            DoesNotFitError: A single sample does not fit.
-            StateError: Outputs can be stored nowhere.
-            RankFailedError: Another rank failed.
         """
         # What rank 0 has written to the cache the others need not compute.
         sources = self.ranks.on_rank0_first(lambda: [self._fill(plan) for plan in plans])
@@ -334,11 +318,7 @@ class ReferenceModels:
         return [plan for plan, _ in sources], self.ranks.on_every_rank(lambda: self._bind(sources))
 
     def bind_placeholders(self, plans: Sequence[ReferenceModelPlan]) -> list[Tensor]:
-        """Hands outputs to the task for planning alone: those from the cache are zeros.
-
-        Returns:
-            The tensors that stay on the device.
-        """
+        """Hands outputs to the task for planning alone, zeros for the cache; returns what stays on the device."""
         return self._bind([(plan, self._source(self._named(plan.role), plan.placement)) for plan in plans])
 
     def score(self, role: str, rows: Rows) -> NDArray[np.float64]:
@@ -382,6 +362,7 @@ class ReferenceModels:
         costs: list[PlacementCost] = []
         with self.reporter.stage(f"placing the {reference_model.role}", unit="ways") as stage:
             for placement in placements:
+                # One way that does not fit is no error as long as another does.
                 with CatchOutOfMemory(), suppress(DoesNotFitError):
                     costs.append(self._measure(reference_model, placement, model))
                 self.meter.release()
@@ -460,11 +441,7 @@ class ReferenceModels:
             return None
 
     def _compute(self, folder: Path, reference_model: ReferenceModel) -> tuple[Mapping[str, Any], float]:
-        """Computes all outputs into a folder; returns them, mapped, and the predicted peak of the largest part.
-
-        Raises:
-            StateError: The folder cannot be written.
-        """
+        """Computes all outputs into a folder; returns them, mapped, and the predicted peak of the largest part."""
         computed = with_host_fallback(
             self._device,
             lambda device: self._compute_on(device, folder, reference_model),
@@ -504,6 +481,7 @@ class ReferenceModels:
         kinds = {name: ("float32", (width,)) for name, width in reference_model.widths.items()}
         stage = self.reporter.stage(f"computing the {reference_model.role}", total=len(rows), unit="samples")
         with ArrayWriter(folder, kinds) as writer, stage as shown:
+            # By the block, since the outputs of a whole data set need not fit in the host's memory.
             for start in range(0, len(rows), BLOCK_SAMPLES):
                 block = rows[start : start + BLOCK_SAMPLES]
                 for outputs in inference.run(block, compute):
@@ -528,11 +506,7 @@ def _work(reference_model: ReferenceModel, source: ComputedOutputs) -> Workload:
 
 
 def _limit(reference_model: ReferenceModel, source: ComputedOutputs, meter: Meter) -> PhaseLimit:
-    """Finds out how many outputs may be computed at once.
-
-    Raises:
-        DoesNotFitError: Not even those of one sample.
-    """
+    """Finds out how many outputs may be computed at once."""
     try:
         return find_limit(
             _work(reference_model, source),

@@ -55,35 +55,23 @@ class Parts:
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a run is.
-
-    Attributes:
-        epoch: Epochs completed.
-        step_in_epoch: Optimizer steps done in the current epoch.
-        step: Optimizer steps done in all.
-        best_loss: Lowest validation loss.
-        best_epoch: The epoch it belongs to.
-        epochs_without_gain: Validations since then.
-        epoch_sums: Per term, Σ mean × samples over the current epoch.
-        epoch_samples: Samples of the current epoch so far.
-        epoch_parts: Micro-batches of the current epoch so far.
-        epoch_largest: Samples of the largest of them.
-        epoch_ooms: Out-of-memories survived in the current epoch.
-        trained: Whether training has ended.
-    """
+    """How far a run is; part of its checkpoints."""
 
     epoch: int = 0
     step_in_epoch: int = 0
     step: int = 0
     best_loss: float = math.inf
     best_epoch: int = 0
+    # In validations.
     epochs_without_gain: int = 0
+    trained: bool = False
+    # Of the current epoch so far: Σ mean × samples of each term, samples, micro-batches, samples of the largest of
+    # them.
     epoch_sums: dict[str, float] = field(default_factory=dict)
     epoch_samples: int = 0
     epoch_parts: int = 0
     epoch_largest: int = 0
     epoch_ooms: int = 0
-    trained: bool = False
 
     def add_step(self, result: BatchResult, samples: int) -> None:
         """Counts an optimizer step."""
@@ -190,6 +178,7 @@ class Session:
         held_bytes = self.optimization.state_bytes
         # Probes have peaks of their own, and reset the meter.
         self.monitor.pause()
+        # A micro-batch size that was given stays as it is: there is no factor to plan with.
         if self.plan.safety_factor is not None:
             rule = FactorRule(known=self.run_plan.factor, aim=self.run_plan.aim)
             plans = self.ranks.gather(lambda: self.planner.make_again(self.run_plan, rule, held_bytes=held_bytes))
@@ -209,7 +198,7 @@ class Session:
 def build_session(
     parts: Parts, planner: Planner, plans: Sequence[RunPlan], reference_models: ReferenceModels, *, steps_done: int
 ) -> Session:
-    """Makes what trains by a plan, as it is before the first step.
+    """Makes what trains by the plans of all ranks, as it is before the first step.
 
     Args:
         parts: What the attempt is made with.
@@ -266,12 +255,8 @@ def _epochs(parts: Parts, run_plan: RunPlan) -> Epochs:
 
 
 def save(session: Session) -> None:
-    """Writes a checkpoint of everything that the next step depends on, on every rank.
-
-    Raises:
-        CheckpointError: It could not be written.
-        RankFailedError: Rank 0 could not write it.
-    """
+    """Writes a checkpoint of everything that the next step depends on, on every rank."""
+    # These differ from rank to rank; all else is the same on all of them, so rank 0 writes it alone.
     of_ranks = session.ranks.gather(
         lambda: {"randomness": random_state.capture(), "micro_batches": session.batcher.state_dict()}
     )
@@ -323,11 +308,7 @@ def rewind_metrics(session: Session, lines: int) -> None:
 
 
 def load_checkpoint(parts: Parts) -> dict[str, Any] | None:
-    """Reads the last checkpoint on every rank; None where there is none.
-
-    Raises:
-        CheckpointError: All are damaged, or the ranks see different ones.
-    """
+    """Reads the last checkpoint on every rank; None where there is none."""
     checkpoints = Checkpoints(parts.folder.checkpoints_path)
     saved = parts.ranks.on_every_rank(lambda: checkpoints.load(parts.reporter))
     steps = parts.ranks.gather(lambda: None if saved is None else saved["progress"]["step"])
@@ -351,15 +332,11 @@ def resolve_plans(planner: Planner, ranks: Ranks, factor: FactorRule, first_path
 
     Returns:
         Every rank's plan; rank 0's decides the logical batch.
-
-    Raises:
-        DoesNotFitError: Not even one sample fits here.
-        CheckpointError: The plan is not one that this version wrote.
-        RankFailedError: Another rank has no plan.
     """
     path = first_path if ranks.is_first else first_path.with_name(f"{first_path.stem}-rank-{ranks.rank}.json")
     earlier = ranks.gather(lambda: _read_plan(path))
     first, mine = earlier[0], earlier[ranks.rank]
+    # Without rank 0's plan the logical batch is not decided, whatever the other ranks have.
     if first is None:
         plans = ranks.gather(lambda: planner.make(factor))
         plans = ranks.gather(lambda: planner.common(plans, plans[ranks.rank], factor))
@@ -383,6 +360,7 @@ def _adopt(planner: Planner, factor: FactorRule, first: RunPlan, own: RunPlan | 
     if not same_ranks:
         now = f"{planner.ranks} processes in place of {first.ranks}"
         planner.reporter.notice(f"The run goes on with {now}: its batch is kept, limits and micro-batches start anew")
+    # An attempt that was killed while it wrote plans may leave this rank one of another logical batch.
     if own is not None and same_ranks and own.shares_with(first):
         if still_fits(own, planner.meter):
             return own

@@ -53,13 +53,7 @@ from can_train.training.session import (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a run.
-
-    Attributes:
-        folder: Where everything about the run is.
-        tables: The judgement as text.
-        summary: The run in one sentence.
-    """
+    """What is shown of a finished run: its judgement as text, and one sentence."""
 
     folder: RunFolder
     tables: Sequence[Table]
@@ -68,11 +62,6 @@ class Outcome:
 
 def train_new(run: ResolvedRun, reporter: Reporter, ranks: Ranks | None = None) -> Outcome:
     """Trains a run from its beginning and judges it. Its folder is made once its data has been read.
-
-    Args:
-        run: The resolved run.
-        reporter: Receives what rank 0 reports; the others are silent.
-        ranks: The processes that train it; None: this one.
 
     Raises:
         CanTrainError: The run cannot be trained as it is configured.
@@ -83,6 +72,7 @@ def train_new(run: ResolvedRun, reporter: Reporter, ranks: Ranks | None = None) 
     with stops.installed():
         meter = _open_meter(run, ranks)
         task = ranks.on_rank0_first(lambda: load_task(run, reporter))
+        # After the data has been read: a run whose data are missing leaves no folder behind.
         folder = RunFolder(ranks.on_rank0(lambda: make_run(run, reporter).path))
         reporter.notice(f"run {folder.run_id}")
         parts = Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops, ranks=ranks)
@@ -94,13 +84,6 @@ def train_on(
     run: ResolvedRun, folder: RunFolder, reporter: Reporter, stops: StopRequests, ranks: Ranks | None = None
 ) -> Outcome:
     """Trains a run that has a folder to its end, from its last checkpoint if it has one; shows one that has ended.
-
-    Args:
-        run: The resolved run.
-        folder: Its folder.
-        reporter: Receives what rank 0 reports; the others are silent.
-        stops: Signals that the process has received.
-        ranks: The processes that train it; None: this one.
 
     Raises:
         CanTrainError: The run cannot be trained as it is configured.
@@ -170,6 +153,7 @@ def _run_attempt(parts: Parts) -> Outcome:
         # Writes the observation, from which later runs learn, when the block is left.
         with Attempt(run=run, folder=folder, session=session):
             train(session)
+            # Only rank 0 judges; the others end here and free their devices.
             parts.ranks.close()
             if not parts.ranks.is_first:
                 summary = f"rank {parts.ranks.rank} trained; rank 0 judges"
@@ -185,11 +169,6 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     Args:
         parts: What the attempt is made with.
         factor: How the safety factor of a plan that is made here is decided.
-
-    Raises:
-        DoesNotFitError: Not even one sample fits.
-        CheckpointError: All checkpoints of the run are damaged.
-        RankFailedError: Another rank failed.
     """
     run, ranks, reporter = parts.run, parts.ranks, parts.reporter
     checkpoint = load_checkpoint(parts)
@@ -250,6 +229,7 @@ def train(session: Session) -> None:
     progress, ranks = session.progress, session.ranks
     epochs, patience = session.training.epochs, session.training.patience
     ranks.on_every_rank(session.reserve.hold)
+    # A signal inside the block is only noted: the step ends and is saved before the process does.
     with session.stops.deferred(), session.reporter.stage("training", total=session.total_steps, unit="steps") as stage:
         stage.advance(progress.step)
         while not progress.trained:
@@ -323,7 +303,9 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool, task: TaskInEpo
     progress = session.progress
     snapshot, trainable = Snapshot(session.model, session.meter.device), session.optimization.trainable
     try:
+        # On all ranks or on none: an error on one must not leave the others waiting in a later exchange.
         session.ranks.on_every_rank(lambda: _call_before_step(session, rows))
+        # Before the monitored step: planning runs probes, whose memory is not the step's.
         session.replan_if_thawed()
         # The reserve's own list, not a copy: it is emptied within the step, and nobody else may keep what was in it.
         held = session.reserve.tensors, session.planner.reference_tensors, snapshot.copies
@@ -361,6 +343,7 @@ def _optimizer_step(
     shares = ranks.gather(lambda: _accumulate(session, task, rows))
     own, denominators = shares[ranks.rank]
     result = combine_shares([share for share, _ in shares])
+    # Parts whose denominators do not add up to the batch's would silently train with another gradient.
     check_denominators(result, denominators, size=len(rows))
     if not all(math.isfinite(mean) for mean in result.means.values()):
         raise CanTrainError(
@@ -380,6 +363,7 @@ def _accumulate(session: Session, task: TaskInEpoch, rows: Rows) -> tuple[BatchR
         The result of the share, and the denominators of the whole logical batch.
     """
     optimization, device = session.optimization, session.meter.device
+    # A function of seed and step: a resumed or repeated step draws the same numbers.
     generator = random_state.step_generator(seed=session.training.seed, step=session.progress.step)
     # The whole batch, so that what couples its samples is drawn alike on all ranks; it computes what is asked of it.
     batch = task.logical_batch(rows, device, session.precision.dtype, generator)
@@ -440,6 +424,7 @@ def _validate(session: Session) -> None:
     if loss < progress.best_loss or progress.best_epoch == 0:
         progress.best_loss, progress.best_epoch, progress.epochs_without_gain = loss, progress.epoch, 0
         if session.ranks.is_first:
+            # On the host: a second copy on the device would take room from the batch.
             with session.meter.host():
                 weights = session.model.state_dict()
                 session.best = {name: value.detach().cpu().clone() for name, value in weights.items()}
