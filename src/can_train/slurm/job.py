@@ -4,14 +4,16 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from can_train.errors import RunError
 from can_train.slurm.client import left_at_time_limit, node_names, requeue_job
 from can_train.slurm.restart import JobOutcome, NoRestart, cluster_settings, decide_restart
 from can_train.training.attempts import WARNED, SlurmContext, StopRequests
-from can_train.training.distributed import RankPlace
 from can_train.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from can_train.training.distributed import RankPlace
 
 FIRST_PORT: Final = 15_000
 
@@ -74,7 +76,7 @@ def _requeue_unless_leaving(stops: StopRequests) -> None:
         requeue_job(context.job_id)
 
 
-def rank_place(environment: Mapping[str, str]) -> RankPlace | None:
+def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
     """Reads this process's place among the ranks of its job step; None where it is the only one.
 
     MASTER_ADDR and MASTER_PORT decide where rank 0 listens. Without them it is the step's first node, and a port that
@@ -85,6 +87,9 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace | None:
     size = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if size == 1:
         return None
+    # It imports torch, for which a submission does not wait.
+    from can_train.training.distributed import RankPlace
+
     nodes = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"]
     return RankPlace(
         rank=int(environment["SLURM_PROCID"]),
