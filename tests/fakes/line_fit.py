@@ -18,7 +18,8 @@ from can_train.reporter import SilentReporter
 from can_train.task import Feature, Task
 from can_train.training.attempts import StopRequests
 from can_train.training.run_folder import RunFolder
-from can_train.training.session import Parts
+from can_train.training.session import Parts, Session
+from can_train.training.train import make_session, train
 
 SAMPLES = 60
 
@@ -115,6 +116,15 @@ def line_parts(
     return Parts(
         run=run, folder=created, task=task or LineTask(), meter=CpuMeter(), reporter=Notices(), stops=StopRequests()
     )
+
+
+def train_line(folder: Any, task: LineTask | None = None, **training: Any) -> Session:
+    """Trains to the end, or from the folder's checkpoint on; a signal ends it as it ends a run."""
+    parts = line_parts(folder, task, **training)
+    session = make_session(parts, fixed(0.5))
+    with parts.stops.installed():
+        train(session)
+    return session
 
 
 def line_run(folder: Any, *, settings: Mapping[str, Any] = {}, **training: Any) -> ResolvedRun:

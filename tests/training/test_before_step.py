@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
 from can_train.fit import random_state
-from can_train.training import train as training_loop
 from can_train.training.session import Session
-from can_train.training.train import make_session
-from fakes.line_fit import LineBatch, LineTask, StoppedTask, fixed, line_parts
+from fakes.line_fit import LineBatch, LineTask, StoppedTask, train_line
 
 STEPS = 6
 SETTINGS = {"batch_size": 20, "find_batch_size": "off", "epochs": 2}
@@ -67,11 +65,7 @@ class StoppedDiaryTask(DiaryTask, StoppedTask):
 
 
 def trained(folder: Path, task: LineTask, **training: Any) -> Session:
-    parts = line_parts(folder, task, **{**SETTINGS, **training})
-    session = make_session(parts, fixed(0.5))
-    with parts.stops.installed():
-        training_loop.train(session)
-    return session
+    return train_line(folder, task, **{**SETTINGS, **training})
 
 
 def diary(session: Session) -> list[float]:

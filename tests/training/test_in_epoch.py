@@ -24,7 +24,7 @@ from can_train.training.report import plan_lines
 from can_train.training.run_folder import RunFolder
 from can_train.training.session import Session
 from can_train.training.train import make_session
-from fakes.line_fit import SAMPLES, LineBatch, LineTask, fixed, line_parts
+from fakes.line_fit import SAMPLES, LineBatch, LineTask, fixed, line_parts, train_line
 from fakes.several_ranks import run_ranks
 from fakes.training_worlds import fit_line
 
@@ -76,11 +76,7 @@ class PointsOfEpoch:
 
 
 def trained(folder: Path, task: LineTask, **training: Any) -> Session:
-    parts = line_parts(folder, task, **(SETTINGS | training))
-    session = make_session(parts, HALF)
-    with parts.stops.installed():
-        training_loop.train(session)
-    return session
+    return train_line(folder, task, **(SETTINGS | training))
 
 
 def weights(session: Session) -> torch.Tensor:

@@ -12,17 +12,9 @@ from can_train.errors import CanTrainError
 from can_train.training import train as training_loop
 from can_train.training.session import Session
 from can_train.training.train import make_session
-from fakes.line_fit import LineTask, Notices, StoppedTask, fixed, line_parts
+from fakes.line_fit import Notices, StoppedTask, fixed, line_parts, train_line
 
 HALF = fixed(0.5)
-
-
-def trained(folder: Path, task: LineTask | None = None, **training: Any) -> Session:
-    parts = line_parts(folder, task, **training)
-    session = make_session(parts, HALF)
-    with parts.stops.installed():
-        training_loop.train(session)
-    return session
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
@@ -34,7 +26,7 @@ def weights(session: Session) -> torch.Tensor:
 
 
 def test_training_lowers_the_loss_and_keeps_the_best_weights(tmp_path: Path) -> None:
-    session = trained(tmp_path, epochs=12, lr=0.02)
+    session = train_line(tmp_path, epochs=12, lr=0.02)
     losses = [record["validation_loss"] for record in records(tmp_path) if "validation_loss" in record]
     assert losses[-1] < losses[0] / 2
     assert session.progress.best_loss == min(losses)
@@ -44,21 +36,21 @@ def test_training_lowers_the_loss_and_keeps_the_best_weights(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("limit", [1, 3, 7])
 def test_weights_do_not_depend_on_the_micro_batches(tmp_path: Path, limit: int) -> None:
-    whole = trained(tmp_path / "whole", batch_size=20, precision="fp64", micro_batch_size=20, epochs=5)
-    split = trained(tmp_path / "split", batch_size=20, precision="fp64", micro_batch_size=limit, epochs=5)
+    whole = train_line(tmp_path / "whole", batch_size=20, precision="fp64", micro_batch_size=20, epochs=5)
+    split = train_line(tmp_path / "split", batch_size=20, precision="fp64", micro_batch_size=limit, epochs=5)
     assert split.plan.most_parts == -(-20 // limit)
     assert split.largest_micro_batch == -(-20 // -(-20 // limit))
     assert torch.linalg.vector_norm(weights(split) - weights(whole)) <= 1e-10 * torch.linalg.vector_norm(weights(whole))
 
 
 def test_the_last_batch_of_an_epoch_has_its_true_weight(tmp_path: Path) -> None:
-    session = trained(tmp_path, batch_size=25, find_batch_size="off", epochs=1)
+    session = train_line(tmp_path, batch_size=25, find_batch_size="off", epochs=1)
     assert session.progress.step == 3
     assert records(tmp_path)[0]["train"]["error"] > 0
 
 
 def test_patience_ends_a_training_that_no_longer_gains(tmp_path: Path) -> None:
-    session = trained(tmp_path, epochs=50, lr=1e-12, patience=2, weight_decay=0.0, seed=1)
+    session = train_line(tmp_path, epochs=50, lr=1e-12, patience=2, weight_decay=0.0, seed=1)
     assert session.progress.epoch < 50
     assert "stopping after" in " ".join(notices(session))
 
@@ -70,36 +62,36 @@ def notices(session: Session) -> list[str]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
 def test_every_precision_trains(tmp_path: Path, precision: str) -> None:
-    assert trained(tmp_path, precision=precision, epochs=2, grad_clip_norm=0.5).progress.trained
+    assert train_line(tmp_path, precision=precision, epochs=2, grad_clip_norm=0.5).progress.trained
 
 
 def test_deterministic_algorithms_give_the_same_weights_again(tmp_path: Path) -> None:
-    assert torch.equal(weights(trained(tmp_path / "a")), weights(trained(tmp_path / "b")))
+    assert torch.equal(weights(train_line(tmp_path / "a")), weights(train_line(tmp_path / "b")))
 
 
 def test_a_loss_that_is_not_finite_is_an_error_with_remedies(tmp_path: Path) -> None:
     with pytest.raises(CanTrainError, match=r"no longer finite.*\n.*training.lr"):
-        trained(tmp_path, lr=1e30, optimizer="sgd", epochs=9)
+        train_line(tmp_path, lr=1e30, optimizer="sgd", epochs=9)
 
 
 def test_validation_may_be_rarer_than_epochs_and_always_ends_the_training(tmp_path: Path) -> None:
-    trained(tmp_path, epochs=5, val_interval=3)
+    train_line(tmp_path, epochs=5, val_interval=3)
     assert [record["epoch"] for record in records(tmp_path) if "validation_loss" in record] == [3, 5]
 
 
 def test_a_peak_is_measured_even_in_a_run_of_few_steps(tmp_path: Path) -> None:
-    assert trained(tmp_path, epochs=1, batch_size=60).monitor.peak_bytes > 0
+    assert train_line(tmp_path, epochs=1, batch_size=60).monitor.peak_bytes > 0
 
 
 def test_before_the_first_measured_step_no_peak_is_claimed(tmp_path: Path) -> None:
-    trained(tmp_path, epochs=9, batch_size=20)
+    train_line(tmp_path, epochs=9, batch_size=20)
     peaks = [record["peak_memory_pct"] for record in records(tmp_path) if "train" in record]
     assert peaks[0] is None
     assert peaks[-1] is not None
 
 
 def test_on_the_cpu_cost_and_peak_are_those_of_the_measured_steps(tmp_path: Path) -> None:
-    session = trained(tmp_path, epochs=1, batch_size=25)
+    session = train_line(tmp_path, epochs=1, batch_size=25)
     costs = [session.run_plan.training_costs(session.task, rows) for rows in session.epochs.steps(0)]
     first, second, last = [cost.cost(0, len(cost)) for cost in costs]
     assert session.plan.most_parts == 1
@@ -140,11 +132,11 @@ def test_a_run_stopped_at_any_step_goes_on_as_if_it_had_not_been(
     tmp_path: Path, training: dict[str, Any], step: int
 ) -> None:
     settings = {"batch_size": 25, "micro_batch_size": 10, "epochs": 3} | training
-    whole = trained(tmp_path / "whole", DroppingTask(after=0), **settings)
+    whole = train_line(tmp_path / "whole", DroppingTask(after=0), **settings)
     with pytest.raises(SystemExit) as stop:
-        trained(tmp_path / "cut", DroppingTask(after=step), **settings)
+        train_line(tmp_path / "cut", DroppingTask(after=step), **settings)
     assert stop.value.code == 143
-    cut = trained(tmp_path / "cut", DroppingTask(after=0), **settings)
+    cut = train_line(tmp_path / "cut", DroppingTask(after=0), **settings)
     assert torch.equal(weights(cut), weights(whole))
     assert cut.optimization.state_dict()["scaler"] == whole.optimization.state_dict()["scaler"]
     assert cut.optimization.lr == whole.optimization.lr
@@ -158,9 +150,9 @@ def losses(folder: Path) -> list[Any]:
 
 def test_generators_that_are_not_restored_give_other_weights(tmp_path: Path) -> None:
     settings = {"batch_size": 25, "micro_batch_size": 10, "epochs": 3}
-    whole = trained(tmp_path / "whole", DroppingTask(after=0), **settings)
+    whole = train_line(tmp_path / "whole", DroppingTask(after=0), **settings)
     with pytest.raises(SystemExit):
-        trained(tmp_path / "cut", DroppingTask(after=2), **settings)
+        train_line(tmp_path / "cut", DroppingTask(after=2), **settings)
     resumed = make_session(line_parts(tmp_path / "cut", DroppingTask(after=0), **settings), HALF)
     torch.manual_seed(1)
     training_loop.train(resumed)
@@ -169,6 +161,6 @@ def test_generators_that_are_not_restored_give_other_weights(tmp_path: Path) -> 
 
 def test_a_gradient_is_clipped_once_a_step_whatever_the_micro_batches(tmp_path: Path) -> None:
     settings = {"batch_size": 20, "precision": "fp64", "grad_clip_norm": 0.01, "epochs": 3, "optimizer": "sgd"}
-    whole = trained(tmp_path / "whole", micro_batch_size=20, **settings)
-    split = trained(tmp_path / "split", micro_batch_size=3, **settings)
+    whole = train_line(tmp_path / "whole", micro_batch_size=20, **settings)
+    split = train_line(tmp_path / "split", micro_batch_size=3, **settings)
     assert torch.linalg.vector_norm(weights(split) - weights(whole)) <= 1e-10 * torch.linalg.vector_norm(weights(whole))

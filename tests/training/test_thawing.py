@@ -10,10 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.training import train as training_loop
 from can_train.training.session import Session
-from can_train.training.train import make_session
-from fakes.line_fit import LineTask, StoppedTask, fixed, line_parts
+from fakes.line_fit import LineTask, StoppedTask, train_line
 
 SETTINGS: dict[str, Any] = {"batch_size": 20, "micro_batch_size": 10, "epochs": 4, "checkpoint_every": 1}
 STEPS = 12
@@ -51,11 +49,7 @@ class StoppedThawingTask(ThawingTask, StoppedTask):
 
 
 def trained(folder: Path, task: LineTask, **training: Any) -> Session:
-    parts = line_parts(folder, task, **{**SETTINGS, **training})
-    session = make_session(parts, fixed(0.5))
-    with parts.stops.installed():
-        training_loop.train(session)
-    return session
+    return train_line(folder, task, **{**SETTINGS, **training})
 
 
 def optimizer_state(session: Session) -> list[Tensor]:
