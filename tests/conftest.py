@@ -35,6 +35,8 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
         if name.startswith("CAN_TRAIN_") and name != "CAN_TRAIN_SLURM_SANDBOX":
             monkeypatch.delenv(name)
+    # Else a person's own settings file would be read.
+    monkeypatch.setenv("CAN_TRAIN_CONFIG", os.devnull)
 
 
 @pytest.fixture(scope="session")

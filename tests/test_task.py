@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import can_train
-from can_train.fit.epochs import epochs_differ
+from can_train.fit.planner import epochs_differ
 from can_train.task import LogicalBatch
 from can_train.tasks.can.modes.windows import WindowTask
 from can_train.training.train import make_session, train
@@ -44,7 +44,7 @@ def test_a_minimal_task_trains(tmp_path: Path) -> None:
 def test_every_optional_method_has_a_default() -> None:
     task = Minimal()
     assert (task.notices(), task.reference_models(), task.data_digest()) == ((), (), "")
-    assert (task.judge(lambda rows: rows), task.tables({})) == ({}, ())
+    assert (task.judge(lambda rows: rows), task.tables({}), task.summary_tables({})) == ({}, (), ())
     assert task.describe(3) == "sample 3"
     assert task.batch_features(task.train_rows).tolist() == [[1.0]] * 30
     assert not epochs_differ(task, 5)

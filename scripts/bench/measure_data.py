@@ -21,8 +21,7 @@ import numpy as np
 from bench.results_file import write_section
 from can_train.reporter import SilentReporter
 from can_train.tasks.can.data.dataset import prepare
-from can_train.tasks.can.data.frames import Frames
-from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder
+from can_train.tasks.can.data.graphs import FlatGraphs, Frames, GraphBuilder
 from can_train.tasks.can.data.layout import LOG, LogFile
 from can_train.tasks.can.data.reading import LogReader
 from can_train.tasks.can.settings import CanDatasetSettings

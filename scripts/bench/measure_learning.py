@@ -20,7 +20,7 @@ from bench.results_file import environment, markdown, write_section
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import ResolvedRun
 from can_train.errors import DoesNotFitError
-from can_train.factors.observations import Observation, read_observations
+from can_train.factors.observations import Observation, read_records
 from can_train.factors.store import get_safety_factor_db
 from can_train.memory.meters import SimulatedMeter
 from can_train.reporter import SilentReporter
@@ -124,7 +124,7 @@ def measure(scenario: Scenario, seconds: float) -> tuple[list[str], bool]:
             file.write_text(json.dumps({run.key: scenario.first}), encoding="utf-8")
             get_safety_factor_db(Path(folder) / "state").import_file(file)
         targets = [attempt(run, hidden) for hidden in scenario.hidden]
-        observed = read_observations(Path(folder) / "state").finished
+        observed = read_records(Path(folder) / "state").finished
     near = [abs(peak_of(one) - target) <= BAND
             for one, target in zip(observed, targets, strict=True)]  # fmt: skip
     first = next((i + 1 for i in range(RUNS) if all(near[i:])), 0)

@@ -18,8 +18,7 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import make_optimizer
 from can_train.fit.packing import BatchCosts
-from can_train.memory.meters import Meter, open_meter
-from can_train.memory.monitor import INTERVAL, MemoryMonitor, Resident
+from can_train.memory.meters import INTERVAL, MemoryMonitor, Meter, Resident, open_meter
 from can_train.reporter import SilentReporter
 from can_train.training.loading import load_task
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from can_train.config.resolved import state_folder
 from can_train.config.settings import PRECISIONS
 from can_train.errors import CanTrainError, DeviceError, StateError
-from can_train.io.atomic import write_json_atomic, write_text_atomic
+from can_train.io.records import write_json_atomic, write_text_atomic
 from can_train.io.units import parse_size
 from can_train.memory.catalogue import GpuConstants, write_gpu_constants
 from can_train.memory.meters import is_simulated, resolve_device
@@ -131,11 +131,24 @@ def remember(results: Mapping[str, Any]) -> None:
         return
     steps, date = results["constants"]["steps"], datetime.now(UTC).date().isoformat()
     try:
-        path = write_gpu_constants(state_folder(), GpuConstants.from_gpu_check(results["device"], steps, date=date))
+        path = write_gpu_constants(state_folder(), gpu_constants(results["device"], steps, date=date))
     except StateError as error:
         print(f"gpu-check: {error}", file=sys.stderr)
     else:
         print(f"gpu-check: plans for {results['device']['key']} use {path} from now on")
+
+
+def gpu_constants(device: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], *, date: str) -> GpuConstants:
+    """Makes the constants of a card from what the libraries took, one after another, on some day."""
+    return GpuConstants(
+        key=device["key"],
+        total_bytes=device["total_bytes"],
+        outside_bytes=max(step["outside_bytes"] for step in steps),
+        workspace_bytes=sum(max(step["kept_bytes"], 0) for step in steps),
+        date=date,
+        driver=device["driver"],
+        torch=device["torch"],
+    )
 
 
 def _earlier(path: Path) -> dict[str, Any]:

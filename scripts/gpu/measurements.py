@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from can_train.fit.features import batch_totals
+from can_train.fit.packing import batch_totals
 from can_train.fit.search import pack_worst_case
 from gpu.configurations import Configuration
 from gpu.trainer import Explored, Trainer, open_trainer

@@ -16,14 +16,14 @@ from torch import nn
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DeviceError, DoesNotFitError
-from can_train.fit import random_state as randomness
 from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import Explorer
 from can_train.fit.micro_batcher import Losses, MicroBatcher
-from can_train.fit.optimizer import Precision, make_optimization
+from can_train.fit.optimizer import Precision, make_optimization, seed_everything, step_generator
 from can_train.fit.packing import BatchCosts, SplitRules
 from can_train.fit.rescue import RescueSettings
-from can_train.memory.meters import Meter, SimulatedMeter, open_meter, segments_expand
+from can_train.memory.allocator import segments_expand
+from can_train.memory.meters import Meter, SimulatedMeter, open_meter
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.task import LogicalBatch, Task
 from gpu.configurations import SIMULATED, Configuration
@@ -136,7 +136,7 @@ class Trainer:
 
     def _accumulate(self, rows: NDArray[np.int64], parts: int) -> None:
         device = self.meter.device
-        generator = randomness.step_generator(seed=self.training.seed, step=self._steps)
+        generator = step_generator(seed=self.training.seed, step=self._steps)
         self._steps += 1
         batch = self.task.logical_batch(np.tile(rows, parts), device, self._precision.dtype, generator)
 
@@ -180,7 +180,7 @@ def open_trainer(configuration: Configuration) -> Iterator[Trainer]:
     training = TrainingSettings(precision=configuration.precision)
     task = make_task(configuration.model, small=configuration.simulated)
     with limited_device(configuration.device, configuration.capacity_bytes) as meter:
-        randomness.seed_everything(training.seed)
+        seed_everything(training.seed)
         model = task.build_model().to(meter.device, Precision.named(training.precision).dtype).train()
         yield Trainer(meter=meter, task=task, model=model, training=training)
 

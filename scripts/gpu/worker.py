@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from can_train.io.atomic import write_json_atomic
+from can_train.io.records import write_json_atomic
 from can_train.memory.meters import is_simulated, open_meter
 from gpu.configurations import Configuration
 

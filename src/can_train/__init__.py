@@ -11,14 +11,13 @@ if TYPE_CHECKING:
     from can_train.fit.packing import solve_accumulation
     from can_train.fit.prediction import PeakPrediction, predict_peak
     from can_train.fit.search import SizeSearch, find_max_size
-    from can_train.memory.monitor import MemoryMonitor
+    from can_train.memory.meters import MemoryMonitor
     from can_train.memory.out_of_memory import is_out_of_memory
     from can_train.task import Task
     from can_train.training.dry_run import get_effective_safety_factor
     from can_train.training.lightning_callback import MemoryMonitorCallback
 
 __version__ = "0.1.0"
-
 
 __all__ = [
     "AffinePolicy",
@@ -40,30 +39,25 @@ __all__ = [
     "solve_accumulation",
 ]
 
-
 _HOMES: Final = {
-    "AffinePolicy": "factors.policies",
-    "BatchResult": "fit.micro_batcher",
-    "CanTrainError": "errors",
-    "FactorPoint": "factors.policies",
-    "MemoryMonitor": "memory.monitor",
-    "MemoryMonitorCallback": "training.lightning_callback",
-    "MicroBatcher": "fit.micro_batcher",
-    "MomentumPolicy": "factors.policies",
-    "PeakPrediction": "fit.prediction",
-    "SizeSearch": "fit.search",
-    "Task": "task",
-    "find_max_size": "fit.search",
-    "get_effective_safety_factor": "training.dry_run",
-    "get_safety_factor_db": "factors.store",
-    "is_out_of_memory": "memory.out_of_memory",
-    "predict_peak": "fit.prediction",
-    "solve_accumulation": "fit.packing",
+    "errors": ("CanTrainError",),
+    "factors.policies": ("AffinePolicy", "FactorPoint", "MomentumPolicy"),
+    "factors.store": ("get_safety_factor_db",),
+    "fit.micro_batcher": ("BatchResult", "MicroBatcher"),
+    "fit.packing": ("solve_accumulation",),
+    "fit.prediction": ("PeakPrediction", "predict_peak"),
+    "fit.search": ("SizeSearch", "find_max_size"),
+    "memory.meters": ("MemoryMonitor",),
+    "memory.out_of_memory": ("is_out_of_memory",),
+    "task": ("Task",),
+    "training.dry_run": ("get_effective_safety_factor",),
+    "training.lightning_callback": ("MemoryMonitorCallback",),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used: `import can_train` stays light."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ CanTrainError
 │   └── MissingDataError
 ├── CheckpointError
 ├── RunError
+├── FailedRunError
 ├── StateError
 ├── DeviceError
 └── DoesNotFitError
@@ -21,23 +22,23 @@ from typing import Final
 
 # Similarity (0 to 1) from which a name counts as a likely misspelling; difflib's 0.6 misses swapped short words.
 _SUGGESTION_CUTOFF: Final = 0.5
-
-_PERMISSION: Final = ("A file or folder cannot be read or written", "Change its permissions, or choose another place")
-
-_NO_SPACE: Final = (
-    "A file cannot be written for lack of space",
-    "Free some space; a run goes on with can-train resume RUN",
-)
+_MAX_SUGGESTIONS: Final = 5  # names that a message lists: more of them nobody reads
 
 # Rule and remedy for the system's errors that a user can do something about.
+_PERMISSION: Final = ("A file or folder cannot be read or written", "Change its permissions, or choose another place")
+_NO_SPACE: Final = ("A file cannot be written for lack of space",
+                    "Free some space; a run goes on with can-train resume RUN")  # fmt: skip
+_NO_PATH: Final = ("A path cannot be used", "Check how it is spelt, or name another one")
+_LONGEST_PATH: Final = 200  # characters of a path that a message shows, the last ones
 _REMEDIES: Final = {
-    errno.EACCES: _PERMISSION,
-    errno.EPERM: _PERMISSION,
-    errno.EROFS: _PERMISSION,
-    errno.ENOSPC: _NO_SPACE,
-    errno.EDQUOT: _NO_SPACE,
-    errno.EFBIG: _NO_SPACE,
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _PERMISSION),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _NO_SPACE),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL), _NO_PATH),
 }
+
+
+RUN_FAILED: Final = 3
+"""Exit code of a run that began to train and failed."""
 
 
 class CanTrainError(Exception):
@@ -49,7 +50,7 @@ class CanTrainError(Exception):
         remedy: What to do about it, as a sentence without its full stop.
     """
 
-    exit_code = 2
+    exit_code: int = 2  # what was typed or configured is wrong; `RUN_FAILED` once training has begun
 
     def __init__(self, rule: str, *, value: str = "", remedy: str = "") -> None:
         super().__init__(rule, value, remedy)
@@ -87,6 +88,12 @@ class RunError(CanTrainError):
     """An unknown run, or a run in a state that forbids the command."""
 
 
+class FailedRunError(CanTrainError):
+    """A run that began to train and failed."""
+
+    exit_code = RUN_FAILED
+
+
 class StateError(CanTrainError):
     """The state folder cannot be read or written."""
 
@@ -97,25 +104,15 @@ class DeviceError(CanTrainError):
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemoryDetails:
-    """What is known of an out-of-memory, for the decision whether, and where, to try again.
+    """What is known of an out-of-memory, for the decision whether, and where, to try again."""
 
-    Attributes:
-        one_sample: Whether what cannot be split further does not fit even without other processes on the device.
-        should_fit: Whether it should fit: all attempts failed, or none was possible.
-        of_host: Whether it is the host's memory, not a GPU's.
-        need_bytes: What is needed; None where that is unknown.
-        capacity_bytes: What the device has for one process; None where that is unknown.
-        foreign_bytes: What other processes held of the device.
-        cards: Common GPUs that would hold it, in words; empty where that would not help.
-    """
-
-    one_sample: bool = False
-    should_fit: bool = False
-    of_host: bool = False
-    need_bytes: int | None = None
-    capacity_bytes: int | None = None
-    foreign_bytes: int = 0
-    cards: str = ""
+    one_sample: bool = False  # whether what cannot be split further does not fit even without other processes
+    should_fit: bool = False  # whether it should fit: all attempts failed, or none was possible
+    of_host: bool = False  # whether it is the host's memory, not a GPU's
+    need_bytes: int | None = None  # None where that is unknown
+    capacity_bytes: int | None = None  # what the device has for one process; None where that is unknown
+    foreign_bytes: int = 0  # what other processes held of the device
+    cards: str = ""  # common GPUs that would hold it, in words; empty where that would not help
 
 
 class DoesNotFitError(CanTrainError):
@@ -130,10 +127,12 @@ class DoesNotFitError(CanTrainError):
 
 def of_system(error: OSError) -> StateError | None:
     """Returns the error to show for a system error; None where a user can do nothing about it."""
-    if error.errno not in _REMEDIES:
+    # Without a path, an invalid argument is one that the program passed.
+    if error.errno not in _REMEDIES or (error.errno == errno.EINVAL and not error.filename):
         return None
     rule, remedy = _REMEDIES[error.errno]
-    return StateError(rule, value=": ".join(filter(None, (str(error.filename or ""), error.strerror))), remedy=remedy)
+    path = str(error.filename or "")[-_LONGEST_PATH:]
+    return StateError(rule, value=": ".join(filter(None, (path, error.strerror))), remedy=remedy)
 
 
 def nearest_first(name: str, valid: Iterable[str]) -> list[str]:
@@ -143,7 +142,9 @@ def nearest_first(name: str, valid: Iterable[str]) -> list[str]:
     return close + [other for other in names if other not in close]
 
 
-def unknown_name(what: str, name: str, valid: Iterable[str]) -> ConfigError:
-    """Returns the error for an unknown name; it lists the valid ones, nearest first."""
+def unknown_name(what: str, name: str, valid: Iterable[str], *, more: str = "") -> ConfigError:
+    """Returns the error for an unknown name; it lists the nearest valid ones, and ends with `more`."""
     names = nearest_first(name, valid)
-    return ConfigError(f"Unknown {what}", value=repr(name), remedy=f"Valid, nearest first: {', '.join(names)}")
+    how_many = "Valid, nearest first" if len(names) <= _MAX_SUGGESTIONS else f"Nearest of {len(names)}"
+    listed = ", ".join(names[:_MAX_SUGGESTIONS])
+    return ConfigError(f"Unknown {what}", value=repr(name), remedy=f"{how_many}: {listed}{more}")

@@ -1,10 +1,23 @@
-"""The interface through which lower layers report notices and progress. The command line passes in a reporter that
-draws them on a terminal or writes plain lines.
+"""The interface through which lower layers report notices and progress, and the reporters that write plain lines. The
+command line passes in one of those, or one that draws on a terminal.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+import io
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from textwrap import wrap
+from typing import Final, Protocol, TextIO
+
+# Seconds between progress lines: a day's log stays readable.
+_LINE_INTERVAL_S: Final = 10.0
+COLUMNS: Final = 80
+"""Columns of sentences in a pipe, and of what everybody sees of a training."""
+NOTE: Final = "note: "
+"""Begins a notice."""
+_INDENT: Final = "  "
+_WHOLE_FROM: Final = 1000  # from which a figure is shown without decimals
 
 
 class Stage(Protocol):
@@ -18,7 +31,10 @@ class Reporter(Protocol):
     """Receives notices and progress."""
 
     def notice(self, text: str) -> None:
-        """Shows one sentence that a person should read."""
+        """Shows what a person should read: a sentence, or a few of them, one a line."""
+
+    def detail(self, text: str) -> None:
+        """Shows lines that only a person reads who asked for more (`-v`)."""
 
     def stage(self, title: str, *, total: int | None = None, unit: str = "") -> AbstractContextManager[Stage]:
         """Opens a piece of work of `total` units (None: unknown); it ends with the `with` block."""
@@ -35,7 +51,183 @@ class SilentReporter:
     def notice(self, text: str) -> None:
         """Drops the notice."""
 
+    def detail(self, text: str) -> None:
+        """Drops the details."""
+
     @contextmanager
     def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
         """Yields a stage that shows nothing."""
         yield _SilentStage()
+
+
+class LineReporter:
+    """Prints plain lines: one every few seconds while a stage takes time, and one at its end.
+
+    Args:
+        stream: Where to write.
+        interval_s: Seconds between progress lines of a stage.
+        verbose: Whether details are printed.
+
+    Attributes:
+        stream: Where to write from now on.
+    """
+
+    def __init__(self, stream: TextIO, *, interval_s: float = _LINE_INTERVAL_S, verbose: bool = False) -> None:
+        self.stream = stream
+        self._interval_s = interval_s
+        self._verbose = verbose
+
+    def notice(self, text: str) -> None:
+        """Prints a notice as a paragraph."""
+        self.write(wrapped(text, COLUMNS, label=NOTE))
+
+    def detail(self, text: str) -> None:
+        """Prints details as lines, if they are wanted."""
+        if self._verbose and text:
+            self.write(wrapped(text, COLUMNS, hang=_INDENT))
+
+    @contextmanager
+    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
+        """Prints lines about a stage while it runs."""
+        stage = _LineStage(self.write, self._interval_s, title, total, unit)
+        yield stage
+        stage.print(last=True)
+
+    def write(self, text: str) -> None:
+        """Prints lines as they are."""
+        print(text, file=self.stream, flush=True)
+
+
+class _LineStage:
+    def __init__(
+        self, write: Callable[[str], None], interval_s: float, title: str, total: int | None, unit: str
+    ) -> None:
+        self._write = write
+        self._interval_s = interval_s
+        self._title = title
+        self._total = total
+        self._unit = unit
+        self._done = 0
+        self._figures: dict[str, float] = {}
+        self._started = self._printed = time.monotonic()
+
+    def advance(self, amount: int = 1, **figures: float) -> None:
+        self._done += amount
+        self._figures = figures or self._figures
+        if time.monotonic() - self._printed >= self._interval_s:
+            self.print(last=False)
+
+    def print(self, *, last: bool) -> None:
+        self._printed = time.monotonic()
+        elapsed_s = self._printed - self._started
+        parts = [f"{self._title}: {amount_text(self._done, self._total, self._unit)}"]
+        parts += [figure_text(name, value) for name, value in self._figures.items()]
+        if last:
+            parts.append(f"{elapsed_s:.1f} s")
+        elif self._total and self._done:
+            seconds = round(elapsed_s / self._done * (self._total - self._done))
+            parts.append(f"{seconds // 60}:{seconds % 60:02d} left")
+        self._write(", ".join(parts))
+
+
+def figure_text(name: str, value: float) -> str:
+    """Writes a figure beside a stage's progress."""
+    return f"{name} {value:,.0f}" if value >= _WHOLE_FROM else f"{name} {value:.4g}"
+
+
+def amount_text(done: int, total: int | None, unit: str) -> str:
+    """Writes how much of a stage is done: `3/8 steps`, `1/4 MiB`."""
+    if unit == "bytes":
+        return f"{done / 2**20:.0f}/{total / 2**20:.0f} MiB" if total else f"{done / 2**20:.0f} MiB"
+    amount = f"{done:,}/{total:,}" if total else f"{done:,}"
+    return f"{amount} {unit.removesuffix('s') if (total or done) == 1 else unit}"
+
+
+def wrapped(text: str, columns: int, *, label: str = "", hang: str = "") -> str:
+    """Breaks the lines of a text, each of which keeps its indentation.
+
+    Args:
+        text: The text.
+        columns: Characters that a line may have. Only a word that is longer makes a longer line.
+        label: Written before the text, whose other lines are indented by as much.
+        hang: Indents what goes on of a line, beside its own indentation.
+    """
+    lines: list[str] = []
+    for line in text.split("\n"):
+        own = " " * (len(label) + len(line) - len(line.lstrip()))
+        first = own if lines else label + own[len(label) :]
+        # A command that is broken cannot be typed.
+        width = len(own) + len(line) if line.lstrip().startswith("can-train ") else columns
+        lines += wrap(line.strip(), width, initial_indent=first, subsequent_indent=own + hang,
+                      break_long_words=False, break_on_hyphens=False)  # fmt: skip
+    return "\n".join(lines)
+
+
+class LoggedReporter:
+    """Passes everything on to another reporter, and writes it to a file as lines, from the first one on.
+
+    Args:
+        shown: The other reporter.
+    """
+
+    def __init__(self, shown: Reporter) -> None:
+        self._shown = shown
+        # What comes before there is a file waits here.
+        self._lines = _LogLines(io.StringIO(), verbose=True)
+
+    def notice(self, text: str) -> None:
+        """Shows a notice, and writes it down."""
+        self._shown.notice(text)
+        self._lines.notice(text)
+
+    def detail(self, text: str) -> None:
+        """Shows details if they are wanted, and writes them down."""
+        self._shown.detail(text)
+        self._lines.detail(text)
+
+    @contextmanager
+    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
+        """Shows a stage, and writes down how far it is."""
+        with (
+            self._shown.stage(title, total=total, unit=unit) as shown,
+            self._lines.stage(title, total=total, unit=unit) as line,
+        ):
+            yield _LoggedStage(shown, line)
+
+    def write(self, text: str) -> None:
+        """Writes lines to the file alone."""
+        self._lines.write(text)
+
+    @contextmanager
+    def writing_to(self, path: Path, head: str) -> Iterator[None]:
+        """Appends to a file inside the block: a heading, what has waited, and what follows. A file that cannot be
+        written stops nothing.
+        """
+        waiting = self._lines.stream
+        with suppress(OSError):
+            self._lines.stream = path.open("a", encoding="utf-8")
+        text = waiting.getvalue() if isinstance(waiting, io.StringIO) else ""
+        self._lines.write(f"{head}\n{text}".rstrip())
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                self._lines.stream.close()
+            self._lines.stream = io.StringIO()
+
+
+class _LoggedStage:
+    def __init__(self, *stages: Stage) -> None:
+        self._stages = stages
+
+    def advance(self, amount: int = 1, **figures: float) -> None:
+        for stage in self._stages:
+            stage.advance(amount, **figures)
+
+
+class _LogLines(LineReporter):
+    """A full disk stops no training."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            super().write(text)

@@ -221,5 +221,9 @@ class Task(ABC):
         return {}
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
-        """Writes a judgement as tables of text."""
+        """Writes all of a judgement as tables of text, which `-v` prints before the summary."""
         return ()
+
+    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+        """Writes what a person sees of a judgement by default; without an override there is no summary of it."""
+        return self.tables(judgement)

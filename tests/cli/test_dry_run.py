@@ -45,7 +45,8 @@ def test_json_names_every_figure_and_the_figures_add_up(capsys: pytest.CaptureFi
 def test_several_targets_share_one_look_at_the_data_and_make_a_table(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main((*LINE, "--state-dir", str(tmp_path / "s"), "--target-gpu", "v100-16gb,a100-40gb,h100-80gb")) == 0
+    gpus = ("--target-gpu", "v100-16gb,a100-40gb,h100-80gb", "--find-batch-size", "max")
+    assert main((*LINE, "--state-dir", str(tmp_path / "s"), *gpus)) == 0
     shown = capsys.readouterr()
     rows = [
         line.split() for line in shown.out.splitlines() if line.startswith(("v100", "a100", "h100")) and "GiB" in line
@@ -54,6 +55,15 @@ def test_several_targets_share_one_look_at_the_data_and_make_a_table(
     assert all(row[-1] == "min_steps" for row in rows)
     assert shown.err.count("simulating the synthetic data set") == 1
     assert not (tmp_path / "s").exists()
+
+
+def test_the_same_line_means_the_same_batch_on_every_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = ("--target-gpu", "v100-16gb,h100-80gb")
+    plans = planned(capsys, tmp_path, *line)["plans"]
+    assert [plan["logical_batch"] for plan in plans] == [64, 64]
+    assert {plan["lr_factor"] for plan in plans} == {1.0}
+    held = [text for plan in plans for text in plan["warnings"] if "would hold about" in text]
+    assert len(set(held)) == 2, "what each card would hold, and how to ask for it"
 
 
 def test_memory_decides_on_a_small_gpu_and_what_was_learned_there_holds(

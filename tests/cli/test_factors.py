@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from can_train.cli.factors import factors
 from can_train.errors import CanTrainError, ConfigError
-from can_train.factors.observations import write_observation, write_started
+from can_train.factors.observations import write_record
 from fakes.samples import A100, KEY, observation, out_of_memory, started
 
 
@@ -22,7 +22,7 @@ def state(tmp_path: Path) -> Path:
     """Two runs on one device, an out-of-memory on another, and another configuration."""
     others = [out_of_memory(3, device=A100), observation(4, key="set_01_vgae_student_autoencoder", size="student")]
     for record in [observation(1, size="teacher"), observation(2, size="teacher", peak_allocated_bytes=8_000), *others]:
-        write_observation(tmp_path, record)
+        write_record(tmp_path, record)
     return tmp_path
 
 
@@ -104,7 +104,7 @@ def test_an_unknown_key_lists_the_nearest_first(state: Path) -> None:
 
 
 def test_lost_attempts_and_files_set_aside_are_named(state: Path) -> None:
-    write_started(state, started(9))
+    write_record(state, started(9))
     (state / "observations" / "broken.json").write_text("{")
     text = run(state).stdout
     assert "no result: run-9 (attempt 1" in text
@@ -264,7 +264,7 @@ def test_an_export_that_cannot_be_refreshed_is_a_notice(state: Path) -> None:
 def test_runs_of_other_settings_are_counted_and_listed(state: Path) -> None:
     for number, hidden in ((5, 64), (6, 128)):
         key = "set_01_vgae_student_autoencoder"
-        write_observation(state, observation(number, key=key, fingerprint={"model": {"hidden": hidden, "layers": 2}}))
+        write_record(state, observation(number, key=key, fingerprint={"model": {"hidden": hidden, "layers": 2}}))
     assert "+2 runs with other settings" in run(state).stdout
     text = run(state, key).stdout
     assert f"{key} on v100-16gb, model.hidden=128 model.layers=2" in text
@@ -275,7 +275,7 @@ def test_runs_of_other_settings_are_counted_and_listed(state: Path) -> None:
 def test_an_attempt_whose_process_is_gone_is_called_lost(state: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    write_started(state, started(9, host=socket.gethostname(), pid=gone.pid))
+    write_record(state, started(9, host=socket.gethostname(), pid=gone.pid))
     assert "lost: its process is gone" in run(state).stdout
     assert as_json(state)["unfinished"][0]["lost"] is True
 
@@ -302,3 +302,10 @@ def test_a_reset_of_what_was_imported_names_no_runs(tmp_path: Path) -> None:
     run(tmp_path, "--import", str(tmp_path / "file.json"))
     said = run(tmp_path, "--reset", "--yes").stdout
     assert said == f"{KEY}: no run teaches; the next run is a first one.\n"
+
+
+def test_nothing_is_reset_on_a_device_that_nobody_knows(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text(json.dumps({KEY: 0.5}))
+    done(tmp_path, "--import", str(tmp_path / "file.json"))
+    result = run(tmp_path, "--reset", "--device", "nope", "--yes")
+    assert "Unknown device: 'nope'" in str(result.exception)

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 import typer
 
-from can_train.cli.command import Command, make_command
-from can_train.cli.train_options import OPTIONS, option_parameters, training_parameters
+from can_train.cli.main import Command
+from can_train.cli.train_options import OPTIONS, make_command, training_parameters
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ConfigError
 
@@ -13,7 +13,7 @@ def given(*arguments: str) -> dict[str, Any]:
     """Returns the flags that a training command gets from its arguments."""
     found: list[dict[str, Any]] = []
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(cls=Command)(make_command([*option_parameters(OPTIONS), *training_parameters()], found.append))
+    app.command(cls=Command)(make_command(OPTIONS, found.append))
     app(list(arguments), standalone_mode=False)
     return {name: value for name, value in found[0].items() if value is not None}
 

@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.logs import GrowingLog, log_paths, ranks_with_logs
+from can_train.cli.main import main
 from can_train.errors import RunError
-from fakes.made_runs import Runs
+from can_train.slurm.status import run_logs
+from fakes.made_runs import RESULT, Runs, at, begin
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
 
 
 def test_a_log_is_read_on_from_where_it_was_left_also_within_a_character(tmp_path: Path) -> None:
@@ -20,22 +27,42 @@ def test_a_log_is_read_on_from_where_it_was_left_also_within_a_character(tmp_pat
     assert log.new_text() == ""
 
 
-def test_each_rank_has_a_log_beside_the_first(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
+def test_each_rank_has_a_log_beside_the_first(runs: Runs) -> None:
     path = runs.add(1)
     job = runs.submit(path, "7_3", log_path=str(path / "slurm" / "7_3_0_log.out"))
     (path / "slurm").mkdir()
     for name in ("7_3_0_log.out", "7_3_1_log.out", "7_30_0_log.out", "7_3_0_result.pkl"):
         (path / "slurm" / name).touch()
-    (known,) = runs.known()
-    assert ranks_with_logs(path / "slurm" / "7_3_0_log.out") == [0, 1]
-    assert log_paths([job], known, 1) == [path / "slurm" / "7_3_1_log.out"]
+    (found,) = runs.look()
+    assert ranks_with_logs(Path(job.log_path)) == [0, 1]
+    assert log_paths(found.facts, found.known, 1) == [path / "slurm" / "7_3_1_log.out"]
     with pytest.raises(RunError, match=r"No such rank(.|\n)*0, 1"):
-        log_paths([job], known, 2)
+        log_paths(found.facts, found.known, 2)
 
 
-def test_a_run_of_a_terminal_has_no_log(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    runs.add(1)
-    with pytest.raises(RunError, match="Only a submitted run has a log"):
-        log_paths([], runs.known()[0], 0)
+def logs_of(runs: Runs) -> list[str]:
+    (found,) = runs.look()
+    return [path.name for path in run_logs(found.facts, found.known)]
+
+
+def test_the_log_of_a_run_that_no_job_trained_is_in_its_folder(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    path = runs.add(1, RESULT)
+    assert main(("logs", "last", *runs.flags)) == 0
+    assert "There is no log of this run" in capsys.readouterr().err
+    (path / "log.txt").write_text("what it said\n")
+    for more in ((), ("-f",)):
+        assert main(("logs", "last", *runs.flags, *more)) == 0
+        assert capsys.readouterr().out == "what it said\n"
+
+
+@pytest.mark.parametrize("executor", ["slurm", "local"])
+def test_the_newest_log_is_that_of_the_job_until_the_run_goes_on_in_a_terminal(runs: Runs, executor: str) -> None:
+    path = runs.add(1)
+    runs.submit(path, "7", executor, time=at(20))
+    assert logs_of(runs) == ["log.out"]
+    begin(path, 1, job_id="7" if executor == "slurm" else "", start_time=at(30))
+    assert logs_of(runs) == ["log.out"]
+    begin(path, 2, start_time=at(40))
+    assert logs_of(runs) == ["log.out", "log.txt"]
+    runs.submit(path, "8", executor, time=at(50))
+    assert logs_of(runs) == ["log.out", "log.out"]

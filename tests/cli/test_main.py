@@ -1,13 +1,17 @@
 """What a person meets who types something: help, errors, exit codes. In this process, on real commands."""
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from can_train.cli.main import main
+from can_train.cli.train_options import OPTIONS
+from can_train.config.settings import TrainingSettings
 from can_train.errors import ConfigError
 
 TRAIN = ("--model", "gat", "--dataset", "synthetic")
@@ -23,14 +27,30 @@ def errors(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("train", "--help")])
-def test_help_shows_the_first_line_to_type_and_every_setting(
+def test_help_shows_the_first_line_to_type_and_the_everyday_flags_in_groups(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "can-train --model gat --dataset synthetic" in text
-    assert "--min-steps-per-epoch" in text
+    titles = ("What is trained", "How it is trained", "Device and memory", "Plan and output", "On a cluster")
+    places = [text.index(f"\n{title}:\n") for title in titles]
+    assert places == sorted(places)
+    assert len(re.findall(r"^  (?:-\w, )?--", text, flags=re.MULTILINE)) <= 25
+    assert "--min-steps-per-epoch" not in text
+    assert "--help-all shows all of them" in text
     assert "factors [KEY]" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_all_shows_every_option_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("--help-all",)) == 0
+    text = capsys.readouterr().out
+    flags = {f"--{name.replace('_', '-')}" for name in (*OPTIONS, *(field.name for field in fields(TrainingSettings)))}
+    assert [flag for flag in sorted(flags) if flag not in text] == []
+    # A setting that has no group of its own would stand beside --help.
+    alone = text.partition("\nOptions:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^  (\S+)", alone, flags=re.MULTILINE) == ["-h,"]
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -43,7 +63,7 @@ def test_help_shows_the_first_line_to_type_and_every_setting(
         (("--model", "gat"), "--dataset is missing"),
         (("--dataset", "synthetic"), "--model is missing"),
         ((*TRAIN, "--epochs", "abc"), "abc"),
-        ((*TRAIN, "--epochs", "0"), "training.epochs must be at least 1"),
+        ((*TRAIN, "--epochs", "0"), "--epochs must be at least 1"),
         ((*TRAIN, "--max_epochs", "3", "--epochs", "4"), "--epochs has two different values"),
         ((*TRAIN, "--accum_steps=2", "--accumulate-grad-batches", "3"), "two different values"),
         ((*TRAIN, "--set", "training.lr"), "--set takes group.key=value"),
@@ -55,6 +75,9 @@ def test_help_shows_the_first_line_to_type_and_every_setting(
         ((*TRAIN, "--state-dir", ""), "--state-dir is empty"),
         ((*TRAIN, "--target-gpu", ""), "--target-gpu is empty"),
         ((*TRAIN, "--dry-run", "--target-gpu", ","), "--target-gpu names no GPU"),
+        ((*TRAIN, "--show-config"), "--show-config plans and does not train"),
+        ((*TRAIN, "-q", "-v"), "--quiet and --verbose ask for opposites"),
+        ((*TRAIN, "--submit", "-v"), "Leave --verbose out"),
         ((*TRAIN, "--target-gpu", "t4"), "--target-gpu plans and does not train"),
         ((*TRAIN, "--dry-run", "--target-gpu", "a100"), "Say a100-40gb or a100-80gb"),
         ((*TRAIN, "--dry-run", "--target-memory", "16"), "A size is a number above zero with its unit"),
@@ -83,21 +106,34 @@ def test_underscores_and_aliases_in_flags_reach_their_setting(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     flags = ("--batch_size", "8", "--max-epochs=3", "--gradient_clip_val", "0.5", "--state_dir", str(tmp_path))
-    assert main((*TRAIN, *flags, "--dry-run")) == 0
+    assert main((*TRAIN, *flags, "--dry-run", "--show-config")) == 0
     shown = capsys.readouterr().out
     assert all(line in shown for line in ("batch_size: 8", "epochs: 3", "grad_clip_norm: 0.5"))
 
 
-def test_a_dry_run_prints_configuration_and_plan_and_writes_nothing(
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
     assert main((*TRAIN, "--device", "cpu", "--dry-run")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("synthetic_gat_teacher_normal: ")
+    assert any(line.startswith("Plan: 64 samples a step (the preset's batch), ") for line in lines)
+    assert any(line.startswith("Memory is predicted to peak at ") for line in lines)
+    assert not any("safety factor" in line or "hidden: 64" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_prints_the_configuration_and_what_the_plan_rests_on_where_that_is_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main((*TRAIN, "--device", "cpu", "--dry-run", "--show-config", "-v", "--state-dir", str(tmp_path))) == 0
     shown = capsys.readouterr().out
     assert "hidden: 64" in shown
     assert "safety factor  1: from the probes: (90.0% − " in shown
-    assert list(tmp_path.iterdir()) == []
+    assert "target         a peak of 90.0%" in shown
 
 
 def test_a_dry_run_leaves_nothing_of_the_libraries_in_the_temporary_folder(tmp_path: Path) -> None:
@@ -111,7 +147,7 @@ def test_lists_make_one_run_of_each_combination(capsys: pytest.CaptureFixture[st
     datasets = "synthetic,synthetic_large"
     line = ("--model", "gat,vgae", "--size", "student", "--dataset", datasets, "--state-dir", str(tmp_path))
     assert main((*line, "--dry-run")) == 0
-    keys = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("  key ")]
+    keys = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("synthetic_")]
     assert keys == [
         "synthetic_gat_student_normal", "synthetic_large_gat_student_normal",
         "synthetic_vgae_student_autoencoder", "synthetic_large_vgae_student_autoencoder",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from can_train.cli.main import main
-from can_train.cli.pipeline_tables import shortened
+from can_train.io.units import shortened
 from fakes.finished_runs import Shelf
 
 TIMEOUT_S = 300
@@ -74,13 +74,16 @@ def test_ctrl_c_stops_the_stage_at_work_and_the_same_line_goes_on(tmp_path: Path
 @pytest.mark.slow
 def test_a_stage_that_fails_stops_those_that_build_on_it_and_no_others(tmp_path: Path) -> None:
     stages = ("--stages", "autoencoder,curriculum,student", "--epochs", "1")
-    found, said = pipeline(tmp_path, *stages, "--set", "autoencoder:training.start_from=/nowhere", code=2)
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    (unfinished / "config.yaml").touch()
+    found, said = pipeline(tmp_path, *stages, "--set", f"autoencoder:training.start_from={unfinished}", code=3)
     assert {each["stage"]: each["told"] for each in found} == {
         "autoencoder": "failed",
         "curriculum": "not trained: it builds on autoencoder",
         "student": None,
     }
-    assert "Training starts from the weights of a finished run: /nowhere" in said
+    assert f"Training starts from the weights of a finished run: {unfinished}" in said
     assert said.endswith(
         "error: Some stages have not finished: autoencoder, curriculum.\n"
         "Their errors stand above; the same line again goes on from there.\n"
@@ -91,12 +94,12 @@ def test_a_stage_that_fails_stops_those_that_build_on_it_and_no_others(tmp_path:
     ("arguments", "message"),
     [
         (("--dataset", ""), "--dataset is missing"),
-        (("--stages", "curiculum"), "Valid, nearest first: curriculum"),
+        (("--stages", "curiculum"), "Nearest of 7: curriculum"),
         (("--preset", "standart"), "Valid, nearest first: standard"),
-        (("--set", "nrmal:training.lr=1"), "Valid, nearest first: normal"),
+        (("--set", "nrmal:training.lr=1"), "Nearest of 7: normal"),
         (("--set", "student:model.hiden=1"), "Stage student. Unknown setting: 'model.hiden'"),
         (("--set", "training.seed=1,2"), "A stage is one run"),
-        (("--epochs", "0"), "Stage autoencoder. training.epochs must be at least 1"),
+        (("--epochs", "0"), "Stage autoencoder. --epochs must be at least 1"),
         (("--mem", "3G"), "Add --submit"),
         (("--submit", "--cluster", "local"), "Only SLURM has a stage wait for another"),
         (("--stages", ","), "Stages: autoencoder, normal,"),

@@ -18,7 +18,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_help_has_a_flag_for_each_role(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(("--help",)) == 0
+    assert main(("--help-all",)) == 0
     text = capsys.readouterr().out
     assert all(f"--{role} RUN" in text for role in ("teacher", "autoencoder", "classifier", "without-teacher"))
 

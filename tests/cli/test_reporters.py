@@ -1,8 +1,11 @@
 import io
+from pathlib import Path
 
 import pytest
 
-from can_train.cli.output import LineReporter, TerminalReporter
+from can_train.cli.output import TerminalReporter, Verbosity, make_reporter
+from can_train.errors import ConfigError
+from can_train.reporter import LineReporter, LoggedReporter
 
 
 def test_a_pipe_gets_one_line_at_a_stages_end() -> None:
@@ -35,9 +38,66 @@ def test_a_notice_is_a_line_of_its_own() -> None:
     assert stream.getvalue() == "note: mind the gap\n"
 
 
+def test_a_long_notice_is_broken_below_its_beginning_and_its_words_stay_whole() -> None:
+    stream = io.StringIO()
+    LineReporter(stream).notice(f"{'word ' * 20}\nPlan\n  {'x' * 90}")
+    lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("note: word word")
+    assert lines[1].startswith("      word")
+    assert max(map(len, lines[:-1])) <= 80
+    assert lines[-2:] == ["      Plan", f"        {'x' * 90}"]
+
+
+def test_details_are_for_who_asks_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for verbose in (False, True):
+        stream = io.StringIO()
+        LineReporter(stream, verbose=verbose).detail("  tuned limit    8 MiB")
+        assert stream.getvalue() == "  tuned limit    8 MiB\n" * verbose
+        TerminalReporter(verbose=verbose).detail("  tuned limit    8 MiB")
+        assert ("tuned limit" in capsys.readouterr().err) == verbose
+
+
+def test_who_asks_for_quiet_gets_it(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = make_reporter(Verbosity.of(quiet=True, verbose=False))
+    reporter.notice("a notice")
+    with reporter.stage("training") as stage:
+        stage.advance()
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(ConfigError, match="ask for opposites"):
+        Verbosity.of(quiet=True, verbose=True)
+
+
 def test_a_terminal_shows_notices_with_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     reporter = TerminalReporter()
     with reporter.stage("training", total=2, unit="steps") as stage:
         stage.advance(1, loss=0.5)
         reporter.notice("[red]not markup[/red]")
     assert "[red]not markup[/red]" in capsys.readouterr().err
+
+
+def test_a_log_has_what_came_before_it_could_be_written_and_what_follows(tmp_path: Path) -> None:
+    shown, path = io.StringIO(), tmp_path / "log.txt"
+    reporter = LoggedReporter(LineReporter(shown))
+    with reporter.stage("reading", total=2, unit="rows") as stage:
+        stage.advance(2)
+    with reporter.writing_to(path, "--- first"):
+        reporter.notice("mind the gap")
+        reporter.detail("it is wide")
+        reporter.write("the file alone has this")
+    with reporter.writing_to(path, "--- second"):
+        reporter.notice("once more")
+    head, read, *others = path.read_text().splitlines()
+    assert (head, read[:18]) == ("--- first", "reading: 2/2 rows,")
+    assert others == [
+        "note: mind the gap", "it is wide", "the file alone has this", "--- second", "note: once more",
+    ]  # fmt: skip
+    assert shown.getvalue().splitlines() == [read, "note: mind the gap", "note: once more"]
+
+
+@pytest.mark.parametrize("path", ["missing/log.txt", "/dev/full"])
+def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path, path: str) -> None:
+    shown = io.StringIO()
+    reporter = LoggedReporter(LineReporter(shown))
+    with reporter.writing_to(tmp_path / path, "---"):
+        reporter.notice("still here")
+    assert shown.getvalue() == "note: still here\n"

@@ -4,6 +4,8 @@ processes and signals.
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -70,6 +72,7 @@ def test_a_run_is_followed_to_its_end_and_its_like_is_submitted_with_a_change(li
     assert "Result: " in followed
     assert f"Run {run}: finished" in followed
     assert "Result: " in line("logs", run)
+    assert "Result: " in (Path(line.status(run)["path"]) / "log.txt").read_text()
     out = line("resubmit", run, "--set", "training.seed=7", "--set", "training.epochs=2")
     again = next(word for word in out.split() if "synthetic_gat" in word)
     assert line.wait(again, lambda status: not status["live"])["epoch"] == 2
@@ -105,6 +108,29 @@ def test_a_run_that_was_killed_in_its_terminal_is_seen_to_be(line: Line) -> None
     killed = line.status(found[0]["run_id"])
     assert (killed["state"], killed["certain"]) == ("failed", True)
     assert "without a record" in killed["why"]
+
+
+def notices(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("note: ")]
+
+
+def test_ctrl_c_prints_the_line_that_continues_the_run_whose_log_has_all_of_it(line: Line) -> None:
+    with line.start(*training(5000)) as process:
+        limit = time.monotonic() + TIMEOUT_S
+        while not (found := json.loads(line("runs", "--json"))) or not found[0]["step"]:
+            assert time.monotonic() < limit
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + signal.SIGINT
+    match = re.search(r"This continues the run:\n +can-train (resume .*)$", err, re.MULTILINE)
+    assert match
+    with line.start(*shlex.split(match[1])) as resumed:
+        line.wait("last", lambda status: status["state"] == "running" and len(status["attempts"]) == 2)
+        resumed.send_signal(signal.SIGINT)
+        _, again = resumed.communicate(timeout=TIMEOUT_S)
+    log = line("logs", "last").splitlines()
+    assert [text for text in log if text.startswith("--- ")][1:] != []
+    assert notices(log) == notices((err + again).splitlines())
 
 
 def test_watching_through_a_pipe_writes_a_line_for_each_change_until_ctrl_c(line: Line) -> None:

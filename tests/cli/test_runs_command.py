@@ -14,6 +14,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.cli.output import duration
+from can_train.io.records import utc_now
 from fakes.made_runs import KEY, RESULT, Runs, begin, end
 
 
@@ -89,13 +90,12 @@ def test_the_best_comes_first(runs: Runs, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (("runs", "--best", "best_loss"), "Valid, nearest first: best_validation_loss"),
+        (("runs", "--best", "best_loss"), "best_validation_loss"),
         (("runs", "--watch", "--json"), "--watch shows the table"),
         (("runs", "--limit", "-1"), "--limit"),
         (("runs", "--state-dir", ""), "--state-dir is empty"),
-        (("status", "20270101"), "Nearest: 20260101-000001"),
+        (("status", "20270101"), "The nearest names:\n  20260101-000001"),
         (("status",), "RUN"),
-        (("logs", "20260101"), "Only a submitted run has a log"),
         (("resubmit", "20260101", "--set", "training.lrr=1"), "configuration cannot be read"),
     ],
 )
@@ -120,8 +120,35 @@ def test_status_tells_why_a_run_ended_what_it_tried_and_how_it_goes_on(
     end(path, "failed", message="no more disk")
     shown = said(capsys, "status", path.name, *runs.flags)
     assert re.search(r"^state +failed: no more disk$", shown, re.MULTILINE)
-    assert "can-train resume 0101-000001-0001" in shown
+    assert f"can-train resume {path}\n" in shown
     assert re.search(r"^1 +process \d+ .* 10 s failed: no more disk", shown, re.MULTILINE)
+
+
+def test_the_time_of_a_run_is_that_of_its_attempts_not_of_the_pause_between_them(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    begin(path, start_time="2026-01-01T00:00:38+00:00")
+    end(path, "failed")
+    begin(path, 2, start_time="2026-01-01T00:00:37+00:00")
+    end(path, "failed", 2)
+    assert re.search(r"^time +5 s$", said(capsys, "status", path.name, *runs.flags), re.MULTILINE)
+
+
+def test_a_damaged_result_is_answered_with_the_line_that_makes_it_again(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    (path / "result.json").write_text("{")
+    message = said(capsys, "evaluate", path.name, *runs.flags, code=2)
+    assert f"\n  rm {path}/result.json; can-train resume {path}\n" in message
+
+
+def test_a_run_that_trains_is_not_evaluated_but_waited_for(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    path = runs.add(1)
+    begin(path, start_time=utc_now())
+    message = said(capsys, "evaluate", path.name, *runs.flags, code=2)
+    assert f"Wait for its end: can-train logs {path.name} -f" in message
 
 
 def test_a_run_whose_folder_is_gone_is_still_listed(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

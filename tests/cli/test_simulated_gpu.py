@@ -49,7 +49,7 @@ def test_a_small_gpu_leads_to_the_weights_of_a_large_one(tmp_path: Path, state: 
 def test_a_fixed_batch_dies_there_with_a_clear_error(
     tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(tmp_path, state, *EXACT, *SMALL, "--find-batch-size", "off", "--no-adaptive-micro-batch") == 2
+    assert train(tmp_path, state, *EXACT, *SMALL, "--find-batch-size", "off", "--no-adaptive-micro-batch") == 3
     said = capsys.readouterr().err
     assert "training.adaptive_micro_batch is off" in said
     assert "Traceback" not in said
@@ -67,7 +67,7 @@ def test_a_fixed_batch_is_rescued_where_it_may_be(
 def test_a_fixed_micro_batch_that_dies_there_was_warned_of(
     tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(tmp_path, state, *EXACT, *SMALL, "--micro-batch-size", "64", "--no-adaptive-micro-batch") == 2
+    assert train(tmp_path, state, *EXACT, *SMALL, "--micro-batch-size", "64", "--no-adaptive-micro-batch") == 3
     warned, _, failed = capsys.readouterr().err.partition("micro_batch_size=64 is more than fits")
     assert "training.adaptive_micro_batch is off" in failed
     assert "ran out" not in warned
@@ -84,7 +84,8 @@ def test_a_model_that_does_not_fit_is_said_in_words(
 
 
 def test_a_memory_preset_sets_what_it_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TRAIN, "--memory", "tight", "--device", "cpu", "--dry-run", "--set", "training.oom_retries=7"]) == 0
+    line = (*TRAIN, "--memory", "tight", "--device", "cpu", "--dry-run", "--show-config")
+    assert main([*line, "--set", "training.oom_retries=7"]) == 0
     printed = capsys.readouterr().out
     assert "min_micro_batch_size: 2" in printed
     assert "backoff_factor: 4" in printed

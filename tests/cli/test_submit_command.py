@@ -1,5 +1,7 @@
 """`--submit` as a person meets it, on a SLURM of three scripts: what is printed, what is refused, what is imported."""
 
+import base64
+import io
 import json
 import os
 import shutil
@@ -58,6 +60,28 @@ def test_a_submission_says_its_run_first_and_how_to_follow_it(slurm: Path, capsy
     (job,) = Registry(slurm / "state").jobs(run.run_id)
     assert (job.job_id, job.executor, job.resources["time"], job.resources["gpus-per-node"]) == ("41", "slurm", 90, "1")
     assert f"#SBATCH --output={job.log_path.replace('41_0', '%j_0')}" in (slurm / "sent").read_text()
+
+
+def test_a_job_whose_memory_ran_out_is_submitted_again_with_more(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(capsys, "--time", "90min", "--mem", "400M")
+    registry = Registry(slurm / "state")
+    (run,) = registry.runs()
+    Path(registry.jobs(run.run_id)[0].log_path).write_text(
+        "slurmstepd: error: Exceeded job memory limit at some point."
+    )
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\necho '41|RUNNING|None|n1||'\n")
+    variables = b"".join(os.fsencode(f"{name}={os.environ[name]}") + b"\0" for name in ("PATH", "CAN_TRAIN_HOME"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(base64.b64encode(variables))))
+    for name, value in {"SLURM_JOB_ID": "41", "SLURM_MEM_PER_NODE": "400", "SLURM_JOB_PARTITION": "main"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(("after-job", "--state-dir", str(slurm / "state"), "--status", "1")) == 0
+    said = "host out-of-memory: 600M instead of 400M"
+    assert capsys.readouterr().out == f"can-train: {said}: submitted again as job 41\n"
+    again = registry.jobs(run.run_id)[-1]
+    assert (again.reason, again.resources["mem"]) == (said, "600M")
+    assert (slurm / "sent").read_text().count("#SBATCH --mem=600M") == 1
 
 
 def test_the_saved_configuration_finds_everything_from_anywhere(
@@ -151,9 +175,9 @@ def test_a_dry_run_without_a_scheduler_says_what_would_be_started(
         (("--force",), "Add --submit"),
         (("--submit", "--partition", "mian"), "nearest first: main"),
         (("--submit", "--time", "soon"), "Write it as 90, 1:30:00 or 2-12"),
-        (("--submit", "--gpus", "many"), "cluster.gpus is a number"),
+        (("--submit", "--gpus", "many"), "--gpus is a number"),
         (("--submit", "--mem", "much"), "Write it as 900M or 16G"),
-        (("--submit", "--nodes", "0"), "cluster.nodes must be at least 1"),
+        (("--submit", "--nodes", "0"), "--nodes must be at least 1"),
         (("--submit", "--partition", "short"), "signal_delay_s=15"),
         (("--submit", "--partition", "big", "--gpus", "t4:1"), "It has: "),
         (("--submit", "--runs-dir", "50%"), "Give another folder with --runs-dir"),

@@ -1,3 +1,4 @@
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -32,6 +33,18 @@ def test_a_table_too_wide_for_its_terminal_becomes_paragraphs(
     start = lines.index("a_long_configuration_key")
     assert lines[start + 1 : start + 3] == ["  factor 0.871 ± 0.012  runs 5", "  reason learned from 5 runs"]
     assert max(map(len, lines)) <= 40
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("columns", range(40, 100, 3))
+def test_no_heading_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_tables([Two()])
+    shown = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out)
+    assert all(word in shown for word in (*Two().columns[1:], *Two().rows[0][0].split()))
+    assert max(map(len, shown.splitlines())) <= columns
 
 
 def test_a_pipe_gets_a_row_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:

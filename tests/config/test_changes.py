@@ -10,7 +10,7 @@ from can_train.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
-    return dict(resolve(RunRequest(model="gat", dataset="synthetic", size="student")).config)
+    return dict(resolve(RunRequest(model="gat", dataset="synthetic", size="student", cluster="slurm")).config)
 
 
 def test_settings_are_changed_and_the_others_stay(plain: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ def test_an_alias_is_its_setting(plain: dict[str, Any]) -> None:
         ("task=x", "Unknown setting: 'task'"),
         ("training.lr=1,2", "one value of each setting"),
         ("training.lr=range(1,3)", "one value of each setting"),
-        ("training.lr=[", "right form"),
+        ("training.lr=[", "cannot be read"),
         ("training.lr=fast", "training.lr"),
         ("training.epochs=0", "training.epochs must be at least 1"),
         ("lr", "--set takes group.key=value"),

@@ -2,15 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.config.overrides import (
-    ALIASES,
-    canonical_name,
-    check_contradictions,
-    from_model_args,
-    from_set,
-    split_list,
-)
-from can_train.config.settings import TrainingSettings
+from can_train.config.compose import check_contradictions, from_model_args, from_set
+from can_train.config.settings import ALIASES, TrainingSettings, canonical_name, split_list
 from can_train.errors import ConfigError
 from can_train.tasks.can.settings import CanModeSettings, GatSettings
 
@@ -54,7 +47,7 @@ def test_model_args_keep_lists_whole() -> None:
 
 
 def test_an_unknown_model_arg_lists_the_nearest_first() -> None:
-    with pytest.raises(ConfigError, match=r"'hiden'.*\n.*first: hidden"):
+    with pytest.raises(ConfigError, match=r"'hiden'.*\n.*Nearest of [0-9]+: hidden"):
         from_model_args("hiden=3", GROUPS)
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from can_train.config.compose import presets
-from can_train.config.task_settings import load_task_settings
+from can_train.config.resolved import load_task_settings
 from can_train.errors import ConfigError
-from can_train.slurm.pipeline import PipelineStage, load_stages, selected, split_sets
+from can_train.slurm.pipeline import PipelineStage, load_stages, select_stages, split_sets
 
 
 @pytest.mark.parametrize("preset", presets("pipeline"))
@@ -21,12 +21,12 @@ def test_a_preset_has_stages_that_the_task_knows(preset: str) -> None:
 def test_unknown_presets_and_stages_are_said_nearest_first() -> None:
     with pytest.raises(ConfigError, match="Valid, nearest first: standard"):
         load_stages("standart")
-    with pytest.raises(ConfigError, match="Valid, nearest first: curriculum"):
-        selected(load_stages("standard"), ["curiculum"])
+    with pytest.raises(ConfigError, match="Nearest of 7: curriculum"):
+        select_stages(load_stages("standard"), ["curiculum"])
 
 
 def test_stages_are_taken_in_the_order_of_the_pipeline() -> None:
-    stages = selected(load_stages("standard"), ["fusion", "normal"])
+    stages = select_stages(load_stages("standard"), ["fusion", "normal"])
     assert [stage.name for stage in stages] == ["normal", "fusion"]
     assert stages[0].title == "normal (gat teacher)"
 

@@ -40,7 +40,7 @@ def test_segments_expand_unless_the_user_has_settings(environment: dict[str, str
 REPLAY = """
 import random
 import torch
-from can_train.memory.meters import segments_expand
+from can_train.memory.allocator import segments_expand
 from can_train.memory.allocator import CachingAllocator
 from can_train.memory.meters import open_meter
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from can_train.errors import DoesNotFitError
-from can_train.fit.optimizer import OptimizerMemory, measure_optimizer
-from can_train.fit.reserve import OptimizerReserve
+from can_train.fit.optimizer import OptimizerMemory, OptimizerReserve, measure_optimizer
 from can_train.memory.meters import Meter
 from gpu.trainer import limited_device
 

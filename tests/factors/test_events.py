@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from can_train.errors import ArgumentError, ConfigError, StateError
-from can_train.factors.events import Event, Imported, read_events, write_event
-from can_train.factors.observations import Observation, write_observation, write_started
+from can_train.factors.observations import Event, Imported, Observation, read_records, write_record
 from can_train.factors.policies import MomentumPolicy
 from can_train.factors.store import FactorStore, get_safety_factor_db, next_time
 from can_train.factors.summary import FactorSummary, summarize
@@ -35,7 +34,7 @@ def only(runs: list[Observation], *events: Event) -> FactorSummary:
 
 def store_with(state: Path, *runs: Observation) -> FactorStore:
     for run in runs:
-        write_observation(state, run)
+        write_record(state, run)
     return get_safety_factor_db(state)
 
 
@@ -116,9 +115,9 @@ def test_an_import_without_a_device_holds_for_those_without_an_entry() -> None:
 
 
 def test_an_older_event_that_arrives_later_undoes_nothing(tmp_path: Path) -> None:
-    write_event(tmp_path, pin(12, 0.3))
-    write_event(tmp_path, pin(11, 0.9))
-    assert [event.value for event in read_events(tmp_path).events] == [0.9, 0.3]
+    write_record(tmp_path, pin(12, 0.3))
+    write_record(tmp_path, pin(11, 0.9))
+    assert [event.value for event in read_records(tmp_path).events] == [0.9, 0.3]
     assert get_safety_factor_db(tmp_path).get_factor(KEY) == 0.3
 
 
@@ -134,9 +133,9 @@ def test_a_clock_that_was_set_back_does_not_keep_a_reset_from_what_it_resets(tmp
 def test_what_comes_later_never_looks_earlier(tmp_path: Path) -> None:
     assert next_time(tmp_path / "none") < "2200"
     for record in (started(1, start_time="2200-01-01T00:00:00+00:00"),):
-        write_started(tmp_path, record)
+        write_record(tmp_path, record)
     assert next_time(tmp_path) == "2200-01-01T00:00:00.000001+00:00"
-    write_event(tmp_path, Event(kind="reset", time="2300-01-01T00:00:00+00:00"))
+    write_record(tmp_path, Event(kind="reset", time="2300-01-01T00:00:00+00:00"))
     assert next_time(tmp_path).startswith("2300")
 
 
@@ -154,10 +153,10 @@ def test_what_comes_later_never_looks_earlier(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_event_is_set_aside(changed: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    path = write_event(tmp_path, pin(1))
+    path = write_record(tmp_path, pin(1))
     values = {**json.loads(path.read_text()), **changed}
     path.write_text(json.dumps(values))
-    log = read_events(tmp_path)
+    log = read_records(tmp_path)
     assert (log.events, [aside.path for aside in log.set_aside]) == ([], [path])
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(log.set_aside[0].reason)
@@ -180,4 +179,4 @@ def test_an_events_folder_that_is_a_file_is_a_state_error(tmp_path: Path) -> Non
 
 
 def test_schema_is_written(tmp_path: Path) -> None:
-    assert json.loads(write_event(tmp_path, pin(1)).read_text())["schema"] == SCHEMA
+    assert json.loads(write_record(tmp_path, pin(1)).read_text())["schema"] == SCHEMA

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from can_train.errors import DataError
-from can_train.factors.events import Imported
 from can_train.factors.exchange import parse_import
-from can_train.factors.observations import write_observation
+from can_train.factors.observations import Imported, write_record
 from can_train.factors.store import FactorStore, get_safety_factor_db
 from fakes.samples import A100, KEY, observation, out_of_memory
 
@@ -87,19 +86,19 @@ def test_what_is_exported_is_imported_as_the_same_factors(
 ) -> None:
     state = tmp_path_factory.mktemp("state")
     (state / "old.json").write_text(json.dumps(content))
-    write_observation(state, observation(1))
+    write_record(state, observation(1))
     get_safety_factor_db(state).import_file(state / "old.json")
-    write_observation(state, out_of_memory(2, device=A100))
-    write_observation(state, observation(3, start_time="2500-01-01T00:00:00+00:00", end_time="2500-01-02T00:00:00Z"))
+    write_record(state, out_of_memory(2, device=A100))
+    write_record(state, observation(3, start_time="2500-01-01T00:00:00+00:00", end_time="2500-01-02T00:00:00Z"))
     assert len(known(state)) >= len(content)
     assert known(moved(state)) == known(state)
 
 
 def test_the_runs_that_a_file_brings_are_exported_again_once(tmp_path: Path) -> None:
-    write_observation(tmp_path, observation(1))
-    write_observation(tmp_path, observation(2))
+    write_record(tmp_path, observation(1))
+    write_record(tmp_path, observation(2))
     other = moved(tmp_path)
-    write_observation(other, observation(2))
+    write_record(other, observation(2))
     get_safety_factor_db(other).refresh_export()
     runs = json.loads((other / "batch_size_factors.json").read_text())[KEY]["runs"]
     assert [run["run_id"] for run in runs] == ["run-1", "run-2"]
@@ -131,7 +130,7 @@ def test_a_key_without_its_size_and_a_short_gpu_name_serve_every_size_and_memory
 def test_an_imported_key_without_its_size_is_the_first_factor_of_runs_of_any_size(tmp_path: Path) -> None:
     store = importing(tmp_path, {SHORT: {"v100": 0.7}})
     late = {"start_time": "2500-01-01T00:00:00+00:00", "end_time": "2500-01-01T01:00:00+00:00"}
-    write_observation(tmp_path, observation(1, size="teacher", used=0.7, factor=0.7, **late))
+    write_record(tmp_path, observation(1, size="teacher", used=0.7, factor=0.7, **late))
     assert store.get_factor(KEY, "v100-16gb") == pytest.approx(0.7 + 0.3 * 0.3 * 0.28)
     assert store.get_factor(SHORT, "v100-16gb") == store.get_factor(KEY, "v100-16gb")
     assert store.get_factor(STUDENT, "v100-16gb") == 0.7
@@ -158,8 +157,8 @@ def test_what_could_never_be_used_is_refused(content: Any, found: str, tmp_path:
 
 
 def test_importing_ones_own_export_changes_nothing(tmp_path: Path) -> None:
-    write_observation(tmp_path, observation(1))
-    write_observation(tmp_path, out_of_memory(2, device=A100))
+    write_record(tmp_path, observation(1))
+    write_record(tmp_path, out_of_memory(2, device=A100))
     importing(tmp_path, {SHORT: {"v100": 0.5}})
     store = get_safety_factor_db(tmp_path)
     store.pin("a", 0.4, "nowhere")

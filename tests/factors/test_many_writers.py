@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from can_train.factors.observations import read_observations, write_observation
+from can_train.factors.observations import read_records, write_record
 from fakes.samples import observation
 
 CONTEXT = get_context("fork")
@@ -18,7 +18,7 @@ CONTEXT = get_context("fork")
 
 def write_numbers(state: Path, writer: int, first: int, last: int, acknowledge: Connection) -> None:
     for number in range(first, last):
-        write_observation(state, observation(number, run_id=f"{writer}-{number}"))
+        write_record(state, observation(number, run_id=f"{writer}-{number}"))
         acknowledge.send(number)
 
 
@@ -92,7 +92,7 @@ def test_nothing_that_was_acknowledged_is_lost_when_writers_are_killed(
                     writer.process.kill()
                     kills += 1
         acknowledged = {f"{writer.name}-{number}" for writer in started for number in writer.acknowledged}
-    log = read_observations(tmp_path)
+    log = read_records(tmp_path)
     written = [record.run_id for record in log.finished]
     assert (log.set_aside, len(set(written))) == ([], len(written))
     assert acknowledged <= set(written)

@@ -1,3 +1,4 @@
+import doctest
 import json
 import random
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import ConfigError, StateError
-from can_train.factors.observations import Observation, write_observation
+from can_train.factors import store as store_module
+from can_train.factors.observations import Observation, write_record
 from can_train.factors.policies import Decision, FactorPoint, MomentumPolicy
-from can_train.factors.store import Known, get_safety_factor_db
+from can_train.factors.store import Known, experience_factor, get_safety_factor_db
 from can_train.factors.summary import history_of, summarize
 from can_train.fit.factor_rule import OtherDevice
 from fakes.samples import A100, KEY, at, observation, out_of_memory
@@ -20,7 +22,7 @@ from fakes.samples import A100, KEY, at, observation, out_of_memory
 
 def remember(state: Path, *observations: Observation) -> None:
     for record in observations:
-        write_observation(state, record)
+        write_record(state, record)
 
 
 def converging(**changed: Any) -> list[Observation]:
@@ -314,3 +316,12 @@ def test_ranks_of_one_attempt_teach_once_by_the_highest_peak() -> None:
     assert record.reason == "learned from 2 runs"
     oom = out_of_memory(1, rank=3)
     assert [point.peak for point in history_of([*ranks[:3], oom])] == [None]
+
+
+def test_the_examples_in_the_docstring_hold() -> None:
+    result = doctest.testmod(store_module)
+    assert (result.attempted, result.failed) == (2, 0)
+
+
+def test_adjustments_multiply() -> None:
+    assert experience_factor(0.5, "base", [(0.5, "half"), (0.8, "more")])[0] == 0.2

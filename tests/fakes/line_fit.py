@@ -16,8 +16,7 @@ from can_train.fit.factor_rule import Aim, FactorChoice, FactorRule
 from can_train.memory.meters import CpuMeter
 from can_train.reporter import SilentReporter
 from can_train.task import Feature, Task
-from can_train.training.attempts import StopRequests
-from can_train.training.run_folder import RunFolder
+from can_train.training.run_folder import RunFolder, StopRequests
 from can_train.training.session import Parts, Session
 from can_train.training.train import make_session, train
 

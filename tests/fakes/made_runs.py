@@ -7,11 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from can_train.io.processes import AttemptStart
+from can_train.io.records import AttemptStart
 from can_train.slurm.client import SlurmAnswer
 from can_train.slurm.status import KnownRun, RunStatus, known_runs, run_statuses
-from can_train.training.attempts import AttemptEnd
-from can_train.training.run_folder import JobRecord, Registry, RunRecord
+from can_train.training.run_folder import AttemptEnd, JobRecord, Registry, RunRecord
 
 KEY = "synthetic_gat_student_normal"
 CONFIG = "task: can\ntraining:\n  epochs: 4\n"

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from can_train.tasks.can.fusion.agent import FusionAgent, MixingProblem
-from can_train.tasks.can.fusion.scores import WindowScores, mixing_weights, next_windows
+from can_train.tasks.can.fusion.mixing import WindowScores, mixing_weights, next_windows
 from can_train.tasks.can.settings import FusionAgentSettings
 
 WINDOWS = 600

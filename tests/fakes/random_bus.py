@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from can_train.tasks.can.data.cache import CacheContent, CacheWriter
-from can_train.tasks.can.data.frames import Frames
-from can_train.tasks.can.data.graphs import FlatGraphs, GraphBlock, GraphBuilder, SourceFile
+from can_train.tasks.can.data.graphs import FlatGraphs, Frames, GraphBlock, GraphBuilder, SourceFile, writing_graphs
+
+KINDS = ("benign", "DoS")
 
 
 def random_frames(size: int, seed: int = 0, num_ids: int = 12) -> Frames:
@@ -42,15 +42,11 @@ def source_file(role: str = "log", group: str = "drive.log") -> SourceFile:
     return SourceFile(path=f"data/{group}", role=role, group=group, frames=0, labelled=True, sha256="00")
 
 
-def content_of(num_sources: int, window: int = 20) -> CacheContent:
-    sources = tuple(replace(source_file(), path=f"data/{index}.log") for index in range(num_sources))
-    return CacheContent(kinds=("benign", "DoS"), sources=sources, window=window, notices=("3 rows left out",))
-
-
 def cached_graphs(folder: Path, logs: Sequence[Sequence[GraphBlock]], window: int = 20) -> FlatGraphs:
     """Puts the blocks of each log through a cache in `folder`."""
-    with CacheWriter(folder) as writer:
+    with writing_graphs(folder, window) as writer:
         for index, blocks in enumerate(logs):
             for block in blocks:
-                writer.append(block, index)
-        return writer.finish(content_of(len(logs), window))
+                writer.append(block, KINDS)
+            writer.end_log(replace(source_file(), path=f"data/{index}.log"), [f"{index} rows left out"])
+        return writer.finish()

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from can_train.io.processes import AttemptStart
+from can_train.io.records import AttemptStart
 from can_train.slurm.client import SlurmAnswer, parse_sacct, parse_squeue
 from can_train.slurm.run_state import AttemptFacts, RunFacts
-from can_train.training.attempts import AttemptEnd
-from can_train.training.run_folder import JobRecord, RunRecord
+from can_train.training.run_folder import AttemptEnd, JobRecord, RunRecord
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "slurm"
 JOBS = dict(line.split() for line in (RECORDED / "jobs.txt").read_text().splitlines())

@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from can_train.tasks.can.settings import SyntheticSettings
-from can_train.tasks.can.synthetic.attacks import attack
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, vehicle_traffic
+from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, attack, vehicle_traffic
 from can_train.tasks.can.synthetic.vehicles import Message, Vehicle, make_vehicles
 from can_train.tasks.can.synthetic.writing import plan_drives, simulate
 

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.config.compose import RunRequest, resolve
-from can_train.fit import random_state
+from can_train.fit.optimizer import capture_generators, restore_generators
 from can_train.training import train as training_loop
 from can_train.training.distributed import Ranks
-from can_train.training.observe import Attempt
-from can_train.training.train import make_session, train_new
+from can_train.training.train import make_session, observe, train_new
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
 MIB = 2**20
@@ -135,11 +134,11 @@ def fit_line(
     if capacities_mib:
         parts.meter.capacity_bytes = capacities_mib[ranks.rank] * MIB
     session = make_session(parts, fixed(0.5))
-    planning, generators = task.asked, random_state.capture()
+    planning, generators = task.asked, capture_generators()
     drawn = torch.rand(3)
-    random_state.restore(generators)
+    restore_generators(generators)
     task.armed = True
-    with parts.stops.installed(), Attempt(run=parts.run, folder=parts.folder, session=session):
+    with parts.stops.installed(), observe(session):
         training_loop.train(session)
     assert isinstance(parts.reporter, Notices)
     told = {

@@ -111,7 +111,7 @@ def test_setting_buffers_aside_may_run_out_of_memory_too() -> None:
             return {"loss": (model(torch.ones(stop - start, 64)).square().sum(), float(stop - start))}
 
         rescue = made._rescue
-        rescue._wait = lambda seconds: kept.clear()
+        rescue.wait = lambda seconds: kept.clear()
         result = made.run(losses_of, 1)
     assert result.ooms_rescued == 1
     assert result.micro_batches == (1,)

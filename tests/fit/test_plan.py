@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.fit.packing import BatchCosts, SplitRules
-from can_train.fit.plan import PlanRequest, costliest, resolve_mode, resolve_plan, search_upper
+from can_train.fit.plan import PlanRequest, costliest, resolve_plan, search_upper, spare_room
 
 
 def request(**changed: Any) -> PlanRequest:
@@ -32,11 +32,26 @@ sample_costs = st.lists(st.floats(0.5, 50.0), min_size=1, max_size=300)
 
 
 @pytest.mark.parametrize(
-    ("asked", "given", "mode"),
-    [("auto", True, "opt"), ("auto", False, "max"), ("max", True, "max"), ("opt", False, "opt"), ("off", True, "off")],
+    ("room", "max_batch", "reason"),
+    [
+        (4096, 640, "as large as 50 steps an epoch allow"),
+        (300, 300, "as large as fits"),
+    ],
 )
-def test_auto_keeps_a_given_batch_and_otherwise_takes_what_fits(asked: str, given: bool, mode: str) -> None:
-    assert resolve_mode(asked, batch_size_given=given) == mode
+def test_a_preset_batch_says_what_the_device_would_hold(room: int, max_batch: int, reason: str) -> None:
+    (notice,) = spare_room(request(mode="opt"), 64, 32_000, room)
+    assert notice == (
+        f"The device would hold about {room:,} samples at once; "
+        f"--find-batch-size max trains with {max_batch:,}, {reason}"
+    )
+    assert spare_room(request(mode="opt"), 64, 32_000, 64) == []
+    assert spare_room(request(mode="opt", requested_batch=64), 64, 32_000, room) == []
+    assert spare_room(request(mode="max"), 64, 32_000, room) == []
+
+
+def test_a_room_for_the_whole_data_set_is_named() -> None:
+    (notice,) = spare_room(request(mode="opt", min_steps_per_epoch=1), 64, 200, 4096)
+    assert notice.endswith("--find-batch-size max trains with 200, the whole data set")
 
 
 def test_max_takes_the_safe_share_of_what_fits() -> None:

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
-from can_train.fit.epochs import kept_rows
+from can_train.fit.explore import fit_by_probes
 from can_train.fit.packing import BatchCosts
-from can_train.fit.planner import Planner, RunPlan, plan_request, still_fits
-from can_train.fit.probe import fit_by_probes
+from can_train.fit.planner import Planner, RunPlan, kept_rows, plan_request, still_fits
 from can_train.fit.search import Peak, find_phase_limit, pack_worst_case
 from can_train.memory.meters import CpuMeter, open_meter
 from can_train.task import Feature
@@ -82,9 +81,10 @@ def test_the_law_of_the_memory_is_found_and_the_limit_tried(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("training", "batch", "binding"),
     [
-        ({"min_steps_per_epoch": 2}, range(3, 9), "memory"),
-        ({"min_steps_per_epoch": 30}, [2], "min_steps"),
+        ({"find_batch_size": "max", "min_steps_per_epoch": 2}, range(3, 9), "memory"),
+        ({"find_batch_size": "max", "min_steps_per_epoch": 30}, [2], "min_steps"),
         ({"batch_size": 20}, [20], "requested"),
+        ({"lr_batch_size": 20}, [20], "preset"),
         ({"batch_size": 10, "gradient_accumulation_steps": 3}, [30], "requested"),
         ({"batch_size": 100}, [60], "dataset"),
     ],
@@ -295,6 +295,5 @@ def test_a_batch_is_computed_in_as_many_parts_as_asked_for_and_stays_as_it_is(
 ) -> None:
     plan, _ = planned(tmp_path, HungryTask(), 1000, batch_size=20, accumulation_splits=splits)
     assert (plan.plan.logical_batch, plan.plan.fewest_parts) == (20, parts)
-    assert any("2 a step" in line and "accumulation_splits 2" in line for line in plan_lines(plan, "x", 1)) == (
-        splits == 2
-    )
+    text = "\n".join(plan_lines(plan, "x", 1))
+    assert ("in 2 micro-batches" in text and "accumulation_splits 2" in text) == (splits == 2)

@@ -22,7 +22,6 @@ from can_train.fit.packing import BatchCosts, PartLimit, SplitRules
 from can_train.fit.rescue import (
     QUIET_STEPS,
     Backoff,
-    Part,
     PartDoesNotFitError,
     Rescue,
     RescueSettings,
@@ -59,11 +58,11 @@ class Noted:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def keep(self) -> None:
-        self.events.append("kept")
+    def __enter__(self) -> None:
+        """Nothing is set aside."""
 
-    def undo(self) -> None:
-        self.events.append("undone")
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.events.append("kept" if kind is None else "undone")
 
 
 class Device:
@@ -84,13 +83,13 @@ class Device:
         self.waits.append(seconds)
         self.after_wait(self)
 
-    def run(self, settings: RescueSettings | None = None, limit: PartLimit | None = None) -> list[Part[Any]]:
+    def run(self, settings: RescueSettings | None = None, limit: PartLimit | None = None) -> list[tuple[int, int, Any]]:
         self.rescue = Rescue(self.meter, settings or RescueSettings(), phase=phase(60 * MIB), wait=self.wait)
         return list(self.rescue.run(self.batch, limit or PartLimit(), self.attempt, lambda: self.noted))
 
 
-def sizes(parts: list[Part[Any]]) -> list[int]:
-    return [part.stop - part.start for part in parts]
+def sizes(parts: list[tuple[int, int, Any]]) -> list[int]:
+    return [stop - start for start, stop, _ in parts]
 
 
 def test_a_part_that_does_not_fit_is_halved_until_it_does() -> None:
@@ -114,14 +113,14 @@ def test_the_backoff_factor_divides_the_limit() -> None:
 def test_every_sample_is_run_once_in_order(costs: list[float], fits: float, factor: float) -> None:
     device = Device(BatchCosts.of_samples(costs), fits)
     parts = device.run(RescueSettings(factor=factor))
-    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-    assert parts[-1].stop == len(costs)
-    assert all(part.result == (part.start, part.stop) for part in parts)
+    assert [start for start, _, _ in parts] == [0, *(stop for _, stop, _ in parts[:-1])]
+    assert parts[-1][1] == len(costs)
+    assert all(result == (start, stop) for start, stop, result in parts)
 
 
 def test_what_has_been_run_before_memory_ran_out_is_not_run_again() -> None:
     device = Device(BatchCosts.of_samples([1, 1, 1, 1, 9, 9]), fits=10)
-    assert [part.result for part in device.run(limit=PartLimit(samples=2))] == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    assert [result for _, _, result in device.run(limit=PartLimit(samples=2))] == [(0, 2), (2, 4), (4, 5), (5, 6)]
 
 
 def test_nothing_is_split_below_the_floor() -> None:

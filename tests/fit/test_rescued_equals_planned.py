@@ -1,7 +1,7 @@
 """A run that ran out of memory is bit by bit the run that was cut as finely from the start."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from can_train.fit import micro_batcher
 from can_train.fit.micro_batcher import Losses, MicroBatcher
+from can_train.fit.optimizer import Snapshot
 from can_train.fit.packing import BatchCosts, SplitRules
-from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import RescueSettings
-from can_train.memory.meters import SimulatedMeter
+from can_train.memory.meters import Meter, SimulatedMeter
 from fakes.costly import Costly
 from fakes.ragged import cut_at
 
@@ -151,12 +151,13 @@ def forget_buffers(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_half_gradients(patch: pytest.MonkeyPatch) -> None:
-    def keep_them(self: micro_batcher._Backward) -> None:
-        # What the failed backward has added stays, on top of what was there.
-        self.keep()
-        micro_batcher._Inference.undo(self)
+    undone_on_error = micro_batcher._undone_on_error
 
-    patch.setattr(micro_batcher._Backward, "undo", keep_them)
+    def keep_them(model: nn.Module, meter: Meter, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        # Nothing is set aside: what the failed backward has added stays, on top of what was there.
+        return undone_on_error(model, meter)
+
+    patch.setattr(micro_batcher, "_undone_on_error", keep_them)
 
 
 @pytest.mark.parametrize("mutant", [forget_generators, forget_buffers, keep_half_gradients])

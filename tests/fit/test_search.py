@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from can_train.errors import ArgumentError
 from can_train.fit.cost_model import PhaseLimit
+from can_train.fit.explore import fit_by_probes
 from can_train.fit.packing import BatchCosts
-from can_train.fit.probe import fit_by_probes
 from can_train.fit.search import Peak, SizeSearch, find_max_size, find_phase_limit, pack_worst_case
 from can_train.task import Feature
 

@@ -12,7 +12,7 @@ from guards.sources import PACKAGE
 
 FRAMEWORKS = {"torch", "torch_geometric", "hydra", "hydra_zen", "omegaconf", "submitit"}
 LIBRARIES = {"numpy", "polars", "scipy", "sklearn"}
-ABOUT_RUNS = ("runs", "status", "logs", "cancel", "resume", "resubmit", "pipeline")
+ABOUT_RUNS = ("runs", "show", "compare", "status", "logs", "cancel", "resume", "resubmit", "pipeline")
 
 CALL = """
 import json, sys
@@ -54,6 +54,7 @@ def packages_imported_by(statement: str, *arguments: str, home: Path) -> set[str
         (COMMAND_LINE, ["factors"], FRAMEWORKS),
         (COMMAND_LINE, ["factors", "--help"], FRAMEWORKS),
         *((COMMAND_LINE, [command, "--help"], FRAMEWORKS | LIBRARIES) for command in ABOUT_RUNS),
+        (COMMAND_LINE, ["doctor", "--help"], FRAMEWORKS | LIBRARIES),
         (COMMAND_LINE, ["runs"], FRAMEWORKS | LIBRARIES),
         (COMMAND_LINE, ["status", "made-here"], FRAMEWORKS | LIBRARIES),
         (COMMAND_LINE, ["cancel", "made-here"], FRAMEWORKS | LIBRARIES),

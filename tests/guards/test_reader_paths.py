@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from can_train import MicroBatcher, get_safety_factor_db
-from can_train.factors.observations import write_observation
+from can_train.factors.observations import write_record
 from fakes.random_bus import random_frames, write_log
 from fakes.samples import KEY, observation
 from guards.first_step import files, function_of
 from guards.sources import PACKAGE
 
-MAX_TO_FIRST_STEP = 35
-MAX_OBSERVATION_TO_FACTOR = 9
+MAX_TO_FIRST_STEP = 25
+MAX_OBSERVATION_TO_FACTOR = 8
 MAX_OUT_OF_MEMORY_TO_RETRY = 8
 
 
@@ -63,7 +63,7 @@ def test_a_reader_reaches_the_first_optimizer_step_in_few_files(tmp_path: Path) 
 def files_to_next_factor(folder: Path) -> list[str]:
     run = FilesRun()
     run.start()
-    write_observation(folder, observation())
+    write_record(folder, observation())
     factor = get_safety_factor_db(folder).get_factor(KEY)
     run.stop()
     assert 0 < factor < 1

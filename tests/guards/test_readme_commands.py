@@ -63,10 +63,12 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "path" / "to" / "other.csv").write_text(log.replace("arbitration_id", "ecu_address", 1))
     once = ["--dataset", "synthetic", *SMALL, "--epochs", "1", "--batch-size", "64"]
     with at(folder):
-        said(["--model", "gat", "--model-args", "hidden=4,layers=1,heads=1", "--device", "sim:64MiB", *once])
+        for size in ("student", "teacher"):
+            small = ["--size", size, "--model-args", "hidden=4,layers=1,heads=1"]
+            said(["--model", "gat", *small, "--device", "sim:64MiB", *once])
         said(["--model", "vgae", "--set", "model.hidden=[8]", "--device", "cpu", *once])
         said(["factors", "--export", "factors.json"])
-        said(["factors", "synthetic_gat_normal", "--pin", "0.7"])
+        said(["factors", "synthetic_gat_student_normal", "--pin", "0.7"])
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -94,7 +96,8 @@ def said(line: list[str]) -> str:
     output, complaints = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(complaints):
         status = main(line)
-    assert status == 0, complaints.getvalue()
+    # The doctor may well find a problem of the machine that runs this.
+    assert status == 0 or (line[0] == "doctor" and output.getvalue()), complaints.getvalue()
     return output.getvalue()
 
 
@@ -113,7 +116,7 @@ def for_run(line: list[str], run: Path) -> list[str]:
 
 
 def classifier(folder: Path) -> Path:
-    return next((folder / "runs").glob("*_gat_*"))
+    return next((folder / "runs").glob("*_gat_teacher_*"))
 
 
 @pytest.mark.slow

@@ -321,7 +321,7 @@ def mapped_bytes(allocator: CachingAllocator, live: list[Block]) -> int:
     """Sums the mapped blocks of every segment in which something is live or free, each chain checked on the way."""
     known = {id(block): block for block in live}
     for pool in allocator._pools:
-        known |= {id(block): block for block in [*pool.free_blocks(), *pool.unmapped_blocks()]}
+        known |= {id(block): block for *_, block in [*pool.free, *pool.unmapped]}
     for block in known.values():
         following = block.next
         if following is None:

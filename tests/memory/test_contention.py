@@ -26,7 +26,15 @@ def test_where_nobody_is_named_nobody_is_there() -> None:
     assert simulated_contention({})() == 0
 
 
-@pytest.mark.parametrize("text", ["", "\n", None])
+@pytest.mark.parametrize(("size", "held_mib"), [("0MiB", 0), ("0gib", 0), ("24MiB", 24)])
+def test_the_variable_may_be_a_size_as_well_as_a_file(
+    monkeypatch: pytest.MonkeyPatch, size: str, held_mib: int
+) -> None:
+    monkeypatch.setenv(FOREIGN, size)
+    assert open_gpu(64).taken_bytes == held_mib * MIB
+
+
+@pytest.mark.parametrize("text", ["", "\n", "0MiB", None])
 def test_a_file_without_a_size_means_nobody(held: Path, text: str | None) -> None:
     if text is not None:
         held.write_text(text)

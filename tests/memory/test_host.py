@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import psutil
 import pytest
 
 from can_train.memory.host import (
@@ -8,8 +9,6 @@ from can_train.memory.host import (
     _Files,
     available_bytes,
     control_groups,
-    nvidia_driver_version,
-    total_bytes,
 )
 
 
@@ -55,9 +54,4 @@ def test_a_control_group_knows_whether_a_process_was_killed(tmp_path: Path, file
 
 
 def test_no_more_is_available_than_there_is() -> None:
-    assert 0 < available_bytes() <= total_bytes()
-
-
-def test_a_driver_has_a_version_or_there_is_none() -> None:
-    version = nvidia_driver_version()
-    assert version == "" or version[0].isdigit()
+    assert 0 < available_bytes() <= psutil.virtual_memory().total

@@ -2,21 +2,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from can_train.errors import DeviceError
+from can_train.memory.allocator import segments_expand
 from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
-from can_train.memory.host import available_bytes, total_bytes
+from can_train.memory.host import available_bytes
 from can_train.memory.meters import (
     AbsentGpuMeter,
     CpuMeter,
     Meter,
     SimulatedMeter,
+    nvidia_driver_version,
     open_meter,
     resolve_device,
-    segments_expand,
 )
 
 MIB = 2**20
@@ -291,9 +293,9 @@ def test_tensors_of_a_simulated_gpu_are_the_cpus() -> None:
 
 
 def test_the_cpus_capacity_is_what_the_host_can_still_give() -> None:
-    assert 0 < available_bytes() <= total_bytes()
+    assert 0 < available_bytes() <= psutil.virtual_memory().total
     meter = open_meter("cpu")
-    assert meter.key == f"cpu-{round(total_bytes() / 2**30)}gb"
+    assert meter.key == f"cpu-{round(psutil.virtual_memory().total / 2**30)}gb"
     assert 0 < meter.capacity_bytes <= meter.total_bytes
 
 
@@ -324,3 +326,8 @@ def test_segments_expand_unless_the_user_has_other_settings(environment: dict[st
 @pytest.mark.parametrize("value", ["", "expandable_segments:False", "max_split_size_mb:64", "backend:cudaMallocAsync"])
 def test_settings_of_the_users_own_are_left_as_they_are(name: str, value: str) -> None:
     assert not segments_expand({name: value})
+
+
+def test_a_driver_has_a_version_or_there_is_none() -> None:
+    version = nvidia_driver_version()
+    assert version == "" or version[0].isdigit()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from can_train.errors import DoesNotFitError
-from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_out_of_memory
+from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_out_of_memory, without_others
 
 REAL = {
     "pytorch 16417": "CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; 8.57 MiB "
@@ -184,3 +184,11 @@ def test_a_block_ends_quietly_at_an_out_of_memory_and_at_nothing_else() -> None:
     with pytest.raises(ValueError, match="shapes differ"), CatchOutOfMemory():
         raise ValueError("shapes differ")
     assert after == ["went on"]
+
+
+@pytest.mark.parametrize(
+    ("foreign_mib", "remedy"),
+    [(0, "Take less"), (12, "Other processes hold 12.0 MiB (nvidia-smi): try again without them, or take less")],
+)
+def test_other_processes_are_blamed_only_where_they_hold_memory(foreign_mib: int, remedy: str) -> None:
+    assert without_others(foreign_mib * 2**20, "take less") == remedy

@@ -17,7 +17,7 @@ from can_train.fit.packing import BatchCosts
 from can_train.memory.catalogue import read_gpu_constants
 from can_train.reporter import SilentReporter
 from gpu.configurations import GIB
-from gpu.main import choose, read_arguments, remember
+from gpu.main import choose, gpu_constants, read_arguments, remember
 from gpu.measurements import BEYOND_PROBES, CLOSE, true_limit
 from gpu.processes import read_report, run_limited
 from gpu.tables import markdown
@@ -250,3 +250,15 @@ def test_what_was_measured_of_a_gpu_is_kept_where_plans_look(tmp_path: Path, mon
     found = read_gpu_constants(tmp_path, "h100-80gb", SilentReporter())
     assert found is not None
     assert (found.outside_bytes, found.workspace_bytes, found.driver) == (500 * MIB, 8 * MIB, "580.1")
+
+
+def test_constants_are_what_gpu_check_found_last_outside_and_all_that_was_kept_inside() -> None:
+    steps = [
+        {"outside_bytes": 400, "kept_bytes": 0},
+        {"outside_bytes": 600, "kept_bytes": 32},
+        {"outside_bytes": 590, "kept_bytes": 8},
+    ]
+    device = {"key": "t4-16gb", "total_bytes": 10_000, "driver": "", "torch": "2.11.0"}
+    found = gpu_constants(device, steps, date="2026-01-31")
+    assert (found.outside_bytes, found.workspace_bytes) == (600, 40)
+    assert found.source == "measured on 2026-01-31 with driver unknown, torch 2.11.0"

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from can_train.slurm.script import clean_environment, import_path, job_environment
+from can_train.slurm.script import clean_environment, job_environment
 
 OUTSIDE = {"HOME": "/home/me", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "token", "CUDA_VISIBLE_DEVICES": "1"}
 OF_A_JOB = {
@@ -30,5 +30,7 @@ def test_the_environment_is_a_jobs_for_the_block_only(monkeypatch: pytest.Monkey
     assert dict(os.environ) == before
 
 
-def test_imports_come_from_the_copy_first_and_never_from_the_working_folder() -> None:
-    assert import_path(Path("/a"), {}) == {"PYTHONPATH": "/a", "PYTHONSAFEPATH": "1"}
+def test_imports_come_from_the_copy_first_and_never_from_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with job_environment(Path("/a")):
+        assert (os.environ["PYTHONPATH"], os.environ["PYTHONSAFEPATH"]) == ("/a", "1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from can_train.config.resolved import plain_to_yaml
-from can_train.training.attempts import WARNED, AttemptEnd, Attempts, SlurmContext, StopRequests
+from can_train.training.run_folder import WARNED, AttemptEnd, Attempts, SlurmContext, StopRequests
 
 pytestmark = pytest.mark.slow
 

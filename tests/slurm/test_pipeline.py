@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from can_train.errors import ConfigError
+from can_train.slurm.past_runs import PastRuns, with_folders
 from can_train.slurm.pipeline import (
     NEW,
     RESUMED,
@@ -17,9 +18,8 @@ from can_train.slurm.pipeline import (
     StageRequest,
     load_stages,
     plan_stages,
-    selected,
+    select_stages,
 )
-from can_train.slurm.prerequisites import PastRuns, with_folders
 from can_train.slurm.run_state import CANCELLED, RUNNING, RunState
 from fakes.finished_runs import RESULT, Shelf
 
@@ -37,7 +37,7 @@ def steps(
     shelf: Shelf, names: Sequence[str] = ALL, *, force: bool = False, state: str = CANCELLED, **request: object
 ) -> dict[str, PlannedStage]:
     requests = []
-    for stage in selected(list(STAGES.values()), names):
+    for stage in select_stages(list(STAGES.values()), names):
         what = (stage.model, stage.mode, stage.size)
         run = shelf.resolved(*what, **request)
         requests.append(StageRequest(stage=stage, request=shelf.request(*what, **request), run=run))

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError
-from can_train.slurm.script import ScriptInputs, check_folder, parameters, resources, script, with_sbatch_defaults
+from can_train.slurm.script import Submission, check_folder, parameters, resources, script, with_sbatch_defaults
 
-TEXT = ScriptInputs(name="synthetic_gat_student_normal", code=Path("/state/code/0123"), state_dir=Path("/state"))
+CODE = Path("/state/code/0123")
+SUBMISSION = Submission(name="synthetic_gat_student_normal", state_dir=Path("/state"))
 FULL = ClusterSettings(
     executor="slurm", partition="gpu", account="lab's", qos="high", time="2-12", nodes=2, gpus="a100:4", cpus=6,
     mem="64G", constraint="ib&a100", exclude="g[1-3]", max_parallel=4, signal_delay_s=300,
@@ -27,8 +29,8 @@ FULL = ClusterSettings(
 
 
 def written(cluster: ClusterSettings, count: int = 1, folder: str = "/runs/a run/slurm", **text: Any) -> str:
-    said = ScriptInputs(**{**vars(TEXT), **text})
-    return script(Path(folder), parameters(cluster, said), count).replace(shlex.quote(sys.executable), "PYTHON")
+    of_job = parameters(cluster, replace(SUBMISSION, **text), CODE)
+    return script(Path(folder), of_job, count).replace(shlex.quote(sys.executable), "PYTHON")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from can_train.errors import RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer
-from can_train.slurm.status import find_run, read_tail, run_statuses, short_name
+from can_train.slurm.status import find_run, read_tail, run_statuses
+from can_train.training.run_folder import short_name
 from fakes.made_runs import KEY, RESULT, Runs, at, begin, end
 
 
@@ -26,12 +27,45 @@ def test_runs_are_listed_the_newest_first_also_those_that_the_registry_does_not_
     assert known[0].run_id == max(known, key=lambda each: each.record.time).run_id
 
 
-def test_a_run_is_found_by_id_short_name_beginning_and_folder(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_found_by_id_any_part_of_it_and_folder(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     path = runs.add(1)
     runs.add(2)
     monkeypatch.chdir(path.parent)
-    for name in (path.name, short_name(path.name), path.name[:15], str(path), path.name + "/"):
+    parts = (short_name(path.name), path.name[:15], path.name[13:20], path.name[-4:], short_name(path.name)[-6:])
+    for name in (path.name, *parts, str(path), path.name + "/", str(path / "config.yaml")):
         assert find_run(runs.known(), name).run_id == path.name
+
+
+def test_last_is_the_newest_run(runs: Runs) -> None:
+    newest = [runs.add(number) for number in (2, 3, 1)][1]
+    assert find_run(runs.known(), "last").run_id == newest.name
+    with pytest.raises(RunError, match="no such run"):
+        find_run([], "last")
+
+
+def test_a_whole_name_is_that_run_also_where_others_contain_it(runs: Runs) -> None:
+    path = runs.add(1)
+    longer = path.with_name(f"{path.name}-copy")
+    shutil.copytree(path, longer)
+    assert find_run(runs.known(), path.name).run_id == path.name
+    assert find_run(runs.known(), "copy").run_id == longer.name
+
+
+def test_of_many_runs_with_a_part_in_their_names_the_five_newest_are_listed(runs: Runs) -> None:
+    paths = [runs.add(number) for number in range(1, 8)]
+    with pytest.raises(RunError, match="7 runs have this in their names: 'gat'") as error:
+        find_run(runs.known(), "gat")
+    listed = [line.strip() for line in str(error.value).splitlines() if line.startswith("  ")]
+    assert listed == [path.name for path in reversed(paths[2:])]
+
+
+def test_a_path_outside_any_run_is_no_name_of_one(runs: Runs, tmp_path: Path) -> None:
+    runs.add(1)
+    (tmp_path / "alone.pt").touch()
+    with pytest.raises(RunError, match="is not in the folder of a run"):
+        find_run(runs.known(), str(tmp_path / "alone.pt"))
+    with pytest.raises(RunError, match="no such run"):
+        find_run(runs.known(), str(tmp_path / "nowhere"))
 
 
 def test_a_folder_that_nobody_knows_is_a_run_too(runs: Runs, tmp_path: Path) -> None:
@@ -42,7 +76,7 @@ def test_a_folder_that_nobody_knows_is_a_run_too(runs: Runs, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("2026", "Several runs begin"), ("x", "no such run"), ("", "no such run")]
+    ("name", "message"), [("2026", "2 runs have this in their names"), ("x", "no such run"), ("", "no such run")]
 )
 def test_a_name_of_several_runs_or_of_none_is_an_error_that_lists_runs(runs: Runs, name: str, message: str) -> None:
     path = runs.add(1)

@@ -12,8 +12,8 @@ from can_train.config.resolved import ResolvedRun, plain_to_yaml, with_absolute_
 from can_train.errors import MissingDataError, RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import Node, Partition
-from can_train.slurm.duplicates import data_files, identity
-from can_train.slurm.submission_plan import UNKNOWN, SubmitOptions, expectation, plan_submission
+from can_train.slurm.past_runs import data_files, identity
+from can_train.slurm.submission_plan import UNKNOWN, expectation, plan_submission
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
 from fakes.made_runs import begin
 
@@ -65,7 +65,7 @@ def test_the_identity_changes_with_the_data(tmp_path: Path) -> None:
 
 def test_runs_that_ask_for_the_same_go_together(tmp_path: Path) -> None:
     runs = [run(tmp_path, values={"training.seed": 1}), run(tmp_path, values={"cluster.mem": "3G"}), run(tmp_path)]
-    order = plan_submission(runs, SubmitOptions(), "code", [MAIN])
+    order = plan_submission(runs, "code", [MAIN])
     assert [[one.index for one in group] for group in order.groups] == [[0, 2], [1]]
     settled = order.groups[0][0].run
     assert (settled.cluster.gpus, settled.cluster.cpus, settled.cluster.mem) == ("1", 4, "4000M")
@@ -78,20 +78,20 @@ def test_a_duplicate_run_is_left_out_unless_it_is_forced(tmp_path: Path) -> None
     digest = identity(mine, "code", [])
     duplicate_run = entered(tmp_path, "a", identity=digest)
     Path(duplicate_run.path, "result.json").write_text("{}")
-    order = plan_submission([mine, run(tmp_path, values={"training.seed": 1})], SubmitOptions(), "code", [MAIN])
-    assert [found.run for found in order.duplicate_runs] == [duplicate_run]
+    order = plan_submission([mine, run(tmp_path, values={"training.seed": 1})], "code", [MAIN])
+    assert [found.known.record for found in order.duplicate_runs] == [duplicate_run]
     assert [[one.index for one in group] for group in order.groups] == [[1]]
-    assert plan_submission([mine], SubmitOptions(force=True), "code", [MAIN]).duplicate_runs == []
-    assert plan_submission([mine], SubmitOptions(), "other code", [MAIN]).duplicate_runs == []
+    assert plan_submission([mine], "code", [MAIN], force=True).duplicate_runs == []
+    assert plan_submission([mine], "other code", [MAIN]).duplicate_runs == []
 
 
 def test_what_has_finished_is_not_waited_for_and_what_never_will_is_refused(tmp_path: Path) -> None:
     parent = entered(tmp_path, "20261121-a")
     with pytest.raises(RunError, match="ended without finishing") as error:
-        plan_submission([run(tmp_path)], SubmitOptions(after=["2026"]), "code", [MAIN])
+        plan_submission([run(tmp_path)], "code", [MAIN], after=["2026"])
     assert "can-train resume 20261121-a" in error.value.remedy
     Path(parent.path, "result.json").write_text("{}")
-    order = plan_submission([run(tmp_path)], SubmitOptions(after=["2026"]), "code", [MAIN])
+    order = plan_submission([run(tmp_path)], "code", [MAIN], after=["2026"])
     assert (order.after, order.dependency) == (["20261121-a"], "")
 
 
@@ -99,7 +99,7 @@ def test_a_process_of_this_machine_is_not_waited_for(tmp_path: Path) -> None:
     parent = entered(tmp_path, "a", "local:17")
     begin(Path(parent.path), start_time=utc_now())
     with pytest.raises(RunError, match="Only a job of SLURM can wait"):
-        plan_submission([run(tmp_path)], SubmitOptions(after=["a"]), "code", [MAIN])
+        plan_submission([run(tmp_path)], "code", [MAIN], after=["a"])
 
 
 def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_the_same(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_t
     Path(parent.path, "result.json").write_text("{}")
 
     def started_from(**request: Any) -> str:
-        order = plan_submission([run(tmp_path, **request)], SubmitOptions(after=["a"]), "code", [MAIN])
+        order = plan_submission([run(tmp_path, **request)], "code", [MAIN], after=["a"])
         ((ordered,),) = order.groups
         assert ordered.run.config["training"]["start_from"] == ordered.run.training.start_from
         return ordered.run.training.start_from

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, OutOfMemoryDetails
-from can_train.training.attempts import TERMINATED, WARNED, Attempts, SlurmContext, StopRequests
+from can_train.training.run_folder import TERMINATED, WARNED, Attempts, SlurmContext, StopRequests
 
 JOB = SlurmContext(job_id="7", restarts=1)
 

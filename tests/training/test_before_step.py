@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
-from can_train.fit import random_state
+from can_train.fit.optimizer import step_generator
 from can_train.training.session import Session
 from fakes.line_fit import LineBatch, LineTask, StoppedTask, train_line
 
@@ -83,16 +83,13 @@ def test_it_comes_before_each_step_with_the_steps_samples_and_the_share_that_is_
 
 def test_its_randomness_is_a_function_of_seed_and_step(tmp_path: Path) -> None:
     written = diary(trained(tmp_path, DiaryTask(), seed=3))
-    drawn = [torch.rand((), generator=random_state.before_step_generator(seed=3, step=step)) for step in range(STEPS)]
+    drawn = [torch.rand((), generator=step_generator(seed=3, step=step, before=True)) for step in range(STEPS)]
     assert written == [float(number) for number in drawn]
     assert len(set(written)) == STEPS
 
 
 def test_it_draws_nothing_from_the_steps_own_randomness() -> None:
-    before, own = (
-        make(seed=3, step=2).initial_seed()
-        for make in (random_state.before_step_generator, random_state.step_generator)
-    )
+    before, own = (step_generator(seed=3, step=2, before=before).initial_seed() for before in (True, False))
     assert before != own
 
 

@@ -23,8 +23,7 @@ from can_train.memory.meters import SimulatedMeter
 from can_train.reporter import SilentReporter
 from can_train.task import Feature, Task
 from can_train.training import train as training_loop
-from can_train.training.attempts import StopRequests
-from can_train.training.run_folder import RunFolder
+from can_train.training.run_folder import RunFolder, StopRequests
 from can_train.training.session import Parts, Session
 from can_train.training.train import make_session
 from fakes.costly import Costly

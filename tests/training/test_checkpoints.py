@@ -9,7 +9,7 @@ import torch
 
 from can_train.errors import CheckpointError
 from can_train.reporter import SilentReporter
-from can_train.training.checkpoint import Checkpoints
+from can_train.training.loading import Checkpoints
 from fakes.line_fit import Notices
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from can_train.reporter import SilentReporter
-from can_train.training.checkpoint import Checkpoints
 from can_train.training.evaluate import Evaluated, EvaluationRequest, evaluate
+from can_train.training.loading import Checkpoints
 from can_train.training.run_folder import RunFolder
 from fakes.trained_runs import bus_log, finished_run
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from can_train.errors import CheckpointError
-from can_train.training.checkpoint import Checkpoints
-from can_train.training.loading import load_finished
+from can_train.training.loading import Checkpoints, load_finished
 from fakes.finished_runs import Shelf
 
 

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from can_train.fit.epochs import planned_orders
-from can_train.fit.planner import RunPlan
+from can_train.fit.planner import RunPlan, planned_orders
 from can_train.slurm.status import read_progress
 from can_train.task import Feature
 from can_train.training import train as training_loop
@@ -155,7 +154,7 @@ def test_preflight_splits_the_batches_of_each_epoch(tmp_path: Path) -> None:
 
 
 def test_max_leaves_enough_steps_in_the_smallest_epoch(tmp_path: Path) -> None:
-    parts = line_parts(tmp_path, GrowingTask(), epochs=4, min_steps_per_epoch=3)
+    parts = line_parts(tmp_path, GrowingTask(), epochs=4, min_steps_per_epoch=3, find_batch_size="max")
     plan = make_session(parts, HALF).plan
     assert (plan.logical_batch, plan.binding_limit) == (4, "min_steps")
     assert (plan.fewest_steps_per_epoch, plan.steps_per_epoch) == (3, 15)
@@ -169,7 +168,8 @@ def test_a_batch_that_was_asked_for_is_not_cut_down_to_the_smallest_epoch(tmp_pa
 
 def test_a_plan_says_how_many_steps_its_epochs_have(tmp_path: Path) -> None:
     session = trained(tmp_path, GrowingTask())
-    assert "20 (as asked for), 1 to 3 steps an epoch" in "\n".join(plan_lines(session.run_plan, "cpu", 2**30))
+    plan, *_ = plan_lines(session.run_plan, "cpu", 2**30)
+    assert "20 samples a step (as asked for), 1 to 3 steps an epoch" in plan
     assert any("An epoch has only 1 optimizer step" in notice for notice in session.plan.notices)
     (folder,) = (tmp_path / "runs").iterdir()
     progress = read_progress(RunFolder(folder), None)

@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from can_train.errors import CheckpointError, DoesNotFitError, StateError
-from can_train.factors.observations import read_observations, write_observation
-from can_train.factors.resolve import factor_rule
-from can_train.factors.store import get_safety_factor_db
+from can_train.factors.observations import read_records, write_record
+from can_train.factors.store import factor_rule, get_safety_factor_db
 from can_train.fit.factor_rule import NO_AIM
 from can_train.training import train as training_loop
 from can_train.training.dry_run import get_effective_safety_factor
-from can_train.training.observe import Attempt
 from can_train.training.session import Session
-from can_train.training.train import make_session
+from can_train.training.train import make_session, observe
 from fakes.line_fit import LineTask, Notices, StoppedTask, fixed, line_parts, line_run
 
 KEY = "synthetic_gat_teacher_normal"
@@ -26,14 +24,14 @@ def attempt(folder: Path, task: LineTask | None = None, **training: Any) -> Sess
     parts = line_parts(folder, task, **training)
     factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
-    with parts.stops.installed(), Attempt(run=parts.run, folder=parts.folder, session=session):
+    with parts.stops.installed(), observe(session):
         training_loop.train(session)
     return session
 
 
 def test_a_run_that_ends_leaves_one_observation(tmp_path: Path) -> None:
     session = attempt(tmp_path, batch_size=20)
-    (observed,) = read_observations(tmp_path / "state").finished
+    (observed,) = read_records(tmp_path / "state").finished
     assert (observed.outcome, observed.key, observed.factor) == ("ok", KEY, 0.6)
     assert observed.peak_allocated_bytes == session.monitor.peak_bytes > 0
     assert (observed.logical_batch, observed.binding_limit) == (20, "requested")
@@ -52,9 +50,9 @@ def test_a_run_that_was_rescued_says_so_and_teaches_it(tmp_path: Path) -> None:
     session = make_session(parts, factor)
     assert session.plan.most_parts == 1
     roomy.fail_above = 20
-    with Attempt(run=parts.run, folder=parts.folder, session=session):
+    with observe(session):
         training_loop.train(session)
-    (observed,) = read_observations(tmp_path / "state").finished
+    (observed,) = read_records(tmp_path / "state").finished
     assert (observed.outcome, observed.logical_batch, observed.ooms_rescued) == (
         "rescued",
         30,
@@ -103,10 +101,10 @@ def test_what_cannot_be_rescued_is_named_and_the_run_saved(
     task.fail_above = 0
     with (
         pytest.raises(DoesNotFitError, match=rf"{rule}.*: point \d+.*\n.*{remedy}"),
-        Attempt(run=parts.run, folder=parts.folder, session=session),
+        observe(session),
     ):
         training_loop.train(session)
-    assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == ["oom"]
+    assert [observed.outcome for observed in read_records(tmp_path / "state").finished] == ["oom"]
     task.fail_above = 10**9
     assert attempt(tmp_path, task, batch_size=30, **training).progress.trained
 
@@ -117,8 +115,8 @@ def test_a_resumed_attempt_of_few_steps_still_measures_a_peak(tmp_path: Path) ->
     session = attempt(tmp_path, micro_batch_size=3, batch_size=3)
     assert isinstance(session.reporter, Notices)
     assert "Continuing at step 37" in session.reporter.texts
-    assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == ["interrupted", "ok"]
-    assert all(observed.peak_allocated_bytes for observed in read_observations(tmp_path / "state").finished)
+    assert [observed.outcome for observed in read_records(tmp_path / "state").finished] == ["interrupted", "ok"]
+    assert all(observed.peak_allocated_bytes for observed in read_records(tmp_path / "state").finished)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +127,9 @@ def test_how_an_attempt_ended_is_recorded(tmp_path: Path, error: BaseException, 
     parts = line_parts(tmp_path, batch_size=20)
     factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
-    with pytest.raises(type(error)), Attempt(run=parts.run, folder=parts.folder, session=session):
+    with pytest.raises(type(error)), observe(session):
         raise error
-    assert [observed.outcome for observed in read_observations(tmp_path / "state").finished] == [outcome]
+    assert [observed.outcome for observed in read_records(tmp_path / "state").finished] == [outcome]
 
 
 def test_a_state_folder_that_cannot_be_written_stops_no_training(tmp_path: Path) -> None:
@@ -160,7 +158,7 @@ def test_attempts_of_a_run_are_counted(tmp_path: Path) -> None:
     attempt(tmp_path, batch_size=20)
     shutil.rmtree(next((tmp_path / "runs").glob("*/checkpoints")))
     attempt(tmp_path, batch_size=20)
-    assert [observed.attempt for observed in read_observations(tmp_path / "state").finished] == [1, 2]
+    assert [observed.attempt for observed in read_records(tmp_path / "state").finished] == [1, 2]
 
 
 def test_planning_leaves_model_and_generators_as_they_were(tmp_path: Path) -> None:
@@ -187,10 +185,10 @@ def test_a_pinned_factor_aims_at_no_peak(tmp_path: Path) -> None:
 def test_an_out_of_memory_of_any_rank_in_the_last_attempt_cuts_finer(tmp_path: Path) -> None:
     parts = line_parts(tmp_path, batch_size=20)
     attempt(tmp_path, batch_size=20)
-    (first,) = read_observations(tmp_path / "state").finished
+    (first,) = read_records(tmp_path / "state").finished
     for number, outcomes in ((2, ("oom", "interrupted")), (3, ("ok", "ok"))):
         for rank, outcome in enumerate(outcomes):
             ended = replace(first, attempt=number, rank=rank, outcome=outcome)
-            write_observation(tmp_path / "state", ended)
+            write_record(tmp_path / "state", ended)
         rule = factor_rule(parts.run, parts.meter.key, parts.reporter, run_id=parts.folder.run_id)
         assert rule.after_oom == ("oom" in outcomes)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from can_train.config.settings import MonitorSettings
-from can_train.errors import CanTrainError
+from can_train.errors import RUN_FAILED, CanTrainError
 from can_train.training import train as training_loop
 from can_train.training.session import Session
 from can_train.training.train import make_session
@@ -26,7 +26,7 @@ def weights(session: Session) -> torch.Tensor:
 
 
 def test_training_lowers_the_loss_and_keeps_the_best_weights(tmp_path: Path) -> None:
-    session = train_line(tmp_path, epochs=12, lr=0.02)
+    session = train_line(tmp_path, epochs=12, lr=0.02, batch_size=1)
     losses = [record["validation_loss"] for record in records(tmp_path) if "validation_loss" in record]
     assert losses[-1] < losses[0] / 2
     assert session.progress.best_loss == min(losses)
@@ -70,8 +70,11 @@ def test_deterministic_algorithms_give_the_same_weights_again(tmp_path: Path) ->
 
 
 def test_a_loss_that_is_not_finite_is_an_error_with_remedies(tmp_path: Path) -> None:
-    with pytest.raises(CanTrainError, match=r"no longer finite.*\n.*training.lr"):
+    with pytest.raises(
+        CanTrainError, match=r"no longer finite.*\nTrain anew .*--lr 1e\+29, .*--grad-clip-norm 1"
+    ) as error:
         train_line(tmp_path, lr=1e30, optimizer="sgd", epochs=9)
+    assert error.value.exit_code == RUN_FAILED
 
 
 def test_validation_may_be_rarer_than_epochs_and_always_ends_the_training(tmp_path: Path) -> None:

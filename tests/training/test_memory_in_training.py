@@ -14,15 +14,13 @@ from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
 from can_train.factors.exchange import run_notes
-from can_train.factors.observations import Observation, read_observations
+from can_train.factors.observations import Observation, read_records
 from can_train.factors.summary import summarize
-from can_train.memory.meters import SimulatedMeter
-from can_train.memory.monitor import RISES, WINDOW_STEPS
+from can_train.memory.meters import RISES, WINDOW_STEPS, SimulatedMeter
 from can_train.task import Feature
 from can_train.training import train as training_loop
-from can_train.training.observe import Attempt
 from can_train.training.session import Session
-from can_train.training.train import make_session, take_step
+from can_train.training.train import make_session, observe, take_step
 from fakes.costly import CostlyNet
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, Notices, fixed, line_parts
 
@@ -136,9 +134,9 @@ def observed(folder: Path, surprise: int, **training: Any) -> Observation:
     parts = replace(line_parts(folder, task, batch_size=30, epochs=1, **training), meter=gpu(200))
     with parts.meter.active():
         session = task.session = make_session(parts, FACTOR)
-        with suppress(DoesNotFitError), Attempt(run=parts.run, folder=parts.folder, session=session):
+        with suppress(DoesNotFitError), observe(session):
             training_loop.train(session)
-    (observation,) = read_observations(folder / "state").finished
+    (observation,) = read_records(folder / "state").finished
     return observation
 
 

@@ -106,7 +106,7 @@ def test_small_exchanges(tmp_path: Path) -> None:
     ],
 )
 def test_a_failure_on_one_rank_ends_all(tmp_path: Path, how: str, code: int, others: str) -> None:
-    assert run_ranks(3, rank_worlds.fail, tmp_path, how=how) == [2, code, 2]
+    assert run_ranks(3, rank_worlds.fail, tmp_path, how=how) == [3, code, 3]
     for rank in (0, 2):
         assert re.match(others, error_text(tmp_path, rank))
 
@@ -123,7 +123,7 @@ def test_a_signal_ends_a_rank_that_waits_for_another(tmp_path: Path) -> None:
     assert first.exitcode == 143
     (tmp_path / "ended").touch()
     other.join(TIMEOUT_S)
-    assert other.exitcode == 2
+    assert other.exitcode == 3
 
 
 def test_a_single_process_talks_to_nobody() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from can_train.factors.observations import read_observations
+from can_train.factors.observations import read_records
 from fakes.several_ranks import error_text, run_ranks
 from fakes.training_worlds import fit_line, train_windows
 
@@ -50,7 +50,7 @@ def checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def outcomes(folder: Path) -> dict[int, str]:
-    return {one.rank: one.outcome for one in read_observations(folder / "state").finished}
+    return {one.rank: one.outcome for one in read_records(folder / "state").finished}
 
 
 def test_three_ranks_train_the_weights_of_one_process(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_three_ranks_train_the_weights_of_one_process(tmp_path: Path) -> None:
     for one, other in zip(records(tmp_path / "several"), records(tmp_path / "alone"), strict=True):
         assert one.keys() == other.keys()
         assert losses(one) == pytest.approx(losses(other), rel=1e-10)
-    observed = read_observations(tmp_path / "several" / "state").finished
+    observed = read_records(tmp_path / "several" / "state").finished
     assert {(one.rank, one.attempt, one.outcome) for one in observed} == {(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")}
 
 
@@ -95,7 +95,7 @@ def test_an_out_of_memory_on_one_rank_changes_nothing_but_its_micro_batches(tmp_
 
 def test_samples_that_do_not_fit_on_one_rank_end_all_after_a_checkpoint(tmp_path: Path) -> None:
     codes = ended(tmp_path, 3, trouble=(1, "no memory", 5), **{**DROPPING, "oom_retries": 0})
-    assert codes == [2, 2, 2]
+    assert codes == [3, 3, 3]
     assert error_text(tmp_path, 1).startswith("DoesNotFitError: Memory ran out for samples that may not be split")
     assert "point" in error_text(tmp_path, 1)
     for rank in (0, 2):
@@ -114,7 +114,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     resumed = fitted(tmp_path, 2, **DROPPING)
     assert all(torch.equal(resumed[rank]["weights"], undisturbed[rank]["weights"]) for rank in (0, 1))
     assert "Continuing at step 5" in resumed[0]["notices"]
-    assert {one.attempt for one in read_observations(tmp_path / "state").finished} == {1, 2}
+    assert {one.attempt for one in read_records(tmp_path / "state").finished} == {1, 2}
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -123,7 +123,7 @@ def test_a_rank_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_by
 ) -> None:
     undisturbed = fitted(tmp_path / "undisturbed", 2, **DROPPING)
     codes = ended(tmp_path, 2, trouble=(victim, "kill", 6), **DROPPING)
-    assert (codes[victim], codes[1 - victim]) == (-9, 2)
+    assert (codes[victim], codes[1 - victim]) == (-9, 3)
     assert "another one has ended" in error_text(tmp_path, 1 - victim)
     assert checkpoint(tmp_path)["progress"]["step"] == 4
     resumed = fitted(tmp_path, 2, **DROPPING)
@@ -131,13 +131,13 @@ def test_a_rank_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_by
 
 
 def test_an_error_of_the_task_on_one_rank_ends_all(tmp_path: Path) -> None:
-    assert ended(tmp_path, 2, trouble=(1, "bug", 3), **EXACT) == [2, 1]
+    assert ended(tmp_path, 2, trouble=(1, "bug", 3), **EXACT) == [3, 1]
     assert "rank 1: a bug" in error_text(tmp_path, 0)
     assert outcomes(tmp_path) == {0: "interrupted", 1: "error"}
 
 
 def test_a_loss_that_is_not_finite_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
-    assert ended(tmp_path, 2, **{**EXACT, "precision": "fp32", "lr": 1e30, "optimizer": "sgd", "epochs": 9}) == [2, 2]
+    assert ended(tmp_path, 2, **{**EXACT, "precision": "fp32", "lr": 1e30, "optimizer": "sgd", "epochs": 9}) == [3, 3]
     assert error_text(tmp_path, 0) == error_text(tmp_path, 1)
     assert "no longer finite" in error_text(tmp_path, 0)
 

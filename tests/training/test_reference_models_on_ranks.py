@@ -65,7 +65,8 @@ def test_ranks_that_are_told_different_things_train_on_the_same_samples(tmp_path
 @pytest.mark.parametrize("victim", [0, 1])
 def test_memory_that_runs_out_on_one_rank_while_it_asks_ends_all_with_the_cause(tmp_path: Path, victim: int) -> None:
     codes = run_ranks(2, ask_together, tmp_path, trouble=(victim, "no memory"), own_cache=True)
-    assert codes == [2, 2]
+    # The rank that ran out of memory had not begun to train; the other one lost it.
+    assert sorted(codes) == [2, 3]
     assert error_text(tmp_path, victim).startswith("DoesNotFitError")
     assert error_text(tmp_path, 1 - victim).startswith(
         f"RankFailedError: Every process of a run must get through: rank {victim}: "
@@ -77,6 +78,6 @@ def test_a_rank_that_is_killed_while_it_asks_takes_the_others_along_and_the_run_
     tmp_path: Path, victim: int
 ) -> None:
     codes = run_ranks(2, ask_together, tmp_path, trouble=(victim, "kill"), own_cache=True)
-    assert (codes[victim], codes[1 - victim]) == (-9, 2)
+    assert (codes[victim], codes[1 - victim]) == (-9, 3)
     assert "another one has ended" in error_text(tmp_path, 1 - victim)
     assert [rank["step"] for rank in asked(tmp_path, 2, own_cache=True)] == [12, 12]

@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
-from can_train.factors.observations import Observation, read_observations
-from can_train.factors.resolve import factor_rule
-from can_train.factors.store import get_safety_factor_db
+from can_train.factors.observations import Observation, read_records
+from can_train.factors.store import factor_rule, get_safety_factor_db
 from can_train.memory.meters import SimulatedMeter
 from can_train.task import Feature
 from can_train.training import train as training_loop
-from can_train.training.observe import Attempt
 from can_train.training.run_folder import RunFolder
-from can_train.training.train import make_session
+from can_train.training.train import make_session, observe
 from fakes.costly import CostlyNet
 from fakes.line_fit import SAMPLES, LineBatch, LineTask, line_parts
 
@@ -70,11 +68,11 @@ def train(folder: Path, *, hidden: float = 0.0, settings: Mapping[str, Any] = {}
     parts = replace(parts, folder=RunFolder.create(folder / "runs", parts.run.key, parts.run.config))
     with meter.active():
         session = make_session(parts, factor_rule(parts.run, meter.key, parts.reporter))
-        with parts.stops.installed(), Attempt(run=parts.run, folder=parts.folder, session=session):
+        with parts.stops.installed(), observe(session):
             held = torch.empty(int(hidden * CAPACITY), dtype=torch.uint8)
             training_loop.train(session)
             del held
-    return read_observations(folder / "state").finished[-1]
+    return read_records(folder / "state").finished[-1]
 
 
 def peak(run: Observation) -> float:

@@ -1,10 +1,14 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from can_train.training.attempts import StopRequests
+from can_train.errors import ConfigError
+from can_train.reporter import LoggedReporter, SilentReporter
+from can_train.training.run_folder import RunFolder, StopRequests
+from can_train.training.train import logged
 
 
 def send(number: int) -> None:
@@ -109,3 +113,40 @@ def test_the_handlers_of_before_come_back() -> None:
     with StopRequests().installed():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def log_of(folder: Path, action: Callable[[], object], ending: type[BaseException]) -> str:
+    """Does something as a training of a run does; returns the run's log."""
+    stops, reporter = StopRequests(), LoggedReporter(SilentReporter())
+    with pytest.raises(ending), stops.installed(), logged(RunFolder(folder), reporter, stops):
+        action()
+    return (folder / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("number", "job", "said"), [(signal.SIGINT, "", True), (signal.SIGTERM, "", True),
+                                                     (signal.SIGINT, "7", True), (signal.SIGTERM, "7", False),
+                                                     (signal.SIGUSR2, "7", False)])  # fmt: skip
+def test_the_log_of_a_run_that_a_person_stopped_ends_with_the_line_that_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, job: str, said: bool
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+    log = log_of(tmp_path, lambda: send(number), SystemExit)
+    assert log.splitlines()[0].endswith(f", job {job}") == bool(job)
+    assert log.endswith(f"This continues the run:\n        can-train resume {tmp_path}\n") == said
+
+
+def test_a_run_of_the_registry_is_continued_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+    run_id = "20260728-101500-hcrl_ch_gat_student_normal-3fa9"
+    for folder in (tmp_path / run_id, tmp_path / "state" / "runs" / run_id):
+        folder.mkdir(parents=True)
+    assert "can-train resume 0728-101500-3fa9\n" in log_of(tmp_path / run_id, lambda: send(signal.SIGINT), SystemExit)
+
+
+def test_the_log_ends_with_the_error_and_with_a_traceback_where_nobody_expected_it(tmp_path: Path) -> None:
+    def wrong() -> None:
+        raise ConfigError("It must fit", value="7", remedy="Make it smaller")
+
+    assert log_of(tmp_path, wrong, ConfigError).endswith("\nerror: It must fit: 7.\nMake it smaller.\n")
+    assert "Traceback" in log_of(tmp_path, fail, ValueError)

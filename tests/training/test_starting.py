@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from can_train.errors import CheckpointError
-from can_train.io.atomic import write_json_atomic
-from can_train.training.checkpoint import Checkpoints
-from can_train.training.loading import start_from
+from can_train.io.records import write_json_atomic
+from can_train.training.loading import Checkpoints, start_from
 from can_train.training.run_folder import RunFolder
 
 

@@ -6,16 +6,12 @@ from typing import Final
 
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
-from can_train.io.processes import terminate, this_host
-from can_train.io.records import utc_now
+from can_train.io.records import terminate, this_host, utc_now
 from can_train.slurm.client import ACTIVE, WAITING, cancel_jobs
 from can_train.slurm.run_state import RunFacts, live_row, slurm_jobs
-from can_train.slurm.status import KnownRun, RunStatus
 from can_train.training.run_folder import CancelRecord
 
-_WAIT_S: Final = 30.0
-"""Seconds that the command waits for the end: enough for a step and a checkpoint, unless the step is long."""
-
+_WAIT_S: Final = 30.0  # enough for a step and a checkpoint, unless the step is long
 _STATUS_INTERVAL_S: Final = 1.0
 
 
@@ -34,11 +30,13 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
         status = locator.status(known)
         if status.state.live:
             raise RunError("No job and no process of the run was found", value=str(status.state))
-    status = _wait_for_end(locator, known)
-    if status.state.live:
-        print(f"Run {known.run_id} was asked to stop and has not ended yet: {status.state}")
-    else:
-        print(f"Run {known.run_id}: {status.state}")
+    end = time.monotonic() + _WAIT_S
+    status = locator.status(known)
+    while (status.state.live or live_row(status.facts) is not None) and time.monotonic() < end:
+        time.sleep(_STATUS_INTERVAL_S)
+        status = locator.status(known)
+    what = " was asked to stop and has not ended yet" if status.state.live else ""
+    print(f"Run {known.run_id}{what}: {status.state}")
 
 
 def stop(
@@ -60,9 +58,8 @@ def stop(
     """
     jobs, queue = slurm_jobs(facts), facts.answer.queue
     if jobs and queue is None:
-        raise RunError(
-            "SLURM does not answer here", value=f"job {jobs[-1]}", remedy="Cancel the run where squeue works"
-        )
+        raise RunError("SLURM does not answer here", value=f"job {jobs[-1]}",
+                       remedy="Cancel the run where squeue works")  # fmt: skip
     # All of them: a run that was resubmitted may have an older job that is not quite over.
     live = [row.job_id for row in queue or () if row.state in WAITING | ACTIVE]
     if live:
@@ -70,34 +67,17 @@ def stop(
         if refusal:
             raise RunError("SLURM refuses to cancel the job", value=refusal)
         return True
-    process = _process(facts)
-    if process is None:
+    # The training process itself, which saves its state; what controls it is asked only where nothing trains yet.
+    job = facts.jobs[-1] if facts.jobs else None
+    last = facts.attempts[-1] if facts.attempts else None
+    is_newer = job is not None and (last is None or last.start.start_time < job.time)
+    if last is not None and last.end is None and not last.start.job_id:
+        process_host, pid, recorded_at = last.start.host, last.start.pid, last.start.start_time
+    elif job is not None and is_newer and job.executor != "slurm" and job.job_id.isdecimal():
+        process_host, pid, recorded_at = job.host, int(job.job_id), job.time
+    else:
         return False
-    process_host, pid, recorded_at = process
     if process_host != (host or this_host()):
         raise RunError("The run is a process of another machine", value=f"process {pid} of {process_host}",
                        remedy=f"Cancel it there: can-train cancel {facts.run.run_id}")  # fmt: skip
     return terminate_process(pid, recorded_at)
-
-
-def _process(facts: RunFacts) -> tuple[str, int, str] | None:
-    """Finds the process that trains, else the one that is about to: host, process id, and when it was recorded."""
-    job = facts.jobs[-1] if facts.jobs else None
-    last = facts.attempts[-1] if facts.attempts else None
-    # The training process itself, which saves its state; what controls it is asked only where nothing trains yet.
-    if last is not None and last.end is None and not last.start.job_id:
-        return last.start.host, last.start.pid, last.start.start_time
-    is_newer = job is not None and (last is None or last.start.start_time < job.time)
-    if job is not None and is_newer and job.executor != "slurm" and job.job_id.isdecimal():
-        return job.host, int(job.job_id), job.time
-    return None
-
-
-def _wait_for_end(locator: RunLocator, known: KnownRun) -> RunStatus:
-    end = time.monotonic() + _WAIT_S
-    while True:
-        status = locator.status(known)
-        is_over = not status.state.live and live_row(status.facts) is None
-        if is_over or time.monotonic() >= end:
-            return status
-        time.sleep(_STATUS_INTERVAL_S)

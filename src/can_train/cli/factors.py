@@ -2,7 +2,6 @@
 action writes at most one event, refreshes the export, and reports what it did in words or as JSON.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,70 +14,67 @@ from can_train.cli.factors_tables import (
     counted,
     factors_json,
     factors_table,
-    log_notes,
+    record_notes,
     replay_json,
     replay_table,
     runs_tables,
     shown_device,
 )
-from can_train.cli.output import print_tables
+from can_train.cli.output import print_json, print_tables
 from can_train.errors import ConfigError, StateError, nearest_first, unknown_name
-from can_train.factors.events import read_events
 from can_train.factors.exchange import make_export
-from can_train.factors.observations import read_observations
+from can_train.factors.observations import read_records
 from can_train.factors.policies import POLICIES
 from can_train.factors.store import FactorStore, get_safety_factor_db, replay_runs
 from can_train.factors.summary import find_summaries, full_key, keys_like, policy_of, summarize
-from can_train.io.atomic import json_text, write_text_atomic
+from can_train.io.records import json_text, write_text_atomic
 
 _STANDARD_OUTPUT: Final = "-"
-
 _SUGGESTIONS: Final = 3
-
 _NEXT: Final = "Every training run teaches: can-train --help shows how to start one."
 
 
-_Key = Annotated[
-    str | None,
-    typer.Argument(help="Configuration key, with or without its size; all of them without.", metavar="[KEY]"),
-]
-_Show = Annotated[bool, typer.Option("--show", help="List every run; with a KEY that is done anyway.")]
-_Reset = Annotated[bool, typer.Option("--reset", help="Let the runs so far teach nothing any more; they stay.")]
-_Pin = Annotated[float | None, typer.Option(help="Fix the factor of KEY, whatever is learned.", metavar="VALUE")]
-_Unpin = Annotated[bool, typer.Option("--unpin", help="Let the learned factor of KEY hold again.")]
-_Export = Annotated[str | None, typer.Option(help="Write factors as JSON; - is standard output.", metavar="FILE")]
-_Import = Annotated[Path | None, typer.Option("--import", help="Import a file's factors.", metavar="FILE")]
-_Replay = Annotated[
-    str | None, typer.Option(help=f"What another policy would have done: {', '.join(POLICIES)}.", metavar="POLICY")
-]
-_Device = Annotated[str | None, typer.Option(help="Kind of device, as v100-16gb.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Yes = Annotated[bool, typer.Option("--yes", help="Do not ask before --reset.")]
-_StateDir = Annotated[
-    str | None, typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER")
-]
-
-
 def factors(  # noqa: PLR0913 - Typer makes an option of each argument
+    key: Annotated[
+        str | None,
+        typer.Argument(help="Configuration key, with or without its size; all of them without.", metavar="[KEY]"),
+    ] = None,
     *,
-    key: _Key = None,
-    show: _Show = False,
-    reset: _Reset = False,
-    pin: _Pin = None,
-    unpin: _Unpin = False,
-    export: _Export = None,
-    import_file: _Import = None,
-    replay: _Replay = None,
-    device: _Device = None,
-    as_json: _Json = False,
-    yes: _Yes = False,
-    state_dir: _StateDir = None,
+    show: Annotated[bool, typer.Option("--show", help="List every run; with a KEY that is done anyway.")] = False,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Let the runs so far teach nothing any more; they stay.")
+    ] = False,
+    pin: Annotated[
+        float | None, typer.Option(help="Fix the factor of KEY, whatever is learned.", metavar="VALUE")
+    ] = None,
+    unpin: Annotated[bool, typer.Option("--unpin", help="Let the learned factor of KEY hold again.")] = False,
+    export: Annotated[
+        str | None, typer.Option(help="Write factors as JSON; - is standard output.", metavar="FILE")
+    ] = None,
+    import_file: Annotated[
+        Path | None, typer.Option("--import", help="Import a file's factors.", metavar="FILE")
+    ] = None,
+    replay: Annotated[
+        str | None, typer.Option(help=f"What another policy would have done: {', '.join(POLICIES)}.", metavar="POLICY")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Kind of device, as v100-16gb.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --reset.")] = False,
+    state_dir: Annotated[
+        str | None,
+        typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER"),
+    ] = None,
 ) -> None:
     """Show the safety factors that were learned, and from which runs; reset, pin, export or import them."""
-    _check_not_empty({"KEY": key, "--device": device, "--state-dir": state_dir})
+    for name, value in {"KEY": key, "--device": device, "--state-dir": state_dir}.items():
+        if value == "":
+            raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
     asked = {"reset": reset, "pin": pin is not None, "unpin": unpin, "export": export is not None,
              "import": import_file is not None, "replay": replay is not None, "show": show}  # fmt: skip
-    action = _only([name for name, given in asked.items() if given])
+    actions = [name for name, is_given in asked.items() if is_given]
+    if len(actions) > 1:
+        switches = " and ".join(f"--{name}" for name in actions)
+        raise ConfigError("One thing at a time", value=switches, remedy="Give one of them")
     store = get_safety_factor_db(state_dir)
     if replay is not None:
         return _print_replay(store, key, device, replay, as_json=as_json)
@@ -94,40 +90,21 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
         result = _import(store, key, device, import_file)
     else:
         return _print_summaries(store, key, device, show=show or key is not None, as_json=as_json)
-    return _print_result(action, result, store, as_json=as_json)
-
-
-def _check_not_empty(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value == "":
-            raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
-
-
-def _only(asked: Sequence[str]) -> str:
-    if len(asked) > 1:
-        switches = " and ".join(f"--{name}" for name in asked)
-        raise ConfigError("One thing at a time", value=switches, remedy="Give one of them")
-    return asked[0] if asked else ""
-
-
-def _needed(key: str | None, flag: str) -> str:
-    if key is None:
-        raise ConfigError(f"{flag} needs a KEY", remedy="can-train factors lists keys")
-    return key
+    return _print_result(actions[0], result, store, as_json=as_json)
 
 
 def _print_summaries(store: FactorStore, key: str | None, device: str | None, *, show: bool, as_json: bool) -> None:
-    log, events = read_observations(store.state), read_events(store.state)
-    summaries = summarize(log.finished, events.events, store.policy)
+    records = read_records(store.state)
+    summaries = summarize(records.finished, records.events, store.policy)
     if summaries or key is not None:
         summaries = find_summaries(summaries, key, device)
     if as_json:
-        _print_json(factors_json(summaries, log, events, show=show))
+        print_json(factors_json(summaries, records, show=show))
     elif summaries:
-        tables = [factors_table(summaries, log_notes(log, events))]
+        tables = [factors_table(summaries, record_notes(records))]
         print_tables(tables + [table for summary in summaries if show for table in runs_tables(summary)])
     else:
-        print("\n".join([f"Nothing has been learned yet in {store.state}.", *log_notes(log, events), _NEXT]))
+        print("\n".join([f"Nothing has been learned yet in {store.state}.", *record_notes(records), _NEXT]))
 
 
 def _print_replay(store: FactorStore, key: str | None, device: str | None, name: str, *, as_json: bool) -> None:
@@ -136,7 +113,7 @@ def _print_replay(store: FactorStore, key: str | None, device: str | None, name:
     found = [summary for summary in find_summaries(store.records(), key, device) if summary.runs]
     replays = [replay_runs(summary, policy_of(summary.runs[-1], name)) for summary in found]
     if as_json:
-        _print_json({"replays": [replay_json(one, name) for one in replays]})
+        print_json({"replays": [replay_json(one, name) for one in replays]})
     elif replays:
         print_tables([replay_table(one, name) for one in replays])
     else:
@@ -160,16 +137,12 @@ def _print_result(action: str, result: ActionResult, store: FactorStore, *, as_j
         except StateError as error:
             notices.append(f"The change holds, but {store.db_path.name} is out of date. {error}")
     if as_json and result.values:
-        _print_json({"action": action, **result.values, "notices": notices})
+        print_json({"action": action, **result.values, "notices": notices})
         return
     if result.text:
         print(result.text)
     for notice in notices:
         print(notice, file=sys.stderr)
-
-
-def _print_json(values: Mapping[str, Any]) -> None:
-    print(json.dumps(values, indent=2, ensure_ascii=False))
 
 
 def _on(device: str | None) -> str:
@@ -178,39 +151,35 @@ def _on(device: str | None) -> str:
 
 def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool) -> ActionResult:
     found = find_summaries(store.records(), key, device)
+    devices = {summary.device for summary in found}
+    if device is not None and device not in devices:
+        # What was imported for any device would serve this one, and nothing was learned on it.
+        raise unknown_name("device", device, devices)
     keys = sorted({summary.key for summary in found})
     runs = sum(len(summary.runs) for one in found for summary in (one, *one.other_settings))
     what = f"{counted(runs, 'run')} of {keys[0] if len(keys) == 1 else counted(len(keys), 'key')}{_on(device)}"
-    if not yes:
-        _confirm(f"Shall {what} teach nothing any more? Their history stays.")
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError("--reset asks first, and nobody can answer here", value="standard input is no terminal",
+                          remedy="Add --yes")  # fmt: skip
+    if not yes and not typer.confirm(f"Shall {what} teach nothing any more? Their history stays.", err=True):
+        typer.echo("Nothing was reset.", err=True)
+        raise typer.Exit(1)
     path = store.reset(None if key is None else keys[0], device)
-    notices = [
-        f"{one.key} on {shown_device(one.device)} is {one.reason}: --unpin removes that"
-        for one in found
-        if one.state == "pinned"
-    ]
+    pinned = [one for one in found if one.state == "pinned"]
+    notices = [f"{one.key} on {shown_device(one.device)} is {one.reason}: --unpin removes that" for one in pinned]
     text = f"{', '.join(keys)}: no run teaches{_on(device)}; the next run is a first one."
     if runs:
         text = f"{what} teach nothing any more; the next run is a first one. Their history stays."
     return ActionResult(text, {"config_keys": keys, "device": device, "runs": runs, "event": str(path)}, notices)
 
 
-def _confirm(question: str) -> None:
-    if not sys.stdin.isatty():
-        raise ConfigError(
-            "--reset asks first, and nobody can answer here", value="standard input is no terminal", remedy="Add --yes"
-        )
-    if not typer.confirm(question, err=True):
-        typer.echo("Nothing was reset.", err=True)
-        raise typer.Exit(1)
-
-
 def _pin(store: FactorStore, key: str | None, device: str | None, value: float) -> ActionResult:
-    given, summaries = _needed(key, "--pin"), store.records()
+    if key is None:
+        raise ConfigError("--pin needs a KEY", remedy="can-train factors lists keys")
+    summaries, notices = store.records(), []
     known = {summary.key for summary in summaries}
     # A key that no run has had is pinned as it was given.
-    key = full_key(summaries, given) if keys_like(summaries, given) else given
-    notices = []
+    key = full_key(summaries, key) if keys_like(summaries, key) else key
     if key not in known:
         nearest = ", ".join(nearest_first(key, known)[:_SUGGESTIONS])
         hint = f" Known keys, nearest first: {nearest}." if nearest else ""
@@ -220,9 +189,11 @@ def _pin(store: FactorStore, key: str | None, device: str | None, value: float) 
     return ActionResult(text, {"config_key": key, "device": device, "value": value, "event": str(path)}, notices)
 
 
-def _unpin(store: FactorStore, given: str | None, device: str | None) -> ActionResult:
+def _unpin(store: FactorStore, key: str | None, device: str | None) -> ActionResult:
+    if key is None:
+        raise ConfigError("--unpin needs a KEY", remedy="can-train factors lists keys")
     summaries = store.records()
-    found = find_summaries(summaries, _needed(given, "--unpin"), device)
+    found = find_summaries(summaries, key, device)
     key = found[0].key
     if all(summary.state != "pinned" for summary in found):
         pinned = sorted({summary.key for summary in summaries if summary.state == "pinned"})
@@ -234,7 +205,7 @@ def _unpin(store: FactorStore, given: str | None, device: str | None) -> ActionR
 
 
 def _export(store: FactorStore, key: str | None, device: str | None, file: str) -> ActionResult:
-    export = make_export(find_summaries(store.records(), key, device), read_events(store.state).events)
+    export = make_export(find_summaries(store.records(), key, device), read_records(store.state).events)
     text = json_text(export)
     if file == _STANDARD_OUTPUT:
         sys.stdout.write(text)

@@ -9,25 +9,19 @@ from itertools import pairwise
 from typing import Any, Final
 
 from can_train.cli.output import TextTable
-from can_train.factors.events import ANY_DEVICE, EventLog
 from can_train.factors.exchange import run_notes
-from can_train.factors.observations import Observation, ObservationLog
+from can_train.factors.observations import ANY_DEVICE, Records
 from can_train.factors.store import Replay
 from can_train.factors.summary import FactorSummary
 
 # Characters of the widest line: with an indent of two, a little less than the narrowest terminal in use.
 PLOT_COLUMNS: Final = 76
-
 _LABEL: Final = "{:>4.0%} |"
-
 _LABEL_COLUMNS: Final = 6
-
 # Share of the capacity, or of the tuned limit, that one line stands for.
 _STEP: Final = 0.05
-
 # Columns of a run where there is room: a few runs should not lie at the ends of a long line.
 _WIDEST_RUN: Final = 4
-
 _FACTOR, _PEAK, _BOTH, _OUT_OF_MEMORY, _TARGET = "f", "o", "*", "X", "-"
 
 
@@ -54,11 +48,20 @@ def plot_lines(points: Sequence[PlotPoint], *, target: float, columns: int = PLO
     if not points:
         return []
     room = columns - _LABEL_COLUMNS
-    thinned = _thinned(points, room)
+    thinned = list(points)
+    if len(points) > room:
+        thinned = []
+        for begin, end in pairwise(index * len(points) // room for index in range(room + 1)):
+            part = points[begin:end]
+            peak = max((point.peak for point in part if point.peak is not None), default=None)
+            thinned.append(PlotPoint(part[-1].factor, peak, any(point.ran_out for point in part)))
     spacing = max(min(room // len(thinned), _WIDEST_RUN), 1)
     lowest = min([target, *(share for point in thinned for share in (point.factor, point.peak or 1.0))])
-    rows = range(_row(1.0), _row(lowest) - 1, -1)
-    lines = [_plot_line(row, thinned, _row(target), spacing) for row in rows]
+    lines = []
+    for row in range(_row(1.0), _row(lowest) - 1, -1):
+        empty = _TARGET if row == _row(target) else " "
+        cells = [_mark(point, row).replace(" ", empty).ljust(spacing, empty) for point in thinned]
+        lines.append((_LABEL.format(row * _STEP) + "".join(cells)).rstrip())
     caption = f"{len(points)} runs, oldest first" if len(points) > 1 else "1 run"
     if len(thinned) < len(points):
         caption += f"; up to {-(-len(points) // len(thinned))} of them in a column"
@@ -69,25 +72,8 @@ def plot_lines(points: Sequence[PlotPoint], *, target: float, columns: int = PLO
     return [*lines, axis, *(" " * _LABEL_COLUMNS + text for text in (caption, legend))]
 
 
-def _thinned(points: Sequence[PlotPoint], most: int) -> list[PlotPoint]:
-    if len(points) <= most:
-        return list(points)
-    thinned = []
-    for begin, end in pairwise(index * len(points) // most for index in range(most + 1)):
-        part = points[begin:end]
-        peak = max((point.peak for point in part if point.peak is not None), default=None)
-        thinned.append(PlotPoint(part[-1].factor, peak, any(point.ran_out for point in part)))
-    return thinned
-
-
 def _row(share: float) -> int:
     return round(min(share, 1.0) / _STEP)
-
-
-def _plot_line(row: int, points: Sequence[PlotPoint], target: int, spacing: int) -> str:
-    empty = _TARGET if row == target else " "
-    cells = [_mark(point, row).replace(" ", empty).ljust(spacing, empty) for point in points]
-    return (_LABEL.format(row * _STEP) + "".join(cells)).rstrip()
 
 
 def _mark(point: PlotPoint, row: int) -> str:
@@ -101,29 +87,18 @@ def _mark(point: PlotPoint, row: int) -> str:
 _COLUMNS: Final = (
     "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",
 )  # fmt: skip
-
 _RUN_COLUMNS: Final = ("run", "attempt", "ended", "factor", "used", "peak", "batch", "micro-batch", "outcome", "notes")
-
 _BEFORE_RESET: Final = "before the reset"
 
 
 def factors_table(summaries: Sequence[FactorSummary], notes: Sequence[str] = ()) -> TextTable:
     """Makes the overview: one row for each configuration and kind of device."""
     rows = [
-        (
-            summary.key,
-            "any other" if summary.device == ANY_DEVICE else summary.device,
-            _factor(summary),
-            str(len(summary.runs)),
-            _percent(summary.mean_peak),
-            _percent(summary.max_peak),
-            _percent(summary.last_peak),
-            str(summary.ooms),
-            "yes" if summary.converged else "no",
-            "; ".join(_reasons(summary)),
-        )
+        (summary.key, "any other" if summary.device == ANY_DEVICE else summary.device, _factor(summary),
+         str(len(summary.runs)), _percent(summary.mean_peak), _percent(summary.max_peak), _percent(summary.last_peak),
+         str(summary.ooms), "yes" if summary.converged else "no", "; ".join(_reasons(summary)))
         for summary in summaries
-    ]
+    ]  # fmt: skip
     return TextTable("Safety factors of the next runs", _COLUMNS, rows, notes)
 
 
@@ -167,23 +142,14 @@ def runs_tables(summary: FactorSummary) -> list[TextTable]:
 
 
 def _run_rows(summary: FactorSummary) -> list[tuple[str, ...]]:
-    before, since = summary.runs_before_reset, summary.runs
-    return [_run_row(run, _BEFORE_RESET) for run in before] + [_run_row(run, "") for run in since]
-
-
-def _run_row(run: Observation, mark: str) -> tuple[str, ...]:
-    return (
-        run.run_id,
-        str(run.attempt),
-        _minute(run.ended),
-        f"{run.factor:.4f}",
-        "–" if run.used is None else f"{run.used:.3f}",
-        _percent(run.peak),
-        str(run.logical_batch),
-        str(run.largest_micro_batch),
-        run.outcome,
-        "; ".join(note for note in (mark, run_notes(run)) if note),
-    )
+    before = len(summary.runs_before_reset)
+    return [
+        (run.run_id, str(run.attempt), _minute(run.ended), f"{run.factor:.4f}",
+         "–" if run.used is None else f"{run.used:.3f}", _percent(run.peak), str(run.logical_batch),
+         str(run.largest_micro_batch), run.outcome,
+         "; ".join(filter(None, (_BEFORE_RESET if index < before else "", run_notes(run)))))
+        for index, run in enumerate(summary.all_runs)
+    ]  # fmt: skip
 
 
 def settings_apart(fingerprints: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -220,24 +186,22 @@ def replay_table(replay: Replay, name: str) -> TextTable:
     return TextTable(title, ("run", "attempt", "ended", "factor", name, "peak", "outcome"), rows, [note])
 
 
-def log_notes(log: ObservationLog, events: EventLog) -> list[str]:
+def record_notes(records: Records) -> list[str]:
     """Lists the attempts without a result and the files that could not be read."""
     unfinished = [
         f"no result: {started.run_id} (attempt {started.attempt}, {started.key}), begun {_minute(started.started)}, "
-        + ("lost: its process is gone" if started.is_lost() else "still runs or was lost")
-        for started in log.unfinished
+        + ("lost: its process is gone" if started.is_running() is False else "still runs or was lost")
+        for started in records.unfinished
     ]
-    return unfinished + [f"set aside: {aside.shown}: {aside.reason}" for aside in log.set_aside + events.set_aside]
+    return unfinished + [f"set aside: {aside.shown}: {aside.reason}" for aside in records.set_aside]
 
 
-def factors_json(
-    summaries: Sequence[FactorSummary], log: ObservationLog, events: EventLog, *, show: bool
-) -> dict[str, Any]:
+def factors_json(summaries: Sequence[FactorSummary], records: Records, *, show: bool) -> dict[str, Any]:
     """Makes the overview, and with `show` the runs, as plain values; peaks are shares of the capacity."""
     return {
         "factors": [_summary_json(summary, show=show) for summary in summaries],
-        "unfinished": [{**asdict(started), "lost": started.is_lost()} for started in log.unfinished],
-        "set_aside": [{"path": aside.shown, "reason": aside.reason} for aside in log.set_aside + events.set_aside],
+        "unfinished": [{**asdict(started), "lost": started.is_running() is False} for started in records.unfinished],
+        "set_aside": [{"path": aside.shown, "reason": aside.reason} for aside in records.set_aside],
     }
 
 
@@ -278,17 +242,10 @@ def _summary_json(summary: FactorSummary, *, show: bool) -> dict[str, Any]:
 def replay_json(replay: Replay, name: str) -> dict[str, Any]:
     """Makes a replay as plain values."""
     runs = [
-        {
-            "run_id": run.run_id,
-            "attempt": run.attempt,
-            "end_time": run.end_time,
-            "factor": run.factor,
-            "replayed_factor": factor,
-            "peak_memory_pct": run.peak,
-            "outcome": run.outcome,
-        }
+        {"run_id": run.run_id, "attempt": run.attempt, "end_time": run.end_time, "factor": run.factor,
+         "replayed_factor": factor, "peak_memory_pct": run.peak, "outcome": run.outcome}
         for run, factor in zip(replay.summary.runs, replay.factors, strict=True)
-    ]
+    ]  # fmt: skip
     return {
         "config_key": replay.summary.key,
         "device": replay.summary.device,

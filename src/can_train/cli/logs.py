@@ -1,33 +1,23 @@
-"""`can-train logs RUN [-f]`: prints what a run's jobs have printed, or follows them until the run has ended."""
+"""`can-train logs RUN [-f]`: prints what a run has printed, in a terminal or in its jobs, or follows it to its end."""
 
 import codecs
 import re
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
-from can_train.errors import RunError
-from can_train.slurm.run_state import FINISHED
-from can_train.slurm.status import KnownRun, RunStatus, log_path
-from can_train.training.run_folder import JobRecord
+from can_train.errors import RUN_FAILED, RunError
+from can_train.slurm.run_state import FINISHED, RunFacts
+from can_train.slurm.status import KnownRun, RunStatus, run_logs
 
 _READ_INTERVAL_S: Final = 0.5
-
-_STATUS_INTERVAL_S: Final = 5.0
-"""Seconds between two questions to SLURM, whose controller everybody shares."""
-
-_NOT_FINISHED: Final = 1
-"""Exit code where a followed run did not finish."""
-
-_RANK: Final = re.compile(r"_(\d+)_log\.(out|err)$")
-"""submitit's names of logs end in the rank."""
-
+_STATUS_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
 _READ_BYTES: Final = 2**20
+_RANK: Final = re.compile(r"_(\d+)_log\.(out|err)$")  # submitit's names of logs end in the rank
 
 
 def logs(
@@ -43,11 +33,12 @@ def logs(
     if follow:
         status = _follow(locator, known, rank)
         _note(f"Run {known.run_id}: {status.state}")
-        raise typer.Exit(0 if status.state.state == FINISHED else _NOT_FINISHED)
+        raise typer.Exit(0 if status.state.state == FINISHED else RUN_FAILED)
     status = locator.status(known)
-    paths = log_paths(status.facts.jobs, known, rank)
+    paths = log_paths(status.facts, known, rank)
     if not _print_new(GrowingLog(paths[-1])):
-        _note(f"Nothing is printed yet ({status.state}). can-train logs {run} -f waits for it")
+        waits = f". can-train logs {run} -f waits for it" if status.state.live else ""
+        _note(f"There is no log of this run, or it is empty ({status.state}){waits}")
     for earlier in paths[:-1]:
         _note(f"The log of an earlier job: {earlier}")
 
@@ -73,19 +64,13 @@ class GrowingLog:
         return self._decoder.decode(data)
 
 
-def log_paths(jobs: Sequence[JobRecord], known: KnownRun, rank: int) -> list[Path]:
-    """Lists the logs of one rank of a run's jobs, the first job's first.
+def log_paths(facts: RunFacts, known: KnownRun, rank: int) -> list[Path]:
+    """Lists the logs of one rank of a run, the oldest first.
 
     Raises:
-        RunError: No job of the run has a log, or this rank has written none.
+        RunError: This rank has written none.
     """
-    paths = [log_path(job, known) for job in jobs if job.log_path]
-    if not paths:
-        raise RunError(
-            "Only a submitted run has a log",
-            value=known.run_id,
-            remedy="What a run prints that trains in a terminal stays there; can-train status shows its state",
-        )
+    paths = run_logs(facts, known)
     if not rank:
         return paths
     ranks = ranks_with_logs(paths[-1])
@@ -112,29 +97,25 @@ def _follow(locator: RunLocator, known: KnownRun, rank: int) -> RunStatus:
     log, is_noted = None, False
     while True:
         status = locator.status(known)
-        path = _newest_log(status, known, rank)
-        if path is not None and (log is None or log.path != path):
+        try:
+            paths = log_paths(status.facts, known, rank)
+        except RunError:
+            # Ranks begin one after another: those after the first may yet write theirs.
+            if not rank or not status.state.live:
+                raise
+            time.sleep(_READ_INTERVAL_S)
+            paths = []
+        if paths and (log is None or log.path != paths[-1]):
             if log is not None:
                 _print_new(log)
-                _note(f"The run goes on in another job: {path}")
-            log = GrowingLog(path)
+                _note(f"The run goes on in another log: {paths[-1]}")
+            log = GrowingLog(paths[-1])
         printed = log is not None and _print_for(log, _STATUS_INTERVAL_S if status.state.live else 0.0)
         if not status.state.live:
             return status
         if not printed and not is_noted:
             _note(f"Waiting ({status.state})")
         is_noted = True
-
-
-def _newest_log(status: RunStatus, known: KnownRun, rank: int) -> Path | None:
-    try:
-        return log_paths(status.facts.jobs, known, rank)[-1]
-    except RunError:
-        # Ranks begin one after another: those after the first may yet write theirs.
-        if not rank or not status.state.live:
-            raise
-        time.sleep(_READ_INTERVAL_S)
-        return None
 
 
 def _print_for(log: GrowingLog, seconds: float) -> bool:

@@ -1,15 +1,17 @@
-"""The command line: finds the command, and turns errors into messages and exit codes."""
+"""The command line: finds the command, checks how its flags are spelt, turns errors into messages and exit codes."""
 
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import typer
+from typer.core import TyperCommand
 
-from can_train.cli.command import Command
-from can_train.errors import CanTrainError, of_system, unknown_name
+from can_train import __version__
+from can_train.config.settings import canonical_name
+from can_train.errors import CanTrainError, ConfigError, nearest_first, of_system, unknown_name
 
 _HELP: Final = """Launches PyTorch training that fits in GPU memory. A command line that starts with an option trains:
 
@@ -20,8 +22,12 @@ _HELP: Final = """Launches PyTorch training that fits in GPU memory. A command l
 _OTHER_COMMANDS: Final = """Other commands, each with its own --help:
 
 \b
+  demo           see in a minute what happens when memory runs short
+  doctor         check what a training needs: GPU, SLURM, data, versions
   factors [KEY]  what earlier runs taught; reset, pin, export, import it
   runs           all runs with their states; --best METRIC ranks them
+  show RUN       its scores, plan, memory and settings, and how to go on
+  compare RUNS   two runs or more side by side: settings, scores, memory
   status RUN     what state a run is in and why; its jobs and attempts
   logs RUN       what a run prints; -f follows it to its end
   cancel RUN     stop a run, which saves itself first
@@ -29,14 +35,27 @@ _OTHER_COMMANDS: Final = """Other commands, each with its own --help:
   evaluate RUN   judge a finished run on its own data, or on others: --dataset
   resubmit RUN   a new run with other settings: --set training.lr=0.01
   pipeline       several runs, each building on those before it
+
+-h is short for --help; --version prints the version.
 """
 
 _NAMES: Final = (
-    "train", "factors", "runs", "status", "logs", "cancel", "resume", "evaluate", "resubmit", "pipeline",
+    "train", "demo", "doctor", "factors", "runs", "show", "compare", "status", "logs", "cancel", "resume", "evaluate",
+    "resubmit", "pipeline",
 )  # fmt: skip
+_JOB_COMMAND: Final = "after-job"  # only jobs give it
 
-# Only jobs give it.
-_JOB_COMMAND: Final = "after-job"
+_ON: Final = ("true", "yes", "on", "1")
+_OFF: Final = ("false", "no", "off", "0")
+# Base of the parser's errors. Its module is Click's or, in newer versions, a private one of Typer's.
+_UsageError: Final[Any] = typer.BadParameter.__base__
+_HELP_ALL: Final = "--help-all"
+_SUGGESTIONS: Final = 5
+_BROKEN_PIPE: Final = 128 + 13  # the exit code of a process that SIGPIPE ends
+
+# What Typer says of a value of the wrong type, and what can-train says.
+_WORDINGS: Final = {"Input should be": "must be", "a valid integer": "a whole number", "a valid number": "a number",
+                    "greater than or equal to": "at least", "less than or equal to": "at most"}  # fmt: skip
 
 
 def run() -> None:
@@ -57,7 +76,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: Without the program's name.
 
     Returns:
-        The exit code: 0; 2 for an error that the user can correct; 128 + the number of a signal.
+        The exit code: 0; 2 for what was typed or configured wrong; 3 for a run that failed; 128 + the number of a
+        signal.
     """
     debug = "--debug" in arguments
     try:
@@ -71,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         # The reader of the output has gone (`| head`): nobody is left to tell.
         _discard_output()
-        return 1
+        return _BROKEN_PIPE
     except OSError as error:
         correctable = of_system(error)
         if debug or correctable is None:
@@ -82,6 +102,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_command(arguments: Sequence[str]) -> int:
     words = list(arguments) or ["--help"]
+    if words[0] == "--version":
+        print(f"can-train {__version__}")
+        return 0
     name = "train" if words[0].startswith("-") else words.pop(0)
     if name not in (*_NAMES, _JOB_COMMAND):
         raise unknown_name("command", name, _NAMES)
@@ -99,14 +122,30 @@ def _run_command(arguments: Sequence[str]) -> int:
 def _load_command(name: str) -> Callable[..., None]:
     """Imports one command: importing all of them takes longer than most of them run."""
     match name:
+        case "demo":
+            from can_train.cli.demo import demo
+
+            return demo
+        case "doctor":
+            from can_train.cli.doctor import make_doctor_command
+
+            return make_doctor_command()
         case "factors":
             from can_train.cli.factors import factors
 
             return factors
         case "runs" | "status":
-            from can_train.cli.runs import make_runs_command, status
+            from can_train.cli.runs import runs, status
 
-            return status if name == "status" else make_runs_command()
+            return runs if name == "runs" else status
+        case "show":
+            from can_train.cli.show import show
+
+            return show
+        case "compare":
+            from can_train.cli.compare import compare
+
+            return compare
         case "logs":
             from can_train.cli.logs import logs
 
@@ -116,25 +155,21 @@ def _load_command(name: str) -> Callable[..., None]:
 
             return cancel
         case "resume" | "resubmit":
-            from can_train.cli.resume import make_resubmit_command, resume
+            from can_train.cli.resume import resubmit, resume
 
-            return resume if name == "resume" else make_resubmit_command()
+            return resume if name == "resume" else resubmit
         case "evaluate":
-            from can_train.cli.evaluate import make_evaluate_command
+            from can_train.cli.evaluate import evaluate
 
-            return make_evaluate_command()
+            return evaluate
         case "pipeline":
             from can_train.cli.pipeline import make_pipeline_command
 
             return make_pipeline_command()
-        case "after-job":
-            from can_train.cli.attempt import after_job
-
-            return after_job
         case _:
-            from can_train.cli.train import make_train_command
+            from can_train.cli.train import after_job, make_train_command
 
-            return make_train_command()
+            return after_job if name == _JOB_COMMAND else make_train_command()
 
 
 def _print_error(error: CanTrainError) -> int:
@@ -149,3 +184,114 @@ def _print_error(error: CanTrainError) -> int:
 def _discard_output() -> None:
     """Discards what was printed and cannot be written: Python would try once more when it exits, and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Command(TyperCommand):
+    """A command whose flags may be spelt with `_` or `-`, or as an alias."""
+
+    def __init__(self, name: str | None, *, context_settings: dict[str, Any] | None = None, **options: Any) -> None:
+        settings = {"help_option_names": ["-h", "--help"], **(context_settings or {})}
+        settings["token_normalize_func"] = _flag_name
+        super().__init__(name, context_settings=settings, **options)
+
+    # Typer's own contexts are of a private class; the public `typer.Context` is a subclass of it.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses arguments after checking how their flags are spelt, with `--regrow=false` as `--no-regrow`.
+
+        Typer can do neither: its parser forgets how a flag was spelt, so the last of two values would win silently,
+        and a switch of it takes no value, where presets and `--set` write true or false.
+        """
+        if _HELP_ALL in args:
+            for one in self.params:
+                one.hidden = False  # type: ignore[attr-defined]  # arguments are never hidden
+            args = ["--help"]
+        switches = {one.opts[0]: one.secondary_opts[0] for one in self.params if one.secondary_opts}
+        known = self._known_flags()
+        valued = {name for one in self.params if not getattr(one, "is_flag", False) for name in one.opts}
+        checked: list[str] = []
+        first: dict[str, tuple[str, str]] = {}
+        for position, argument in enumerate(args):
+            if argument == "--":
+                checked += args[position:]
+                break
+            if not argument.startswith("--"):
+                checked.append(argument)
+                continue
+            spelling, equals, value = argument.partition("=")
+            flag = _canonical_flag(spelling)
+            if flag not in known:
+                nearest = ", ".join(nearest_first(flag, known)[:_SUGGESTIONS])
+                raise ConfigError("Unknown flag", value=spelling, remedy=f"Nearest: {nearest}")
+            given = value if equals else next(iter(args[position + 1 : position + 2]), "")
+            if not equals and flag in valued and given.startswith("--") and _canonical_flag(given) in known:
+                raise ConfigError(f"{flag} needs a value", value=f"{given} is a flag",
+                                  remedy=f"See {ctx.command_path} --help")  # fmt: skip
+            old_spelling, old = first.setdefault(flag, (spelling, given))
+            if old_spelling != spelling and old != given:
+                both = f"{old_spelling} {old} and {spelling} {given}"
+                raise ConfigError(f"{flag} has two different values", value=both, remedy="Give it once")
+            if equals and flag in switches:
+                if value.lower() not in (*_ON, *_OFF):
+                    remedy = f"Give {flag}, or {switches[flag]}"
+                    raise ConfigError(f"{flag} is on or off", value=value, remedy=remedy)
+                argument = flag if value.lower() in _ON else switches[flag]
+            checked.append(argument)
+        try:
+            return super().parse_args(ctx, checked)
+        except _UsageError as error:
+            values = {flag: value for flag, (_, value) in first.items()}
+            raise self._in_own_words(error, values, ctx.command_path) from error
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes arguments and options, in the groups that they name (Typer does it only with Rich)."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for one in self.get_params(ctx):
+            if record := one.get_help_record(ctx):
+                title = "Arguments" if one.param_type_name == "argument" else "Options"
+                groups.setdefault(getattr(one, "rich_help_panel", None) or title, []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+        if self._hides_options():
+            formatter.write_paragraph()
+            formatter.write_text("These are the everyday flags; --help-all shows all of them.")
+
+    def _hides_options(self) -> bool:
+        return any(getattr(one, "hidden", False) for one in self.params)
+
+    def _known_flags(self) -> set[str]:
+        names = {name for one in self.params for name in (*one.opts, *one.secondary_opts)}
+        names |= {"--help", "-h", _HELP_ALL}
+        return {name for name in names if name.startswith("-")}
+
+    def _in_own_words(self, error: Any, given: Mapping[str, str], command: str) -> ConfigError:
+        """Rewrites an error of Typer's parser as rule, value and remedy; `given` has the values by flag."""
+        parameter, flag = getattr(error, "param", None), str(getattr(error, "option_name", ""))
+        see_help = f"See {command} --help"
+        if "No such option" in error.format_message():
+            nearest = ", ".join(nearest_first(flag, self._known_flags())[:_SUGGESTIONS])
+            return ConfigError("Unknown flag", value=flag, remedy=f"Nearest: {nearest}")
+        if flag:
+            takes = "takes no value" if "does not take" in error.message else "needs a value"
+            return ConfigError(f"{flag} {takes}", remedy=see_help)
+        if parameter is None:
+            # `Got unexpected extra argument(s) (foo bar)`
+            words = error.message.partition(" (")[2].rstrip(")") or error.message
+            return ConfigError("A word belongs to no flag", value=words, remedy=f"Leave it out. {see_help}")
+        name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name.upper()
+        if not error.message:
+            more = ": can-train runs lists them" if name == "RUN" else f". {see_help}"
+            return ConfigError(f"{name} is missing", remedy=f"Name one{more}")
+        rule = error.message.partition(",")[0].rstrip(".")
+        for theirs, ours in _WORDINGS.items():
+            rule = rule.replace(theirs, ours)
+        return ConfigError(f"{name} {rule}", value=repr(given.get(name, "")), remedy=see_help)
+
+
+def _canonical_flag(argument: str) -> str:
+    return f"--{_flag_name(argument.partition('=')[0].removeprefix('--'))}"
+
+
+def _flag_name(name: str) -> str:
+    """Returns the canonical name of a flag without its hyphens: `max_epochs` is `epochs`, `dry_run` is `dry-run`."""
+    return canonical_name(name).replace("_", "-")

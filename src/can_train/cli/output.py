@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from itertools import pairwise
+from shutil import get_terminal_size
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from can_train.errors import ConfigError
+from can_train.reporter import COLUMNS, NOTE, LineReporter, SilentReporter, amount_text, figure_text, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,12 +34,8 @@ _WRAPPED_FROM: Final = 17
 # Between a figure and its heading: lines are not broken there.
 _NO_BREAK: Final = "\N{NO-BREAK SPACE}"
 _GAP: Final = "  "
-# Columns of a pipe, whose reader wants whole lines.
+# Columns of a table in a pipe, whose reader wants whole rows.
 _UNBOUNDED: Final = 10_000
-
-# Seconds between progress lines where there is no terminal: a day's log stays readable.
-_LINE_INTERVAL_S: Final = 10.0
-
 # Seconds of each unit, the largest first.
 _UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -47,47 +50,82 @@ class TextTable:
     notes: Sequence[str] = ()
 
 
-def print_tables(tables: Sequence[Table]) -> None:
+class Verbosity(Enum):
+    """How much a command prints beside its result."""
+
+    QUIET = "nothing but errors"
+    NORMAL = "what everybody should know"
+    VERBOSE = "also how it came about, and the result in full"
+
+    @classmethod
+    def of(cls, *, quiet: bool, verbose: bool) -> Verbosity:
+        """Returns what flags ask for; raises ConfigError if they contradict each other."""
+        if quiet and verbose:
+            raise ConfigError("--quiet and --verbose ask for opposites", remedy="Give one of them")
+        return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.NORMAL
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, and errors.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every baseline, and what a plan rests on.")]
+
+
+def print_note(text: str) -> None:
+    """Prints a notice as a line on standard error, as reporters do."""
+    LineReporter(sys.stderr).notice(text)
+
+
+def print_wrapped(text: str) -> None:
+    """Prints a text in as many lines as it needs; words, such as paths, stay whole."""
+    columns = get_terminal_size((COLUMNS, 0)).columns if sys.stdout.isatty() else COLUMNS
+    print(wrapped(text, columns, hang=_GAP))
+
+
+def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> None:
     """Prints each table under its title, with its notes below it.
 
-    A table that is too wide for the terminal becomes a paragraph for each row.
+    A table that is too wide for the terminal, or for `pipe_columns` where there is none, becomes a paragraph for each
+    row.
     """
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=_UNBOUNDED)
+        console = Console(highlight=False, width=pipe_columns)
     for table in tables:
         console.print()
         console.print(Text(table.title, style="bold"))
-        widths = _widths(table)
+        # Of the longest cell of each column.
+        widths = [max((len(row[index]) for row in table.rows), default=0) for index in range(len(table.columns))]
         narrowest = [width if index == 0 else min(width, _WRAPPED_FROM) for index, width in enumerate(widths)]
-        if (
-            sum(max(len(name), width) + 1 for name, width in zip(table.columns, narrowest, strict=True))
-            <= console.width
-        ):
+        needed = [max(len(name), width) for name, width in zip(table.columns, narrowest, strict=True)]
+        # Lines between the columns take a second space.
+        gaps = (len(needed) - 1) * (2 if console.is_terminal else 1)
+        if sum(needed) + gaps <= console.width:
             console.print(_rich_table(table, widths, lines=console.is_terminal))
         else:
             _print_paragraphs(table, widths, console)
         for note in table.notes:
-            console.print(Text(f"  {note}"))
+            console.print(Text(wrapped(_GAP + note, console.width)))
 
 
-def _widths(table: Table) -> list[int]:
-    """Returns the length of the longest cell of each column."""
-    return [max((len(row[index]) for row in table.rows), default=0) for index in range(len(table.columns))]
+def print_judgement(summary: Sequence[Table], tables: Sequence[Table], verbosity: Verbosity) -> None:
+    """Prints a judgement: its summary, after all of its tables if details are wanted."""
+    if verbosity == Verbosity.VERBOSE:
+        print_tables(tables)
+    print_tables(summary, pipe_columns=COLUMNS)
 
 
 def _rich_table(table: Table, widths: Sequence[int], *, lines: bool) -> RichTable:
     from rich import box
     from rich.table import Table as RichTable
 
-    drawn = RichTable(box=box.SIMPLE_HEAD if lines else None, pad_edge=False, padding=(0, 1, 0, 0))
+    kind = box.SIMPLE_HEAD if lines else None
+    drawn = RichTable(box=kind, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, (name, width) in enumerate(zip(table.columns, widths, strict=True)):
         is_text = width >= _WRAPPED_FROM
         justify: Any = "left" if index == 0 or is_text else "right"
-        drawn.add_column(name, justify=justify, no_wrap=not is_text, overflow="fold")
+        drawn.add_column(name, justify=justify, no_wrap=index == 0 or not is_text, overflow="fold")
     for row in table.rows:
         drawn.add_row(*row)
     return drawn
@@ -108,78 +146,49 @@ def _print_paragraphs(table: Table, widths: Sequence[int], console: Console) -> 
     console.print()
 
 
-def make_reporter() -> Reporter:
+def print_json(values: Any) -> None:
+    """Prints plain values as JSON."""
+    print(json.dumps(values, indent=2, ensure_ascii=False))
+
+
+def make_reporter(verbosity: Verbosity = Verbosity.NORMAL) -> Reporter:
     """Chooses the reporter that suits standard error."""
-    return TerminalReporter() if sys.stderr.isatty() else LineReporter(sys.stderr)
-
-
-class LineReporter:
-    """Prints plain lines: one every few seconds while a stage takes time, and one at its end.
-
-    Args:
-        stream: Where to write.
-        interval_s: Seconds between progress lines of a stage.
-    """
-
-    def __init__(self, stream: TextIO, *, interval_s: float = _LINE_INTERVAL_S) -> None:
-        self._stream = stream
-        self._interval_s = interval_s
-
-    def notice(self, text: str) -> None:
-        """Prints a notice as a line."""
-        self._print(f"note: {text}")
-
-    @contextmanager
-    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
-        """Prints lines about a stage while it runs."""
-        stage = _LineStage(self._print, self._interval_s, title, total, unit)
-        yield stage
-        stage.print(last=True)
-
-    def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
-
-
-class _LineStage:
-    def __init__(self, write: Any, interval_s: float, title: str, total: int | None, unit: str) -> None:
-        self._write = write
-        self._interval_s = interval_s
-        self._title = title
-        self._total = total
-        self._unit = unit
-        self._done = 0
-        self._figures: dict[str, float] = {}
-        self._started = self._printed = time.monotonic()
-
-    def advance(self, amount: int = 1, **figures: float) -> None:
-        self._done += amount
-        self._figures = figures or self._figures
-        if time.monotonic() - self._printed >= self._interval_s:
-            self.print(last=False)
-
-    def print(self, *, last: bool) -> None:
-        self._printed = time.monotonic()
-        elapsed_s = self._printed - self._started
-        parts = [f"{self._title}: {_amount(self._done, self._total, self._unit)}"]
-        parts += [f"{name} {value:.4g}" for name, value in self._figures.items()]
-        parts.append(f"{elapsed_s:.1f} s" if last else _remaining(self._done, self._total, elapsed_s))
-        self._write(", ".join(part for part in parts if part))
+    if verbosity == Verbosity.QUIET:
+        return SilentReporter()
+    is_verbose = verbosity == Verbosity.VERBOSE
+    if sys.stderr.isatty():
+        return TerminalReporter(verbose=is_verbose)
+    return LineReporter(sys.stderr, verbose=is_verbose)
 
 
 class TerminalReporter:
-    """Draws progress bars with Rich."""
+    """Draws progress bars with Rich.
 
-    def __init__(self) -> None:
+    Args:
+        verbose: Whether details are printed.
+    """
+
+    def __init__(self, *, verbose: bool = False) -> None:
         # Rich takes a tenth of a second to import, which `--help` does not pay.
         from rich.console import Console
 
         self._console = Console(stderr=True, highlight=False)
+        self._verbose = verbose
 
     def notice(self, text: str) -> None:
         """Prints a notice above the bars."""
-        from rich.markup import escape
+        from rich.text import Text
 
-        self._console.print(f"[yellow]note:[/] {escape(text)}")
+        shown = Text(wrapped(text, self._console.width, label=NOTE))
+        shown.stylize("yellow", end=len(NOTE))
+        self._console.print(shown)
+
+    def detail(self, text: str) -> None:
+        """Prints details above the bars, if they are wanted."""
+        from rich.text import Text
+
+        if self._verbose and text:
+            self._console.print(Text(wrapped(text, self._console.width, hang=_GAP)))
 
     @contextmanager
     def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator[Stage]:
@@ -188,7 +197,8 @@ class TerminalReporter:
 
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
+            # With the longest title they fit 80 columns.
+            BarColumn(bar_width=10),
             TextColumn("{task.fields[amount]}"),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
@@ -202,24 +212,10 @@ class TerminalReporter:
 
                 def advance(self, amount: int = 1, **figures: float) -> None:
                     self.done += amount
-                    text = " ".join(f"{name} {value:.4g}" for name, value in figures.items())
-                    progress.update(task, advance=amount, amount=_amount(self.done, total, unit), figures=text)
+                    text = " ".join(figure_text(name, value) for name, value in figures.items())
+                    progress.update(task, advance=amount, amount=amount_text(self.done, total, unit), figures=text)
 
             yield Bar()
-
-
-def _amount(done: int, total: int | None, unit: str) -> str:
-    if unit == "bytes":
-        return f"{done / 2**20:.0f}/{total / 2**20:.0f} MiB" if total else f"{done / 2**20:.0f} MiB"
-    amount = f"{done:,}/{total:,}" if total else f"{done:,}"
-    return f"{amount} {unit.removesuffix('s') if (total or done) == 1 else unit}"
-
-
-def _remaining(done: int, total: int | None, elapsed_s: float) -> str:
-    if not total or not done:
-        return ""
-    seconds = round(elapsed_s / done * (total - done))
-    return f"{seconds // 60}:{seconds % 60:02d} left"
 
 
 def finite(value: Any) -> Any:
@@ -244,11 +240,6 @@ def duration(seconds: float) -> str:
             rest = whole % size // smaller
             return f"{whole // size} {unit}" + (f" {rest} {smaller_unit}" if whole < 10 * size and rest else "")
     return f"{whole} s"
-
-
-def rough_duration(seconds: float) -> str:
-    """Writes a duration in its largest unit only, for a column."""
-    return " ".join(duration(seconds).split()[:2])
 
 
 def local_time(time: str) -> str:

@@ -1,47 +1,47 @@
 """`can-train pipeline`: trains the stages of a preset, here one after another or on SLURM as a chain of jobs."""
 
-import json
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from __future__ import annotations
 
-from can_train.cli.command import make_command
-from can_train.cli.output import TextTable, print_tables
-from can_train.cli.pipeline_tables import (
-    StageResult,
-    result_json,
-    sent_json,
-    sent_table,
-    step_json,
-    steps_table,
-    summary_table,
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from can_train.cli.output import (
+    TextTable,
+    Verbosity,
+    duration,
+    finite,
+    make_reporter,
+    print_json,
+    print_note,
+    print_tables,
+    seconds_between,
 )
-from can_train.cli.train_options import (
-    Flags,
-    check_flags,
-    make_request,
-    option_parameters,
-    options_without,
-    training_parameters,
-)
-from can_train.config.overrides import split_list
-from can_train.errors import ConfigError, RunError
+from can_train.cli.runs import by_test_set
+from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, make_request
+from can_train.config.resolved import state_dir
+from can_train.config.settings import split_list
+from can_train.errors import ConfigError, FailedRunError, RunError
+from can_train.io.units import shortened
+from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
+from can_train.training.run_folder import JobRecord, Registry, RunFolder, make_run, short_name
 
 if TYPE_CHECKING:
-    from can_train.config.compose import RunRequest
-    from can_train.config.resolved import ResolvedRun
-    from can_train.slurm.pipeline import PipelineStage, PlannedStage, StageRequest
+    from pathlib import Path
 
+    from can_train.slurm.pipeline import PipelineStage, PlannedStage, StageRequest
+    from can_train.slurm.snapshot import Code
+    from can_train.slurm.submission_plan import SubmissionPlan
 
 _OF_ONE_RUN: Final = (
-    "model", "mode", "size", "model_args", "max_parallel", "after", "target_gpu", "target_memory",
+    "model", "mode", "size", "model_args", "max_parallel", "after", "target_gpu", "target_memory", "show_config",
 )  # fmt: skip
 """Options of a training line that a pipeline decides itself, or that mean nothing to several runs."""
 
-
 _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
-    **options_without(_OF_ONE_RUN),
+    **{name: option for name, option in OPTIONS.items() if name not in _OF_ONE_RUN},
     "submit": (bool, False, "Send the stages to SLURM, as a chain of jobs."),
     "cluster": (str | None, None, "Preset of the cluster that --submit sends them to. [slurm]"),
     "force": (bool, False, "Train anew also what has been trained already."),
@@ -49,14 +49,18 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "json": (bool, False, "Print JSON."),
     "set": (list[str] | None, None, "Any setting: dataset.window=50; of one stage: STAGE:model.hidden=32. Repeatable."),
     "preset": (str, "standard", "Preset of the pipeline."),
+    "verbose": (bool, False, "Print also every baseline, and what the plans rest on."),
     "stages": (str | None, None, "Stages by name: autoencoder,normal. [all]"),
     "show": (bool, False, "Print the table of what there is, and stop."),
 }  # fmt: skip
 
+_METRIC: Final = "mcc"
+_UNDEFINED: Final = "-"  # what stands for a figure that there is none of
+
 
 def make_pipeline_command() -> Callable[..., None]:
-    """Makes the command; its signature is made of the options above and the training settings."""
-    return make_command([*option_parameters(_OPTIONS), *training_parameters()], _pipeline)
+    """Makes the command."""
+    return make_command(_OPTIONS, _pipeline)
 
 
 def _pipeline(flags: Flags) -> None:
@@ -68,41 +72,64 @@ def _pipeline(flags: Flags) -> None:
     if not flags["dataset"]:
         raise ConfigError("--dataset is missing", remedy="Try: can-train pipeline --dataset synthetic")
     check_flags({name: value for name, value in flags.items() if name != "force"})
+    verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     # Composition imports Hydra: a line that is wrong before it does not pay for it.
     from can_train.slurm.pipeline import load_stages
 
-    stages = load_stages(flags["preset"])
-    steps = _planned(stages, _requests(stages, flags), force=flags["force"])
-    as_json = flags["json"]
+    stages, as_json = load_stages(flags["preset"]), flags["json"]
+    steps = _plan(stages, _requests(stages, flags), force=flags["force"])
+    for step in () if flags["quiet"] else steps:
+        for notice in step.notices:
+            print_note(f"{step.name}: {notice}")
     if flags["dry_run"]:
-        _print([step_json(step) for step in steps], steps_table(steps), as_json=as_json)
+        _print([_step_json(step) for step in steps], _steps_table(steps), as_json=as_json)
     elif flags["show"]:
-        from can_train.cli.pipeline_stages import current_results
-
-        _print_results(current_results(steps), as_json=as_json)
+        folders = {step.name: step.known.folder for step in steps if step.known is not None}
+        notes = {step.name: str(step.state) if step.state is not None else "not trained yet" for step in steps}
+        _print_results(_results(steps, folders, notes), as_json=as_json)
     elif flags["submit"]:
-        _submit(steps, as_json=as_json)
+        sent = _submit_stages(steps)
+        _print([_sent_json(each) for each in sent], _sent_table(sent), as_json=as_json)
+        if not as_json:
+            print("Table of what there is: the same line with --show; one stage: can-train status RUN")
     else:
-        _train(steps, as_json=as_json)
+        # With --json, standard output is for the JSON alone.
+        results = _train_stages(steps, sys.stderr if as_json else None, verbosity)
+        _print_results(results, as_json=as_json)
+        failed = [each.step.name for each in results if not each.result]
+        if failed:
+            raise FailedRunError("Some stages have not finished", value=", ".join(failed),
+                                 remedy="Their errors stand above; the same line again goes on from there")  # fmt: skip
 
 
-def _requests(stages: Sequence["PipelineStage"], flags: Flags) -> list["StageRequest"]:
+def _requests(stages: Sequence[PipelineStage], flags: Flags) -> list[StageRequest]:
     """Resolves the run of each selected stage."""
-    from can_train.slurm.pipeline import StageRequest, selected, split_sets
+    from can_train.config.compose import expand, resolve
+    from can_train.config.resolved import with_absolute_paths
+    from can_train.slurm.pipeline import StageRequest, select_stages, split_sets
 
     names = split_list(flags["stages"]) if flags["stages"] else [stage.name for stage in stages]
     if not names:
         raise ConfigError("--stages names no stage", value=repr(flags["stages"]),
                           remedy=f"Stages: {', '.join(stage.name for stage in stages)}")  # fmt: skip
-    chosen = selected(stages, names)
-    sets = split_sets(flags["set_"] or (), chosen)
+    selected = select_stages(stages, names)
+    sets = split_sets(flags["set_"] or (), selected)
     found = []
-    for stage in chosen:
+    for stage in selected:
         request = make_request(
             flags, model=stage.model, dataset=flags["dataset"], mode=stage.mode or None, size=stage.size or None
         )
         request = replace(request, sets=tuple(sets[stage.name]))
-        found.append(StageRequest(stage=stage, request=request, run=_resolved(stage, request)))
+        try:
+            if len(expand([request])) > 1:
+                raise ConfigError("A stage is one run", value=" ".join(request.sets),
+                                  remedy="Give each setting one value")  # fmt: skip
+            run = with_absolute_paths(resolve(request))
+        except ConfigError as error:
+            own = f"For one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
+            remedy = ".\n".join(filter(None, (error.remedy, own)))
+            raise ConfigError(f"Stage {stage.name}. {error.rule}", value=error.value, remedy=remedy) from error
+        found.append(StageRequest(stage=stage, request=request, run=run))
     if flags["submit"] and (other := found[0].run.cluster.executor) != "slurm":
         raise ConfigError(
             "Only SLURM has a stage wait for another", value=f"--cluster {flags['cluster']} is of executor {other}",
@@ -111,28 +138,10 @@ def _requests(stages: Sequence["PipelineStage"], flags: Flags) -> list["StageReq
     return found
 
 
-def _resolved(stage: "PipelineStage", request: "RunRequest") -> "ResolvedRun":
-    from can_train.config.compose import expand, resolve
-    from can_train.config.resolved import with_absolute_paths
-
-    try:
-        if len(expand([request])) > 1:
-            raise ConfigError("A stage is one run", value=" ".join(request.sets), remedy="Give each setting one value")
-        return with_absolute_paths(resolve(request))
-    except ConfigError as error:
-        own = f"For one stage only, give --set {stage.name}:group.key=value" if request.sets else ""
-        remedy = ".\n".join(filter(None, (error.remedy, own)))
-        raise ConfigError(f"Stage {stage.name}. {error.rule}", value=error.value, remedy=remedy) from error
-
-
-def _planned(
-    stages: Sequence["PipelineStage"], requests: Sequence["StageRequest"], *, force: bool
-) -> list["PlannedStage"]:
-    """Plans the stages and prints what they build on."""
-    from can_train.config.resolved import state_dir
+def _plan(stages: Sequence[PipelineStage], requests: Sequence[StageRequest], *, force: bool) -> list[PlannedStage]:
+    """Plans the stages."""
+    from can_train.slurm.past_runs import PastRuns
     from can_train.slurm.pipeline import PipelineContext, plan_stages
-    from can_train.slurm.prerequisites import PastRuns
-    from can_train.slurm.status import run_statuses
 
     run = requests[0].run
     past = PastRuns(state_dir(run.paths), run.runs_dir)
@@ -142,40 +151,286 @@ def _planned(
         state_of=lambda known: run_statuses([known], past.registry)[0].state,
         force=force,
     )
-    steps = plan_stages(requests, context)
+    return plan_stages(requests, context)
+
+
+# Training here
+
+
+def _train_stages(steps: Sequence[PlannedStage], output: TextIO | None, verbosity: Verbosity) -> list[StageResult]:
+    """Trains the stages that need it, each in a process of its own.
+
+    A stage that fails stops those that build on it. Ctrl-C stops the current one, which saves itself, and the pipeline.
+
+    Args:
+        steps: The stages; each follows those that it builds on.
+        output: Where results are printed; None for standard output.
+        verbosity: How much is printed beside them.
+
+    Raises:
+        RunError: Another process is training a stage already.
+        SystemExit: A signal arrived; what was trained is saved.
+    """
+    from can_train.slurm.past_runs import with_folders
+    from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY
+
     for step in steps:
-        for notice in step.notices:
-            print(f"note: {step.name}: {notice}", file=sys.stderr)
-    return steps
+        if step.what == RUNNING_ALREADY and step.known is not None and step.state is not None:
+            run_id = step.known.run_id
+            raise RunError(f"Stage {step.name} is being trained already", value=f"{run_id}, {step.state}",
+                           remedy=f"Wait for its end (can-train logs {run_id} -f) and give the same line again, "
+                                  f"or end it: can-train cancel {run_id}")  # fmt: skip
+    folders: dict[str, RunFolder] = {}
+    failures: dict[str, str] = {}
+    for number, step in enumerate(steps, start=1):
+        title = f"stage {number} of {len(steps)}: {step.stage.title}"
+        missing = [name for name in dict.fromkeys(step.sources.values()) if name in failures]
+        if missing:
+            failures[step.name] = f"not trained: it builds on {' and '.join(missing)}"
+            print(f"{title}: {failures[step.name]}", file=sys.stderr, flush=True)
+            continue
+        if step.known is not None:
+            folders[step.name] = step.known.folder
+        else:
+            run = with_folders(step.run, {role: folders[name].path for role, name in step.sources.items()})
+            folders[step.name] = make_run(run, make_reporter(verbosity))
+        if verbosity != Verbosity.QUIET:
+            print(f"{title}: {step.what}, run {folders[step.name].run_id}", file=sys.stderr, flush=True)
+        if step.what != REUSED and not _train_stage(folders[step.name], step, output, verbosity):
+            failures[step.name] = "failed"
+    return _results(steps, folders, failures)
 
 
-def _train(steps: Sequence["PlannedStage"], *, as_json: bool) -> None:
-    from can_train.cli.pipeline_stages import train_stages
+def _train_stage(folder: RunFolder, step: PlannedStage, output: TextIO | None, verbosity: Verbosity) -> bool:
+    """Trains a run and returns whether it finished.
 
-    # With --json, standard output is for the JSON alone.
-    results = train_stages(steps, sys.stderr if as_json else None)
-    _print_results(results, as_json=as_json)
-    failed = [each.step.name for each in results if not each.result]
-    if failed:
-        raise RunError("Some stages have not finished", value=", ".join(failed),
-                       remedy="Their errors stand above; the same line again goes on from there")  # fmt: skip
+    Raises:
+        SystemExit: It was stopped.
+    """
+    from can_train.slurm.past_runs import is_whole
+    from can_train.slurm.submit import run_line
+
+    places = ("--runs-dir", step.run.paths.runs_dir, "--state-dir", step.run.paths.state_dir)
+    amount = {Verbosity.QUIET: ["--quiet"], Verbosity.VERBOSE: ["--verbose"]}.get(verbosity, [])
+    status, was_stopped = run_line(["resume", str(folder.path.resolve()), "--here", *amount, *places], output)
+    if was_stopped:
+        print(f"Stopped in stage {step.name}. The same line again goes on from there.", file=sys.stderr, flush=True)
+        raise SystemExit(status)
+    return status == 0 and is_whole(folder)
 
 
-def _submit(steps: Sequence["PlannedStage"], *, as_json: bool) -> None:
-    from can_train.cli.pipeline_stages import submit_stages
+# Submitting to SLURM
 
-    sent = submit_stages(steps)
-    _print([sent_json(each) for each in sent], sent_table(sent), as_json=as_json)
-    if not as_json:
-        print("Table of what there is: the same line with --show; one stage: can-train status RUN")
+
+@dataclass(frozen=True, kw_only=True)
+class SentStage:
+    """A stage after a submission.
+
+    Attributes:
+        step: The stage.
+        run_id: Its run.
+        job: Its new job; None: it has finished, or is at work already.
+        after: Stages that it waits for.
+    """
+
+    step: PlannedStage
+    run_id: str
+    job: JobRecord | None
+    after: Sequence[str]
+
+
+def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
+    """Submits the stages that have not been trained and are not running. All are checked before the first is sent.
+
+    Args:
+        steps: The stages; each follows those that it builds on.
+
+    Raises:
+        CanTrainError: A stage cannot be submitted. Those before it have been, and the same line continues after them.
+    """
+    from can_train.cli.submit import print_notices, start_group
+    from can_train.cli.train import continue_in_job
+    from can_train.slurm.client import NoControllerError, read_partitions
+    from can_train.slurm.past_runs import with_folders
+    from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY
+    from can_train.slurm.snapshot import keep, read_code
+    from can_train.slurm.submission_plan import plan_submission
+
+    state, code = state_dir(steps[0].run.paths), read_code()
+    try:
+        partitions = read_partitions()
+    except NoControllerError as error:
+        # The error's own remedy is another --cluster, but only SLURM can chain the stages.
+        remedy = "Submit from a login node of the cluster, or leave out --submit to train the stages here"
+        raise NoControllerError(error.rule, value=error.value, remedy=remedy) from error
+    new = [step for step in steps if step.what not in (REUSED, RUNNING_ALREADY)]
+    if new:
+        print_notices(plan_submission([step.run for step in new], code.digest, partitions, force=True))
+        keep(code, state)
+    sent, folders, live = [], {}, set()
+    for step in steps:
+        if step.what in (REUSED, RUNNING_ALREADY):
+            assert step.known is not None, "it is somewhere"
+            folders[step.name], job, after = step.known.folder, None, []
+        else:
+            after = [name for name in dict.fromkeys(step.sources.values()) if name in live]
+            run = with_folders(step.run, {role: folders[name].path for role, name in step.sources.items()})
+            run_ids = [folders[name].run_id for name in after]
+            plan = plan_submission([run], code.digest, partitions, after=run_ids, force=True)
+            if step.known is not None:
+                folders[step.name], job = step.known.folder, _submit_again(step.known.folder, plan, code, state)
+            else:
+                (job,) = start_group(continue_in_job, plan.groups[0], plan, code, state)
+                folders[step.name] = RunFolder(run.runs_dir / job.run_id)
+        if step.what != REUSED:
+            live.add(step.name)
+        sent.append(SentStage(step=step, run_id=folders[step.name].run_id, job=job, after=after))
+    return sent
+
+
+def _submit_again(folder: RunFolder, plan: SubmissionPlan, code: Code, state: Path) -> JobRecord:
+    """Submits an interrupted run again, with the snapshot of its code if it has one."""
+    from can_train.cli.submit import submit_again
+    from can_train.cli.train import continue_in_job
+    from can_train.slurm.script import Submission
+    from can_train.slurm.snapshot import code_of, describe
+
+    ((planned,),) = plan.groups
+    folder = RunFolder(folder.path.resolve())
+    try:
+        code_of(folder.path)
+    except RunError:
+        describe(code, state, folder.path)
+    submission = Submission(name=planned.run.key, state_dir=state, dependency=plan.dependency, reason="resumed")
+    return submit_again(continue_in_job, folder, planned.run, submission)
+
+
+# The tables and the JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageResult:
+    """What has become of a stage.
+
+    Attributes:
+        step: The stage.
+        found: All about its run; None: there is none.
+        note: How it stands, where it has not finished.
+    """
+
+    step: PlannedStage
+    found: RunStatus | None
+    note: str = ""
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """What came of it; nothing where it has not finished."""
+        return (self.found.facts.result if self.found else None) or {}
+
+    @property
+    def seconds(self) -> float | None:
+        """How long its run's attempts took together; None: nothing tells."""
+        attempts = self.found.facts.attempts if self.found else ()
+        spans = [seconds_between(one.start.start_time, one.end.time) for one in attempts if one.end is not None]
+        return sum(spans) if spans else None
+
+
+def _results(
+    steps: Sequence[PlannedStage], folders: Mapping[str, RunFolder], notes: Mapping[str, str]
+) -> list[StageResult]:
+    """Collects the results of stages. `notes` has the text for those that have not finished."""
+    run = steps[0].run
+    registry = Registry(state_dir(run.paths))
+    known = known_runs(registry, run.runs_dir)
+    results = []
+    for step in steps:
+        folder = folders.get(step.name)
+        found = run_statuses([find_run(known, str(folder.path))], registry)[0] if folder is not None else None
+        finished = found is not None and found.facts.result is not None
+        results.append(StageResult(step=step, found=found, note="" if finished else notes.get(step.name, "")))
+    return results
 
 
 def _print_results(results: Sequence[StageResult], *, as_json: bool) -> None:
-    _print([result_json(each) for each in results], summary_table(results), as_json=as_json)
+    _print([_result_json(each) for each in results], _summary_table(results), as_json=as_json)
 
 
 def _print(values: Any, table: TextTable, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(values, indent=2, ensure_ascii=False))
+        print_json(values)
     else:
         print_tables([table])
+
+
+def _steps_table(steps: Sequence[PlannedStage]) -> TextTable:
+    rows = []
+    for step in steps:
+        sources = []
+        for needed in step.run.prerequisites:
+            folder = getattr(step.run.mode, needed.role)
+            found = step.sources.get(needed.role) or short_name(folder.rpartition("/")[2])
+            sources += [f"{needed.role.replace('_', ' ')}: {found}"] if found else []
+        run_id = short_name(step.known.run_id) if step.known else ""
+        rows.append((step.name, step.run.key, step.what, run_id, ", ".join(sources)))
+    return TextTable("Pipeline", ("stage", "configuration", "what", "run", "builds on"), rows)
+
+
+def _step_json(step: PlannedStage) -> dict[str, Any]:
+    builds_on = {needed.role: getattr(step.run.mode, needed.role) or None for needed in step.run.prerequisites}
+    run_id = step.known.run_id if step.known else None
+    return {**_stage_json(step, run_id), "builds_on": builds_on, "stages_built_on": dict(step.sources)}
+
+
+def _stage_json(step: PlannedStage, run_id: str | None) -> dict[str, Any]:
+    return {"stage": step.name, "key": step.run.key, "what": step.what, "run_id": run_id}
+
+
+def _sent_table(sent: Sequence[SentStage]) -> TextTable:
+    rows = [
+        (each.step.name, each.run_id, f"job {each.job.job_id}" if each.job else each.step.what, ", ".join(each.after))
+        for each in sent
+    ]
+    return TextTable("Pipeline", ("stage", "run", "job", "after"), rows)
+
+
+def _sent_json(each: SentStage) -> dict[str, Any]:
+    job_id, log = (each.job.job_id, each.job.log_path) if each.job else (None, None)
+    return {**_stage_json(each.step, each.run_id), "job_id": job_id, "log": log, "after": list(each.after)}
+
+
+def _summary_table(results: Sequence[StageResult]) -> TextTable:
+    """Makes the table of what has become of stages: a column for each test folder."""
+    scores = [by_test_set(each.result, _METRIC) for each in results]
+    folders = sorted({*chain.from_iterable(scores)})
+    short = shortened(folders)
+    rows = []
+    for each, mine in zip(results, scores, strict=True):
+        parameters = each.result.get("parameters")
+        rows.append((
+            each.step.name,
+            short_name(each.found.known.run_id) if each.found else _UNDEFINED,
+            f"{parameters:,}" if isinstance(parameters, int) else _UNDEFINED,
+            str(each.result.get("epochs", _UNDEFINED)),
+            duration(each.seconds) if each.result and each.seconds is not None else _UNDEFINED,
+            *(f"{mine[folder]:.3f}" if folder in mine else _UNDEFINED for folder in folders),
+        ))  # fmt: skip
+    notes = [f"{each.step.name}: {each.note}" for each in results if each.note]
+    if folders:
+        notes.append(f"The columns of test folders have each one's {_METRIC}, which is never pooled")
+        notes += [f"{short[folder]}: {folder}" for folder in folders if short[folder] != folder]
+    columns = ("stage", "run", "parameters", "epochs", "time", *(short[folder] for folder in folders))
+    return TextTable("Pipeline", columns, rows, notes)
+
+
+def _result_json(each: StageResult) -> dict[str, Any]:
+    result, found = each.result, each.found
+    return {
+        **_stage_json(each.step, found.known.run_id if found else None),
+        "path": str(found.known.folder.path.resolve()) if found else None,
+        "state": found.state.state if found else None,
+        "told": each.note or None,
+        "parameters": result.get("parameters"),
+        "epochs": result.get("epochs"),
+        "seconds": finite(each.seconds),
+        _METRIC: finite(by_test_set(result, _METRIC)),
+    }

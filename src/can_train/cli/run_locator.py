@@ -1,62 +1,57 @@
 """Where the commands about runs look for them: the options that name the folders, and the runs found there."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from can_train.config.resolved import state_folder
+from can_train.config.resolved import state_folder, user_file
 from can_train.errors import ConfigError
-from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_status
+from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import Registry
 
 Run = Annotated[
-    str, typer.Argument(help="Run id, an unambiguous beginning of it, its short name, or its folder.", metavar="RUN")
+    str, typer.Argument(help="Id of a run, any part of it that no other run has, its folder, or last.", metavar="RUN")
 ]
 
-RunsDir = Annotated[str, typer.Option(help="Folder of run folders.", metavar="FOLDER")]
 
+def _own_runs_dir(context: typer.Context, value: str) -> str:
+    """Returns the folder of runs of the person's settings file, unless one is given."""
+    source = context.get_parameter_source("runs_dir")
+    given = source is not None and source.name != "DEFAULT"
+    return value if given else user_file().values.get("runs_dir", value)
+
+
+RunsDir = Annotated[str, typer.Option(help="Folder of run folders.", metavar="FOLDER", callback=_own_runs_dir)]
 StateDir = Annotated[
-    str | None,
-    typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER"),
+    str | None, typer.Option(help="State folder. [$CAN_TRAIN_HOME, else the user's state directory]", metavar="FOLDER")
 ]
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@dataclass(frozen=True)
 class RunLocator:
-    """Finds runs in a folder of runs and in the registry of a state folder; None: the user's."""
+    """Finds runs in a folder of runs and in the registry of a state folder; None: the user's.
 
-    runs_dir: str
-    state_dir: str | None
+    Raises:
+        ConfigError: An option has an empty value, as from an unset variable of a script.
+    """
 
-    @property
-    def state_folder(self) -> Path:
-        """The state folder.
-
-        Raises:
-            ConfigError: An option has an empty value, as from an unset variable of a script.
-        """
-        for flag, value in (("--runs-dir", self.runs_dir), ("--state-dir", self.state_dir)):
+    def __init__(self, runs_dir: str, state_dir: str | None) -> None:
+        for flag, value in (("--runs-dir", runs_dir), ("--state-dir", state_dir)):
             if value == "":
                 raise ConfigError(f"{flag} is empty", remedy="Give a value, or leave the flag out")
-        return state_folder(None if self.state_dir is None else Path(self.state_dir))
-
-    @property
-    def registry(self) -> Registry:
-        """The registry in the state folder."""
-        return Registry(self.state_folder)
+        self.runs_dir = Path(runs_dir)
+        self.state_folder = state_folder(None if state_dir is None else Path(state_dir))
+        self.registry = Registry(self.state_folder)
 
     def runs(self) -> list[KnownRun]:
         """Lists all runs, the newest first."""
-        return known_runs(self.registry, Path(self.runs_dir))
+        return known_runs(self.registry, self.runs_dir)
 
     def find(self, name: str) -> KnownRun:
-        """Finds a run by its id, a part of it, or its folder."""
+        """Finds a run by its id, any part of it, its folder, or `last`."""
         return find_run(self.runs(), name)
 
     def status(self, known: KnownRun) -> RunStatus:
         """Finds out the status of a run."""
-        return run_status(known, self.registry)
+        return run_statuses([known], self.registry)[0]

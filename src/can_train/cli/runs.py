@@ -1,72 +1,51 @@
-"""`can-train runs` and `can-train status RUN`: the states of runs, as tables and as JSON."""
+"""`can-train runs` and `can-train status RUN`: the states of runs as tables and as JSON, and which is best."""
 
-import json
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.command import command_of
-from can_train.cli.output import (
-    TextTable,
-    duration,
-    finite,
-    local_time,
-    print_tables,
-    rough_duration,
-    seconds_between,
-)
-from can_train.cli.ranking import RankedResult, rank
+from can_train.cli.output import TextTable, duration, finite, local_time, print_json, print_tables, seconds_between
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
-from can_train.errors import ConfigError
-from can_train.slurm.run_state import QUEUED, RUNNING, AttemptFacts, infer_attempt_state, live_row
-from can_train.slurm.status import RunStatus, log_path, run_statuses, short_name
+from can_train.errors import ConfigError, unknown_name
+from can_train.io.records import is_file
+from can_train.slurm.run_state import QUEUED, RUNNING, infer_attempt_state, live_row
+from can_train.slurm.status import RunStatus, run_logs, run_statuses
+from can_train.training.run_folder import name_to_type, short_name
 
-_LIMIT: Final = 20
-"""Runs that are listed unless more are asked for: what fits a terminal."""
-
-_WATCH_INTERVAL_S: Final = 5.0
-"""Seconds between two questions to SLURM, whose controller everybody shares."""
-
-_CLEAR: Final = "\x1b[H\x1b[2J"
-"""Control sequence that empties a terminal."""
+_LIMIT: Final = 20  # runs that are listed unless more are asked for: what fits a terminal
+_WATCH_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
+_CLEAR: Final = "\x1b[H\x1b[2J"  # control sequence that empties a terminal
 
 _COLUMNS: Final = ("run", "configuration", "state", "time", "epoch", "loss")
 """They fit a terminal of 80 columns; steps and all else are in `status` and in the JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunsRequest:
-    """The options of `can-train runs`."""
-
-    limit: Annotated[int, typer.Option(help="Newest runs that are listed; 0: all.", min=0)] = _LIMIT
-    best: Annotated[str | None, typer.Option(help="Rank finished runs by a metric: mcc.", metavar="METRIC")] = None
-    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until Ctrl-C.")] = False
-    as_json: AsJson = False
-    runs_dir: RunsDir = "runs"
-    state_dir: StateDir = None
-
-
-def make_runs_command() -> Callable[..., None]:
-    """Makes the command."""
-    return command_of(RunsRequest, _runs)
-
-
-def _runs(request: RunsRequest) -> None:
+def runs(  # noqa: PLR0913 - Typer makes an option of each argument
+    *,
+    limit: Annotated[int, typer.Option(help="Newest runs that are listed; 0: all.", min=0)] = _LIMIT,
+    best: Annotated[str | None, typer.Option(help="Rank finished runs by a metric: mcc.", metavar="METRIC")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+    runs_dir: RunsDir = "runs",
+    state_dir: StateDir = None,
+) -> None:
     """List runs, the newest first, with what became of them."""
-    locator, limit = RunLocator(request.runs_dir, request.state_dir), request.limit
-    if request.watch and (request.as_json or request.best is not None):
-        other = "--json" if request.as_json else "--best"
+    if watch and (as_json or best is not None):
+        other = "--json" if as_json else "--best"
         raise ConfigError("--watch shows the table", value=f"--watch {other}", remedy="Give one of them")
-    if request.best is not None:
-        _print_best(locator, request.best, limit, as_json=request.as_json)
-    elif request.watch:
+    locator = RunLocator(runs_dir, state_dir)
+    if best is not None:
+        _print_best(locator, best, limit, as_json=as_json)
+    elif watch:
         _watch(locator, limit)
-    elif request.as_json:
-        _print_json([run_json(status) for status in _newest(locator, limit)[0]])
+    elif as_json:
+        print_json([run_json(each) for each in _newest(locator, limit)[0]])
     else:
         _print_runs(*_newest(locator, limit), locator)
 
@@ -76,21 +55,17 @@ def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_
     locator = RunLocator(runs_dir, state_dir)
     found = locator.status(locator.find(run))
     if as_json:
-        _print_json(run_json(found))
+        print_json(run_json(found))
         return
     print("\n".join(_status_lines(found)))
     print_tables(_history_tables(found))
 
 
-def _print_json(values: Any) -> None:
-    print(json.dumps(values, indent=2, ensure_ascii=False))
-
-
 def _newest(locator: RunLocator, limit: int) -> tuple[list[RunStatus], int]:
     """Returns the status of the newest runs, and how many older ones there are."""
     known = locator.runs()
-    chosen = known[:limit] if limit else known
-    return run_statuses(chosen, locator.registry), len(known) - len(chosen)
+    newest = known[:limit] if limit else known
+    return run_statuses(newest, locator.registry), len(known) - len(newest)
 
 
 def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) -> None:
@@ -106,7 +81,8 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
             short_name(each.known.run_id),
             each.known.record.key,
             each.state.label,
-            rough_duration(seconds) if seconds is not None else "",
+            # In its largest unit only.
+            " ".join(duration(seconds).split()[:2]) if seconds is not None else "",
             _done_of(0 if epoch is None and epochs else epoch, epochs),
             f"{loss:.3g}" if loss is not None else "",
         ))  # fmt: skip
@@ -117,7 +93,7 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
 def _watch(locator: RunLocator, limit: int) -> None:
     """Redraws a terminal until Ctrl-C; a pipe gets a line for each run whose state has changed."""
     before: dict[str, str] = {}
-    try:
+    with suppress(KeyboardInterrupt):
         while True:
             statuses, older = _newest(locator, limit)
             states = {each.known.run_id: str(each.state) for each in statuses}
@@ -125,43 +101,14 @@ def _watch(locator: RunLocator, limit: int) -> None:
                 print(_CLEAR, end="")
                 _print_runs(statuses, older, locator)
             else:
-                for run_id in reversed(states):
-                    if before.get(run_id) != states[run_id]:
-                        print(f"{run_id}  {states[run_id]}", flush=True)
+                changed = [name for name in reversed(states) if before.get(name) != states[name]]
+                print("".join(f"{name}  {states[name]}\n" for name in changed), end="", flush=True)
             before = states
             time.sleep(_WATCH_INTERVAL_S)
-    except KeyboardInterrupt:
-        return
-
-
-def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) -> None:
-    finished = [each for each in _newest(locator, 0)[0] if each.facts.result is not None]
-    if not finished:
-        raise ConfigError("No run has finished yet, so none is best", remedy="can-train runs lists those there are")
-    ranked = rank([each.facts.result or {} for each in finished], metric)
-    best = [(finished[one.index], one) for one in (ranked[:limit] if limit else ranked)]
-    if as_json:
-        _print_json([
-            {**run_json(each), "metric": metric, "value": one.value, "parts": finite(one.parts)} for each, one in best
-        ])  # fmt: skip
-    else:
-        print_tables([_best_table(best, metric)])
-
-
-def _best_table(best: Sequence[tuple[RunStatus, RankedResult]], metric: str) -> TextTable:
-    num_parts = max(len(one.parts) for _, one in best)
-    columns = ("run", "configuration", metric, *(("lowest", "highest") if num_parts > 1 else ()))
-    rows = []
-    for each, one in best:
-        extremes = (min(one.parts.values()), max(one.parts.values())) if num_parts > 1 else ()
-        figures = [f"{value:.4g}" for value in (one.value, *extremes)]
-        rows.append((short_name(each.known.run_id), each.known.record.key, *figures))
-    notes = [f"{metric} is the mean over {num_parts} test sets"] if num_parts > 1 else []
-    return TextTable(f"Best by {metric}", columns, rows, notes)
 
 
 def _status_lines(found: RunStatus) -> list[str]:
-    record, progress, jobs = found.known.record, found.progress, found.facts.jobs
+    record, progress, log = found.known.record, found.progress, run_logs(found.facts, found.known)[-1]
     seconds, loss = _seconds(found), progress.best_validation_loss
     is_resumable = not found.state.live and found.facts.result is None and found.facts.has_folder
     steps = [
@@ -181,10 +128,10 @@ def _status_lines(found: RunStatus) -> list[str]:
         "loss": f"{loss:.4g} at best in validation" if loss else "",
         "memory": ", ".join(filter(None, memory)),
         "folder": str(found.known.folder.path),
-        "log": str(log_path(jobs[-1], found.known)) if jobs and jobs[-1].log_path else "",
+        "log": str(log) if is_file(log) else "",
         "after": record.after,
         "sweep": record.sweep,
-        "to go on": f"can-train resume {short_name(record.run_id)}" if is_resumable else "",
+        "to go on": f"can-train resume {name_to_type(found.known.folder)}" if is_resumable else "",
     }
     width = max(map(len, lines))
     return [f"{name:<{width}}  {text}" for name, text in lines.items() if text]
@@ -197,16 +144,12 @@ def _history_tables(found: RunStatus) -> list[TextTable]:
         for job in found.facts.jobs
     ]  # fmt: skip
     attempts = [
-        (
-            str(attempt.start.attempt),
-            attempt.start.job_id or f"process {attempt.start.pid}",
-            attempt.start.host,
-            local_time(attempt.start.start_time),
-            duration(seconds_between(attempt.start.start_time, attempt.end.time)) if attempt.end else "",
-            str(infer_attempt_state(attempt, found.facts)),
-        )
+        (str(start.attempt), start.job_id or f"process {start.pid}", start.host, local_time(start.start_time),
+         duration(seconds_between(start.start_time, attempt.end.time)) if attempt.end else "",
+         str(infer_attempt_state(attempt, found.facts)))
         for attempt in found.facts.attempts
-    ]
+        for start in (attempt.start,)
+    ]  # fmt: skip
     tables = [
         TextTable("Jobs", ("job", "executor", "submitted", "asked for", "why again"), jobs),
         TextTable("Attempts", ("attempt", "job", "host", "began", "took", "ending"), attempts),
@@ -219,9 +162,17 @@ def run_json(found: RunStatus) -> dict[str, Any]:
     record, facts = found.known.record, found.facts
     row = live_row(facts)
     restarts: dict[str, int] = {}
+    attempts = []
     for attempt in facts.attempts:
-        job_id = attempt.start.job_id
-        restarts[job_id] = max(restarts.get(job_id, 0), attempt.start.restarts)
+        start, end, state = attempt.start, attempt.end, infer_attempt_state(attempt, facts)
+        restarts[start.job_id] = max(restarts.get(start.job_id, 0), start.restarts)
+        attempts.append({
+            **{name: getattr(start, name) for name in ("attempt", "job_id", "restarts", "host", "pid")},
+            "time": start.start_time,
+            "ended": end.time if end else None,
+            "state": state.state,
+            "why": state.sentence,
+        })  # fmt: skip
     values = {
         "run_id": record.run_id,
         "short_name": short_name(record.run_id),
@@ -241,36 +192,127 @@ def run_json(found: RunStatus) -> dict[str, Any]:
         "resubmissions": max(0, len(facts.jobs) - 1),
         **vars(found.progress),
         "jobs": [vars(job) for job in facts.jobs],
-        "attempts": [_attempt_json(attempt, found) for attempt in facts.attempts],
+        "attempts": attempts,
     }
     return {name: finite(value) for name, value in values.items()}
 
 
-def _attempt_json(attempt: AttemptFacts, found: RunStatus) -> dict[str, Any]:
-    start, end, state = attempt.start, attempt.end, infer_attempt_state(attempt, found.facts)
-    return {
-        **{name: getattr(start, name) for name in ("attempt", "job_id", "restarts", "host", "pid")},
-        "time": start.start_time,
-        "ended": end.time if end else None,
-        "state": state.state,
-        "why": state.sentence,
-    }
-
-
 def _seconds(found: RunStatus) -> float | None:
-    """Returns how long a run has waited, or worked from its first attempt to its last; None: not known."""
+    """Returns how long a run has waited, or worked in all of its attempts; None: not known."""
     attempts, jobs, state = found.facts.attempts, found.facts.jobs, found.state.state
     if jobs and (state == QUEUED or (state == RUNNING and not attempts)):
         return seconds_between(jobs[-1].time)
     if not attempts:
         return None
-    began, end = attempts[0].start.start_time, attempts[-1].end
-    if state == RUNNING:
-        return seconds_between(began)
-    return seconds_between(began, end.time) if end is not None else None
+    # The hours in which a stopped run waited to be resumed are no work.
+    took = [seconds_between(one.start.start_time, one.end.time) for one in attempts if one.end is not None]
+    if state == RUNNING and attempts[-1].end is None:
+        took.append(seconds_between(attempts[-1].start.start_time))
+    return sum(took) if took else None
 
 
 def _done_of(done: int | None, total: int | None) -> str:
     if done is None:
         return ""
     return f"{done}/{total}" if total else str(done)
+
+
+# Which result is best by a metric
+
+_HIGHER_IS_BETTER: Final = frozenset(
+    ("f1", "precision", "recall", "mcc", "pr_auc", "roc_auc", "recall_at_fpr_1pct", "accuracy")
+)
+_LOWER_IS_BETTER: Final = frozenset(("best_validation_loss", "false_positive_rate", "false_alarms_per_hour"))
+"""What is in neither set (counts, thresholds, shares) ranks nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedResult:
+    """The metric of one of several results: the mean over its test sets, and by test set."""
+
+    index: int
+    value: float
+    parts: Mapping[str, float]
+
+
+def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) -> None:
+    finished = [each for each in _newest(locator, 0)[0] if each.facts.result is not None]
+    if not finished:
+        raise ConfigError("No run has finished yet, so none is best", remedy="can-train runs lists those there are")
+    ranked = rank([each.facts.result or {} for each in finished], metric)
+    best = [(finished[one.index], one) for one in (ranked[:limit] if limit else ranked)]
+    if as_json:
+        print_json([
+            {**run_json(each), "metric": metric, "value": one.value, "parts": finite(one.parts)} for each, one in best
+        ])  # fmt: skip
+        return
+    num_parts = max(len(one.parts) for _, one in best)
+    columns = ("run", "configuration", metric, *(("lowest", "highest") if num_parts > 1 else ()))
+    rows = []
+    for each, one in best:
+        extremes = (min(one.parts.values()), max(one.parts.values())) if num_parts > 1 else ()
+        figures = [f"{value:.4g}" for value in (one.value, *extremes)]
+        rows.append((short_name(each.known.run_id), each.known.record.key, *figures))
+    notes = [f"{metric} is the mean over {num_parts} test sets"] if num_parts > 1 else []
+    print_tables([TextTable(f"Best by {metric}", columns, rows, notes)])
+
+
+def rank(results: Sequence[Mapping[str, Any]], metric: str) -> list[RankedResult]:
+    """Orders results by a metric, the best first; results without it are left out.
+
+    Args:
+        results: Contents of `result.json`.
+        metric: `best_validation_loss`; `mcc`, the mean over all test sets; `validation.mcc`, or that of one test set,
+            `test_05_suppress.mcc`.
+
+    Raises:
+        ConfigError: No result has such a metric; the message lists those there are, nearest first.
+    """
+    values = [_values(result) for result in results]
+    known = {name for each in values for name in each}
+    if metric not in known:
+        # The metrics of every single test set would fill a page.
+        error = unknown_name("metric", metric, {name.rpartition(".")[2] for name in known})
+        sets = ", ".join(sorted({name.rpartition(".")[0] for name in known} - {""}))
+        of_set = f"; of one set as SET.METRIC: {sets}" if sets else ""
+        raise ConfigError(error.rule, value=error.value, remedy=f"{error.remedy}{of_set}")
+    ranked = [
+        RankedResult(index=index, value=sum(parts.values()) / len(parts), parts=parts)
+        for index, each in enumerate(values)
+        if (parts := each.get(metric))
+    ]
+    return sorted(ranked, key=lambda one: one.value, reverse=higher_is_better(metric))
+
+
+def higher_is_better(metric: str) -> bool:
+    """Returns whether a metric, of all test sets or of one, is better the higher it is."""
+    return metric.rpartition(".")[2] in _HIGHER_IS_BETTER
+
+
+def by_test_set(result: Mapping[str, Any], metric: str) -> dict[str, float]:
+    """Returns a metric's value for each test set of a result that defines it."""
+    return _values(result).get(metric, {})
+
+
+def _values(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns the values by test set of each metric, and of each metric of a single set."""
+    found: dict[str, dict[str, float]] = {}
+    judgement = _mapping(result.get("judgement"))
+    for set_name, test in _mapping(judgement.get("test")).items():
+        for name, value in _ranking_metrics(_mapping(test).get("model")):
+            found.setdefault(name, {})[set_name] = value
+            found[f"{set_name}.{name}"] = {set_name: value}
+    for name, value in _ranking_metrics(judgement.get("validation")):
+        found[f"validation.{name}"] = {"validation": value}
+    return found | {name: {"": value} for name, value in _ranking_metrics(result)}
+
+
+def _ranking_metrics(metrics: Any) -> Iterator[tuple[str, float]]:
+    for name, value in _mapping(metrics).items():
+        if name in _HIGHER_IS_BETTER | _LOWER_IS_BETTER and isinstance(value, int | float) and math.isfinite(value):
+            yield name, float(value)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """A result of another version may have anything in place of an object."""
+    return value if isinstance(value, Mapping) else {}

@@ -1,35 +1,46 @@
-"""`can-train --model ... --dataset ...`: trains runs here, submits them, or prints their plans (`--dry-run`)."""
+"""`can-train --model ... --dataset ...`: trains runs here, submits them, or prints their plans (`--dry-run`). Also what
+a job calls: one attempt of its run, and what follows the job's end.
+"""
 
-import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from itertools import product
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from can_train.cli.command import make_command
-from can_train.cli.output import TextTable, make_reporter, print_tables
-from can_train.cli.train_options import (
-    OPTIONS,
-    Flags,
-    check_flags,
-    make_request,
-    option_parameters,
-    prerequisite_parameters,
-    split_names,
-    training_parameters,
+import typer
+
+from can_train.cli.output import (
+    TextTable,
+    Verbosity,
+    make_reporter,
+    print_json,
+    print_judgement,
+    print_note,
+    print_tables,
+    print_wrapped,
 )
-from can_train.config.overrides import split_list
-from can_train.errors import CanTrainError, ConfigError, RunError
+from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, make_request, split_names
+from can_train.config.settings import split_list
+from can_train.errors import CanTrainError, ConfigError, FailedRunError
+from can_train.reporter import LineReporter
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
     from can_train.config.resolved import ResolvedRun
+    from can_train.config.settings import ClusterSettings
+    from can_train.reporter import Reporter
+    from can_train.slurm.script import Submission
     from can_train.training.dry_run import DryPlan
+    from can_train.training.run_folder import JobRecord, RunFolder, StopRequests
+    from can_train.training.train import Outcome
 
 
 def make_train_command() -> Callable[..., None]:
     """Makes the command."""
-    return make_command([*option_parameters(OPTIONS), *prerequisite_parameters(), *training_parameters()], _train)
+    return make_command(OPTIONS, _train, prerequisites=True)
 
 
 def _train(flags: Flags) -> None:
@@ -37,37 +48,31 @@ def _train(flags: Flags) -> None:
         if not flags[name]:
             raise ConfigError(f"--{name} is missing", remedy="Try: can-train --model gat --dataset synthetic")
     check_flags(flags)
-    _check_dry_run_flags(flags)
-    after = split_names(flags["after"]) if flags["after"] else ()
-    runs = _resolve_runs(flags, after)
-    if flags["dry_run"]:
-        _print_dry_runs(runs, flags, after)
-    elif flags["submit"]:
-        from can_train.cli.attempt import continue_in_job
-        from can_train.cli.submit import submit_runs
-        from can_train.slurm.submission_plan import SubmitOptions
-
-        options = SubmitOptions(after=after, force=flags["force"])
-        submit_runs(continue_in_job, runs, options, as_json=flags["json"])
-    else:
-        _train_here(runs)
-
-
-def _check_dry_run_flags(flags: Flags) -> None:
-    for name in ("target_gpu", "target_memory", "json"):
+    for name in ("target_gpu", "target_memory", "show_config", "json"):
         if flags[name] and not flags["dry_run"] and not (name == "json" and flags["submit"]):
             raise ConfigError(f"--{name.replace('_', '-')} plans and does not train", remedy="Add --dry-run")
+    verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     gpus = flags["target_gpu"]
     if gpus is not None and not split_list(gpus):
         raise ConfigError("--target-gpu names no GPU", value=repr(gpus), remedy="Name one: --target-gpu h100-80gb")
+    after = split_names(flags["after"]) if flags["after"] else ()
+    runs = resolve_runs(flags, after)
+    if flags["dry_run"]:
+        _print_dry_runs(runs, flags, after, verbosity)
+    elif flags["submit"]:
+        from can_train.cli.submit import submit_runs
+
+        submit_runs(continue_in_job, runs, after=after, force=flags["force"], as_json=flags["json"])
+    else:
+        _train_here(runs, verbosity)
 
 
-def _resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
+def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
     """Resolves one run for each combination of listed and swept values, and the finished runs that they build on."""
     # Composition imports Hydra: a command line that is wrong before it does not wait for that.
     from can_train.config.compose import expand, resolve
     from can_train.config.resolved import state_dir, with_absolute_paths
-    from can_train.slurm.prerequisites import PastRuns, settled_prerequisites
+    from can_train.slurm.past_runs import PastRuns, resolve_prerequisites
 
     modes = split_names(flags["mode"]) if flags["mode"] else [None]
     requests: list[RunRequest] = expand(
@@ -77,44 +82,143 @@ def _resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
         ]
     )
     runs = [with_absolute_paths(resolve(request)) for request in requests]
-    if not any(run.prerequisites for run in runs):
+    if not any(run.prerequisites or run.training.start_from for run in runs):
         return runs
     past = PastRuns(state_dir(runs[0].paths), runs[0].runs_dir, after)
-    found = [settled_prerequisites(run, request, past) for run, request in zip(runs, requests, strict=True)]
+    found = [resolve_prerequisites(run, request, past) for run, request in zip(runs, requests, strict=True)]
     # A sweep's runs mostly build on the same one, which is said once.
-    for notice in dict.fromkeys(notice for _, notices in found for notice in notices):
-        print(f"note: {notice}", file=sys.stderr)
+    for notice in () if flags.get("quiet") else dict.fromkeys(notice for _, notices in found for notice in notices):
+        print_note(notice)
     return [run for run, _ in found]
 
 
-def _train_here(runs: Sequence["ResolvedRun"]) -> None:
+def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity) -> None:
     """Trains one run after another; after one that fails, the others are trained all the same."""
-    from can_train.cli.attempt import train_run
-
     if len(runs) == 1:
-        train_run(runs[0])
+        train_run(runs[0], verbosity)
         return
     failed = []
     for number, run in enumerate(runs, start=1):
-        print(f"run {number} of {len(runs)}: {run.key}", file=sys.stderr)
+        if verbosity != Verbosity.QUIET:
+            print(f"run {number} of {len(runs)}: {run.key}", file=sys.stderr)
         try:
-            train_run(run)
+            train_run(run, verbosity)
         except CanTrainError as error:
             print(f"error: {error}", file=sys.stderr)
             failed.append(number)
     if failed:
-        raise RunError("Some runs failed", value=f"{', '.join(map(str, failed))} of {len(runs)}",
-                       remedy="Their errors stand above")  # fmt: skip
+        raise FailedRunError("Some runs failed", value=f"{', '.join(map(str, failed))} of {len(runs)}",
+                             remedy="Their errors stand above")  # fmt: skip
 
 
-def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]) -> None:
+# One attempt of a run, from a command line or in a job
+
+
+def train_run(run: "ResolvedRun", verbosity: Verbosity = Verbosity.NORMAL) -> None:
+    """Trains a new run and prints its result."""
+    from can_train.training.train import train_new
+
+    outcome = train_new(run, make_reporter(verbosity))
+    _log_outcome(outcome)
+    _print_outcome(outcome, verbosity)
+
+
+def continue_run(folder: "RunFolder", verbosity: Verbosity = Verbosity.NORMAL) -> None:
+    """Continues a run, or prints the result of one that has finished."""
+    from can_train.training.run_folder import StopRequests
+
+    outcome = _continue(folder, make_reporter(verbosity), StopRequests(), {})
+    if outcome is not None:
+        _print_outcome(outcome, verbosity)
+
+
+def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:
+    """Starts or continues a run in a job, with plain lines and an exit code for the scheduler."""
+    try:
+        outcome = _continue(folder, LineReporter(sys.stderr), stops, os.environ)
+        if outcome is not None:
+            _print_outcome(outcome, Verbosity.NORMAL)
+    except CanTrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from error
+
+
+def _continue(
+    folder: "RunFolder", reporter: "Reporter", stops: "StopRequests", environment: Mapping[str, str]
+) -> "Outcome | None":
+    """Trains as one of the processes that the environment describes; the first of them returns the outcome."""
+    # A job handles signals by now, and one may arrive during the seconds that these imports take.
+    from can_train.config.compose import from_plain
+    from can_train.slurm.job import rank_place
+    from can_train.training.distributed import join_ranks
+    from can_train.training.run_folder import relocate_prerequisites, without_missing_prerequisites
+    from can_train.training.train import train_on
+
+    run, notices = without_missing_prerequisites(relocate_prerequisites(from_plain(folder.config()), folder.path))
+    for notice in notices:
+        reporter.notice(notice)
+    ranks = join_ranks(rank_place(environment), run.device)
+    had_finished = folder.result_path.exists()
+    outcome = train_on(run, folder, reporter, stops, ranks)
+    if not ranks.is_first:
+        return None
+    if not had_finished:
+        _log_outcome(outcome)
+    return outcome
+
+
+def _log_outcome(outcome: "Outcome") -> None:
+    """Writes to the run's log all that can be printed of its result."""
+    with suppress(OSError), outcome.folder.log_path.open("a", encoding="utf-8") as log, redirect_stdout(log):
+        _print_outcome(outcome, Verbosity.VERBOSE)
+
+
+def _print_outcome(outcome: "Outcome", verbosity: Verbosity) -> None:
+    folder = outcome.folder
+    print_judgement(outcome.summary_tables, outcome.tables, verbosity)
+    print()
+    print_wrapped(f"Run {folder.run_id}: {outcome.summary}")
+    # From here a path that lies below is short enough for a line.
+    result, here = folder.result_path.resolve(), Path.cwd()
+    print(f"Result: {result.relative_to(here) if result.is_relative_to(here) else result}")
+
+
+def after_job(
+    state_dir: Annotated[Path, typer.Option(help="State folder, where the registry is.")],
+    status: Annotated[int, typer.Option(help="Exit status of the job step.")],
+) -> None:
+    """Record how a job ended, and restart its run if that makes sense.
+
+    Standard input has the variables that the job began with.
+    """
+    from can_train.slurm.job import after_job as restart_after_job
+
+    message = restart_after_job(_resubmit, state_dir, status=status, environment=sys.stdin.buffer.read())
+    if message:
+        print(f"can-train: {message}", flush=True)
+
+
+def _resubmit(folder: "RunFolder", cluster: "ClusterSettings", submission: "Submission") -> "JobRecord":
+    from can_train.slurm.submit import submit_job
+
+    return submit_job(continue_in_job, folder, cluster, submission)
+
+
+# --dry-run
+
+
+def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str], verbosity: Verbosity) -> None:
     """Plans each run and prints what would be done, in full for one device and as a table for several."""
     from can_train.training.dry_run import dry_plans, find_targets, nothing_left_behind
     from can_train.training.report import dry_json
 
-    # Before the plans: they take seconds, and an error in a job is known at once.
-    scripts = _scripts(runs, after) if flags["submit"] else None
-    reporter, found = make_reporter(), []
+    scripts = None
+    if flags["submit"]:
+        # Before the plans: they take seconds, and an error in a job is known at once.
+        from can_train.cli.submit import batch_scripts
+
+        scripts = batch_scripts(runs, after, quiet=flags["quiet"])
+    reporter, found = make_reporter(verbosity), []
     for run in runs:
         with nothing_left_behind():
             targets = find_targets(run, split_list(flags["target_gpu"] or ""), flags["target_memory"], reporter)
@@ -122,43 +226,34 @@ def _print_dry_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence
         if flags["json"]:
             found.append(dry_json(run.config, run.key, plans))
         else:
-            _print_plans(run, plans)
+            _print_plans(run, plans, flags, verbosity)
     if flags["json"]:
         if scripts is not None:
             found = [plan | {"script": script} for plan, script in zip(found, scripts, strict=True)]
-        print(json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False))
+        print_json(found[0] if len(found) == 1 else found)
     elif scripts is not None:
-        _print_scripts(runs, scripts)
-
-
-def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"]) -> None:
-    from can_train.config.resolved import plain_to_yaml
-    from can_train.training.report import COLUMNS, data_text, dry_lines, dry_row
-
-    # Before anything is printed: a plan that does not fit is an error.
-    lines = dry_lines(run.key, plans[0]) if len(plans) == 1 else []
-    print(plain_to_yaml(run.config))
-    if lines:
-        print("\n".join(lines))
-        return
-    warnings = list(dict.fromkeys(warning for dry in plans for warning in dry.warnings))
-    sources = list(dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans))
-    notes = [data_text(plans[0]), *sources, *warnings]
-    print_tables([TextTable(f"Plans of {run.key}", COLUMNS, [dry_row(dry) for dry in plans], notes)])
-
-
-def _scripts(runs: Sequence["ResolvedRun"], after: Sequence[str]) -> list[str | None]:
-    from can_train.cli.submit import scripts
-    from can_train.slurm.submission_plan import SubmitOptions
-
-    return scripts(runs, SubmitOptions(after=after))
-
-
-def _print_scripts(runs: Sequence["ResolvedRun"], scripts: Sequence[str | None]) -> None:
-    # An array has one script for all of its runs.
-    for script in dict.fromkeys(scripts):
-        if script is not None:
+        # An array has one script for all of its runs.
+        for script in filter(None, dict.fromkeys(scripts)):
             print(f"\nScript that --submit would send:\n\n{script}")
-    for executor in sorted({run.cluster.executor for run in runs} - {"slurm"}):
-        place = "the background of this machine" if executor == "local" else "this process"
-        print(f"\nNo script: --cluster {executor} trains in {place}.")
+        for executor in sorted({run.cluster.executor for run in runs} - {"slurm"}):
+            place = "the background of this machine" if executor == "local" else "this process"
+            print(f"\nNo script: --cluster {executor} trains in {place}.")
+
+
+def _print_plans(run: "ResolvedRun", plans: Sequence["DryPlan"], flags: Flags, verbosity: Verbosity) -> None:
+    from can_train.config.resolved import plain_to_yaml
+    from can_train.training.report import data_text, dry_lines, dry_table
+
+    details = verbosity == Verbosity.VERBOSE
+    # Before anything is printed: a plan that does not fit is an error.
+    lines = dry_lines(run.key, plans[0], details=details) if len(plans) == 1 else []
+    if flags["show_config"]:
+        print(plain_to_yaml(run.config))
+    if lines:
+        for line in lines:
+            print_wrapped(line)
+        return
+    warnings = dict.fromkeys(warning for dry in plans for warning in dry.warnings)
+    sources = dict.fromkeys(f"{dry.target.key}: {dry.target.source}" for dry in plans)
+    notes = [data_text(plans[0]), *sources, *warnings]
+    print_tables([TextTable(f"Plans of {run.key}", *dry_table(plans, details=details), notes)])

@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from can_train.config import settings
-from can_train.config.overrides import split_list
-from can_train.config.settings import TrainingSettings
-from can_train.config.task_settings import load_task_settings, task_names
-from can_train.errors import ConfigError
+from can_train.config.resolved import CLUSTER_FLAGS, PATH_FLAGS, UserFile, load_task_settings, task_names, user_file
+from can_train.config.settings import TrainingSettings, split_list
+from can_train.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
@@ -22,20 +21,14 @@ if TYPE_CHECKING:
 Flags = dict[str, Any]
 """The value of each parameter by name; None if the flag was not given."""
 
-# Flags that set the setting of the same name in `paths` and `cluster`.
-_PATHS: Final = ("runs_dir", "data_root", "state_dir")
-_CLUSTER: Final = (
-    "partition", "account", "qos", "time", "nodes", "gpus", "cpus", "mem", "constraint", "gres", "max_parallel",
-)  # fmt: skip
-
-_ONLY_WITH_SUBMIT: Final = ("cluster", *_CLUSTER, "after", "force")
+_ONLY_WITH_SUBMIT: Final = ("cluster", *CLUSTER_FLAGS, "after", "force")
 
 OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
-    "model": (str | None, None, "Model to train: gat, vgae or fusion. Several: gat,vgae."),
+    "model": (str | None, None, "gat, vgae or fusion. Several: gat,vgae."),
     "dataset": (str | None, None, "synthetic, a published data set (hcrl_ch, set_01, ...), a log or a folder of logs."),
     "mode": (str | None, None, "How the model is trained. [the model's first mode]"),
     "size": (str | None, None, "Size of the model: teacher or student. [teacher]"),
-    "device": (str, "auto", "auto, cpu, cuda, cuda:1, or a simulated GPU: sim:2GiB."),
+    "device": (str, "auto", "auto, cpu, cuda, cuda:1; a simulated GPU: sim:2GiB."),
     "memory": (str | None, None, "Preset of memory settings: tight, muon or tracknet."),
     "task": (str | None, None, "Task that the model belongs to. [the one in configs/config.yaml]"),
     "submit": (bool, False, "Train in the background: as a SLURM job, or as --cluster says."),
@@ -53,11 +46,14 @@ OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "max_parallel": (str | None, None, "With --submit: jobs of a sweep that run at the same time. [all]"),
     "after": (str | None, None, "With --submit: start when this run has finished. Several: RUN,RUN."),
     "force": (bool, False, "With --submit: submit even if an identical run is queued, running or finished."),
-    "dry_run": (bool, False, "Print configuration and plan, write nothing, and stop."),
+    "dry_run": (bool, False, "Print the plan, write nothing, and stop."),
+    "show_config": (bool, False, "With --dry-run: print the resolved configuration too."),
     "target_gpu": (str | None, None, "With --dry-run: the GPU to plan for: h100-80gb. Several: a100-40gb,t4."),
     "target_memory": (str | None, None, "With --dry-run: plan for a GPU with this much memory in total: 16GiB."),
     "json": (bool, False, "With --dry-run or --submit: print JSON."),
-    "model_args": (str, "", "Settings of the model or the training: hidden=32,lr=0.01."),
+    "quiet": (bool, False, "Print only the result, and errors."),
+    "verbose": (bool, False, "Print also every baseline, and what the plan rests on."),
+    "model_args": (str, "", "Settings of model or training: hidden=32,lr=0.01."),
     "set": (list[str] | None, None, "Any setting, in Hydra's grammar: dataset.window=50. Repeatable."),
     "baselines": (bool | None, None, "Compare the model with simple detectors. [yes]"),
     "runs_dir": (str | None, None, "Folder of run folders. [runs]"),
@@ -66,86 +62,107 @@ OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
 }  # fmt: skip
 """Type, default and help of each option."""
 
+# Title of each group of options in the help: the everyday ones, and those that only --help-all shows.
+_GROUPS: Final = (
+    (
+        "What is trained",
+        "model dataset mode size set model_args",
+        "task autoencoder teacher without_teacher classifier start_from baselines",
+    ),
+    (
+        "How it is trained",
+        "epochs batch_size lr precision seed",
+        """lr_batch_size lr_scale optimizer weight_decay grad_clip_norm scheduler scheduler_interval warmup_share
+        patience val_interval checkpoint_every deterministic""",
+    ),
+    (
+        "Device and memory",
+        "device find_batch_size",
+        """memory micro_batch_size min_micro_batch_size adaptive_micro_batch backoff_factor oom_retries regrow oversize
+        accumulation accumulation_splits accumulation_threshold accumulation_target_mib accumulation_max_splits
+        gradient_accumulation_steps preflight_threshold min_steps_per_epoch find_batch_size_steps_per_trial
+        cuda_empty_cache_interval cuda_empty_cache_threshold_mib use_adaptive_batch_size_factor
+        graph_memory_safety_factor""",
+    ),
+    (
+        "Plan and output",
+        "dry_run target_gpu quiet verbose",
+        "target_memory show_config json runs_dir data_root state_dir",
+    ),
+    (
+        "On a cluster",
+        "submit partition gpus mem time",
+        "cluster account qos nodes cpus constraint gres max_parallel after force",
+    ),
+)
+
+# Number of each option's group, and the arguments of Typer that show it there.
+_HELP_PLACES: Final = {
+    name: (number, {"rich_help_panel": title, "hidden": names is others})
+    for number, (title, everyday, others) in enumerate(_GROUPS, 1)
+    for names in (everyday, others)
+    for name in names.split()
+}
+_OWN_PLACE: Final[tuple[int, dict[str, Any]]] = (0, {})  # of options that only one command has: they come first
+
+_SHORT: Final = {"quiet": ("-q",), "verbose": ("-v",)}
 # What help shows as the value; it is passed on as text, and composition names value and setting if it does not fit.
 _METAVARS: Final = {"set": "GROUP.KEY=VALUE", "model_args": "K=V,K=V", "after": "RUN"}
 _TYPE_METAVARS: Final = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
 
 
-def option_parameters(options: Mapping[str, tuple[Any, Any, str]]) -> list[inspect.Parameter]:
-    """Makes Typer's parameters of options (type, default and help by name)."""
+def make_command(
+    options: Mapping[str, tuple[Any, Any, str]], act: Callable[[Flags], None], *, prerequisites: bool = False
+) -> Callable[..., None]:
+    """Makes a command for Typer, with all training settings as options.
+
+    Args:
+        options: Its other options: type, default and help by name.
+        act: Gets the values by parameter name. Its docstring is the command's help.
+        prerequisites: Whether options name the finished runs that modes build on.
+    """
     parameters = []
     for name, (kind, default, text) in options.items():
         flag = f"--{name.replace('_', '-')}"
         flag = f"{flag}/--no-{name}" if kind == bool | None else flag
         metavar = None if kind in (bool, bool | None) else _METAVARS.get(name, name.upper().replace("_", "-"))
-        option = typer.Option(flag, help=text, metavar=metavar, show_default=bool(default))
-        # `set` is a builtin, which the dataclasses and functions that take the flags would hide.
+        option = typer.Option(flag, *_SHORT.get(name, ()), help=text, metavar=metavar, show_default=bool(default),
+                              **_HELP_PLACES.get(name, _OWN_PLACE)[1])  # fmt: skip
+        # `set` is a builtin, which the functions that take the flags would hide.
         parameters.append(_parameter("set_" if name == "set" else name, Annotated[kind, option], default))
-    return parameters
+    for role, what in _roles().items() if prerequisites else ():
+        text = f"Run that is {what}, by name or folder. [the newest that fits]"
+        option = typer.Option(help=text, metavar="RUN", **_HELP_PLACES.get(role, _OWN_PLACE)[1])
+        parameters.append(_parameter(role, Annotated[str | None, option]))
+    parameters += training_parameters()
+    parameters.sort(key=lambda parameter: _HELP_PLACES.get(parameter.name.rstrip("_"), _OWN_PLACE)[0])
+
+    def command(**flags: Any) -> None:
+        act(flags)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = act.__doc__
+    return command
 
 
 def training_parameters() -> list[inspect.Parameter]:
     """Makes a Typer parameter of every field of `TrainingSettings`; flags that are not given are None."""
-    texts = _field_docs(Path(settings.__file__), "TrainingSettings")
+    tree = ast.parse(Path(settings.__file__).read_text())
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingSettings")
+    # The docstrings below the fields, which Python does not store.
+    texts = {
+        field.target.id: " ".join(str(ast.literal_eval(text.value)).split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+    }
     parameters = []
     for field in fields(TrainingSettings):
         kind = field.type if isinstance(field.type, str) else field.type.__name__
         text = f"{texts[field.name]} [{field.default}]"
-        option = typer.Option(help=text, metavar=_TYPE_METAVARS.get(kind), show_default=False)
+        option = typer.Option(help=text, metavar=_TYPE_METAVARS.get(kind), show_default=False,
+                              **_HELP_PLACES.get(field.name, _OWN_PLACE)[1])  # fmt: skip
         parameters.append(_parameter(field.name, Annotated[bool | None if kind == "bool" else str | None, option]))
     return parameters
-
-
-def prerequisite_parameters() -> list[inspect.Parameter]:
-    """Makes the parameters that name the finished runs that modes build on."""
-    parameters = []
-    for role, what in _roles().items():
-        text = f"Run that is {what}, by name or folder. [the newest that fits]"
-        parameters.append(_parameter(role, Annotated[str | None, typer.Option(help=text, metavar="RUN")]))
-    return parameters
-
-
-def check_flags(flags: Flags) -> None:
-    """Raises ConfigError if a flag has an empty value, or needs --submit, which is not given."""
-    for name, value in flags.items():
-        # An unset variable of a script gives an empty value; `--model-args` may well have one.
-        if value == "" and name != "model_args":
-            raise ConfigError(f"--{name.replace('_', '-')} is empty", remedy="Give a value, or leave the flag out")
-    for name in _ONLY_WITH_SUBMIT:
-        if flags.get(name) and not flags["submit"]:
-            raise ConfigError(f"--{name.replace('_', '-')} is for a run that is submitted", remedy="Add --submit")
-
-
-def make_request(flags: Flags, *, model: str, dataset: str, mode: str | None, size: str | None) -> "RunRequest":
-    """Makes the request for one run; the flags decide what the arguments do not."""
-    # Composition imports Hydra, which a command line that is wrong does not wait for.
-    from can_train.config.compose import RunRequest
-
-    keys = {parameter.name: "training" for parameter in training_parameters()} | dict.fromkeys(_PATHS, "paths")
-    keys |= dict.fromkeys(_CLUSTER, "cluster") | dict.fromkeys(("baselines", *_roles()), "mode")
-    return RunRequest(
-        model=model,
-        dataset=dataset,
-        mode=mode,
-        task=flags["task"],
-        size=size,
-        cluster=flags["cluster"] or ("slurm" if flags["submit"] else "local"),
-        memory=flags["memory"],
-        device=flags["device"],
-        sets=tuple(flags["set_"] or ()),
-        model_args=flags.get("model_args", ""),
-        values={f"{group}.{name}": flags[name] for name, group in keys.items() if flags.get(name) is not None},
-    )
-
-
-def options_without(names: Iterable[str]) -> dict[str, tuple[Any, Any, str]]:
-    """Returns the options without some of them."""
-    return {name: option for name, option in OPTIONS.items() if name not in {*names}}
-
-
-def split_names(text: str) -> Sequence[str]:
-    """Splits a comma-separated flag; the path of an existing file is one value, commas and all."""
-    return split_list(text, existing=[text] if Path(text).expanduser().exists() else [])
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
@@ -157,12 +174,59 @@ def _roles() -> dict[str, str]:
     return {one.role: one.what for task in task_names() for one in load_task_settings(task).prerequisites}
 
 
-def _field_docs(module: Path, class_name: str) -> dict[str, str]:
-    """Reads the docstrings below a class's fields, which Python does not store."""
-    tree = ast.parse(module.read_text())
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    texts = {}
-    for field, text in pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            texts[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
-    return texts
+def check_flags(flags: Flags) -> None:
+    """Raises ConfigError if a flag has an empty value, or does not go with the others."""
+    for name, value in flags.items():
+        # An unset variable of a script gives an empty value; `--model-args` may well have one.
+        if value == "" and name != "model_args":
+            raise ConfigError(f"--{name.replace('_', '-')} is empty", remedy="Give a value, or leave the flag out")
+    for name in ("model", "dataset", "mode"):
+        # A comma alone is a list of nothing, and nothing would be trained.
+        if flags.get(name) and not split_names(flags[name]):
+            raise ConfigError(f"--{name} names nothing", value=repr(flags[name]), remedy="Name one, or several: a,b")
+    for name in _ONLY_WITH_SUBMIT:
+        if flags.get(name) and not flags.get("submit"):
+            raise ConfigError(f"--{name.replace('_', '-')} is for a run that is submitted", remedy="Add --submit")
+    if flags.get("submit") and not flags.get("dry_run") and (flags.get("quiet") or flags.get("verbose")):
+        name = "--quiet" if flags["quiet"] else "--verbose"
+        raise ConfigError(f"{name} is for what is printed here, and a job prints into its log", value="--submit",
+                          remedy=f"Leave {name} out")  # fmt: skip
+
+
+def make_request(flags: Flags, *, model: str, dataset: str, mode: str | None, size: str | None) -> "RunRequest":
+    """Makes the request for one run; the flags decide what the arguments do not."""
+    # Composition imports Hydra, which a command line that is wrong does not wait for.
+    from can_train.config.compose import RunRequest
+
+    keys = {parameter.name: "training" for parameter in training_parameters()} | dict.fromkeys(PATH_FLAGS, "paths")
+    keys |= dict.fromkeys(CLUSTER_FLAGS, "cluster") | dict.fromkeys(("baselines", *_roles()), "mode")
+    own = user_file()
+    return RunRequest(
+        model=model,
+        dataset=dataset,
+        mode=mode,
+        task=flags["task"],
+        size=size,
+        cluster=flags["cluster"] or (_user_cluster(own) if flags["submit"] else "local"),
+        memory=flags["memory"],
+        device=flags["device"],
+        sets=tuple(flags["set_"] or ()),
+        model_args=flags.get("model_args", ""),
+        values={f"{group}.{name}": flags[name] for name, group in keys.items() if flags.get(name) is not None},
+        user_file=own,
+    )
+
+
+def _user_cluster(own: UserFile) -> str:
+    """Returns where --submit sends a run unless it is said."""
+    from can_train.config.compose import presets
+
+    name = own.values.get("cluster", "slurm")
+    if name not in presets("cluster"):
+        raise unknown_name(f"cluster in {own.path}", name, presets("cluster"))
+    return name
+
+
+def split_names(text: str) -> Sequence[str]:
+    """Splits a comma-separated flag; the path of an existing file is one value, commas and all."""
+    return split_list(text, existing=[text] if Path(text).expanduser().exists() else [])

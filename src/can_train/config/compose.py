@@ -9,8 +9,8 @@ Every value that a person gives becomes an `Override`, and `_apply` is the only 
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -24,10 +24,16 @@ from hydra_zen import ZenStore, builds, make_config
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from can_train.config.overrides import Override, check_contradictions, from_flags, from_model_args, from_set
-from can_train.config.resolved import PathSettings, ResolvedRun
-from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
-from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings
+from can_train.config.resolved import (
+    CLUSTER_FLAGS,
+    ModelSpec,
+    PathSettings,
+    ResolvedRun,
+    TaskSettings,
+    UserFile,
+    load_task_settings,
+)
+from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
 from can_train.errors import ConfigError, nearest_first, unknown_name
 
 MOST_RUNS: Final = 1000
@@ -35,44 +41,55 @@ MOST_RUNS: Final = 1000
 
 _SCALARS: Final = ("task", "model_name", "size", "device")
 _CHOSEN_GROUPS: Final = ("dataset", "model", "mode", "cluster")
-_OPEN_GROUP: Final = "cluster.additional"
-"""The group that takes any key: options of sbatch."""
-_WRONG_FORM: Final = "A setting does not have the right form"
+_OPEN_GROUP: Final = "cluster.additional"  # takes any key: options of sbatch
+_ONLY_SLURM: Final = (*CLUSTER_FLAGS, "exclude")
+_WRONG_FORM: Final = "A value cannot be read"
+_WRITE_IT: Final = "Write it as --set training.lr=0.01; text that is more than a word: --set 'group.key=\"text\"'"
+# What a value must be, by the type that OmegaConf could not convert it to.
+_KINDS: Final = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "text",
+                 "List": "a list, as [1,2]", "Dict": "settings, as {a:1,b:2}"}  # fmt: skip
 _SUGGESTIONS: Final = 5
+
+# The switch scheduler_after_batch says yes or no where scheduler_interval names the interval.
+_TRANSLATIONS: Final = {"training.scheduler_interval": {"true": "step", "false": "epoch"}}
+_COMMA_OUTSIDE_BRACKETS: Final = re.compile(r",(?![^\[({]*[\])}])")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """One run as a command line requests it.
-
-    Attributes:
-        model: Name of the model.
-        dataset: Name of a preset, or a path.
-        task: Name of the task; None: the one in `configs/config.yaml`.
-        mode: Name of the mode; None: the model's default.
-        size: Name of the size; None: the model's default.
-        cluster: Name of a preset in `configs/cluster/`.
-        memory: Name of a preset in `configs/memory/`; None: the defaults.
-        device: auto, cpu, cuda[:i], sim:SIZE.
-        sets: Overrides in Hydra's grammar, `group.key=value`. One of a field above, as `memory=tight`, replaces it.
-        model_args: `k=v,k=v`.
-        values: Values of flags by dotted key, taken literally.
-    """
+    """One run as a command line requests it."""
 
     model: str
-    dataset: str
-    task: str | None = None
-    mode: str | None = None
-    size: str | None = None
-    cluster: str = "local"
-    memory: str | None = None
-    device: str = "auto"
+    dataset: str  # name of a preset, or a path
+    task: str | None = None  # None: the one in `configs/config.yaml`
+    mode: str | None = None  # None: the model's default
+    size: str | None = None  # None: the model's default
+    cluster: str = "local"  # name of a preset in `configs/cluster/`
+    memory: str | None = None  # name of a preset in `configs/memory/`; None: the defaults
+    device: str = "auto"  # auto, cpu, cuda[:i], sim:SIZE
+    # Overrides in Hydra's grammar, `group.key=value`. One of a field above, as `memory=tight`, replaces it.
     sets: tuple[str, ...] = ()
-    model_args: str = ""
-    values: Mapping[str, Any] = field(default_factory=dict)
+    model_args: str = ""  # `k=v,k=v`
+    values: Mapping[str, Any] = field(default_factory=dict)  # of flags by dotted key, taken literally
+    user_file: UserFile | None = None  # what the person always sets; folders apart from that of runs are not read here
 
 
 _CHOICES: Final = ("model", "dataset", "task", "mode", "size", "cluster", "memory", "device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """One setting given by a person."""
+
+    key: str  # canonical and dotted, `training.lr`
+    value: Any  # text in Hydra's grammar if `grammar`, else the value itself
+    spelling: str  # how it was written, for messages
+    grammar: bool  # whether `value` must still be parsed
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, str):
+            value = _TRANSLATIONS.get(self.key, {}).get(self.value.strip().lower(), self.value)
+            object.__setattr__(self, "value", value)
 
 
 def config_folder() -> Path:
@@ -95,31 +112,33 @@ def resolve(request: RunRequest) -> ResolvedRun:
             range, or settings that contradict each other.
     """
     sets = [from_set(text) for text in request.sets]
-    request = replace(request, **{choice.key: _parsed(choice) for choice in sets if choice.key in _CHOICES})
+    chosen: dict[str, Any] = {choice.key: _chosen(choice) for choice in sets if choice.key in _CHOICES}
+    request = replace(request, **chosen)
     task_name = request.task or str(OmegaConf.load(config_folder() / "config.yaml").task)
     task = load_task_settings(task_name)
-    spec = _model_spec(task, request.model)
-    mode = _mode(task, request.model, spec, request.mode)
+    spec, mode = _spec_and_mode(task, request.model, request.mode)
     size = _size(task, request, spec, mode)
     dataset, named = _dataset(request.dataset)
     for group, name in (("cluster", request.cluster), ("memory", request.memory)):
         if name is not None and name not in presets(group):
             raise unknown_name(f"{group} preset", name, presets(group))
     classes = _classes(task, spec, mode)
-    overrides = [
-        *(override for override in sets if override.key not in _CHOICES),
-        *from_model_args(request.model_args, {group: classes[group] for group in ("training", "model", "mode")}),
-        *from_flags(request.values),
-    ]
+    overrides = [override for override in sets if override.key not in _CHOICES]
+    overrides += from_model_args(request.model_args, {group: classes[group] for group in ("training", "model", "mode")})
+    overrides += _from_flags(request.values)
     check_contradictions(overrides)
     _check_roles(task, request.model, mode, overrides)
     model_preset = f"{request.model}_{size}" if size else request.model
-    choices = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
+    named_presets = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
+    # A model or mode that differs in nothing from its class's defaults needs no preset.
+    choices = {group: name if name in presets(group) else "schema" for group, name in named_presets.items()}
     config = _compose(classes, choices | ({"memory": request.memory} if request.memory else {}))
     scalars = {"task": task_name, "model_name": request.model, "size": size, "device": request.device}
-    for key, value in (scalars | named).items():
+    for key, value in (scalars | {"mode.name": mode} | named).items():
         OmegaConf.update(config, key, _escaped(value))
-    return _make_run(_apply(config, overrides), classes)
+    if request.user_file is not None:
+        _apply_user_file(config, request.user_file, classes)
+    return _make_changed(config, overrides, classes)
 
 
 def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
@@ -142,14 +161,14 @@ def with_changes(plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[
     Raises:
         ConfigError: A setting is unknown (the nearest are listed), has two values, or does not fit.
     """
-    overrides = [*map(from_set, sets), *from_flags(values)]
+    overrides = [*map(from_set, sets), *_from_flags(values)]
     check_contradictions(overrides)
     config, classes = _load(plain)
     for follower, leader in load_task_settings(config.task).follows.items():
         # The file has the resolved value: if both are equal, a change of the leader must move the follower too.
         if config.dataset[follower] == config.dataset[leader]:
             config.dataset[follower] = 0
-    return _make_run(_apply(config, overrides), classes)
+    return _make_changed(config, overrides, classes)
 
 
 def evaluation_dataset(run: ResolvedRun, dataset: str | None, sets: Sequence[str]) -> Any:
@@ -169,9 +188,8 @@ def evaluation_dataset(run: ResolvedRun, dataset: str | None, sets: Sequence[str
                               remedy="Give --set dataset.KEY=VALUE")  # fmt: skip
     plain = dict(run.config)
     if dataset is not None:
-        request = RunRequest(
-            task=run.task, model=run.model_name, mode=run.mode.name, size=run.size or None, dataset=dataset
-        )
+        request = RunRequest(task=run.task, model=run.model_name, mode=run.mode.name, size=run.size or None,
+                             dataset=dataset)  # fmt: skip
         inherited = {name: plain["dataset"][name] for name in load_task_settings(run.task).inherited}
         plain["dataset"] = {**resolve(request).config["dataset"], **inherited}
     return with_changes(plain, sets, {}).dataset
@@ -195,6 +213,62 @@ def expand(requests: Sequence[RunRequest]) -> list[RunRequest]:
     return found
 
 
+def from_set(text: str) -> Override:
+    """Reads one `--set group.key=value`.
+
+    Raises:
+        ConfigError: There is no key or no `=`.
+    """
+    name, separator, value = text.partition("=")
+    name = name.strip()
+    if not separator or not name:
+        raise ConfigError("--set takes group.key=value", value=repr(text), remedy="Write it as --set training.lr=0.01")
+    # Hydra's `+` and `++` add a setting where there is none; here every setting is there.
+    key = name.lstrip("+")
+    group, _, last = key.rpartition(".")
+    # The mode decides which settings there are, so its name is a choice, not one of them.
+    key = f"training.{canonical_name(last)}" if group == "training" else "mode" if key == "mode.name" else key
+    return Override(key=key, value=value, spelling=f"--set {name}", grammar=True)
+
+
+def from_model_args(text: str, groups: Mapping[str, type]) -> list[Override]:
+    """Reads `--model-args k=v,k=v`.
+
+    Args:
+        text: What was given.
+        groups: Settings class of each group that may have a setting k; the first group that has it gets the value.
+
+    Raises:
+        ConfigError: A part has no `=`, or no group has its name; the message lists the nearest.
+    """
+    group_of = {field.name: group for group, cls in reversed(list(groups.items())) for field in fields(cls)}
+    found = []
+    for part in filter(None, _COMMA_OUTSIDE_BRACKETS.split(text)):
+        name, separator, value = part.partition("=")
+        if not separator:
+            raise ConfigError("--model-args takes k=v,k=v", value=repr(part), remedy="Write it as hidden=32,lr=0.01")
+        key, spelling = canonical_name(name.strip()), f"--model-args {name.strip()}"
+        if key not in group_of:
+            raise unknown_name("name in --model-args", name.strip(), group_of)
+        found.append(Override(key=f"{group_of[key]}.{key}", value=value, spelling=spelling, grammar=True))
+    return found
+
+
+def _from_flags(values: Mapping[str, Any]) -> list[Override]:
+    spellings = {key: f"--{key.rpartition('.')[2].replace('_', '-')}" for key in values}
+    return [Override(key=key, value=values[key], spelling=spellings[key], grammar=False) for key in values]
+
+
+def check_contradictions(overrides: Iterable[Override]) -> None:
+    """Raises ConfigError if a setting is given under two spellings with different values."""
+    first: dict[str, Override] = {}
+    for new in overrides:
+        old = first.setdefault(new.key, new)
+        if old.spelling != new.spelling and str(old.value) != str(new.value):
+            raise ConfigError(f"{new.key} is given twice, with different values", remedy="Give it once",
+                              value=f"{old.spelling} {old.value} and {new.spelling} {new.value}")  # fmt: skip
+
+
 @cache
 def _parser() -> OverridesParser:
     # Making one takes as long as a whole composition.
@@ -211,15 +285,24 @@ def _swept(text: str) -> Sequence[str]:
     if not override.is_sweep_override():
         return [text]
     if not override.is_discrete_sweep():
-        raise ConfigError(
-            "A sweep tries each of its values, so they must be countable",
-            value=text,
-            remedy="Write them out, as 0.1,0.01, or as range(0,3)",
-        )
-    values = list(override.sweep_string_iterator())
+        raise ConfigError("A sweep tries each of its values, so they must be countable", value=text,
+                          remedy="Write them out, as 0.1,0.01, or as range(0,3)")  # fmt: skip
+    try:
+        values = list(override.sweep_string_iterator())
+    except (HydraException, ValueError) as error:
+        # glob(*), which in Hydra stands for the presets of a group, or a range with a step of zero.
+        raise ConfigError("A sweep names its values", value=text, remedy="Write them out, as 0.1,0.01") from error
     if not values:
-        raise ConfigError("A sweep has at least one value", value=text)
+        raise ConfigError("A sweep has at least one value", value=text, remedy="Write them out, as 0.1,0.01")
     return [f"{text.partition('=')[0]}={value}" for value in values]
+
+
+def _chosen(override: Override) -> str:
+    """Reads which preset, model or device is chosen."""
+    name = str(_parsed(override)).strip()
+    if not name:
+        raise ConfigError(f"{override.spelling} is empty", remedy="Give a value, or leave it out")
+    return name
 
 
 def _parsed(override: Override) -> Any:
@@ -230,35 +313,81 @@ def _parsed(override: Override) -> Any:
     try:
         parsed = _parser().parse_override(text)
     except HydraException as error:
-        raise ConfigError(_WRONG_FORM, value=text) from error
+        raise ConfigError(_WRONG_FORM, value=text, remedy=_WRITE_IT) from error
     if parsed.is_sweep_override():
         raise ConfigError("A run takes one value of each setting", value=text,
                           remedy="Sweep with a training command: can-train --model … --set key=1,2")  # fmt: skip
     return parsed.value()
 
 
+def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Mapping[str, type]) -> ResolvedRun:
+    """Makes a run from a config with overrides; an error names the flag where a setting was given by one."""
+    try:
+        run = _make_run(_apply(config, overrides), classes)
+    except ConfigError as error:
+        for override in overrides:
+            if not override.grammar and error.rule.startswith(f"{override.key} "):
+                rule = error.rule.replace(override.key, override.spelling, 1)
+                raise ConfigError(rule, value=error.value, remedy=error.remedy) from error
+        raise
+    _check_cluster(run, overrides)
+    return run
+
+
+def _check_cluster(run: ResolvedRun, overrides: Sequence[Override]) -> None:
+    """Refuses what SLURM is asked for where the run does not go there: it would be ignored."""
+    executor = run.cluster.executor
+    ignored = [one.spelling for one in overrides if one.key.removeprefix("cluster.") in _ONLY_SLURM]
+    if ignored and executor != "slurm":
+        raise ConfigError("What a job asks for is for SLURM", value=f"{', '.join(ignored)}, with cluster {executor}",
+                          remedy="Leave it out, or train with --submit --cluster slurm")  # fmt: skip
+
+
 def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
     """Sets the values in a config, whose types they must fit."""
     known = list(_keys(OmegaConf.to_container(config)))
     for override in overrides:
-        key, is_open = override.key, override.key.startswith(f"{_OPEN_GROUP}.")
+        key, is_open = override.key, f"{override.key}.".startswith(f"{_OPEN_GROUP}.")
         if key not in known and not is_open:
             nearest = ", ".join(nearest_first(key, known)[:_SUGGESTIONS])
             raise ConfigError("Unknown setting", value=repr(key), remedy=f"Nearest: {nearest}")
         value = _parsed(override)
+        if OmegaConf.is_dict(OmegaConf.select(config, key)) and not isinstance(value, dict):
+            raise ConfigError(f"{key} must be {_KINDS['Dict']}", value=repr(value))
+        if OmegaConf.is_list(OmegaConf.select(config, key)) and not isinstance(value, list | tuple):
+            raise ConfigError(f"{key} must be {_KINDS['List']}", value=repr(value))
         try:
             # Of a group within a group only the given keys change, as in Hydra.
             OmegaConf.update(config, key, _escaped(value), merge=isinstance(value, dict), force_add=is_open)
+            # `${…}` is accepted for any type, and converted only when it is read.
+            if OmegaConf.is_config(found := OmegaConf.select(config, key)):
+                OmegaConf.to_container(found, resolve=True)
         except OmegaConfBaseException as error:
-            raise ConfigError(_WRONG_FORM, value=_reason(error, key)) from error
+            raise _misfit(error, key, value) from error
     return config
+
+
+def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, type]) -> None:
+    """Sets in a config what a person always sets; a job's requests only where there is a job."""
+    of_jobs = CLUSTER_FLAGS if config.cluster.executor == "slurm" else ()
+    groups = {"runs_dir": "paths"} | dict.fromkeys(of_jobs, "cluster")
+    for name, value in file.values.items():
+        if (group := groups.get(name)) is None:
+            continue
+        try:
+            _apply(config, [Override(key=f"{group}.{name}", value=value, spelling=name, grammar=False)])
+            # One after another, so that the error names the one that is wrong.
+            plain: Any = OmegaConf.to_container(config[group], resolve=True)
+            _make_settings(classes[group], plain)
+        except ConfigError as error:
+            raise ConfigError(f"{file.path}: {name}: {error.rule}", value=error.value, remedy=error.remedy) from error
 
 
 def _keys(node: Any, before: str = "") -> Iterator[str]:
     """Lists the dotted keys that may be set; task, model and size decide what the others are, and may not."""
     for name, value in node.items():
         key = f"{before}{name}"
-        if name != "_target_" and (before or name == "device"):
+        if name != "_target_" and key != "mode.name" and (before or name == "device"):
             yield key
         if isinstance(value, Mapping) and key != _OPEN_GROUP:
             yield from _keys(value, f"{key}.")
@@ -291,16 +420,15 @@ def _compose(classes: Mapping[str, type], choices: Mapping[str, str]) -> DictCon
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             return compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("A preset does not fit the settings", value=_reason(error.__cause__ or error)) from error
+        raise ConfigError("A preset does not fit the settings", value=_reason(error.__cause__ or error),
+                          remedy=f"Mend it in {config_folder()}") from error  # fmt: skip
 
 
 def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
     """Reads the plain values of a run as a typed config; returns it with the settings class of each group."""
-    task = load_task_settings(str(plain.get("task")))
-    model = str(plain.get("model_name"))
-    spec, saved_mode = _model_spec(task, model), plain.get("mode")
+    task, saved_mode = load_task_settings(str(plain.get("task"))), plain.get("mode")
     mode = str(saved_mode.get("name")) if isinstance(saved_mode, Mapping) else None
-    classes = _classes(task, spec, _mode(task, model, spec, mode))
+    classes = _classes(task, *_spec_and_mode(task, str(plain.get("model_name")), mode))
     groups = {group: OmegaConf.structured(_schema(cls)) for group, cls in classes.items()}
     schema = OmegaConf.create(dict.fromkeys(_SCALARS, "") | groups)
     OmegaConf.set_struct(schema, True)
@@ -308,7 +436,8 @@ def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
     try:
         merged = OmegaConf.merge(schema, _escaped(dict(plain)))
     except OmegaConfBaseException as error:
-        raise ConfigError("The saved configuration does not fit this version", value=_reason(error)) from error
+        raise ConfigError("The saved configuration does not fit this version", value=_reason(error),
+                          remedy="Use the version that made the run, or train anew") from error  # fmt: skip
     assert isinstance(merged, DictConfig)
     return merged, classes
 
@@ -320,10 +449,8 @@ def _escaped(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {key: _escaped(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escaped(inner) for inner in value]
     if not isinstance(value, str):
-        return value
+        return [_escaped(inner) for inner in value] if isinstance(value, list | tuple) else value
     # Backslashes before `${` escape it and each other; all others stand for themselves.
     return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
 
@@ -337,27 +464,20 @@ def _make_run(config: DictConfig, classes: Mapping[str, type]) -> ResolvedRun:
 def _make_settings(cls: Any, plain: Mapping[str, Any]) -> Any:
     # hydra_zen.instantiate would resolve texts a second time, and a path may hold `${`.
     kinds = get_type_hints(cls)
-    values = {
-        name: _make_settings(kinds[name], value) if is_dataclass(kinds[name]) else value
-        for name, value in plain.items()
-        if name != "_target_"
-    }
-    return cls(**values)
+    given = {name: value for name, value in plain.items() if name != "_target_"}
+    return cls(**{name: _make_settings(kinds[name], value) if is_dataclass(kinds[name]) else value
+                  for name, value in given.items()})  # fmt: skip
 
 
-def _model_spec(task: TaskSettings, name: str) -> ModelSpec:
-    if name not in task.models:
-        error = unknown_name("model", name, task.models)
-        raise ConfigError(error.rule, value=error.value, remedy=f"{error.remedy}\n{task.table()}")
-    return task.models[name]
-
-
-def _mode(task: TaskSettings, model: str, spec: ModelSpec, mode: str | None) -> str:
+def _spec_and_mode(task: TaskSettings, model: str, mode: str | None) -> tuple[ModelSpec, str]:
+    if model not in task.models:
+        raise unknown_name("model", model, task.models, more=f"\n{task.table()}")
+    spec = task.models[model]
     mode = mode or spec.modes[0]
     if mode not in spec.modes:
         names = ", ".join(nearest_first(mode, spec.modes))
         raise ConfigError(f"Model {model} has no mode {mode!r}", remedy=f"Its modes: {names}\n{task.table()}")
-    return mode
+    return spec, mode
 
 
 def _size(task: TaskSettings, request: RunRequest, spec: ModelSpec, mode: str) -> str:
@@ -367,10 +487,8 @@ def _size(task: TaskSettings, request: RunRequest, spec: ModelSpec, mode: str) -
     possible = spec.only_sizes.get(mode, spec.sizes)
     if size not in possible and spec.sizes:
         given = f"--size {size}" if request.size else f"{size}, since no --size is given"
-        raise ConfigError(
-            f"Model {request.model} in mode {mode} comes in one size only", value=given,
-            remedy=f"Add --size {possible[0]}\n{task.table()}",
-        )  # fmt: skip
+        raise ConfigError(f"Model {request.model} in mode {mode} comes in one size only", value=given,
+                          remedy=f"Add --size {possible[0]}\n{task.table()}")  # fmt: skip
     return size
 
 
@@ -384,10 +502,8 @@ def _dataset(text: str) -> tuple[str, dict[str, str]]:
         stem = path.resolve().name if path.is_dir() else path.resolve().name.split(".")[0]
         slug = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "log"
         return "path", {"dataset.path": str(path), "dataset.name": slug}
-    error = unknown_name("data set", text, [name for name in presets("dataset") if name != "path"])
-    raise ConfigError(
-        error.rule, value=error.value, remedy=f"{error.remedy}; or give the path of a log or a folder of logs"
-    )
+    named = [name for name in presets("dataset") if name != "path"]
+    raise unknown_name("data set", text, named, more="; or give the path of a log or a folder of logs")
 
 
 def _check_roles(task: TaskSettings, model: str, mode: str, overrides: Sequence[Override]) -> None:
@@ -396,14 +512,35 @@ def _check_roles(task: TaskSettings, model: str, mode: str, overrides: Sequence[
     foreign = {f"mode.{needed.role}": needed.role for needed in task.prerequisites if needed.role not in own}
     for override in overrides:
         if override.key in foreign:
-            having = ", ".join(f"{name} of {of}" for of, name in task.modes_with(foreign[override.key]))
+            having = ", ".join(f"{name} of {of}" for of, spec in task.models.items()
+                               for name, needed in spec.prerequisites.items()
+                               if any(one.role == foreign[override.key] for one in needed))  # fmt: skip
             raise ConfigError(f"Mode {mode} of {model} builds on no such run", value=override.spelling,
                               remedy=f"Modes that do: {having}\n{task.table()}")  # fmt: skip
 
 
-def _reason(error: BaseException, key: str = "") -> str:
-    """Returns the first line of OmegaConf's message, after the key that it is about."""
+def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:
+    """Makes the error for a value that a setting does not take."""
     found = re.search(r"full_key: (\S+)", str(error))
-    name = found.group(1) if found else key
-    line = str(error).strip().splitlines()[0]
-    return f"{name}: {line}" if name else line
+    key = found[1] if found else key
+    if kind := re.search(r"could not be converted to (\w+)|is not a valid (bool)", str(error)):
+        shown = re.search(r"Value '(.*)' (of type|is not)", str(error))
+        name = kind[1] or kind[2]
+        return ConfigError(f"{key} must be {_KINDS.get(name, name)}", value=repr(shown[1] if shown else value))
+    if re.search(r"Key '.*' (is )?not in ", str(error)):
+        return ConfigError("Unknown setting", value=repr(key), remedy="can-train --model … --dry-run shows all of them")
+    return ConfigError(f"{key} cannot be {value!r}", value=_reason(error), remedy=_WRITE_IT)
+
+
+def _reason(error: BaseException) -> str:
+    """Says in a line what OmegaConf found wrong, after the preset and the key that it is about."""
+    lines = str(error).strip().splitlines()
+    # Hydra's own first line: `In 'memory/tight': ConfigKeyError raised while composing config:`
+    preset = re.match(r"In '(.*)': .* raised while composing", lines[0])
+    line = lines[1] if preset and len(lines) > 1 else lines[0]
+    if re.search(r"Key '.*' (is )?not in ", line):
+        line = "there is no such setting"
+    elif (kind := re.search(r"(?<=Value )('.*') of type '\w+' could not be converted to (\w+)", line)) is not None:
+        line = f"{kind[1]} is not {_KINDS.get(kind[2], kind[2])}"
+    key = re.search(r"full_key: (\S+)", str(error))
+    return ": ".join(filter(None, [f"{preset[1]}.yaml" if preset else "", key[1] if key else "", line]))

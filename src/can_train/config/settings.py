@@ -1,28 +1,33 @@
-"""The settings that every task has: training, safety factor, memory monitor and cluster."""
+"""The settings that every task has: training, safety factor, memory monitor and cluster; and the names by which they
+may be given.
+"""
 
 import math
+import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from can_train.errors import ConfigError, unknown_name
 from can_train.io.units import parse_memory_mib, parse_time_min
+
+_HOLDS: Final = {"greater than": operator.gt, "at least": operator.ge, "at most": operator.le}
 
 
 def check_range(
     name: str, value: float, *, low: float | None = None, high: float | None = None, above: float | None = None
 ) -> None:
     """Raises ConfigError unless a number is in [low, high] and greater than `above`; not-a-number never is."""
-    bounds = []
-    if above is not None:
-        bounds.append((value > above, f"greater than {above:g}"))
-    if low is not None:
-        bounds.append((value >= low, f"at least {low:g}"))
-    if high is not None:
-        bounds.append((value <= high, f"at most {high:g}"))
-    if not all(holds for holds, _ in bounds):
-        raise ConfigError(f"{name} must be {' and '.join(text for _, text in bounds)}", value=f"{value!r}")
+    limits = {"greater than": above, "at least": low, "at most": high}
+    given = {words: limit for words, limit in limits.items() if limit is not None}
+    if value == math.inf:
+        raise ConfigError(f"{name} must be a finite number", value="inf")
+    if not all(_HOLDS[words](value, limit) for words, limit in given.items()):
+        # Whole limits in full: 4294967295, not 4.29497e+09.
+        bounds = " and ".join(f"{words} {limit:.12g}" for words, limit in given.items())
+        raise ConfigError(f"{name} must be {bounds}", value=f"{value!r}")
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
@@ -42,14 +47,11 @@ def number_or_off(name: str, text: str, *, on: float | None = None) -> float:
         return math.inf
     if on is not None and word in ("on", "true"):
         return on
-    try:
-        value = float(word)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        words = "or off" if on is None else f", on ({on:g}) or off"
-        raise ConfigError(f"{name} must be a positive number {words}".replace(" ,", ","), value=repr(text))
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(word)) < math.inf:
+            return value
+    words = " or off" if on is None else f", on ({on:g}) or off"
+    raise ConfigError(f"{name} must be a positive number{words}", value=repr(text))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +91,9 @@ class FactorSettings:
     def __post_init__(self) -> None:
         check_choice("factor.policy", self.policy, ("affine", "momentum"))
         check_choice("factor.prior", self.prior, ("auto", "probe", "table"))
-        check_range("factor.target", self.target, above=0.0, high=1.0)
-        check_range("factor.momentum", self.momentum, above=0.0, high=1.0)
         check_range("factor.oom_cut", self.oom_cut, low=0.0, high=1.0)
-        check_range("factor.min", self.min, above=0.0, high=1.0)
+        for name in ("target", "momentum", "min"):
+            check_range(f"factor.{name}", getattr(self, name), above=0.0, high=1.0)
         check_range("factor.max", self.max, low=self.min, high=1.0)
 
     @property
@@ -147,7 +148,16 @@ class ClusterSettings:
         check_range("cluster.nodes", self.nodes, low=1)
         for name in ("cpus", "max_restarts", "oom_resubmits", "max_parallel", "signal_delay_s"):
             check_range(f"cluster.{name}", getattr(self, name), low=0)
-        self._check_resources()
+        if self.time:
+            parse_time_min(self.time)
+        if self.mem:
+            parse_memory_mib(self.mem)
+        if self.gpus != "auto" and not re.fullmatch(r"(?:[\w.-]+:)?\d{1,4}", self.gpus, re.ASCII):
+            raise ConfigError("cluster.gpus is a number, type:number or auto", value=repr(self.gpus),
+                              remedy="Write it as 2 or a100:2")  # fmt: skip
+        if self.num_gpus and _gpus_of_gres(self.gres):
+            raise ConfigError("cluster.gpus and cluster.gres both request GPUs",
+                              value=f"gpus {self.gpus}, gres {self.gres}", remedy="Leave one of them out")  # fmt: skip
 
     @property
     def ranks_per_node(self) -> int:
@@ -164,22 +174,6 @@ class ClusterSettings:
         """Kind of the GPUs, by the cluster's name for it; empty: any."""
         return self.gpus.rpartition(":")[0]
 
-    def _check_resources(self) -> None:
-        if self.time:
-            parse_time_min(self.time)
-        if self.mem:
-            parse_memory_mib(self.mem)
-        if self.gpus != "auto" and not re.fullmatch(r"(?:[\w.-]+:)?\d{1,4}", self.gpus, re.ASCII):
-            raise ConfigError(
-                "cluster.gpus is a number, type:number or auto", value=repr(self.gpus), remedy="Write it as 2 or a100:2"
-            )
-        if self.num_gpus and _gpus_of_gres(self.gres):
-            raise ConfigError(
-                "cluster.gpus and cluster.gres both request GPUs",
-                value=f"gpus {self.gpus}, gres {self.gres}",
-                remedy="Leave one of them out",
-            )
-
 
 def _gpus_of_gres(gres: str) -> int:
     # In gpu:2, gpu:a100:2 and gpu alone the number is the last part, and a name may end in parentheses.
@@ -188,10 +182,7 @@ def _gpus_of_gres(gres: str) -> int:
 
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
-
-
-# MiB of a micro-batch that `accumulation_target_mib=on` means.
-DEFAULT_TARGET_MIB = 2048.0
+DEFAULT_TARGET_MIB = 2048.0  # of a micro-batch, which `accumulation_target_mib=on` means
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +192,9 @@ class TrainingSettings:
     epochs: int = 6
     """Passes over the training data."""
     batch_size: int = 0
-    """Logical batch: samples that one optimizer step sees; 0 lets the device decide, once, before the first step."""
+    """Logical batch: samples that one optimizer step sees; 0: the preset's, lr_batch_size."""
     find_batch_size: str = "auto"
-    """auto: opt if a batch size is given, else max; max: the largest that fits; opt: split the batch; off: as given."""
+    """opt: keep the batch and split it where it does not fit; max: the largest that fits; off: as given; auto: opt."""
     accumulation: str = "even"
     """even: fewest micro-batches, sizes differing by at most 1; divisor: equal micro-batches."""
     find_batch_size_steps_per_trial: int = 3
@@ -271,7 +262,7 @@ class TrainingSettings:
     checkpoint_every: int = 100
     """Optimizer steps between checkpoints, beside the one after each epoch."""
     start_from: str = ""
-    """Finished run, by its folder, whose best weights training starts from; empty: fresh weights."""
+    """Finished run, by name or folder, whose best weights training starts from; empty: fresh weights."""
     use_adaptive_batch_size_factor: bool = True
     """Learn the safety factor from every run; off, graph_memory_safety_factor is used and nothing learned."""
     graph_memory_safety_factor: float = 0.6
@@ -290,7 +281,20 @@ class TrainingSettings:
         }
         for name, values in choices.items():
             check_choice(f"training.{name}", getattr(self, name), values)
-        self._check_numbers()
+        for name in ("epochs", "find_batch_size_steps_per_trial", "gradient_accumulation_steps", "min_steps_per_epoch",
+                     "lr_batch_size", "val_interval", "checkpoint_every", "accumulation_max_splits",
+                     "min_micro_batch_size"):  # fmt: skip
+            check_range(f"training.{name}", getattr(self, name), low=1)
+        for name in ("batch_size", "micro_batch_size", "weight_decay", "grad_clip_norm", "patience",
+                     "accumulation_threshold", "oom_retries", "cuda_empty_cache_interval"):  # fmt: skip
+            check_range(f"training.{name}", getattr(self, name), low=0)
+        check_range("training.seed", self.seed, low=0, high=2**32 - 1)
+        check_range("training.backoff_factor", self.backoff_factor, above=1.0, high=1e6)
+        check_range("training.lr", self.lr, above=0.0)
+        check_range("training.warmup_share", self.warmup_share, low=0.0, high=1.0)
+        check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)
+        # These properties raise if they are not as they should be.
+        _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib)
         self._check_accumulation()
 
     @property
@@ -318,29 +322,12 @@ class TrainingSettings:
         """`cuda_empty_cache_threshold_mib` as a number; infinite if it is off."""
         return number_or_off("training.cuda_empty_cache_threshold_mib", self.cuda_empty_cache_threshold_mib)
 
-    def _check_numbers(self) -> None:
-        for name in ("epochs", "find_batch_size_steps_per_trial", "gradient_accumulation_steps", "min_steps_per_epoch",
-                     "lr_batch_size", "val_interval", "checkpoint_every", "accumulation_max_splits",
-                     "min_micro_batch_size"):  # fmt: skip
-            check_range(f"training.{name}", getattr(self, name), low=1)
-        for name in ("batch_size", "micro_batch_size", "weight_decay", "grad_clip_norm", "seed", "patience",
-                     "accumulation_threshold", "oom_retries", "cuda_empty_cache_interval"):  # fmt: skip
-            check_range(f"training.{name}", getattr(self, name), low=0)
-        check_range("training.backoff_factor", self.backoff_factor, above=1.0, high=1e6)
-        check_range("training.lr", self.lr, above=0.0)
-        check_range("training.warmup_share", self.warmup_share, low=0.0, high=1.0)
-        check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)
-        # Their properties raise if they are not as they should be.
-        _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib)
-
     def _check_accumulation(self) -> None:
-        if 0 < self.micro_batch_size < self.min_micro_batch_size:
-            raise ConfigError(
-                "A fixed micro-batch must not be smaller than the smallest one allowed",
-                value=f"training.micro_batch_size {self.micro_batch_size}, "
-                f"training.min_micro_batch_size {self.min_micro_batch_size}",
-                remedy="Change one of them",
-            )
+        fixed, least = self.micro_batch_size, self.min_micro_batch_size
+        if 0 < fixed < least:
+            found = f"training.micro_batch_size {fixed}, training.min_micro_batch_size {least}"
+            raise ConfigError("A fixed micro-batch must not be smaller than the smallest one allowed", value=found,
+                              remedy="Change one of them")  # fmt: skip
         if self.accumulation_threshold > 0 and self.gradient_accumulation_steps > 1:
             # With a threshold, "accumulation steps" usually means the parts of one batch, not several batches.
             steps = self.gradient_accumulation_steps
@@ -351,3 +338,29 @@ class TrainingSettings:
                 remedy=f"To compute each batch in {steps} parts: --accumulation-splits {steps}"
                 f" --gradient-accumulation-steps 1. To make one step of {steps} batches: --accumulation-threshold 0",
             )
+
+
+ALIASES: Final[Mapping[str, str]] = {
+    "max_epochs": "epochs",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "global_accum_steps": "gradient_accumulation_steps",
+    "accum_steps": "gradient_accumulation_steps",
+    "accumulation_muon_threshold": "accumulation_threshold",
+    "preflight_muon_threshold": "preflight_threshold",
+    "mb_backoff_factor": "backoff_factor",
+    "gradient_clip_val": "grad_clip_norm",
+    "scheduler_after_batch": "scheduler_interval",
+}
+"""Alias to field of `TrainingSettings`; the names come from the projects that can-train unites."""
+
+
+def canonical_name(name: str) -> str:
+    """Resolves the name of a training setting: `-` and `_` are equivalent, and an alias gives its canonical name."""
+    plain = name.replace("-", "_")
+    return ALIASES.get(plain, plain)
+
+
+def split_list(text: str, *, existing: Collection[str] = ()) -> Sequence[str]:
+    """Splits a comma-separated flag, unless the whole text is one of the `existing` names (a path may hold commas)."""
+    return [text] if text in existing else [part for part in text.split(",") if part]

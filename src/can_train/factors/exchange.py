@@ -1,31 +1,26 @@
 """Factors as a file that other tools and other machines read: the export of what was learned, and the import."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from can_train.errors import DataError, nearest_first
-from can_train.factors.events import ANY_DEVICE, Event, Imported, active_events
-from can_train.factors.observations import Observation
-from can_train.factors.summary import FactorSummary
+from can_train.factors.observations import ANY_DEVICE, Event, Imported, Observation, active_events
 from can_train.io.records import utc_text
 from can_train.memory.catalogue import CARDS, cards_named, is_device_key
 
+if TYPE_CHECKING:
+    from can_train.factors.summary import FactorSummary
+
 # Parts that a configuration key has at least: data set, model and mode. A part may contain underscores itself.
 _KEY_PARTS: Final = 3
-
-# Devices that a message names.
-_NEAREST: Final = 3
-
-_SHAPES: Final = (
-    "Give what can-train factors --export writes, or {key: {device: factor}}, or {key: factor}, factors in (0, 1]"
-)
-
-# By configuration key, then by kind of device or `ANY_DEVICE`.
-Entries = dict[str, dict[str, Imported]]
+_NEAREST: Final = 3  # devices that a message names
+Entries = dict[str, dict[str, Imported]]  # by configuration key, then by kind of device or `ANY_DEVICE`
 
 
 def make_export(summaries: Sequence[FactorSummary], events: Sequence[Event] = ()) -> dict[str, Any]:
@@ -97,8 +92,12 @@ def read_import(file: Path, summaries: Sequence[FactorSummary] = (), events: Seq
         rule, remedy = "The file to import must be readable", "Name a file that can-train factors --export wrote"
         raise DataError(rule, value=f"{file}: {error.strerror or error}", remedy=remedy) from error
     except (ValueError, RecursionError) as error:
-        rule = "A file of factors is imported whole or not at all"
-        raise DataError(rule, value=f"{file}: {error}", remedy=_SHAPES) from error
+        raise DataError(
+            "A file of factors is imported whole or not at all",
+            value=f"{file}: {error}",
+            remedy="Give what can-train factors --export writes, or {key: {device: factor}}, or {key: factor}, "
+            "factors in (0, 1]",
+        ) from error
     present = {key: parse_import({key: value})[key] for key, value in make_export(summaries, events).items()}
     changed = {
         key: {device: entry for device, entry in devices.items() if present.get(key, {}).get(device) != entry}
@@ -170,7 +169,11 @@ def resolve_names(entries: Mapping[str, Mapping[str, Imported]], summaries: Sequ
 
 
 def _resolve_devices(key: str, entries: Mapping[str, Imported], known: set[str]) -> dict[str, Imported]:
-    devices = {name: _devices_named(key, name, known) for name in entries}
+    devices = {name: [card.key for card in cards_named(name)] or [name] for name in entries}
+    for name, keys in devices.items():
+        if keys == [name] and name not in known and not is_device_key(name):
+            nearest = nearest_first(name, {card.key for card in CARDS} | known - {ANY_DEVICE})[:_NEAREST]
+            raise ValueError(f"{key}, {name}: unknown device (nearest: {', '.join(nearest)})")
     named_by: dict[str, str] = {}
     # A name for all memory sizes first: one that names a single size then takes its place.
     for name in sorted(entries, key=lambda name: -len(devices[name])):
@@ -180,14 +183,6 @@ def _resolve_devices(key: str, entries: Mapping[str, Imported], known: set[str])
                 raise ValueError(f"{key}: {other} and {name} are both {device}")
             named_by[device] = name
     return {device: entries[name] for device, name in named_by.items()}
-
-
-def _devices_named(key: str, name: str, known: set[str]) -> list[str]:
-    cards = [card.key for card in cards_named(name)]
-    if cards or name in known or is_device_key(name):
-        return cards or [name]
-    nearest = nearest_first(name, {card.key for card in CARDS} | known - {ANY_DEVICE})[:_NEAREST]
-    raise ValueError(f"{key}, {name}: unknown device (nearest: {', '.join(nearest)})")
 
 
 def _shown(value: Any) -> str:

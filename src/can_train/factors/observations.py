@@ -1,9 +1,11 @@
-"""What one attempt of a run measured, as immutable JSON files: one is written when the attempt begins (`Started`), one
-when it ends (`Observation`). Nobody rewrites them, so there is nothing to lock. What they mean for the next run is
-decided elsewhere (`can_train.factors.summary`).
+"""The records of a state folder, as immutable JSON files: what an attempt of a run measured (`Started` when it begins,
+`Observation` when it ends), and what a person decided about factors (`Event`). Nobody rewrites them, so nothing is
+locked. What they mean for the next run is decided elsewhere (`can_train.factors.summary`).
 """
 
+import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -12,9 +14,9 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
-from can_train.io.processes import AttemptStart
 from can_train.io.records import (
     DOCUMENT_SUFFIX,
+    AttemptStart,
     Count,
     SetAside,
     check_time,
@@ -24,26 +26,22 @@ from can_train.io.records import (
     write_document,
 )
 
-_FOLDER: Final = "observations"
-
+_OBSERVATIONS: Final = "observations"
+_EVENTS: Final = "events"
 _STARTED_SUFFIX: Final = f".started{DOCUMENT_SUFFIX}"
-
-# Characters of a run's id that a portable file name may not have.
-_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]+")
-
-# Largest file that is taken for an observation; they have a few thousand bytes.
-_MOST_BYTES: Final = 2**20
-
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]+")  # characters of a run's id that a portable file name may not have
+# Largest files that are taken for an observation, which has a few thousand bytes, and for an event: an import contains
+# the runs of its file.
+_MOST_OBSERVATION_BYTES: Final = 2**20
+_MOST_EVENT_BYTES: Final = 2**26
 # Share of the capacity that may go without another process: libraries load kernels outside the allocator when they are
 # first used.
-FOREIGN_SHARE: Final = 0.01
-
+_FOREIGN_SHARE: Final = 0.01
+ANY_DEVICE: Final = ""  # stands for every kind of device that has no entry of its own
 Outcome = Literal["ok", "rescued", "oom", "interrupted", "error"]
-
 Factor = Annotated[float, Meta(gt=0, le=1)]
-
-# Squares of larger shares lose their meaning in the regression.
-# A share of the tuned limit; what ran may exceed the limit.
+# A share of the tuned limit; what ran may exceed the limit. Squares of larger shares lose their meaning in the
+# regression.
 Share = Annotated[float, Meta(ge=0, le=1e6)]
 
 
@@ -76,14 +74,6 @@ class Started(AttemptStart):
     def started(self) -> datetime:
         """When the attempt began."""
         return datetime.fromisoformat(self.start_time)
-
-    def is_lost(self, host: str | None = None) -> bool:
-        """Whether its process is known to have ended; False where this machine cannot know.
-
-        Args:
-            host: Name of this machine; None asks it.
-        """
-        return self.is_running(host) is False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,32 +130,62 @@ class Observation:
         return max(datetime.fromisoformat(self.end_time), self.started)
 
     @property
-    def key_without_size(self) -> str:
-        """The key as people shorten it."""
-        return without_size(self.key, self.size)
-
-    @property
     def peak(self) -> float | None:
         """Peak memory ÷ capacity; None where nothing was measured."""
         return None if self.peak_allocated_bytes is None else self.peak_allocated_bytes / self.capacity_bytes
 
     @property
-    def predicted_line(self) -> tuple[float, float] | None:
-        """Predicted peaks ÷ capacity of a run that uses nothing, and of one that uses the whole tuned limit."""
-        if self.predicted_base_bytes is None or self.predicted_full_bytes is None:
-            return None
-        return self.predicted_base_bytes / self.capacity_bytes, self.predicted_full_bytes / self.capacity_bytes
-
-    @property
     def ran_out_of_memory(self) -> bool:
         """Whether memory ran out, rescued or not, while no other process held some of it."""
         failed = self.outcome == "oom" or self.ooms_rescued > 0
-        return failed and self.foreign_bytes <= FOREIGN_SHARE * self.capacity_bytes
+        return failed and self.foreign_bytes <= _FOREIGN_SHARE * self.capacity_bytes
 
     @property
     def teaches_out_of_memory(self) -> bool:
         """Whether memory ran out although a search had found that the cost fits."""
         return self.ran_out_of_memory and self.tuned_limit is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What an imported file says of one configuration on one kind of device."""
+
+    safety_factor: Factor  # of the next run
+    initial_factor_reason: str = ""
+    runs: list[dict[str, Any]] = field(default_factory=list)  # exported again, never learned from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One decision of a person. An older one that arrives later undoes nothing: the time in the file decides."""
+
+    kind: Literal["reset", "pin", "unpin", "import"]
+    time: str  # ISO 8601 with a time zone (`next_time`)
+    key: str | None = None  # configuration key, with or without its size; None means all of them
+    device: str | None = None  # kind of device; None means all of them
+    value: float | None = None  # the factor that a pin sets, in (0, 1]
+    source: str = ""  # the file of an import
+    entries: dict[str, dict[str, Imported]] = field(default_factory=dict)  # of an import, by key and device
+
+    def __post_init__(self) -> None:
+        check_time("time", self.time)
+        if self.kind == "pin" and not 0 < (self.value or 0) <= 1:
+            raise ValueError(f"a pin's value {self.value} is not in (0, 1]")
+        if self.kind in ("pin", "unpin") and self.key is None:
+            raise ValueError(f"the key of {self.kind} is missing")
+
+    @property
+    def moment(self) -> datetime:
+        """When the decision was made."""
+        return datetime.fromisoformat(self.time)
+
+    def entry_for(self, key: str, device: str, size: str = "") -> Imported | None:
+        """Finds an import's entry: the key's own comes before that of the key without its size."""
+        for name in (key, without_size(key, size)):
+            devices = self.entries.get(name, {})
+            if entry := devices.get(device, devices.get(ANY_DEVICE)):
+                return entry
+        return None
 
 
 def without_size(key: str, size: str) -> str:
@@ -180,58 +200,86 @@ def without_size(key: str, size: str) -> str:
 
 
 @dataclass(frozen=True)
-class ObservationLog:
-    """All attempts in a state folder, by the time they began."""
+class ActiveEvents:
+    """The events in force for one configuration on one kind of device."""
+
+    pin: Event | None = None
+    cutoff: Event | None = None  # the last reset or import: runs that began before it are not learned from
+    imported: Imported | None = None  # what the cutoff says of the configuration, if it is an import
+
+
+def active_events(events: Iterable[Event], key: str, device: str, size: str = "") -> ActiveEvents:
+    """Finds the events in force.
+
+    Args:
+        events: By their time.
+        key: Configuration key.
+        device: Kind of device.
+        size: The model's size in the key; empty where it has none.
+    """
+    pin = cutoff = imported = None
+    for event in events:
+        entry = event.entry_for(key, device, size)
+        if event.kind == "import":
+            applies = entry is not None
+        else:
+            applies = event.key in (None, key, without_size(key, size)) and event.device in (None, device)
+        if applies and event.kind in ("reset", "import"):
+            cutoff, imported = event, entry
+        elif applies:
+            pin = event if event.kind == "pin" else None
+    return ActiveEvents(pin, cutoff, imported)
+
+
+@dataclass(frozen=True)
+class Records:
+    """All records in a state folder: attempts by the time they began, events by theirs."""
 
     finished: list[Observation]
     unfinished: list[Started]  # without an observation
+    events: list[Event]
     set_aside: list[SetAside]  # files that could not be read
 
 
-def write_started(state: Path, started: Started) -> Path:
-    """Records that an attempt began.
-
-    Raises:
-        StateError: The file cannot be written. No reason to stop a training.
-    """
-    return _write(state, started, _STARTED_SUFFIX)
-
-
-def write_observation(state: Path, observation: Observation) -> Path:
-    """Records what an attempt measured. Once this returns, a crash no longer loses it.
-
-    Raises:
-        StateError: The file cannot be written, or exists. No reason to stop a training.
-    """
-    return _write(state, observation, DOCUMENT_SUFFIX)
-
-
-def read_observations(state: Path) -> ObservationLog:
+def read_records(state: Path) -> Records:
     """Reads a state folder, which need not exist. Writes nothing.
 
     Raises:
         StateError: The folder cannot be listed.
     """
-    folder = state / _FOLDER
+    folder, events = state / _OBSERVATIONS, state / _EVENTS
     names = [name for name in list_names(folder) if name.endswith(DOCUMENT_SUFFIX)]
     finished = [name for name in names if not name.endswith(_STARTED_SUFFIX)]
-    ended = {name.removesuffix(DOCUMENT_SUFFIX) for name in finished}
-    begun = [name for name in names if name.endswith(_STARTED_SUFFIX)]
-    unfinished = [name for name in begun if name.removesuffix(_STARTED_SUFFIX) not in ended]
-    set_aside: list[SetAside] = []
-    return ObservationLog(
-        sorted(
-            read_documents(folder, finished, Observation, set_aside, most_bytes=_MOST_BYTES), key=lambda o: o.started
-        ),
-        sorted(read_documents(folder, unfinished, Started, set_aside, most_bytes=_MOST_BYTES), key=lambda s: s.started),
-        set_aside,
+    ended = {name.removesuffix(DOCUMENT_SUFFIX) + _STARTED_SUFFIX for name in finished}
+    unfinished = [name for name in names if name.endswith(_STARTED_SUFFIX) and name not in ended]
+    decided = [name for name in list_names(events) if name.endswith(DOCUMENT_SUFFIX)]
+    aside: list[SetAside] = []
+    runs = read_documents(folder, finished, Observation, aside, most_bytes=_MOST_OBSERVATION_BYTES)
+    running = read_documents(folder, unfinished, Started, aside, most_bytes=_MOST_OBSERVATION_BYTES)
+    decisions = read_documents(events, decided, Event, aside, most_bytes=_MOST_EVENT_BYTES)
+    # The sorts are stable: records of one moment stay in the order of their files' names.
+    return Records(
+        sorted(runs, key=lambda run: run.started),
+        sorted(running, key=lambda started: started.started),
+        sorted(decisions, key=lambda event: event.moment),
+        aside,
     )
 
 
-def _write(state: Path, record: Observation | Started, suffix: str) -> Path:
-    # Unique without a counter or a lock: two attempts alike in all parts are the same process of the same attempt.
-    stamp = time_stamp(record.start_time)
-    process = f"{record.attempt}.{record.rank}" if record.rank else f"{record.attempt}"
-    path = state / _FOLDER / f"{stamp}-{_UNSAFE.sub('-', record.run_id)[:150]}-{process}{suffix}"
+def write_record(state: Path, record: Observation | Started | Event) -> Path:
+    """Writes a record and returns its file. Once this returns, a crash no longer loses it.
+
+    Raises:
+        StateError: The file cannot be written, or exists. No reason to stop a training.
+    """
+    if isinstance(record, Event):
+        name = f"{time_stamp(record.time)}-{record.kind}-{os.urandom(4).hex()}{DOCUMENT_SUFFIX}"
+        path = state / _EVENTS / name
+    else:
+        # Unique without a counter or a lock: two attempts alike in all parts are the same process of the same attempt.
+        process = f"{record.attempt}.{record.rank}" if record.rank else f"{record.attempt}"
+        suffix = _STARTED_SUFFIX if isinstance(record, Started) else DOCUMENT_SUFFIX
+        name = f"{time_stamp(record.start_time)}-{_UNSAFE.sub('-', record.run_id)[:150]}-{process}{suffix}"
+        path = state / _OBSERVATIONS / name
     write_document(path, record)
     return path

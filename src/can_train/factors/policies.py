@@ -3,23 +3,20 @@ it.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Self
 
 # --- The regression: peak = base + slope · used. Peaks are shares of the capacity, `used` is a share of the tuned
 # limit.
 
 # Rounds of re-estimating the noise and the unknown peaks of out-of-memories from the line, then the line from them.
-FIT_ROUNDS: Final = 6
-
-# Standard deviations to either side that hold 95 % of a normal distribution.
-NORMAL_95: Final = 1.96
-
+_FIT_ROUNDS: Final = 6
+_NORMAL_95: Final = 1.96  # standard deviations to either side that hold 95 % of a normal distribution
 # The prior on a run that uses the whole tuned limit has Student's heavy tails: a tuned limit that the data set ended,
 # not memory, may be far off, and readings must be able to overrule the prior there.
 _PRIOR_DEGREES_OF_FREEDOM: Final = 4
-
 # Slope below which what a run uses does not show in its peak; a divisor of at least this needs no case of its own.
 _LEAST_SLOPE: Final = 1e-6
 
@@ -64,7 +61,7 @@ class PeakRegression(NamedTuple):
         With `u = (peak - base) / slope`, `∂u/∂base = -1/slope` and `∂u/∂slope = -u/slope`, the delta method gives
         `var(u) = (var(base) + 2·u·cov + u²·var(slope)) / slope²`.
         """
-        return min(NORMAL_95 * self.uncertainty(used) / max(self.slope, _LEAST_SLOPE), 1.0)
+        return min(_NORMAL_95 * self.uncertainty(used) / max(self.slope, _LEAST_SLOPE), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +91,7 @@ class RegressionPrior:
         of_base, of_full = self.base_sd**2, self.full_sd**2
         variances = (of_base, of_base + of_full, -of_base)
         line = start or PeakRegression(self.base, self.full - self.base, variances, self.noise)
-        for _ in range(FIT_ROUNDS if readings else 0):
+        for _ in range(_FIT_ROUNDS if readings else 0):
             line = self._fit_once(readings, line, ceiling)
         return line
 
@@ -117,35 +114,26 @@ class RegressionPrior:
         # Peaks do not fall with what a run uses. Readings that do scatter around a level line.
         if slope < 0:
             base, slope = max(d / a, 0.0), 0.0
-        noise = self._noise(readings, base, slope)
+        squares = sum(w * (peak - base - slope * used) ** 2 for used, peak, w in readings if peak is not None)
+        runs = sum(reading.weight for reading in readings if reading.peak is not None)
+        # The line takes two degrees of freedom, less where there are hardly more runs than that.
+        noise = math.sqrt((self.noise_runs * self.noise**2 + squares) / (self.noise_runs + runs - min(2, 0.8 * runs)))
         # Nor is the base negative. A line held at 0 misses low readings on one side; counted as noise, that would make
         # a run that peaked lower than expected lower the factor.
         if base < 0:
             base, slope = 0.0, max(e / c, 0.0)
         return PeakRegression(base, slope, (c / determinant, a / determinant, -b / determinant), noise)
 
-    def _noise(self, readings: Sequence[Reading], base: float, slope: float) -> float:
-        squares = sum(w * (peak - base - slope * used) ** 2 for used, peak, w in readings if peak is not None)
-        runs = sum(reading.weight for reading in readings if reading.peak is not None)
-        # The line takes two degrees of freedom, less where there are hardly more runs than that.
-        freedom = self.noise_runs + runs - min(2, 0.8 * runs)
-        return math.sqrt((self.noise_runs * self.noise**2 + squares) / freedom)
 
-
-# The prior of a configuration of which nothing is known.
-DEFAULT_PRIOR: Final = RegressionPrior()
+DEFAULT_PRIOR: Final = RegressionPrior()  # the prior of a configuration of which nothing is known
 
 # --- Changes: a new version of a library may move every peak at once.
 
-# Runs on either side of a change: fewer may all be outliers.
-_LEAST_RUNS: Final = 3
-
+_LEAST_RUNS: Final = 3  # runs on either side of a change: fewer may all be outliers
 # Shift of the peak, as a share of the capacity, below which the weights' forgetting is soon enough.
 _LEAST_CHANGE: Final = 0.03
-
 # Standard errors of the shift. High, since every place in a long history is tried, and chance has many tries.
 _CERTAIN: Final = 5.0
-
 # Standard deviation assumed of residuals, worth as many runs as `_LEAST_RUNS`: a few may agree by chance.
 _LEAST_NOISE: Final = 0.01
 
@@ -180,19 +168,12 @@ def since_change(readings: Sequence[Reading], line: PeakRegression) -> Sequence[
 
 # Ceilings that are tried, as shares of the capacity; of equally likely ones the first wins.
 _CEILINGS: Final = tuple(percent / 100 for percent in range(100, 49, -1))
-
 # Log-likelihood (nats) that a ceiling loses per unit of capacity that it lies below the capacity.
 _CEILING_LOG_ODDS: Final = 12.0
-
-# Standard deviation of the ceiling from run to run: memory is never fragmented twice alike.
-_CEILING_SD: Final = 0.01
-
-# Share of runs that run out of memory below the ceiling, for reasons that do not come back.
-_STRAY_OOMS: Final = 0.005
-
+_CEILING_SD: Final = 0.01  # standard deviation of the ceiling from run to run: memory is never fragmented twice alike
+_STRAY_OOMS: Final = 0.005  # share of runs that run out of memory below the ceiling, for reasons that do not come back
 # Share of runs that fit above the ceiling. The smaller, the longer old successes outweigh a ceiling that is new.
 _FITS_ABOVE: Final = 0.2
-
 # Standard deviations between a run's expected peak and the ceiling up to which noise explains its out-of-memory.
 _EXPLAINED_WITHIN: Final = 3.0
 
@@ -239,11 +220,9 @@ def _log_likelihood(ceiling: float, readings: Sequence[Reading], line: PeakRegre
 
 # --- The policies.
 
-# Runs after which a run weighs half: how memory grows drifts with versions of libraries.
-HALF_LIFE: Final = 20.0
-
+HALF_LIFE: Final = 20.0  # runs after which a run weighs half: how memory grows drifts with versions of libraries
 # Half-lives of the history that are used: an older run would weigh less than half a per cent.
-MEMORY_HALF_LIVES: Final = 8
+_MEMORY_HALF_LIVES: Final = 8
 
 
 @dataclass(frozen=True)
@@ -270,17 +249,19 @@ class Decision:
     interval: float  # half-width of the 95 % interval of the factor that leads to the aim
 
 
-class FactorPolicy(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class FactorPolicy(ABC):
     """A pure function of the history, which is oldest first; `first` is the factor of the first run, in (0, 1]."""
 
-    @property
-    def target(self) -> float:
-        """Peak to reach, as a share of the capacity."""
+    target: float = 0.90  # peak to reach ÷ capacity
+    minimum: float = 0.05  # bounds of the factor
+    maximum: float = 1.0
 
+    @abstractmethod
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
-        """Returns the factor of the next run, and the peak that the policy works towards."""
+        """Returns the factor of the next run, in [minimum, maximum], and the peak that the policy works towards."""
 
-    def with_prior(self, base: float, full: float) -> "FactorPolicy":
+    def with_prior(self, base: float, full: float) -> Self:
         """Returns the policy with a cost model's predictions as its prior.
 
         Args:
@@ -293,10 +274,13 @@ class FactorPolicy(Protocol):
         """Returns the factor of the next run."""
         return self.decide(history, first=first).factor
 
+    def _bounded(self, factor: float) -> float:
+        return min(max(factor, self.minimum), self.maximum)
+
 
 def recent_history(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> Sequence[FactorPoint]:
     """Returns the runs that still count."""
-    return history[-round(MEMORY_HALF_LIVES * half_life) :]
+    return history[-round(_MEMORY_HALF_LIVES * half_life) :]
 
 
 def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) -> list[Reading]:
@@ -312,7 +296,6 @@ def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) ->
 
 # (upper bound of the peak, gain): far from the target the factor moves in large steps, near it in small ones.
 _GAINS: Final = ((0.50, 0.5), (0.70, 0.3), (0.85, 0.1), (0.95, 0.2))
-
 # Gain for a peak above the last bound: a run that close to an out-of-memory calls for a large step back.
 _GAIN_ABOVE: Final = 0.5
 
@@ -359,18 +342,19 @@ class MomentumPolicy(FactorPolicy):
     0.6
     """
 
-    target: float = 0.90  # peak to reach ÷ capacity
     momentum: float = 0.3  # share of an adjustment that is applied
     oom_cut: float = 0.15  # what an out-of-memory takes off the factor
-    minimum: float = 0.05
-    maximum: float = 1.0
     learns_from: float = 0.9  # share of the factor that a run must have used to count
 
     def next_factor(self, history: Sequence[FactorPoint], *, first: float) -> float:
         """Replays the history from the first run's factor; the result is in [minimum, maximum]."""
         factor = self._bounded(first)
         for point in history:
-            factor = self._bounded(factor + self._step(point, factor))
+            if point.peak is None:
+                factor = self._bounded(factor - self.oom_cut)
+            elif point.used >= self.learns_from * factor:
+                gain = next((gain for below, gain in _GAINS if point.peak < below), _GAIN_ABOVE)
+                factor = self._bounded(factor + self.momentum * gain * (self.target - point.peak))
         return factor
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
@@ -381,27 +365,12 @@ class MomentumPolicy(FactorPolicy):
         aim = min(self.target, line.peak(needed)) if history and needed == self.maximum else self.target
         return Decision(factor, aim, "target" if aim == self.target else "maximum", line.half_width(needed))
 
-    def _step(self, point: FactorPoint, factor: float) -> float:
-        if point.peak is None:
-            return -self.oom_cut
-        if point.used < self.learns_from * factor:
-            return 0.0
-        gain = next((gain for below, gain in _GAINS if point.peak < below), _GAIN_ABOVE)
-        return self.momentum * gain * (self.target - point.peak)
 
-    def _bounded(self, factor: float) -> float:
-        return min(max(factor, self.minimum), self.maximum)
-
-
-# Ratio of one factor to the next in the search for one whose risk is small enough.
-BACK_OFF: Final = 0.99
-
+_BACK_OFF: Final = 0.99  # ratio of one factor to the next in the search for one whose risk is small enough
 # Standard deviation of a measured peak around what a cost model predicts, as a share of the capacity. Predictions from
 # probes lie within a few thousandths; this is for what no probe sees (another library's tensors, a workspace).
-PREDICTED_SD: Final = 0.06
-
-# Out-of-memories in a row whose earlier decisions are compared, each with a fit of its own.
-_OOMS_IN_A_ROW: Final = 20
+_PREDICTED_SD: Final = 0.06
+_OOMS_IN_A_ROW: Final = 20  # out-of-memories in a row whose earlier decisions are compared, each with a fit of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,23 +403,19 @@ class AffinePolicy(FactorPolicy):
     'ceiling'
     """
 
-    target: float = 0.90  # peak to reach ÷ capacity
-    minimum: float = 0.05
-    maximum: float = 1.0
     half_life: float = HALF_LIFE  # runs
     prior: RegressionPrior = DEFAULT_PRIOR
     z: float = 2.6  # standard deviations between expected peak and ceiling: 1 run in 200 runs out of memory
     step_up: float = 2.0  # largest multiple of what was used before
     oom_share: float = 0.85  # most of what ran out of memory that the next run may use, unless more was seen to fit
 
-    def with_prior(self, base: float, full: float) -> "AffinePolicy":
+    def with_prior(self, base: float, full: float) -> Self:
         """Returns the policy with a cost model's predictions as its prior."""
-        return replace(
-            self, prior=replace(self.prior, base=base, base_sd=PREDICTED_SD, full=full, full_sd=PREDICTED_SD)
-        )
+        prior = replace(self.prior, base=base, base_sd=_PREDICTED_SD, full=full, full_sd=_PREDICTED_SD)
+        return replace(self, prior=prior)
 
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
-        """Returns the factor of the next run, in [minimum, maximum], and the peak that the policy works towards."""
+        """Decides from the fit, which an out-of-memory never raises."""
         history = recent_history(history, self.half_life)
         decision = self._decide_from_fit(history, first)
         # A refit with an out-of-memory in it can come out higher; only a rescue that was measured may raise the factor.
@@ -469,23 +434,16 @@ class AffinePolicy(FactorPolicy):
             return Decision(self._bounded(first), self.target, "target", line.half_width(needed))
         safe = needed
         while safe > self.minimum and line.peak(safe) + self.z * line.spread(safe) > ceiling:
-            safe *= BACK_OFF
+            safe *= _BACK_OFF
         aim = self.target if safe == needed < self.maximum else min(self.target, line.peak(safe))
         reason: AimLimit = "maximum" if safe == needed else "noise" if ceiling == 1 else "ceiling"
         highest = max([first, *(reading.used for reading in readings if reading.peak is not None)])
-        factor = min(safe, self.step_up * highest, self._most_after(history[-1]))
+        factor, last = min(safe, self.step_up * highest), history[-1]
+        if last.peak is None:
+            # Where the run went on and was measured, half-way back to what failed is not too far.
+            halfway = (last.after_rescue[0] + last.used) / 2 if last.after_rescue else 0.0
+            factor = min(factor, max(self.oom_share * last.used, halfway))
         return Decision(self._bounded(factor), aim, reason if aim < self.target else "target", line.half_width(safe))
-
-    def _most_after(self, last: FactorPoint) -> float:
-        """Returns the most that the run after the last one may use."""
-        if last.peak is not None:
-            return self.maximum
-        # Where the run went on and was measured, half-way back to what failed is not too far.
-        halfway = (last.after_rescue[0] + last.used) / 2 if last.after_rescue else 0.0
-        return max(self.oom_share * last.used, halfway)
-
-    def _bounded(self, factor: float) -> float:
-        return min(max(factor, self.minimum), self.maximum)
 
 
 POLICIES: Final[Mapping[str, type[AffinePolicy] | type[MomentumPolicy]]] = {

@@ -1,35 +1,33 @@
 """The factor store: answers what the next run's factor is from one state folder's observations and events, and records
-what a person decides. It keeps nothing else; the export is remade from those files.
+what a person decides. It keeps nothing else; the export is remade from those files. `factor_rule` is what a run asks.
 """
 
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from can_train.config.resolved import state_folder
+from can_train.config.resolved import ResolvedRun, load_task_settings, state_dir, state_folder
 from can_train.errors import ArgumentError, ConfigError, StateError
-from can_train.factors.events import Event, active_events, read_events, write_event
 from can_train.factors.exchange import make_export, read_import
-from can_train.factors.observations import Observation, read_observations
-from can_train.factors.policies import FactorPolicy
+from can_train.factors.observations import Event, Observation, active_events, read_records, write_record
+from can_train.factors.policies import FactorPolicy, make_policy
 from can_train.factors.summary import (
     LEARNABLE_OUTCOMES,
     FactorSummary,
-    find_summary,
+    find_summaries,
     history_of,
     summarize,
     summarize_runs,
     with_settings,
 )
-from can_train.fit.factor_rule import NO_AIM, Aim, FactorChoice, OtherDevice
-from can_train.io.atomic import write_json_atomic
-from can_train.io.records import utc_text
-
-EXPORT_NAME: Final = "batch_size_factors.json"
+from can_train.fit.factor_rule import NO_AIM, Aim, FactorChoice, FactorRule, OtherDevice
+from can_train.io.records import utc_text, write_json_atomic
+from can_train.memory.allocator import allocator_settings
+from can_train.reporter import Reporter
 
 # Last runs on another device whose median ratio of measured to predicted peak stands for that device.
 _OTHER_DEVICE_RUNS: Final = 10
@@ -42,6 +40,7 @@ class Known:
     choice: FactorChoice | None  # pinned, learned on this device or imported
     aim: Aim | None = None  # of the policy; `NO_AIM` under a pin; None where no run on this device was learned from
     other_device: OtherDevice | None = None  # without a choice: what the device seen last has shown
+    after_oom: bool = False  # with a choice: whether the run's last attempt ended by an out-of-memory, on any rank
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class FactorStore:
     @property
     def db_path(self) -> Path:
         """The export, in the shape that earlier tools read."""
-        return self.state / EXPORT_NAME
+        return self.state / "batch_size_factors.json"
 
     def records(self) -> list[FactorSummary]:
         """Summarizes every configuration on every kind of device, by key, then by device.
@@ -67,7 +66,11 @@ class FactorStore:
         Raises:
             StateError: The folder cannot be read.
         """
-        return summarize(read_observations(self.state).finished, read_events(self.state).events, self.policy)
+        return self._summaries_and_events()[0]
+
+    def _summaries_and_events(self) -> tuple[list[FactorSummary], list[Event]]:
+        records = read_records(self.state)
+        return summarize(records.finished, records.events, self.policy), records.events
 
     def get_factor(self, key: str, device: str | None = None) -> float:
         """Returns the factor of the next run.
@@ -81,17 +84,20 @@ class FactorStore:
                 and no run has begun since.
             StateError: The folder cannot be read.
         """
-        summary = find_summary(self.records(), key, device)
+        summary = self._seen_last(key, device)
         if summary.factor is None:
             raise ConfigError("The factor was reset", value=summary.key, remedy="Train: the next run is a first one")
         return summary.factor
+
+    def _seen_last(self, key: str, device: str | None) -> FactorSummary:
+        return max(find_summaries(self.records(), key, device), key=lambda summary: summary.last_seen)
 
     def get_stats(self, key: str, device: str | None = None) -> dict[str, Any]:
         """Returns figures of past runs: `num_runs`, `avg_memory_pct`, `max_memory_pct` (shares of the capacity, None
         before any peak was measured), `factor_variance`, `converged`. Arguments and errors are those of `get_factor`,
         except that a reset is no error.
         """
-        summary = find_summary(self.records(), key, device)
+        summary = self._seen_last(key, device)
         return {
             "num_runs": len(summary.runs),
             "avg_memory_pct": summary.mean_peak,
@@ -100,7 +106,9 @@ class FactorStore:
             "converged": summary.converged,
         }
 
-    def known(self, key: str, device: str, fingerprint: Mapping[str, Any] = {}, *, size: str = "") -> Known:
+    def known(
+        self, key: str, device: str, fingerprint: Mapping[str, Any] = {}, *, size: str = "", run_id: str = ""
+    ) -> Known:
         """Returns what is known before a run of a configuration on a kind of device.
 
         Args:
@@ -108,22 +116,30 @@ class FactorStore:
             device: Kind of device.
             fingerprint: The settings that change memory, as the run's observation will have them.
             size: The model's size in the key; empty where it has none.
+            run_id: Name of the run; empty where it has none yet.
 
         Raises:
             StateError: The folder cannot be read, or the fingerprint cannot be written as JSON.
         """
-        events = read_events(self.state).events
-        of_key = [run for run in read_observations(self.state).finished if run.key == key]
-        runs = with_settings(of_key, _as_read_back(fingerprint))
+        records = read_records(self.state)
+        try:
+            # As it is read from an observation: tuples are lists there.
+            plain = json.loads(json.dumps(dict(fingerprint), allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise StateError("A fingerprint holds what JSON can hold", value=str(error)) from error
+        runs = with_settings([run for run in records.finished if run.key == key], plain)
         here = [run for run in runs if run.device.key == device]
-        active = active_events(events, key, device, size or (here[-1].size if here else ""))
+        active = active_events(records.events, key, device, size or (here[-1].size if here else ""))
         summary = summarize_runs((key, device), here, active, self.policy)
         if summary.factor is None or summary.state == "first":
-            others = [run for run in runs if run.device.key != device and _shows_ratio(run, events)]
-            return Known(None, None, _other_device(others))
+            elsewhere = [run for run in runs if run.device.key != device and _shows_ratio(run, records.events)]
+            return Known(None, other_device=_other_device(elsewhere))
         aim = None if summary.interval is None else Aim(summary.aim, summary.aim_reason)
+        attempts = [run for run in records.finished if run_id and run.run_id == run_id]
+        last = max((run.attempt for run in attempts), default=0)
+        after_oom = any(run.outcome == "oom" for run in attempts if run.attempt == last)
         choice = FactorChoice(summary.factor, summary.reason)
-        return Known(choice, NO_AIM if summary.state == "pinned" else aim)
+        return Known(choice, NO_AIM if summary.state == "pinned" else aim, after_oom=after_oom)
 
     def reset(self, key: str | None, device: str | None = None) -> Path:
         """Excludes the runs so far from learning; they stay in the history. None means every key, or every device.
@@ -172,7 +188,7 @@ class FactorStore:
             DataError: The file cannot be read as factors.
             StateError: The event cannot be written.
         """
-        entries = read_import(file, self.records(), read_events(self.state).events)
+        entries = read_import(file, *self._summaries_and_events())
         if not entries:
             return None, []
         source = os.fsencode(file).decode(errors="replace")
@@ -184,7 +200,7 @@ class FactorStore:
         Raises:
             StateError: It cannot be written. No reason to stop a training.
         """
-        export = make_export(self.records(), read_events(self.state).events)
+        export = make_export(*self._summaries_and_events())
         try:
             write_json_atomic(self.db_path, export)
         except (OSError, ValueError) as error:
@@ -195,7 +211,7 @@ class FactorStore:
             ) from error
 
     def _write(self, kind: Literal["reset", "pin", "unpin", "import"], **fields: Any) -> Path:
-        return write_event(self.state, Event(kind=kind, time=next_time(self.state), **fields))
+        return write_record(self.state, Event(kind=kind, time=next_time(self.state), **fields))
 
 
 def get_safety_factor_db(state_dir: str | Path | None = None, *, policy: FactorPolicy | None = None) -> FactorStore:
@@ -214,21 +230,12 @@ def next_time(state: Path) -> str:
     # What comes later must not look earlier: a clock that was set back would put an out-of-memory before the runs that
     # led to it, and a reset before what it resets.
     try:
-        log, events = read_observations(state), read_events(state).events
+        records = read_records(state)
     except StateError:
         return utc_text(now)
-    times = [run.ended for run in log.finished]
-    times += [started.started for started in log.unfinished] + [event.moment for event in events]
+    times = [run.ended for run in records.finished]
+    times += [started.started for started in records.unfinished] + [event.moment for event in records.events]
     return utc_text(max([now, *(time + timedelta(microseconds=1) for time in times)]))
-
-
-def _as_read_back(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fingerprint as it is read from an observation: tuples are lists there."""
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(fingerprint), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise StateError("A fingerprint holds what JSON can hold", value=str(error)) from error
-    return plain
 
 
 def _shows_ratio(run: Observation, events: Iterable[Event]) -> bool:
@@ -251,17 +258,11 @@ def _other_device(runs: Sequence[Observation]) -> OtherDevice | None:
 
 @dataclass(frozen=True)
 class Replay:
-    """One configuration's runs under another policy.
+    """One configuration's runs under another policy."""
 
-    Attributes:
-        summary: The configuration, with its runs and the factors that they had.
-        factors: What the policy would have set before each of the runs.
-        next_factor: What it would set now; None where there is no run to learn from.
-    """
-
-    summary: FactorSummary
-    factors: tuple[float, ...]
-    next_factor: float | None
+    summary: FactorSummary  # with its runs and the factors that they had
+    factors: tuple[float, ...]  # what the policy would have set before each of the runs
+    next_factor: float | None  # what it would set now; None where there is no run to learn from
 
 
 def replay_runs(summary: FactorSummary, policy: FactorPolicy) -> Replay:
@@ -276,3 +277,89 @@ def replay_runs(summary: FactorSummary, policy: FactorPolicy) -> Replay:
     before = [[other for other in runs if other.ended <= run.started and other is not run] for run in runs]
     factors = tuple(policy.next_factor(history_of(known), first=first) for known in before)
     return Replay(summary, factors, policy.next_factor(history_of(runs), first=first))
+
+
+def factor_rule(run: ResolvedRun, device_key: str, reporter: Reporter, *, run_id: str = "") -> FactorRule:
+    """Finds the rule that decides the safety factor of a run. Where the store cannot be read, it is that of a first
+    run, and the reporter gets a notice.
+
+    Args:
+        run: The resolved run.
+        device_key: Kind of device that it trains on.
+        reporter: Where the notice goes.
+        run_id: Name of the run; empty where it has none yet.
+    """
+    try:
+        return read_factor_rule(run, device_key, run_id=run_id)
+    except StateError as error:
+        reporter.notice(f"What earlier runs taught cannot be read. {error}")
+        return _first_rule(run)
+
+
+def read_factor_rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> FactorRule:
+    """Does what `factor_rule` does, but raises StateError where the store cannot be read."""
+    if not run.training.use_adaptive_batch_size_factor:
+        static = FactorChoice(run.training.graph_memory_safety_factor, "static, nothing is learned")
+        return FactorRule(known=static, aim=NO_AIM)
+    first = _first_rule(run)
+    known = store_of(run).known(run.key, device_key, memory_fingerprint(run), size=run.size, run_id=run_id)
+    if known.choice is None:
+        # What another device has measured says more than an experience table.
+        return replace(first, other_device=known.other_device, known=None if known.other_device else first.known)
+    # An import has no aim of its own, so the target stands until the limits lower it.
+    is_learned = known.aim not in (None, NO_AIM)
+    aim = known.aim or first.aim
+    return replace(first, known=known.choice, aim=aim, aim_is_learned=is_learned, after_oom=known.after_oom)
+
+
+def _first_rule(run: ResolvedRun) -> FactorRule:
+    factor = run.factor
+    known = None
+    if factor.from_table:
+        table = load_task_settings(run.task).experience(run.dataset.name, run.mode.name)
+        known = FactorChoice(*experience_factor(*table))
+    return FactorRule(known=known, aim=Aim(factor.target), minimum=factor.min, maximum=factor.max)
+
+
+def experience_factor(base: float, base_reason: str, adjustments: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Multiplies a base factor, a share of the tuned limit, by adjustments in (0, 1]; returns it with its reason.
+
+    >>> experience_factor(0.65, "small dataset", [(0.95, "reconstruction")])
+    (0.6175, 'small dataset 0.65 × reconstruction 0.95 = 0.6175')
+    >>> experience_factor(0.6, "other dataset", [])
+    (0.6, 'other dataset 0.6')
+    """
+    factor = base
+    terms = [f"{base_reason} {base:g}"]
+    for multiplier, reason in adjustments:
+        factor *= multiplier
+        terms.append(f"{reason} {multiplier:g}")
+    # Rounded, so that the factor recorded is the one that the reason states.
+    factor = round(factor, 4)
+    return factor, " × ".join(terms) + (f" = {factor:g}" if adjustments else "")
+
+
+def store_of(run: ResolvedRun) -> FactorStore:
+    """Opens the factor store with the policy of the run's settings."""
+    return FactorStore(state_dir(run.paths), make_policy(run.factor.policy, policy_options(run)))
+
+
+def policy_options(run: ResolvedRun) -> dict[str, float]:
+    """Returns the attributes that the settings give the run's policy."""
+    factor = run.factor
+    return {"target": factor.target, "momentum": factor.momentum, "oom_cut": factor.oom_cut, "minimum": factor.min,
+            "maximum": factor.max}  # fmt: skip
+
+
+def memory_fingerprint(run: ResolvedRun) -> dict[str, Any]:
+    """Returns the settings that change how a configuration's memory grows; runs that differ in them learn apart."""
+    training = run.training
+    return {
+        "model": asdict(run.model),
+        "precision": training.precision,
+        "optimizer": training.optimizer,
+        "deterministic": training.deterministic,
+        "allocator": allocator_settings(),
+        # This version compiles nothing; runs of a version that does must not be mixed with its runs.
+        "compiled": False,
+    }

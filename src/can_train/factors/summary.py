@@ -8,14 +8,12 @@ from datetime import UTC, datetime
 from math import fsum
 from typing import Any, Final, Literal
 
-from can_train.config.task_settings import installed_sizes
+from can_train.config.resolved import installed_sizes
 from can_train.errors import ConfigError, unknown_name
-from can_train.factors.events import ANY_DEVICE, ActiveEvents, Event, active_events
-from can_train.factors.observations import Observation, without_size
+from can_train.factors.observations import ANY_DEVICE, ActiveEvents, Event, Observation, active_events, without_size
 from can_train.factors.policies import POLICIES, AimLimit, FactorPoint, FactorPolicy, make_policy
 
-# An interrupted attempt has measured real steps; one that failed may have failed at anything.
-# Outcomes whose peak counts.
+# Outcomes whose peak counts. An interrupted attempt has measured real steps; a failed one may have failed at anything.
 LEARNABLE_OUTCOMES: Final = ("ok", "rescued", "interrupted")
 
 
@@ -31,67 +29,40 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
     """
     # Of several out-of-memories that overlap, the one that began first counts.
     ooms: list[Observation] = []
+    # The ranks of an attempt train one run: the one whose memory peaked highest counts. An out-of-memory counts on any.
+    highest: dict[tuple[str, int], Observation] = {}
     for run in runs:
         if run.teaches_out_of_memory and (not ooms or run.started >= ooms[-1].ended):
             ooms.append(run)
-    starts = [oom.started for oom in ooms]
-    counted = {id(oom) for oom in ooms}
-    points = []
-    for run in _one_per_attempt(runs):
+        if (run.peak or 0.0) > (highest.setdefault((run.run_id, run.attempt), run).peak or 0.0):
+            highest[run.run_id, run.attempt] = run
+    starts, counted, points = [oom.started for oom in ooms], {id(oom) for oom in ooms}, []
+    for run in runs:
         if id(run) in counted:
-            points.append(_oom_point(run))
-            continue
-        # The counted ones do not overlap: of those that began before this run ended, the last also ended last.
-        begun = bisect_left(starts, run.ended)
-        overlaps = begun > 0 and run.started < ooms[begun - 1].ended
-        usable = run.outcome in LEARNABLE_OUTCOMES and not run.teaches_out_of_memory
-        if usable and not overlaps and run.used is not None and run.peak is not None:
-            points.append(FactorPoint(used=run.used, peak=run.peak))
+            after_rescue = None
+            if run.used_after_rescue is not None and run.peak_bytes_after_rescue is not None:
+                after_rescue = (run.used_after_rescue, run.peak_bytes_after_rescue / run.capacity_bytes)
+            points.append(FactorPoint(run.oom_used or run.used or run.factor, None, after_rescue))
+        elif not run.teaches_out_of_memory and highest[run.run_id, run.attempt] is run:
+            # The counted ones do not overlap: of those that began before this run ended, the last also ended last.
+            begun = bisect_left(starts, run.ended)
+            overlaps = begun > 0 and run.started < ooms[begun - 1].ended
+            is_usable = run.outcome in LEARNABLE_OUTCOMES and not overlaps
+            if is_usable and run.used is not None and run.peak is not None:
+                points.append(FactorPoint(run.used, run.peak))
     return points
 
 
-def _one_per_attempt(runs: Sequence[Observation]) -> list[Observation]:
-    """Keeps the rank whose memory peaked highest: the ranks of an attempt train one run. An out-of-memory counts on
-    any of them.
-    """
-    highest: dict[tuple[str, int], Observation] = {}
-    for run in runs:
-        before = highest.setdefault((run.run_id, run.attempt), run)
-        if (run.peak or 0.0) > (before.peak or 0.0):
-            highest[run.run_id, run.attempt] = run
-    return [run for run in runs if run.teaches_out_of_memory or highest[run.run_id, run.attempt] is run]
-
-
-def _oom_point(run: Observation) -> FactorPoint:
-    after_rescue = None
-    if run.used_after_rescue is not None and run.peak_bytes_after_rescue is not None:
-        after_rescue = (run.used_after_rescue, run.peak_bytes_after_rescue / run.capacity_bytes)
-    return FactorPoint(used=run.oom_used or run.used or run.factor, peak=None, after_rescue=after_rescue)
-
-
-# Runs before a factor can have converged, and last runs whose factors' variance is taken.
-_CONVERGED_RUNS: Final = 5
-
-# Variance of those factors below which the factor may have converged.
-_CONVERGED_VARIANCE: Final = 0.01
-
-# Half-width of the factor's interval ÷ the factor, below which it may have converged.
-_CONVERGED_INTERVAL: Final = 0.02
-
-# Last runs whose peaks must lie in the band.
-_IN_BAND_RUNS: Final = 3
-
+_CONVERGED_RUNS: Final = 5  # runs before a factor can have converged, and last runs whose factors' variance is taken
+_CONVERGED_VARIANCE: Final = 0.01  # variance of those factors below which the factor may have converged
+_CONVERGED_INTERVAL: Final = 0.02  # half-width of the factor's interval ÷ the factor, below which it may have converged
+_IN_BAND_RUNS: Final = 3  # last runs whose peaks must lie in the band
 # Distance of a peak from the aim, ÷ capacity, that is in band: there the momentum rule makes only its small steps.
 _BAND: Final = 0.05
-
-# Distance of the aim from the target, ÷ capacity, from which the reason is given.
-_LOWERED: Final = 0.01
-
+_LOWERED: Final = 0.01  # distance of the aim from the target, ÷ capacity, from which the reason is given
 # Options of a policy that are taken from observations: those that users set, all of them shares.
 _POLICY_OPTIONS: Final = ("target", "momentum", "oom_cut", "minimum", "maximum")
-
 _DEFAULT_POLICY: Final = next(iter(POLICIES))
-
 # The part of a fingerprint that does not separate runs: memory drifts slowly with versions, and a policy forgets.
 TORCH_VERSION: Final = "torch_version"
 
@@ -103,8 +74,7 @@ _AIM_REASONS: Final[Mapping[AimLimit, str]] = {
 }
 
 # `pinned` by hand; `learned` from runs; `imported`, nothing learned since; `first`, nothing learned yet; `reset`, no
-# run
-# since.
+# run since.
 State = Literal["pinned", "learned", "imported", "first", "reset"]
 
 
@@ -129,8 +99,6 @@ class FactorSummary:
     updated: datetime  # when the last run ended; without runs, when the last event was
     runs: tuple[Observation, ...]  # since the last reset or import, oldest first
     runs_before_reset: tuple[Observation, ...]  # not learned from
-    factor_variance: float  # of the last runs
-    converged: bool
     other_settings: tuple["FactorSummary", ...] = ()  # the same configuration and device, oldest first
 
     @property
@@ -164,6 +132,26 @@ class FactorSummary:
         return sum(run.ran_out_of_memory for run in self.runs)
 
     @property
+    def factor_variance(self) -> float:
+        """Variance of the last runs' factors."""
+        # Not the statistics module, whose import takes a tenth of the command line's start.
+        last = [run.factor for run in self.runs[-_CONVERGED_RUNS:]]
+        mean = fsum(last) / max(len(last), 1)
+        return fsum((factor - mean) ** 2 for factor in last) / max(len(last), 1)
+
+    @property
+    def converged(self) -> bool:
+        """Whether the last peaks lie near the aim, at a factor that hardly moves and is well known."""
+        if self.learned_factor is None or self.interval is None or len(self.runs) < _CONVERGED_RUNS:
+            return False
+        in_band = [
+            run.peak is not None and abs(run.peak - self.aim) <= _BAND and not run.teaches_out_of_memory
+            for run in self.runs[-_IN_BAND_RUNS:]
+        ]
+        is_known = self.interval < _CONVERGED_INTERVAL * self.learned_factor
+        return is_known and self.factor_variance < _CONVERGED_VARIANCE and all(in_band)
+
+    @property
     def last_seen(self) -> tuple[bool, datetime]:
         """Sorts summaries by time; those without a run, which only a file or a hand has set, come first."""
         return bool(self.all_runs), self.updated
@@ -183,7 +171,9 @@ def summarize(
     for observation in observations:
         groups[observation.key, observation.device.key].append(observation)
     for event in events:
-        for name in event.named():
+        # These have a factor by the event alone.
+        pinned = [(event.key, event.device or ANY_DEVICE)] if event.kind == "pin" and event.key is not None else []
+        for name in pinned + [(key, device) for key, devices in event.entries.items() for device in devices]:
             groups.setdefault(name, [])
     summaries = []
     for (key, device), runs in sorted(groups.items(), key=lambda group: group[0]):
@@ -210,13 +200,22 @@ def summarize_runs(
     runs = tuple(run for run in all_runs if cutoff is None or run.started >= cutoff.moment)
     history = history_of(runs)
     imported = active.imported
-    first = imported.safety_factor if imported else _first_factor(runs)
-    decision = None if first is None else _with_predictions(policy, runs).decide(history, first=first)
+    if imported:
+        first: float | None = imported.safety_factor
+    else:
+        # Learning starts from the first run in which a factor was in use.
+        first = next((run.factor for run in runs if run.tuned_limit is not None), runs[0].factor if runs else None)
+    # The latest run's predictions are the policy's prior.
+    for run in reversed(runs):
+        if run.predicted_base_bytes is not None and run.predicted_full_bytes is not None:
+            capacity = run.capacity_bytes
+            policy = policy.with_prior(run.predicted_base_bytes / capacity, run.predicted_full_bytes / capacity)
+            break
+    decision = None if first is None else policy.decide(history, first=first)
     # An import holds as it is, outside the policy's bounds too, until a run adds to the history.
     learned = first if decision is None or (imported and not history) else decision.factor
     interval = decision.interval if history and decision else None
     aim, limited_by = (decision.aim, decision.limited_by) if decision else (policy.target, "target")
-    variance = _variance([run.factor for run in runs[-_CONVERGED_RUNS:]])
     initial_reason = _initial_reason(active, runs)
     times = [run.ended for run in all_runs] or [event.moment for event in (active.pin, cutoff) if event]
     summary = FactorSummary(
@@ -235,10 +234,13 @@ def summarize_runs(
         updated=max(times, default=datetime.fromtimestamp(0, UTC)),
         runs=runs,
         runs_before_reset=tuple(all_runs[: len(all_runs) - len(runs)]),
-        factor_variance=variance,
-        converged=_is_steady(runs, aim, variance) and _is_known(learned, interval),
     )
-    return _with_pin(summary, active.pin)
+    if (pin := active.pin) is None:
+        return summary
+    reason = f"pinned at {pin.value:g} by hand on {pin.moment:%Y-%m-%d}"
+    # Where nothing is known but the pin, it is the reason that an export hands on.
+    initial_reason = reason if summary.state == "reset" else initial_reason
+    return replace(summary, state="pinned", factor=pin.value, initial_reason=initial_reason, reason=reason)
 
 
 def by_settings(runs: Iterable[Observation]) -> list[list[Observation]]:
@@ -260,15 +262,6 @@ def with_settings(runs: Iterable[Observation], fingerprint: Mapping[str, Any]) -
     return [run for run in runs if _separating(run.fingerprint) == wanted]
 
 
-def find_summary(summaries: Sequence[FactorSummary], key: str, device: str | None = None) -> FactorSummary:
-    """Finds a configuration on a kind of device, or on the one seen last.
-
-    Raises:
-        ConfigError: There is none; the message lists those there are.
-    """
-    return max(find_summaries(summaries, key, device), key=lambda summary: summary.last_seen)
-
-
 def find_summaries(
     summaries: Sequence[FactorSummary], key: str | None, device: str | None = None
 ) -> list[FactorSummary]:
@@ -287,13 +280,13 @@ def find_summaries(
     """
     if not summaries:
         raise ConfigError("Nothing has been learned yet", value=key or "", remedy="Train first: every run teaches")
-    general = set() if key is None else _general_keys(summaries, key)
-    if key is None:
-        own = {summary.key for summary in summaries}
-    else:
+    groups, devices = [{summary.key for summary in summaries}], set[str]()
+    if key is not None:
+        sizes = {run.size for summary in summaries for run in summary.all_runs[-1:]} | installed_sizes()
+        general = {without_size(key, size) for size in sizes} & groups[0] - {key}
         own = {full_key(summaries, key)} if keys_like(summaries, key) or not general else set()
-    devices: set[str] = set()
-    for keys in (own, general):
+        groups = [own, general]
+    for keys in groups:
         found = [summary for summary in summaries if summary.key in keys]
         known = {summary.device for summary in found}
         wanted = ANY_DEVICE if device is not None and device not in known and ANY_DEVICE in known else device
@@ -321,16 +314,10 @@ def full_key(summaries: Sequence[FactorSummary], key: str) -> str:
 def keys_like(summaries: Sequence[FactorSummary], key: str) -> set[str]:
     """Returns the keys that a key may mean: a trained one of this name, else those that it is without their size."""
     trained = {summary.key: summary.all_runs[-1] for summary in summaries if summary.all_runs}
-    sized = {full for full, run in trained.items() if run.key_without_size == key}
+    sized = {full for full, run in trained.items() if without_size(full, run.size) == key}
     if key in trained or not sized:
         return {summary.key for summary in summaries if summary.key == key}
     return sized
-
-
-def _general_keys(summaries: Sequence[FactorSummary], key: str) -> set[str]:
-    """Returns the key without its size, if that has summaries."""
-    sizes = {run.size for summary in summaries for run in summary.all_runs[-1:]} | installed_sizes()
-    return {without_size(key, size) for size in sizes} & {summary.key for summary in summaries} - {key}
 
 
 def policy_of(run: Observation, name: str | None = None) -> FactorPolicy:
@@ -340,14 +327,12 @@ def policy_of(run: Observation, name: str | None = None) -> FactorPolicy:
         run: The run.
         name: Another policy's name; None means the run's own.
     """
-    wanted, options = name or str(run.policy.get("name")), run.policy.get("options")
-    shares = {k: v for k in _POLICY_OPTIONS if isinstance(options, dict) and _is_share(k, v := options.get(k))}
-    return make_policy(wanted if wanted in POLICIES else _DEFAULT_POLICY, shares)
-
-
-def _is_share(name: str, value: Any) -> bool:
+    wanted, given = name or str(run.policy.get("name")), run.policy.get("options")
+    options = given if isinstance(given, dict) else {}
+    floats = {option: share for option in _POLICY_OPTIONS if isinstance(share := options.get(option), float)}
     # What a hand or another program wrote must not divide by zero. Only a cut may be 0.
-    return isinstance(value, float) and (0 < value <= 1 or (name == "oom_cut" and value == 0))
+    shares = {k: share for k, share in floats.items() if 0 < share <= 1 or (k == "oom_cut" and share == 0)}
+    return make_policy(wanted if wanted in POLICIES else _DEFAULT_POLICY, shares)
 
 
 def _separating(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,43 +346,3 @@ def _initial_reason(active: ActiveEvents, runs: Sequence[Observation]) -> str:
     if runs:
         return runs[0].factor_reason
     return f"reset on {active.cutoff.moment:%Y-%m-%d}; the next run is a first one" if active.cutoff else ""
-
-
-def _first_factor(runs: Sequence[Observation]) -> float | None:
-    """Returns the factor that learning starts from: that of the first run in which one was in use."""
-    searched = (run.factor for run in runs if run.tuned_limit is not None)
-    return next(searched, runs[0].factor if runs else None)
-
-
-def _with_predictions(policy: FactorPolicy, runs: Sequence[Observation]) -> FactorPolicy:
-    """Returns the policy with the latest run's predictions as its prior."""
-    lines = (run.predicted_line for run in reversed(runs))
-    line = next((line for line in lines if line is not None), None)
-    return policy if line is None else policy.with_prior(*line)
-
-
-def _with_pin(summary: FactorSummary, pin: Event | None) -> FactorSummary:
-    if pin is None:
-        return summary
-    reason = f"pinned at {pin.value:g} by hand on {pin.moment:%Y-%m-%d}"
-    # Where nothing is known but the pin, it is the reason that an export hands on.
-    initial_reason = reason if summary.state == "reset" else summary.initial_reason
-    return replace(summary, state="pinned", factor=pin.value, initial_reason=initial_reason, reason=reason)
-
-
-def _is_steady(runs: Sequence[Observation], aim: float, variance: float) -> bool:
-    in_band = [
-        run.peak is not None and abs(run.peak - aim) <= _BAND and not run.teaches_out_of_memory
-        for run in runs[-_IN_BAND_RUNS:]
-    ]
-    return len(runs) >= _CONVERGED_RUNS and all(in_band) and variance < _CONVERGED_VARIANCE
-
-
-def _is_known(factor: float | None, interval: float | None) -> bool:
-    return factor is not None and interval is not None and interval < _CONVERGED_INTERVAL * factor
-
-
-def _variance(values: Sequence[float]) -> float:
-    # Not the statistics module, whose import takes a tenth of the command line's start.
-    mean = fsum(values) / max(len(values), 1)
-    return fsum((value - mean) ** 2 for value in values) / max(len(values), 1)

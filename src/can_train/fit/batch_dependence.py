@@ -15,21 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from can_train.fit.random_state import Snapshot
+from can_train.fit.optimizer import Snapshot
 
 if TYPE_CHECKING:
     from can_train.fit.micro_batcher import Losses
 
 # Samples of the two parts of the batch: unequal, since equal parts hide a mean that is taken over each part.
 SPLIT: Final = (3, 5)
-
 # Relative L2 difference of the gradients above which samples depend on each other. Round-off is 1e-16 and 1e-7 per
 # operation.
 TOLERANCE: Final = {torch.float64: 1e-9, torch.float32: 1e-4}
-
-# The same for float16 and bfloat16, and for mixed precision.
-_HALF_TOLERANCE: Final = 3e-2
-
+_HALF_TOLERANCE: Final = 3e-2  # The same for float16 and bfloat16, and for mixed precision
 # Functions that drop activations, in torch and torch.nn.functional, in place or not.
 _DROPOUT: Final = re.compile(r"(feature_)?(alpha_)?dropout([123]d)?_?")
 
@@ -47,19 +43,12 @@ _WITH_DROPOUT: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDependence:
-    """What a split changes.
+    """What a split changes."""
 
-    Attributes:
-        terms: Loss terms whose gradient a split changes, with the relative L2 difference.
-        modules: Names of the normalising layers that make samples depend on each other.
-        drops: Whether the model drops activations: the masks depend on the split.
-        measured: Whether there was enough memory to measure it; if not, nothing is known.
-    """
-
-    terms: Mapping[str, float]
-    modules: tuple[str, ...]
-    drops: bool
-    measured: bool = True
+    terms: Mapping[str, float]  # Loss terms whose gradient a split changes, with the relative L2 difference
+    modules: tuple[str, ...]  # Names of the normalising layers that make samples depend on each other
+    drops: bool  # Whether the model drops activations: the masks depend on the split
+    measured: bool = True  # Whether there was enough memory to measure it; if not, nothing is known
 
     def sentences(self, *, split: bool) -> list[str]:
         """Returns what a plan says about it; `split` tells whether its batches are split, as most never are."""
@@ -88,14 +77,8 @@ def measure_batch_dependence(
     device: torch.device,
     half: bool = False,
 ) -> BatchDependence:
-    """Compares the gradients of a batch computed whole and in parts; leaves the model as it was.
-
-    Args:
-        model: In training mode.
-        losses_of: Computes the loss terms of samples `start:stop` of a batch of `sum(SPLIT)`.
-        denominators: Denominator of each term for the whole batch.
-        device: Device of the model.
-        half: Whether matrix products run in half precision.
+    """Compares the gradients of a batch of `sum(SPLIT)` samples computed whole and in parts; leaves the model, which is
+    in training mode, as it was. `half` tells whether matrix products run in half precision.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     snapshot = Snapshot(model, device)
@@ -107,10 +90,21 @@ def measure_batch_dependence(
             split = _gradients(parameters, losses_of, SPLIT, denominators)
     finally:
         snapshot.restore()
-    differences = {term: _relative_difference(split[term], whole[term]) for term in whole}
-    terms = {term: difference for term, difference in differences.items() if difference > tolerance}
-    modules = tuple(name for name, module in model.named_modules() if _normalises(module)) if terms else ()
-    return BatchDependence(terms=terms, modules=modules, drops=no_dropout.seen)
+    terms = {}
+    for term, gradients in whole.items():
+        pairs = list(zip(split[term], gradients, strict=True))
+        difference = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
+        size = sum(float(other.double().square().sum()) for _, other in pairs)
+        if size > 0 and (difference / size) ** 0.5 > tolerance:
+            terms[term] = (difference / size) ** 0.5
+    normalising = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase)
+        and module.training
+        and not isinstance(module, nn.modules.instancenorm._InstanceNorm)
+    ]
+    return BatchDependence(terms=terms, modules=tuple(normalising if terms else ()), drops=no_dropout.seen)
 
 
 class NoDropout(TorchFunctionMode):
@@ -135,18 +129,15 @@ class NoDropout(TorchFunctionMode):
             self.seen |= bool(training and share)
             return args[0] if args else kwargs["input"]
         if name in _WITH_DROPOUT:
-            args = self._without_dropout(name, args, kwargs)
+            keyword, position = _WITH_DROPOUT[name]
+            if keyword in kwargs:
+                self.seen |= bool(kwargs[keyword])
+                kwargs[keyword] = 0.0
+            # The probability is the only float among the positional arguments of these functions.
+            places = [i for i, value in enumerate(args) if isinstance(value, float) and i >= position - 2]
+            self.seen |= any(args[i] for i in places)
+            args = tuple(0.0 if i in places else value for i, value in enumerate(args))
         return func(*args, **kwargs)
-
-    def _without_dropout(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        keyword, position = _WITH_DROPOUT[name]
-        if keyword in kwargs:
-            self.seen |= bool(kwargs[keyword])
-            kwargs[keyword] = 0.0
-        # The probability is the only float among the positional arguments of these functions.
-        places = [i for i, value in enumerate(args) if isinstance(value, float) and i >= position - 2]
-        self.seen |= any(args[i] for i in places)
-        return tuple(0.0 if i in places else value for i, value in enumerate(args))
 
 
 def _gradients(
@@ -167,17 +158,3 @@ def _gradients(
                 torch._foreach_add_(known, found)
         start += size
     return sums
-
-
-def _relative_difference(one: list[Tensor], other: list[Tensor]) -> float:
-    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(one, other, strict=True))
-    size = sum(float(b.double().square().sum()) for b in other)
-    return (difference / size) ** 0.5 if size > 0 else 0.0
-
-
-def _normalises(module: nn.Module) -> bool:
-    return (
-        isinstance(module, nn.modules.batchnorm._NormBase)
-        and module.training
-        and not isinstance(module, nn.modules.instancenorm._InstanceNorm)
-    )

@@ -1,4 +1,5 @@
-"""The cost model: peak memory as a linear function of features, and the limits that were found with it.
+"""The cost model: peak memory as a linear function of features, fitted to the readings of tiny real runs (probes), and
+the limits that were found with it. Arithmetic only: `explore.py` runs the probes.
 
 Shapes: F features, P probes, R samples.
 """
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from can_train.fit.features import batch_totals
+from can_train.fit.packing import batch_totals
 from can_train.task import Feature
 
 if TYPE_CHECKING:
@@ -19,22 +20,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# Bytes that allocators round up to: peaks cannot be known more finely.
-ALLOCATION_QUANTUM: Final = 512
-
+ALLOCATION_QUANTUM: Final = 512  # Bytes that allocators round up to: peaks cannot be known more finely
 # Half-width of a prediction interval in standard errors. It covers about 99 % where residuals are normal; small samples
 # have heavier tails.
 COVERAGE: Final = 3.0
-
 # Share of a predicted cost that the interval always includes. On the simulated GPU predictions lie within it.
 UNSEEN: Final = 0.01
-
 # Relative residual of the probes above which the features do not explain them; probes that follow their features lie
 # within 0.1 %.
 EXPLAINED: Final = 0.02
-
-# Share of the largest peak below which a fitted coefficient is round-off of zero.
-ROUND_OFF: Final = 1e-9
+ROUND_OFF: Final = 1e-9  # Share of the largest peak below which a fitted coefficient is round-off of zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +57,12 @@ class CostModel:
         return float(batch_totals(self.features, counts) @ np.asarray(self.coefficients))
 
     def peak_bytes(self, cost: float, *, ratio: float = 1.0) -> float:
-        """Returns the predicted peak of a batch.
+        """Returns the predicted peak of a batch of some cost; `ratio` is measured ÷ predicted cost of large batches.
 
-        Args:
-            cost: Predicted bytes above base.
-            ratio: Measured ÷ predicted cost of large batches.
-
-        Example:
-            >>> model = CostModel(features=(Feature("rows"),), coefficients=(1.0,), base_bytes=100.0, sigma_bytes=0.0,
-            ...                   covariance=(), relative_residual=0.0, below=((10.0, 130.0), (50.0, 150.0)))
-            >>> model.peak_bytes(5.0), model.peak_bytes(30.0), model.peak_bytes(60.0)
-            (130.0, 140.0, 160.0)
+        >>> model = CostModel(features=(Feature("rows"),), coefficients=(1.0,), base_bytes=100.0, sigma_bytes=0.0,
+        ...                   covariance=(), relative_residual=0.0, below=((10.0, 130.0), (50.0, 150.0)))
+        >>> model.peak_bytes(5.0), model.peak_bytes(30.0), model.peak_bytes(60.0)
+        (130.0, 140.0, 160.0)
         """
         on_line = self.base_bytes + ratio * cost
         if not self.below or cost >= self.below[-1][0]:
@@ -92,14 +82,8 @@ class CostModel:
 
 
 def fit_cost_model(features: Sequence[Feature], totals: NDArray[np.float64], peaks: NDArray[np.float64]) -> CostModel:
-    """Fits base and coefficients to probes by least squares with no negative solution.
-
-    Features that the probes cannot tell apart share their coefficient.
-
-    Args:
-        features: F of them.
-        totals: [P, F] feature totals of the probes' batches.
-        peaks: [P] bytes.
+    """Fits base and coefficients to probes, with feature totals [P, F] and peaks [P] in bytes, by least squares with no
+    negative solution. Features that the probes cannot tell apart share their coefficient.
     """
     scale = np.maximum(totals.max(axis=0), 1.0)
     rows = np.column_stack([np.ones(len(peaks)), totals / scale])
@@ -144,9 +128,9 @@ class PhaseLimit:
     model: CostModel
     tuned_limit: float  # Largest cost in bytes that was tried and fits; 0 where nothing does
     capped: bool  # Whether the search ended where memory no longer matters
-    trials: int  # Batches that were tried after the probes
-    ooms: int  # Trials that ran out of memory
-    measured_ratio: float  # Measured ÷ predicted cost of the largest batch that fits; 1 without trials
+    trials: int = 0  # Batches that were tried after the probes
+    ooms: int = 0  # Trials that ran out of memory
+    measured_ratio: float = 1.0  # Measured ÷ predicted cost of the largest batch that fits
     # [F] features of the mean sample: predictions are wanted for batches of such samples.
     mean_totals: tuple[float, ...]
 
@@ -180,12 +164,8 @@ class DeviceLimits:
     gradient_bytes: int = 0  # Gradients of a step's earlier micro-batches, which `training` includes
 
     def predicted_on(self, device_key: str, capacity_bytes: int, room_bytes: float) -> DeviceLimits:
-        """Returns the limits that are predicted of a device with no more memory than this one.
-
-        Args:
-            device_key: Kind of that device.
-            capacity_bytes: Bytes of it that PyTorch's allocator could use.
-            room_bytes: The part of them that is predicted to hold tensors.
+        """Returns the limits that are predicted of a device with no more memory than this one; `room_bytes` is the part
+        of its capacity that is predicted to hold tensors.
         """
         return replace(
             self,
@@ -196,11 +176,8 @@ class DeviceLimits:
         )
 
     def step_peak_bytes(self, largest_cost: float, largest_later_cost: float) -> float:
-        """Returns the predicted peak of a step.
-
-        Args:
-            largest_cost: Cost of the costliest micro-batch.
-            largest_later_cost: Cost of the costliest that is not the first of its step; 0 where there are none.
+        """Returns the predicted peak of a step from the cost of its costliest micro-batch, and of the costliest that is
+        not its first, or 0 where there are none.
         """
         # Before the first micro-batch of a step there are no gradients yet.
         first = self.training.peak_bytes(largest_cost) - self.gradient_bytes
@@ -214,3 +191,50 @@ def typical_totals(model: CostModel, mean_totals: Sequence[float], cost: float) 
     mean_cost = float(mean @ np.asarray(model.coefficients))
     totals: NDArray[np.float64] = mean * (max(cost, 0.0) / mean_cost if mean_cost > 0 else 1.0)
     return totals
+
+
+AGREED: Final = 0.005  # Relative residual of the probes at which they end
+# Shares of the readings, smallest first, that are left out in turn to find a line.
+_DROPPED: Final = (0.0, 0.25, 0.5, 0.7)
+ProbeReading = tuple["NDArray[np.float64]", float]  # Of a probe: batch totals [F], and peak in bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeFit:
+    """The cost model that probes lead to."""
+
+    model: CostModel  # Its `explains` tells whether the features account for the measured peaks
+    largest_cost: float  # Cost of the probe with the largest peak
+    largest_peak: float  # That peak, in bytes
+    slack_bytes: float = 0.0  # Bytes that the allocator reserved beyond the allocated ones; 0 where it reserves none
+
+
+def fit_to_probes(features: Sequence[Feature], readings: Sequence[ProbeReading]) -> CostModel:
+    """Fits a line to the readings, without the smallest ones where only then it holds.
+
+    The peak of a small batch may be another moment's (the gradients of the weights, at the end of a backward pass),
+    which does not grow with the batch. The maximum of several straight lines bends upwards, so it is the small probes
+    that lie above the line.
+    """
+    ordered = sorted(readings, key=lambda reading: reading[1])
+    totals, peaks = np.stack([totals for totals, _ in ordered]), np.array([peak for _, peak in ordered])
+    models = []
+    for share in _DROPPED:
+        first = int(share * len(ordered))
+        if share and len(np.unique(totals[first:], axis=0)) < len(features) + 2:
+            break
+        model = fit_cost_model(features, totals[first:], peaks[first:])
+        if first:
+            costs = np.array([own @ np.asarray(model.coefficients) for own in totals[: first + 1]])
+            line = model.base_bytes + costs - EXPLAINED * np.maximum(costs, ALLOCATION_QUANTUM)
+            # Where a dropped reading is less than the line says, nothing hides the line: it does not hold.
+            if (peaks[:first] < line[:first]).any():
+                continue
+            order = np.argsort(costs, kind="stable")
+            # A larger batch never takes less.
+            rising = np.maximum.accumulate(peaks[: first + 1][order])
+            model = replace(model, below=tuple(zip(costs[order].tolist(), rising.tolist(), strict=True)))
+        models.append(model)
+        if model.relative_residual <= AGREED:
+            return model
+    return min(models, key=lambda model: model.relative_residual)

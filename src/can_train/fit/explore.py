@@ -18,14 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
-from can_train.fit import random_state
 from can_train.fit.batch_dependence import SPLIT, BatchDependence, measure_batch_dependence
-from can_train.fit.cost_model import CostModel, DeviceLimits, PhaseLimit
-from can_train.fit.optimizer import OptimizerMemory, Precision, make_optimizer, measure_optimizer
-from can_train.fit.packing import BatchCosts
-from can_train.fit.probe import ProbeFit, fit_by_probes
-from can_train.fit.random_state import Snapshot
-from can_train.fit.search import Peak, find_phase_limit, pack_worst_case, predict_phase_limit
+from can_train.fit.cost_model import AGREED, CostModel, DeviceLimits, PhaseLimit, ProbeFit, ProbeReading, fit_to_probes
+from can_train.fit.optimizer import (
+    OptimizerMemory,
+    Precision,
+    Snapshot,
+    make_optimizer,
+    measure_optimizer,
+    step_generator,
+)
+from can_train.fit.packing import BatchCosts, batch_totals
+from can_train.fit.search import Peak, find_phase_limit, pack_worst_case
 from can_train.io.units import size_text
 from can_train.memory.allocator import LARGE_PAGE_BYTES
 from can_train.memory.catalogue import cards_that_hold, predicted_room
@@ -37,17 +41,104 @@ if TYPE_CHECKING:
     from can_train.memory.meters import Meter
     from can_train.task import Feature, LogicalBatch, Task
 
+Positions = NDArray[np.int64]
 Upper = Callable[[BatchCosts], float]
 """Returns the largest cost worth trying, given the priced samples."""
 
-# Samples of a batch that is timed, where they fit.
-_TIMED_SAMPLES: Final = 64
+# Multiples of the first probes' size. Probes grow until two rounds agree: in smaller ones, memory that does not grow
+# with the batch (workspaces, gradients of weights) hides the memory that does.
+ROUNDS: Final = (1, 2, 4, 8, 16, 32, 64)
+# More multiples, for weights so large and samples so cheap that gradients still hide the line: hundreds of samples of a
+# wide multilayer perceptron take less memory than its weights.
+LATER_ROUNDS: Final = (128, 256, 512, 1024)
+SMALLEST_PROBE: Final = 4  # Samples of a first probe; with fewer, the shape of one sample would decide
+# Cost of the largest probe in units of the gradients' size: a line fitted below that bends where activations outgrow
+# the gradients, later the less it bends.
+_BEYOND_GRADIENTS: Final = 4.0
+# Cost, in the same unit, up to which probes without a line grow beyond `ROUNDS`: a bend at `_BEYOND_GRADIENTS` shows in
+# three sizes of batches after it.
+_WORTH_GROWING: Final = 8 * _BEYOND_GRADIENTS
+PROBE_SHARE: Final = 0.5  # Share of the capacity that probes stay below: they should be tiny
 
-# Share of the capacity that they may take.
-_TIMED_SHARE: Final = 0.5
 
-# Runs of which the quickest counts: the others waited for other processes.
-_TIMED_RUNS: Final = 5
+def fit_by_probes(
+    measure: Callable[[Positions], int],
+    features: Sequence[Feature],
+    counts: NDArray[np.float64],
+    *,
+    capacity_bytes: float,
+    gradient_bytes: float = 0.0,
+) -> ProbeFit:
+    """Runs small batches at the extremes of the data, larger ones until two sizes agree on a line, and fits it.
+
+    Args:
+        measure: Runs one batch of samples, given by their positions in `counts`, and returns its peak in bytes.
+        features: F of them.
+        counts: [R, F] of every sample.
+        capacity_bytes: Capacity of the device.
+        gradient_bytes: Size of the weights' gradients. They decide the peak of batches that cost less, at the end of a
+            backward pass, and hide the line that holds for batches that fill a device.
+
+    Raises:
+        DoesNotFitError: Not even a single sample fits.
+    """
+    readings: list[ProbeReading] = []
+
+    def run_round(size: int) -> bool:
+        """Runs the probes of one size and adds to the readings; returns whether all of them fitted."""
+        complete = True
+        for positions in extreme_samples(counts, size):
+            with CatchOutOfMemory() as caught:
+                readings.append((batch_totals(features, counts[positions]), float(measure(positions))))
+            complete = complete and not caught.message
+            # Single samples are all tried, since one of them may be huge.
+            if caught.message and size > 1:
+                break
+        return complete
+
+    for multiple in ROUNDS + LATER_ROUNDS:
+        is_first = not readings
+        complete = run_round(SMALLEST_PROBE * multiple)
+        if not readings:
+            run_round(1)
+        if not readings:
+            raise DoesNotFitError(
+                "At least one training sample must fit on the device",
+                value=f"a batch of one sample needs more than the {capacity_bytes / 2**20:.1f} MiB of the device",
+                remedy=_smaller_model(capacity_bytes),
+            )
+        model = fit_to_probes(features, readings)
+        smallest, largest = min(peak for _, peak in readings), max(peak for _, peak in readings)
+        cost = max(largest - model.base_bytes, 0.0)
+        # Peaks that do not grow at all agree on nothing: the memory that grows is still hidden.
+        agreed = largest > smallest and model.relative_residual <= AGREED and cost >= _BEYOND_GRADIENTS * gradient_bytes
+        if not complete or (not is_first and (agreed or largest > PROBE_SHARE * capacity_bytes)):
+            break
+        if multiple >= ROUNDS[-1] and cost >= _WORTH_GROWING * gradient_bytes:
+            break
+    totals, peak = max(readings, key=lambda reading: reading[1])
+    return ProbeFit(model=model, largest_cost=float(totals @ np.asarray(model.coefficients)), largest_peak=peak)
+
+
+def extreme_samples(counts: NDArray[np.float64], size: int) -> list[Positions]:
+    """Chooses the samples of one round's probes: positions [size] in counts [R, F], one array a probe, of the largest
+    and the smallest in each feature, the largest and smallest ratio of each pair of features, the first ones in order,
+    and twice as many from the end. Too few samples are repeated.
+    """
+    keys = [counts[:, f] for f in range(counts.shape[1]) if np.ptp(counts[:, f]) > 0]
+    # Extreme ratios tell features apart that grow together in ordinary batches (nodes and edges).
+    ratios = [a / np.maximum(b, 1.0) for i, a in enumerate(keys) for b in keys[:i]]
+    probes: dict[tuple[int, ...], Positions] = {}
+    # The largest come last: where one runs out of memory, the others of its round have been read.
+    for key in reversed(keys + ratios):
+        order = np.argsort(key, kind="stable")
+        for ranked in (order, order[::-1]):
+            probe = np.resize(ranked[:size], size)
+            # Two keys may choose the same samples.
+            probes.setdefault(tuple(sorted(probe.tolist())), probe)
+    everything = np.arange(len(counts))
+    # Other samples with the same features: only they show whether the features explain everything.
+    return [*probes.values(), np.resize(everything, size), np.resize(everything[::-1], 2 * size)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +153,7 @@ class Workload:
     gradient_bytes: int = 0  # Size of the weights' gradients, where the work computes them
     steps_per_trial: int = 1  # Times that a batch is run in a trial
 
-    def peak(self, meter: Meter, positions: NDArray[np.int64], *, steps: int = 1) -> Peak:
+    def peak(self, meter: Meter, positions: Positions, *, steps: int = 1) -> Peak:
         """Runs the batch of the samples at some positions, several times, and returns the peak."""
         meter.reset_peak()
         for _ in range(steps):
@@ -75,7 +166,7 @@ def probe(work: Workload, meter: Meter) -> ProbeFit:
     """Fits the cost model of some work; raises DoesNotFitError where not even a sample fits."""
     slack_bytes = 0
 
-    def measure(positions: NDArray[np.int64]) -> int:
+    def measure(positions: Positions) -> int:
         nonlocal slack_bytes
         meter.release(collect=False)
         peak = work.peak(meter, positions)
@@ -83,13 +174,8 @@ def probe(work: Workload, meter: Meter) -> ProbeFit:
         slack_bytes = max(slack_bytes, peak.reserved - peak.allocated + LARGE_PAGE_BYTES) if peak.reserved else 0
         return peak.allocated
 
-    fit = fit_by_probes(
-        measure,
-        work.features,
-        work.counts,
-        capacity_bytes=meter.capacity_bytes,
-        gradient_bytes=work.gradient_bytes,
-    )
+    capacity, gradients = meter.capacity_bytes, work.gradient_bytes
+    fit = fit_by_probes(measure, work.features, work.counts, capacity_bytes=capacity, gradient_bytes=gradients)
     return replace(fit, slack_bytes=float(slack_bytes))
 
 
@@ -101,21 +187,17 @@ def find_limit(
     on_trial: Callable[[float], object] = lambda cost: None,
     verify: bool = True,
 ) -> PhaseLimit:
-    """Fits the cost model of some work, and searches for the largest batch that fits.
-
-    Args:
-        work: The work.
-        meter: Meter of the device.
-        upper: Largest cost worth trying.
-        on_trial: Called before each trial with its cost in bytes.
-        verify: Whether limits are tried; otherwise they are predicted, for a device that need not be at hand.
+    """Fits the cost model of some work, and searches for the largest batch that fits, up to the cost `upper`.
+    `on_trial` is called before each trial with its cost in bytes. Unless it is to `verify` limits, it predicts them,
+    for a device that need not be at hand.
     """
     fit = probe(work, meter)
     costs = BatchCosts.priced(fit.model, work.counts)
     # Where the features cost nothing, any batch is as good as any other, and a trial of one sample ends the search.
     highest = upper(costs) if any(fit.model.coefficients) else 1.0
     if not verify:
-        return predict_phase_limit(fit, costs, upper=highest, room_bytes=predicted_room(meter.capacity_bytes))
+        limit = PhaseLimit(model=fit.model, tuned_limit=highest, capped=True, mean_totals=costs.mean_counts())
+        return limit.predicted_within(predicted_room(meter.capacity_bytes))
 
     def trial(positions: NDArray[np.int64]) -> Peak:
         on_trial(costs.chosen(positions).total)
@@ -125,29 +207,32 @@ def find_limit(
     return find_phase_limit(fit, trial, costs, upper=highest, capacity_bytes=meter.capacity_bytes)
 
 
+# Samples of a batch that is timed, where they fit; the share of the capacity that they may take; and the runs, of which
+# the quickest counts: the others waited for other processes.
+_TIMED_SAMPLES: Final = 64
+_TIMED_SHARE: Final = 0.5
+_TIMED_RUNS: Final = 5
+
+
 def seconds_per_sample(work: Workload, model: CostModel, meter: Meter) -> float:
     """Times a warm batch that takes half of the device at most; raises DoesNotFitError where no sample fits."""
     costs = work.counts @ np.asarray(model.coefficients)
     room = _TIMED_SHARE * meter.capacity_bytes - model.base_bytes
     rows = np.resize(work.rows, int(np.clip(room / max(costs.mean(), 1.0), 1, _TIMED_SAMPLES)))
+
     seconds = []
     with CatchOutOfMemory():
-        work.run(rows)
-        for _ in range(_TIMED_RUNS):
-            _synchronize(meter.device)
+        # The first run warms the device up.
+        for _ in range(1 + _TIMED_RUNS):
             started = time.perf_counter()
             work.run(rows)
-            _synchronize(meter.device)
+            if meter.device.type == "cuda":
+                # Kernels run on after their launch has returned.
+                torch.cuda.synchronize(meter.device)
             seconds.append(time.perf_counter() - started)
-        return min(seconds) / len(rows)
+        return min(seconds[1:]) / len(rows)
     meter.release()
     raise DoesNotFitError("A sample must fit on the device", value=f"one needs {costs.mean() / 2**20:.1f} MiB")
-
-
-def _synchronize(device: torch.device) -> None:
-    # Kernels run on after their launch has returned.
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager
@@ -199,33 +284,21 @@ class Explorer:
     def explore(
         self, upper: Upper, *, held_bytes: int = 0, on_trial: Callable[[float], object] = lambda cost: None
     ) -> DeviceLimits:
-        """Fits the cost models of training and evaluation, and searches for their limits.
-
-        Args:
-            upper: Largest cost worth trying.
-            held_bytes: Optimizer state that is on the device already.
-            on_trial: Called before each trial with its cost in bytes.
-
-        Raises:
-            DoesNotFitError: The model does not fit, or not even a sample beside it.
+        """Fits the cost models of training and evaluation, and searches for their limits; `held_bytes` of the
+        optimizer's state are on the device already. Raises DoesNotFitError where the model does not fit, or no sample
+        beside it.
         """
-
-        def limit(work: Workload, upper: Upper) -> PhaseLimit:
-            return find_limit(work, self.meter, upper, on_trial=on_trial, verify=self.verify)
-
         with left_as_it_was(self.model, self.meter) as buffer_copies:
-            optimizer = self.optimizer_memory()
-            state, gradients = self._placeholders(optimizer, held_bytes)
-            work = self._training_work(optimizer, [*state, *gradients, *buffer_copies])
-            training = limit(work, upper)
-            # Evaluation runs without them.
-            del gradients, work
+            optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
+            training = find_limit(work, self.meter, upper, on_trial=on_trial, verify=self.verify)
+            # Evaluation runs without gradients.
+            del work
             # Evaluation gains nothing from parts larger than training's.
             needed = min(training.tuned_limit / max(upper(BatchCosts.priced(training.model, self._counts)), 1.0), 1.0)
-            work = self._work(self._evaluate, [*state, *buffer_copies])
+            part, work = (lambda costs: needed * upper(costs)), self._work(self._evaluate, held)
             self.model.eval()
             try:
-                evaluation = limit(work, lambda costs: needed * upper(costs))
+                evaluation = find_limit(work, self.meter, part, on_trial=on_trial, verify=self.verify)
             finally:
                 self.model.train()
         return DeviceLimits(
@@ -240,9 +313,7 @@ class Explorer:
     def step_cost(self) -> tuple[CostModel, float]:
         """Returns the cost model of training and a step's seconds per sample; raises DoesNotFitError."""
         with left_as_it_was(self.model, self.meter) as buffer_copies:
-            optimizer = self.optimizer_memory()
-            state, gradients = self._placeholders(optimizer, 0)
-            work = self._training_work(optimizer, [*state, *gradients, *buffer_copies])
+            _, _, work = self._mid_run(buffer_copies)
             model = probe(work, self.meter).model
             return model, seconds_per_sample(work, model, self.meter)
 
@@ -250,9 +321,7 @@ class Explorer:
     def worst_case(self, training: PhaseLimit, cost: float) -> Iterator[tuple[Callable[[], None], Sequence[Tensor]]]:
         """Yields a function that runs a worst-case batch of training, and the tensors that are resident meanwhile."""
         with left_as_it_was(self.model, self.meter) as buffer_copies:
-            optimizer = self.optimizer_memory()
-            state, gradients = self._placeholders(optimizer, 0)
-            work = self._training_work(optimizer, [*state, *gradients, *buffer_copies])
+            _, _, work = self._mid_run(buffer_copies)
             batch = pack_worst_case(BatchCosts.priced(training.model, self._counts), cost)
             yield (lambda: work.run(self.rows[batch]) if len(batch) else None), work.resident
 
@@ -280,22 +349,28 @@ class Explorer:
         self.meter.release()
         return BatchDependence(terms={}, modules=(), drops=False, measured=False)
 
-    def _placeholders(self, optimizer: OptimizerMemory, held_bytes: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Allocates as much as the optimizer's state and the gradients so far take in the middle of a run."""
+    def _mid_run(
+        self, buffer_copies: Sequence[Tensor], held_bytes: int = 0
+    ) -> tuple[OptimizerMemory, list[Tensor], Workload]:
+        """Allocates as much as the optimizer's state and the gradients so far take in the middle of a run. Returns the
+        optimizer's memory, the tensors on the device apart from gradients, and the work of training, which alone holds
+        the gradients.
+        """
+        optimizer = self.optimizer_memory()
         missing = max(optimizer.state_bytes - held_bytes, 0)
         with CatchOutOfMemory():
-            state = [torch.empty(missing, dtype=torch.uint8, device=self.meter.device)]
-            return state, [torch.zeros_like(parameter) for parameter in self._parameters]
-        raise model_does_not_fit(self._bytes_without_batch(optimizer), self.meter.capacity_bytes)
+            state = torch.empty(missing, dtype=torch.uint8, device=self.meter.device)
+            gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
+            work = self._work(self._train_step, [state, *gradients, *buffer_copies])
+            return optimizer, [state, *buffer_copies], replace(work, gradient_bytes=optimizer.parameter_bytes)
+        foreign_bytes = self.meter.foreign_bytes()
+        raise model_does_not_fit(self._bytes_without_batch(optimizer), self.meter.capacity_bytes, foreign_bytes)
 
     def _bytes_without_batch(self, optimizer: OptimizerMemory) -> int:
         # A step holds copies of the buffers.
         buffers = [*self.model.buffers()] * 2
         model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *buffers, *self.reference_tensors])
         return model + optimizer.parameter_bytes + optimizer.state_bytes
-
-    def _training_work(self, optimizer: OptimizerMemory, resident: Sequence[Tensor]) -> Workload:
-        return replace(self._work(self._train_step, resident), gradient_bytes=optimizer.parameter_bytes)
 
     def _work(self, run: Callable[[NDArray[np.int64]], None], resident: Sequence[Tensor]) -> Workload:
         return Workload(
@@ -327,7 +402,7 @@ class Explorer:
             self._losses(self._batch(rows, coupled=False), 0, len(rows))
 
     def _batch(self, rows: NDArray[np.int64], *, coupled: bool) -> LogicalBatch:
-        generator = random_state.step_generator(seed=self.training.seed, step=0) if coupled else None
+        generator = step_generator(seed=self.training.seed, step=0) if coupled else None
         return self.task.logical_batch(rows, self.meter.device, self._precision.dtype, generator)
 
     def _losses(self, batch: LogicalBatch, start: int, stop: int) -> Losses:
@@ -335,11 +410,20 @@ class Explorer:
             return batch.losses(self.model, start, stop)
 
 
-def model_does_not_fit(need_bytes: int, capacity_bytes: int) -> DoesNotFitError:
-    """Makes the error for a model that leaves no room for a batch."""
+def model_does_not_fit(need_bytes: int, capacity_bytes: int, foreign_bytes: int = 0) -> DoesNotFitError:
+    """Makes the error for a model that leaves no room for a batch; other processes hold `foreign_bytes`."""
+    found = f"they need {size_text(need_bytes)}, the device has {size_text(capacity_bytes)}"
+    if foreign_bytes > 0:
+        found += f", of which other processes hold {size_text(foreign_bytes)}"
+    elif need_bytes <= capacity_bytes:
+        found += ", too little for the whole pages in which the allocator takes memory"
     return DoesNotFitError(
         "Weights, gradients and optimizer state must fit on the device",
-        value=f"they need {size_text(need_bytes)} of {size_text(capacity_bytes)}",
-        remedy=f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need_bytes)})",
+        value=found,
+        remedy=_smaller_model(max(need_bytes, capacity_bytes)),
         details=OutOfMemoryDetails(need_bytes=need_bytes),
     )
+
+
+def _smaller_model(need_bytes: float) -> str:
+    return f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need_bytes)})"

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
 
-# Least divisor in place of a tuned limit: dividing by it needs no case of its own.
-_LEAST_LIMIT_BYTES: Final = 1.0
+_LEAST_LIMIT_BYTES: Final = 1.0  # Least divisor in place of a tuned limit: dividing by it needs no case of its own
 
 
 @dataclass(frozen=True)
@@ -22,17 +21,12 @@ class Aim:
     reason: str = ""  # why it is less than the target; empty where it is not
 
 
-# The aim of a factor that a person has fixed: it holds whatever peak it leads to.
-NO_AIM: Final = Aim(1.0)
+NO_AIM: Final = Aim(1.0)  # The aim of a factor that a person has fixed: it holds whatever peak it leads to
 
 
 def lower_aim(limits: DeviceLimits, aim: Aim, *, margin: float = 0.0) -> Aim:
-    """Lowers an aim to what was seen to fit: a small or fragmented device runs out of memory well below its capacity.
-
-    Args:
-        limits: What the device was found to hold.
-        aim: The aim so far; `NO_AIM` stays.
-        margin: Share of the capacity to stay below what was seen.
+    """Lowers an aim to what was seen to fit, less a margin (share of the capacity); `NO_AIM` stays. A small or
+    fragmented device runs out of memory well below its capacity.
     """
     training = limits.training
     # A search that stopped where memory decides nothing has not seen how much fits.
@@ -49,26 +43,15 @@ def predicted_half_width(limits: DeviceLimits) -> float:
 
 
 def closed_form_factor(limits: DeviceLimits, aim: float, *, ratio: float = 1.0) -> float:
-    """Solves `ratio · (base + factor · tuned limit) = aim · capacity` for the factor, which may be any number.
-
-    Args:
-        limits: What the device was found to hold.
-        aim: Peak to reach, as a share of the capacity.
-        ratio: Measured ÷ predicted peaks of the configuration, where they are known from another device.
+    """Solves `ratio · (base + factor · tuned limit) = aim · capacity` for the factor, which may be any number; `ratio`
+    is measured ÷ predicted peaks of the configuration, where they are known from another device.
     """
     training = limits.training
     return training.cost_within(aim / ratio * limits.capacity_bytes) / max(training.tuned_limit, _LEAST_LIMIT_BYTES)
 
 
 def describe_closed_form(limits: DeviceLimits, aim: float, factor: float, *, ratio: float = 1.0) -> str:
-    """Writes the arithmetic behind a factor of `closed_form_factor`, in shares of the capacity.
-
-    Args:
-        limits: What the device was found to hold.
-        aim: Peak to reach, as a share of the capacity.
-        factor: The factor, within its bounds.
-        ratio: Measured ÷ predicted peaks.
-    """
+    """Writes the arithmetic behind a factor of `closed_form_factor`, in shares of the capacity."""
     training, capacity = limits.training, limits.capacity_bytes
     base, tuned = training.model.base_bytes / capacity, training.measured_ratio * training.tuned_limit / capacity
     goal = f"{aim:.1%}" if ratio == 1.0 else f"{aim:.1%} ÷ {ratio:.3f}"
@@ -93,16 +76,12 @@ class OtherDevice:
     device: str
 
 
-# The search looks for what the batch needs ÷ this factor. With 0.5, a limit below that is memory's, wherever weights
-# and
-# state leave half of the device free.
-# Factor that a search assumes before there is one.
+# Factor that a search assumes before there is one: it looks for what the batch needs ÷ this. With 0.5, a limit below
+# that is memory's, wherever weights and state leave half of the device free.
 PROVISIONAL: Final = 0.5
-
-_LEAST_RATIO: Final = 0.5
 # Bounds of `OtherDevice.ratio`: beyond them it was not measured in the same training.
+_LEAST_RATIO: Final = 0.5
 _LARGEST_RATIO: Final = 2.0
-
 UNUSED: Final = FactorChoice(1.0, "not in use: nothing was searched for")
 
 
@@ -116,24 +95,15 @@ class FactorDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class FactorRule:
-    """Decides the factor of a run.
+    """Decides the factor of a run."""
 
-    Attributes:
-        known: The factor, where it is known before the device is looked at; None means that it follows from the limits.
-        aim: The peak to work towards, as far as it is known before.
-        aim_is_learned: Whether runs have shown that the aim fits; else what the limits show lowers it.
-        minimum, maximum: Bounds of a factor that follows from the limits.
-        other_device: What another device has shown of the configuration.
-        after_oom: Whether the run's last attempt died of an out-of-memory, so that its plan gives way to `known`.
-    """
-
-    known: FactorChoice | None
-    aim: Aim
-    aim_is_learned: bool = False
-    minimum: float = 0.05
+    known: FactorChoice | None  # as far as it is known before the device is looked at; None: it follows from the limits
+    aim: Aim  # the peak to work towards, as far as it is known before
+    aim_is_learned: bool = False  # whether runs have shown that the aim fits; else what the limits show lowers it
+    minimum: float = 0.05  # bounds of a factor that follows from the limits
     maximum: float = 1.0
-    other_device: OtherDevice | None = None
-    after_oom: bool = False
+    other_device: OtherDevice | None = None  # what another device has shown of the configuration
+    after_oom: bool = False  # whether the last attempt died of an out-of-memory: its plan gives way to `known`
 
     @property
     def provisional(self) -> float:
@@ -151,13 +121,11 @@ class FactorRule:
         certain = max(1.0 - width, 0.0)
         aim = self.aim if certain >= self.aim.share else Aim(certain, "the prediction is not certain enough")
         aim = lower_aim(limits, aim, margin=width)
-        return FactorDecision(self._closed_form(limits, aim.share), aim)
-
-    def _closed_form(self, limits: DeviceLimits, aim: float) -> FactorChoice:
         ratio, source = 1.0, "from the probes"
         if self.other_device is not None:
             ratio = min(max(self.other_device.ratio, _LEAST_RATIO), _LARGEST_RATIO)
             runs = f"{self.other_device.runs} run{'s' if self.other_device.runs > 1 else ''}"
             source = f"from the probes and {runs} on {self.other_device.device}"
-        factor = min(max(closed_form_factor(limits, aim, ratio=ratio), self.minimum), self.maximum)
-        return FactorChoice(factor, f"{source}: {describe_closed_form(limits, aim, factor, ratio=ratio)}")
+        factor = min(max(closed_form_factor(limits, aim.share, ratio=ratio), self.minimum), self.maximum)
+        reason = f"{source}: {describe_closed_form(limits, aim.share, factor, ratio=ratio)}"
+        return FactorDecision(FactorChoice(factor, reason), aim)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -13,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from can_train.errors import ArgumentError
+from can_train.fit.optimizer import Snapshot
 from can_train.fit.packing import BatchCosts, PartLimit, SplitRules
-from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import Backoff, Rescue, RescueSettings
 from can_train.memory.meters import Meter, open_meter
 
@@ -23,10 +25,8 @@ if TYPE_CHECKING:
 
 # Relative difference of the parts' denominators from the whole batch's that is round-off.
 _DENOMINATOR_TOLERANCE: Final = 1e-6
-
 # Loss terms of a part: the sum over the part, and the part's own denominator.
 Losses = Mapping[str, tuple[Tensor, float]]
-
 T = TypeVar("T")
 
 
@@ -36,19 +36,14 @@ class BatchResult:
 
     Attributes:
         means: Each term's sum ÷ the whole logical batch's denominator: its mean, or the share's contribution to it.
-        denominators: Each term's own denominator.
-        micro_batches: Sizes in samples, in order, as they were run in the end.
-        largest_cost: Cost of the costliest micro-batch.
-        cost_after_rescue: The same of those that ran after the last out-of-memory.
-        ooms_rescued: Out-of-memories on the way.
     """
 
     means: dict[str, float] = field(default_factory=dict)
-    denominators: dict[str, float] = field(default_factory=dict)
-    micro_batches: tuple[int, ...] = ()
-    largest_cost: float = 0.0
-    cost_after_rescue: float = 0.0
-    ooms_rescued: int = 0
+    denominators: dict[str, float] = field(default_factory=dict)  # Each term's own
+    micro_batches: tuple[int, ...] = ()  # Sizes in samples, in order, as they were run in the end
+    largest_cost: float = 0.0  # Cost of the costliest micro-batch
+    cost_after_rescue: float = 0.0  # The same of those that ran after the last out-of-memory
+    ooms_rescued: int = 0  # Out-of-memories on the way
 
     @property
     def loss(self) -> float:
@@ -180,11 +175,18 @@ class MicroBatcher:
         """
         if not len(costs):
             return BatchResult()
-        self._forget_limits_if_thawed()
+        # Once a batch, for the attempts too: walking a model's modules is what the engine takes most time for.
+        self._parameters = list(self._model.parameters())
+        trainable = [parameter.requires_grad for parameter in self._parameters]
+        if trainable != self._trainable:
+            # Activations differ, so what was learned of memory says nothing now.
+            self._trainable, self._rescue.backoff, self._largest_planned = trainable, Backoff(), 0.0
 
         def attempt(start: int, stop: int) -> Losses:
-            losses = _check_losses(losses_of(start, stop), weights)
-            means = {term: total / _divisor(term, denominators, len(costs)) for term, (total, _) in losses.items()}
+            losses = _check_losses(losses_of(start, stop), denominators, weights)
+            # A term whose denominator is zero has nothing in this batch: its sum is zero too.
+            whole = {term: float(len(costs)) if denominators is None else denominators[term] or 1.0 for term in losses}
+            means = {term: total / whole[term] for term, (total, _) in losses.items()}
             weighted = [mean if weights is None else weights[term] * mean for term, mean in means.items()]
             scale(sum(weighted[1:], start=weighted[0])).backward()
             return {term: (mean.detach(), losses[term][1]) for term, mean in means.items()}
@@ -199,12 +201,13 @@ class MicroBatcher:
         denominators: dict[str, float] = {}
         sizes: list[int] = []
         largest = after_rescue = 0.0
-        for part in rescue.run(costs, limit, attempt, lambda: _Backward(self._model, self._meter, self._parameters)):
-            for term, (mean, denominator) in part.result.items():
+        undone = partial(_undone_on_error, self._model, self._meter, self._parameters)
+        for start, stop, losses in rescue.run(costs, limit, attempt, undone):
+            for term, (mean, denominator) in losses.items():
                 means[term] = means[term] + mean if term in means else mean
                 denominators[term] = denominators.get(term, 0.0) + denominator
-            sizes.append(part.stop - part.start)
-            cost = costs.cost(part.start, part.stop)
+            sizes.append(stop - start)
+            cost = costs.cost(start, stop)
             after_rescue = cost if rescue.ooms > ooms else max(after_rescue, cost)
             largest, ooms = max(largest, cost), rescue.ooms
         self._largest_planned = max(self._largest_planned, min(limit.cost, costs.cost(0, len(costs))))
@@ -224,19 +227,15 @@ class MicroBatcher:
         batch: BatchCosts | Sequence[float] | int,
         limit: PartLimit | None = None,
     ) -> list[T]:
-        """Computes something without gradients, and returns the results of the parts in order.
-
-        Args:
-            compute: Computes samples `start:stop`.
-            batch: Costs of the samples, or their number.
-            limit: What a part may hold; None: anything, until memory runs out.
+        """Computes something of samples `start:stop` without gradients, and returns the results of the parts in order.
+        Without a limit, a part may hold anything until memory runs out.
         """
         costs, limit, rescue = _as_costs(batch), limit or PartLimit(), self._evaluation
-        parts = list(rescue.run(costs, limit, compute, lambda: _Inference(self._model, self._meter)))
+        parts = list(rescue.run(costs, limit, compute, partial(_undone_on_error, self._model, self._meter)))
         if self._settings.regrow:
             planned = min(limit.cost, costs.cost(0, len(costs)))
             rescue.backoff = rescue.backoff.after_step(planned=planned, factor=self._settings.factor)
-        return [part.result for part in parts]
+        return [result for _, _, result in parts]
 
     def stepped(self) -> None:
         """Counts an optimizer step; micro-batches grow back after enough of them."""
@@ -267,12 +266,8 @@ class MicroBatcher:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the limits in force, for a checkpoint."""
-        rescue = self._rescue
-        return {
-            "backoff": asdict(rescue.backoff),
-            "largest_planned": self._largest_planned,
-            "ooms_rescued": rescue.ooms_rescued,
-        }
+        backoff, rescued = asdict(self._rescue.backoff), self._rescue.ooms_rescued
+        return {"backoff": backoff, "largest_planned": self._largest_planned, "ooms_rescued": rescued}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what `state_dict` returned."""
@@ -287,70 +282,35 @@ class MicroBatcher:
         self._rescue.oom_cost = math.inf
         self._evaluation.phase = None if limits is None else limits.evaluation
 
-    def _forget_limits_if_thawed(self) -> None:
-        """Forgets what was learned of memory when other parameters are trained than before: activations differ."""
-        # Once a batch, for the attempts too: walking a model's modules is what the engine takes most time for.
-        self._parameters = list(self._model.parameters())
-        trainable = [parameter.requires_grad for parameter in self._parameters]
-        if trainable != self._trainable:
-            self._trainable = trainable
-            self._rescue.backoff = Backoff()
-            self._largest_planned = 0.0
 
-
-class _Inference:
-    """Undoes a pass without gradients."""
-
-    def __init__(self, model: nn.Module, meter: Meter) -> None:
-        self._snapshot = Snapshot(model, meter.device)
-
-    def keep(self) -> None:
-        pass
-
-    def undo(self) -> None:
-        self._snapshot.restore()
-
-
-class _Backward(_Inference):
-    """Undoes a pass with gradients; those of earlier parts are set aside meanwhile."""
-
+@contextmanager
+def _undone_on_error(model: nn.Module, meter: Meter, parameters: Sequence[nn.Parameter] = ()) -> Iterator[None]:
+    """Undoes a pass that fails; the gradients that `parameters` have from earlier parts are set aside meanwhile."""
     # A backward that fails half-way has added to some of the gradients: where that stayed, weights were 23 to 95 % off.
-
-    def __init__(self, model: nn.Module, meter: Meter, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(model, meter)
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._aside = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def keep(self) -> None:
+    snapshot = Snapshot(model, meter.device)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in trained]
+    for parameter in trained:
+        parameter.grad = None
+    try:
+        yield
         pairs = []
-        for parameter, aside in zip(self._parameters, self._aside, strict=True):
-            if aside is None:
-                continue
-            if parameter.grad is not None:
-                pairs.append((aside, parameter.grad))
-            parameter.grad = aside
+        for parameter, earlier in zip(trained, gradients, strict=True):
+            if earlier is not None:
+                if parameter.grad is not None:
+                    pairs.append((earlier, parameter.grad))
+                parameter.grad = earlier
         if pairs:
             # Into the earlier sum, as autograd accumulates: the same bits, and no memory beside the two of them.
-            torch._foreach_add_([aside for aside, _ in pairs], [own for _, own in pairs])
-
-    def undo(self) -> None:
-        for parameter, aside in zip(self._parameters, self._aside, strict=True):
-            parameter.grad = aside
-        super().undo()
-
-
-def _divisor(term: str, denominators: Mapping[str, float] | None, size: int) -> float:
-    if denominators is None:
-        return float(size)
-    if term not in denominators:
-        raise ArgumentError("Every term has a denominator", value=f"{term!r} is not in {sorted(denominators)}")
-    # A term whose denominator is zero has nothing in this batch: its sum is zero too.
-    return denominators[term] or 1.0
+            torch._foreach_add_([earlier for earlier, _ in pairs], [own for _, own in pairs])
+    except BaseException:
+        for parameter, earlier in zip(trained, gradients, strict=True):
+            parameter.grad = earlier
+        snapshot.restore()
+        raise
 
 
-def _check_losses(losses: Any, weights: Mapping[str, float] | None) -> Losses:
+def _check_losses(losses: Any, denominators: Mapping[str, float] | None, weights: Mapping[str, float] | None) -> Losses:
     """Checks the shape of what somebody else's loop computes."""
     pairs = losses.values() if isinstance(losses, Mapping) else ()
     if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -359,6 +319,9 @@ def _check_losses(losses: Any, weights: Mapping[str, float] | None) -> Losses:
         )
     if weights is not None and not set(losses) <= set(weights):
         raise ArgumentError("Every term has a weight where any has", value=f"{sorted(set(losses) - set(weights))}")
+    for term in losses:
+        if denominators is not None and term not in denominators:
+            raise ArgumentError("Every term has a denominator", value=f"{term!r} is not in {sorted(denominators)}")
     checked: Losses = losses
     return checked
 

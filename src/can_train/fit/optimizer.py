@@ -1,64 +1,116 @@
-"""The optimizer, its schedule, mixed precision, and the memory it takes."""
+"""What an optimizer step is made with, beside the batch: random generators, number formats, the optimizer and its
+schedule, and the memory that it takes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from can_train.errors import DoesNotFitError, OutOfMemoryDetails
+from can_train.memory.out_of_memory import FIRST_WAIT_S, CatchOutOfMemory, without_others
+
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
-
-SGD_MOMENTUM: Final = 0.9
+    from can_train.memory.meters import Meter
 
 _AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
+_SGD_MOMENTUM: Final = 0.9
 _UNLIMITED: Final = 2**62
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerMemory:
-    """Bytes that an optimizer takes of the device."""
-
-    parameter_bytes: int  # Size of the trained parameters; their gradients take as much
-    state_bytes: int  # State that the optimizer keeps from its first step on
-    transient_bytes: int  # Temporary memory of a step
-    # Size of each trained parameter that is not empty: the pieces that an optimizer works in.
-    tensor_bytes: tuple[int, ...]
+def seed_everything(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - third parties draw from the global generator
+    torch.manual_seed(seed)
 
 
-def measure_optimizer(
-    parameters: Iterable[Tensor], make: Callable[[Sequence[nn.Parameter]], Optimizer]
-) -> OptimizerMemory:
-    """Measures two steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes."""
-    # Only planning measures: whoever evaluates a finished run needs this module's precision, and no simulated GPU.
-    from can_train.memory.simulated_gpu import LiveStorageTracker
+def seed_rank(*, seed: int, rank: int, step: int) -> None:
+    """Seeds the global generators of a rank so that each rank drops other units; rank 0's are left as they are."""
+    # By the steps done so far as well: a rank that joins later must not draw again what was drawn.
+    if rank:
+        seed_everything(int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint32)[0]))
 
-    with LiveStorageTracker(_UNLIMITED) as tracker:
-        shadows = [nn.Parameter(torch.zeros_like(parameter, device="cpu")) for parameter in parameters]
-        parameter_bytes = tracker.live_bytes
-        for shadow in shadows:
-            shadow.grad = torch.zeros_like(shadow)
-        optimizer = make(shadows)
-        before = tracker.live_bytes
-        optimizer.step()
-        state_bytes = tracker.live_bytes - before
-        # State is made in the first step, so only the second has the temporary memory of all later ones.
-        optimizer.step()
-        transient_bytes = tracker.peak_bytes - tracker.live_bytes
-    return OptimizerMemory(
-        parameter_bytes=parameter_bytes,
-        state_bytes=max(state_bytes, 0),
-        transient_bytes=max(transient_bytes, 0),
-        tensor_bytes=tuple(shadow.nbytes for shadow in shadows if shadow.nbytes),
-    )
+
+def capture_generators() -> dict[str, Any]:
+    """Returns the state of every global generator in types that `torch.load(weights_only=True)` accepts."""
+    version, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "python": random.getstate(),
+        "numpy": (str(version), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_generators(state: dict[str, Any]) -> None:
+    """Restores what `capture_generators` returned; GPU generators only where there are as many GPUs."""
+    version, internal, gauss = state["python"]
+    # A checkpoint may have made lists of the tuples that Python's generator insists on.
+    random.setstate((version, tuple(internal), gauss))
+    version, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((version, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def step_generator(*, seed: int, step: int, before: bool = False) -> torch.Generator:
+    """Returns the generator of a step's randomness that samples share, or of what a task does `before` the step: pure
+    functions of seed and step, and what is drawn from one changes nothing in the other.
+    """
+    sequence = np.random.SeedSequence([seed, step], spawn_key=(1,) if before else ())
+    mixed = sequence.generate_state(2, np.uint32)
+    return torch.Generator().manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
+
+
+class Snapshot:
+    """The generators of the host and of a device, and a model's buffers, as they are now."""
+
+    # Taken for every micro-batch: `capture_generators` converts to types that can be saved, which takes longer.
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - models may draw from the global generator
+        self._host = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        # A module may replace a buffer rather than write into it, so module and name are kept beside the tensor. A
+        # buffer that is None may be made in the first pass.
+        self._buffers = [
+            (module, name, buffer, None if buffer is None else buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+        ]
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """Copies of the buffers, which take memory on the model's device."""
+        return [value for *_, value in self._buffers if value is not None]
+
+    def restore(self) -> None:
+        """Restores everything, bit by bit."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+        torch.set_rng_state(self._host)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        with torch.no_grad():
+            for module, name, buffer, value in self._buffers:
+                module._buffers[name] = None if buffer is None or value is None else buffer.copy_(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,41 +184,31 @@ class Optimization:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs to continue bit by bit."""
-        return {
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "scaler": self.scaler.state_dict(),
-        }
+        return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a state from `state_dict`."""
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.scaler.load_state_dict(state["scaler"])
+        for name, part in self._parts.items():
+            part.load_state_dict(state[name])
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
 
 
 def make_optimization(
     model: nn.Module, training: TrainingSettings, *, lr: float, total_steps: int, device: torch.device
 ) -> Optimization:
-    """Makes optimizer, schedule and scaler.
-
-    Args:
-        model: Its parameters are optimised, also those that are frozen now and thawed later.
-        training: Settings of the run.
-        lr: Learning rate at the plan's logical batch.
-        total_steps: Optimizer steps, not micro-batches, of the whole run.
-        device: Device of the model.
+    """Makes optimizer, schedule and scaler for all parameters, also those that are frozen now and thawed later. `lr` is
+    the learning rate at the plan's logical batch, `total_steps` counts optimizer steps, not micro-batches.
     """
     # Integers can never be trained, and the fused optimizers refuse them.
-    parameters = [
-        parameter for parameter in model.parameters() if parameter.is_floating_point() or parameter.is_complex()
-    ]
+    parameters = [one for one in model.parameters() if one.is_floating_point() or one.is_complex()]
     optimizer = make_optimizer(parameters, training, lr, device)
     ticks = total_steps if training.scheduler_interval == "step" else training.epochs
-    shape = _schedule(training.scheduler, ticks, training.warmup_share)
     return Optimization(
         optimizer=optimizer,
-        scheduler=LambdaLR(optimizer, shape),
+        scheduler=LambdaLR(optimizer, _schedule(training.scheduler, ticks, training.warmup_share)),
         scaler=torch.amp.GradScaler(device.type, enabled=training.precision == "fp16"),
         clip_norm=training.grad_clip_norm,
         parameters=parameters,
@@ -180,9 +222,7 @@ def make_optimizer(
     # The default on a GPU (foreach) copies the parameters for a moment in every step, which the batch could have used.
     fused = True if device.type == "cuda" else None
     if training.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=lr, weight_decay=training.weight_decay, momentum=SGD_MOMENTUM, fused=fused
-        )
+        return torch.optim.SGD(parameters, lr, _SGD_MOMENTUM, weight_decay=training.weight_decay, fused=fused)
     kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
     return kind(parameters, lr=lr, weight_decay=training.weight_decay, fused=fused)
 
@@ -200,3 +240,120 @@ def _schedule(name: str, ticks: int, warmup_share: float) -> Callable[[int], flo
         return 0.5 * (1 + math.cos(math.pi * min((tick - warmup) / max(ticks - warmup, 1), 1.0)))
 
     return share
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerMemory:
+    """Bytes that an optimizer takes of the device."""
+
+    parameter_bytes: int  # Size of the trained parameters; their gradients take as much
+    state_bytes: int  # State that the optimizer keeps from its first step on
+    transient_bytes: int  # Temporary memory of a step
+    # Size of each trained parameter that is not empty: the pieces that an optimizer works in.
+    tensor_bytes: tuple[int, ...]
+
+
+def measure_optimizer(
+    parameters: Iterable[Tensor], make: Callable[[Sequence[nn.Parameter]], Optimizer]
+) -> OptimizerMemory:
+    """Measures two steps of the optimizer that `make` returns, on zeros of the trained parameters' shapes."""
+    # Only planning measures: whoever evaluates a finished run needs this module's precision, and no simulated GPU.
+    from can_train.memory.simulated_gpu import LiveStorageTracker
+
+    with LiveStorageTracker(_UNLIMITED) as tracker:
+        shadows = [nn.Parameter(torch.zeros_like(parameter, device="cpu")) for parameter in parameters]
+        parameter_bytes = tracker.live_bytes
+        for shadow in shadows:
+            shadow.grad = torch.zeros_like(shadow)
+        optimizer = make(shadows)
+        before = tracker.live_bytes
+        optimizer.step()
+        state_bytes = tracker.live_bytes - before
+        # State is made in the first step, so only the second has the temporary memory of all later ones.
+        optimizer.step()
+        transient_bytes = tracker.peak_bytes - tracker.live_bytes
+    return OptimizerMemory(
+        parameter_bytes=parameter_bytes,
+        state_bytes=max(state_bytes, 0),
+        transient_bytes=max(transient_bytes, 0),
+        tensor_bytes=tuple(shadow.nbytes for shadow in shadows if shadow.nbytes),
+    )
+
+
+class OptimizerReserve:
+    """Reserves the memory of the optimizer's step on one device. Of its state, `held_bytes` are there already (all of
+    it, once resumed).
+
+    The optimizer makes its state in the first step, and a step that runs out of memory half-way cannot be undone:
+    retrying it made a silent error of 4 to 5 %. So its memory is held as ballast until then, and checked before every
+    step.
+
+    Attributes:
+        tensors: The ballast, in a list that is emptied once it is freed.
+    """
+
+    def __init__(
+        self,
+        needs: OptimizerMemory,
+        meter: Meter,
+        *,
+        held_bytes: int = 0,
+        retries: int = 3,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._meter = meter
+        self._retries = retries
+        self._wait = wait
+        self.tensors: list[Tensor] = []
+        self.expect(needs, held_bytes=held_bytes)
+
+    def expect(self, needs: OptimizerMemory, *, held_bytes: int) -> None:
+        """Replaces what the optimizer will take: other parameters may be trained than before."""
+        self._tensor_bytes = needs.tensor_bytes
+        self._transient_bytes = needs.transient_bytes
+        self._missing_bytes = max(needs.state_bytes - held_bytes, 0)
+
+    def hold(self) -> None:
+        """Allocates ballast in place of the state that the next step will make, or raises `DoesNotFitError`."""
+        if self._missing_bytes and not self.tensors:
+            self.tensors = self._allocate(self._missing_bytes)
+
+    def before_step(self) -> None:
+        """Frees the ballast and checks that the step's memory can be allocated.
+
+        Raises:
+            DoesNotFitError: It cannot; nothing has been stepped.
+        """
+        # Emptied rather than replaced: whoever has asked for `tensors` must not keep them.
+        self.tensors.clear()
+        self._allocate(self._transient_bytes + self._missing_bytes)
+        self._missing_bytes = 0
+
+    def _allocate(self, need: int) -> list[Tensor]:
+        for retry in range(self._retries + 1):
+            # One piece is quick. Where memory is fragmented, the pieces that the optimizer will ask for still fit.
+            for in_pieces in (False, True):
+                sizes = _pieces(need, self._tensor_bytes) if in_pieces else [need]
+                with CatchOutOfMemory():
+                    return [torch.empty(size, dtype=torch.uint8, device=self._meter.device) for size in sizes]
+            self._meter.release()
+            # After the first failure, the released cache may be enough.
+            if retry:
+                self._wait(FIRST_WAIT_S * 2 ** (retry - 1))
+        smaller = "take smaller micro-batches, --optimizer sgd, which needs less, or a larger device"
+        raise DoesNotFitError(
+            "The optimizer's step must fit beside weights and gradients",
+            value=f"{need / 2**20:.1f} MiB cannot be had",
+            remedy=without_others(self._meter.taken_bytes + self._meter.foreign_bytes(), smaller),
+            # Smaller micro-batches leave room for it when the run is resumed.
+            details=OutOfMemoryDetails(should_fit=True),
+        )
+
+
+def _pieces(need: int, tensor_bytes: Sequence[int]) -> Iterator[int]:
+    """Yields the sizes of the parameters, over and over until they make up what is needed."""
+    for size in cycle(tensor_bytes or (need,)):
+        if need <= 0:
+            break
+        yield min(size, need)
+        need -= size

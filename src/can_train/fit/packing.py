@@ -1,6 +1,6 @@
-"""How a logical batch is cut into micro-batches, by count or by cost.
+"""What the memory of a batch grows with, and how a logical batch is cut into micro-batches, by count or by cost.
 
-Shapes: R samples, F features.
+Shapes: R samples, F features, G samples of the whole data set, S members.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Integral
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from can_train.errors import ArgumentError
-from can_train.fit.features import growing_totals
 from can_train.task import Feature
 
 if TYPE_CHECKING:
@@ -23,14 +22,9 @@ if TYPE_CHECKING:
 
     from can_train.fit.cost_model import CostModel
 
-# Relative excess of a cost over a limit that is round-off.
-ROUNDING: Final = 1e-9
-
-# Samples that the search for the end of a part looks at first; the number doubles from there.
-_FIRST_LOOK: Final = 64
-
-# Halvings of a search for a limit: to 1e-15 of the whole.
-_BISECTIONS: Final = 50
+ROUNDING: Final = 1e-9  # Relative excess of a cost over a limit that is round-off
+_FIRST_LOOK: Final = 64  # Samples that the search for the end of a part looks at first; the number doubles from there
+_BISECTIONS: Final = 50  # Halvings of a search for a limit: to 1e-15 of the whole
 
 
 def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tuple[int, ...]:
@@ -69,14 +63,48 @@ def solve_accumulation(desired: int, limit: int, *, divisor: bool = False) -> tu
     return (size + 1,) * larger + (size,) * (count - larger)
 
 
-class BatchCosts:
-    """Costs of the contiguous parts of one ordered batch.
+def batch_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns [F], the feature totals of the batch that holds samples with counts [R, F].
 
-    Args:
-        counts: [R, F] the samples' own counts, none negative.
-        features: F of them.
-        coefficients: [F] bytes a unit, none negative.
+    >>> batch_totals([Feature("nodes"), Feature("tokens", padding=1)], np.array([[2.0, 5.0], [4.0, 7.0]])).tolist()
+    [6.0, 14.0]
     """
+    return growing_totals(features, counts)[-1] if len(counts) else np.zeros(len(features))
+
+
+def growing_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns [R, F], the totals of the batches that hold the first 1, 2, … R samples. No column ever falls."""
+    sizes = np.arange(1, len(counts) + 1)
+    columns = [
+        sizes * np.maximum.accumulate(column) ** feature.padding if feature.padding else column.cumsum()
+        for feature, column in zip(features, counts.T, strict=True)
+    ]
+    return np.stack(columns, axis=1)
+
+
+class Members(NamedTuple):
+    """The members (nodes, for example) of chosen samples, sample after sample."""
+
+    positions: NDArray[np.int64]  # [S] indices into the flat arrays
+    starts: NDArray[np.int64]  # [R] index of each sample's first member among `positions`
+    sizes: NDArray[np.int64]  # [R] number of members of each sample
+
+
+def members(ptr: NDArray[np.int64], rows: NDArray[np.int64]) -> Members:
+    """Finds the members of samples `rows` [R], in any order and with repetitions; `ptr` has [G + 1] bounds of every
+    sample's members in the flat arrays.
+
+    >>> members(np.array([0, 2, 2, 5]), np.array([2, 0])).positions.tolist()
+    [2, 3, 4, 0, 1]
+    """
+    first = ptr[rows]
+    sizes = ptr[rows + 1] - first
+    starts = sizes.cumsum() - sizes
+    return Members(np.arange(sizes.sum()) + np.repeat(first - starts, sizes), starts, sizes)
+
+
+class BatchCosts:
+    """Costs of the contiguous parts of one ordered batch of samples with counts [R, F], at [F] bytes a unit."""
 
     def __init__(
         self,
@@ -120,17 +148,15 @@ class BatchCosts:
 
     def parts(self, sizes: Sequence[int]) -> list[BatchCosts]:
         """Returns the batches that hold the first `sizes[0]` samples, the next `sizes[1]`, and so on."""
-        stops = np.cumsum([0, *sizes]).tolist()
-        return [self.part(start, stop) for start, stop in pairwise(stops)]
+        return [self.part(start, stop) for start, stop in pairwise(np.cumsum([0, *sizes]).tolist())]
 
     def chosen(self, positions: NDArray[np.int64]) -> BatchCosts:
         """Returns the batch that holds the samples at `positions`, in that order."""
         return BatchCosts(self._counts[positions], self._features, self._coefficients)
 
-    def mean_counts(self) -> NDArray[np.float64]:
+    def mean_counts(self) -> tuple[float, ...]:
         """Returns [F], the mean sample's counts."""
-        mean: NDArray[np.float64] = self._counts.mean(axis=0)
-        return mean
+        return tuple(self._counts.mean(axis=0).tolist())
 
     def main_feature(self, start: int, stop: int) -> float:
         """Returns the sum of the first feature over samples `start:stop`, unpadded."""
@@ -156,8 +182,7 @@ class BatchCosts:
     def each(self) -> NDArray[np.float64]:
         """Returns [R], the cost of each sample alone."""
         powers = [max(feature.padding, 1) for feature in self._features]
-        costs: NDArray[np.float64] = self._counts ** np.asarray(powers) @ self._coefficients
-        return costs
+        return np.asarray(self._counts ** np.asarray(powers) @ self._coefficients)
 
     def reach(self, start: int, limit: float) -> int:
         """Returns the largest `stop` for which samples `start:stop` cost at most `limit`; `start` where none do."""
@@ -187,7 +212,7 @@ class PartLimit:
 
 
 def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:
-    """Cuts a batch into micro-batches.
+    """Cuts a batch into micro-batches; returns their sizes in samples, in order.
 
     Samples of uniform cost are solved for the fewest parts of nearly equal size, where that keeps to the floor.
     Otherwise each part takes the samples that follow until the next one would not fit (next-fit). A sample that alone
@@ -197,14 +222,16 @@ def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:
     (3, 1, 1)
     >>> cut(BatchCosts.uniform(10), PartLimit(cost=4))
     (4, 3, 3)
-
-    Returns:
-        Sizes in samples, in order; their sum is the batch's.
     """
     size = len(batch)
     most = min(limit.samples or size, size)
     if limit.equal:
-        return _equal(batch, limit, most)
+        # The largest divisor of the batch for which every part fits; the floor or 1 where none does.
+        divisors = [n for n in range(most, 0, -1) if size % n == 0 and (n >= limit.floor or n == size)] or [1]
+        for width in divisors:
+            if all(batch.cost(start, start + width) <= limit.cost * (1 + ROUNDING) for start in range(0, size, width)):
+                break
+        return (width,) * (size // width)
     if batch.is_uniform:
         fitting = batch.reach(0, limit.cost)
         even = solve_accumulation(size, max(1, min(most, max(fitting, limit.floor))))
@@ -223,30 +250,11 @@ def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _equal(batch: BatchCosts, limit: PartLimit, most: int) -> tuple[int, ...]:
-    """Cuts into the largest divisor of the batch for which every part fits; into floor or 1 where none does."""
-    size = len(batch)
-    divisors = [n for n in range(min(most, size), 0, -1) if size % n == 0 and (n >= limit.floor or n == size)] or [1]
-    for width in divisors:
-        if all(batch.cost(start, start + width) <= limit.cost * (1 + ROUNDING) for start in range(0, size, width)):
-            break
-    return (width,) * (size // width)
-
-
 def largest_typical_batch(
     order: BatchCosts, limit: float, *, upper: int, shares: int = 1, fitting_share: float = 0.95
 ) -> int:
-    """Returns the largest batch that fits whole, or in one share per device, nearly always.
-
-    Args:
-        order: The samples of an epoch, in its order.
-        limit: Largest cost of one micro-batch.
-        upper: Largest batch to consider, in samples.
-        shares: Contiguous parts of a batch that run at the same time, on a device each.
-        fitting_share: Share of the epoch's batches that must fit; the others run in more parts.
-
-    Returns:
-        Samples; at least 1.
+    """Returns the largest batch, of 1 to `upper` samples, that fits whole, or in one contiguous share per device, in
+    `fitting_share` of an epoch's batches; the others run in more parts. One micro-batch costs at most `limit`.
     """
 
     def is_over(start: int, stop: int) -> bool:
@@ -266,15 +274,12 @@ def largest_typical_batch(
 
 
 def share_out(batch: BatchCosts, shares: int) -> tuple[int, ...]:
-    """Cuts a batch into contiguous shares whose costliest one costs as little as possible.
+    """Cuts a batch into contiguous shares whose costliest one costs as little as possible; the last ones may be empty.
 
     >>> share_out(BatchCosts.of_samples([5, 1, 1, 6, 2]), 2)
     (3, 2)
     >>> share_out(BatchCosts.uniform(2), 3)
     (1, 1, 0)
-
-    Returns:
-        Sizes in samples, in order; their sum is the batch's. The last ones may be 0.
     """
     if shares == 1:
         return (len(batch),)
@@ -320,11 +325,9 @@ class SplitRules:
                 # A batch that is known not to fit is cut into more parts nevertheless.
                 wanted = replace(limit, cost=min(self.safe_limit, _cost_around(batch, limit, self.max_splits)[1]))
             limit = wanted
-        is_enough = self.splits == 1 or len(cut(batch, limit)) >= self.splits
-        return limit if is_enough else self._in_splits(batch, limit)
-
-    def _in_splits(self, batch: BatchCosts, limit: PartLimit) -> PartLimit:
-        """Lowers a limit until the batch is cut into at least `splits` parts."""
+        if self.splits == 1 or len(cut(batch, limit)) >= self.splits:
+            return limit
+        # Lowered until the batch is cut into at least `splits` parts.
         smallest = replace(limit, samples=max(self.floor, 1))
         if len(cut(batch, smallest)) <= self.splits:
             return smallest
@@ -344,12 +347,8 @@ def _cost_around(batch: BatchCosts, limit: PartLimit, parts: int) -> tuple[float
 
 
 def optimizer_batches(batch: BatchCosts, threshold: float) -> tuple[int, ...]:
-    """Cuts one logical batch into several, each an optimizer step of its own (preflight splitting).
-
-    Each sees at most `threshold` units of the main feature, but for a sample that has more by itself.
-
-    Returns:
-        Sizes in samples.
+    """Cuts one logical batch into several, each an optimizer step of its own (preflight splitting). Each sees at most
+    `threshold` units of the main feature, but for a sample that has more by itself.
     """
     if threshold == math.inf:
         return (len(batch),)

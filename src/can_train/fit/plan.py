@@ -6,19 +6,18 @@ Arithmetic only: the caller has searched for the tuned limit, priced the samples
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, cast
+from typing import Final, Literal
 
 import numpy as np
 
 from can_train.fit.packing import BatchCosts, SplitRules, cut, largest_typical_batch, optimizer_batches, share_out
 
 # Optimizer steps per epoch below which schedules, early stopping and averages over an epoch lose their meaning.
-FEW_STEPS: Final = 5
-
+_FEW_STEPS: Final = 5
 Mode = Literal["max", "opt", "off"]
-BindingLimit = Literal["requested", "memory", "dataset", "min_steps"]
+BindingLimit = Literal["requested", "preset", "memory", "dataset", "min_steps"]
 LrScale = Literal["auto", "none", "sqrt", "linear"]
 
 
@@ -50,11 +49,6 @@ class PlanRequest:
     def takes_what_fits(self) -> bool:
         """Whether the device decides the logical batch."""
         return self.mode == "max" and self.searches
-
-    @property
-    def needs_costs(self) -> bool:
-        """Whether the plan needs costs in bytes."""
-        return self.searches or self.rules.target < math.inf
 
     def epoch_sizes(self, dataset_size: int) -> list[int]:
         """Returns the samples of each epoch."""
@@ -90,13 +84,6 @@ class Plan:
     notices: tuple[str, ...]  # What the user should know, as sentences
 
 
-def resolve_mode(find_batch_size: str, *, batch_size_given: bool) -> Mode:
-    """Resolves `auto` to `opt` where a batch size was given, else to `max`."""
-    if find_batch_size == "auto":
-        return "opt" if batch_size_given else "max"
-    return cast("Mode", find_batch_size)
-
-
 def search_upper(request: PlanRequest, order: BatchCosts, *, factor: float) -> float:
     """Returns the largest cost that a device's search need try: beyond it memory no longer decides anything."""
     if request.takes_what_fits:
@@ -123,22 +110,20 @@ def resolve_plan(
     factor: float = 1.0,
     other_epochs: Sequence[BatchCosts] = (),
 ) -> Plan:
-    """Resolves a plan.
-
-    Args:
-        request: What the user asked for.
-        order: The training samples in the first epoch's order, or in the last one's, where epochs differ; none of them
-            costs more than the tuned limit.
-        tuned_limit: Largest cost that fits, searched for up to `search_upper`; None without a search.
-        factor: Safety factor, in (0, 1].
-        other_epochs: Orders of epochs with other samples.
+    """Resolves a plan for the training samples in the first epoch's order, or in the last one's, where epochs differ,
+    and in those of `other_epochs`. None of them costs more than the tuned limit, which was searched for up to
+    `search_upper` (None: without a search).
     """
-    rules = _rules_with_limits(request, tuned_limit, factor)
+    if tuned_limit is None:
+        rules = replace(request.rules, samples=request.micro_batch_size or request.loader_batch)
+    else:
+        rules = replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
     logical, binding = _logical_batch(request, order, rules.safe_limit)
-    num_batches = -(-len(order) // logical)
     by_epoch = [_optimizer_steps(one, logical, request.preflight_threshold) for one in (order, *other_epochs)]
-    num_steps = len(by_epoch[0])
-    shares = [share for steps in by_epoch for step in steps for share in _shares(step, request.ranks)]
+    num_batches, num_steps, ranks = -(-len(order) // logical), len(by_epoch[0]), request.ranks
+    of_steps = [step.parts(share_out(step, ranks)) if ranks > 1 else [step] for steps in by_epoch for step in steps]
+    # A rank whose share is empty has nothing to cut.
+    shares = [share for of_step in of_steps for share in of_step if len(share)]
     sizes = [cut(share, rules.limit_for(share)) for share in shares]
     costs = [share.part_costs(parts) for share, parts in zip(shares, sizes, strict=True)]
     # Preflight is taken to split the batches of all epochs alike.
@@ -159,17 +144,10 @@ def resolve_plan(
         safety_factor=None if tuned_limit is None else factor,
         notices=(
             *_batch_notices(request, logical),
-            *_epoch_notices(by_epoch[0], min(counts), logical),
-            *_preflight_notices(request, num_steps, num_batches),
+            *_epoch_notices(request, by_epoch[0], min(counts), logical, num_batches),
             *_divisor_notices(sizes, shares, rules),
         ),
     )
-
-
-def _rules_with_limits(request: PlanRequest, tuned_limit: float | None, factor: float) -> SplitRules:
-    if tuned_limit is None:
-        return replace(request.rules, samples=request.micro_batch_size or request.loader_batch)
-    return replace(request.rules, safe_limit=factor * tuned_limit, tuned_limit=tuned_limit)
 
 
 def _optimizer_steps(order: BatchCosts, logical: int, preflight_threshold: float) -> list[BatchCosts]:
@@ -180,13 +158,6 @@ def _optimizer_steps(order: BatchCosts, logical: int, preflight_threshold: float
     return [step for batch in batches for step in batch.parts(optimizer_batches(batch, preflight_threshold))]
 
 
-def _shares(step: BatchCosts, ranks: int) -> list[BatchCosts]:
-    if ranks == 1:
-        return [step]
-    # A rank whose share is empty has nothing to cut.
-    return [share for share in step.parts(share_out(step, ranks)) if len(share)]
-
-
 def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -> tuple[int, BindingLimit]:
     if request.takes_what_fits:
         limits = _limits_beside_memory(request, len(order))
@@ -195,7 +166,9 @@ def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -
         # Memory comes last: a search that stopped at its upper end ties with the bound there, and did not bind.
         return min([*limits, (by_memory, "memory")], key=lambda limit: limit[0])
     logical = request.batch_within(len(order))
-    return logical, "dataset" if logical < (request.requested_batch or request.preset_batch) else "requested"
+    if logical < (request.requested_batch or request.preset_batch):
+        return logical, "dataset"
+    return logical, "requested" if request.requested_batch else "preset"
 
 
 def _limits_beside_memory(request: PlanRequest, dataset_size: int) -> list[tuple[int, BindingLimit]]:
@@ -213,48 +186,62 @@ def _lr_factor(request: PlanRequest, logical_batch: int) -> float:
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scale]
 
 
-def _batch_notices(request: PlanRequest, logical_batch: int) -> list[str]:
+def _batch_notices(request: PlanRequest, logical_batch: int) -> Iterator[str]:
     """Says where the logical batch is not the one that was asked for."""
+    wanted = request.requested_batch or request.preset_batch
     if request.takes_what_fits:
-        if request.requested_batch is None:
-            return []
-        ignored = f"the batch size of {request.requested_batch} was ignored"
-        return [f"find_batch_size=max chose a batch of {logical_batch}; {ignored}"]
-    notices = []
+        if request.requested_batch is not None:
+            yield f"find_batch_size=max chose a batch of {logical_batch}; the batch size of {wanted} was ignored"
+        return
     if request.mode == "max":
         fixed = f"micro_batch_size={request.micro_batch_size} is fixed"
-        notices.append(f"{fixed}, so find_batch_size=max has nothing to search; the batch is {logical_batch}")
-    if logical_batch < (wanted := request.requested_batch or request.preset_batch):
-        notices.append(f"The data set has {logical_batch} samples: a batch of {wanted} is the whole of it")
-    return notices
+        yield f"{fixed}, so find_batch_size=max has nothing to search; the batch is {logical_batch}"
+    if logical_batch < wanted:
+        yield f"The data set has {logical_batch} samples: a batch of {wanted} is the whole of it"
 
 
-def _epoch_notices(steps: list[BatchCosts], fewest: int, logical_batch: int) -> list[str]:
-    """Says where weights move only a few times per epoch, or by single samples."""
-    notices = []
-    if fewest < FEW_STEPS:
+def spare_room(request: PlanRequest, logical_batch: int, dataset_size: int, room: int) -> list[str]:
+    """Says what the device would hold beyond a preset's batch, and how to ask for it.
+
+    Args:
+        request: What was asked for.
+        logical_batch: The plan's, in samples.
+        dataset_size: Samples of an epoch.
+        room: Samples that all devices would hold at once.
+    """
+    if request.mode != "opt" or request.requested_batch is not None or room <= logical_batch:
+        return []
+    limits = [*_limits_beside_memory(request, dataset_size), (room, "memory")]
+    largest, binding = min(limits, key=lambda limit: limit[0])
+    reasons = {"min_steps": f"as large as {request.min_steps_per_epoch} steps an epoch allow",
+               "dataset": "the whole data set", "memory": "as large as fits"}  # fmt: skip
+    asked = f"--find-batch-size max trains with {largest:,}, {reasons[binding]}"
+    return [f"The device would hold about {room:,} samples at once; {asked}"]
+
+
+def _epoch_notices(
+    request: PlanRequest, steps: list[BatchCosts], fewest: int, logical_batch: int, num_batches: int
+) -> Iterator[str]:
+    """Says where weights move only a few times per epoch, by single samples, or by less than a logical batch."""
+    if fewest < _FEW_STEPS:
         many = "1 optimizer step" if fewest == 1 else f"{fewest} optimizer steps"
-        notices.append(f"An epoch has only {many}: smaller batches, or more epochs, move the weights more often")
+        yield f"An epoch has only {many}: smaller batches, or more epochs, move the weights more often"
     if logical_batch == 1:
-        notices.append("A batch is a single sample: gradients are noisy, and BatchNorm has no statistics")
+        yield "A batch is a single sample: gradients are noisy, and BatchNorm has no statistics"
     elif len(steps) > 1 and len(steps[-1]) == 1:
-        notices.append("The last step of an epoch sees a single sample")
-    return notices
+        yield "The last step of an epoch sees a single sample"
+    if len(steps) != num_batches:
+        preflight = f"preflight_threshold={request.preflight_threshold:g}"
+        made = f"{preflight} makes {len(steps)} optimizer steps of {num_batches} batches in one epoch"
+        yield f"{made}: the optimizer sees smaller batches than the logical batch"
 
 
-def _preflight_notices(request: PlanRequest, steps: int, batches: int) -> list[str]:
-    if steps == batches:
-        return []
-    made = f"preflight_threshold={request.preflight_threshold:g} makes {steps} optimizer steps of {batches} batches"
-    return [f"{made} in one epoch: the optimizer sees smaller batches than the logical batch"]
-
-
-def _divisor_notices(sizes: list[tuple[int, ...]], shares: list[BatchCosts], rules: SplitRules) -> list[str]:
-    if not rules.equal:
-        return []
-    even = SplitRules(safe_limit=rules.safe_limit, samples=rules.samples, splits=rules.splits)
-    fewest = max(len(cut(share, even.limit_for(share))) for share in shares)
-    most = max(len(parts) for parts in sizes)
-    if most <= fewest:
-        return []
-    return [f"accumulation=divisor cuts a batch into up to {most} micro-batches; even needs {fewest}"]
+def _divisor_notices(
+    sizes: Sequence[tuple[int, ...]], shares: Sequence[BatchCosts], rules: SplitRules
+) -> Iterator[str]:
+    if rules.equal:
+        even = SplitRules(safe_limit=rules.safe_limit, samples=rules.samples, splits=rules.splits)
+        fewest = max(len(cut(share, even.limit_for(share))) for share in shares)
+        most = max(len(parts) for parts in sizes)
+        if most > fewest:
+            yield f"accumulation=divisor cuts a batch into up to {most} micro-batches; even needs {fewest}"

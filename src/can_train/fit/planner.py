@@ -1,11 +1,12 @@
-"""Makes a run's plan: explores the device, prices the samples, and has `plan.py` decide.
+"""Makes a run's plan: explores the device, prices the samples, and has `plan.py` decide. And the plan's steps: which
+samples each of them sees.
 
 Shapes: R samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -15,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
-from can_train.fit import random_state
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
-from can_train.fit.epochs import epoch_shares, planned_orders
 from can_train.fit.explore import Explorer
 from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, FactorChoice, FactorRule
-from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules
-from can_train.fit.plan import Plan, PlanRequest, resolve_mode, resolve_plan, search_upper
+from can_train.fit.optimizer import capture_generators, restore_generators
+from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules, optimizer_batches
+from can_train.fit.plan import Plan, PlanRequest, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
 from can_train.memory.meters import CpuMeter, Meter
@@ -33,12 +33,11 @@ if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
     from can_train.fit.batch_dependence import BatchDependence
     from can_train.reporter import Reporter
-    from can_train.task import Task
+    from can_train.task import Task, TaskInEpoch
 
+Rows = NDArray[np.int64]
 _MIB: Final = 2**20
-
-# Oversize samples that a message names.
-_NAMED: Final = 5
+_NAMED: Final = 5  # Oversize samples that a message names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +61,11 @@ class RunPlan:
         """The safety factor in force."""
         return FactorChoice(self.plan.safety_factor or UNUSED.factor, self.factor_reason)
 
-    def training_costs(self, task: Task, rows: NDArray[np.int64]) -> BatchCosts:
+    def training_costs(self, task: Task, rows: Rows) -> BatchCosts:
         """Prices a batch of training; without a cost model a sample costs its share of the features."""
         return _price(task, rows, None if self.limits is None else self.limits.training)
 
-    def evaluation_costs(self, task: Task, rows: NDArray[np.int64]) -> BatchCosts:
+    def evaluation_costs(self, task: Task, rows: Rows) -> BatchCosts:
         """Prices a batch of evaluation."""
         return _price(task, rows, None if self.limits is None else self.limits.evaluation)
 
@@ -113,13 +112,14 @@ def plan_request(training: TrainingSettings, *, ranks: int = 1) -> PlanRequest:
     """Translates the settings into a request for a plan that some ranks share."""
     steps = training.gradient_accumulation_steps
     return PlanRequest(
-        mode=resolve_mode(training.find_batch_size, batch_size_given=training.batch_size > 0),
+        mode="opt" if training.find_batch_size == "auto" else training.find_batch_size,  # type: ignore[arg-type]
         requested_batch=training.batch_size * steps or None,
         preset_batch=training.lr_batch_size * (1 if training.batch_size else steps),
         loader_batch=training.batch_size or training.lr_batch_size,
         min_steps_per_epoch=training.min_steps_per_epoch,
         micro_batch_size=training.micro_batch_size,
-        lr_scale=training.lr_scale,  # type: ignore[arg-type]  # checked against the same names by the settings
+        # Both are checked against the same names by the settings.
+        lr_scale=training.lr_scale,  # type: ignore[arg-type]
         rules=SplitRules(
             floor=training.min_micro_batch_size,
             equal=training.accumulation == "divisor",
@@ -176,10 +176,21 @@ class Planner:
             DoesNotFitError: Not even one sample fits, or some do not and may not be skipped.
         """
         request = self.request()
-        if request.needs_costs:
+        # A target for the memory of micro-batches needs costs in bytes too.
+        if request.searches or request.rules.target < np.inf:
             return self.resolve(request, self.explore(request, factor.provisional), factor)
         plan = self._resolved(request, None, (), factor)
-        return replace(plan, notices=(*plan.notices, *self._notices_of_fixed_sizes(request, factor)))
+        is_fixed = request.micro_batch_size > 0 or request.rules.floor > 1
+        # On a processor memory is the host's: the limit is not a fixed one, and probes cost seconds.
+        if not is_fixed or isinstance(self.meter, CpuMeter):
+            return plan
+        # Nothing was searched for: whether micro-batches fit whose size was given is predicted.
+        try:
+            limits = replace(self, verify=False).explore(request, factor.provisional)
+        except DoesNotFitError as error:
+            return replace(plan, notices=(*plan.notices, f"{error.rule}: {error.value}"))
+        too_large = _too_large_notices(self._resolved(request, limits, (), factor).plan, limits, self.run.training)
+        return replace(plan, notices=(*plan.notices, *too_large))
 
     def resolve(self, request: PlanRequest, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
         """Resolves the plan; raises DoesNotFitError where samples do not fit and may not be skipped."""
@@ -211,14 +222,14 @@ class Planner:
 
     def explore(self, request: PlanRequest, factor: float, *, held_bytes: int = 0) -> DeviceLimits:
         """Finds the limits of the device; leaves random generators as they were."""
-        generators = random_state.capture()
-        with self.reporter.stage("finding the batch size", unit="trials") as stage:
+        generators = capture_generators()
+        with self.reporter.stage("finding what fits in memory", unit="trials") as stage:
             limits = self.explorer.explore(
                 lambda costs: search_upper(request, costs, factor=factor),
                 held_bytes=held_bytes,
-                on_trial=lambda cost: stage.advance(1, mib=round(cost / _MIB, 1)),
+                on_trial=lambda _: stage.advance(1),
             )
-        random_state.restore(generators)
+        restore_generators(generators)
         return limits
 
     def _same_batch(self, frozen: RunPlan) -> PlanRequest:
@@ -243,6 +254,16 @@ class Planner:
             factor=decided.choice.factor,
             other_epochs=other_epochs,
         )
+        notices = [*self.task.notices(), *self.batch_dependence.sentences(split=plan.most_parts > 1)]
+        if limits is not None:
+            if request.searches:
+                room = self.ranks * _room(limits, plan, decided.aim) / max(order.total / len(order), 1e-9)
+                notices += spare_room(request, plan.logical_batch, len(order), int(room))
+            notices += _too_large_notices(plan, limits, self.run.training)
+            notices += _unexplained_notices("training", limits.training)
+            notices += _unexplained_notices("evaluation", limits.evaluation)
+        if skipped:
+            notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return RunPlan(
             plan=plan,
             limits=limits,
@@ -250,33 +271,10 @@ class Planner:
             aim=decided.aim,
             skipped=skipped,
             ranks=self.ranks,
-            notices=tuple(self._notices(plan, limits, skipped)),
+            notices=tuple(notices),
         )
 
-    def _notices(self, plan: Plan, limits: DeviceLimits | None, skipped: Sequence[int]) -> list[str]:
-        notices = [*self.task.notices(), *self.batch_dependence.sentences(split=plan.most_parts > 1)]
-        if limits is not None:
-            notices += _too_large_notices(plan, limits, self.run.training)
-            notices += _unexplained_notices("training", limits.training)
-            notices += _unexplained_notices("evaluation", limits.evaluation)
-        if skipped:
-            notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
-        return notices
-
-    def _notices_of_fixed_sizes(self, request: PlanRequest, factor: FactorRule) -> list[str]:
-        """Predicts whether micro-batches fit whose size was given, so that nothing is searched for."""
-        is_fixed = request.micro_batch_size > 0 or request.rules.floor > 1
-        # On a processor memory is the host's: the limit is not a fixed one, and probes cost seconds.
-        if not is_fixed or isinstance(self.meter, CpuMeter):
-            return []
-        try:
-            limits = replace(self, verify=False).explore(request, factor.provisional)
-        except DoesNotFitError as error:
-            return [f"{error.rule}: {error.value}"]
-        plan = self._resolved(request, limits, (), factor).plan
-        return _too_large_notices(plan, limits, self.run.training)
-
-    def _oversize(self, phase: PhaseLimit) -> NDArray[np.int64]:
+    def _oversize(self, phase: PhaseLimit) -> Rows:
         """Returns the rows of the samples that do not fit by themselves, the costliest first."""
         # A search that ended below the limit was up to a batch with every sample in it.
         if phase.capped:
@@ -286,7 +284,7 @@ class Planner:
         ranked = np.argsort(-each, kind="stable")
         return rows[ranked[each[ranked] > phase.tuned_limit * (1 + ROUNDING)]]
 
-    def _oversize_error(self, oversize: NDArray[np.int64], limits: DeviceLimits) -> DoesNotFitError:
+    def _oversize_error(self, oversize: Rows, limits: DeviceLimits) -> DoesNotFitError:
         named = ", ".join(self.task.describe(int(row)) for row in oversize[:_NAMED])
         more = f" and {len(oversize) - _NAMED} more" if len(oversize) > _NAMED else ""
         phase = limits.training
@@ -308,7 +306,7 @@ def still_fits(plan: RunPlan, meter: Meter) -> bool:
     return plan.limits.device_key == meter.key and peak is not None and peak <= meter.capacity_bytes
 
 
-def _price(task: Task, rows: NDArray[np.int64], phase: PhaseLimit | None) -> BatchCosts:
+def _price(task: Task, rows: Rows, phase: PhaseLimit | None) -> BatchCosts:
     counts = task.batch_features(rows)
     if phase is not None and any(phase.model.coefficients):
         return BatchCosts.priced(phase.model, counts)
@@ -317,11 +315,19 @@ def _price(task: Task, rows: NDArray[np.int64], phase: PhaseLimit | None) -> Bat
     return BatchCosts(counts, task.features, 1 / means)
 
 
+def _room(limits: DeviceLimits, plan: Plan, aim: Aim) -> float:
+    """Returns what a micro-batch may cost; predicted where the search stopped below that."""
+    if not limits.training.capped:
+        return plan.rules.safe_limit
+    fits = limits.training.cost_within(aim.share * limits.capacity_bytes)
+    return fits * (plan.safety_factor or 1.0) if aim == NO_AIM else fits
+
+
 def _too_large_notices(plan: Plan, limits: DeviceLimits, training: TrainingSettings) -> list[str]:
     """Warns where the user's options make micro-batches larger than what fits."""
     if limits.training.capped or plan.largest_cost <= limits.training.tuned_limit * (1 + ROUNDING):
         return []
-    need, there = (size_text(limits.training.peak_bytes(plan.largest_cost)), size_text(limits.capacity_bytes))
+    need, there = size_text(limits.training.peak_bytes(plan.largest_cost)), size_text(limits.capacity_bytes)
     needs = f"one of {plan.largest_micro_batch} samples is predicted to need {need} ({there} usable)"
     if training.micro_batch_size:
         option = f"micro_batch_size={training.micro_batch_size} is more than fits"
@@ -345,3 +351,83 @@ def _unexplained_notices(what: str, phase: PhaseLimit) -> list[str]:
         measured = f"{phase.measured_ratio:.1%} of what the probes predicted"
         return [f"A full batch of {what} measured {measured} from its features ({names}); sizes rest on that trial"]
     return []
+
+
+def epochs_differ(task: Task, epochs: int) -> bool:
+    """Tells whether a task changes from epoch to epoch: it then returns another object for the first one."""
+    return task.in_epoch(0, epochs) is not task
+
+
+def kept_rows(task: TaskInEpoch, skipped: Sequence[int]) -> Rows:
+    """Returns the training samples of a task without the skipped ones."""
+    return np.setdiff1d(task.train_rows, skipped) if skipped else task.train_rows
+
+
+def rows_by_epoch(task: Task, skipped: Sequence[int], *, epochs: int) -> Callable[[int], Rows]:
+    """Makes the function that returns the training samples of an epoch, without the skipped ones."""
+    if epochs_differ(task, epochs):
+        return lambda epoch: kept_rows(task.in_epoch(epoch, epochs), skipped)
+    rows = kept_rows(task, skipped)
+    return lambda epoch: rows
+
+
+def epoch_shares(task: Task, skipped: Sequence[int], *, epochs: int) -> tuple[float, ...]:
+    """Returns the samples of each epoch ÷ those of the last; a single one where epochs are alike."""
+    if not epochs_differ(task, epochs):
+        return (1.0,)
+    sizes = [len(kept_rows(task.in_epoch(epoch, epochs), skipped)) for epoch in range(epochs)]
+    return tuple(size / max(sizes[-1], 1) for size in sizes)
+
+
+def epoch_order(rows: Rows, *, seed: int, epoch: int) -> Rows:
+    """Shuffles the rows of one epoch: a pure function of seed and epoch, so that a position in it can be resumed."""
+    return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))]
+
+
+def planned_orders(task: Task, skipped: Sequence[int], *, seed: int, epochs: int) -> list[Rows]:
+    """Returns the samples, in order, of the epochs that a plan is made for: of the first one; where epochs differ, of
+    the last, which is the fullest, and of the first, which differs most from it.
+
+    Raises:
+        DoesNotFitError: No sample is left.
+    """
+    rows = kept_rows(task, skipped)
+    if len(rows) == 0:
+        raise DoesNotFitError("At least one training sample must fit", value="every one of them is oversize")
+    if not epochs_differ(task, epochs):
+        return [epoch_order(rows, seed=seed, epoch=0)]
+    # The rows of the last epoch are the task's own: a dry run repeats a sample of the data to its full length, which
+    # `in_epoch` does not know.
+    first = kept_rows(task.in_epoch(0, epochs), skipped)
+    ends = ((rows, epochs - 1), (first, 0))
+    return [epoch_order(one, seed=seed, epoch=epoch) for one, epoch in ends if len(one)]
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """The optimizer steps of a run: a pure function of seed and epoch, so that it can continue from any position."""
+
+    rows: Callable[[int], Rows]  # Returns the training samples of an epoch, counted from 0
+    main_feature: Callable[[Rows], NDArray[np.float64]]  # Returns [R] the units of the main feature of R samples
+    seed: int
+    logical_batch: int
+    preflight_units: float  # Units of the main feature above which a batch becomes several steps; infinite: never
+
+    def steps(self, epoch: int) -> list[Rows]:
+        """Returns the samples of each optimizer step of an epoch, counted from 0."""
+        order = epoch_order(self.rows(epoch), seed=self.seed, epoch=epoch)
+        batches = [order[start : start + self.logical_batch] for start in range(0, len(order), self.logical_batch)]
+        if self.preflight_units == np.inf:
+            return batches
+        steps: list[Rows] = []
+        for batch in batches:
+            sizes = optimizer_batches(BatchCosts.of_samples(self.main_feature(batch)), self.preflight_units)
+            steps += np.split(batch, np.cumsum(sizes)[:-1])
+        return steps
+
+    def total_steps(self, epochs: int) -> int:
+        """Returns the optimizer steps of a whole run, which is the length of its schedule."""
+        # Without preflight there is no need to order the samples.
+        if self.preflight_units == np.inf:
+            return sum(-(-len(self.rows(epoch)) // self.logical_batch) for epoch in range(epochs))
+        return sum(len(self.steps(epoch)) for epoch in range(epochs))

@@ -18,35 +18,26 @@ from torch.optim import Optimizer
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError
 from can_train.fit.explore import Explorer, Workload, left_as_it_was, probe
-from can_train.fit.features import batch_totals
-from can_train.fit.optimizer import OptimizerMemory, measure_optimizer
-from can_train.fit.packing import BatchCosts
+from can_train.fit.optimizer import measure_optimizer
+from can_train.fit.packing import BatchCosts, batch_totals
 from can_train.memory.meters import CpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.task import Feature, Task
 
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
 _PROBED: Final = 256
-
 LossOf = Callable[[NDArray[np.int64]], Tensor]
 """Computes the loss of the samples at some positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeakPrediction:
-    """The predicted peak of a training step on a batch that is not split.
+    """The predicted peak of a training step on a batch that is not split."""
 
-    Attributes:
-        peak_bytes: Peak of forward and backward, or of the optimizer's step where that is higher.
-        half_width_bytes: Half-width of the interval around it.
-        base_bytes: Weights, gradients and optimizer state.
-        explains: Whether the features explain the memory of the probes; if not, the interval means little.
-    """
-
-    peak_bytes: float
-    half_width_bytes: float
-    base_bytes: float
-    explains: bool
+    peak_bytes: float  # Peak of forward and backward, or of the optimizer's step where that is higher
+    half_width_bytes: float  # Half-width of the interval around it
+    base_bytes: float  # Weights, gradients and optimizer state
+    explains: bool  # Whether the features explain the memory of the probes; if not, the interval means little
 
     def fits(self, capacity_bytes: float) -> bool:
         """Tells whether the upper end of the interval fits."""
@@ -86,8 +77,7 @@ def predict_peak(
         return _of_task(task_or_model, batch, training or TrainingSettings())
     if loss_of is None:
         raise ArgumentError("A model's peak needs loss_of(rows), which computes the loss of some samples", value="None")
-    counts, totals = _counted(batch)
-    return _of_model(task_or_model, counts, totals, loss_of, optimizer or torch.optim.AdamW)
+    return _of_model(task_or_model, batch, loss_of, optimizer or torch.optim.AdamW)
 
 
 def _of_task(task: Task, batch: Any, training: TrainingSettings) -> PeakPrediction:
@@ -111,43 +101,13 @@ def _of_task(task: Task, batch: Any, training: TrainingSettings) -> PeakPredicti
 
 
 def _of_model(
-    model: nn.Module,
-    counts: NDArray[np.float64],
-    totals: Callable[[Sequence[Feature]], NDArray[np.float64]],
-    loss_of: LossOf,
-    make: Callable[[Sequence[nn.Parameter]], Optimizer],
+    model: nn.Module, batch: Any, loss_of: LossOf, make: Callable[[Sequence[nn.Parameter]], Optimizer]
 ) -> PeakPrediction:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = measure_optimizer(trained, make)
+    counts, totals_for = _counted(batch)
     features = [Feature(f"feature {i}") for i in range(counts.shape[1])]
-    batch, meter, work = totals(features), CpuMeter(), _training_work(model, counts, features, loss_of, optimizer)
-    with left_as_it_was(model, meter):
-        fit = probe(work, meter)
-        cost = float(batch @ np.asarray(fit.model.coefficients))
-        peak = fit.model.base_bytes + cost
-        if cost <= fit.largest_cost:
-            # Gradients decide the peak of a batch no larger than the probes, which no line tells: it is run. The last
-            # feature counts samples.
-            positions = np.arange(round(batch[-1]))
-            with CatchOutOfMemory():
-                peak = float(replace(work, rows=positions).peak(meter, positions).allocated)
-    resident_bytes = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    optimizer_step = resident_bytes + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
-    return PeakPrediction(
-        peak_bytes=max(peak, float(optimizer_step)),
-        half_width_bytes=fit.model.half_width(batch),
-        base_bytes=fit.model.base_bytes,
-        explains=fit.model.explains,
-    )
+    totals, meter = totals_for(features), CpuMeter()
+    optimizer = measure_optimizer([one for one in model.parameters() if one.requires_grad], make)
 
-
-def _training_work(
-    model: nn.Module,
-    counts: NDArray[np.float64],
-    features: Sequence[Feature],
-    loss_of: LossOf,
-    optimizer: OptimizerMemory,
-) -> Workload:
     def step(rows: NDArray[np.int64]) -> None:
         try:
             loss_of(rows).backward()
@@ -155,15 +115,33 @@ def _training_work(
             for parameter in model.parameters():
                 parameter.grad = None
 
-    # As in the middle of a run: the optimizer's state is there.
-    state = torch.empty(optimizer.state_bytes, dtype=torch.uint8)
-    return Workload(
+    resident = [*model.parameters(), *model.buffers()]
+    resident_bytes = sum(tensor.nbytes for tensor in resident)
+    work = Workload(
         run=step,
         rows=np.arange(len(counts)),
         counts=counts,
         features=features,
-        resident=[*model.parameters(), *model.buffers(), state],
+        # As in the middle of a run: the optimizer's state is there.
+        resident=[*resident, torch.empty(optimizer.state_bytes, dtype=torch.uint8)],
         gradient_bytes=optimizer.parameter_bytes,
+    )
+    with left_as_it_was(model, meter):
+        fit = probe(work, meter)
+        cost = float(totals @ np.asarray(fit.model.coefficients))
+        peak = fit.model.base_bytes + cost
+        if cost <= fit.largest_cost:
+            # Gradients decide the peak of a batch no larger than the probes, which no line tells: it is run. The last
+            # feature counts samples.
+            positions = np.arange(round(totals[-1]))
+            with CatchOutOfMemory():
+                peak = float(replace(work, rows=positions).peak(meter, positions).allocated)
+    optimizer_step = resident_bytes + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
+    return PeakPrediction(
+        peak_bytes=max(peak, float(optimizer_step)),
+        half_width_bytes=fit.model.half_width(totals),
+        base_bytes=fit.model.base_bytes,
+        explains=fit.model.explains,
     )
 
 

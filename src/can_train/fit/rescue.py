@@ -5,312 +5,58 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, cut
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
-from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.out_of_memory import FIRST_WAIT_S, CatchOutOfMemory, without_others
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import PhaseLimit
     from can_train.memory.meters import Meter
 
-# Optimizer steps without an out-of-memory after which a larger micro-batch is tried.
-QUIET_STEPS: Final = 20
-
-# Longest such wait: it doubles with each growth that ran out of memory.
-MAX_QUIET_STEPS: Final = 2000
-
+QUIET_STEPS: Final = 20  # Optimizer steps without an out-of-memory after which a larger micro-batch is tried
+MAX_QUIET_STEPS: Final = 2000  # Longest such wait: it doubles with each growth that ran out of memory
 # Relative distance between the limit and what failed, below which growing further is not worth a failure.
 CLOSE: Final = 0.05
-
 # Share of the limit that is kept when the allocator is too full (it had to release its cache twice in a row), or when
 # memory runs out at a cost that did fit before.
 RETREAT: Final = 0.9
-
-# Pause before the first retry of what cannot be split; it doubles with each one. Another process may free memory.
-FIRST_WAIT_S: Final = 0.1
-
 # Shares of what other processes leave that micro-batches use, the next one after each out-of-memory. The allocator
 # reserves more than is in use, and the more so the less room it has.
 ROOM_SHARES: Final = (0.97, 0.85, 0.7, 0.5)
-
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RescueSettings:
-    """What may be done about an out-of-memory.
+    """What may be done about an out-of-memory."""
 
-    Attributes:
-        adaptive: Whether micro-batches may be split; if not, the first out-of-memory is an error.
-        factor: Divisor of the cost of what failed.
-        floor: Number of samples that is never split further.
-        retries: Attempts at that floor, after the first.
-        regrow: Whether micro-batches grow back after a quiet stretch.
-    """
-
-    adaptive: bool = True
-    factor: float = 2.0
-    floor: int = 1
-    retries: int = 3
-    regrow: bool = True
-
-
-class Undoable(Protocol):
-    """Holds what it takes to undo one attempt at a part."""
-
-    def keep(self) -> None:
-        """Accepts what the attempt did."""
-
-    def undo(self) -> None:
-        """Restores everything as it was before the attempt."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part(Generic[T]):
-    """Samples `start:stop` of a batch, and what running them returned."""
-
-    start: int
-    stop: int
-    result: T
-
-
-class PartDoesNotFitError(DoesNotFitError):
-    """Samples `part`, (start, stop), of a batch do not fit and cannot be split further."""
-
-    def __init__(
-        self, rule: str, *, value: str, remedy: str, details: OutOfMemoryDetails, part: tuple[int, int]
-    ) -> None:
-        super().__init__(rule, value=value, remedy=remedy, details=details)
-        self.part = part
-
-
-class Rescue:
-    """Runs batches in parts that fit.
-
-    Attributes:
-        phase: What a search found of such batches on the device; None where there was none. It may be replaced.
-        backoff: How large parts may be for now.
-        ooms: Out-of-memories so far, those that ended in an error included.
-        ooms_rescued: Those of batches that were computed in the end.
-        oom_cost: Smallest cost that ran out of memory although it was within the plan and no other process took the
-            memory; infinite where none did.
-        on_oom: Called after each out-of-memory, once the part is undone and its memory released.
-    """
-
-    def __init__(
-        self,
-        meter: Meter,
-        settings: RescueSettings,
-        *,
-        phase: PhaseLimit | None = None,
-        wait: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._meter = meter
-        self._settings = settings
-        self.phase = phase
-        self._wait = wait
-        self.backoff = Backoff()
-        # Number of ROOM_SHARES tried since other processes were noticed; 0: there are none, as far as is known.
-        self._contention_level = 0
-        self.ooms = 0
-        self.ooms_rescued = 0
-        self.oom_cost = math.inf
-        self.on_oom: Callable[[], object] = lambda: None
-
-    def run(
-        self, batch: BatchCosts, limit: PartLimit, attempt: Callable[[int, int], T], prepare: Callable[[], Undoable]
-    ) -> Iterator[Part[T]]:
-        """Runs a batch in order, and yields each part once it has succeeded.
-
-        Args:
-            batch: Costs of the samples.
-            limit: What the plan allows a part.
-            attempt: Runs samples `start:stop`.
-            prepare: Called before each attempt.
-        """
-        limit = replace(limit, floor=max(limit.floor, self._settings.floor))
-        start, retries, ooms_before = 0, 0, self.ooms
-        self._recheck_contention(limit)
-        sizes = self._cut(batch, 0, limit)
-        while sizes:
-            stop = start + sizes[0]
-            with CatchOutOfMemory() as caught:
-                part = Part(start=start, stop=stop, result=_run_or_undo(attempt, prepare, start, stop))
-            # The retry stands outside of any `except`: there, the error would keep the failed pass's tensors alive.
-            if not caught.message:
-                yield part
-                start, retries = stop, 0
-                sizes = self._cut(batch, start, limit) if self._recheck_contention(limit) else sizes[1:]
-                continue
-            # Before anything is split: what other processes hold can only be told once this process's cache is gone.
-            self._meter.release()
-            self.on_oom()
-            finer = self._split_after_oom(batch, start, stop, limit)
-            if finer[0] == stop - start:
-                retries += 1
-                self._wait_or_give_up(batch, start, stop, retries, caught.message)
-            sizes = finer
-        self.ooms_rescued += self.ooms - ooms_before
-
-    def _cut(self, batch: BatchCosts, start: int, limit: PartLimit) -> tuple[int, ...]:
-        """Cuts the samples from `start` on into parts within the limits in force."""
-        if start == len(batch):
-            return ()
-        cost = min(limit.cost, self.backoff.limit)
-        if self._contention_level:
-            cost = min(cost, ROOM_SHARES[self._contention_level - 1] * self._room())
-        return cut(batch.part(start, len(batch)) if start else batch, replace(limit, cost=cost))
-
-    def _split_after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> tuple[int, ...]:
-        """Decides how the part that failed, and all that is left to do, is cut from now on."""
-        self.ooms += 1
-        # What is left need not have a divisor that fits.
-        limit = replace(limit, equal=False)
-        cost = batch.cost(start, stop)
-        if self._settings.adaptive and self._is_contention(cost, limit):
-            return self._cut(batch, start, limit)
-        if cost <= limit.cost * (1 + ROUNDING):
-            self.oom_cost = min(self.oom_cost, cost)
-        if not self._settings.adaptive:
-            return (stop - start,)
-        proven = 0.0 if self.phase is None else self.phase.tuned_limit
-        self.backoff = self.backoff.after_oom(cost, factor=self._settings.factor, proven=proven)
-        # The part that failed is split in any case, also where the limit would allow it again.
-        narrow = replace(limit, cost=min(limit.cost, cost / self._settings.factor))
-        first, *_ = self._cut(batch.part(0, stop), start, narrow)
-        return (first, *self._cut(batch, start + first, limit))
-
-    def _is_contention(self, cost: float, limit: PartLimit) -> bool:
-        """Tells whether a part failed because other processes hold memory that was free before."""
-        # Parts then keep to what is left for as long as that lasts. The backoff must not learn from it: it says nothing
-        # of what fits without contention.
-        room = self._room()
-        if room <= 0 or room >= max(cost, min(limit.cost, self.backoff.limit)):
-            return False
-        while self._contention_level < len(ROOM_SHARES):
-            self._contention_level += 1
-            if ROOM_SHARES[self._contention_level - 1] * room < cost:
-                return True
-        return False
-
-    def _recheck_contention(self, limit: PartLimit) -> bool:
-        """Ends the contention once others have left; tells whether there was any, so that the room may have changed."""
-        was_contended = bool(self._contention_level)
-        if was_contended and self._room() >= min(limit.cost, self.backoff.limit):
-            self._contention_level = 0
-        return was_contended
-
-    def _room(self) -> float:
-        """Returns the cost that other processes leave room for; infinite where costs are not in bytes."""
-        return math.inf if self.phase is None else self.phase.cost_within(self._meter.available_bytes())
-
-    def _wait_or_give_up(self, batch: BatchCosts, start: int, stop: int, retries: int, message: str) -> None:
-        if not self._settings.adaptive or retries > self._settings.retries:
-            raise self._does_not_fit(batch, start, stop, message)
-        self._wait(FIRST_WAIT_S * 2 ** (retries - 1))
-        self._meter.release()
-
-    def _does_not_fit(self, batch: BatchCosts, start: int, stop: int, message: str) -> PartDoesNotFitError:
-        settings, samples = self._settings, stop - start
-        need_bytes = None if self.phase is None else self.phase.peak_bytes(batch.cost(start, stop))
-        details = describe_out_of_memory(self._meter, need_bytes)
-        if settings.adaptive:
-            times = f" {settings.retries + 1} times in a row" if settings.retries else ""
-            rule = f"Memory ran out{times} for samples that may not be split further"
-        else:
-            rule = "A micro-batch ran out of memory, and training.adaptive_micro_batch is off"
-            if not details.foreign_bytes:
-                # Another attempt with the same settings would fail at the same place.
-                details = replace(details, should_fit=False)
-        named = f"sample {start} of the batch" if samples == 1 else f"samples {start} to {stop - 1} of the batch"
-        return PartDoesNotFitError(
-            rule,
-            value=f"{named}; the device said: {message}",
-            remedy=self._remedy(need_bytes, samples),
-            details=details,
-            part=(start, stop),
-        )
-
-    def _remedy(self, need_bytes: float | None, samples: int) -> str:
-        capacity, smaller = self._meter.capacity_bytes, "choose a smaller model or smaller samples"
-        if not self._settings.adaptive:
-            return "Turn it on, or choose a smaller --micro-batch-size"
-        if samples > 1:
-            floor = f"which forbids fewer than {self._settings.floor} samples"
-            return f"Lower --min-micro-batch-size, {floor}, or {smaller}"
-        if self._meter.foreign_bytes() > 0:
-            return f"Another process holds memory (nvidia-smi): try again, or {smaller}"
-        if need_bytes is None or need_bytes <= capacity:
-            return f"Take a device of more than {size_text(capacity)} ({cards_that_hold(capacity)}), or {smaller}"
-        need = f"{size_text(need_bytes)} are needed, {size_text(capacity)} are there"
-        return f"{need}: take a larger card ({cards_that_hold(need_bytes)}), or {smaller}"
-
-
-def _run_or_undo(attempt: Callable[[int, int], T], prepare: Callable[[], Undoable], start: int, stop: int) -> T:
-    """Runs a part; undoes it where it fails, for whatever reason."""
-    undoable = prepare()
-    try:
-        result = attempt(start, stop)
-        undoable.keep()
-        return result
-    except BaseException:
-        undoable.undo()
-        raise
-
-
-def describe_out_of_memory(
-    meter: Meter, need_bytes: float | None, *, known: OutOfMemoryDetails | None = None
-) -> OutOfMemoryDetails:
-    """Reads from a device why something that needs so many bytes (None: unknown) did not fit; completes `known`."""
-    known = known or OutOfMemoryDetails()
-    foreign = meter.taken_bytes + meter.foreign_bytes()
-    alone = meter.capacity_bytes + meter.taken_bytes
-    # A failure without other processes on the device proves that more is needed than it has.
-    never_fits = not known.should_fit and (not foreign if need_bytes is None else need_bytes > alone)
-    return replace(
-        known,
-        one_sample=never_fits,
-        should_fit=not never_fits,
-        of_host=meter.is_host,
-        need_bytes=None if need_bytes is None else round(need_bytes),
-        capacity_bytes=meter.capacity_bytes,
-        foreign_bytes=foreign,
-        cards=cards_that_hold(max(need_bytes or 0, alone)) if never_fits else "",
-    )
+    adaptive: bool = True  # Whether micro-batches may be split; if not, the first out-of-memory is an error
+    factor: float = 2.0  # Divisor of the cost of what failed
+    floor: int = 1  # Number of samples that is never split further
+    retries: int = 3  # Attempts at that floor, after the first
+    regrow: bool = True  # Whether micro-batches grow back after a quiet stretch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """What out-of-memories have taught since the run began; costs in bytes above base.
+    """What out-of-memories have taught since the run began; costs in bytes above base."""
 
-    Attributes:
-        limit: What one micro-batch may cost for now; infinite: whatever the plan allows.
-        failed: Smallest cost that ran out of memory since the limit last grew beyond it; infinite: none.
-        held: Limit that lasted for a whole quiet stretch; 0: none has.
-        quiet: Optimizer steps since the last out-of-memory or growth.
-        patience: Quiet steps that the next growth waits for.
-        surprises: Out-of-memories in a row, without a growth in between, at costs that had fitted before.
-    """
-
-    limit: float = math.inf
-    failed: float = math.inf
-    held: float = 0.0
-    quiet: int = 0
-    patience: int = QUIET_STEPS
-    surprises: int = 0
+    limit: float = math.inf  # What one micro-batch may cost for now; infinite: whatever the plan allows
+    failed: float = math.inf  # Smallest cost that ran out of memory since the limit last grew beyond it; infinite: none
+    held: float = 0.0  # Limit that lasted for a whole quiet stretch; 0: none has
+    quiet: int = 0  # Optimizer steps since the last out-of-memory or growth
+    patience: int = QUIET_STEPS  # Quiet steps that the next growth waits for
+    surprises: int = 0  # Out-of-memories in a row, without a growth in between, at costs that had fitted before
 
     def after_oom(self, cost: float, *, factor: float, proven: float = 0.0) -> Backoff:
-        """Lowers the limit after a micro-batch of a cost ran out of memory.
-
-        Args:
-            cost: Cost of the micro-batch.
-            factor: Divisor of the limit.
-            proven: Largest cost that was seen to fit; 0 where nobody searched.
+        """Lowers the limit, by a factor, after a micro-batch of a cost ran out of memory; `proven` is the largest cost
+        that was seen to fit, 0 where nobody searched.
         """
         held = self.held if self.held < cost else 0.0
         if cost > proven * (1 + ROUNDING):
@@ -345,3 +91,178 @@ class Backoff:
     def after_pressure(self, cost: float) -> Backoff:
         """Lowers the limit a little after the allocator had to release its cache in two steps in a row."""
         return replace(self, limit=min(self.limit, cost) * RETREAT, failed=min(self.failed, cost), held=0.0, quiet=0)
+
+
+class PartDoesNotFitError(DoesNotFitError):
+    """Samples `part`, (start, stop), of a batch do not fit and cannot be split further."""
+
+    def __init__(
+        self, rule: str, *, value: str, remedy: str, details: OutOfMemoryDetails, part: tuple[int, int]
+    ) -> None:
+        super().__init__(rule, value=value, remedy=remedy, details=details)
+        self.part = part
+
+
+@dataclass
+class Rescue:
+    """Runs batches in parts that fit."""
+
+    meter: Meter
+    settings: RescueSettings
+    phase: PhaseLimit | None = None  # What a search found of such batches on the device; None where there was none
+    wait: Callable[[float], object] = time.sleep
+    backoff: Backoff = Backoff()  # How large parts may be for now
+    ooms: int = 0  # Out-of-memories so far, those that ended in an error included
+    ooms_rescued: int = 0  # Those of batches that were computed in the end
+    # Smallest cost that ran out of memory although it was within the plan and no other process took the memory;
+    # infinite where none did.
+    oom_cost: float = math.inf
+    # Called after each out-of-memory, once the part is undone and its memory released.
+    on_oom: Callable[[], object] = lambda: None
+    # Number of ROOM_SHARES tried since other processes were noticed; 0: there are none, as far as is known.
+    contention_level: int = 0
+
+    def run(
+        self,
+        batch: BatchCosts,
+        limit: PartLimit,
+        attempt: Callable[[int, int], T],
+        undone_on_error: Callable[[], AbstractContextManager[object]],
+    ) -> Iterator[tuple[int, int, T]]:
+        """Runs a batch in order, and yields each part (start, stop, what the attempt returned) once it has succeeded.
+        `limit` is what the plan allows a part; `undone_on_error` opens the span of an attempt, which undoes one that
+        fails, for any reason.
+        """
+        limit = replace(limit, floor=max(limit.floor, self.settings.floor))
+        start, retries, ooms_before = 0, 0, self.ooms
+        self._recheck_contention(limit)
+        sizes = self._cut(batch, 0, limit)
+        while sizes:
+            stop = start + sizes[0]
+            with CatchOutOfMemory() as caught, undone_on_error():
+                result = attempt(start, stop)
+            # The retry stands outside of any `except`: there, the error would keep the failed pass's tensors alive.
+            if not caught.message:
+                yield start, stop, result
+                start, retries = stop, 0
+                sizes = self._cut(batch, start, limit) if self._recheck_contention(limit) else sizes[1:]
+                continue
+            # Before anything is split: what other processes hold can only be told once this process's cache is gone.
+            self.meter.release()
+            self.on_oom()
+            sizes = self._split_after_oom(batch, start, stop, limit)
+            if sizes[0] == stop - start:
+                retries += 1
+                if not self.settings.adaptive or retries > self.settings.retries:
+                    raise self._does_not_fit(batch, start, stop, caught.message)
+                self.wait(FIRST_WAIT_S * 2 ** (retries - 1))
+                self.meter.release()
+        self.ooms_rescued += self.ooms - ooms_before
+
+    def _cut(self, batch: BatchCosts, start: int, limit: PartLimit) -> tuple[int, ...]:
+        """Cuts the samples from `start` on into parts within the limits in force."""
+        if start == len(batch):
+            return ()
+        cost = min(limit.cost, self.backoff.limit)
+        if self.contention_level:
+            cost = min(cost, ROOM_SHARES[self.contention_level - 1] * self._room())
+        return cut(batch.part(start, len(batch)) if start else batch, replace(limit, cost=cost))
+
+    def _split_after_oom(self, batch: BatchCosts, start: int, stop: int, limit: PartLimit) -> tuple[int, ...]:
+        """Decides how the part that failed, and all that is left to do, is cut from now on."""
+        self.ooms += 1
+        # What is left need not have a divisor that fits.
+        limit = replace(limit, equal=False)
+        cost = batch.cost(start, stop)
+        if self.settings.adaptive and self._is_contention(cost, limit):
+            return self._cut(batch, start, limit)
+        if cost <= limit.cost * (1 + ROUNDING):
+            self.oom_cost = min(self.oom_cost, cost)
+        if not self.settings.adaptive:
+            return (stop - start,)
+        proven = 0.0 if self.phase is None else self.phase.tuned_limit
+        self.backoff = self.backoff.after_oom(cost, factor=self.settings.factor, proven=proven)
+        # The part that failed is split in any case, also where the limit would allow it again.
+        narrow = replace(limit, cost=min(limit.cost, cost / self.settings.factor))
+        first, *_ = self._cut(batch.part(0, stop), start, narrow)
+        return (first, *self._cut(batch, start + first, limit))
+
+    def _is_contention(self, cost: float, limit: PartLimit) -> bool:
+        """Tells whether a part failed because other processes hold memory that was free before."""
+        # Parts then keep to what is left for as long as that lasts. The backoff must not learn from it: it says nothing
+        # of what fits without contention.
+        room = self._room()
+        if room <= 0 or room >= max(cost, min(limit.cost, self.backoff.limit)):
+            return False
+        while self.contention_level < len(ROOM_SHARES):
+            self.contention_level += 1
+            if ROOM_SHARES[self.contention_level - 1] * room < cost:
+                return True
+        return False
+
+    def _recheck_contention(self, limit: PartLimit) -> bool:
+        """Ends the contention once others have left; tells whether there was any, so that the room may have changed."""
+        was_contended = bool(self.contention_level)
+        if was_contended and self._room() >= min(limit.cost, self.backoff.limit):
+            self.contention_level = 0
+        return was_contended
+
+    def _room(self) -> float:
+        """Returns the cost that other processes leave room for; infinite where costs are not in bytes."""
+        return math.inf if self.phase is None else self.phase.cost_within(self.meter.available_bytes())
+
+    def _does_not_fit(self, batch: BatchCosts, start: int, stop: int, message: str) -> PartDoesNotFitError:
+        settings, samples = self.settings, stop - start
+        need_bytes = None if self.phase is None else self.phase.peak_bytes(batch.cost(start, stop))
+        details = describe_out_of_memory(self.meter, need_bytes)
+        if settings.adaptive:
+            times = f" {settings.retries + 1} times in a row" if settings.retries else ""
+            rule = f"Memory ran out{times} for samples that may not be split further"
+        else:
+            rule = "A micro-batch ran out of memory, and training.adaptive_micro_batch is off"
+            if not details.foreign_bytes:
+                # Another attempt with the same settings would fail at the same place.
+                details = replace(details, should_fit=False)
+        named = f"sample {start} of the batch" if samples == 1 else f"samples {start} to {stop - 1} of the batch"
+        return PartDoesNotFitError(
+            rule,
+            value=f"{named}; the device said: {message}",
+            remedy=self._remedy(need_bytes, samples),
+            details=details,
+            part=(start, stop),
+        )
+
+    def _remedy(self, need_bytes: float | None, samples: int) -> str:
+        capacity, smaller = self.meter.capacity_bytes, "choose a smaller model or smaller samples"
+        if not self.settings.adaptive:
+            return "Turn it on, or choose a smaller --micro-batch-size"
+        if samples > 1:
+            floor = f"which forbids fewer than {self.settings.floor} samples"
+            return f"Lower --min-micro-batch-size, {floor}, or {smaller}"
+        if (foreign_bytes := self.meter.foreign_bytes()) > 0:
+            return without_others(foreign_bytes, smaller)
+        if need_bytes is None or need_bytes <= capacity:
+            return f"Take a device of more than {size_text(capacity)} ({cards_that_hold(capacity)}), or {smaller}"
+        need = f"{size_text(need_bytes)} are needed, {size_text(capacity)} are there"
+        return f"{need}: take a larger card ({cards_that_hold(need_bytes)}), or {smaller}"
+
+
+def describe_out_of_memory(
+    meter: Meter, need_bytes: float | None, *, known: OutOfMemoryDetails | None = None
+) -> OutOfMemoryDetails:
+    """Reads from a device why something that needs so many bytes (None: unknown) did not fit; completes `known`."""
+    known = known or OutOfMemoryDetails()
+    foreign = meter.taken_bytes + meter.foreign_bytes()
+    alone = meter.capacity_bytes + meter.taken_bytes
+    # A failure without other processes on the device proves that more is needed than it has.
+    never_fits = not known.should_fit and (not foreign if need_bytes is None else need_bytes > alone)
+    return replace(
+        known,
+        one_sample=never_fits,
+        should_fit=not never_fits,
+        of_host=meter.is_host,
+        need_bytes=None if need_bytes is None else round(need_bytes),
+        capacity_bytes=meter.capacity_bytes,
+        foreign_bytes=foreign,
+        cards=cards_that_hold(max(need_bytes or 0, alone)) if never_fits else "",
+    )

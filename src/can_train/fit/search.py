@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -22,55 +22,41 @@ from can_train.memory.out_of_memory import CatchOutOfMemory
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from can_train.fit.probe import ProbeFit
+    from can_train.fit.cost_model import ProbeFit
 
 # Divisor of the size while nothing has fitted yet: an out-of-memory costs more than a trial that fits.
 _RETREAT: Final = 4
-
-# Multiplier of the size while everything has fitted and there are no readings of the peak.
-_GROWTH: Final = 2
-
+_GROWTH: Final = 2  # Multiplier of the size while everything has fitted and there are no readings of the peak
 # Readings after which the search ignores them: where peaks follow no line or parabola, it would creep.
 _MAX_READINGS: Final = 16
-
 # Largest multiplier of a jump: a line through readings is not trusted further than this beyond the last of them.
 _JUMP: Final = 32
-
-# Multiplier of the size from which a jump counts as long.
-_LONG_JUMP: Final = 1.5
-
+_LONG_JUMP: Final = 1.5  # Multiplier of the size from which a jump counts as long
 # Share of the memory left that a long jump fills: peaks that bend up by up to 30 % then still fit.
 _LONG_JUMP_SHARE: Final = 0.7
-
-# Relative gain that is worth another trial.
-_WORTHWHILE: Final = 0.01
-
-# Ratio of two sizes from which their readings give a slope; closer ones give round-off and noise.
-_APART: Final = 1.05
-
+_WORTHWHILE: Final = 0.01  # Relative gain that is worth another trial
+_APART: Final = 1.05  # Ratio of two sizes from which their readings give a slope; closer ones give round-off and noise
 # Smallest slope that is believed, as a share of the slope from zero, where size 0 is known to read 0.
 _GENTLEST: Final = 0.5
-
 # Relative distance below the smallest failure at which a search by halves ends; half of it is lost on average.
 _CLOSE: Final = 0.07
-
-_Reading = tuple[int, float]
-"""(size, peak)."""
+_Reading = tuple[int, float]  # (size, peak)
+_UNITS: Final = 2**20  # Steps of the search up to the largest cost worth trying: finer than any sample matters
+_MOST_FILLED: Final = 16  # Samples that a packed batch is filled up with at most
+# Share of the predicted room that the first trial takes: fragmentation grows with the batch, and a trial that fits is
+# worth more than one that does not, since its peak can be read.
+_CAUTION: Final = 0.97
+_CEILING: Final = 0.99  # Share of the room that the search fills; beyond it, another out-of-memory buys next to nothing
+_MOST_COPIES: Final = 64  # Times that the whole data set is repeated at most to make a trial's batch
 
 
 @dataclass(frozen=True)
 class SizeSearch:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes:
-        size: Largest size that was tried and fits; 0 where nothing fits.
-        trials: Sizes tried.
-        ooms: Trials that ran out of memory.
-    """
-
-    size: int
-    trials: int
-    ooms: int
+    size: int  # Largest size that was tried and fits; 0 where nothing fits
+    trials: int  # Sizes tried
+    ooms: int  # Trials that ran out of memory
 
 
 def find_max_size(
@@ -119,23 +105,19 @@ def _search(trial: Callable[[int], object], progress: _Progress, *, start: int, 
     size = start
     while size:
         progress.trials += 1
-        has_failed, result = True, None
-        with CatchOutOfMemory():
+        result: Any = None
+        with CatchOutOfMemory() as caught:
             result = trial(size)
-            has_failed = False
-        if has_failed:
+        if caught.message:
             progress.ooms += 1
             progress.fails = size
         else:
             progress.fits = size
-        if capacity is not None and _is_peak(result):
+        is_number = isinstance(result, Real) and not isinstance(result, bool)
+        if capacity is not None and is_number and 0 < float(result) < math.inf:
             progress.readings.append((size, float(result)))
         size = _next_size(progress, capacity)
     return SizeSearch(size=progress.fits, trials=progress.trials, ooms=progress.ooms)
-
-
-def _is_peak(result: object) -> TypeGuard[float]:
-    return isinstance(result, Real) and not isinstance(result, bool) and 0 < float(result) < math.inf
 
 
 def _next_size(progress: _Progress, capacity: float | None) -> int:
@@ -205,23 +187,6 @@ def _extrapolate(readings: list[_Reading], peak_bytes: float, gentlest: float) -
     return size + 2 * room / (slope + math.sqrt(slope**2 + 4 * bend * room))
 
 
-# Steps of the search up to the largest cost worth trying: finer than any sample matters.
-_UNITS: Final = 2**20
-
-# Samples that a packed batch is filled up with at most.
-_MOST_FILLED: Final = 16
-
-# Share of the predicted room that the first trial takes: fragmentation grows with the batch, and a trial that fits is
-# worth more than one that does not, since its peak can be read.
-_CAUTION: Final = 0.97
-
-# Share of the room that the search fills; beyond it, another out-of-memory buys next to nothing.
-_CEILING: Final = 0.99
-
-# Times that the whole data set is repeated at most to make a trial's batch.
-_MOST_COPIES: Final = 64
-
-
 class Peak(NamedTuple):
     """Peak bytes of a trial."""
 
@@ -229,26 +194,17 @@ class Peak(NamedTuple):
     reserved: int  # Held by the allocator for them; 0 where there is no caching allocator
 
 
-Measure = Callable[["NDArray[np.int64]"], Peak]
-"""Runs the samples at some positions as one micro-batch."""
+Measure = Callable[["NDArray[np.int64]"], Peak]  # Runs the samples at some positions as one micro-batch
 
 
 def find_phase_limit(
     probes: ProbeFit, measure: Measure, order: BatchCosts, *, upper: float, capacity_bytes: float
 ) -> PhaseLimit:
-    """Searches for the largest cost that fits.
-
-    Args:
-        probes: The phase's probes: their cost fits, and is the first reading.
-        measure: Runs one trial.
-        order: The samples that batches are made of.
-        upper: Cost beyond which memory does not matter.
-        capacity_bytes: What the allocator may reserve.
-
-    Returns:
-        The limit; its tuned limit is the cost of the largest batch that was run and fits.
+    """Searches for the largest cost that fits, up to `upper`, beyond which memory does not matter. The probes' cost
+    fits, and is the first reading; batches are made of the samples of `order`. The tuned limit is the cost of the
+    largest batch that was run and fits.
     """
-    model, mean_totals, unit = probes.model, tuple(order.mean_counts().tolist()), upper / _UNITS
+    model, mean_totals, unit = probes.model, order.mean_counts(), upper / _UNITS
     largest = (probes.largest_cost, probes.largest_peak)
 
     def trial(units: int) -> float | None:
@@ -285,19 +241,6 @@ def find_phase_limit(
         measured_ratio=max(peak - model.base_bytes, 1.0) / cost if cost else 1.0,
         mean_totals=mean_totals,
     )
-
-
-def predict_phase_limit(probes: ProbeFit, order: BatchCosts, *, upper: float, room_bytes: float) -> PhaseLimit:
-    """Predicts the largest cost of which tensors take no more than `room_bytes`, for a device that is not at hand."""
-    return PhaseLimit(
-        model=probes.model,
-        tuned_limit=upper,
-        capped=True,
-        trials=0,
-        ooms=0,
-        measured_ratio=1.0,
-        mean_totals=tuple(order.mean_counts().tolist()),
-    ).predicted_within(room_bytes)
 
 
 def pack_worst_case(order: BatchCosts, limit: float) -> NDArray[np.int64]:

@@ -1,7 +1,6 @@
 """Folders of arrays that are mapped into memory: one .npy file for each array, and a meta.json. A folder is written
 block by block, gets its name only when complete, and is verified by checksums before it is mapped. The caller makes
-damaged
-folders anew.
+damaged folders anew.
 """
 
 import json
@@ -14,7 +13,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -26,15 +24,10 @@ META: Final = "meta.json"
 
 # Length of our .npy headers: constant, since the shape is written last, and a multiple of 64, which numpy asks for.
 _HEADER_BYTES: Final = 128
-
 # Read at a time. Files are verified by reading, not through the map, whose touched pages would count as our memory.
 _READ_BYTES: Final = 2**20
-
 # Age from which an unfinished folder cannot belong to a living process: preparing takes minutes.
 _LEFTOVER_SECONDS: Final = 24 * 3600
-
-# Type and shape of one row of every array.
-Kinds = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class FolderDamageError(Exception):
@@ -57,8 +50,8 @@ def read_arrays(
     Raises:
         FolderDamageError: A file is missing, truncated or altered.
     """
+    meta = read_meta(folder)
     with noticing_damage():
-        meta = _read_meta(folder / META)
         arrays = {name: _map_array(folder / f"{name}.npy", **meta["arrays"][name], verify=verify) for name in names}
     return arrays, meta
 
@@ -70,7 +63,11 @@ def read_meta(folder: Path) -> dict[str, Any]:
         FolderDamageError: The file is missing or altered.
     """
     with noticing_damage():
-        return _read_meta(folder / META)
+        document = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta: dict[str, Any] = document["meta"]
+        if zlib.crc32(json.dumps(meta).encode()) != document["crc32"]:
+            raise ValueError(f"{META} was altered")
+        return meta
 
 
 def discard_folder(folder: Path) -> None:
@@ -93,13 +90,11 @@ class ArrayWriter:
 
     Args:
         folder: Path of the finished folder. Its parent is created.
-        kinds: The arrays.
+        kinds: Type and shape of one row of every array.
     """
 
-    def __init__(self, folder: Path, kinds: Kinds) -> None:
-        self._folder = folder
-        self._kinds = kinds
-        self._temporary = _temporary_folder(folder)
+    def __init__(self, folder: Path, kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        self._folder, self._kinds, self._temporary = folder, kinds, _temporary_folder(folder)
         self._stack = ExitStack()
         self._arrays: dict[str, _ArrayFile] = {}
 
@@ -110,14 +105,11 @@ class ArrayWriter:
             self._temporary.mkdir()
             self._stack.callback(shutil.rmtree, self._temporary, ignore_errors=True)
             for name, (dtype, row_shape) in self._kinds.items():
-                array = _ArrayFile(self._temporary / f"{name}.npy", np.dtype(dtype), row_shape)
-                self._stack.callback(array.abandon)
-                self._arrays[name] = array
+                self._arrays[name] = _ArrayFile(self._temporary / f"{name}.npy", np.dtype(dtype), row_shape)
+                self._stack.callback(self._arrays[name].abandon)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def append(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -140,8 +132,7 @@ class ArrayWriter:
         Raises:
             StateError: The folder cannot be written.
         """
-        array = self._arrays.pop(name)
-        dtype = np.dtype(self._kinds[name][0])
+        array, dtype = self._arrays.pop(name), np.dtype(self._kinds[name][0])
         with _as_state_error(self._folder.parent):
             array.finish()
             with array.path.open("rb") as file:
@@ -162,7 +153,9 @@ class ArrayWriter:
         """
         with _as_state_error(self._folder.parent):
             arrays = {name: array.finish() for name, array in self._arrays.items()}
-            _write_meta(self._temporary / META, {**meta, "arrays": arrays})
+            whole = {**meta, "arrays": arrays}
+            document = {"crc32": zlib.crc32(json.dumps(whole).encode()), "meta": whole}
+            (self._temporary / META).write_text(json.dumps(document, indent=1), encoding="utf-8")
             mapped, _ = read_arrays(self._temporary, list(arrays))
             try:
                 self._temporary.rename(self._folder)
@@ -176,11 +169,8 @@ class _ArrayFile:
     """A .npy file that rows are appended to."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
-        self.path = path
-        self._dtype = dtype
-        self._row_shape = row_shape
-        self._rows = 0
-        self._crc32 = 0
+        self.path, self._dtype, self._row_shape = path, dtype, row_shape
+        self._rows = self._crc32 = 0
         self._file = path.open("wb")
         self._file.write(bytes(_HEADER_BYTES))
 
@@ -196,11 +186,8 @@ class _ArrayFile:
         shape = (self._rows, *self._row_shape)
         self._file.seek(0)
         self._file.write(_npy_header(self._dtype.str, shape))
-        self.close()
-        return {"dtype": self._dtype.str, "shape": shape, "crc32": self._crc32}
-
-    def close(self) -> None:
         self._file.close()
+        return {"dtype": self._dtype.str, "shape": shape, "crc32": self._crc32}
 
     def abandon(self) -> None:
         # On a full disk, writing what is buffered fails once more.
@@ -225,37 +212,19 @@ def noticing_damage() -> Iterator[None]:
 
 
 def _map_array(path: Path, *, dtype: str, shape: Sequence[int], crc32: int, verify: bool) -> NDArray[Any]:
-    header = _npy_header(dtype, shape)
     expected_bytes = _HEADER_BYTES + np.dtype(dtype).itemsize * int(np.prod(shape))
     found_bytes = path.stat().st_size
     if found_bytes != expected_bytes:
         raise ValueError(f"{path.name} has {found_bytes} bytes instead of {expected_bytes}")
-    if verify and not _is_sound(path, header, crc32):
-        raise ValueError(f"{path.name} was altered")
+    if verify:
+        with path.open("rb") as file:
+            is_sound, found_crc32 = file.read(_HEADER_BYTES) == _npy_header(dtype, shape), 0
+            while data := file.read(_READ_BYTES):
+                found_crc32 = zlib.crc32(data, found_crc32)
+        if not is_sound or found_crc32 != crc32:
+            raise ValueError(f"{path.name} was altered")
     mapped = np.memmap(path, dtype=dtype, mode="c", offset=_HEADER_BYTES, shape=tuple(shape))
     return mapped.view(np.ndarray)
-
-
-def _is_sound(path: Path, header: bytes, crc32: int) -> bool:
-    with path.open("rb") as file:
-        sound = file.read(_HEADER_BYTES) == header
-        found_crc32 = 0
-        while data := file.read(_READ_BYTES):
-            found_crc32 = zlib.crc32(data, found_crc32)
-    return sound and found_crc32 == crc32
-
-
-def _write_meta(path: Path, meta: dict[str, Any]) -> None:
-    text = json.dumps(meta)
-    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "meta": meta}, indent=1), encoding="utf-8")
-
-
-def _read_meta(path: Path) -> dict[str, Any]:
-    document = json.loads(path.read_text(encoding="utf-8"))
-    meta: dict[str, Any] = document["meta"]
-    if zlib.crc32(json.dumps(meta).encode()) != document["crc32"]:
-        raise ValueError(f"{path.name} was altered")
-    return meta
 
 
 def _temporary_folder(folder: Path) -> Path:
@@ -276,8 +245,6 @@ def _as_state_error(parent: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StateError(
-            "The folder for prepared data must be writable and have room",
-            value=f"{parent} ({error.strerror or error})",
-            remedy="Free some space there, or choose another folder",
-        ) from error
+        raise StateError("The folder for prepared data must be writable and have room",
+                         value=f"{parent} ({error.strerror or error})",
+                         remedy="Free some space there, or choose another folder") from error  # fmt: skip

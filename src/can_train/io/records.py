@@ -1,38 +1,207 @@
-"""Immutable JSON records: a frozen dataclass becomes a file that nobody rewrites, and a file becomes a record that is
-checked against the dataclass, or is set aside with the reason. What the records mean is their callers' subject.
+"""What is stored between processes: files that appear whole or not at all, immutable JSON records in them, and which
+process wrote a record.
+
+A file is written under a temporary name, flushed to the disk, and then renamed, or linked where an existing one must
+not be replaced. A record is a frozen dataclass that becomes a file which nobody rewrites; a file becomes a record that
+is checked against the dataclass, or is set aside with the reason. What records mean is their callers' subject.
 """
 
+import errno
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TypeVar
 
 import msgspec
 
-from can_train.errors import StateError
-from can_train.io.atomic import json_text, write_new_atomic
+from can_train.errors import RunError, StateError
 
-# Version of the files' shape; raised when a field changes its meaning, not when one with a default is added.
+if TYPE_CHECKING:
+    import psutil
+
 SCHEMA: Final = 1
+"""Version of the files' shape; raised when a field changes its meaning, not when one with a default is added."""
 
 DOCUMENT_SUFFIX: Final = ".json"
 
-# Larger whole numbers overflow the arithmetic of floats and numpy.
-# A number of bytes, samples or events.
+TEMPORARY_SUFFIX: Final = ".tmp"
+"""Ends the name of a file that is being written; a crash may leave one behind, and readers ignore it."""
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number of bytes, samples or events; larger ones overflow the arithmetic of floats and numpy."""
+
+# What network file systems without folder flushes answer; there the rename is as durable as they make it.
+_CANNOT_FLUSH_FOLDERS: Final = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+# What file systems without hard links answer (FAT, some FUSE and SMB mounts, Android).
+_CANNOT_LINK: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EMLINK)
 
 # Dates at the ends of the calendar overflow when their time zone is changed.
 _FIRST_YEAR: Final = 1970
 _LAST_YEAR: Final = 9000
-
 # Nested levels of a record: far above what settings need, far below what Python's recursion allows.
 _MOST_DEPTH: Final = 50
+_READ_BYTES: Final = 2**16  # read at a time: most records arrive whole with one request
+# Seconds by which a process may seem to start after the record of it: the kernel counts from a boot time that is
+# rounded to a second and moves when the clock is corrected.
+_CLOCK_SLACK_S: Final = 2.0
 
-# Bytes read at a time: most records arrive whole with one request.
-_READ_BYTES: Final = 2**16
+_Record = TypeVar("_Record")
+
+
+@contextmanager
+def open_atomic(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for writing that replaces `path` when the block ends without an error; else nothing changes.
+
+    The folder must exist. The permissions follow the process's umask.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with _temporary(path) as (temporary, file):
+        yield file
+        _flush(file)
+        temporary.replace(path)
+    _flush_folder(path.parent)
+
+
+def write_bytes_atomic(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all."""
+    with open_atomic(path) as file:
+        file.write(data)
+
+
+def write_new_atomic(path: Path, data: bytes, *, link: Callable[[Path, Path], None] = os.link) -> None:
+    """Writes a file whole or not at all, and never replaces one: of several writers of one name, one succeeds.
+
+    Args:
+        path: Its path.
+        data: Its content.
+        link: Gives a file a second name; tests pass one that fails as some file systems do.
+
+    Raises:
+        FileExistsError: Something has that name; it stays as it is.
+        OSError: The file cannot be written.
+    """
+    with _temporary(path) as (temporary, file):
+        file.write(data)
+        _flush(file)
+        try:
+            link(temporary, path)
+        except FileExistsError:
+            # An NFS server may have made the link and its answer been lost; the repeated request then finds the link
+            # there.
+            if temporary.stat().st_nlink != 2:
+                raise
+        except OSError as error:
+            if error.errno not in _CANNOT_LINK:
+                raise
+            _rename_to_free_name(temporary, path)
+        temporary.unlink(missing_ok=True)
+    _flush_folder(path.parent)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Writes UTF-8 text whole or not at all."""
+    write_bytes_atomic(path, text.encode())
+
+
+def write_json_atomic(path: Path, value: Any) -> None:
+    """Writes indented JSON whole or not at all.
+
+    Raises:
+        OSError: The file cannot be written.
+        ValueError: A number is not finite, which JSON cannot express.
+    """
+    write_text_atomic(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Makes indented JSON that ends with a line break.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    # Not the final name with a suffix, which could be longer than a file system allows; and not tempfile's file, whose
+    # permissions would hide the result from a group that shares the folder.
+    temporary = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
+    try:
+        with temporary.open("xb") as file:
+            yield temporary, file
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _rename_to_free_name(temporary: Path, path: Path) -> None:
+    # Not atomic by itself, so an empty file claims the name first. A writer that is killed in here leaves its claim,
+    # and the name is never used: a file lost is better than a file replaced.
+    claim = path.with_name(f".{path.name}.claim")
+    claim.open("xb").close()
+    try:
+        # The previous owner of the claim may have just finished.
+        if path.exists() or path.is_symlink():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        temporary.replace(path)
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _flush_folder(folder: Path) -> None:
+    # Makes a rename in the folder durable.
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_FLUSH_FOLDERS:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file can be seen. Unlike `Path.is_file`, it is False where a folder above it cannot be read."""
+    with suppress(OSError):
+        return path.is_file()
+    return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder can be seen. Unlike `Path.is_dir`, it is False where a folder above it cannot be read."""
+    with suppress(OSError):
+        return path.is_dir()
+    return False
+
+
+def text_or_nothing(path: Path) -> str:
+    """Reads a text file; empty if it cannot be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Parses a JSON object; anything else, such as a line that is still being written, has no values."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -106,9 +275,6 @@ def list_names(folder: Path) -> list[str]:
         return []
     except OSError as error:
         raise unusable("read", folder, error) from error
-
-
-_Record = TypeVar("_Record")
 
 
 def read_documents(
@@ -185,3 +351,67 @@ def _check_depth(value: Any, levels: int) -> None:
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             _check_depth(inner, levels - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptStart:
+    """The record that a process began an attempt of a run."""
+
+    attempt: int  # its number in the run, from 1
+    start_time: str  # in ISO 8601 with a time zone
+    host: str = ""
+    pid: int = 0  # 0: not known
+    rank: int = 0
+    job_id: str = ""  # scheduler's job around the process (123, or 123_4 in an array); empty: none
+    restarts: int = 0  # how often that job had been requeued before
+
+    def is_running(self, host: str | None = None) -> bool | None:
+        """Returns whether the process still runs; None where this machine (`host`, if given) cannot know."""
+        if self.pid < 1 or self.host != (this_host() if host is None else host):
+            return None
+        return is_running(self.pid, self.start_time)
+
+
+def this_host() -> str:
+    """Returns this machine's name, as records have it."""
+    # What socket.gethostname() returns too, without an import that would be a tenth of the command line's start.
+    return os.uname().nodename
+
+
+def is_running(pid: int, recorded_at: str) -> bool:
+    """Returns whether the process that had an id at a time (ISO 8601 with a time zone) still runs."""
+    return _find(pid, recorded_at) is not None
+
+
+def terminate(pid: int, recorded_at: str) -> bool:
+    """Sends SIGTERM to the process that had an id at a time, if it runs Python; returns whether there was one.
+
+    Raises:
+        RunError: It belongs to another user.
+    """
+    import psutil
+
+    try:
+        process = _find(pid, recorded_at)
+        if process is None or "python" not in " ".join(process.cmdline()).lower():
+            return False
+        process.terminate()
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied as error:
+        raise RunError("The run is another user's process", value=f"process {pid}") from error
+    return True
+
+
+def _find(pid: int, recorded_at: str) -> "psutil.Process | None":
+    # Imported here: records are written and compared more often than processes are looked for.
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        # The id alone proves nothing: the system gives it to a new process once the old one has ended. A process that
+        # started after the record was written is such a new one.
+        is_same = process.create_time() <= datetime.fromisoformat(recorded_at).timestamp() + _CLOCK_SLACK_S
+        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None

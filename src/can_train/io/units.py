@@ -1,8 +1,8 @@
-"""Amounts of memory and time as people and SLURM spell them: `512MiB`, `2GB`, `16G`, `1:30:00`."""
+"""Amounts of memory and time as people and SLURM spell them: `512MiB`, `2GB`, `16G`, `1:30:00`. And short names."""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Final
 
@@ -11,23 +11,25 @@ from can_train.errors import ConfigError
 _PREFIXES: Final = ("k", "m", "g", "t")
 
 _UNIT_BYTES: Final = {
-    **{prefix: 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
-    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(_PREFIXES, start=1)},
-    **{f"{prefix}b": 1000**power for power, prefix in enumerate(_PREFIXES, start=1)},
+    prefix + end: base**power
+    for power, prefix in enumerate(_PREFIXES, start=1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 
-# MiB from which a fraction of one is no longer worth a digit.
-_THREE_DIGITS: Final = 100
+_THREE_DIGITS: Final = 100  # MiB from which a fraction of one is no longer worth a digit
 
 _SIZE: Final = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{0,15})?)\s*([a-z]+)\s*", re.IGNORECASE)
+_WORDED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)", re.IGNORECASE)
+_COLONS: Final = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})", re.ASCII)
+_MEMORY: Final = re.compile(r"(\d{1,12})([KMGT]?)B?", re.IGNORECASE | re.ASCII)
 
-_RULE: Final = "A size is a number above zero with its unit"
+_DAY_S: Final = 24 * 3600
+_UNIT_S: Final = {"s": 1, "min": 60, "h": 3600, "d": _DAY_S}
+_UNIT_KIB: Final = {"K": 1, "": 2**10, "M": 2**10, "G": 2**20, "T": 2**30}
 
-_REMEDY: Final = "Write it as 512MiB, 1.5GiB or 2GB"
 
-
-def parse_size(text: str) -> int:
-    """Reads a size as whole bytes, rounded down; case does not matter.
+def parse_size(text: str, *, or_zero: bool = False) -> int:
+    """Reads a size as whole bytes, rounded down; case does not matter. 0MiB is a size only with `or_zero`.
 
     >>> parse_size("1.5GiB"), parse_size("2gb")
     (1610612736, 2000000000)
@@ -36,10 +38,11 @@ def parse_size(text: str) -> int:
         ConfigError: The number or the unit is missing or wrong, or it is less than a byte.
     """
     found = _SIZE.fullmatch(text)
-    unit_bytes = _UNIT_BYTES.get(found[2].lower(), 0) if found else 0
-    size_bytes = int(Fraction(found[1]) * unit_bytes) if found else 0
-    if size_bytes < 1:
-        raise ConfigError(_RULE, value=repr(text), remedy=_REMEDY)
+    size_bytes = int(Fraction(found[1]) * _UNIT_BYTES.get(found[2].lower(), 0)) if found else 0
+    is_zero = or_zero and found is not None and found[2].lower() in _UNIT_BYTES and not float(found[1])
+    if size_bytes < 1 and not is_zero:
+        rule = "A size is a number with its unit" if or_zero else "A size is a number above zero with its unit"
+        raise ConfigError(rule, value=repr(text), remedy="Write it as 512MiB, 1.5GiB or 2GB")
     return size_bytes
 
 
@@ -67,19 +70,6 @@ def size_text(size_bytes: float) -> str:
     return f"{size_mib:.0f} MiB" if size_mib >= _THREE_DIGITS else f"{size_mib:.1f} MiB"
 
 
-_DAY_S: Final = 24 * 3600
-
-_WORDED: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|h|d)", re.IGNORECASE)
-
-_UNIT_S: Final[Mapping[str, int]] = {"s": 1, "min": 60, "h": 3600, "d": _DAY_S}
-
-_COLONS: Final = re.compile(r"(?:(?P<days>\d{1,6})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})", re.ASCII)
-
-_MEMORY: Final = re.compile(r"(\d{1,12})([KMGT]?)B?", re.IGNORECASE | re.ASCII)
-
-_UNIT_KIB: Final[Mapping[str, int]] = {"K": 1, "": 2**10, "M": 2**10, "G": 2**20, "T": 2**30}
-
-
 def parse_time_min(text: str) -> int:
     """Reads a time limit as whole minutes, rounded up as SLURM does.
 
@@ -93,14 +83,21 @@ def parse_time_min(text: str) -> int:
     Raises:
         ConfigError: It is none of these, or zero.
     """
-    minutes = math.ceil(_seconds(text.strip()) / 60)
-    if minutes < 1:
-        raise ConfigError(
-            "A time limit is a number of minutes, or as SLURM writes it",
-            value=repr(text),
-            remedy="Write it as 90, 1:30:00 or 2-12 (days-hours), or with a unit: 90min, 12h, 2d",
-        )
-    return minutes
+    total_s = 0.0
+    if worded := _WORDED.fullmatch(text.strip()):
+        total_s = float(worded[1]) * _UNIT_S[worded[2].lower()]
+    elif colons := _COLONS.fullmatch(text.strip()):
+        parts = [int(part) for part in colons["parts"].split(":")]
+        if colons["days"] is not None:
+            hours, minutes, seconds = [*parts, 0, 0][:3]
+        else:
+            hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+        total_s = int(colons["days"] or 0) * _DAY_S + hours * 3600 + minutes * 60 + seconds
+    # What is no time takes none.
+    if total_s == 0:
+        remedy = "Write it as 90, 1:30:00 or 2-12 (days-hours), or with a unit: 90min, 12h, 2d"
+        raise ConfigError("A time limit is a number of minutes, or as SLURM writes it", value=repr(text), remedy=remedy)
+    return math.ceil(total_s / 60)
 
 
 def time_text(minutes: int) -> str:
@@ -125,11 +122,8 @@ def parse_memory_mib(text: str) -> int:
     """
     found = _MEMORY.fullmatch(text.strip())
     if found is None:
-        raise ConfigError(
-            "Memory is a whole number of MiB, or has K, M, G or T behind it",
-            value=repr(text),
-            remedy="Write it as 900M or 16G",
-        )
+        rule = "Memory is a whole number of MiB, or has K, M, G or T behind it"
+        raise ConfigError(rule, value=repr(text), remedy="Write it as 900M or 16G")
     return math.ceil(int(found[1]) * _UNIT_KIB[found[2].upper()] / 2**10)
 
 
@@ -142,17 +136,16 @@ def memory_text(mib: int) -> str:
     return f"{mib // 2**10}G" if mib and mib % 2**10 == 0 else f"{mib}M"
 
 
-def _seconds(text: str) -> float:
-    # 0 for a text that is no time: callers refuse zero anyway.
-    worded = _WORDED.fullmatch(text)
-    if worded is not None:
-        return float(worded[1]) * _UNIT_S[worded[2].lower()]
-    colons = _COLONS.fullmatch(text)
-    if colons is None:
-        return 0
-    parts = [int(part) for part in colons["parts"].split(":")]
-    if colons["days"] is not None:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-        return int(colons["days"]) * _DAY_S + hours * 3600 + minutes * 60 + seconds
-    hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
-    return hours * 3600 + minutes * 60 + seconds
+def shortened(names: Sequence[str]) -> dict[str, str]:
+    """Shortens names to as many of their first words as tell them all apart.
+
+    Example:
+        >>> shortened(["test_01_known_vehicle", "test_02_unknown_vehicle"])
+        {'test_01_known_vehicle': 'test_01', 'test_02_unknown_vehicle': 'test_02'}
+    """
+    words = {name: name.split("_") for name in names}
+    for count in range(1, max(map(len, words.values()), default=0)):
+        short = {name: "_".join(each[:count]) for name, each in words.items()}
+        if 1 < len({*short.values()}) == len(names):
+            return short
+    return {name: name for name in names}

@@ -3,49 +3,37 @@
 Source: c10/cuda/CUDACachingAllocator.cpp; the constants are those of c10/core/AllocatorConfig.h.
 """
 
+import os
+import re
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
-# Every size is rounded up to this (`kMinBlockSize`).
-MIN_BLOCK_BYTES: Final = 512
-
-# Largest allocation of the small pool (`kSmallSize`).
-SMALL_BYTES: Final = 2**20
-
-# A segment of the small pool, or a page of its expandable segment (`kSmallBuffer`).
-SMALL_PAGE_BYTES: Final = 2 * 2**20
-
+MIN_BLOCK_BYTES: Final = 512  # every size is rounded up to this (`kMinBlockSize`)
+SMALL_BYTES: Final = 2**20  # largest allocation of the small pool (`kSmallSize`)
+SMALL_PAGE_BYTES: Final = 2 * 2**20  # a segment of the small pool, or a page of its expandable segment (`kSmallBuffer`)
 # A segment for middling allocations, or a page of the large pool's expandable segment (`kLargeBuffer`).
 LARGE_PAGE_BYTES: Final = 20 * 2**20
-
 # From here on an allocation gets a segment of its own size (`kMinLargeAlloc`).
 _MIN_OWN_SEGMENT_BYTES: Final = 10 * 2**20
+_SEGMENT_ROUNDING_BYTES: Final = 2 * 2**20  # such a segment's size is rounded up to this (`kRoundLarge`)
+# Variables with a user's allocator settings; the first that is set wins. Torch reads the first one since 2.9.
+SETTINGS_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+OWN_SETTINGS: Final = "expandable_segments:True"  # those of can-train
 
-# Such a segment's size is rounded up to this (`kRoundLarge`).
-_SEGMENT_ROUNDING_BYTES: Final = 2 * 2**20
 
-
+@dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment: allocated, free, or (in an expandable segment) addresses without memory behind them.
+    """A piece of a segment: allocated, free, or (in an expandable segment) addresses without memory behind them."""
 
-    Args:
-        pool: Pool of its segment.
-        address: Where it starts.
-        size: Bytes.
-        mapped: Whether there is memory behind its addresses.
-    """
-
-    __slots__ = ("address", "allocated", "mapped", "next", "pool", "previous", "size")
-
-    def __init__(self, pool: "Pool", address: int, size: int, *, mapped: bool) -> None:
-        self.pool = pool
-        self.address = address
-        self.size = size
-        self.mapped = mapped
-        self.allocated = False
-        self.previous: Block | None = None
-        self.next: Block | None = None
+    pool: "Pool"  # of its segment
+    address: int  # where it starts
+    size: int  # bytes
+    mapped: bool  # whether there is memory behind its addresses
+    allocated: bool = False
+    previous: "Block | None" = None
+    next: "Block | None" = None
 
     @property
     def is_whole_segment(self) -> bool:
@@ -60,7 +48,7 @@ class Block:
 
     def cut(self, size: int) -> "Block":
         """Shortens it to `size` bytes and returns the rest as a block of its own, in no pool yet."""
-        rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
+        rest = Block(self.pool, self.address + size, self.size - size, self.mapped)
         self.size = size
         rest.previous, rest.next = self, self.next
         if self.next is not None:
@@ -88,61 +76,40 @@ class Block:
                     self.next.previous = self
 
 
+@dataclass(eq=False)
 class Pool:
-    """The unallocated blocks of one class of sizes.
+    """The unallocated blocks of one class of sizes."""
 
-    Args:
-        page_bytes: Unit in which its expandable segment grows.
-
-    Attributes:
-        free: (size, address) of the mapped blocks, in order of best fit.
-        unmapped: Addresses of the other blocks: the lowest is mapped first.
-    """
-
-    def __init__(self, page_bytes: int) -> None:
-        self.page_bytes = page_bytes
-        self.free: list[tuple[int, int]] = []
-        self.unmapped: list[int] = []
-        self._blocks: dict[int, Block] = {}
+    page_bytes: int  # unit in which its expandable segment grows
+    # Tuples sort without a call of Python for each comparison; no two blocks have an address in common.
+    free: list[tuple[int, int, Block]] = field(default_factory=list)  # (size, address, block): the best fit first
+    unmapped: list[tuple[int, Block]] = field(default_factory=list)  # (address, block): the lowest is mapped first
 
     def add(self, block: Block) -> None:
         """Adds a block as free or as unmapped."""
-        self._blocks[block.address] = block
         if block.mapped:
-            insort(self.free, (block.size, block.address))
+            insort(self.free, (block.size, block.address, block))
         else:
-            insort(self.unmapped, block.address)
+            insort(self.unmapped, (block.address, block))
 
     def remove(self, block: Block) -> None:
         """Removes a block, whose size and address must be those that it was added with."""
-        del self._blocks[block.address]
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
-            del self.unmapped[bisect_left(self.unmapped, block.address)]
-
-    def free_blocks(self) -> list[Block]:
-        """Lists the free blocks, the smallest first."""
-        return [self._blocks[address] for _, address in self.free]
-
-    def unmapped_blocks(self) -> list[Block]:
-        """Lists the unmapped blocks, the lowest address first."""
-        return [self._blocks[address] for address in self.unmapped]
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
     def best_fit(self, size: int) -> Block | None:
         """Returns the smallest free block of at least `size` bytes, and of equal ones the lowest.
 
         As in PyTorch, a block counts together with the unmapped addresses behind it: room to grow is used last.
         """
-        index = bisect_left(self.free, (size, 0))
-        if index == len(self.free):
-            return None
-        best = self._blocks[self.free[index][1]]
-        while (index := index + 1) < len(self.free):
-            larger = self._blocks[self.free[index][1]]
-            if larger.size_with_room >= best.size_with_room:
+        best = None
+        for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
+            block = self.free[index][2]
+            if best is not None and block.size_with_room >= best.size_with_room:
                 break
-            best = larger
+            best = block
         return best
 
 
@@ -165,28 +132,19 @@ def segment_bytes(size: int) -> int:
 
 
 class CachingAllocator:
-    """Replays allocations as they happen; all figures are bytes.
-
-    Args:
-        capacity_bytes: Memory of the device that can be reserved.
-        expandable: Whether segments expand (`expandable_segments:True`).
-        contention: Returns the bytes that other processes hold of the capacity.
-
-    Attributes:
-        allocated_bytes: Sum of the blocks in use.
-        reserved_bytes: Sum of the segments, or of their mapped pages.
-        num_alloc_retries: How often the cache was released because an allocation did not fit.
+    """Replays allocations as they happen on a device of which `capacity_bytes` can be reserved and other processes hold
+    what `contention` returns; `expandable` tells whether segments expand (`expandable_segments:True`).
     """
 
     def __init__(self, capacity_bytes: int, *, expandable: bool, contention: Callable[[], int] = no_contention) -> None:
         self.capacity_bytes = capacity_bytes
         self.expandable = expandable
         self._contention = contention
-        self.allocated_bytes = 0
-        self.reserved_bytes = 0
+        self.allocated_bytes = 0  # sum of the blocks in use
+        self.reserved_bytes = 0  # sum of the segments, or of their mapped pages
         self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = 0
-        self.num_alloc_retries = 0
+        self.num_alloc_retries = 0  # how often the cache was released because an allocation did not fit
         self._pools = (Pool(SMALL_PAGE_BYTES), Pool(LARGE_PAGE_BYTES))
         self._next_address = 0
 
@@ -241,7 +199,7 @@ class CachingAllocator:
     def release_cached(self) -> None:
         """Returns every segment, or mapped page, that is free as a whole to the device."""
         for pool in self._pools:
-            for block in pool.free_blocks():
+            for *_, block in pool.free.copy():
                 if self.expandable:
                     self._unmap(block)
                 elif block.is_whole_segment:
@@ -260,15 +218,14 @@ class CachingAllocator:
         size = segment_bytes(size)
         if size > self.free_bytes:
             return None
-        block = self._new_block(pool, size, mapped=True)
         self._reserve(size)
-        pool.add(block)
-        return block
+        return self._new_block(pool, size, mapped=True)
 
     def _new_block(self, pool: Pool, size: int, *, mapped: bool) -> Block:
-        block = Block(pool, self._next_address, size, mapped=mapped)
+        block = Block(pool, self._next_address, size, mapped)
         # Every segment begins at a page of its pool, whichever that is: the large page is a multiple of the small one.
         self._next_address += _round_up(size, LARGE_PAGE_BYTES)
+        pool.add(block)
         return block
 
     def _reserve(self, size: int) -> None:
@@ -292,16 +249,17 @@ class CachingAllocator:
 
     def _expandable_block(self, pool: Pool, size: int) -> Block:
         """Finds the first free or unmapped block from which on `size` bytes of addresses are unallocated."""
-        for unmapped in pool.unmapped_blocks():
+        for _, unmapped in pool.unmapped:
             before = unmapped.previous
             start = before if before is not None and not before.allocated else unmapped
-            if _unallocated_from(start, size) >= size:
+            unallocated, following = start.size, start.next
+            while unallocated < size and following is not None and not following.allocated:
+                unallocated, following = unallocated + following.size, following.next
+            if unallocated >= size:
                 return start
         # PyTorch reserves an eighth more addresses than memory, so that pages can move to the end past holes.
         addresses = _round_up(self.capacity_bytes + self.capacity_bytes // 8, pool.page_bytes)
-        block = self._new_block(pool, addresses, mapped=False)
-        pool.add(block)
-        return block
+        return self._new_block(pool, addresses, mapped=False)
 
     def _map(self, block: Block, size: int) -> bool:
         """Maps the pages that hold the first `size` bytes of an unmapped block; returns False where they do not fit."""
@@ -340,14 +298,15 @@ class CachingAllocator:
             pool.add(block)
 
 
-def _unallocated_from(block: Block | None, enough: int) -> int:
-    """Counts the bytes of addresses from a block on at which nothing is allocated; stops at `enough`."""
-    size = 0
-    while block is not None and not block.allocated and size < enough:
-        size += block.size
-        block = block.next
-    return size
-
-
 def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
+
+
+def allocator_settings(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the user's allocator settings, or can-train's where there are none."""
+    return next((environment[name] for name in SETTINGS_VARIABLES if name in environment), OWN_SETTINGS)
+
+
+def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
+    """Tells whether the allocator's segments expand under the settings in force."""
+    return re.search(r"\bexpandable_segments\s*:\s*True\b", allocator_settings(environment)) is not None

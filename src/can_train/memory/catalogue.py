@@ -1,20 +1,17 @@
 """The catalogue of NVIDIA GPUs: names, memory sizes, and how much of each a training can use."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
-from can_train.errors import ConfigError, StateError, nearest_first
-from can_train.io.atomic import write_json_atomic
-from can_train.io.records import SCHEMA, Count, parse_document
+from can_train.errors import ConfigError, StateError, unknown_name
+from can_train.io.records import SCHEMA, Count, parse_document, write_json_atomic
 from can_train.reporter import Reporter
 
 MIB: Final = 2**20
-
-# Generation of a GPU that is not in the catalogue.
-UNKNOWN: Final = "unknown"
+UNKNOWN: Final = "unknown"  # generation of a GPU that is not in the catalogue
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,12 @@ class Card:
         return f"{self.name.lower().replace(' ', '-')}-{self.nominal_gb}gb"
 
 
-_DATA_CENTRE: Final = (
+# Source of the sizes: the least that PyTorch's out-of-memory messages ("has a total capacity of …") and the start lines
+# of training programs ("CUDA:0 (Tesla T4, 14912MiB)") show in public logs and issues, rounded down; newer drivers keep
+# more for themselves than older ones. Cards with error correction have it on, as they are delivered. Nobody's log was
+# found of the A16 and the Quadros: theirs are the sizes of nvidia-smi, or fifteen sixteenths of what is on the box,
+# less as much as the driver keeps of cards like them.
+CARDS: Final = (
     Card("P100", 16, 16_280 * MIB, "pascal", ("p100",)),
     Card("V100", 16, 16_128 * MIB, "volta", ("v100",)),
     Card("V100", 32, 32_490 * MIB, "volta", ("v100", "v100s")),
@@ -56,9 +58,6 @@ _DATA_CENTRE: Final = (
     # The size in its name is that of the processor beside it.
     Card("GH200", 96, 96_760 * MIB, "hopper", ("gh200",), also_gb=(120, 480)),
     Card("B200", 180, 182_630 * MIB, "blackwell", ("b200",)),
-)
-
-_DESKTOP: Final = (
     Card("Quadro RTX 6000", 24, 22_500 * MIB, "turing", ("quadrortx6000", "rtx6000"), desktop=True),
     Card("Quadro RTX 8000", 48, 45_400 * MIB, "turing", ("quadrortx8000", "rtx8000"), desktop=True),
     Card("RTX A4000", 16, 15_970 * MIB, "ampere", ("rtxa4000", "a4000"), desktop=True),
@@ -80,15 +79,6 @@ _DESKTOP: Final = (
     Card("RTX 5090", 32, 32_080 * MIB, "blackwell", ("rtx5090", "5090"), desktop=True),
 )
 
-# Every card of the catalogue.
-#
-# Source of the sizes: the least that PyTorch's out-of-memory messages ("has a total capacity of …") and the start lines
-# of training programs ("CUDA:0 (Tesla T4, 14912MiB)") show in public logs and issues, rounded down; newer drivers keep
-# more for themselves than older ones. Cards with error correction have it on, as they are delivered. Nobody's log was
-# found of the A16 and the Quadros: theirs are the sizes of nvidia-smi, or fifteen sixteenths of what is on the box,
-# less as much as the driver keeps of cards like them.
-CARDS: Final = (*_DATA_CENTRE, *_DESKTOP)
-
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConstants:
@@ -107,55 +97,24 @@ class GpuConstants:
         """Where the figures come from, as a sentence has it."""
         return f"measured on {self.date} with driver {self.driver or 'unknown'}, torch {self.torch}"
 
-    @classmethod
-    def from_gpu_check(cls, device: Mapping[str, Any], steps: list[Mapping[str, Any]], *, date: str) -> "GpuConstants":
-        """Reads what scripts/gpu-check found.
-
-        Args:
-            device: The card, driver and versions.
-            steps: What the libraries took, one after another.
-            date: Day of the measurement.
-        """
-        return cls(
-            key=device["key"],
-            total_bytes=device["total_bytes"],
-            outside_bytes=max(step["outside_bytes"] for step in steps),
-            workspace_bytes=sum(max(step["kept_bytes"], 0) for step in steps),
-            date=date,
-            driver=device["driver"],
-            torch=device["torch"],
-        )
-
 
 # Measurements that come with can-train, by key. There is none yet: every plan for a card that nobody has measured on
 # the same cluster rests on assumed figures, and says so.
 MEASURED: Final[Mapping[str, GpuConstants]] = {}
-
 GIB: Final = 2**30
-
-# Source of figures that nobody has measured.
-ASSUMED: Final = "assumed, on the safe side"
+ASSUMED: Final = "assumed, on the safe side"  # source of figures that nobody has measured
 
 
-class _Overheads(NamedTuple):
-    """What a generation of GPUs takes."""
-
-    context: int  # bytes outside the allocator: the CUDA context and the kernels that PyTorch and its libraries load
-    workspace: int  # bytes inside it: what cuBLAS and cuBLASLt keep, in the forward and in the backward thread
-
-
-# By generation. Sources: PyTorch's issues report 270 to 430 MiB for the context since kernels are loaded when they are
-# first used (CUDA 11.7), to which each library adds its own: rounded up by half and more. PyTorch's source gives cuBLAS
-# 8.1 MiB for each thread, and 32 MiB from Hopper on, and cuBLASLt up to 32 MiB.
+# What a generation of GPUs takes: bytes outside the allocator (the CUDA context and the kernels that PyTorch and its
+# libraries load), and bytes inside it (what cuBLAS and cuBLASLt keep, in the forward and in the backward thread).
+# Sources: PyTorch's issues report 270 to 430 MiB for the context since CUDA 11.7 loads kernels when they are first
+# used. Each library adds its own, so that is rounded up by half and more. PyTorch's source gives cuBLAS 8.1 MiB for
+# each thread, and 32 MiB from Hopper on, and cuBLASLt up to 32 MiB.
 _OVERHEADS: Final = {
-    "pascal": _Overheads(512 * MIB, 32 * MIB),
-    "volta": _Overheads(512 * MIB, 32 * MIB),
-    "turing": _Overheads(512 * MIB, 32 * MIB),
-    "ampere": _Overheads(640 * MIB, 32 * MIB),
-    "ada": _Overheads(640 * MIB, 32 * MIB),
-    "hopper": _Overheads(768 * MIB, 128 * MIB),
-    "blackwell": _Overheads(1024 * MIB, 128 * MIB),
-    UNKNOWN: _Overheads(1024 * MIB, 128 * MIB),
+    **dict.fromkeys(("pascal", "volta", "turing"), (512 * MIB, 32 * MIB)),
+    **dict.fromkeys(("ampere", "ada"), (640 * MIB, 32 * MIB)),
+    "hopper": (768 * MIB, 128 * MIB),
+    **dict.fromkeys(("blackwell", UNKNOWN), (1024 * MIB, 128 * MIB)),
 }
 
 # What a desktop takes of the card that draws it: 459 and 507 MiB of two RTX 4090 without a job, in a public report.
@@ -166,9 +125,7 @@ _SCREEN_BYTES: Final = 512 * MIB
 # expanding segments, which can-train turns on, the finder left 3.4 % (GAT) and 5.2 % (VGAE) of a simulated GPU of 1
 # GiB; gaps grow little with the batch, so larger GPUs lose a smaller share (and one of 0.5 GiB up to 12 %).
 FRAGMENTATION: Final = 0.05
-
-# Cards that a message names.
-_NAMED: Final = 3
+_NAMED: Final = 3  # cards that a message names
 
 
 @dataclass(frozen=True)
@@ -199,11 +156,7 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
     """Subtracts what a card keeps from training on it with one GPU.
 
     Workspaces are inside the allocator, so a peak measured on a GPU contains them; one predicted from probes on a CPU
-    does not, so they are subtracted here.
-
-    Args:
-        card: The card.
-        measured: What was measured of one; None takes what is assumed.
+    does not, so they are subtracted here. Where nothing was measured of a card, figures are assumed.
     """
     total_bytes, source, uses = card.total_bytes, ASSUMED, []
     if measured is None:
@@ -244,28 +197,21 @@ _NO_NAME: Final = re.compile(
 
 # Words that stand in no key of a card that the catalogue does not have. Never more than these: keys are in use.
 _NO_KIND: Final = re.compile(r"nvidia|geforce|tesla|pcie|sxm\d*|hbm\d*e?|\d+gb")
-
 # A scheduler's request, `gres/gpu:a100=1`, `gpu:h100:4` or `gpu:a100:2(S:0-1)`, around the name of a card.
 _REQUEST: Final = re.compile(r"(?:gres[/:])?(?:gpus?[:/])?(?P<name>.*?)(?:[:=]\d+)?(?:\([^)]*\))?")
-
 _DEVICE_KEY: Final = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*-\d+(gb|[kmgt]ib|b)")
-
-# How the unit behind a size is spelt.
-_GIGABYTE: Final = ("gb", "g", "gib", "")
-
+_GIGABYTE: Final = ("gb", "g", "gib", "")  # how the unit behind a size is spelt
 # What a driver shows of a card's gigabytes, least and most: error correction takes a sixteenth, the driver some more;
 # sizes that are counted in thousands are a little above one.
 _SHOWN: Final = (0.87, 1.03)
 
 
 def find_card(text: str) -> Card:
-    """Finds the card of a key, or of what a driver, a scheduler or a person calls it.
+    """Finds the card of a key, or of what a driver, a scheduler or a person calls it. Raises ConfigError where the
+    catalogue has none of this name, or has it in several memory sizes.
 
     >>> find_card("gpu:nvidia_h100_80gb_hbm3:4").key, find_card("Tesla V100-SXM2-16GB").key, find_card("rtx3090").key
     ('h100-80gb', 'v100-16gb', 'rtx-3090-24gb')
-
-    Raises:
-        ConfigError: No card of the catalogue has this name, or cards of several memory sizes have it.
     """
     found = cards_named(text)
     if len(found) == 1:
@@ -273,12 +219,9 @@ def find_card(text: str) -> Card:
     if found:
         names = " or ".join(card.key for card in found)
         raise ConfigError("This name stands for cards of several sizes", value=repr(text), remedy=f"Say {names}")
-    valid = ", ".join(nearest_first("-".join(_words(text)), (card.key for card in CARDS)))
-    raise ConfigError(
-        "Unknown GPU",
-        value=repr(text),
-        remedy=f"Valid, nearest first: {valid}; or the memory of another one, or of a slice: --target-memory 16GiB",
-    )
+    more = "; or the memory of another one, or of a slice: --target-memory 16GiB"
+    unknown = unknown_name("GPU", "-".join(_words(text)), (card.key for card in CARDS), more=more)
+    raise ConfigError(unknown.rule, value=repr(text), remedy=unknown.remedy)
 
 
 def cards_named(text: str) -> list[Card]:
@@ -288,7 +231,7 @@ def cards_named(text: str) -> list[Card]:
     ['v100-16gb', 'v100-32gb']
     """
     request = _REQUEST.fullmatch(text.strip().lower())
-    return _spelled(_words(request["name"] if request else text))
+    return _spelled(request["name"] if request else text)
 
 
 def is_device_key(text: str) -> bool:
@@ -304,55 +247,41 @@ def gpu_key(name: str, total_bytes: int) -> str:
     The catalogue's key where the driver's name and size are of one of its cards. Else the name with a size: the one in
     the driver's name where it has one, since what can be used of 80 GB reads 79.1 or 79.6 GiB, by driver, and a
     learned factor must survive a new driver. A slice of a GPU has its own size last in its name.
-
-    Args:
-        name: The driver's name for it.
-        total_bytes: The memory that the driver shows.
     """
-    least, most = _SHOWN
-    found = [
-        card
-        for card in _spelled(_words(name))
-        if least * card.nominal_gb <= total_bytes / GIB <= most * card.nominal_gb
-    ]
+    (least, most), shown = _SHOWN, total_bytes / GIB
+    found = [card for card in _spelled(name) if least * card.nominal_gb <= shown <= most * card.nominal_gb]
     if len(found) == 1:
         return found[0].key
     sizes = re.findall(r"(\d+)gb\b", name.lower())
-    return f"{_slug(name)}-{int(sizes[-1]) if sizes else max(1, round(total_bytes / GIB))}gb"
+    words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if not _NO_KIND.fullmatch(word)]
+    return f"{'-'.join(words) or 'gpu'}-{int(sizes[-1]) if sizes else max(1, round(shown))}gb"
 
 
 def _words(text: str) -> list[str]:
     return [word for word in re.findall(r"[a-z0-9]+", text.lower()) if not _NO_NAME.fullmatch(word)]
 
 
-def _spelled(words: list[str]) -> list[Card]:
+def _spelled(text: str) -> list[Card]:
     """Finds the cards that have this name, with a size or without."""
-    compact = "".join(words)
-    return [card for card in CARDS if compact in _spellings(card)]
+    compact = "".join(_words(text))
+    return [
+        card
+        for card in CARDS
+        if compact in (card.key.replace("-", ""), *card.spellings)
+        or any(
+            compact == f"{name}{size}{unit}"
+            for name in card.spellings
+            for size in (card.nominal_gb, *card.also_gb)
+            for unit in _GIGABYTE
+        )
+    ]
 
 
-def _spellings(card: Card) -> Iterator[str]:
-    yield "".join(re.findall(r"[a-z0-9]+", card.key))
-    for name in card.spellings:
-        yield name
-        yield from (f"{name}{size}{unit}" for size in (card.nominal_gb, *card.also_gb) for unit in _GIGABYTE)
-
-
-def _slug(name: str) -> str:
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    return "-".join(word for word in words if not _NO_KIND.fullmatch(word)) or "gpu"
-
-
-# Raised when a field's meaning changes; what a newer can-train wrote is not read.
-_FOLDER: Final = "gpus"
+_FOLDER: Final = "gpus"  # raised when a field's meaning changes; what a newer can-train wrote is not read
 
 
 def write_gpu_constants(state: Path, constants: GpuConstants) -> Path:
-    """Writes a measurement in place of an earlier one of the same kind of GPU, and returns where.
-
-    Raises:
-        StateError: The file cannot be written.
-    """
+    """Writes a measurement in place of an earlier one of this kind of GPU; returns the file, or raises StateError."""
     path = _path(state, constants.key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -364,12 +293,8 @@ def write_gpu_constants(state: Path, constants: GpuConstants) -> Path:
 
 
 def read_gpu_constants(state: Path, key: str, reporter: Reporter) -> GpuConstants | None:
-    """Finds what was measured of a kind of GPU: by this user, else what comes with can-train; None where nothing was.
-
-    Args:
-        state: The state folder, which need not exist.
-        key: The kind, `h100-80gb`.
-        reporter: Gets a notice of a file that cannot be read, which is then ignored.
+    """Finds what was measured of a kind of GPU, `h100-80gb`: by this user, else what comes with can-train; None where
+    nothing was. A file that cannot be read is ignored, with a notice.
     """
     path = _path(state, key)
     try:

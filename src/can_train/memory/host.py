@@ -1,4 +1,4 @@
-"""What the host offers: its memory, as far as control groups leave it to this process, and its NVIDIA driver."""
+"""The memory of the host, as far as control groups leave it to this process."""
 
 import re
 from collections.abc import Iterator
@@ -12,22 +12,14 @@ _CGROUP_ROOT: Final = Path("/sys/fs/cgroup")
 
 
 class _Files(NamedTuple):
-    """The files of a memory control group in one version of the kernel's interface.
+    """The files of a memory control group in one version of the kernel's interface."""
 
-    Attributes:
-        controllers: Names the hierarchy in /proc/self/cgroup.
-        root: Folder of the topmost group.
-        limit, usage: Bytes, or "max" for no limit.
-        reclaimable: Line of memory.stat: cached file pages, which count as used but give way to allocations.
-        events: Counts the processes that the kernel has killed.
-    """
-
-    controllers: str
-    root: Path
-    limit: str
-    usage: str
-    reclaimable: str
-    events: str
+    controllers: str  # names the hierarchy in /proc/self/cgroup
+    root: Path  # folder of the topmost group
+    limit: str  # file with bytes, or "max" for no limit
+    usage: str  # file with bytes
+    reclaimable: str  # line of memory.stat: cached file pages, which count as used but give way to allocations
+    events: str  # file that counts the processes that the kernel has killed
 
 
 # Version 2 and version 1.
@@ -67,9 +59,7 @@ class ControlGroup:
 
 def control_groups(membership: Path = Path("/proc/self/cgroup")) -> Iterator[ControlGroup]:
     """Lists the memory control groups of this process, of both versions, each from its own up to the topmost one.
-
-    Args:
-        membership: The process's groups, as the kernel lists them: `hierarchy:controllers:path`.
+    `membership` is the file with the process's groups, as the kernel lists them: `hierarchy:controllers:path`.
     """
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
@@ -88,18 +78,3 @@ def available_bytes() -> int:
     # Every group up to the topmost may set a limit, and the least of them binds.
     limits = [group.available_bytes() for group in control_groups()]
     return min([psutil.virtual_memory().available, *(limit for limit in limits if limit is not None)])
-
-
-def total_bytes() -> int:
-    """Returns the machine's physical memory."""
-    return psutil.virtual_memory().total
-
-
-def nvidia_driver_version() -> str:
-    """Returns the version of the NVIDIA kernel driver; empty where there is none."""
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return ""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return found.group() if found else ""

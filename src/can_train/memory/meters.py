@@ -1,50 +1,65 @@
-"""Meters: the capacity of a device, and the peak memory of a span of work on it."""
+"""Meters: the capacity of a device, and the peak memory of a span of work on it. The monitor measures with them through
+a training, and notices leaks.
+"""
 
 import gc
 import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from can_train.errors import ConfigError, DeviceError, nearest_first
+from can_train.errors import ArgumentError, ConfigError, DeviceError, nearest_first
 from can_train.io.units import exact_size, parse_size
-from can_train.memory import host
-from can_train.memory.allocator import no_contention
+from can_train.memory.allocator import OWN_SETTINGS, SETTINGS_VARIABLES, no_contention, segments_expand
 from can_train.memory.catalogue import UsableMemory, gpu_key
+from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.simulated_gpu import LiveStorageTracker, SimulatedGpu
 
+# Most that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not tell
+# whose memory is whose, so what is missing at the start beyond this counts as held by other processes.
+_CONTEXT_MOST_BYTES: Final = 2**30
+_FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")  # an example of each form of `--device`
+# SLURM's variables for the GPUs of a job, each with its values for none. "0" in the first two is the GPU with index 0;
+# the last is a count.
+_ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
+# Variable with the path of a file that stands for other processes on a simulated GPU. The file holds a size, `200MiB`;
+# without a file, or with an empty one, there are none.
+FOREIGN: Final = "CAN_TRAIN_SIM_FOREIGN"
+# Largest cost of a batch that shows how fragmented an allocator's memory becomes. Larger batches take longer and show
+# about the same share; in much smaller ones the last page of 20 MiB dominates, as it does on a device of that size.
+FRAGMENTATION_PROBE_BYTES: Final = 256 * 2**20
+_UNLIMITED: Final = 2**50
+INTERVAL: Final = 50  # steps from one measured step to the next: on the CPU, a measured one takes about a fifth longer
+# Steps before the first measured one. What is made lazily, such as the optimizer's state, exists by then.
+WARMUP: Final = 20
+Resident = nn.Module | Optimizer | Iterable[Tensor]  # what has tensors on the device between steps
+WINDOW_STEPS: Final = 50  # steps whose smallest reading counts: those of single steps go up and down with their batches
+RISES: Final = 5  # windows in a row that must each lie above the one before
+LEAST_BYTES: Final = 2**20  # smallest total rise that is reported
+
 
 class Meter(ABC):
-    """Reads one device. The defaults are those of a device that this process has to itself.
-
-    Attributes:
-        device: The torch device.
-        name: The driver's name for it.
-        key: Kind of device in the factor store, `h100-80gb`.
-        total_bytes: Its whole memory.
-        capacity_bytes: What PyTorch's allocator may use of it.
-        taken_bytes: What other processes held of it at the start, as far as one can tell; not part of the capacity.
-        driver: Version of the driver; empty where there is none.
-        counts_always: Whether a peak covers everything since the last reset; if not, only measured spans.
-        is_host: Whether its memory is the host's.
-    """
+    """Reads one device. The defaults are those of a device that this process has to itself."""
 
     device: torch.device
-    name: str
-    key: str
-    total_bytes: int
-    capacity_bytes: int
-    taken_bytes: int = 0
-    driver: str = ""
-    counts_always: bool = True
-    is_host: bool = False
+    name: str  # the driver's name for it
+    key: str  # kind of device in the factor store, `h100-80gb`
+    total_bytes: int  # its whole memory
+    capacity_bytes: int  # what PyTorch's allocator may use of it
+    taken_bytes: int = 0  # what other processes held at the start, as far as one can tell; not part of the capacity
+    driver: str = ""  # version of the driver; empty where there is none
+    counts_always: bool = True  # whether a peak covers everything since the last reset; if not, only measured spans
+    is_host: bool = False  # whether its memory is the host's
 
     def active(self) -> AbstractContextManager[None]:
         """Opens a span in which the device works as it should; it encloses a whole attempt of a run."""
@@ -100,23 +115,21 @@ class CpuMeter(Meter):
 
     counts_always = False
     is_host = True
+    host_bytes = 0  # what measured spans may use where that is not the capacity
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.name = "cpu"
-        self.total_bytes = host.total_bytes()
-        self.capacity_bytes = host.available_bytes()
+        self.total_bytes = psutil.virtual_memory().total
+        self.capacity_bytes = available_bytes()
         self.key = f"cpu-{max(1, round(self.total_bytes / 2**30))}gb"
         self._open: list[LiveStorageTracker] = []
         self._peak_bytes = 0
 
-    def _span_limit_bytes(self) -> int:
-        return self.capacity_bytes
-
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
         """Counts storages inside the block; more than the capacity raises `torch.OutOfMemoryError`."""
-        tracker = LiveStorageTracker(self._span_limit_bytes(), resident)
+        tracker = LiveStorageTracker(self.host_bytes or self.capacity_bytes, resident)
         self._open.append(tracker)
         try:
             with tracker:
@@ -137,7 +150,7 @@ class CpuMeter(Meter):
 
     def free_bytes(self) -> int:
         """Returns the host memory that is available now."""
-        return host.available_bytes()
+        return available_bytes()
 
     def release(self, *, collect: bool = True) -> None:
         """Collects garbage: the CPU's allocator caches nothing."""
@@ -155,15 +168,12 @@ class AbsentGpuMeter(CpuMeter):
 
     def __init__(self, target: UsableMemory) -> None:
         super().__init__()
+        # A probe that would not fit on the GPU still tells what it costs.
         self.host_bytes = self.capacity_bytes
         self.name = target.name
         self.key = target.key
         self.total_bytes = target.total_bytes
         self.capacity_bytes = target.capacity_bytes
-
-    def _span_limit_bytes(self) -> int:
-        # A probe that would not fit on the GPU still tells what it costs.
-        return self.host_bytes
 
     @contextmanager
     def host(self) -> Iterator[None]:
@@ -178,11 +188,6 @@ class AbsentGpuMeter(CpuMeter):
         return self.capacity_bytes
 
 
-# Most that this process's own CUDA context and kernels take of a GPU outside the allocator. The driver does not tell
-# whose memory is whose, so what is missing at the start beyond this counts as held by other processes.
-_CONTEXT_MOST_BYTES: Final = 2**30
-
-
 class CudaMeter(Meter):
     """Reads PyTorch's caching allocator and the driver."""
 
@@ -190,7 +195,7 @@ class CudaMeter(Meter):
         properties = torch.cuda.get_device_properties(device)
         self.device = device
         self.name = properties.name
-        self.driver = host.nvidia_driver_version()
+        self.driver = nvidia_driver_version()
         _, self.total_bytes = torch.cuda.mem_get_info(device)
         obtainable = self._obtainable_bytes()
         # Torch 2.6 can set a fraction (`set_per_process_memory_fraction`) but cannot tell it.
@@ -238,6 +243,16 @@ class CudaMeter(Meter):
     def _obtainable_bytes(self) -> int:
         # What this process has reserved is not free to the driver, but the process can use it.
         return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+
+
+def nvidia_driver_version() -> str:
+    """Returns the version of the NVIDIA kernel driver; empty where there is none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return found.group() if found else ""
 
 
 class SimulatedMeter(Meter):
@@ -325,11 +340,7 @@ def _drop_failed_backward() -> None:
 
 
 def open_meter(text: str) -> Meter:
-    """Opens the meter of a device that is given as `auto`, `cpu`, `cuda[:i]` or `sim:<size>`.
-
-    Raises:
-        DeviceError: There is no such device, or it cannot be used.
-    """
+    """Opens the meter of `auto`, `cpu`, `cuda[:i]` or `sim:<size>`; raises DeviceError where it cannot be used."""
     device = resolve_device(text)
     if is_simulated(text):
         return SimulatedMeter(simulated_bytes(text), expandable=segments_expand(), contention=simulated_contention())
@@ -337,10 +348,6 @@ def open_meter(text: str) -> Meter:
         return CpuMeter()
     expand_cuda_segments()
     return CudaMeter(device)
-
-
-# An example of each form of `--device`.
-_FORMS: Final = ("auto", "cpu", "cuda", "cuda:1", "sim:2GiB")
 
 
 def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) -> torch.device:
@@ -382,11 +389,6 @@ def simulated_bytes(text: str) -> int:
         ) from None
 
 
-# SLURM's variables for the GPUs of a job, each with its values for none. "0" in the first two is the GPU with index 0;
-# the last is a count.
-_ALLOCATED: Final = (("SLURM_JOB_GPUS", ("",)), ("SLURM_STEP_GPUS", ("",)), ("SLURM_GPUS_ON_NODE", ("", "0")))
-
-
 def _promised_gpu(environment: Mapping[str, str]) -> str:
     """Names what shows that this process was given a GPU; empty where nothing does."""
     for name, none in _ALLOCATED:
@@ -408,59 +410,41 @@ def _cuda_remedy() -> str:
     return f"{built}: check the driver (nvidia-smi); --device cpu trains without a GPU"
 
 
-# Variables with a user's allocator settings; the first that is set wins. Torch reads the first one since 2.9.
-_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-_SETTINGS: Final = "expandable_segments:True"
-
-
-def allocator_settings(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the user's allocator settings, or can-train's where there are none."""
-    return next((environment[name] for name in _VARIABLES if name in environment), _SETTINGS)
-
-
-def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tells whether the allocator's segments expand under the settings in force."""
-    return re.search(r"\bexpandable_segments\s*:\s*True\b", allocator_settings(environment)) is not None
-
-
 def expand_cuda_segments(environment: Mapping[str, str] = os.environ) -> None:
     """Makes CUDA's segments expand unless the user has settings of their own; to be called before any allocation."""
-    if any(name in environment for name in _VARIABLES):
+    if any(name in environment for name in SETTINGS_VARIABLES):
         return
     # The call changes this process only; a variable would be inherited by every program that it starts. The first
     # function is torch 2.9's, where the second one warns that it is deprecated.
     newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (newer or torch.cuda.memory._set_allocator_settings)(_SETTINGS)
-
-
-# Variable with the path of a file that stands for other processes on a simulated GPU. The file holds a size, `200MiB`;
-# without a file, or with an empty one, there are none.
-FOREIGN: Final = "CAN_TRAIN_SIM_FOREIGN"
+    (newer or torch.cuda.memory._set_allocator_settings)(OWN_SETTINGS)
 
 
 def simulated_contention(environment: Mapping[str, str] = os.environ) -> Callable[[], int]:
-    """Returns a function that reads, whenever it is called, what other processes hold of the simulated GPU in bytes."""
+    """Returns a function that reads, whenever it is called, what other processes hold of the simulated GPU in bytes.
+
+    The variable is a size, or a file with one, whose contents may change while a run trains.
+    """
     path = environment.get(FOREIGN)
-    return (lambda: _read_contention(Path(path))) if path else no_contention
+    if not path:
+        return no_contention
+    if not Path(path).exists():
+        with suppress(ConfigError):
+            held_bytes = parse_size(path, or_zero=True)
+            return lambda: held_bytes
 
+    def contention() -> int:
+        try:
+            text = Path(path).read_text().strip()
+        except FileNotFoundError:
+            return 0
+        try:
+            return parse_size(text, or_zero=True) if text else 0
+        except ConfigError as error:
+            raise DeviceError(f"The file that {FOREIGN} names holds a size", value=f"{path}: {text[:50]!r}",
+                              remedy="Write one into it, as 64MiB") from error  # fmt: skip
 
-def _read_contention(path: Path) -> int:
-    try:
-        text = path.read_text().strip()
-    except FileNotFoundError:
-        return 0
-    try:
-        return parse_size(text) if text else 0
-    except ConfigError as error:
-        raise DeviceError(f"The file that {FOREIGN} names holds a size", value=f"{path}: {text[:50]!r}") from error
-
-
-# Largest cost of a batch that shows how fragmented an allocator's memory becomes. Larger batches take longer and show
-# about the same share; in much smaller ones the last page of 20 MiB dominates, as it does on a device of that size.
-FRAGMENTATION_PROBE_BYTES: Final = 256 * 2**20
-
-_UNLIMITED: Final = 2**50
+    return contention
 
 
 def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[int, int]:
@@ -481,3 +465,161 @@ def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_b
             run()
         return True
     return False
+
+
+class MemoryMonitor:
+    """Measures peaks through a run.
+
+    In a loop of your own:
+
+    >>> model = nn.Linear(256, 1)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> monitor = MemoryMonitor("cpu", total_steps=4)
+    >>> for _ in range(4):
+    ...     with monitor.step(model, optimizer):
+    ...         model(torch.ones(4096, 256)).mean().backward()
+    ...         optimizer.step()
+    >>> f"{monitor.peak_bytes / 2**20:.1f} MiB"
+    '4.0 MiB'
+
+    On a GPU, everything from the first step on counts. On the CPU, only measured steps do: the first one after the
+    warm-up, and from there one in `interval`.
+
+    Args:
+        device: As in `--device`: `auto`, `cpu`, `cuda[:i]`, `sim:<size>`.
+        meter: Meter of the device, in place of one that is opened.
+        interval: Steps from one measured step to the next.
+        warmup: Steps before the first measured one.
+        total_steps: Steps to come, where that is known. If they are no more than the warm-up, the last one is measured.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "auto",
+        *,
+        meter: Meter | None = None,
+        interval: int = INTERVAL,
+        warmup: int = WARMUP,
+        total_steps: int | None = None,
+    ) -> None:
+        if interval < 1:
+            raise ArgumentError("interval must be at least 1 step", value=f"{interval}")
+        if warmup < 0:
+            raise ArgumentError("warmup must be at least 0 steps", value=f"{warmup}")
+        self.meter = meter or open_meter(str(device))
+        self._interval = interval
+        self._first = warmup if total_steps is None else max(min(warmup, total_steps - 1), 0)
+        self._steps = 0
+        # Whether the meter's peaks are those of training: not before the first step, nor after `pause`.
+        self._counts = False
+        self._peak_bytes = 0
+        self._peak_reserved_bytes = 0
+        self._peak_bytes_after_rescue = 0
+
+    @contextmanager
+    def step(self, *resident: Resident) -> Iterator[bool]:
+        """Opens a training step, measures it where it is due, and yields whether its memory is counted. `resident`
+        models, optimizers and tensors are on the device already; on the CPU, the step's own memory is added to theirs.
+        """
+        measured, begins = self.due, not self._counts
+        counted = measured or self.meter.counts_always
+        self._steps += 1
+        if begins:
+            # What ran before, a probe or another loop, is not part of the training.
+            self.meter.reset_peak()
+            self._counts = True
+        # A device that counts always needs the resident tensors only now and then, and walking them takes time.
+        walks = counted and (begins or measured)
+        try:
+            with self.meter.measuring(_tensors(resident)) if walks else self.meter.active():
+                yield counted
+        finally:
+            if measured:
+                self.read()
+
+    def read(self) -> None:
+        """Keeps the largest of the meter's peaks; call it before anything else resets them."""
+        if self._counts:
+            self._peak_bytes_after_rescue = max(self._peak_bytes_after_rescue, self.meter.peak_bytes())
+            self._peak_bytes = max(self._peak_bytes, self._peak_bytes_after_rescue)
+            self._peak_reserved_bytes = max(self._peak_reserved_bytes, self.meter.peak_reserved_bytes())
+
+    def rescued(self) -> None:
+        """Starts `peak_bytes_after_rescue` again: an out-of-memory was undone and its memory released."""
+        self.read()
+        self._peak_bytes_after_rescue = 0
+        if self._counts:
+            self.meter.reset_peak()
+
+    def pause(self) -> None:
+        """Leaves out what runs until the next step; it may reset the meter."""
+        self.read()
+        self._counts = False
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step is a measured one."""
+        return self._steps >= self._first and (self._steps - self._first) % self._interval == 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest allocated bytes so far; 0 before anything was measured."""
+        self.read()
+        return self._peak_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """Largest reserved bytes so far; 0 where nothing is reserved."""
+        self.read()
+        return self._peak_reserved_bytes
+
+    @property
+    def peak_bytes_after_rescue(self) -> int:
+        """Largest allocated bytes since the last rescue, or since the first step where there was none."""
+        self.read()
+        return self._peak_bytes_after_rescue
+
+    @property
+    def peak_share(self) -> float | None:
+        """Largest allocated bytes so far ÷ capacity; None before anything was measured."""
+        return self.peak_bytes / self.meter.capacity_bytes if self.peak_bytes else None
+
+
+def _tensors(resident: Iterable[Resident]) -> Iterator[Tensor]:
+    # Lazily: a GPU's meter reads none of them.
+    for holder in resident:
+        if isinstance(holder, nn.Module):
+            yield from holder.parameters()
+            yield from holder.buffers()
+            yield from (parameter.grad for parameter in holder.parameters() if parameter.grad is not None)
+        elif isinstance(holder, Optimizer):
+            for state in holder.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+        else:
+            yield from holder
+
+
+@dataclass
+class LeakWatch:
+    """Watches the floor of the memory in use: the smallest reading of each window of steps."""
+
+    # The floors of the current rise, and the readings of the window that is not full yet.
+    floors: list[int] = field(default_factory=list)
+    current: list[int] = field(default_factory=list)
+    told: bool = False
+
+    def after_step(self, allocated_bytes: int) -> int:
+        """Takes the reading after a step; returns by how many bytes the floor has risen where that first is a leak."""
+        if self.told:
+            return 0
+        self.current.append(allocated_bytes)
+        if len(self.current) < WINDOW_STEPS:
+            return 0
+        floor = min(self.current)
+        self.current.clear()
+        if self.floors and floor <= self.floors[-1]:
+            self.floors.clear()
+        self.floors.append(floor)
+        rise = floor - self.floors[0]
+        self.told = len(self.floors) > RISES and rise >= LEAST_BYTES
+        return rise if self.told else 0

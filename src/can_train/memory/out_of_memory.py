@@ -46,10 +46,10 @@ _HOST: Final = re.compile(
     re.MULTILINE,
 )
 
+# Pause before the first retry of what cannot be split; it doubles with each one. Another process may free memory.
+FIRST_WAIT_S: Final = 0.1
 _TRIED: Final = re.compile(r".*?Tried to allocate [\d.]+ (?:[KMGTP]iB|bytes)")
-
-# Characters that are quoted of a message that does not say how much it tried to allocate.
-_LONGEST: Final = 160
+_LONGEST: Final = 160  # characters that are quoted of a message that does not say how much it tried to allocate
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -81,12 +81,9 @@ class CatchOutOfMemory(AbstractContextManager["CatchOutOfMemory"]):
 
     After the block, nothing that the failed work had allocated is held any more. Code that tries again must stand after
     the block, not in an `except` clause, where the error keeps every tensor of the failed pass alive.
-
-    Attributes:
-        message: Headline of the error; empty where none was caught.
     """
 
-    message = ""
+    message = ""  # headline of the error; empty where none was caught
 
     def __enter__(self) -> Self:
         return self
@@ -124,3 +121,11 @@ def _is_failed_allocation(error: BaseException) -> bool:
         return True
     # Torch and its libraries raise RuntimeError; a KeyError or ValueError only quotes such a message.
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def without_others(foreign_bytes: int, otherwise: str) -> str:
+    """Says what to do about missing memory: wait for other processes where they hold some, else `otherwise`."""
+    if foreign_bytes > 0:
+        held = f"Other processes hold {foreign_bytes / 2**20:,.1f} MiB (nvidia-smi)"
+        return f"{held}: try again without them, or {otherwise}"
+    return otherwise[0].upper() + otherwise[1:]

@@ -169,20 +169,14 @@ def _is_view(func: Any, args: tuple[Any, ...], storage: UntypedStorage) -> bool:
 class LiveStorageTracker(StorageTracker[int]):
     """Tracks the live and peak bytes of every storage that operations make, and refuses to exceed a limit.
 
-    Sizes are rounded up as CUDA's caching allocator rounds them, so that figures compare across devices.
-
-    Args:
-        limit_bytes: Largest live bytes; an operation that exceeds it raises `torch.OutOfMemoryError`.
-        resident: Tensors alive before the mode is entered (parameters, gradients, optimizer state).
-
-    Attributes:
-        peak_bytes: The most that was live or asked for at once.
+    Sizes are rounded up as CUDA's caching allocator rounds them, so that figures compare across devices. `resident` are
+    the tensors alive before the mode is entered (parameters, gradients, optimizer state).
     """
 
     def __init__(self, limit_bytes: int, resident: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.limit_bytes = limit_bytes
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # the most that was live or asked for at once
         self._live_bytes = 0
         self.seed_resident(resident)
 
@@ -216,16 +210,8 @@ class SimulatedGpu(StorageTracker[Block]):
     """Counts what operations make while it is active as memory of a GPU; may be entered once for a whole run.
 
     What an operation takes inside (a library's workspace, temporaries of a fused kernel) does not show, nor does
-    scratch memory that a CUDA kernel would need and the CPU's does not.
-
-    Args:
-        capacity_bytes: Memory of the GPU that PyTorch's allocator may have.
-        expandable: Whether the allocator's segments expand (`expandable_segments:True`).
-        resident: Tensors that are on it from the start.
-        contention: Returns the bytes that other processes hold of it.
-
-    Raises:
-        torch.OutOfMemoryError: `resident` does not fit.
+    scratch memory that a CUDA kernel would need and the CPU's does not. Making it raises `torch.OutOfMemoryError` where
+    `resident`, the tensors that are on it from the start, do not fit.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ from can_train.io.units import parse_time_min
 
 _QUERY_TIMEOUT_S: Final = 20.0
 """Longest wait for an answer: a busy controller needs seconds, and a dead one is asked for a minute and more."""
-
 _ACTION_TIMEOUT_S: Final = 90.0
 """Longest wait for a change: scancel waits up to 60 s for a job that is being completed."""
 
@@ -49,7 +48,6 @@ _SQUEUE_FIELDS: Final = {
     "job_id": "%i", "state": "%T", "reason": "%r", "nodes": "%N", "start": "%S", "time_limit": "%l",
 }  # fmt: skip
 """squeue's code of each field of `QueueRow`."""
-
 _SACCT_FIELDS: Final = {
     "job_id": "JobID", "state": "State", "exit_code": "ExitCode", "start": "Start", "end": "End", "nodes": "NodeList",
     "time_limit": "Timelimit", "memory": "ReqMem", "reason": "Reason",
@@ -58,38 +56,28 @@ _SACCT_FIELDS: Final = {
 
 _UNKNOWN_JOB: Final = "Invalid job id"
 """squeue's complaint, with exit status 1, about a single job that it no longer knows."""
-
 _JOB_ID: Final = re.compile(r"\d+(_\d+)?")
 _NO_VALUE: Final = frozenset(("", "None", "N/A", "Unknown", "None assigned", "(null)", "n/a"))
 
 WAITING: Final = frozenset(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
 """squeue's states of a job that waits."""
-
-ACTIVE: Final = frozenset(
-    ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
-)
+ACTIVE: Final = frozenset((
+    "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING",
+))  # fmt: skip
 """squeue's states of a job that has nodes."""
-
 UNFINISHED: Final = ACTIVE | {"PENDING"}
 """sacct's states of an attempt that has not ended; REQUEUED, there, is one that has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueRow:
-    """A job in squeue.
+    """A job in squeue; what is empty is not known, or there is none."""
 
-    Attributes:
-        job_id: 123, or 123_4 for an element of an array.
-        reason: Why it waits or ended, in SLURM's word; empty: none.
-        nodes: Where it runs or ran; empty: it never started.
-        start: When it started or is expected to, in local time; empty: not known.
-    """
-
-    job_id: str
+    job_id: str  # 123, or 123_4 for an element of an array
     state: str
-    reason: str = ""
-    nodes: str = ""
-    start: str = ""
+    reason: str = ""  # why it waits or ended, in SLURM's word
+    nodes: str = ""  # where it runs or ran; empty: it never started
+    start: str = ""  # when it started or is expected to, in local time
     time_limit: str = ""
 
 
@@ -104,40 +92,27 @@ class JobStep:
 
 @dataclass(frozen=True, kw_only=True)
 class AccountRow:
-    """One attempt of a job in sacct; a job that was requeued has several.
-
-    Attributes:
-        exit_code: `code:signal`.
-        nodes: Where it ran; empty: it never started.
-        memory: What was asked for.
-        reason: Why it last waited, in SLURM's word; empty: none.
-        by_person: Whether the state names a user who cancelled it.
-    """
+    """One attempt of a job in sacct; a job that was requeued has several."""
 
     job_id: str
     state: str
-    exit_code: str = ""
-    nodes: str = ""
+    exit_code: str = ""  # `code:signal`
+    nodes: str = ""  # where it ran; empty: it never started
     start: str = ""
     end: str = ""
     time_limit: str = ""
-    memory: str = ""
-    reason: str = ""
-    by_person: bool = False
+    memory: str = ""  # that was asked for
+    reason: str = ""  # why it last waited, in SLURM's word
+    by_person: bool = False  # whether the state names a user who cancelled it
     steps: Sequence[JobStep] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmAnswer:
-    """What SLURM knows of some jobs.
+    """What SLURM knows of some jobs."""
 
-    Attributes:
-        queue: None: the controller does not answer.
-        accounts: The attempts of a job in their order; None: there is no accounting.
-    """
-
-    queue: Sequence[QueueRow] | None = None
-    accounts: Sequence[AccountRow] | None = None
+    queue: Sequence[QueueRow] | None = None  # None: the controller does not answer
+    accounts: Sequence[AccountRow] | None = None  # of a job in their order; None: there is no accounting
 
 
 def query_jobs(job_ids: Iterable[str]) -> SlurmAnswer:
@@ -162,29 +137,16 @@ def query_accounts(jobs: str) -> list[AccountRow] | None:
 
 def _query_queue(jobs: str) -> list[QueueRow] | None:
     # All states: jobs that ended minutes ago are still listed, sooner than in sacct and also without accounting.
-    options = (
-        "--all",
-        "--array",
-        "--noheader",
-        "--states=all",
-        f"--jobs={jobs}",
-        "-o",
-        "|".join(_SQUEUE_FIELDS.values()),
-    )
-    result = run_command("squeue", *options)
-    if result.status == 0 or _UNKNOWN_JOB in result.errors:
-        return parse_squeue(result.output)
-    return None
+    fields = "|".join(_SQUEUE_FIELDS.values())
+    result = run_command("squeue", "--all", "--array", "--noheader", "--states=all", f"--jobs={jobs}", "-o", fields)
+    return parse_squeue(result.output) if result.status == 0 or _UNKNOWN_JOB in result.errors else None
 
 
 def parse_squeue(text: str) -> list[QueueRow]:
     """Parses squeue's output and ignores lines of another form."""
-    rows = []
-    for line in text.splitlines():
-        cells = _cells(line)
-        if len(cells) == len(_SQUEUE_FIELDS) and _JOB_ID.fullmatch(cells[0]):
-            rows.append(QueueRow(**dict(zip(_SQUEUE_FIELDS, cells, strict=True))))
-    return rows
+    lines = [_cells(line) for line in text.splitlines()]
+    rows = [dict(zip(_SQUEUE_FIELDS, cells, strict=True)) for cells in lines if len(cells) == len(_SQUEUE_FIELDS)]
+    return [QueueRow(**row) for row in rows if _JOB_ID.fullmatch(row["job_id"])]
 
 
 def parse_sacct(text: str) -> list[AccountRow]:
@@ -275,7 +237,6 @@ def moved_dependency(dependency: str, old: str, new: str) -> str:
 _KEY: Final = re.compile(r"(?:^|\s)([A-Z][A-Za-z/:]*)=")
 _UNLIMITED: Final = ("UNLIMITED", "INFINITE", "NONE", "N/A", "")
 _GPU: Final = re.compile(r"(?:^|,)gpu(?::([^:,()]*[^:,()\d][^:,()]*))?:(\d+)")
-
 _USABLE: Final = frozenset(("IDLE", "MIXED", "ALLOCATED", "COMPLETING", "RESERVED", "PLANNED", "CLOUD", "DYNAMIC_NORM"))
 """Words of a node's state (`IDLE+PLANNED`) under which a job may still start there."""
 
@@ -311,15 +272,19 @@ class Partition:
     is_up: bool = True
 
 
+def is_installed() -> bool:
+    """Tells whether SLURM's programs are on this machine; its controller may still not answer."""
+    return all(shutil.which(program) for program in ("scontrol", "sbatch"))
+
+
 def read_partitions() -> list[Partition]:
     """Asks the controller for its partitions and their nodes.
 
     Raises:
         NoControllerError: There is none, or it does not answer.
     """
-    return parse_partitions(
-        query_cluster("scontrol", "show", "partition", "-o"), query_cluster("scontrol", "show", "node", "-o")
-    )
+    partitions, nodes = (query_cluster("scontrol", "show", what, "-o") for what in ("partition", "node"))
+    return parse_partitions(partitions, nodes)
 
 
 def usable_nodes(partition: str) -> list[Node]:
@@ -344,33 +309,27 @@ def query_cluster(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> str:
         if result.status == 0:
             return result.output
         problem = (result.errors.strip().splitlines() or [f"{command[0]} fails"])[-1]
-    raise NoControllerError(
-        "No SLURM answers on this machine",
-        value=problem,
-        remedy="Submit from a login node of the cluster; or train here: --cluster local in the background, "
-        "--cluster debug in the foreground",
-    )
+    raise NoControllerError("No SLURM answers on this machine", value=problem,
+                            remedy="Submit from a login node of the cluster; or train here: --cluster local in the "
+                                   "background, --cluster debug in the foreground")  # fmt: skip
 
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
     """Parses the output of `scontrol show partition -o` and `scontrol show node -o`."""
     node_fields = [_fields(line) for line in nodes.splitlines() if line.startswith("NodeName=")]
-    found = []
-    for fields in map(_fields, partitions.splitlines()):
-        if "PartitionName" not in fields:
-            continue
-        name, time, count = fields["PartitionName"], fields.get("MaxTime", ""), fields.get("MaxNodes", "")
-        found.append(
-            Partition(
-                name=name,
-                is_default=fields.get("Default") == "YES",
-                max_time_min=None if time in _UNLIMITED else parse_time_min(time),
-                max_nodes=int(count) if count.isdigit() else None,
-                nodes=[_node(node) for node in node_fields if name in node.get("Partitions", "").split(",")],
-                is_up=fields.get("State", "UP") == "UP",
-            )
+    found = {fields.get("PartitionName", ""): fields for fields in map(_fields, partitions.splitlines())}
+    return [
+        Partition(
+            name=name,
+            is_default=fields.get("Default") == "YES",
+            max_time_min=None if (time := fields.get("MaxTime", "")) in _UNLIMITED else parse_time_min(time),
+            max_nodes=int(count) if (count := fields.get("MaxNodes", "")).isdigit() else None,
+            nodes=[_node(node) for node in node_fields if name in node.get("Partitions", "").split(",")],
+            is_up=fields.get("State", "UP") == "UP",
         )
-    return found
+        for name, fields in found.items()
+        if name
+    ]
 
 
 def _node(fields: Mapping[str, str]) -> Node:
@@ -440,7 +399,6 @@ _REASONS: Final[Mapping[str, str]] = {
     "BurstBufferResources": "it waits for burst buffers",
     "JobLaunchFailure": "its nodes could not start it (a log file that cannot be opened, or a fault of a node)",
     "launch failed requeued held": "it could not be started on its nodes, and is held (scontrol release lets it go)",
-    "launch_failed_requeued_held": "it could not be started on its nodes, and is held (scontrol release lets it go)",
     "RaisedSignal": "it was ended by a signal",
     "NonZeroExitCode": "it ended with an error",
     "TimeLimit": "its time was up",
@@ -448,10 +406,8 @@ _REASONS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 _LIMIT_REASONS: Final[Mapping[str, str]] = {
-    "AssocGrp": "a limit of its account is reached",
     "AssocMax": "a limit of its user in the account is reached",
     "Assoc": "a limit of its account is reached",
-    "QOSGrp": "a limit of its quality of service is reached",
     "QOSMax": "a limit of a user under its quality of service is reached",
     "QOSMin": "it asks for less than its quality of service allows",
     "QOS": "a limit of its quality of service is reached",
@@ -472,7 +428,7 @@ def reason_in_words(reason: str) -> str:
     """
     reason = reason.strip().strip("()")
     # Some reasons are followed by a comma and the nodes that they are about.
-    known = _REASONS.get(reason) or _REASONS.get(reason.partition(",")[0].strip())
+    known = _REASONS.get(reason) or _REASONS.get(reason.partition(",")[0].strip().replace("_", " "))
     if known:
         return known
     limits = (f"{words} ({reason})" for prefix, words in _LIMIT_REASONS.items() if reason.startswith(prefix))

@@ -1,27 +1,58 @@
-"""What a job does: it trains a run, and goes back into the queue when its time is nearly up."""
+"""What a job does: it trains a run, and goes back into the queue when its time is nearly up. And what is done after it,
+while it still exists: its ending is recorded, and its run started again if it may be.
+"""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from can_train.errors import RunError
-from can_train.slurm.client import left_at_time_limit, node_names, requeue_job
-from can_train.slurm.restart import JobOutcome, NoRestart, cluster_settings, decide_restart
-from can_train.training.attempts import WARNED, SlurmContext, StopRequests
-from can_train.training.run_folder import RunFolder
+from can_train.config.settings import ClusterSettings
+from can_train.errors import CanTrainError, RunError
+from can_train.memory.host import control_groups
+from can_train.slurm.client import (
+    is_job_running,
+    left_at_time_limit,
+    move_dependents,
+    node_names,
+    query_accounts,
+    requeue_job,
+    usable_nodes,
+)
+from can_train.slurm.run_state import HOST_OOM, last_error_line, log_causes
+from can_train.slurm.status import read_tail
+from can_train.training.run_folder import (
+    ENDING_BY_STATUS,
+    RESTARTED,
+    WARNED,
+    AttemptEnd,
+    Attempts,
+    JobRecord,
+    Registry,
+    RunFolder,
+    RunRecord,
+    SlurmContext,
+    StopRequests,
+    slurm_node_name,
+)
 
 if TYPE_CHECKING:
+    from can_train.slurm.script import Submission
     from can_train.training.distributed import RankPlace
 
 FIRST_PORT: Final = 15_000
-
 PORTS: Final = 17_000
 """Ports for rank 0, by job id: above those of services, below 32,768, where Linux's ephemeral ports begin."""
 
 Entry = Callable[[RunFolder, StopRequests], None]
 """Trains the run in a folder. It imports what takes long when it is called: by then signals are handled."""
+
+Resubmission = Callable[[RunFolder, ClusterSettings, "Submission"], JobRecord]
+"""Submits a run again."""
 
 
 @dataclass(frozen=True)
@@ -44,36 +75,27 @@ class Job:
         except SystemExit as stop:
             # Only after the attempt is recorded: a requeue kills this process where it stands.
             if stop.code == WARNED and not stop.__cause__:
-                _requeue_unless_leaving(stops)
+                context = SlurmContext.from_environment()
+                # One rank requeues for all; submitit's local executor has no queue.
+                may_requeue = context.rank == 0 and os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+                # SIGTERM after the warning may be the limit itself, or a person's scancel.
+                if may_requeue and (not stops.terminated or left_at_time_limit(context.job_id)):
+                    requeue_job(context.job_id)
             raise
 
     def _train(self, folder: RunFolder, stops: StopRequests) -> None:
+        """Trains; a warned job that may not go back into the queue exits with the reason as the cause."""
         try:
             self.entry(folder, stops)
         except SystemExit as stop:
             if stop.code == WARNED:
-                _check_restarts(folder)
+                restarts = folder.attempts.count_restarts(SlurmContext.from_environment().job_id)
+                decision = decide_restart(JobOutcome(ending="time_limit", restarts=restarts), cluster_settings(folder))
+                if isinstance(decision, NoRestart):
+                    raise SystemExit(WARNED) from RunError(
+                        "The job's time is up", value=decision.reason, remedy=f"Go on: can-train resume {folder.run_id}"
+                    )
             raise
-
-
-def _check_restarts(folder: RunFolder) -> None:
-    """Raises `SystemExit`, with the reason as its cause, unless the job may go back into the queue."""
-    restarts = folder.attempts.count_restarts(SlurmContext.from_environment().job_id)
-    decision = decide_restart(JobOutcome(ending="time_limit", restarts=restarts), cluster_settings(folder))
-    if isinstance(decision, NoRestart):
-        raise SystemExit(WARNED) from RunError(
-            "The job's time is up", value=decision.reason, remedy=f"Go on: can-train resume {folder.run_id}"
-        )
-
-
-def _requeue_unless_leaving(stops: StopRequests) -> None:
-    context = SlurmContext.from_environment()
-    # One rank requeues for all; submitit's local executor has no queue.
-    if context.rank != 0 or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
-        return
-    # SIGTERM after the warning may be the limit itself, or a person's scancel.
-    if not stops.terminated or left_at_time_limit(context.job_id):
-        requeue_job(context.job_id)
 
 
 def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
@@ -98,3 +120,325 @@ def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
         address=environment.get("MASTER_ADDR") or node_names(nodes)[0],
         port=int(environment.get("MASTER_PORT") or FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS),
     )
+
+
+# Whether and how a run starts again
+
+MEMORY_GROWTH: Final = 1.5
+"""Factor of a job's memory after the host ran out of it: twice it makes 2.25, three times 3.4."""
+_FINE_STEP_MIB, _FINE_UP_TO_MIB, _COARSE_STEP_MIB = 100, 4096, 1024
+"""Memory is asked for in steps that people would choose: 100 MiB up to 4 GiB, then whole GiB."""
+_KILLED: Final = 128 + 9
+_CARRIED_OVER: Final = ("partition", "account", "qos", "time", "mem", "exclude")
+"""Resources that the next job asks for as the last one did, whatever the run's configuration says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOutcome:
+    """What is known of a job whose training has ended.
+
+    Attributes:
+        ending: As `AttemptEnd` has it.
+        restarts: How often can-train requeued the job.
+        resubmits: How often the run was submitted again after an out-of-memory.
+        one_sample, should_fit, foreign_bytes: As `OutOfMemoryDetails` has them.
+        memory_mib, most_memory_mib: Of the job on each node, and of the partition's largest node; None: unknown.
+        has_other_nodes: Whether the partition has enough nodes besides those to avoid.
+    """
+
+    ending: str
+    restarts: int = 0
+    resubmits: int = 0
+    one_sample: bool = False
+    should_fit: bool = False
+    foreign_bytes: int = 0
+    memory_mib: int | None = None
+    most_memory_mib: int | None = None
+    has_other_nodes: bool = False
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """The job goes back into the queue as it is."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resubmit:
+    """The run gets a new job, with more memory or without the nodes of the old one."""
+
+    reason: str
+    memory_mib: int | None = None
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True)
+class NoRestart:
+    """Nothing is started; the reason is empty where it needs no words."""
+
+    reason: str = ""
+
+
+Decision = Requeue | Resubmit | NoRestart
+
+
+def infer_ending(recorded: str, *, status: int, host_oom: bool) -> str:
+    """Decides how a training ended.
+
+    Args:
+        recorded: The ending that its processes recorded; empty where they could not.
+        status: Exit status of the job step: the largest of its ranks'.
+        host_oom: Whether the kernel killed a process because the job's memory ran out.
+
+    Returns:
+        One of the endings of `AttemptEnd`.
+    """
+    if recorded == "finished":
+        return recorded
+    if host_oom:
+        return "host_oom"
+    # srun terminates the other ranks of one that was killed.
+    if status == _KILLED and recorded in ("", "terminated"):
+        return "killed"
+    return recorded or ENDING_BY_STATUS.get(status, "failed")
+
+
+def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Decision:
+    """Decides whether and how a run starts again, no more often than its settings allow."""
+    if outcome.ending in RESTARTED:
+        what = "the time limit" if outcome.ending == "time_limit" else "a killed process"
+        if outcome.restarts < limits.max_restarts:
+            return Requeue(what)
+        return NoRestart(f"{what}, after {_times(outcome.restarts)} back into the queue (cluster.max_restarts)")
+    if outcome.ending not in ("host_oom", "gpu_oom"):
+        return NoRestart()
+    decision = _with_more_memory(outcome) if outcome.ending == "host_oom" else _on_another_device(outcome)
+    if isinstance(decision, Resubmit) and outcome.resubmits >= limits.oom_resubmits:
+        what = decision.reason.partition(":")[0]
+        return NoRestart(f"{what}, after {_times(outcome.resubmits)} submitted again (cluster.oom_resubmits)")
+    return decision
+
+
+def _with_more_memory(outcome: JobOutcome) -> Decision:
+    had, most = outcome.memory_mib, outcome.most_memory_mib
+    if had is None:
+        return NoRestart("host out-of-memory, and how much the job had is not known")
+    if most is not None and had >= most:
+        return NoRestart(f"host out-of-memory with {had}M, and no node of the partition has more")
+    memory = grown_memory_mib(had, most_mib=most)
+    return Resubmit(f"host out-of-memory: {memory}M instead of {had}M", memory_mib=memory)
+
+
+def grown_memory_mib(had_mib: int, *, most_mib: int | None = None) -> int:
+    """Returns the memory of the next job: `MEMORY_GROWTH` times as much, in round figures, and no more than there is.
+
+    >>> grown_memory_mib(400), grown_memory_mib(16384), grown_memory_mib(3000, most_mib=4000)
+    (600, 24576, 4000)
+    """
+    wanted = MEMORY_GROWTH * had_mib
+    step = _FINE_STEP_MIB if wanted <= _FINE_UP_TO_MIB else _COARSE_STEP_MIB
+    memory = -int(-wanted // step) * step
+    return memory if most_mib is None else min(memory, most_mib)
+
+
+def _on_another_device(outcome: JobOutcome) -> Decision:
+    if outcome.one_sample or not outcome.should_fit:
+        return NoRestart()
+    why = f"others held {outcome.foreign_bytes >> 20} MiB" if outcome.foreign_bytes else "it should fit"
+    where = "another node" if outcome.has_other_nodes else "again, for want of another node"
+    return Resubmit(f"CUDA out-of-memory: {why}; {where}", elsewhere=outcome.has_other_nodes)
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+def count_oom_resubmits(jobs: Sequence[JobRecord]) -> int:
+    """Counts the last jobs in a row that were submitted after an out-of-memory; a person's submission ends the row."""
+    return sum(1 for _ in takewhile(lambda job: is_oom_reason(job.reason), reversed(jobs)))
+
+
+def is_oom_reason(reason: str) -> bool:
+    """Returns whether a job's reason is one that a `Resubmit` gave it."""
+    return reason.startswith(("host out-of-memory: ", "CUDA out-of-memory: "))
+
+
+def cluster_settings(folder: RunFolder) -> ClusterSettings:
+    """Reads what a run asks of its cluster.
+
+    Raises:
+        RunError: Its configuration cannot be read.
+    """
+    return ClusterSettings(**folder.config().get("cluster", {}))
+
+
+def next_cluster(cluster: ClusterSettings, last: Mapping[str, Any], decision: Resubmit) -> ClusterSettings:
+    """Decides what the next job asks for, given the run's configuration and the resources of its last job."""
+    changes: dict[str, Any] = {name: str(last[name]) for name in _CARRIED_OVER if name in last}
+    if decision.memory_mib is not None:
+        # sbatch takes one of --mem, --mem-per-cpu and --mem-per-gpu.
+        additional = cluster.additional.items()
+        others = {name: text for name, text in additional if not name.replace("_", "-").startswith("mem-per-")}
+        changes |= {"mem": f"{decision.memory_mib}M", "additional": others}
+    elif not decision.elsewhere:
+        # No other node is left, so those that were avoided are tried again; a person's own exclusions stay.
+        changes["exclude"] = cluster.exclude
+    return replace(cluster, **changes)
+
+
+# After a job: what is recorded, and what is done
+
+_REGISTRATION_WAIT_S: Final = 10.0
+"""A job that fails at once may be over before the submitting process has entered it into the registry."""
+_LOOK_INTERVAL_S: Final = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EndedJob:
+    """A job that is over; `end` is what its processes recorded, None where they could not."""
+
+    run: RunRecord
+    job: JobRecord
+    folder: RunFolder
+    attempts: Attempts
+    end: AttemptEnd | None
+    registry: Registry
+
+    @property
+    def nodes_to_avoid(self) -> list[str]:
+        """The nodes that this job avoided, and the one whose memory ran out."""
+        before = node_names(str(self.job.resources.get("exclude", "")))
+        return list(dict.fromkeys([*before, self.end.host if self.end else slurm_node_name()]))
+
+
+def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environment: bytes) -> str:
+    """Records how the job around this process ended, and starts its run again where that makes sense.
+
+    Args:
+        resubmit: `submit.submit_job`, with what the job calls.
+        state_dir: State folder, which has the registry.
+        status: Exit status of the job step.
+        environment: Variables that the job began with, before its script set any (`remembered_environment`): those
+            of a job in its place.
+
+    Returns:
+        What was done, in words; empty: nothing worth saying.
+    """
+    ended = _find_ended_job(state_dir)
+    if ended is None or (ended.end and ended.end.ending == "finished"):
+        return ""
+    log = read_tail(Path(ended.job.log_path))
+    job_id = ended.job.job_id
+    host_oom = host_memory_ran_out(job_id, log)
+    ending = infer_ending(ended.end.ending if ended.end else "", status=status, host_oom=host_oom)
+    decision = decide_restart(_outcome(ended, ending), cluster_settings(ended.folder))
+    _record_end(ended, ending, decision, last_error_line(log) or f"exit status {status}")
+    if isinstance(decision, NoRestart):
+        return decision.reason
+    was_cancelled = any(cancel.time > ended.job.time for cancel in ended.registry.cancels(ended.run.run_id))
+    # A job that SLURM is ending is restarted by SLURM (preemption, a failed node) or by nobody (scancel).
+    if was_cancelled or not is_job_running(job_id):
+        return ""
+    if isinstance(decision, Requeue):
+        done = requeue_job(job_id)
+        return f"{decision.reason}: {'put back into the queue' if done else 'SLURM refuses to put the job back'}"
+    try:
+        job = _resubmit(ended, decision, resubmit, state_dir, environment)
+    except CanTrainError as error:
+        return f"{decision.reason}: could not be submitted again. {error}"
+    move_dependents(job_id, job.job_id)
+    return f"{decision.reason}: submitted again as job {job.job_id}"
+
+
+def _find_ended_job(state_dir: Path) -> _EndedJob | None:
+    """Finds the run of the job around this process; None where there is none."""
+    context, registry = replace(SlurmContext.from_environment(), rank=0), Registry(state_dir)
+    until = time.monotonic() + _REGISTRATION_WAIT_S
+    while context.job_id:
+        # The newest first: SLURM may have begun to count its jobs anew.
+        jobs = ((run, job) for run in reversed(registry.runs()) for job in reversed(registry.jobs(run.run_id)))
+        for run, job in jobs:
+            if (job.executor, job.job_id) == ("slurm", context.job_id):
+                folder = RunFolder(Path(run.path))
+                attempts = Attempts(folder.path, context)
+                end = attempts.end_in(context)
+                return _EndedJob(run=run, job=job, folder=folder, attempts=attempts, end=end, registry=registry)
+        if time.monotonic() > until:
+            break
+        time.sleep(_LOOK_INTERVAL_S)
+    return None
+
+
+def host_memory_ran_out(job_id: str, log: str) -> bool:
+    """Returns whether the kernel killed a process of the job around this process because the job's memory ran out.
+
+    The log, the control groups and the accounting are asked: depending on the cluster's configuration, each of them
+    may be silent.
+    """
+    if HOST_OOM in log_causes(log):
+        return True
+    # Groups above the job's count the kills of other jobs, too.
+    if any(re.fullmatch(r"job_\d+", group.path.name) and group.has_killed() for group in control_groups()):
+        return True
+    rows = query_accounts(job_id) or []
+    return any(step.state == "OUT_OF_MEMORY" for row in rows for step in row.steps)
+
+
+def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
+    details: Mapping[str, Any] = ended.end.details if ended.end and ending == "gpu_oom" else {}
+    nodes = usable_nodes(os.environ.get("SLURM_JOB_PARTITION", "")) if ending in ("host_oom", "gpu_oom") else []
+    others = {node.name for node in nodes}.difference(ended.nodes_to_avoid if nodes else ())
+    return JobOutcome(
+        ending=ending,
+        restarts=ended.attempts.count_restarts(ended.job.job_id),
+        resubmits=count_oom_resubmits(ended.registry.jobs(ended.run.run_id)),
+        **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
+        memory_mib=job_memory_mib(os.environ),
+        most_memory_mib=max((node.memory_mib for node in nodes), default=None),
+        has_other_nodes=len(others) >= cluster_settings(ended.folder).nodes,
+    )
+
+
+def job_memory_mib(environment: Mapping[str, str]) -> int | None:
+    """Returns the memory that a job has on each node, in MiB; None where SLURM does not say."""
+    for unit, times in {"NODE": "", "CPU": "SLURM_CPUS_ON_NODE", "GPU": "SLURM_GPUS_ON_NODE"}.items():
+        amount, number = environment.get(f"SLURM_MEM_PER_{unit}", ""), environment.get(times, "1")
+        if amount.isdigit() and number.isdigit():
+            return int(amount) * int(number)
+    return None
+
+
+def _record_end(ended: _EndedJob, ending: str, decision: Decision, error: str) -> None:
+    """Records what the processes of the attempt could not know, or had no time to record."""
+    end, why_not = ended.end, decision.reason if isinstance(decision, NoRestart) else ""
+    is_recorded = end is not None and end.ending == ending
+    if is_recorded and (not why_not or ending == "time_limit"):
+        return
+    messages = {
+        "failed": error,
+        "killed": "A process was killed (SIGKILL)",
+        "host_oom": "The system killed a process for want of memory",
+    }
+    message = end.message if end and is_recorded else messages.get(ending, "")
+    ended.attempts.record_end(ending, ". ".join(filter(None, (why_not, message))), end.details if end else {})
+
+
+def _resubmit(
+    ended: _EndedJob, decision: Resubmit, resubmit: Resubmission, state_dir: Path, environment: bytes
+) -> JobRecord:
+    # submitit takes longer to import than all else here, and most jobs need no new one.
+    from can_train.slurm.script import Submission, remembered_environment
+    from can_train.slurm.script import environment as replaced_environment
+
+    submission = Submission(name=ended.run.key, state_dir=state_dir, reason=decision.reason)
+    cluster = next_cluster(cluster_settings(ended.folder), ended.job.resources, decision)
+    avoiding = replace(cluster, exclude=",".join(ended.nodes_to_avoid)) if decision.elsewhere else cluster
+    with replaced_environment(remembered_environment(environment)):
+        try:
+            return resubmit(ended.folder, avoiding, submission)
+        except RunError:
+            if avoiding == cluster:
+                raise
+            # No other node has what else is asked for.
+            return resubmit(ended.folder, cluster, submission)

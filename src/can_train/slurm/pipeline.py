@@ -6,11 +6,18 @@ from datetime import datetime
 from typing import Final
 
 from can_train.config.compose import RunRequest, config_folder, presets
-from can_train.config.resolved import ResolvedRun, plain_from_yaml
-from can_train.config.task_settings import Prerequisite
+from can_train.config.resolved import Prerequisite, ResolvedRun, plain_from_yaml
 from can_train.errors import ConfigError, unknown_name
-from can_train.slurm.duplicates import data_files, identity_config
-from can_train.slurm.prerequisites import PastRuns, chosen, is_whole, misfits, settled_prerequisites, with_folders
+from can_train.slurm.past_runs import (
+    PastRuns,
+    data_files,
+    identity_config,
+    is_whole,
+    misfits,
+    resolve_prerequisites,
+    source_notice,
+    with_folders,
+)
 from can_train.slurm.run_state import RunState
 from can_train.slurm.status import KnownRun
 
@@ -55,15 +62,20 @@ def load_stages(preset: str) -> list[PipelineStage]:
     try:
         stages = [PipelineStage(**plain) for plain in plain_from_yaml(path.read_text())["stages"]]
     except (ValueError, TypeError, KeyError) as error:
-        known = ", ".join(one.name for one in fields(PipelineStage))
-        raise ConfigError(
-            "A pipeline is a list of stages", value=f"{path}: {error}", remedy=f"Each stage has: {known}"
-        ) from error
-    _check_order(stages)
+        raise ConfigError("A pipeline is a list of stages", value=f"{path}: {error}",
+                          remedy=f"Each stage has: {', '.join(one.name for one in fields(PipelineStage))}",
+                          ) from error  # fmt: skip
+    seen: set[str] = set()
+    for stage in stages:
+        late = [name for names in stage.needs.values() for name in names if name not in seen]
+        if late or stage.name in seen:
+            value = f"{stage.name} needs {', '.join(late)}" if late else f"{stage.name} is there twice"
+            raise ConfigError("A stage has a unique name and follows the stages that it needs", value=value)
+        seen.add(stage.name)
     return stages
 
 
-def selected(stages: Sequence[PipelineStage], names: Sequence[str]) -> list[PipelineStage]:
+def select_stages(stages: Sequence[PipelineStage], names: Sequence[str]) -> list[PipelineStage]:
     """Returns the named stages, in the pipeline's order.
 
     Raises:
@@ -98,16 +110,6 @@ def split_sets(sets: Sequence[str], stages: Sequence[PipelineStage]) -> dict[str
     return found
 
 
-def _check_order(stages: Sequence[PipelineStage]) -> None:
-    seen: set[str] = set()
-    for stage in stages:
-        late = [name for names in stage.needs.values() for name in names if name not in seen]
-        if late or stage.name in seen:
-            value = f"{stage.name} needs {', '.join(late)}" if late else f"{stage.name} is there twice"
-            raise ConfigError("A stage has a unique name and follows the stages that it needs", value=value)
-        seen.add(stage.name)
-
-
 REUSED: Final = "reused"
 RESUMED: Final = "goes on"
 RUNNING_ALREADY: Final = "at work"
@@ -134,7 +136,7 @@ class PlannedStage:
         what: REUSED, RESUMED, RUNNING_ALREADY or NEW.
         known: The existing run; None if `what` is NEW.
         state: The state of an existing run that has not finished.
-        notices: Sentences about runs that were chosen.
+        notices: Sentences about the runs that it builds on.
     """
 
     stage: PipelineStage
@@ -175,64 +177,52 @@ def plan_stages(requests: Sequence[StageRequest], context: PipelineContext) -> l
         CanTrainError: A stage needs a run that does not exist, does not fit, or has not finished.
     """
     steps: dict[str, PlannedStage] = {}
-    for one in requests:
-        steps[one.stage.name] = _planned(one, steps, context)
+    for wanted in requests:
+        run, sources, notices = wanted.run, {}, []
+        for needed in run.prerequisites:
+            source = None if getattr(run.mode, needed.role) else _find_source(wanted, needed, steps, context)
+            if isinstance(source, PlannedStage):
+                sources[needed.role] = source.name
+            elif source is not None:
+                run = with_folders(run, {needed.role: source.folder.path})
+                notices.append(source_notice(needed, source))
+        run, others = resolve_prerequisites(run, wanted.request, context.past, later=sources)
+        made = {role: known for role, name in sources.items() if (known := steps[name].known) is not None}
+        run = with_folders(run, {role: known.folder.path for role, known in made.items()})
+        # Also where nothing is used again: it raises an error if the data do not exist.
+        data_time = max((file.stat().st_mtime for file in data_files(run)), default=0.0)
+        step = PlannedStage(stage=wanted.stage, run=run, sources=sources, what=NEW, notices=[*notices, *others])
+        if not context.force and len(made) == len(sources):
+            step = _with_earlier_run(step, data_time, context)
+        steps[wanted.stage.name] = step
     return list(steps.values())
 
 
-def _planned(wanted: StageRequest, before: Mapping[str, PlannedStage], context: PipelineContext) -> PlannedStage:
-    run, sources, notices = wanted.run, {}, []
-    for needed in run.prerequisites:
-        if getattr(run.mode, needed.role):
-            continue
-        source = _source(wanted, needed, before, context)
-        if isinstance(source, PlannedStage):
-            _check(source, run, needed)
-            sources[needed.role] = source.name
-        elif source is not None:
-            run = with_folders(run, {needed.role: source.folder.path})
-            notices.append(chosen(needed, source))
-    run, others = settled_prerequisites(run, wanted.request, context.past, later=sources)
-    made = {role: known for role, name in sources.items() if (known := before[name].known) is not None}
-    run = with_folders(run, {role: known.folder.path for role, known in made.items()})
-    step = PlannedStage(stage=wanted.stage, run=run, sources=sources, what=NEW, notices=[*notices, *others])
-    since = _data_changed(run)
-    return step if context.force or len(made) < len(sources) else _again(step, since, context)
-
-
-def _source(
+def _find_source(
     wanted: StageRequest, needed: Prerequisite, before: Mapping[str, PlannedStage], context: PipelineContext
 ) -> PlannedStage | KnownRun | None:
-    """Returns the stage or finished run that fills a role; None leaves the choice to `settled_prerequisites`.
+    """Returns the stage or finished run that fills a role; None leaves the choice to `resolve_prerequisites`.
 
     Of the stages that can fill the role, the first one that is selected or was trained earlier is taken.
     """
     for name in wanted.stage.needs.get(needed.role, ()):
         if name in before:
+            different = misfits(before[name].run.config, wanted.run, needed)
+            if different:
+                raise ConfigError(f"What stage {name} makes does not fit as {needed.what}",
+                                  value="; ".join(different),
+                                  remedy="Give both stages the same data and settings")  # fmt: skip
             return before[name]
-        found = context.past.newest(wanted.run, _narrowed(needed, context.stages[name]))
+        stage = context.stages[name]
+        modes, sizes = (stage.mode,) if stage.mode else needed.modes, (stage.size,) if stage.size else needed.sizes
+        of_stage = replace(needed, models=(stage.model,), modes=modes, sizes=sizes)
+        found = context.past.newest(wanted.run, of_stage)
         if found is not None:
             return found
     return None
 
 
-def _narrowed(needed: Prerequisite, stage: PipelineStage) -> Prerequisite:
-    """Restricts a prerequisite to what a stage trains."""
-    modes, sizes = (stage.mode,) if stage.mode else needed.modes, (stage.size,) if stage.size else needed.sizes
-    return replace(needed, models=(stage.model,), modes=modes, sizes=sizes)
-
-
-def _check(source: PlannedStage, run: ResolvedRun, needed: Prerequisite) -> None:
-    different = misfits(source.run.config, run, needed)
-    if different:
-        raise ConfigError(
-            f"What stage {source.name} makes does not fit as {needed.what}",
-            value="; ".join(different),
-            remedy="Give both stages the same data and settings",
-        )
-
-
-def _again(step: PlannedStage, since: float, context: PipelineContext) -> PlannedStage:
+def _with_earlier_run(step: PlannedStage, since: float, context: PipelineContext) -> PlannedStage:
     """Looks for a run that has done the same since the data last changed, or that was interrupted in it."""
     roles = [needed.role for needed in step.run.prerequisites]
     wanted = identity_config(step.run.config, roles)
@@ -251,12 +241,3 @@ def _again(step: PlannedStage, since: float, context: PipelineContext) -> Planne
         return step
     state = context.state_of(begun)
     return replace(step, what=RUNNING_ALREADY if state.live else RESUMED, known=begun, state=state)
-
-
-def _data_changed(run: ResolvedRun) -> float:
-    """Returns the time at which the data last changed, in seconds since the epoch; 0 for generated data.
-
-    Raises:
-        MissingDataError: The data do not exist.
-    """
-    return max((file.stat().st_mtime for file in data_files(run)), default=0.0)

@@ -20,9 +20,8 @@ from can_train.slurm.client import (
 )
 
 if TYPE_CHECKING:
-    from can_train.io.processes import AttemptStart
-    from can_train.training.attempts import AttemptEnd
-    from can_train.training.run_folder import CancelRecord, JobRecord, RunRecord
+    from can_train.io.records import AttemptStart
+    from can_train.training.run_folder import AttemptEnd, CancelRecord, JobRecord, RunRecord
 
 QUEUED: Final = "queued"
 RUNNING: Final = "running"
@@ -36,7 +35,6 @@ NODE_FAILURE: Final = "node failure"
 CANCELLED: Final = "cancelled"
 NEVER_STARTED: Final = "never started"
 LIVE: Final = (QUEUED, RUNNING)
-
 CAUSES: Final = (
     FINISHED, FAILED, GPU_OOM, HOST_OOM, TIME_LIMIT, PREEMPTED, NODE_FAILURE, CANCELLED, NEVER_STARTED,
 )  # fmt: skip
@@ -47,59 +45,35 @@ REQUEUED: Final = "requeued"
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFacts:
-    """What is known of one attempt.
-
-    Attributes:
-        start: The record of its start.
-        end: How it ended, as its process recorded; None: it did not.
-        alive: Whether its process runs; None: this machine cannot know, or it is in a job.
-    """
+    """What is known of one attempt."""
 
     start: AttemptStart
-    end: AttemptEnd | None = None
-    alive: bool | None = None
+    end: AttemptEnd | None = None  # as its process recorded
+    alive: bool | None = None  # whether its process runs; None: this machine cannot know, or it is in a job
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What is known of a run.
-
-    Attributes:
-        run: The registry's entry.
-        jobs: Its jobs, the first one first.
-        cancels: When a person asked to cancel it.
-        attempts: Its attempts, the first one first.
-        result: The content of `result.json`; None: the run has not finished.
-        has_folder: Whether its folder exists.
-        job_alive: Whether the process that controls its last job runs; None: this machine cannot know.
-        answer: What SLURM knows of its jobs.
-        log_tail: The end of the log of its last job.
-    """
+    """What is known of a run; its jobs and attempts are in their order."""
 
     run: RunRecord
     jobs: Sequence[JobRecord] = ()
     cancels: Sequence[CancelRecord] = ()
     attempts: Sequence[AttemptFacts] = ()
-    result: Mapping[str, Any] | None = None
+    result: Mapping[str, Any] | None = None  # the content of `result.json`; None: the run has not finished
     has_folder: bool = True
-    job_alive: bool | None = None
+    job_alive: bool | None = None  # whether the process that controls its last job runs; None: not known here
     answer: SlurmAnswer = field(default_factory=lambda: SlurmAnswer(queue=(), accounts=()))
-    log_tail: str = ""
+    log_tail: str = ""  # of its last job
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunState:
-    """The state of a run.
-
-    Attributes:
-        state: One of `LIVE` or `CAUSES`.
-        sentence: More about it, in words.
-        certain: False where only the files say so: neither SLURM nor the process can be asked from here.
-    """
+    """The state of a run: one of `LIVE` or `CAUSES`, and more about it in words."""
 
     state: str
     sentence: str = ""
-    certain: bool = True
+    certain: bool = True  # False where only the files say so: neither SLURM nor the process can be asked from here
 
     @property
     def live(self) -> bool:
@@ -163,15 +137,16 @@ _OOM: Final = "OUT_OF_MEMORY"
 """SLURM's state of a job or a step whose process the kernel killed for its memory."""
 
 
-def classify_exit(end: AttemptEnd | None, row: AccountRow | None, log: str, *, cancel_requested: bool) -> RunState:
-    """Decides how an attempt ended.
+def classify_exit(attempt: AttemptFacts | None, row: AccountRow | None, log: str, facts: RunFacts) -> RunState:
+    """Decides how an attempt ended, or a job that began none.
 
     Args:
-        end: What its process recorded; None: nothing.
+        attempt: What its process recorded; None: it began no attempt.
         row: SLURM's account of it; None: there is none.
         log: The end of its log; empty where the log is not its own.
-        cancel_requested: Whether a person asked can-train to cancel it.
+        facts: All about the run.
     """
+    end = attempt.end if attempt else None
     ending = end.ending if end else None
     if end is not None and ending in _CONCLUSIVE:
         return _recorded(end)
@@ -183,23 +158,21 @@ def classify_exit(end: AttemptEnd | None, row: AccountRow | None, log: str, *, c
     oom_in_account = row is not None and _OOM in (row.state, *(step.state for step in row.steps))
     if is_consequence and by_slurm != TIME_LIMIT and (oom_in_account or causes[-1:] == [HOST_OOM]):
         memory = f" ({row.memory} of each node)" if row and row.memory else ""
-        return RunState(state=HOST_OOM, sentence=f"it needed more memory than its job had asked for{memory}")
+        return RunState(HOST_OOM, f"it needed more memory than its job had asked for{memory}")
     if row is not None and by_slurm is not None:
-        return RunState(state=by_slurm, sentence=_ended_by_slurm(by_slurm, row, end))
+        return RunState(by_slurm, _ended_by_slurm(by_slurm, row, end))
     # A process records "terminated" also when SLURM requeues or ends its job: whoever ended it knows more.
     if ending in (None, "terminated"):
         if row is not None and row.state == "REQUEUED":
-            return RunState(state=REQUEUED)
+            return RunState(REQUEUED)
         if causes:
-            return RunState(state=causes[-1], sentence="as its log says")
+            return RunState(causes[-1], "as its log says")
     if end is not None:
         return _recorded(end)
-    if cancel_requested and row is None:
-        return RunState(state=CANCELLED)
+    if row is None and any(attempt is None or cancel.time >= attempt.start.start_time for cancel in facts.cancels):
+        return RunState(CANCELLED)
     known = "; ".join(filter(None, [_exit_words(row) if row else "", last_error_line(log)]))
-    return RunState(
-        state=FAILED, sentence=known or "its process ended without a record, and nothing shows what ended it"
-    )
+    return RunState(FAILED, known or "its process ended without a record, and nothing shows what ended it")
 
 
 def log_causes(text: str) -> list[str]:
@@ -233,19 +206,17 @@ def _recorded(end: AttemptEnd) -> RunState:
     # Where a single sample does not fit, only another card helps.
     if state == GPU_OOM and end.details.get("one_sample") and cards and str(cards) not in end.message:
         parts.append(f"cards that would hold it: {cards}")
-    return RunState(state=state, sentence="; ".join(filter(None, parts)))
+    return RunState(state, "; ".join(filter(None, parts)))
 
 
 def _ended_by_slurm(cause: str, row: AccountRow, end: AttemptEnd | None) -> str:
-    what = ""
-    if cause == TIME_LIMIT and row.time_limit:
-        what = f"its limit of {row.time_limit} was up"
-    elif cause == NODE_FAILURE and row.nodes:
-        what = f"of {row.nodes}"
-    elif cause == PREEMPTED and row.nodes:
-        what = f"on {row.nodes}, by a job that comes before it"
+    words = {
+        TIME_LIMIT: f"its limit of {row.time_limit} was up" if row.time_limit else "",
+        NODE_FAILURE: f"of {row.nodes}" if row.nodes else "",
+        PREEMPTED: f"on {row.nodes}, by a job that comes before it" if row.nodes else "",
+    }
     saved = "saved before it ended" if end is not None and end.ending != "failed" else ""
-    return ", ".join(filter(None, [what, saved]))
+    return ", ".join(filter(None, [words.get(cause), saved]))
 
 
 def _exit_words(row: AccountRow) -> str:
@@ -277,7 +248,6 @@ def _exit_words(row: AccountRow) -> str:
 
 _UNOPENED: Final = "0:53"
 """Exit code of a job whose folder or log could not be opened, so that nothing of it ran."""
-
 _UNLAUNCHED: Final = "JobLaunchFailure"
 """SLURM's reason for the same."""
 
@@ -286,10 +256,8 @@ def infer_run_state(facts: RunFacts) -> RunState:
     """Decides what state a run is in."""
     if facts.result is not None:
         loss, epoch = facts.result.get("best_validation_loss"), facts.result.get("best_epoch")
-        is_known = isinstance(loss, int | float)
-        return RunState(
-            state=FINISHED, sentence=f"best validation loss {loss:.4g} after epoch {epoch}" if is_known else ""
-        )
+        best = f"best validation loss {loss:.4g} after epoch {epoch}" if isinstance(loss, int | float) else ""
+        return RunState(FINISHED, best)
     row = live_row(facts)
     if row is not None:
         return _state_in_queue(row, facts)
@@ -300,9 +268,7 @@ def infer_run_state(facts: RunFacts) -> RunState:
         return replace(found, sentence="but its result.json is gone")
     if found.state == REQUEUED:
         # The job was requeued, and left the queue again before anybody looked.
-        return RunState(
-            state=CANCELLED if facts.cancels else FAILED, sentence="it left the queue, and SLURM does not say why"
-        )
+        return RunState(CANCELLED if facts.cancels else FAILED, "it left the queue, and SLURM does not say why")
     return found
 
 
@@ -313,7 +279,7 @@ def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
     if is_last and attempt.end is None:
         row = live_row(facts)
         if row is not None and row.job_id == job_id and row.state in ACTIVE:
-            return RunState(state=RUNNING)
+            return RunState(RUNNING)
         if not job_id and attempt.alive is not False:
             return _process_state(attempt, facts)
     rows = [row for row in facts.answer.accounts or () if row.job_id == job_id]
@@ -322,7 +288,7 @@ def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
         account = _final_row(job_id, facts) if is_last else None
     # The log at hand is that of the last job.
     log = facts.log_tail if is_last and job_id else ""
-    return classify_exit(attempt.end, account, log, cancel_requested=_cancel_requested(attempt, facts))
+    return classify_exit(attempt, account, log, facts)
 
 
 def slurm_jobs(facts: RunFacts) -> list[str]:
@@ -344,16 +310,15 @@ def _state_in_queue(row: QueueRow, facts: RunFacts) -> RunState:
     if row.state in WAITING:
         why = reason_in_words(row.reason)
         if row.reason == NEVER_SATISFIED and not attempts:
-            return RunState(state=NEVER_STARTED, sentence=f"{why}; can-train cancel takes it out of the queue")
+            return RunState(NEVER_STARTED, f"{why}; can-train cancel takes it out of the queue")
         history = f"before that: {_in_words(infer_attempt_state(attempts[-1], facts))}" if attempts else ""
-        return RunState(state=QUEUED, sentence="; ".join(filter(None, [why, history, again])))
+        return RunState(QUEUED, "; ".join(filter(None, [why, history, again])))
     where = f"on {row.nodes}" if row.nodes else "in its job"
     if attempts and attempts[-1].end is not None:
         # The job is about to leave the queue or to be requeued, or its next attempt is about to begin.
-        ended = _in_words(classify_exit(attempts[-1].end, None, "", cancel_requested=False))
-        return RunState(state=RUNNING, sentence=f"{where}; an attempt ended ({ended}), its job has not")
-    where = where if attempts else f"starting {where}"
-    return RunState(state=RUNNING, sentence="; ".join(filter(None, [where, again])))
+        ended = _in_words(_recorded(attempts[-1].end))
+        return RunState(RUNNING, f"{where}; an attempt ended ({ended}), its job has not")
+    return RunState(RUNNING, "; ".join(filter(None, [where if attempts else f"starting {where}", again])))
 
 
 def _state_after_queue(facts: RunFacts) -> RunState:
@@ -365,41 +330,35 @@ def _state_after_queue(facts: RunFacts) -> RunState:
         if not in_job and attempt.start.start_time < job.time:
             attempt = None
     job_id = attempt.start.job_id if attempt else job.job_id if job and job.executor == "slurm" else ""
-    if job_id:
-        return _slurm_state(job_id, attempt, facts)
-    return _process_state(attempt, facts) if attempt else _unstarted_process_state(job, facts)
-
-
-def _slurm_state(job_id: str, attempt: AttemptFacts | None, facts: RunFacts) -> RunState:
+    if not job_id:
+        return _process_state(attempt, facts) if attempt else _unstarted_process_state(job, facts)
     end = attempt.end if attempt else None
     # A job whose process stopped at a signal may have been requeued.
     if facts.answer.queue is None and (end is None or end.ending in ("terminated", "time_limit")):
         state = RUNNING if attempt and end is None else QUEUED
         sentence = f"as far as its files say; SLURM, which has its job {job_id}, does not answer here"
-        return RunState(state=state, sentence=sentence, certain=False)
+        return RunState(state, sentence, certain=False)
     row = _final_row(job_id, facts)
-    if attempt is None:
-        return _unstarted_job_state(row, facts)
-    return classify_exit(end, row, facts.log_tail, cancel_requested=_cancel_requested(attempt, facts))
+    return classify_exit(attempt, row, facts.log_tail, facts) if attempt else _unstarted_job_state(row, facts)
 
 
 def _unstarted_job_state(row: AccountRow | None, facts: RunFacts) -> RunState:
     """The state where a job is over and began no attempt: it never started, or failed before the training did."""
     if row is None and not facts.log_tail:
-        gone = "SLURM no longer knows its job, and it printed nothing"
-        return RunState(state=CANCELLED if facts.cancels else NEVER_STARTED, sentence=gone)
+        state = CANCELLED if facts.cancels else NEVER_STARTED
+        return RunState(state, "SLURM no longer knows its job, and it printed nothing")
     unopened = row is not None and (row.exit_code == _UNOPENED or row.reason == _UNLAUNCHED)
     if row is None or (row.nodes and not unopened):
-        return classify_exit(None, row, facts.log_tail, cancel_requested=bool(facts.cancels))
+        return classify_exit(None, row, facts.log_tail, facts)
     # SLURM itself cancels a job whose dependency failed, and names no person. squeue has that reason some seconds
     # before sacct.
     reasons = [row.reason, *(queued.reason for queued in facts.answer.queue or () if queued.job_id == row.job_id)]
     unmet = not row.by_person and any(reason.startswith("Dependency") for reason in reasons)
     if row.state == "CANCELLED" and not unmet:
         why = reason_in_words(row.reason)
-        return RunState(state=CANCELLED, sentence="before it started" + (f"; then, {why}" if why else ""))
+        return RunState(CANCELLED, "before it started" + (f"; then, {why}" if why else ""))
     reason = NEVER_SATISFIED if unmet else _UNLAUNCHED if unopened else row.reason
-    return RunState(state=NEVER_STARTED, sentence=reason_in_words(reason))
+    return RunState(NEVER_STARTED, reason_in_words(reason))
 
 
 def _final_row(job_id: str, facts: RunFacts) -> AccountRow | None:
@@ -417,22 +376,19 @@ def _final_row(job_id: str, facts: RunFacts) -> AccountRow | None:
 
 def _process_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
     """The state where the latest attempt is a process outside SLURM."""
-    start = attempt.start
-    if attempt.end is None and attempt.alive:
-        return RunState(state=RUNNING, sentence=f"process {start.pid} of this machine")
-    if attempt.end is None and attempt.alive is None:
-        sentence = f"process {start.pid} of {start.host}, which cannot be seen from here"
-        return RunState(state=RUNNING, sentence=sentence, certain=False)
-    return classify_exit(attempt.end, None, facts.log_tail, cancel_requested=_cancel_requested(attempt, facts))
+    if attempt.end is None and attempt.alive is not False:
+        host = "this machine" if attempt.alive else f"{attempt.start.host}, which cannot be seen from here"
+        return RunState(RUNNING, f"process {attempt.start.pid} of {host}", certain=bool(attempt.alive))
+    return classify_exit(attempt, None, facts.log_tail, facts)
 
 
 def _unstarted_process_state(job: JobRecord | None, facts: RunFacts) -> RunState:
     if job is None:
-        return RunState(state=NEVER_STARTED, sentence="no job was started for it")
+        return RunState(NEVER_STARTED, "no job was started for it")
     if facts.job_alive is not False:
         sentence = "starting" if facts.job_alive else f"on {job.host}, which cannot be seen from here"
-        return RunState(state=RUNNING, sentence=sentence, certain=bool(facts.job_alive))
-    return classify_exit(None, None, facts.log_tail, cancel_requested=bool(facts.cancels))
+        return RunState(RUNNING, sentence, certain=bool(facts.job_alive))
+    return classify_exit(None, None, facts.log_tail, facts)
 
 
 def _state_without_folder(found: RunState, facts: RunFacts) -> RunState:
@@ -440,14 +396,10 @@ def _state_without_folder(found: RunState, facts: RunFacts) -> RunState:
     rows = [row for job_id in slurm_jobs(facts) if (row := _final_row(job_id, facts)) is not None]
     gone = f"its folder {facts.run.path} is gone"
     if not rows:
-        return RunState(state=FAILED, sentence=f"{gone}, and with it how it ended", certain=False)
+        return RunState(FAILED, f"{gone}, and with it how it ended", certain=False)
     if rows[-1].state == "COMPLETED":
-        return RunState(state=FINISHED, sentence=f"as SLURM says; {gone}")
+        return RunState(FINISHED, f"as SLURM says; {gone}")
     return replace(found, sentence="; ".join(filter(None, [found.sentence, gone])))
-
-
-def _cancel_requested(attempt: AttemptFacts, facts: RunFacts) -> bool:
-    return any(cancel.time >= attempt.start.start_time for cancel in facts.cancels)
 
 
 def _in_words(state: RunState) -> str:

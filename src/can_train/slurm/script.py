@@ -22,15 +22,12 @@ from can_train.slurm.client import Node, Partition
 
 # The environment of a job
 
-_KEPT: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+_CONNECTION: Final = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 """SLURM's variables that tell where the cluster is and who is asking."""
-
-_FOREIGN: Final = ("SLURM_", "SLURMD_", "SLURMSTEPD_", "SRUN_", "SBATCH_", "SUBMITIT_", "PMI_", "PMIX_")
+_FOREIGN_PREFIXES: Final = ("SLURM_", "SLURMD_", "SLURMSTEPD_", "SRUN_", "SBATCH_", "SUBMITIT_", "PMI_", "PMIX_")
 """Prefixes of variables that describe an enclosing job, or that silently override what a batch script says."""
-
-_RANKS: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_RANK_VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Variables that the processes of an enclosing job use to find each other."""
-
 _GPU_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 """SLURM sets these to the GPUs of a job; those of an enclosing job are not the new job's."""
 
@@ -42,8 +39,12 @@ def job_environment(source: Path | None = None) -> Iterator[None]:
     Args:
         source: Folder that the job imports from first. None if the job's script sets the import path.
     """
-    before = dict(os.environ)
-    with environment({**clean_environment(before), **(import_path(source, before) if source else {})}):
+    variables = clean_environment(os.environ)
+    if source is not None:
+        # Python never imports from the working folder then.
+        after = variables.get("PYTHONPATH")
+        variables |= {"PYTHONPATH": f"{source}{os.pathsep}{after}" if after else str(source), "PYTHONSAFEPATH": "1"}
+    with environment(variables):
         yield
 
 
@@ -52,17 +53,12 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Replaces the whole environment of this process for the duration of a block."""
     before = dict(os.environ)
     try:
-        _replace_environment(variables)
+        os.environ.clear()
+        os.environ.update(variables)
         yield
     finally:
-        _replace_environment(before)
-
-
-def _replace_environment(variables: Mapping[str, str]) -> None:
-    for name in [*os.environ]:
-        if name not in variables:
-            del os.environ[name]
-    os.environ.update(variables)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def remembered_environment(encoded: bytes) -> dict[str, str]:
@@ -77,42 +73,27 @@ def remembered_environment(encoded: bytes) -> dict[str, str]:
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables to submit a job with: none that describe an enclosing job or override the script."""
-    stray = {*_RANKS, *(_GPU_VARIABLES if "SLURM_JOB_ID" in environment else ())}
+    stray = {*_RANK_VARIABLES, *(_GPU_VARIABLES if "SLURM_JOB_ID" in environment else ())}
     return {
         name: value
         for name, value in environment.items()
-        if name in _KEPT or not (name.startswith(_FOREIGN) or name in stray)
+        if name in _CONNECTION or not (name.startswith(_FOREIGN_PREFIXES) or name in stray)
     }
-
-
-def import_path(source: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that make Python import from `source` first and never from the working folder."""
-    after = environment.get("PYTHONPATH", "")
-    return {"PYTHONPATH": f"{source}{os.pathsep}{after}" if after else str(source), "PYTHONSAFEPATH": "1"}
 
 
 # Defaults of a request
 
 DAY_MIN: Final = 24 * 60
 """Default time limit. Most trainings end sooner, and schedulers start short jobs first."""
-
 MAX_DEFAULT_CPUS: Final = 8
 """Default processors of a rank are at most this many: preparing data uses a few of them, training one."""
-
 MAX_DEFAULT_MEMORY_MIB: Final = 32 * 2**10
 """Default memory of a rank is at most this much; data sets in memory stay far below it."""
-
 _SETS_MEMORY: Final = frozenset(("mem-per-cpu", "mem-per-gpu", "exclusive"))
 _SETS_CPUS: Final = frozenset(("cpus-per-gpu", "exclusive", "threads-per-core"))
 """Other sbatch options by which a user has decided the amount already."""
-
-_SBATCH_VARIABLES: Final[Mapping[str, str]] = {
-    "partition": "SBATCH_PARTITION",
-    "account": "SBATCH_ACCOUNT",
-    "qos": "SBATCH_QOS",
-    "constraint": "SBATCH_CONSTRAINT",
-}
-"""Settings for which a user or site may have set a default through sbatch's own variables."""
+_SBATCH_DEFAULTS: Final = ("partition", "account", "qos", "constraint")
+"""Settings for which a user or site may have set a default through sbatch's own variables: SBATCH_PARTITION, ..."""
 
 
 def wants_gpu(device: str) -> bool:
@@ -122,12 +103,8 @@ def wants_gpu(device: str) -> bool:
 
 def with_sbatch_defaults(cluster: ClusterSettings, environment: Mapping[str, str]) -> ClusterSettings:
     """Fills settings that are empty from sbatch's own environment variables."""
-    given: dict[str, Any] = {
-        name: environment[variable]
-        for name, variable in _SBATCH_VARIABLES.items()
-        if not getattr(cluster, name) and environment.get(variable)
-    }
-    return replace(cluster, **given)
+    defaults: dict[str, Any] = {name: environment.get(f"SBATCH_{name.upper()}") for name in _SBATCH_DEFAULTS}
+    return replace(cluster, **{name: text for name, text in defaults.items() if text and not getattr(cluster, name)})
 
 
 def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None, device: str) -> ClusterSettings:
@@ -142,15 +119,20 @@ def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None,
     """
     limit_min = None if partition is None else partition.max_time_min
     time = cluster.time or time_text(DAY_MIN if limit_min is None else min(DAY_MIN, limit_min))
-    cluster = replace(cluster, gpus=_gpus(cluster, partition, device), time=time)
+    nodes: Sequence[Node] = () if partition is None else partition.nodes
+    gpus = cluster.gpus
+    if gpus == "auto":
+        asked_otherwise = cluster.ranks_per_node > 1 or "gpu" in cluster.gres
+        has_gpus = device.startswith("cuda") if partition is None else any(node.num_gpus() for node in nodes)
+        gpus = "1" if wants_gpu(device) and has_gpus and not asked_otherwise else "0"
+    cluster = replace(cluster, gpus=gpus, time=time)
     # Any of these nodes may run the job, so it must fit the smallest.
-    nodes = (
-        [] if partition is None else [n for n in partition.nodes if n.num_gpus(cluster.gpu_type) >= cluster.num_gpus]
-    )
+    nodes = [node for node in nodes if node.num_gpus(cluster.gpu_type) >= cluster.num_gpus]
     if not nodes:
         return cluster
     decided = {str(name).replace("_", "-") for name in cluster.additional}
-    cpus = cluster.cpus or (0 if decided & _SETS_CPUS else min(_fair_cpus(node) for node in nodes))
+    fair_cpus = max(1, min(MAX_DEFAULT_CPUS, *(node.cpus // _ranks_sharing(node) for node in nodes)))
+    cpus = cluster.cpus or (0 if decided & _SETS_CPUS else fair_cpus)
     if cluster.mem or decided & _SETS_MEMORY:
         return replace(cluster, cpus=cpus)
     rank_mib = min(min(MAX_DEFAULT_MEMORY_MIB, node.memory_mib // _ranks_sharing(node)) for node in nodes)
@@ -158,29 +140,16 @@ def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None,
     return replace(cluster, cpus=cpus, mem=memory_text(memory_mib) if memory_mib > 0 else "")
 
 
-def _gpus(cluster: ClusterSettings, partition: Partition | None, device: str) -> str:
-    if cluster.gpus != "auto":
-        return cluster.gpus
-    asked_otherwise = cluster.ranks_per_node > 1 or "gpu" in cluster.gres
-    has_gpus = device.startswith("cuda") if partition is None else any(node.num_gpus() for node in partition.nodes)
-    return "1" if wants_gpu(device) and has_gpus and not asked_otherwise else "0"
-
-
 def _ranks_sharing(node: Node) -> int:
     """Returns how many ranks share a node: one a GPU, or without GPUs one for every MAX_DEFAULT_CPUS processors."""
     return max(1, node.num_gpus() or node.cpus // MAX_DEFAULT_CPUS)
 
 
-def _fair_cpus(node: Node) -> int:
-    return max(1, min(MAX_DEFAULT_CPUS, node.cpus // _ranks_sharing(node)))
-
-
 # The batch script
 
-WARNING_SIGNAL: Final = "USR2"
-"""The signal that SLURM sends before the time limit."""
+WARNING_SIGNAL: Final = "USR2"  # which SLURM sends before the time limit
 
-_MANAGED: Final[Mapping[str, str]] = {
+_RESERVED_OPTIONS: Final[Mapping[str, str]] = {
     "array": "Sweep a setting: --set 'training.seed=range(0,3)'",
     "error": "A run's output stays in its folder: --runs-dir",
     "input": "A run reads nothing from its standard input",
@@ -194,64 +163,70 @@ _MANAGED: Final[Mapping[str, str]] = {
     "signal": "Give --set cluster.signal_delay_s",
     "wait": "Follow the run: can-train logs RUN -f",
     "wrap": "A job runs can-train; --set 'cluster.setup=[...]' adds lines before it",
-    **{
-        name: f"Give --{name}" for name in ("partition", "account", "qos", "time", "nodes", "mem", "constraint", "gres")
-    },
+    **{name: f"Give --{name}" for name in ("partition", "account", "qos", "time", "nodes", "mem", "constraint")},
+    "gres": "Give --gres",
     "cpus-per-task": "Give --cpus",
     "gpus-per-node": "Give --gpus",
     "exclude": "Give --set cluster.exclude",
 }
 """sbatch options that `cluster.additional` may not set, with the option to use instead."""
-
 _NO_LIMIT: Final = 10**6
 """Jobs of an array that may run at once if nothing limits them; submitit needs a number."""
-
 _IGNORE_ERRORS: Final = "set +e"
 """A user's setup lines may say `set -e`. The lines after a failed training must run all the same."""
-
 _SAVE_ENVIRONMENT: Final = "began_with=$(env -0 | base64 -w 0)"
 """First line of a script. A job submitted in this one's place starts with the same environment. It is kept in a shell
 variable, because the size of a process's arguments and environment is limited, and of what is piped into it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptInputs:
-    """What a batch script needs beside the request.
+class Submission:
+    """What is said of jobs that are started together, beside what they ask for.
 
     Attributes:
-        name: Name of the job.
-        code: Folder whose `src` is imported.
-        state_dir: Absolute path of the state folder.
-        dependency: Value of sbatch's --dependency; empty for none.
+        name: Of the jobs.
+        state_dir: State folder, absolute.
+        dependency: What they wait for, as sbatch writes it; empty: nothing.
+        reason: Why, in words, where these are not the runs' first jobs.
+        sweep: Name of the array; empty for one job.
     """
 
     name: str
-    code: Path
     state_dir: Path
     dependency: str = ""
+    reason: str = ""
+    sweep: str = ""
 
 
-def parameters(cluster: ClusterSettings, inputs: ScriptInputs) -> dict[str, Any]:
-    """Returns submitit's parameters for a job.
+def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> dict[str, Any]:
+    """Returns submitit's parameters for a job that imports from the `src` of a snapshot of the code.
 
     Raises:
         ConfigError: A value cannot be written into a batch script.
     """
     options = {name: _escaped(f"cluster.{name}", value) for name, value in _options(cluster).items()}
     additional = {name: _escaped(f"cluster.additional.{name}", value) for name, value in _additional(cluster).items()}
-    if inputs.dependency:
+    if submission.dependency:
         # The user's own dependency must hold as well.
-        additional["dependency"] = ",".join(filter(None, [inputs.dependency, str(additional.get("dependency") or "")]))
+        own_dependency = str(additional.get("dependency") or "")
+        additional["dependency"] = ",".join(filter(None, [submission.dependency, own_dependency]))
+    for line in cluster.setup:
+        if not line.isprintable() and "\t" not in line:
+            raise ConfigError("cluster.setup has one line of shell in each item", value=repr(line))
     # After the user's setup lines, whose modules may change PYTHONPATH too.
-    source = shlex.quote(str(inputs.code / "src"))
+    source = shlex.quote(str(code / "src"))
     imports = [f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
+    # They look at how the training ended while the job still exists, and keep its exit status.
+    after_job = ["-m", "can_train", "after-job", "--state-dir", str(submission.state_dir), "--status"]
+    command = shlex.join([sys.executable, *after_job])
+    teardown = ["status=$?", f'printf %s "$began_with" | {command} "$status"', 'exit "$status"']
     return {
         **options,
-        "job_name": _escaped("dataset.name", inputs.name),
+        "job_name": _escaped("dataset.name", submission.name),
         "signal_delay_s": cluster.signal_delay_s,
         "array_parallelism": cluster.max_parallel or _NO_LIMIT,
-        "setup": [_SAVE_ENVIRONMENT, *_checked_setup(cluster.setup), *imports, _IGNORE_ERRORS],
-        "teardown": _teardown(inputs.state_dir),
+        "setup": [_SAVE_ENVIRONMENT, *cluster.setup, *imports, _IGNORE_ERRORS],
+        "teardown": teardown,
         # Since SLURM 22.05 a step no longer inherits --cpus-per-task from its job.
         "srun_args": ["--kill-on-bad-exit=1", *([f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else [])],
         "stderr_to_stdout": True,
@@ -295,18 +270,6 @@ class _ScriptWriter(SlurmExecutor):
         return 1
 
 
-def open_executor(folder: Path, job_parameters: Mapping[str, Any]) -> SlurmExecutor:
-    """Opens submitit's executor.
-
-    Raises:
-        ConfigError: SLURM cannot write into a folder of this name.
-    """
-    check_folder(folder)
-    executor = SlurmExecutor(folder)
-    executor.parameters.update(job_parameters)
-    return executor
-
-
 def check_folder(folder: Path) -> None:
     """Checks that SLURM can write a log into a folder: it expands `%` and drops backslashes in file names.
 
@@ -345,8 +308,8 @@ def _additional(cluster: ClusterSettings) -> dict[str, Any]:
     """Returns the user's further sbatch options; a switch set to false is left out."""
     options = {str(name).replace("_", "-"): value for name, value in cluster.additional.items()}
     for name in options:
-        if name in _MANAGED:
-            raise ConfigError("can-train sets this option of sbatch itself", value=name, remedy=_MANAGED[name])
+        if name in _RESERVED_OPTIONS:
+            raise ConfigError("can-train sets this option of sbatch itself", value=name, remedy=_RESERVED_OPTIONS[name])
         if not name.replace("-", "").isalnum() or not name.isascii():
             raise ConfigError("An option of sbatch is named by letters and hyphens", value=repr(name))
     return {name: value for name, value in options.items() if value is not False and value is not None}
@@ -359,17 +322,3 @@ def _escaped(name: str, value: Any) -> Any:
     if not value.isprintable():
         raise ConfigError("A job's option is one line of printable characters", value=f"{name}: {value!r}")
     return value.replace("\\", "\\\\")
-
-
-def _checked_setup(lines: Sequence[str]) -> list[str]:
-    """Returns the user's own shell lines. They may do anything, but each must be one line."""
-    for line in lines:
-        if not line.isprintable() and "\t" not in line:
-            raise ConfigError("cluster.setup has one line of shell in each item", value=repr(line))
-    return list(lines)
-
-
-def _teardown(state_dir: Path) -> list[str]:
-    """Returns lines that look at how the training ended while the job still exists, and keep its exit status."""
-    command = shlex.join([sys.executable, "-m", "can_train", "after-job", "--state-dir", str(state_dir), "--status"])
-    return ["status=$?", f'printf %s "$began_with" | {command} "$status"', 'exit "$status"']

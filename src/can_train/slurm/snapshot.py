@@ -8,33 +8,18 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from can_train.errors import RunError
-from can_train.io.atomic import write_bytes_atomic, write_json_atomic, write_text_atomic
-from can_train.io.records import unusable
-
-_FOLDER: Final = "code"
-
-
-_PARTS: Final = ("src", "configs")
-"""Of a checkout: what a job imports and reads."""
-
-
-_DIGITS: Final = 24
-"""Hexadecimal digits of a snapshot's name: 96 bits, so that two never meet."""
-
-
-_GIT_S: Final = 20
-"""Seconds that git may take; it answers in hundredths."""
-
+from can_train.io.records import unusable, write_bytes_atomic, write_json_atomic, write_text_atomic
 
 _DESCRIPTION: Final = "code.json"
-
-
 _DIFFERENCE: Final = "code.diff"
+_PARTS: Final = ("src", "configs")  # of a checkout: what a job imports and reads
+_DIGITS: Final = 24  # hexadecimal, of a snapshot's name: 96 bits, so that two never meet
+_GIT_S: Final = 20  # that git may take; it answers in hundredths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +44,7 @@ class Code:
 
     def folder(self, state_dir: Path) -> Path:
         """Names its place in a state folder."""
-        return state_dir / _FOLDER / self.digest
+        return state_dir / "code" / self.digest
 
 
 def read_code(package: Path | None = None) -> Code:
@@ -76,12 +61,9 @@ def read_code(package: Path | None = None) -> Code:
     names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PARTS)
     if names is None:
         return _code(root, {f"{part}/{name}": root / part / name for part in _PARTS for name in _walk(root / part)})
-    code = _code(root, {name: root / name for name in sorted({*names.split("\0")} - {""})})
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *_PARTS) or ""
-    return Code(
-        digest=code.digest,
-        files=code.files,
-        root=root,
+    return replace(
+        _code(root, {name: root / name for name in {*names.split("\0")} - {""}}),
         revision=(_git(root, "rev-parse", "HEAD") or "").strip(),
         difference=_git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--", *_PARTS) or "",
         untracked=tuple(sorted({*others.split("\0")} - {""})),
@@ -101,10 +83,12 @@ def keep(code: Code, state_dir: Path) -> Path:
     try:
         if not folder.is_dir():
             _make(folder, code.files)
-        for name in _lost(folder, code.files):
-            # A file system that clears away what is old has taken it.
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            write_bytes_atomic(folder / name, code.files[name])
+        for name, content in code.files.items():
+            path = folder / name
+            # A file system that clears away what is old may have taken it.
+            if not path.exists() or path.stat().st_size != len(content):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes_atomic(path, content)
     except OSError as error:
         raise unusable("written", folder, error) from error
     return folder
@@ -142,9 +126,8 @@ def code_of(run_path: Path) -> Path:
         description: dict[str, Any] = json.loads((run_path / _DESCRIPTION).read_text())
         return Path(description["folder"])
     except (OSError, ValueError, KeyError) as error:
-        raise RunError(
-            "The run was not submitted, or the note of its code is damaged", value=str(run_path / _DESCRIPTION)
-        ) from error
+        raise RunError("The run was not submitted, or the note of its code is damaged",
+                       value=str(run_path / _DESCRIPTION)) from error  # fmt: skip
 
 
 def _code(root: Path, places: Mapping[str, Path]) -> Code:
@@ -178,26 +161,11 @@ def _make(folder: Path, files: Mapping[str, bytes]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _lost(folder: Path, files: Mapping[str, bytes]) -> list[str]:
-    def size(name: str) -> int:
-        try:
-            return (folder / name).stat().st_size
-        except FileNotFoundError:
-            return -1
-
-    return [name for name, content in files.items() if size(name) != len(content)]
-
-
 def _git(root: Path, *arguments: str) -> str | None:
     """Asks git; None where it does not know the folder, or is not there."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],
-            capture_output=True,
-            timeout=_GIT_S,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
+        command = ["git", "-C", str(root), *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_S, check=True, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode(errors="surrogateescape")

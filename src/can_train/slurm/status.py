@@ -1,6 +1,5 @@
 """The status of runs: what is known of them, on disk, in this machine's processes and in SLURM, and what follows."""
 
-import json
 import os
 import re
 from collections import defaultdict
@@ -8,30 +7,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from can_train.errors import RunError, nearest_first
-from can_train.io.atomic import is_folder
-from can_train.io.processes import is_running, this_host
-from can_train.io.records import utc_text
+from can_train.io.records import is_folder, is_running, parse_object, text_or_nothing, this_host, utc_text
 from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer, query_jobs
 from can_train.slurm.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
-from can_train.training.attempts import Attempts
-from can_train.training.run_folder import CONFIG, JobRecord, Registry, RunFolder, RunRecord
+from can_train.training.run_folder import (
+    CONFIG,
+    Attempts,
+    JobRecord,
+    Registry,
+    RunFolder,
+    RunRecord,
+    short_name,
+    split_run_id,
+)
 
-_STAMP: Final = "%Y%m%d-%H%M%S"
-_STAMP_LENGTH: Final = 15
-_YEAR_LENGTH: Final = 4
+LAST: Final = "last"
+"""What a person may call the newest run."""
 
-_TAIL_LENGTH: Final = 4
-"""A run id is a time, a key, and four hexadecimal digits."""
-
-_SUGGESTIONS: Final = 5
-"""Run ids in an error message."""
-
-_LOG_TAIL_BYTES: Final = 2**16
-"""End of a log that is searched for what ended a run: some thousand lines."""
-
+_SUGGESTIONS: Final = 5  # run ids in an error message
+_LOG_TAIL_BYTES: Final = 2**16  # that are searched for what ended a run: some thousand lines
 _EPOCHS: Final = re.compile(r"^training:\n(?:  .*\n)*?  epochs: (\d+)$", re.MULTILINE)
 """The setting in config.yaml, as `plain_to_yaml` writes it."""
 
@@ -78,11 +75,6 @@ class RunStatus:
     progress: RunProgress
 
 
-def run_status(known: KnownRun, registry: Registry) -> RunStatus:
-    """Finds out the status of one run (see `run_statuses`)."""
-    return run_statuses([known], registry)[0]
-
-
 def run_statuses(
     runs: Iterable[KnownRun], registry: Registry, query: Callable[[Iterable[str]], SlurmAnswer] = query_jobs
 ) -> list[RunStatus]:
@@ -94,7 +86,12 @@ def run_statuses(
     local = [(known, _local_facts(known, registry)) for known in runs]
     answer = query(job_id for _, facts in local if facts.result is None for job_id in slurm_jobs(facts))
     # Grouped once: among hundreds of runs, searching all rows for each would be quadratic.
-    queue, accounts = _by_job(answer.queue or ()), _by_job(answer.accounts or ())
+    queue: dict[str, list[QueueRow]] = defaultdict(list)
+    accounts: dict[str, list[AccountRow]] = defaultdict(list)
+    for queued in answer.queue or ():
+        queue[queued.job_id].append(queued)
+    for account in answer.accounts or ():
+        accounts[account.job_id].append(account)
     statuses = []
     for known, facts in local:
         jobs = slurm_jobs(facts)
@@ -109,16 +106,6 @@ def run_statuses(
     return statuses
 
 
-_Row = TypeVar("_Row", QueueRow, AccountRow)
-
-
-def _by_job(rows: Iterable[_Row]) -> Mapping[str, Sequence[_Row]]:
-    found = defaultdict(list)
-    for row in rows:
-        found[row.job_id].append(row)
-    return found
-
-
 def _local_facts(known: KnownRun, registry: Registry) -> RunFacts:
     """Collects what the files and this machine's processes say."""
     folder, jobs = known.folder, registry.jobs(known.run_id)
@@ -128,6 +115,7 @@ def _local_facts(known: KnownRun, registry: Registry) -> RunFacts:
         result = None
     # The result says all about the end of a finished run, and logs are long to read.
     last = jobs[-1] if jobs and result is None else None
+    is_seen = last and last.executor != "slurm" and last.host == this_host() and last.job_id.isdecimal()
     return RunFacts(
         run=known.record,
         jobs=jobs,
@@ -135,7 +123,7 @@ def _local_facts(known: KnownRun, registry: Registry) -> RunFacts:
         attempts=_attempts(folder),
         result=result,
         has_folder=is_folder(folder.path),
-        job_alive=_job_alive(last) if last else None,
+        job_alive=is_running(int(last.job_id), last.time) if last and is_seen else None,
         log_tail=read_tail(log_path(last, known)) if last and last.log_path else "",
     )
 
@@ -152,17 +140,22 @@ def _attempts(folder: RunFolder) -> list[AttemptFacts]:
     return facts
 
 
-def _job_alive(job: JobRecord) -> bool | None:
-    """Whether the process that is a job runs; None: the job is SLURM's, or another machine's."""
-    if job.executor == "slurm" or job.host != this_host() or not job.job_id.isdecimal():
-        return None
-    return is_running(int(job.job_id), job.time)
-
-
 def log_path(job: JobRecord, known: KnownRun) -> Path:
     """Returns the path of a job's log; a log inside a run's folder moves with the folder."""
     path, before = Path(job.log_path), Path(known.record.path)
     return known.folder.path / path.relative_to(before) if path.is_relative_to(before) else path
+
+
+def run_logs(facts: RunFacts, known: KnownRun) -> list[Path]:
+    """Lists the logs of a run's jobs, the first job's first; last its own log, if it was trained outside jobs since."""
+    logs = [log_path(job, known) for job in facts.jobs if job.log_path]
+    last = facts.jobs[-1] if logs else None
+    # A process of this machine makes one attempt. A job of SLURM makes many, which have its id.
+    own = 1 if last is not None and last.executor != "slurm" else 0
+    since = [one.start for one in facts.attempts if last is None or one.start.start_time > last.time]
+    outside = [start for start in since if not start.job_id][own:]
+    is_newest = bool(outside) and outside[-1] is since[-1]
+    return [*logs, known.folder.log_path] if is_newest or not logs else logs
 
 
 def read_tail(log: Path) -> str:
@@ -194,86 +187,101 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
     return sorted(found, key=lambda known: (known.record.time, known.run_id), reverse=True)
 
 
-def short_name(run_id: str) -> str:
-    """Shortens a run id to day, time and last digits, which distinguish it from others of the same second.
-
-    Example:
-        >>> short_name("20260728-101500-hcrl_ch_gat_student_normal-3fa9")
-        '0728-101500-3fa9'
-    """
-    return f"{run_id[_YEAR_LENGTH:_STAMP_LENGTH]}-{run_id[-_TAIL_LENGTH:]}" if _creation_time(run_id) else run_id
-
-
 def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
-    """Finds a run by its id, its short name, an unambiguous beginning of its id, or its folder.
+    """Finds a run by its id, any part of it that no other run has, its folder or a file in it; `last` is the newest.
+
+    Args:
+        runs: Those there are, the newest first.
+        name: What a person calls the run.
 
     Raises:
-        RunError: There is no such run, or several; the message lists them, nearest first.
+        RunError: There is no such run, or several; the message lists some.
     """
-    path = Path(name)
-    if (path / CONFIG).is_file():
-        here = path.resolve()
+    if name == LAST and runs:
+        return runs[0]
+    if (folder := _run_folder(name)) is not None:
+        here = folder.resolve()
         return next((known for known in runs if known.folder.path.resolve() == here), None) or _unregistered(here)
-    exact = [known for known in runs if name in (known.run_id, short_name(known.run_id))]
-    matching = exact or [known for known in runs if name and known.run_id.startswith(name)]
+    names = [(known, (known.run_id, short_name(known.run_id))) for known in runs]
+    matching = [known for known, own in names if name in own]
+    if not matching and name:
+        matching = [known for known, own in names if any(name in each for each in own)]
     if len(matching) == 1:
         return matching[0]
     if matching:
-        listed = ", ".join(sorted(known.run_id for known in matching))
-        raise RunError("Several runs begin like this", value=repr(name), remedy=f"One of: {listed}")
-    nearest = ", ".join(nearest_first(name, (known.run_id for known in runs))[:_SUGGESTIONS])
-    remedy = f"Nearest: {nearest}" if nearest else "No run is there yet; --runs-dir and --state-dir name other folders"
+        raise RunError(f"{len(matching)} runs have this in their names", value=repr(name),
+                       remedy=f"The newest of them:{_listed(known.run_id for known in matching)}\n"
+                              "Give a part of a name that only one of them has")  # fmt: skip
+    remedy = "No run is there yet; --runs-dir and --state-dir name other folders"
+    if runs:
+        nearest = nearest_first(name, (known.run_id for known in runs))
+        remedy = f"The nearest names:{_listed(nearest)}\ncan-train runs lists all runs"
     raise RunError("There is no such run", value=repr(name), remedy=remedy)
+
+
+def _listed(run_ids: Iterable[str]) -> str:
+    # An id to a line: two of them are too long for one.
+    return "".join(f"\n  {run_id}" for run_id in [*run_ids][:_SUGGESTIONS])
+
+
+def _run_folder(name: str) -> Path | None:
+    """Returns the folder of the run that a path leads to or into; None where `name` is no path.
+
+    Raises:
+        RunError: The path exists but belongs to no run, or cannot be read.
+    """
+    # A bare name is never a file in a run's folder: whoever works inside one means other runs, too.
+    is_path = os.sep in name
+    try:
+        path = Path(name).expanduser()
+        if not name or not path.exists():
+            return None
+        folders = (path, *path.absolute().parents[:2]) if is_path else (path,)
+        run = next((each for each in folders if (each / CONFIG).is_file()), None)
+    except RuntimeError:  # the home of a user that does not exist
+        return None
+    except OSError as error:
+        raise RunError("The folder of a run cannot be read", value=f"{name}: {error.strerror}",
+                       remedy="Change its permissions, or name another run") from error  # fmt: skip
+    if run is None and is_path:
+        rule = "A run is named by its id, a part of it, its folder, or a file in that"
+        raise RunError(rule, value=f"{name} is not in the folder of a run",
+                       remedy=f"Name a folder that has a {CONFIG}: a checkpoint alone does not say what it was trained "
+                              "on")  # fmt: skip
+    return run
 
 
 def _unregistered(path: Path) -> KnownRun:
     run_id = path.name
-    time = _creation_time(run_id)
-    key = run_id[_STAMP_LENGTH + 1 : -_TAIL_LENGTH - 1] if time else run_id
+    time, key = split_run_id(run_id)
     # A folder that a person renamed has no time in its name.
     created = time or datetime.fromtimestamp((path / CONFIG).stat().st_mtime)
     record = RunRecord(run_id=run_id, path=str(path.resolve()), key=key, time=utc_text(created.astimezone()))
     return KnownRun(record=record, folder=RunFolder(path))
 
 
-def _creation_time(run_id: str) -> datetime | None:
-    """Reads the time from a run id; None where can-train did not make the name."""
-    if len(run_id) <= _STAMP_LENGTH + _TAIL_LENGTH + 2:
-        return None
-    try:
-        return datetime.strptime(run_id[:_STAMP_LENGTH], _STAMP)
-    except ValueError:
-        return None
-
-
 # How far a run has come
 
 
 def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunProgress:
-    """Reads how far a run has come; a file that is missing or damaged leaves its values unknown.
-
-    Args:
-        folder: Of the run.
-        result: The content of its `result.json`, None where it has not finished; the caller has it already.
+    """Reads how far a run has come, which `result` says if it has finished; a file that is missing or damaged leaves
+    its values unknown.
     """
     if result is not None:
         steps, epochs = _integer(result, "steps"), _integer(result, "epochs")
         return RunProgress(
-            step=steps,
-            steps=steps,
-            epoch=epochs,
-            epochs=epochs,
-            saved_step=steps,
+            step=steps, steps=steps, saved_step=steps, epoch=epochs, epochs=epochs,
             best_validation_loss=_number(result, "best_validation_loss"),
             peak_share=_number(result, "peak_memory_pct"),
             safety_factor=_number(result, "plan", "plan", "safety_factor"),
-        )
-    metrics = [_json(line) for line in _text(folder.metrics_path).splitlines()]
-    plan = _json(_text(folder.plan_path)).get("plan")
-    saved_step = _integer(_json(_text(folder.checkpoints_path / "manifest.json")), "checkpoints", 0, "step")
+        )  # fmt: skip
+    metrics = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
+    plan = parse_object(text_or_nothing(folder.plan_path)).get("plan")
+    manifest = parse_object(text_or_nothing(folder.checkpoints_path / "manifest.json"))
+    saved_step = _integer(manifest, "checkpoints", 0, "step")
     steps_per_epoch = _number(plan, "mean_steps_per_epoch") or _number(plan, "steps_per_epoch")
     # By its pattern: parsing the whole configuration takes as long as all else about a run.
-    setting = _EPOCHS.search(_text(folder.path / CONFIG)) if plan else None
+    setting = _EPOCHS.search(text_or_nothing(folder.path / CONFIG)) if plan else None
     epochs = int(setting[1]) if setting else None
     last: Mapping[str, Any] = next((line for line in reversed(metrics) if line), {})
     done = [step for step in (_integer(last, "step"), saved_step) if step is not None]
@@ -289,22 +297,6 @@ def read_progress(folder: RunFolder, result: Mapping[str, Any] | None) -> RunPro
         peak_share=peaks[-1] if peaks else None,
         safety_factor=_number(plan, "safety_factor"),
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _json(text: str) -> Mapping[str, Any]:
-    """Parses an object; anything else, as a line that is still being written, has no values."""
-    try:
-        values = json.loads(text)
-    except ValueError:
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _number(values: Any, *path: str | int) -> float | None:

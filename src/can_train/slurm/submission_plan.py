@@ -4,7 +4,6 @@ A login node can already see much of what would make a job wait forever or die u
 above its limits, a warning signal that would arrive before the job has started, a full disk, or a run that exists.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -12,37 +11,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from can_train.config.resolved import ResolvedRun, plain_from_yaml, state_dir
+from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
 from can_train.slurm.client import Partition
-from can_train.slurm.duplicates import DuplicateRun, data_files, find_duplicate_run, identity
+from can_train.slurm.past_runs import data_files, find_duplicate_run, identity
 from can_train.slurm.run_state import FINISHED, live_row
 from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
 from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import Registry, RunFolder, RunRecord
 
-EARLY_S: Final = 60
-"""Seconds by which SLURM may send its warning signal too early (man sbatch, --signal)."""
-
-START_S: Final = 30
-"""Seconds from a job's start until Python handles the signal: it imports from a network file system."""
-
-LEAST_DELAY_S: Final = 10
-"""Shortest warning worth having: writing a checkpoint takes seconds."""
-
-LEAST_FREE_BYTES: Final = 2**30
-"""Free disk space that a run needs for checkpoints and prepared data."""
+EARLY_S: Final = 60  # by which SLURM may send its warning signal too early (man sbatch, --signal)
+START_S: Final = 30  # from a job's start until Python handles the signal: it imports from a network file system
+LEAST_DELAY_S: Final = 10  # shortest warning worth having: writing a checkpoint takes seconds
+LEAST_FREE_BYTES: Final = 2**30  # of disk that a run needs for checkpoints and prepared data
 
 UNKNOWN: Final = "No such run has finished yet: the job plans it on its device"
-
 _MAX_RUNS_READ: Final = 5
 """Earlier runs of the same key whose files are read, newest first: folders may lie on a slow network file system."""
-
 _MEMORY_SETTINGS: Final = ("precision", "optimizer", "deterministic")
 """Training settings that change how much memory a run takes, beside the model's."""
-
 _SAME_MODEL: Final = ("task", "model_name", "size", "model")
 """Settings that must agree for one run's weights to fit another. Only the job itself can be certain."""
 
@@ -51,11 +40,7 @@ _SAME_MODEL: Final = ("task", "model_name", "size", "model")
 
 
 def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partition]:
-    """Returns the partitions that a job may go to.
-
-    Args:
-        name: One or more names, separated by commas. Empty means the cluster's default, if it has one.
-        partitions: All partitions of the cluster.
+    """Returns the partitions that a job may go to: those named, separated by commas, else the cluster's default.
 
     Raises:
         ConfigError: A partition does not exist.
@@ -70,11 +55,7 @@ def find_partitions(name: str, partitions: Sequence[Partition]) -> list[Partitio
 
 
 def check_job(cluster: ClusterSettings, partitions: Sequence[Partition]) -> None:
-    """Checks that a job could start in at least one partition and be warned before its time limit.
-
-    Args:
-        cluster: The complete request.
-        partitions: Where the job may go. Nothing is checked against an empty list.
+    """Checks that a job could start in one of the partitions, if there are any, and be warned before its time limit.
 
     Raises:
         ConfigError: It could not.
@@ -103,34 +84,28 @@ def _check_partition(cluster: ClusterSettings, partition: Partition) -> None:
         requests.append((cpus, max_cpus, f"A node has at most {max_cpus} processors", asked, "--cpus"))
         max_gpus = max(node.num_gpus(cluster.gpu_type) for node in nodes)
         requests.append((cluster.num_gpus, max_gpus, f"A node has at most {max_gpus} GPUs", cluster.gpus, "--gpus"))
-        _check_gpu_type(cluster, partition)
+        kinds = {name for node in nodes for name in node.gpus if name}
+        if cluster.num_gpus and cluster.gpu_type and cluster.gpu_type not in kinds:
+            known = (
+                f"It has: {', '.join(nearest_first(cluster.gpu_type, kinds))}" if kinds else "Its GPUs have no kinds"
+            )
+            rule = f"Partition {partition.name} has no GPU of this kind"
+            raise ConfigError(rule, value=repr(cluster.gpu_type), remedy=known)
     if nodes and cluster.mem:
         mib, max_mib = parse_memory_mib(cluster.mem), max(node.memory_mib for node in nodes)
         requests.append((mib, max_mib, f"A node has at most {memory_text(max_mib)}", cluster.mem, "--mem"))
     for value, limit, rule, asked, option in requests:
         if value > limit:
-            raise ConfigError(
-                f"Partition {partition.name} would never start this job. {rule}",
-                value=f"asked for {asked}",
-                remedy=f"Give {option} less, or another --partition",
-            )
-
-
-def _check_gpu_type(cluster: ClusterSettings, partition: Partition) -> None:
-    types = {name for node in partition.nodes for name in node.gpus if name}
-    if cluster.num_gpus and cluster.gpu_type and cluster.gpu_type not in types:
-        known = f"It has: {', '.join(nearest_first(cluster.gpu_type, types))}" if types else "Its GPUs have no kinds"
-        raise ConfigError(
-            f"Partition {partition.name} has no GPU of this kind", value=repr(cluster.gpu_type), remedy=known
-        )
+            raise ConfigError(f"Partition {partition.name} would never start this job. {rule}",
+                              value=f"asked for {asked}",
+                              remedy=f"Give {option} less, or another --partition")  # fmt: skip
 
 
 def waiting_notice(partitions: Sequence[Partition]) -> str:
     """Returns a sentence if every partition that the job may go to is down, otherwise an empty string."""
-    down = [partition.name for partition in partitions if not partition.is_up]
-    if not down or len(down) < len(partitions):
+    if not partitions or any(partition.is_up for partition in partitions):
         return ""
-    return f"Partition {', '.join(down)} is not up: the job waits until it is"
+    return f"Partition {', '.join(one.name for one in partitions)} is not up: the job waits until it is"
 
 
 def check_warning(time_min: int, delay_s: int) -> None:
@@ -152,10 +127,7 @@ def check_warning(time_min: int, delay_s: int) -> None:
 
 
 def check_device(device: str, cluster: ClusterSettings) -> str:
-    """Checks that a run's device and its job's GPUs belong together.
-
-    Returns:
-        A notice for the user, or an empty string.
+    """Checks that a run's device and its job's GPUs belong together; returns a notice for the user, or nothing.
 
     Raises:
         ConfigError: The device is a GPU that the job does not have.
@@ -166,9 +138,8 @@ def check_device(device: str, cluster: ClusterSettings) -> str:
     if device.startswith("cuda") and not gpus:
         raise ConfigError("A run on a GPU needs a job with one", value=f"--device {device}", remedy="Give --gpus 1")
     if device.startswith("cuda:"):
-        raise ConfigError(
-            "Each rank of a job takes one of its GPUs", value=f"--device {device}", remedy="Give --device cuda"
-        )
+        raise ConfigError("Each rank of a job takes one of its GPUs", value=f"--device {device}",
+                          remedy="Give --device cuda")  # fmt: skip
     return ""
 
 
@@ -183,44 +154,34 @@ def check_disk(
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     free = free_bytes(existing)
     if free < LEAST_FREE_BYTES:
-        raise RunError(
-            f"A run needs {size_text(LEAST_FREE_BYTES)} of disk for checkpoints and prepared data",
-            value=f"{size_text(free)} free in {existing}",
-            remedy=f"Free some, or give another folder with {option}",
-        )
+        raise RunError(f"A run needs {size_text(LEAST_FREE_BYTES)} of disk for checkpoints and prepared data",
+                       value=f"{size_text(free)} free in {existing}",
+                       remedy=f"Free some, or give another folder with {option}")  # fmt: skip
 
 
 # What earlier runs of the same configuration measured
 
 
 def expectation(run: ResolvedRun, runs: Sequence[RunRecord]) -> str:
-    """Returns one sentence on what the newest finished run with the same key and memory settings measured.
+    """Says what the newest finished one of the `runs` with the same key and memory settings measured.
 
-    Args:
-        run: The new run.
-        runs: The registry's runs, oldest first.
+    `runs` has the oldest first.
     """
     same_key = [earlier for earlier in reversed(runs) if earlier.key == run.key]
     for earlier in same_key[:_MAX_RUNS_READ]:
+        folder = RunFolder(Path(earlier.path))
         try:
-            config = plain_from_yaml((Path(earlier.path) / "config.yaml").read_text())
-            result = json.loads((Path(earlier.path) / "result.json").read_text())
-            if _memory_settings(config) == _memory_settings(run.config):
-                return _measured(earlier.run_id, result)
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # Not finished, removed, or written by another version.
+            config, result = folder.config(), folder.result()
+            if result is not None and _memory_settings(config) == _memory_settings(run.config):
+                batch = result["plan"]["plan"]["logical_batch"]
+                micro, peak = result.get("micro_batch_size"), result.get("peak_memory_bytes")
+                parts = [f"batch {batch:,}"]
+                parts += [f"micro-batches of up to {micro:,}"] if micro and micro < batch else []
+                parts += [f"peak {size_text(peak)} on {result['device']}"] if peak else []
+                return f"{earlier.run_id} had {', '.join(parts)}"
+        except (RunError, KeyError, TypeError):
+            continue  # Removed, or written by another version.
     return UNKNOWN
-
-
-def _measured(run_id: str, result: Mapping[str, Any]) -> str:
-    batch = result["plan"]["plan"]["logical_batch"]
-    micro, peak = result.get("micro_batch_size"), result.get("peak_memory_bytes")
-    parts = [f"batch {batch:,}"]
-    if micro and micro < batch:
-        parts.append(f"micro-batches of up to {micro:,}")
-    if peak:
-        parts.append(f"peak {size_text(peak)} on {result['device']}")
-    return f"{run_id} had {', '.join(parts)}"
 
 
 def _memory_settings(config: Mapping[str, Any]) -> list[Any]:
@@ -232,62 +193,41 @@ def _memory_settings(config: Mapping[str, Any]) -> list[Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitOptions:
-    """Options of a submission.
-
-    Attributes:
-        after: Runs to wait for, by id, part of an id, or folder.
-        force: Submit runs that exist already, too.
-    """
-
-    after: Sequence[str] = ()
-    force: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A run to be submitted.
+    """A run to be submitted, with its complete settings."""
 
-    Attributes:
-        index: Its position among the runs that were asked for.
-        run: Its complete settings.
-        identity: Digest of configuration, code and data.
-    """
-
-    index: int
+    index: int  # among the runs that were asked for
     run: ResolvedRun
-    identity: str
+    identity: str  # digest of configuration, code and data
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionPlan:
-    """What a submission will do.
+    """What a submission will do."""
 
-    Attributes:
-        groups: Runs to submit; those of a group make the same request and become one array.
-        duplicate_runs: Existing runs that already do what some of the requested runs would do.
-        after: Ids of the runs to wait for.
-        dependency: The value of sbatch's --dependency; empty if there is nothing left to wait for.
-        notices: Sentences for the user.
-    """
-
-    groups: Sequence[Sequence[PlannedRun]]
-    duplicate_runs: Sequence[DuplicateRun] = ()
-    after: Sequence[str] = ()
-    dependency: str = ""
-    notices: Sequence[str] = ()
+    groups: Sequence[Sequence[PlannedRun]]  # those of a group make the same request and become one array
+    duplicate_runs: Sequence[RunStatus]  # that do already what some of the requested runs would do
+    after: Sequence[str]  # ids of the runs to wait for
+    dependency: str  # the value of sbatch's --dependency; empty if there is nothing left to wait for
+    notices: Sequence[str]
 
 
 def plan_submission(
-    runs: Sequence[ResolvedRun], options: SubmitOptions, code: str, partitions: Sequence[Partition]
+    runs: Sequence[ResolvedRun],
+    code: str,
+    partitions: Sequence[Partition],
+    *,
+    after: Sequence[str] = (),
+    force: bool = False,
 ) -> SubmissionPlan:
     """Completes and checks the runs of a submission.
 
     Args:
         runs: Runs that share a state folder.
-        options: The submission's options.
         code: Digest of the code that the jobs will run.
         partitions: The cluster's partitions; empty if they are not known.
+        after: Runs to wait for, by id, part of an id, or folder.
+        force: Submit runs that exist already, too.
 
     Raises:
         ConfigError: A run asks for something that it would never get.
@@ -296,20 +236,28 @@ def plan_submission(
     """
     registry = Registry(state_dir(runs[0].paths))
     known = known_runs(registry, runs[0].runs_dir)
-    parents = [find_run(known, name) for name in options.after]
+    parents = [find_run(known, name) for name in after]
     candidates, notices = [], []
     for index, run in enumerate(runs):
         ready, found = _completed(with_start_weights(run, [parent.record for parent in parents]), partitions)
         notices += found
         candidates.append(PlannedRun(index=index, run=ready, identity=identity(ready, code, data_files(ready))))
-    digests = set() if options.force else {candidate.identity for candidate in candidates}
+    digests = set() if force else {candidate.identity for candidate in candidates}
     identical = [earlier for earlier in known if earlier.record.identity in digests]
     # Both questions in one call, so that SLURM is asked only once.
     statuses = run_statuses([*identical, *parents], registry)
     duplicates = {one.index: find_duplicate_run(one.identity, statuses[: len(identical)]) for one in candidates}
     dependencies = (_dependency(parent, runs[0].cluster.executor) for parent in statuses[len(identical) :])
+    # Settings hold lists, so they are compared rather than hashed.
+    groups: list[list[PlannedRun]] = []
+    for one in candidates:
+        alike = next((group for group in groups if group[0].run.cluster == one.run.cluster), None)
+        if duplicates[one.index] is None and alike is not None:
+            alike.append(one)
+        elif duplicates[one.index] is None:
+            groups.append([one])
     return SubmissionPlan(
-        groups=_grouped([one for one in candidates if duplicates[one.index] is None]),
+        groups=groups,
         duplicate_runs=[duplicate for duplicate in duplicates.values() if duplicate is not None],
         after=[parent.run_id for parent in parents],
         dependency=",".join(filter(None, dependencies)),
@@ -348,17 +296,6 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
     return replace(run, cluster=cluster), [notice for notice in notices if notice]
 
 
-def _grouped(runs: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
-    """Groups runs by their requests; settings hold lists, so they are compared rather than hashed."""
-    groups: list[list[PlannedRun]] = []
-    for one in runs:
-        group = next((group for group in groups if group[0].run.cluster == one.run.cluster), [])
-        if not group:
-            groups.append(group)
-        group.append(one)
-    return groups
-
-
 def _dependency(parent: RunStatus, executor: str) -> str:
     """Returns sbatch's condition to wait for a run, empty if the run has finished.
 
@@ -369,15 +306,9 @@ def _dependency(parent: RunStatus, executor: str) -> str:
     if state.state == FINISHED:
         return ""
     if not state.live:
-        raise RunError(
-            "The run to wait for has ended without finishing",
-            value=run_id,
-            remedy=f"See why: can-train status {run_id}; then: can-train resume {run_id}",
-        )
+        raise RunError("The run to wait for has ended without finishing", value=run_id,
+                       remedy=f"See why: can-train status {run_id}; then: can-train resume {run_id}")  # fmt: skip
     if row is None or executor != "slurm":
-        raise RunError(
-            "Only a job of SLURM can wait, and only for another one",
-            value=f"{run_id} is {state.state}",
-            remedy="Submit when that run has finished, or submit both to SLURM",
-        )
+        raise RunError("Only a job of SLURM can wait, and only for another one", value=f"{run_id} is {state.state}",
+                       remedy="Submit when that run has finished, or submit both to SLURM")  # fmt: skip
     return f"afterok:{row.job_id}"

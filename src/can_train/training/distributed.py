@@ -5,51 +5,44 @@ them becomes known to all, so that none waits forever.
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # no __all__
 
-from can_train.errors import CanTrainError, DoesNotFitError, RunError
+from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, RunError
 from can_train.fit.packing import BatchCosts, share_out
 
-JOIN_TIMEOUT: Final = timedelta(minutes=10)
-"""Longest wait for all processes to be there: some read a hundred thousand files of Python from a slow disk first."""
+# Longest wait for all processes to be there: some read a hundred thousand files of Python from a slow disk first.
+_JOIN_TIMEOUT: Final = timedelta(minutes=10)
+# Longest wait for one another after that: one may prepare data for hours. A process that has ended is noticed at once,
+# since its connections close.
+_WAIT_TIMEOUT: Final = timedelta(hours=24)
+# Longest wait for gradients between GPUs, which all ranks begin to exchange at the same moment.
+_REDUCE_TIMEOUT: Final = timedelta(minutes=10)
 
-WAIT_TIMEOUT: Final = timedelta(hours=24)
-"""Longest wait for one another after that: one may prepare data for hours. A process that has ended is noticed at once,
-since its connections close."""
-
-REDUCE_TIMEOUT: Final = timedelta(minutes=10)
-"""Longest wait for gradients between GPUs, which all ranks begin to exchange at the same moment."""
-
-PACK_BYTES: Final = 2**20
-"""Small tensors that are exchanged at once: a network of 10 Gbit/s carries so much in the time of a few exchanges."""
+# Small tensors that are exchanged at once: a network of 10 Gbit/s carries so much in the time of a few exchanges.
+_PACK_BYTES: Final = 2**20
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where one process stands among those of its run; rank 0 listens at address and port.
-
-    Attributes:
-        size: Processes in all.
-        local_rank: Rank among the processes of its machine.
-    """
+    """Where one process stands among those of its run; rank 0 listens at address and port."""
 
     rank: int
-    size: int
-    local_rank: int
+    size: int  # processes in all
+    local_rank: int  # among the processes of its machine
     address: str
     port: int
 
@@ -63,32 +56,23 @@ class Failure:
     did_not_fit: bool
 
 
-@dataclass(frozen=True)
-class _Done(Generic[T]):
-    """What a rank's work returned; tells it from a failure."""
-
-    result: T
-
-
 class RankFailedError(CanTrainError):
     """Another process of the run failed, so that this one cannot go on."""
 
-    def __init__(self, failures: Sequence[Failure]) -> None:
-        super().__init__(
-            "Every process of a run must get through",
-            value="; ".join(f"rank {failure.rank}: {failure.message}" for failure in failures),
-            remedy="Mend what stopped it, then resume the run",
-        )
-        self.failures = tuple(failures)
+    exit_code = RUN_FAILED
 
-    @property
-    def did_not_fit(self) -> bool:
-        """Whether memory was too small on one of them."""
-        return any(failure.did_not_fit for failure in self.failures)
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        found = "; ".join(f"rank {failure.rank}: {failure.message}" for failure in failures)
+        remedy = "Mend what stopped it, then resume the run"
+        super().__init__("Every process of a run must get through", value=found, remedy=remedy)
+        # Whether memory was too small on one of them.
+        self.did_not_fit = any(failure.did_not_fit for failure in failures)
 
 
 class RankGoneError(CanTrainError):
     """Another process of the run ended without reporting why."""
+
+    exit_code = RUN_FAILED
 
 
 class Ranks:
@@ -180,7 +164,7 @@ class ConnectedRanks(Ranks):
         self.rank, self.size, self.local_rank = place.rank, place.size, place.local_rank
         # A thread of its own waits for the others, so that this one goes on hearing signals, and so that a simulated
         # GPU, which is a mode of this thread, does not take messages for its tensors.
-        self._calls: _Calls[Any] = _Calls()
+        self._calls = _Calls()
         self._calls.run(lambda: _connect(place))
         if device.type == "cuda":
             # Each thread has a current device of its own.
@@ -196,13 +180,12 @@ class ConnectedRanks(Ranks):
             # The others wait in the same exchange: without a report from here they would wait until the timeout. The
             # error here explains more than that another process ended too.
             with suppress(RankGoneError):
-                self._gather(failure)
+                self._gather((failure, None))
             raise
-        reports: list[_Done[T] | Failure] = self._gather(_Done(result))
-        failures = [report for report in reports if isinstance(report, Failure)]
-        if failures:
+        reports: list[tuple[Failure | None, T]] = self._gather((None, result))
+        if failures := [failure for failure, _ in reports if failure is not None]:
             raise RankFailedError(failures)
-        return [report.result for report in reports if isinstance(report, _Done)]
+        return [result for _, result in reports]
 
     def share(self, samples: int, price: Callable[[], BatchCosts]) -> slice:  # noqa: D102
         sizes = share_out(price(), self.size)
@@ -232,8 +215,16 @@ class ConnectedRanks(Ranks):
     def broadcast_buffers(self, model: nn.Module) -> None:  # noqa: D102
         buffers = {(name, buffer.shape, buffer.dtype): buffer for name, buffer in model.named_buffers()}
         shared = list(buffers.values())
-        # Compared by checksum in every step; the names themselves are exchanged only where they differ.
-        if not self._same_on_all(tuple(buffers)):
+        # Compared by checksum in every step: the largest, and the smallest negated, add up to 0 where all are equal.
+        checksum = zlib.crc32(repr(tuple(buffers)).encode())
+
+        def spread() -> int:
+            extremes = torch.tensor([checksum, -checksum])
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+            return int(extremes.sum())
+
+        # The names themselves cost more, and are exchanged only where they differ.
+        if self._exchange(spread) != 0:
             having = Counter(kind for kinds in self._gather(tuple(buffers)) for kind in kinds)
             shared = [buffers[kind] for kind, ranks in having.items() if ranks == self.size]
         self.broadcast(shared)
@@ -249,30 +240,21 @@ class ConnectedRanks(Ranks):
         self._exchange(lambda: dist.all_gather_object(values, value))
         return values
 
-    def _exchange(self, call: Callable[[], None]) -> None:
-        with _gone_ranks_reported():
-            self._calls.run(call)
-
-    def _same_on_all(self, value: object) -> bool:
-        """Tells whether a value reads the same on every rank, which costs less than to exchange it."""
-        checksum = zlib.crc32(repr(value).encode())
-        sums: list[int] = []
-
-        def exchange() -> None:
-            # The largest checksum, and the smallest negated: their sum is 0 where all are equal.
-            extremes = torch.tensor([checksum, -checksum])
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
-            sums.append(int(extremes.sum()))
-
-        self._exchange(exchange)
-        return sums == [0]
+    def _exchange(self, call: Callable[[], T]) -> T:
+        try:
+            return self._calls.run(call)
+        # Gloo and NCCL report a closed connection as a plain RuntimeError, each in words of its own.
+        except RuntimeError as error:
+            rule, found = "Every process of a run must stay until all have got through", _first_line(error)
+            remedy = "Its own log says why; the run goes on from its last checkpoint"
+            raise RankGoneError(rule, value=f"another one has ended ({found})", remedy=remedy) from error
 
 
-class _Calls(Generic[T]):
+class _Calls:
     """Runs calls one after another in a thread of its own; it does not keep the process from ending."""
 
     def __init__(self) -> None:
-        self._waiting: SimpleQueue[tuple[Callable[[], T], Future[T]]] = SimpleQueue()
+        self._waiting: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         # A daemon, so that a process can end while an exchange still waits for a rank that is gone.
         Thread(target=self._work, name="ranks", daemon=True).start()
 
@@ -324,21 +306,19 @@ def rank_device(device: str, place: RankPlace | Ranks) -> str:
 
 def _connect(place: RankPlace) -> None:
     try:
-        store = TCPStore(place.address, place.port, place.size, place.rank == 0, JOIN_TIMEOUT)
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=WAIT_TIMEOUT)
+        store = TCPStore(place.address, place.port, place.size, place.rank == 0, _JOIN_TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=_WAIT_TIMEOUT)
     except RuntimeError as error:
-        raise RunError(
-            "The processes of a run must find each other",
-            value=f"rank {place.rank} of {place.size} at {place.address}:{place.port}: {_first_line(error)}",
-            remedy="MASTER_ADDR and MASTER_PORT name another place; GLOO_SOCKET_IFNAME names the network between nodes",
-        ) from error
+        found = f"rank {place.rank} of {place.size} at {place.address}:{place.port}: {_first_line(error)}"
+        remedy = "MASTER_ADDR and MASTER_PORT name another place; GLOO_SOCKET_IFNAME names the network between nodes"
+        raise RunError("The processes of a run must find each other", value=found, remedy=remedy) from error
 
 
 def _tensor_group(device: torch.device) -> ProcessGroup | None:
     """Makes the group that tensors are exchanged in; None is the one for everything."""
     if device.type != "cuda":
         return None
-    group: ProcessGroup = dist.new_group(backend="nccl", timeout=REDUCE_TIMEOUT)
+    group: ProcessGroup = dist.new_group(backend="nccl", timeout=_REDUCE_TIMEOUT)
     # The first exchange is what makes the connection, and takes its buffers.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     torch.cuda.synchronize(device)
@@ -347,9 +327,18 @@ def _tensor_group(device: torch.device) -> ProcessGroup | None:
 
 def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -> None:
     """Runs a collective on tensors."""
-    # Large ones in place, since a copy of all would take their size once more on the device; small ones by the pack,
-    # since each exchange takes its time, however little it carries.
-    for pack in _packs(tensors):
+    # Small ones of one type that follow one another by the pack, since each exchange takes its time, however little it
+    # carries.
+    packs: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not packs or packs[-1][-1].dtype != tensor.dtype or tensor.nbytes > room:
+            packs.append([])
+            room = _PACK_BYTES
+        packs[-1].append(tensor)
+        room -= tensor.nbytes
+    for pack in packs:
+        # Large ones in place, since a copy of all would take their size once more on the device.
         if len(pack) == 1 and pack[0].is_contiguous():
             collective(pack[0])
             continue
@@ -357,32 +346,6 @@ def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -
         collective(flat)
         for tensor, changed in zip(pack, flat.split([tensor.numel() for tensor in pack]), strict=True):
             tensor.copy_(changed.view(tensor.shape))
-
-
-def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Puts tensors of one type that follow one another together, up to a pack's size."""
-    packs: list[list[Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        if not packs or packs[-1][-1].dtype != tensor.dtype or tensor.nbytes > room:
-            packs.append([])
-            room = PACK_BYTES
-        packs[-1].append(tensor)
-        room -= tensor.nbytes
-    return packs
-
-
-@contextmanager
-def _gone_ranks_reported() -> Iterator[None]:
-    try:
-        yield
-    # Gloo and NCCL report a closed connection as a plain RuntimeError, each in words of its own.
-    except RuntimeError as error:
-        raise RankGoneError(
-            "Every process of a run must stay until all have got through",
-            value=f"another one has ended ({_first_line(error)})",
-            remedy="Its own log says why; the run goes on from its last checkpoint",
-        ) from error
 
 
 def _first_line(error: BaseException) -> str:

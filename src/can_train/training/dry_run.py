@@ -20,37 +20,19 @@ import torch
 from can_train.config.compose import from_plain
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
 from can_train.errors import ConfigError, DoesNotFitError
-from can_train.factors.resolve import factor_rule, read_factor_rule
-from can_train.fit import random_state
+from can_train.factors.store import factor_rule, read_factor_rule
 from can_train.fit.explore import model_does_not_fit
-from can_train.fit.factor_rule import PROVISIONAL, FactorRule
+from can_train.fit.factor_rule import PROVISIONAL
+from can_train.fit.optimizer import capture_generators, restore_generators
 from can_train.fit.planner import Planner, RunPlan
 from can_train.io.units import parse_size, size_text
-from can_train.memory.catalogue import (
-    MemoryUse,
-    UsableMemory,
-    find_card,
-    other_card,
-    predicted_room,
-    read_gpu_constants,
-    usable,
-)
-from can_train.memory.meters import (
-    FRAGMENTATION_PROBE_BYTES,
-    AbsentGpuMeter,
-    Meter,
-    is_simulated,
-    open_meter,
-    simulate_fit,
-    simulate_peak,
-    simulated_bytes,
-)
+from can_train.memory import catalogue, meters
+from can_train.memory.catalogue import UsableMemory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.training.loading import fresh_model, load_task, sample_task
 from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels
 
 if TYPE_CHECKING:
-    from can_train.fit.cost_model import DeviceLimits
     from can_train.task import Task
 
 # Share of an allocator's memory that is in use where it is badly fragmented; on the simulated GPU it was at least 0.83.
@@ -58,7 +40,6 @@ _LITTLE_IN_USE: Final = 0.7
 
 # Batches that are tried for a small GPU: its room is then known to 2 % of itself.
 _TRIALS: Final = 4
-
 # Where torch puts compiled code; where it is not set, torch makes a folder and sets it.
 _TORCH_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -76,35 +57,28 @@ def find_targets(run: ResolvedRun, gpus: Sequence[str], memory: str | None, repo
         ConfigError: A name or a size is not understood.
         DeviceError: The run's device cannot be used.
     """
-    cards = [find_card(name) for name in gpus]
+    cards = [catalogue.find_card(name) for name in gpus]
     if memory:
-        card = other_card(parse_size(memory))
-        reserved = sum(use.num_bytes for use in usable(card).subtracted)
+        card = catalogue.other_card(parse_size(memory))
+        reserved = sum(use.num_bytes for use in catalogue.usable(card).subtracted)
         if reserved >= card.total_bytes:
-            raise ConfigError(
-                f"--target-memory is the whole memory of a GPU, of which a training cannot use {size_text(reserved)}",
-                value=memory,
-                remedy="Give a larger one: 16GiB; or give what a training can use: --device sim:512MiB",
-            )
+            rule = f"--target-memory is the whole memory of a GPU, of which a training cannot use {size_text(reserved)}"
+            remedy = "Give a larger one: 16GiB; or give what a training can use: --device sim:512MiB"
+            raise ConfigError(rule, value=memory, remedy=remedy)
         cards.append(card)
-    targets = [usable(card, read_gpu_constants(state_dir(run.paths), card.key, reporter)) for card in cards]
-    # The same card in two spellings is one target.
-    return list({target.key: target for target in targets}.values()) or [_device_here(run.device)]
-
-
-def _device_here(device: str) -> UsableMemory:
-    meter = open_meter(device)
-    if is_simulated(device):
-        size = simulated_bytes(device)
-        return UsableMemory(key=meter.key, name="Simulated GPU", total_bytes=size, subtracted=(), source="simulated")
-    others = MemoryUse("in use already", meter.total_bytes - meter.capacity_bytes)
-    return UsableMemory(
-        key=meter.key,
-        name=meter.name,
-        total_bytes=meter.total_bytes,
-        subtracted=(others,),
-        source="as this machine has it now",
-    )
+    state = state_dir(run.paths)
+    targets = [catalogue.usable(card, catalogue.read_gpu_constants(state, card.key, reporter)) for card in cards]
+    if targets:
+        # The same card in two spellings is one target.
+        return list({target.key: target for target in targets}.values())
+    meter = meters.open_meter(run.device)
+    others: tuple[catalogue.MemoryUse, ...] = ()
+    if meters.is_simulated(run.device):
+        size, name, source = meters.simulated_bytes(run.device), "Simulated GPU", "simulated"
+    else:
+        size, name, source = meter.total_bytes, meter.name, "as this machine has it now"
+        others = (catalogue.MemoryUse("in use already", meter.total_bytes - meter.capacity_bytes),)
+    return [UsableMemory(key=meter.key, name=name, total_bytes=size, subtracted=others, source=source)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +99,8 @@ class DryPlan:
             return []
         notices = [*self.plan.plan.notices, *self.plan.notices]
         if any(plan.costs for plan in self.reference_models) and not self.target.key.startswith("cpu-"):
-            notices.append(
-                "Samples per second were measured on this machine's CPU; the run measures them on its device"
-            )
+            note = "Samples per second were measured on this machine's CPU; the run measures them on its device"
+            notices.append(note)
         return notices
 
 
@@ -164,15 +137,12 @@ def plans_of_sample(
     # The sample is repeated to the length of the data set, so that an epoch has as many steps as in training.
     task.train_rows = np.resize(sampled.train_rows, sampled.estimated_train_rows or len(sampled.train_rows))
     # What the largest target holds is explored once; less is predicted of the others.
-    meter = AbsentGpuMeter(max(targets, key=lambda target: target.capacity_bytes))
-    planner = Planner(
-        run=run, task=task, model=fresh_model(run, task, meter), meter=meter, reporter=reporter, verify=False
-    )
-    reference_models = ReferenceModels(
-        task=task, training=run.training, meter=meter, reporter=reporter, cache=cache_folder(run.paths), verify=False
-    )
-    decided = reference_models.decide(planner.model)
-    num_samples = len(task.train_rows)
+    meter = meters.AbsentGpuMeter(max(targets, key=lambda target: target.capacity_bytes))
+    model, num_samples = fresh_model(run, task, meter), len(task.train_rows)
+    planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, verify=False)
+    references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
+                                 cache=cache_folder(run.paths), verify=False)  # fmt: skip
+    decided = references.decide(model)
     # Targets on which reference models are consulted alike share the probes.
     explored: dict[tuple[str, ...], _ExploredRun] = {}
     plans = []
@@ -180,20 +150,11 @@ def plans_of_sample(
         here = tuple(plan.on(target.capacity_bytes, samples=num_samples * run.training.epochs) for plan in decided)
         placements = tuple(plan.placement for plan in here)
         if placements not in explored:
-            explored[placements] = _ExploredRun(
-                replace(planner, reference_tensors=reference_models.bind_placeholders(here))
-            )
+            resident = references.bind_placeholders(here)
+            explored[placements] = _ExploredRun(replace(planner, reference_tensors=resident))
         plan, error = explored[placements].plan_for(target)
-        plans.append(
-            DryPlan(
-                target=target,
-                plan=plan,
-                error=error,
-                num_samples=num_samples,
-                sample_note=sampled.sample_note,
-                reference_models=here,
-            )
-        )
+        plans.append(DryPlan(target=target, plan=plan, error=error, num_samples=num_samples,
+                             sample_note=sampled.sample_note, reference_models=here))  # fmt: skip
     return plans
 
 
@@ -210,7 +171,11 @@ class _ExploredRun:
 
     def plan_for(self, target: UsableMemory) -> tuple[RunPlan | None, DoesNotFitError | None]:
         """Resolves the plan for a target, or returns the reason why there is none."""
-        limits = self._limits_on(target)
+        capacity = target.capacity_bytes
+        limits = self._limits.predicted_on(target.key, capacity, _LITTLE_IN_USE * capacity)
+        # Whatever the fragmentation, a capped batch fits.
+        room = catalogue.predicted_room(capacity) if limits.training.capped else self._room(capacity)
+        limits = self._limits.predicted_on(target.key, capacity, room)
         rule = factor_rule(self._planner.run, limits.device_key, self._planner.reporter)
         try:
             if limits.optimizer_peak_bytes > limits.capacity_bytes:
@@ -219,33 +184,22 @@ class _ExploredRun:
         except DoesNotFitError as error:
             return None, error
 
-    def _limits_on(self, target: UsableMemory) -> DeviceLimits:
-        capacity = target.capacity_bytes
-        if not self._limits.predicted_on(target.key, capacity, _LITTLE_IN_USE * capacity).training.capped:
-            return self._limits.predicted_on(target.key, capacity, self._room(capacity))
-        # Whatever the fragmentation, the batch fits.
-        return self._limits.predicted_on(target.key, capacity, predicted_room(capacity))
-
     def _room(self, capacity_bytes: int) -> float:
         """Returns how much may be allocated before the allocator needs to reserve more than a capacity."""
-        room = predicted_room(capacity_bytes)
+        room = catalogue.predicted_room(capacity_bytes)
         training, explorer = self._limits.training, self._planner.explorer
-        if training.cost_within(room) <= FRAGMENTATION_PROBE_BYTES:
-            return self._room_of_small_gpu(room, capacity_bytes)
-        if self._share is None:
-            with explorer.worst_case(training, FRAGMENTATION_PROBE_BYTES) as (run, resident):
-                allocated, reserved = simulate_peak(run, resident)
-            self._share = allocated / max(reserved, 1)
-        return min(room, self._share * capacity_bytes)
-
-    def _room_of_small_gpu(self, room: float, capacity_bytes: int) -> float:
-        """Searches by halves: pages take a share of a small GPU that depends on its size."""
-        training = self._limits.training
+        if training.cost_within(room) > meters.FRAGMENTATION_PROBE_BYTES:
+            if self._share is None:
+                with explorer.worst_case(training, meters.FRAGMENTATION_PROBE_BYTES) as (run, resident):
+                    allocated, reserved = meters.simulate_peak(run, resident)
+                self._share = allocated / max(reserved, 1)
+            return min(room, self._share * capacity_bytes)
+        # Pages take a share of a small GPU that depends on its size: the room is searched by halves.
         low, high = _LITTLE_IN_USE * room, room
         for _ in range(_TRIALS):
             middle = (low + high) / 2
-            with self._planner.explorer.worst_case(training, max(training.cost_within(middle), 0.0)) as batch:
-                low, high = (middle, high) if simulate_fit(*batch, capacity_bytes) else (low, middle)
+            with explorer.worst_case(training, max(training.cost_within(middle), 0.0)) as batch:
+                low, high = (middle, high) if meters.simulate_fit(*batch, capacity_bytes) else (low, middle)
         return low
 
 
@@ -261,16 +215,15 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
         CanTrainError: The configuration, the device or the state folder is at fault; there is no silent fallback.
     """
     run = config if isinstance(config, ResolvedRun) else from_plain(config)
-    meter = open_meter(run.device)
+    meter = meters.open_meter(run.device)
     rule = read_factor_rule(run, meter.key)
-    return rule.known.factor if rule.known is not None else _make_plan(run, meter, rule).factor.factor
-
-
-def _make_plan(run: ResolvedRun, meter: Meter, rule: FactorRule) -> RunPlan:
-    """Makes the plan that a run would make now; random generators stay as they were."""
-    task, generators = load_task(run, SilentReporter()), random_state.capture()
+    if rule.known is not None:
+        return rule.known.factor
+    reporter = SilentReporter()
+    # Random generators stay as they were.
+    task, generators = load_task(run, reporter), capture_generators()
     with meter.active():
         model = fresh_model(run, task, meter)
-        plan = Planner(run=run, task=task, model=model, meter=meter, reporter=SilentReporter()).make(rule)
-    random_state.restore(generators)
-    return plan
+        plan = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter).make(rule)
+    restore_generators(generators)
+    return plan.factor.factor

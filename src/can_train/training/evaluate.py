@@ -14,24 +14,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.compose import evaluation_dataset
-from can_train.config.resolved import EvaluationData, PathSettings, ResolvedRun, data_root
+from can_train.config.resolved import EvaluationData, PathSettings, data_root, load_object, load_task_settings
 from can_train.config.settings import TrainingSettings
-from can_train.config.task_settings import load_object, load_task_settings
 from can_train.errors import ConfigError, StateError
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision
-from can_train.io.atomic import open_atomic
+from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter
 from can_train.task import Table
-from can_train.training.inference import (
-    BatchedInference,
-    InferenceDevice,
-    Rows,
-    Scored,
-    copy_to_device,
-    rescue_settings,
-)
+from can_train.training.inference import BatchedInference, InferenceDevice, Rows, copy_to_device, rescue_settings
 from can_train.training.loading import finished_model, load_finished, with_cache
 
 _ENDINGS: Final = (".csv", ".parquet")
@@ -68,117 +60,78 @@ def write_score_file(path: Path, columns: Mapping[str, Any]) -> None:
                          remedy="Make room there, or name another file with --scores") from error  # fmt: skip
 
 
-class ScoredSamples(Scored, Protocol):
-    """Samples with the model that scores them, in evaluation mode and on the CPU."""
-
-    model: nn.Module
-
-    def describe(self, row: int) -> str:
-        """Names a sample in a message."""
-
-
 class Verdict(Protocol):
     """What a task concludes about the samples."""
 
-    @property
-    def judgement(self) -> Mapping[str, Any]:
-        """As in a run's result; strict JSON."""
-
-    @property
-    def samples(self) -> Mapping[str, Any]:
-        """Columns by name, a cell for each sample that was judged."""
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """How it was judged, in sentences."""
+    judgement: Mapping[str, Any]  # as in a run's result; strict JSON
+    samples: Mapping[str, Any]  # columns by name, a cell for each sample that was judged
+    notes: Sequence[str]  # how it was judged, in sentences
 
 
 class Evaluation(Protocol):
     """Prepared data, ready to be judged."""
 
-    @property
-    def dataset(self) -> str:
-        """Name or path of the data."""
-
-    @property
-    def own_split(self) -> bool:
-        """Whether the samples are those that the run had set apart of its own data."""
-
-    @property
-    def counted(self) -> Mapping[str, int]:
-        """How much is judged, by name of what is counted."""
+    dataset: str  # name or path of the data
+    own_split: bool  # whether the samples are those that the run had set apart of its own data
+    counted: Mapping[str, int]  # how much is judged, by name of what is counted
 
     def judge(self, score: Callable[..., NDArray[np.float64]], threshold: float | None) -> Verdict:
         """Judges a model by its scores.
 
         Args:
-            score: `score(samples, rows)` returns raw scores.
+            score: `score(samples, rows)` returns raw scores. Samples have `model`, in evaluation mode and on the CPU,
+                `scores`, as a task has it, and `describe`, which names one in a message.
             threshold: Above which samples are flagged; None: the run's own.
         """
 
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
-        """Writes a judgement as tables of text."""
+        """Writes all of a judgement as tables of text."""
+
+    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+        """Writes what a person sees of a judgement by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """What is to be judged, and how.
+    """What is to be judged, and how."""
 
-    Attributes:
-        run: Folder of the finished run.
-        dataset: Name of a preset, or a path; None: the run's own data.
-        sets: `dataset.key=value`: how the data are read.
-        threshold: Above which samples are flagged; None: the run's own.
-        scores: File for the scores of single samples; None: they are not written.
-        device: Where to score: auto, cpu, cuda[:i], sim:SIZE.
-        paths: Folders; empty ones are the run's, where they are still there.
-    """
-
-    run: Path
-    dataset: str | None = None
-    sets: tuple[str, ...] = ()
-    threshold: float | None = None
-    scores: Path | None = None
-    device: str = "auto"
-    paths: PathSettings = field(default_factory=PathSettings)
+    run: Path  # folder of the finished run
+    dataset: str | None = None  # name of a preset, or a path; None: the run's own data
+    sets: tuple[str, ...] = ()  # `dataset.key=value`: how the data are read
+    threshold: float | None = None  # above which samples are flagged; None: the run's own
+    scores: Path | None = None  # file for the scores of single samples; None: they are not written
+    device: str = "auto"  # where to score: auto, cpu, cuda[:i], sim:SIZE
+    paths: PathSettings = field(default_factory=PathSettings)  # empty ones are the run's, where they are still there
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The result of an evaluation: as strict JSON, and its judgement as text."""
+    """The result of an evaluation: as strict JSON, and its judgement as text, in short and in full."""
 
     document: Mapping[str, Any]
+    summary_tables: Sequence[Table]
     tables: Sequence[Table]
     notes: Sequence[str]
 
 
+@dataclass
 class Scorer:
-    """Scores samples with the finished models that belong to them; copies each model to the device once.
+    """Scores samples with the finished models that belong to them; copies each model to the device once."""
 
-    Attributes:
-        seconds: Spent so far.
-    """
+    training: TrainingSettings
+    device: InferenceDevice
+    advance: Callable[[int], object] = lambda samples: None
+    seconds: float = 0.0  # spent so far
+    _inference: dict[nn.Module, BatchedInference] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        training: TrainingSettings,
-        device: InferenceDevice,
-        advance: Callable[[int], object] = lambda samples: None,
-    ) -> None:
-        self._training = training
-        self._device = device
-        self._advance = advance
-        self._inference: dict[nn.Module, BatchedInference] = {}
-        self.seconds = 0.0
-
-    def __call__(self, samples: ScoredSamples, rows: Rows) -> NDArray[np.float64]:
-        """Returns [R, …] raw scores of some samples, in their order."""
+    def __call__(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
+        """Returns [R, …] raw scores of some samples, in their order (see `Evaluation.judge`)."""
         began = time.perf_counter()
         if samples.model not in self._inference:
-            model = copy_to_device(samples.model, self._device)
-            batcher = MicroBatcher(model, meter=self._device.meter, rescue=rescue_settings(self._training))
+            model = copy_to_device(samples.model, self.device)
+            batcher = MicroBatcher(model, meter=self.device.meter, rescue=rescue_settings(self.training))
             self._inference[samples.model] = BatchedInference(
-                batcher=batcher, model=model, device=self._device, advance=self._advance
+                batcher=batcher, model=model, device=self.device, advance=self.advance
             )
         # Two sets of samples may share a model, each with names of its own.
         inference = replace(self._inference[samples.model], describe=samples.describe)
@@ -192,7 +145,11 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     if request.scores is not None:
         check_score_file(request.scores)
     finished, meter = load_finished(request.run), open_meter(request.device)
-    run, paths, task = finished.run, _paths(finished.run, request.paths), load_task_settings(finished.run.task)
+    run, task = finished.run, load_task_settings(finished.run.task)
+    # Folders that are not given are those of the run that are on this machine.
+    known = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
+    paths = replace(request.paths, **{name: path for name, path in known.items()
+                                      if not getattr(request.paths, name) and Path(path).is_dir()})  # fmt: skip
     dataset = evaluation_dataset(run, request.dataset, request.sets)
     if request.scores is not None:
         check_score_file(request.scores, load_object(task.files)(dataset, data_root(paths)))
@@ -200,9 +157,8 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     torch.use_deterministic_algorithms(run.training.deterministic)
 
     def judge(cache: Path) -> tuple[Evaluation, Verdict, dict[str, float]]:
-        data = EvaluationData(
-            dataset=dataset, own=request.dataset is None, data_root=data_root(paths), cache=cache, reporter=reporter
-        )
+        data = EvaluationData(dataset=dataset, own=request.dataset is None, data_root=data_root(paths), cache=cache,
+                              reporter=reporter)  # fmt: skip
         began = time.perf_counter()
         evaluation: Evaluation = load_object(task.evaluator)(finished, partial(finished_model, run), data)
         reading_s = time.perf_counter() - began
@@ -228,11 +184,9 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         "notes": list(verdict.notes),
         "judgement": verdict.judgement,
     }
-    return Evaluated(document=document, tables=evaluation.tables(verdict.judgement), notes=verdict.notes)
-
-
-def _paths(run: ResolvedRun, given: PathSettings) -> PathSettings:
-    """Returns the given folders, completed by those of the run that are on this machine."""
-    known = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
-    found = {name: path for name, path in known.items() if not getattr(given, name) and Path(path).is_dir()}
-    return replace(given, **found)
+    return Evaluated(
+        document=document,
+        summary_tables=evaluation.summary_tables(verdict.judgement),
+        tables=evaluation.tables(verdict.judgement),
+        notes=verdict.notes,
+    )

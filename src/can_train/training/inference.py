@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from can_train.memory.meters import CpuMeter, Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from can_train.config.settings import TrainingSettings
     from can_train.fit.micro_batcher import MicroBatcher
@@ -36,47 +36,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceDevice:
-    """Where a model computes.
-
-    Attributes:
-        meter: Of the device.
-        precision: Number formats of the run that computes.
-        span: Opens a block whose memory is not the run's device's, where this is another one.
-    """
+    """Where a model computes."""
 
     meter: Meter
-    precision: Precision
+    precision: Precision  # number formats of the run that computes
+    # Opens a block whose memory is not the run's device's, where this is another one.
     span: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-class Scored(Protocol):
-    """Samples that a model scores."""
-
-    def scores(self, model: nn.Module, rows: Rows, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, …] raw scores of samples, by the model or its copy on a device."""
 
 
 @dataclass(kw_only=True)
 class BatchedInference:
-    """Computes something of samples with one model, without gradients, in parts that fit on its device.
+    """Computes something of samples with one model, without gradients, in parts that fit on its device."""
 
-    Attributes:
-        batcher: Of the model; splits a part further where memory runs out.
-        model: On the device.
-        device: Where it computes.
-        costs_of: Prices samples; their number, where all cost the same.
-        limit: What a part may hold.
-        describe: Names a sample that does not fit.
-        advance: Called with the number of samples of each part that is done.
-    """
-
-    batcher: MicroBatcher
-    model: nn.Module
+    batcher: MicroBatcher  # of the model; splits a part further where memory runs out
+    model: nn.Module  # on the device
     device: InferenceDevice
-    costs_of: Callable[[Rows], BatchCosts | int] = len
-    limit: PartLimit = field(default_factory=lambda: PartLimit(samples=PART_SAMPLES))
-    describe: Callable[[int], str] = "sample {}".format
-    advance: Callable[[int], object] = lambda samples: None
+    costs_of: Callable[[Rows], BatchCosts | int] = len  # prices samples; their number, where all cost the same
+    limit: PartLimit = field(default_factory=lambda: PartLimit(samples=PART_SAMPLES))  # what a part may hold
+    describe: Callable[[int], str] = "sample {}".format  # names a sample that does not fit
+    advance: Callable[[int], object] = lambda samples: None  # called with the samples of each part that is done
 
     def run(self, rows: Rows, compute: Callable[[Rows], T]) -> list[T]:
         """Computes something of each part of some samples, in order.
@@ -97,8 +75,8 @@ class BatchedInference:
         except DoesNotFitError as error:
             raise with_samples(error, self.describe, rows) from None
 
-    def scores(self, samples: Scored, rows: Rows) -> NDArray[np.float64]:
-        """Returns [R, …] scores of some samples, in their order."""
+    def scores(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
+        """Returns [R, …] scores of some samples, in their order, by `samples.scores`, which is as a task's."""
         device = self.device.meter.device
 
         def compute(part: Rows) -> NDArray[np.float64]:
@@ -124,12 +102,9 @@ def copy_to_device(model: nn.Module, device: InferenceDevice) -> nn.Module:
     with CatchOutOfMemory() as caught:
         # A copy even where the device is the host: a simulated GPU sees memory only when it is allocated.
         return deepcopy(model).to(device.meter.device, device.precision.dtype).eval()
-    raise DoesNotFitError(
-        "A model must fit on the device",
-        value=caught.message,
-        remedy="Choose another with --device: cpu has the host's memory",
-        details=describe_out_of_memory(device.meter, None),
-    )
+    raise DoesNotFitError("A model must fit on the device", value=caught.message,
+                          remedy="Choose another with --device: cpu has the host's memory",
+                          details=describe_out_of_memory(device.meter, None))  # fmt: skip
 
 
 def with_host_fallback(device: InferenceDevice, use: Callable[[InferenceDevice], T], notify: Callable[[], object]) -> T:
@@ -149,6 +124,5 @@ def with_host_fallback(device: InferenceDevice, use: Callable[[InferenceDevice],
 
 def rescue_settings(training: TrainingSettings) -> RescueSettings:
     """Returns what may be done about an out-of-memory in inference: always split, as the gradient is not at stake."""
-    return RescueSettings(
-        factor=training.backoff_factor, floor=training.min_micro_batch_size, retries=training.oom_retries
-    )
+    floor = training.min_micro_batch_size
+    return RescueSettings(factor=training.backoff_factor, floor=floor, retries=training.oom_retries)

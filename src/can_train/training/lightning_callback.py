@@ -12,10 +12,10 @@ from typing import Any, Final
 from torch import Tensor
 
 from can_train.errors import CanTrainError
-from can_train.memory.monitor import INTERVAL, WARMUP, MemoryMonitor
+from can_train.memory.meters import INTERVAL, WARMUP, MemoryMonitor
 
+# Two names of Lightning, whose classes are not interchangeable.
 _LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")
-"""Two names of Lightning, whose classes are not interchangeable."""
 
 
 def _callback_class() -> type:
@@ -55,35 +55,29 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on what
     """
 
     def __init__(
-        self,
-        interval: int = INTERVAL,
-        warmup: int = WARMUP,
-        device: str = "auto",
-        safety_factor: float | None = None,
+        self, interval: int = INTERVAL, warmup: int = WARMUP, device: str = "auto", safety_factor: float | None = None
     ) -> None:
         if _Callback is object:
-            raise CanTrainError(
-                "MemoryMonitorCallback needs Lightning",
-                value="neither lightning nor pytorch_lightning is installed",
-                remedy="pip install lightning; in a loop of your own MemoryMonitor does the same",
-            )
+            found = "neither lightning nor pytorch_lightning is installed"
+            remedy = "pip install lightning; in a loop of your own MemoryMonitor does the same"
+            raise CanTrainError("MemoryMonitorCallback needs Lightning", value=found, remedy=remedy)
         super().__init__()
         self.monitor: MemoryMonitor | None = None
-        self._interval = interval
-        self._warmup = warmup
-        self._device = device
-        self._safety_factor = safety_factor
+        self._interval, self._warmup = interval, warmup
+        self._device, self._safety_factor = device, safety_factor
         self._batch = ExitStack()
         self._due = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the monitor, unless this is a second training."""
         if self.monitor is None:
+            # At most as many as batches; Lightning may not know them.
+            steps = trainer.estimated_stepping_batches
             self.monitor = MemoryMonitor(
                 pl_module.device if self._device == "auto" else self._device,
                 interval=self._interval,
                 warmup=self._warmup,
-                total_steps=_steps_to_come(trainer),
+                total_steps=None if math.isinf(steps) else int(steps) - trainer.global_step,
             )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -102,34 +96,24 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on what
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Takes the last reading and logs it."""
-        self._end(trainer)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Takes the last reading of a training that failed."""
-        self._end(trainer)
-
-    def _end(self, trainer: Any) -> None:
         self._batch.close()
         if self.monitor is not None:
             self.monitor.pause()
             self._log(trainer)
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Takes the last reading of a training that failed."""
+        self.on_train_end(trainer, pl_module)
+
     def _log(self, trainer: Any) -> None:
         assert self.monitor is not None, "there is something to log"
-        share = self.monitor.peak_share
-        if share is None:
+        if (share := self.monitor.peak_share) is None:
             return
         metrics = {"peak_memory_pct": share}
         if self._safety_factor is not None:
             metrics["batch_size_safety_factor"] = self._safety_factor
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
-
-
-def _steps_to_come(trainer: Any) -> int | None:
-    """Returns the optimizer steps to come, at most as many as batches; None where Lightning does not know."""
-    steps = trainer.estimated_stepping_batches
-    return None if math.isinf(steps) else int(steps) - trainer.global_step
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -1,47 +1,57 @@
-"""Loads what a run is made of: its task with the data, its model, and the finished models that it builds on."""
+"""Loads what a run is made of: its task with the data, its model, its checkpoints, which survive a kill at any moment,
+and the finished models that it builds on.
+"""
 
 import hashlib
+import io
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from can_train.config import resolved
 from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, cache_folder, data_root
-from can_train.config.task_settings import load_object, load_task_settings
-from can_train.errors import CheckpointError, ConfigError, RunError, StateError
-from can_train.fit import random_state
-from can_train.fit.optimizer import Precision
-from can_train.io.atomic import write_json_atomic
+from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemoryDetails, RunError, StateError
+from can_train.fit.optimizer import Precision, seed_everything
+from can_train.io.records import write_bytes_atomic, write_json_atomic
 from can_train.memory.meters import Meter
+from can_train.memory.out_of_memory import headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.task import Task
-from can_train.training.checkpoint import REMEDY, Checkpoints
 from can_train.training.run_folder import CONFIG, RunFolder, relocate_prerequisites
 
-MAX_NAMED: Final = 5
-"""Weights that an error names before it stops."""
+_MAX_NAMED: Final = 5  # weights that an error names before it stops
 
-INPUTS: Final = "built_on.json"
-"""In a run's folder: the digests of its data and of each reference model, by role."""
+# In a run's folder: the digests of its data and of each reference model, by role.
+_INPUTS: Final = "built_on.json"
+
+_FORMAT_VERSION: Final = 1  # of checkpoints
+
+# The newest checkpoint, and the previous one in case the newest is damaged on disk.
+_MAX_FILES: Final = 2
+
+_REMEDY: Final = "Copy the run once more from where it was trained, or train anew"
 
 T = TypeVar("T")
 
 
 def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
     """Makes the task of a run with all of its data prepared."""
-    factory: Callable[..., Task] = load_object(load_task_settings(run.task).factory)
+    factory: Callable[..., Task] = resolved.load_object(resolved.load_task_settings(run.task).factory)
     finished = finished_models(run)
     return with_cache(run.paths, reporter, lambda cache: factory(run, finished, data_root(run.paths), cache, reporter))
 
 
 def sample_task(run: ResolvedRun, reporter: Reporter) -> Task:
     """Makes the task of a run from a bounded sample of its data, for a plan; writes nothing."""
-    sampler: Callable[..., Task] = load_object(load_task_settings(run.task).sampler)
+    sampler: Callable[..., Task] = resolved.load_object(resolved.load_task_settings(run.task).sampler)
     return sampler(run, finished_models(run), data_root(run.paths), cache_folder(run.paths), reporter)
 
 
@@ -68,10 +78,10 @@ def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
     Raises:
         RunError: The data or a reference model changed.
     """
-    path = folder.path / INPUTS
+    path = folder.path / _INPUTS
     models = task.reference_models()
-    now = {model.role: model.digest for model in models} | {"data": task.data_digest()}
-    now = {role: digest for role, digest in now.items() if digest}
+    digests = {model.role: model.digest for model in models} | {"data": task.data_digest()}
+    now = {role: digest for role, digest in digests.items() if digest}
     # A damaged file is written anew: it proves nothing about the inputs.
     try:
         before = json.loads(path.read_text())
@@ -94,8 +104,131 @@ def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
 def fresh_model(run: ResolvedRun, task: Task, meter: Meter) -> nn.Module:
     """Makes the model of a run on its device; generators start from the run's seed."""
     # Preparing data may or may not have drawn random numbers (a cache): weights start from here.
-    random_state.seed_everything(run.training.seed)
-    return task.build_model().to(meter.device, Precision.named(run.training.precision).dtype)
+    seed_everything(run.training.seed)
+    try:
+        return task.build_model().to(meter.device, Precision.named(run.training.precision).dtype)
+    except RuntimeError as error:
+        if not is_host_memory(error):
+            raise
+        raise DoesNotFitError("The model must fit into memory", value=headline(error),
+                              remedy="Choose a smaller model: --size student, or smaller --model-args",
+                              details=OutOfMemoryDetails(of_host=True)) from error  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    file: str
+    sha256: str
+    step: int
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder that is made at the first save.
+
+    A manifest lists them with their digests, the newest first. It is replaced after the file that it names is written:
+    a process that is killed in between leaves a file that nothing names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._manifest = folder / "manifest.json"
+
+    def save(self, state: dict[str, Any], *, step: int) -> None:
+        """Writes a checkpoint and makes it the newest.
+
+        Args:
+            state: Tensors, numbers, text, and lists, tuples and dicts of them.
+            step: Optimizer steps done.
+
+        Raises:
+            CheckpointError: It could not be written; the previous one is untouched.
+        """
+        # Serialized in memory first, so that the digest is of what was meant, whatever reaches the disk.
+        buffer = io.BytesIO()
+        torch.save({"format": _FORMAT_VERSION, **state}, buffer)
+        data = buffer.getvalue()
+        entries = self._entries()
+        # Never the name of a file that the manifest still needs, even when the same step is saved twice.
+        taken = {entry.file for entry in entries}
+        name = next(n for n in (f"step-{step:08d}{suffix}.pt" for suffix in ("", "-b", "-c")) if n not in taken)
+        entries = [_Entry(file=name, sha256=hashlib.sha256(data).hexdigest(), step=step), *entries][:_MAX_FILES]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_bytes_atomic(self._folder / name, data)
+            self._write_manifest(entries)
+            # Only now, when the manifest no longer names them: a kill at any point leaves a whole checkpoint.
+            for path in self._folder.glob("step-*.pt"):
+                if path.name not in {entry.file for entry in entries}:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            remedy = "Make room or mend the folder's permissions, then resume the run"
+            found = f"{self._folder}: {error.strerror}"
+            raise CheckpointError("The checkpoint cannot be written", value=found, remedy=remedy) from error
+
+    def load(self, reporter: Reporter) -> dict[str, Any] | None:
+        """Reads the newest undamaged checkpoint, and drops damaged ones; None where there is none.
+
+        Raises:
+            CheckpointError: Every checkpoint is damaged, or is of another version.
+        """
+        entries = self._entries()
+        for position, entry in enumerate(entries):
+            if (state := self._read(entry)) is not None:
+                if position > 0:
+                    # Else the next save would keep the damaged one as its previous, and drop this one.
+                    self._write_manifest(entries[position:])
+                return state
+            reporter.notice(f"Checkpoint {entry.file} is damaged; going back to the one before it")
+        if entries:
+            remedy = "Start the run again from the beginning"
+            raise CheckpointError("No checkpoint of this run is whole", value=str(self._folder), remedy=remedy)
+        return None
+
+    def newest(self) -> dict[str, Any] | None:
+        """Reads the newest checkpoint without changing anything; None where there is none.
+
+        Raises:
+            CheckpointError: It is damaged, or of another version.
+        """
+        for entry in self._entries():
+            state = self._read(entry)
+            if state is None:
+                damaged = str(self._folder / entry.file)
+                raise CheckpointError("The last checkpoint of this run is damaged", value=damaged, remedy=_REMEDY)
+            return state
+        return None
+
+    def _entries(self) -> list[_Entry]:
+        try:
+            return [_Entry(**entry) for entry in json.loads(self._manifest.read_text())["checkpoints"]]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            manifest = str(self._manifest)
+            raise CheckpointError("The checkpoint manifest cannot be read", value=manifest, remedy=_REMEDY) from error
+
+    def _write_manifest(self, entries: list[_Entry]) -> None:
+        write_json_atomic(self._manifest, {"checkpoints": [vars(entry) for entry in entries]})
+
+    def _read(self, entry: _Entry) -> dict[str, Any] | None:
+        """Reads a checkpoint; None where its file is missing or damaged."""
+        try:
+            data = (self._folder / entry.file).read_bytes()
+        except OSError:
+            return None
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            return None
+        try:
+            state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        # Bytes that are not a checkpoint raise whatever they lead the reader to: no list of errors would be complete.
+        except Exception as error:
+            rule = "A checkpoint holds tensors and plain values only, and no code is run that is in it"
+            raise CheckpointError(rule, value=entry.file, remedy=_REMEDY) from error
+        found = state.get("format") if isinstance(state, dict) else "unknown"
+        if found != _FORMAT_VERSION:
+            versions = f"{entry.file}: format {found}, this version reads {_FORMAT_VERSION}"
+            raise CheckpointError("The checkpoint is of another version", value=versions, remedy=_REMEDY)
+        return dict(state)
 
 
 def load_finished(path: Path) -> FinishedModel:
@@ -109,47 +242,32 @@ def load_finished(path: Path) -> FinishedModel:
     if not (path / CONFIG).exists():
         raise RunError("A run that is built on stays where it was, or lies beside the run that builds on it",
                        value=f"{path} is gone", remedy="Bring its folder back to either place")  # fmt: skip
-    config = folder.config()
-    result = folder.result()
+    config, result = folder.config(), folder.result()
     if result is None:
         raise CheckpointError("Only a finished run has a model", value=str(path),
                               remedy=f"Finish it first: {shlex.join(['can-train', 'resume', str(path)])}")  # fmt: skip
-    weights = _weights(folder)
+    state = Checkpoints(folder.checkpoints_path).newest()
+    weights = {} if state is None else state.get("best")
+    if not isinstance(weights, dict) or not weights or not all(isinstance(one, Tensor) for one in weights.values()):
+        why = "there are none" if state is None else "its last checkpoint holds others"
+        raise CheckpointError("A finished run has weights", value=f"{folder.checkpoints_path}: {why}", remedy=_REMEDY)
+    broken = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
+    if broken:
+        raise CheckpointError("The weights of a finished run are finite numbers",
+                              value=f"{folder.run_id}: {', '.join(broken[:_MAX_NAMED])}", remedy=_REMEDY)  # fmt: skip
     # Of names, types and shapes too: weights of equal bytes may belong to different models.
     digest = hashlib.sha256()
     for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.contiguous().view(-1).numpy().tobytes() if value.numel() else b"")
-    return FinishedModel(
-        run_id=folder.run_id,
-        run=relocate_prerequisites(from_plain(config), path),
-        weights=weights,
-        result=result,
-        sha256=digest.hexdigest(),
-    )
-
-
-def _weights(folder: RunFolder) -> dict[str, Tensor]:
-    """Reads the best weights of a finished run."""
-    state = Checkpoints(folder.checkpoints_path).newest()
-    weights = {} if state is None else state.get("best")
-    if not isinstance(weights, dict) or not weights or not all(isinstance(one, Tensor) for one in weights.values()):
-        why = "there are none" if state is None else "its last checkpoint holds others"
-        raise CheckpointError("A finished run has weights", value=f"{folder.checkpoints_path}: {why}", remedy=REMEDY)
-    broken = [name for name, value in weights.items() if value.is_floating_point() and not value.isfinite().all()]
-    if broken:
-        raise CheckpointError("The weights of a finished run are finite numbers",
-                              value=f"{folder.run_id}: {', '.join(broken[:MAX_NAMED])}", remedy=REMEDY)  # fmt: skip
-    return weights
+    run = relocate_prerequisites(from_plain(config), path)
+    return FinishedModel(run_id=folder.run_id, run=run, weights=weights, result=result, sha256=digest.hexdigest())
 
 
 def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:
     """Reads the finished models that a run builds on, by role; raises as `finished_model` does."""
-    return {
-        needed.role: finished_model(run, needed.role)
-        for needed in run.prerequisites
-        if needed.required or getattr(run.mode, needed.role)
-    }
+    wanted = [one.role for one in run.prerequisites if one.required or getattr(run.mode, one.role)]
+    return {role: finished_model(run, role) for role in wanted}
 
 
 def finished_model(run: ResolvedRun, role: str) -> FinishedModel:
@@ -176,26 +294,20 @@ def start_from(model: nn.Module, run_path: Path) -> None:
     folder = RunFolder(run_path)
     state = Checkpoints(folder.checkpoints_path).load(SilentReporter())
     if folder.result() is None or state is None:
-        raise CheckpointError(
-            "Training starts from the weights of a finished run",
-            value=str(run_path),
-            remedy=f"Finish it first: can-train resume {folder.run_id}",
-        )
-    own, best = model.state_dict(), state["best"]
-    differences = [f"{name} is not in it" for name in own if name not in best]
-    differences += [f"{name} is only in it" for name in best if name not in own]
-    differences += [
-        f"{name} is {_shape(best[name])}, not {_shape(own[name])}"
-        for name in own
-        if name in best and _shape(best[name]) != _shape(own[name])
-    ]
+        remedy = f"Finish it first: can-train resume {folder.run_id}"
+        raise CheckpointError("Training starts from the weights of a finished run", value=str(run_path), remedy=remedy)
+    best = state["best"]
+    own = {name: _shape(value) for name, value in model.state_dict().items()}
+    found = {name: _shape(value) for name, value in best.items()}
+    differences = [f"{name} is not in it" for name in own if name not in found]
+    differences += [f"{name} is only in it" for name in found if name not in own]
+    differences += [f"{name} is {found[name]}, not {own[name]}" for name in own
+                    if found.get(name, own[name]) != own[name]]  # fmt: skip
     if differences:
-        more = f"; and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
-        raise CheckpointError(
-            "The run that training starts from must have the same model",
-            value=f"{folder.run_id}: {'; '.join(differences[:MAX_NAMED])}{more}",
-            remedy="Choose a run of the same model, size, features and data set",
-        )
+        more = f"; and {len(differences) - _MAX_NAMED} more" if len(differences) > _MAX_NAMED else ""
+        raise CheckpointError("The run that training starts from must have the same model",
+                              value=f"{folder.run_id}: {'; '.join(differences[:_MAX_NAMED])}{more}",
+                              remedy="Choose a run of the same model, size, features and data set")  # fmt: skip
     model.load_state_dict(best)
 
 

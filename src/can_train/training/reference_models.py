@@ -16,71 +16,44 @@ from torch import Tensor, nn
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DoesNotFitError, StateError
-from can_train.fit import random_state
-from can_train.fit.cost_model import DeviceLimits, PhaseLimit
+from can_train.fit.cost_model import DeviceLimits
 from can_train.fit.explore import Explorer, Workload, find_limit, probe, seconds_per_sample
-from can_train.fit.features import members
 from can_train.fit.micro_batcher import MicroBatcher
-from can_train.fit.optimizer import Precision
-from can_train.fit.packing import BatchCosts, PartLimit
+from can_train.fit.optimizer import Precision, capture_generators, restore_generators
+from can_train.fit.packing import BatchCosts, PartLimit, members
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
-from can_train.io.atomic import write_json_atomic
+from can_train.io.records import write_json_atomic
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter
 from can_train.task import ReferenceModel, Task
+from can_train.training import inference
 from can_train.training.distributed import Ranks
-from can_train.training.inference import (
-    BatchedInference,
-    InferenceDevice,
-    Rows,
-    copy_to_device,
-    rescue_settings,
-    with_host_fallback,
-)
-
-SAME_SPEED: Final = 0.05
-"""Relative difference of two times that says nothing: they were measured on a machine that does other things too."""
+from can_train.training.inference import BatchedInference, InferenceDevice, Rows
 
 LIMIT_SHARE: Final = 0.9
 """Share of the tuned limit that a part may cost while outputs are computed for the cache."""
 
-WORTHWHILE_SAMPLES: Final = 512
-"""Mean samples of such a part beyond which it gains no more speed: a processor's caches are full long before."""
+# Relative difference of two times that says nothing: they were measured on a machine that does other things too.
+_SAME_SPEED: Final = 0.05
 
-BLOCK_SAMPLES: Final = 4096
-"""Samples whose outputs wait in memory for the disk."""
+# Mean samples of such a part beyond which it gains no more speed: a processor's caches are full long before.
+_WORTHWHILE_SAMPLES: Final = 512
+
+_BLOCK_SAMPLES: Final = 4096  # whose outputs wait in memory for the disk
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementCost:
-    """What one way of getting a reference model's outputs costs.
+    """What one way of getting a reference model's outputs costs."""
 
-    Attributes:
-        placement: `device`, `cache` or `offload`.
-        base_bytes: What is on the device beside a batch: weights, gradients, optimizer state, and the reference model.
-        sample_bytes: What the mean sample of a micro-batch adds.
-        largest_bytes: What the largest sample adds.
-        step_seconds: Of a step, for one sample.
-        once_seconds: Of what is done once, before training.
-        disk_bytes: Size of the cache on disk.
-    """
-
-    placement: str
-    base_bytes: float
-    sample_bytes: float
-    largest_bytes: float
-    step_seconds: float
-    once_seconds: float = 0.0
-    disk_bytes: int = 0
-
-    def seconds(self, samples: int) -> float:
-        """Returns how long a training takes that sees so many samples, repetitions counted."""
-        return self.once_seconds + self.step_seconds * samples
-
-    def fits(self, capacity_bytes: float) -> bool:
-        """Tells whether the largest sample fits by itself."""
-        return self.base_bytes + self.largest_bytes <= capacity_bytes
+    placement: str  # `device`, `cache` or `offload`
+    base_bytes: float  # on the device beside a batch: weights, gradients, optimizer state, and the reference model
+    sample_bytes: float  # what the mean sample of a micro-batch adds
+    largest_bytes: float  # what the largest sample adds
+    step_seconds: float  # of a step, for one sample
+    once_seconds: float = 0.0  # of what is done once, before training
+    disk_bytes: int = 0  # size of the cache on disk
 
 
 def choose_placement(costs: Sequence[PlacementCost], *, capacity_bytes: float, samples: int) -> PlacementCost:
@@ -99,30 +72,23 @@ def choose_placement(costs: Sequence[PlacementCost], *, capacity_bytes: float, s
         capacity_bytes: Of the device.
         samples: Samples that the training sees, repetitions counted.
     """
-    fitting = [cost for cost in costs if cost.fits(capacity_bytes)]
+    # By itself, the largest sample must fit.
+    fitting = [cost for cost in costs if cost.base_bytes + cost.largest_bytes <= capacity_bytes]
     if not fitting:
         return min(costs, key=lambda cost: cost.base_bytes + cost.largest_bytes)
-    quickest = min(cost.seconds(samples) for cost in fitting)
-    return next(cost for cost in fitting if cost.seconds(samples) <= quickest * (1 + SAME_SPEED))
+    seconds = [cost.once_seconds + cost.step_seconds * samples for cost in fitting]
+    return next(cost for cost, each in zip(fitting, seconds, strict=True) if each <= min(seconds) * (1 + _SAME_SPEED))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceModelPlan:
-    """Where the outputs of a reference model come from.
+    """Where the outputs of a reference model come from."""
 
-    Attributes:
-        role: What the model is to the task.
-        name: The run that trained it.
-        placement: Where its outputs come from.
-        costs: What each way costs that was measured.
-        peak_bytes: Predicted peak of filling the cache; None where this run does not fill it.
-    """
-
-    role: str
-    name: str
+    role: str  # what the model is to the task
+    name: str  # the run that trained it
     placement: str
-    costs: tuple[PlacementCost, ...] = ()
-    peak_bytes: float | None = None
+    costs: tuple[PlacementCost, ...] = ()  # of each way that was measured
+    peak_bytes: float | None = None  # predicted peak of filling the cache; None where this run does not fill it
 
     def on(self, capacity_bytes: float, *, samples: int) -> "ReferenceModelPlan":
         """Returns the plan for a device of another capacity (see `choose_placement`)."""
@@ -157,7 +123,7 @@ class ComputedOutputs:
     Args:
         reference_model: The reference model.
         meter: Of the device that the outputs are needed on.
-        dtype: Of the weights on the device. On the host they stay as their run trained them: weights of double
+        precision: Of the weights on the device. On the host they stay as their run trained them: weights of double
             precision take no features of single precision.
         on_host: Whether the model stays, and computes, on the host.
 
@@ -179,7 +145,7 @@ class ComputedOutputs:
         else:
             self._device, self._dtype = meter.device, precision.dtype
             with meter.active():
-                self.model = copy_to_device(self.model, InferenceDevice(meter=meter, precision=precision))
+                self.model = inference.copy_to_device(self.model, InferenceDevice(meter=meter, precision=precision))
             self.resident = [*self.model.parameters(), *self.model.buffers()]
 
     def __call__(self, rows: Rows) -> Mapping[str, Tensor]:
@@ -211,10 +177,8 @@ class CachedOutputs:
         """Returns outputs of the right shape that are all zero, for planning before the cache is filled."""
         lengths = reference_model.lengths(reference_model.rows)
         # One zero that is seen everywhere: no memory is taken.
-        table = {
-            name: np.broadcast_to(np.float32(0), (int(lengths[name].sum()), width))
-            for name, width in reference_model.widths.items()
-        }
+        table = {name: np.broadcast_to(np.float32(0), (int(lengths[name].sum()), width))
+                 for name, width in reference_model.widths.items()}  # fmt: skip
         return cls(reference_model, device, table)
 
     def __call__(self, rows: Rows) -> Mapping[str, Tensor]:
@@ -244,27 +208,16 @@ OutputSource = ComputedOutputs | CachedOutputs
 
 @dataclass(kw_only=True)
 class ReferenceModels:
-    """The reference models of a task on one device.
+    """The reference models of a task on one device."""
 
-    Attributes:
-        task: Whose they are; it receives their outputs.
-        training: Settings of the run.
-        meter: Of the device.
-        reporter: Where progress and notices go.
-        cache: Folder where outputs are stored for later runs.
-        verify: Whether the device is at hand; else all is predicted and no output is computed.
-        ranks: The processes that train the run.
-        plans: Where the outputs of each come from, once `prepare` has decided.
-    """
-
-    task: Task
+    task: Task  # receives their outputs
     training: TrainingSettings
     meter: Meter
     reporter: Reporter
-    cache: Path
-    verify: bool = True
+    cache: Path  # folder where outputs are stored for later runs
+    verify: bool = True  # whether the device is at hand; else all is predicted and no output is computed
     ranks: Ranks = field(default_factory=Ranks)
-    plans: Sequence[ReferenceModelPlan] = ()
+    plans: Sequence[ReferenceModelPlan] = ()  # where the outputs of each come from, once `prepare` has decided
     _scoring: dict[str, BatchedInference] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -297,9 +250,9 @@ class ReferenceModels:
     def decide(self, model: nn.Module) -> list[ReferenceModelPlan]:
         """Decides where the outputs of each come from; measures steps of the model where there is a choice."""
         # Timed steps draw random numbers; training begins with the same ones whether steps were timed or not.
-        generators = random_state.capture()
+        generators = capture_generators()
         plans = [self._decide(one, model) for one in self.task.reference_models() if one.placements]
-        random_state.restore(generators)
+        restore_generators(generators)
         return plans
 
     def bind_outputs(self, plans: Sequence[ReferenceModelPlan]) -> tuple[list[ReferenceModelPlan], list[Tensor]]:
@@ -311,10 +264,8 @@ class ReferenceModels:
         # What rank 0 has written to the cache the others need not compute.
         sources = self.ranks.on_rank0_first(lambda: [self._fill(plan) for plan in plans])
         if self.ranks.size > 1:
-            sources = [
-                (plan, source.same_on_all(self.ranks) if isinstance(source, CachedOutputs) else source)
-                for plan, source in sources
-            ]
+            sources = [(plan, source.same_on_all(self.ranks) if isinstance(source, CachedOutputs) else source)
+                       for plan, source in sources]  # fmt: skip
         return [plan for plan, _ in sources], self.ranks.on_every_rank(lambda: self._bind(sources))
 
     def bind_placeholders(self, plans: Sequence[ReferenceModelPlan]) -> list[Tensor]:
@@ -328,12 +279,12 @@ class ReferenceModels:
             return self._scoring[role].scores(reference_model, rows)
 
         def use(device: InferenceDevice) -> NDArray[np.float64]:
-            model = copy_to_device(reference_model.model, device)
-            batcher = MicroBatcher(model, meter=device.meter, rescue=rescue_settings(self.training))
+            model = inference.copy_to_device(reference_model.model, device)
+            batcher = MicroBatcher(model, meter=device.meter, rescue=inference.rescue_settings(self.training))
             self._scoring[role] = BatchedInference(batcher=batcher, model=model, device=device)
             return self._scoring[role].scores(reference_model, rows)
 
-        return with_host_fallback(self._device, use, lambda: self._notify_host(reference_model))
+        return inference.with_host_fallback(self._device, use, lambda: self._notify_host(reference_model))
 
     def _named(self, role: str) -> ReferenceModel:
         return next(one for one in self.task.reference_models() if one.role == role)
@@ -375,9 +326,8 @@ class ReferenceModels:
 
     def _measure(self, reference_model: ReferenceModel, placement: str, model: nn.Module) -> PlacementCost:
         """Measures memory and time of training with the outputs placed in one way."""
-        source = self._source(reference_model, placement)
+        source, rows = self._source(reference_model, placement), self.task.train_rows
         self.task.bind_outputs(reference_model.role, source)
-        rows = self.task.train_rows
         explorer = Explorer(
             task=self.task, model=model, training=self.training, meter=self.meter, rows=rows,
             verify=self.verify, reference_tensors=source.resident,
@@ -388,25 +338,16 @@ class ReferenceModels:
         if placement == "cache":
             lengths = reference_model.lengths(reference_model.rows)
             disk_bytes = sum(4 * width * int(lengths[name].sum()) for name, width in reference_model.widths.items())
-            once_seconds = self._filling_seconds(reference_model)
+            # An earlier run may have filled the cache.
+            if not self._folder(reference_model).is_dir():
+                work = _work(reference_model, ComputedOutputs(reference_model, self.meter, self._device.precision))
+                once_seconds = seconds_per_sample(work, probe(work, self.meter).model, self.meter)
+                # A dry run knows a part of the data, and the training rows of all.
+                once_seconds *= max(len(reference_model.rows), len(rows))
         return PlacementCost(
-            placement=placement,
-            base_bytes=cost_model.base_bytes,
-            sample_bytes=float(each.mean()),
-            largest_bytes=float(each.max()),
-            step_seconds=seconds,
-            once_seconds=once_seconds,
-            disk_bytes=disk_bytes,
-        )
-
-    def _filling_seconds(self, reference_model: ReferenceModel) -> float:
-        """Measures how long filling the cache takes; 0 where an earlier run has filled it."""
-        if self._folder(reference_model).is_dir():
-            return 0.0
-        work = _work(reference_model, ComputedOutputs(reference_model, self.meter, self._device.precision))
-        seconds = seconds_per_sample(work, probe(work, self.meter).model, self.meter)
-        # A dry run knows a part of the data, and the training rows of all.
-        return seconds * max(len(reference_model.rows), len(self.task.train_rows))
+            placement=placement, base_bytes=cost_model.base_bytes, sample_bytes=float(each.mean()),
+            largest_bytes=float(each.max()), step_seconds=seconds, once_seconds=once_seconds, disk_bytes=disk_bytes,
+        )  # fmt: skip
 
     def _folder(self, reference_model: ReferenceModel) -> Path:
         return self.cache / "outputs" / reference_model.digest
@@ -416,8 +357,15 @@ class ReferenceModels:
         reference_model = self._named(plan.role)
         if plan.placement != "cache":
             return plan, self._source(reference_model, plan.placement)
-        folder = self._folder(reference_model)
-        table, peak_bytes = self._read(folder, reference_model), plan.peak_bytes
+        folder, peak_bytes = self._folder(reference_model), plan.peak_bytes
+        table: Mapping[str, Any] | None = None
+        try:
+            if folder.is_dir():
+                table, _ = read_arrays(folder, list(reference_model.widths))
+        except FolderDamageError as damage:
+            what = f"The outputs of the {reference_model.role} in {folder}"
+            self.reporter.notice(f"{what} are damaged and are computed again: {damage}")
+            discard_folder(folder)
         if table is None:
             try:
                 table, peak_bytes = self._compute(folder, reference_model)
@@ -428,21 +376,9 @@ class ReferenceModels:
                     table, peak_bytes = self._compute(Path(scratch) / folder.name, reference_model)
         return replace(plan, peak_bytes=peak_bytes), CachedOutputs(reference_model, self.meter.device, table)
 
-    def _read(self, folder: Path, reference_model: ReferenceModel) -> Mapping[str, Any] | None:
-        """Maps the outputs in a folder; None where there are none, or damaged ones, which are removed."""
-        if not folder.is_dir():
-            return None
-        try:
-            return read_arrays(folder, list(reference_model.widths))[0]
-        except FolderDamageError as damage:
-            what = f"The outputs of the {reference_model.role} in {folder}"
-            self.reporter.notice(f"{what} are damaged and are computed again: {damage}")
-            discard_folder(folder)
-            return None
-
     def _compute(self, folder: Path, reference_model: ReferenceModel) -> tuple[Mapping[str, Any], float]:
         """Computes all outputs into a folder; returns them, mapped, and the predicted peak of the largest part."""
-        computed = with_host_fallback(
+        computed = inference.with_host_fallback(
             self._device,
             lambda device: self._compute_on(device, folder, reference_model),
             lambda: self._notify_host(reference_model),
@@ -454,27 +390,29 @@ class ReferenceModels:
         self, device: InferenceDevice, folder: Path, reference_model: ReferenceModel
     ) -> tuple[Mapping[str, Any], float]:
         source = ComputedOutputs(reference_model, device.meter, device.precision)
-        limit = _limit(reference_model, source, device.meter)
-        limits = DeviceLimits(
-            device_key=device.meter.key,
-            capacity_bytes=device.meter.capacity_bytes,
-            training=limit,
-            evaluation=limit,
-            optimizer_peak_bytes=0,
-        )
-        inference = BatchedInference(
-            batcher=MicroBatcher(source.model, meter=device.meter, limits=limits),
-            model=source.model,
-            device=device,
-            costs_of=lambda rows: BatchCosts.priced(limit.model, reference_model.batch_features(rows)),
-            limit=PartLimit(cost=LIMIT_SHARE * limit.tuned_limit),
-        )
-        peak_bytes = 0.0
+        meter, peak_bytes = device.meter, 0.0
+
+        def worthwhile(costs: BatchCosts) -> float:
+            return float(costs.each().mean()) * _WORTHWHILE_SAMPLES / LIMIT_SHARE
+
+        try:
+            limit = find_limit(_work(reference_model, source), meter, worthwhile)
+        finally:
+            meter.release()
+            meter.reset_peak()
+        limits = DeviceLimits(device_key=meter.key, capacity_bytes=meter.capacity_bytes, training=limit,
+                              evaluation=limit, optimizer_peak_bytes=0)  # fmt: skip
+
+        def costs_of(rows: Rows) -> BatchCosts:
+            return BatchCosts.priced(limit.model, reference_model.batch_features(rows))
+
+        batcher = MicroBatcher(source.model, meter=meter, limits=limits)
+        batched = BatchedInference(batcher=batcher, model=source.model, device=device, costs_of=costs_of,
+                                   limit=PartLimit(cost=LIMIT_SHARE * limit.tuned_limit))  # fmt: skip
 
         def compute(part: Rows) -> Mapping[str, Tensor]:
             nonlocal peak_bytes
-            cost = BatchCosts.priced(limit.model, reference_model.batch_features(part)).cost(0, len(part))
-            peak_bytes = max(peak_bytes, limit.peak_bytes(cost))
+            peak_bytes = max(peak_bytes, limit.peak_bytes(costs_of(part).cost(0, len(part))))
             return source(part)
 
         rows = reference_model.rows
@@ -482,9 +420,9 @@ class ReferenceModels:
         stage = self.reporter.stage(f"computing the {reference_model.role}", total=len(rows), unit="samples")
         with ArrayWriter(folder, kinds) as writer, stage as shown:
             # By the block, since the outputs of a whole data set need not fit in the host's memory.
-            for start in range(0, len(rows), BLOCK_SAMPLES):
-                block = rows[start : start + BLOCK_SAMPLES]
-                for outputs in inference.run(block, compute):
+            for start in range(0, len(rows), _BLOCK_SAMPLES):
+                block = rows[start : start + _BLOCK_SAMPLES]
+                for outputs in batched.run(block, compute):
                     writer.append({name: output.float().cpu().numpy() for name, output in outputs.items()})
                 shown.advance(len(block))
             return writer.finish({}), peak_bytes
@@ -496,23 +434,6 @@ def _work(reference_model: ReferenceModel, source: ComputedOutputs) -> Workload:
     def run(rows: Rows) -> None:
         source(rows)
 
-    return Workload(
-        run=run,
-        rows=reference_model.rows,
-        counts=reference_model.batch_features(reference_model.rows),
-        features=reference_model.features,
-        resident=source.resident,
-    )
-
-
-def _limit(reference_model: ReferenceModel, source: ComputedOutputs, meter: Meter) -> PhaseLimit:
-    """Finds out how many outputs may be computed at once."""
-    try:
-        return find_limit(
-            _work(reference_model, source),
-            meter,
-            lambda costs: float(costs.each().mean()) * WORTHWHILE_SAMPLES / LIMIT_SHARE,
-        )
-    finally:
-        meter.release()
-        meter.reset_peak()
+    rows, features = reference_model.rows, reference_model.features
+    counts = reference_model.batch_features(rows)
+    return Workload(run=run, rows=rows, counts=counts, features=features, resident=source.resident)

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from can_train.fit.cost_model import CostModel, DeviceLimits
     from can_train.fit.planner import RunPlan
     from can_train.training.dry_run import DryPlan
-    from can_train.training.reference_models import PlacementCost, ReferenceModelPlan
+    from can_train.training.reference_models import ReferenceModelPlan
 
 _REASONS: Final = {
     "requested": "as asked for",
-    "memory": "memory decides",
+    "preset": "the preset's batch",
+    "memory": "as large as fits",
     "dataset": "the whole data set",
     "min_steps": "a larger one would leave too few steps an epoch",
 }
@@ -30,29 +31,39 @@ _PLACEMENTS: Final = {
     "offload": "on the host, which computes its outputs",
 }
 
-COLUMNS = ("device", "usable", "factor", "batch", "micro-batches", "steps", "predicted peak", "binding limit")
-"""Headings of the table of several devices."""
+_FACTOR: Final = "factor"
+_COLUMNS: Final = ("device", "usable", _FACTOR, "batch", "micro-batches", "steps", "predicted peak", "decided by")
 
 
-def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
-    """Writes a plan as aligned lines."""
-    plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
+def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
+    """Writes what everybody should know of a plan: batch, micro-batches and memory, a sentence each."""
+    plan, peak = run_plan.plan, run_plan.predicted_peak_bytes
     steps = spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch)
     unit = "step" if plan.steps_per_epoch == 1 else "steps"
-    parts = f"{spread(plan.fewest_parts, plan.most_parts)} a step, of up to"
-    splits = f" (accumulation_splits {plan.rules.splits})" if plan.rules.splits > 1 else ""
-    lines = [
-        f"plan for {device_key} ({size_text(capacity_bytes)} usable):",
-        f"  logical batch  {plan.logical_batch} ({_REASONS[plan.binding_limit]}), {steps} {unit} an epoch",
-        f"  micro-batches  {parts} {_counted(plan.largest_micro_batch, 'sample')}{splits}",
-    ]
-    if run_plan.ranks > 1:
-        lines.append(f"  processes      {run_plan.ranks}, each with a share of every batch; rank 0's is shown")
+    batch = f"{_counted(plan.logical_batch, 'sample')} a step ({_REASONS[plan.binding_limit]}), {steps} {unit} an epoch"
+    lines = [f"Plan: {batch}."]
     if plan.lr_factor != 1:
-        lines.append(f"  learning rate  × {plan.lr_factor:.3g}, because the batch is not the preset's")
+        lines.append(f"The learning rate is the preset's × {plan.lr_factor:.3g}, because the batch is another one.")
+    owner = f"The share of each of {run_plan.ranks} processes" if run_plan.ranks > 1 else "A step"
+    if plan.most_parts == 1:
+        lines.append(f"{owner} is computed at once, in one micro-batch.")
+    else:
+        parts = f"{spread(plan.fewest_parts, plan.most_parts)} micro-batches"
+        splits = f" (accumulation_splits {plan.rules.splits})" if plan.rules.splits > 1 else ""
+        size = _counted(plan.largest_micro_batch, "sample")
+        lines.append(f"{owner} is computed in {parts} of up to {size}{splits}.")
+    if peak is not None:
+        share = f"{peak / capacity_bytes:.0%} of the {size_text(capacity_bytes)} of {device_key}"
+        lines.append(f"Memory is predicted to peak at {size_text(peak)}, {share}.")
+    return lines
+
+
+def plan_details(run_plan: RunPlan) -> list[str]:
+    """Writes what a plan rests on as aligned lines; none where nothing was measured."""
+    plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
     if limits is None or peak is None:
-        return lines
-    lines.append(f"  memory         {_cost_model_text(limits.training.model)}")
+        return []
+    lines = [f"  memory         {_cost_model_text(limits.training.model)}"]
     if plan.safety_factor is not None:
         lines.append(f"  tuned limit    {_tuned_limit_text(limits)}")
         lines.append(f"  safety factor  {plan.safety_factor:.4g}: {run_plan.factor_reason}")
@@ -65,32 +76,40 @@ def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[
     return lines
 
 
+def plan_lines(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
+    """Writes a plan in full: its summary, then what it rests on."""
+    return [*plan_summary(run_plan, device_key, capacity_bytes), *plan_details(run_plan)]
+
+
 def reference_model_lines(plans: Sequence[ReferenceModelPlan]) -> list[str]:
     """Writes where reference models run as aligned lines: each one's run, then the measured cost of each placement."""
     lines = []
     for plan in plans:
         once = "" if plan.peak_bytes is None else f" (run once, with a peak of {size_text(plan.peak_bytes)})"
         lines.append(f"  {plan.role:<14} {plan.name}, {_PLACEMENTS[plan.placement]}{once}")
-        lines += [f"    {cost.placement:<12} {_placement_text(cost)}" for cost in plan.costs]
+        for cost in plan.costs:
+            memory = f"{size_text(cost.base_bytes)} + {cost.sample_bytes / 1024:.4g} KiB per sample"
+            speed = f"{1 / cost.step_seconds:,.0f} samples/s"
+            filled = f" after {cost.once_seconds:.1f} s once" if cost.once_seconds else ""
+            disk = f", {cost.disk_bytes / 2**20:.3g} MiB on disk" if cost.disk_bytes else ""
+            lines.append(f"    {cost.placement:<12} {memory}, {speed}{filled}{disk}")
     return lines
 
 
-def dry_lines(key: str, dry: DryPlan) -> list[str]:
-    """Writes a plan as aligned lines, with its warnings below; raises its error where it does not fit."""
+def dry_lines(key: str, dry: DryPlan, *, details: bool) -> list[str]:
+    """Writes a plan as lines, with its warnings below; raises its error where it does not fit."""
     if dry.plan is None:
         raise dry.error or AssertionError("a target without a plan has a reason")
     target = dry.target
-    head, *lines = plan_lines(dry.plan, target.key, target.capacity_bytes)
-    return [
-        head,
-        f"  key            {key}",
-        f"  device         {target.name}, {size_text(target.total_bytes)}: {target.source}",
-        *(f"    less         {size_text(use.num_bytes)} {use.what}" for use in target.subtracted),
-        f"  data           {data_text(dry)}",
-        *lines,
-        *reference_model_lines(dry.reference_models),
-        *(f"note: {text}" for text in dry.warnings),
-    ]
+    lines = [f"{key}: {data_text(dry)}", *plan_summary(dry.plan, target.key, target.capacity_bytes)]
+    if details:
+        lines += [
+            f"  device         {target.name}, {size_text(target.total_bytes)}: {target.source}",
+            *(f"    less         {size_text(use.num_bytes)} {use.what}" for use in target.subtracted),
+            *plan_details(dry.plan),
+            *reference_model_lines(dry.reference_models),
+        ]
+    return [*lines, *(f"note: {text}" for text in dry.warnings)]
 
 
 def data_text(dry: DryPlan) -> str:
@@ -98,8 +117,14 @@ def data_text(dry: DryPlan) -> str:
     return f"{dry.num_samples:,} training samples" + (f", {dry.sample_note}" if dry.sample_note else "")
 
 
-def dry_row(dry: DryPlan) -> tuple[str, ...]:
-    """Writes a plan as a row of the table of several devices."""
+def dry_table(plans: Sequence[DryPlan], *, details: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Writes the plans for several devices as a table; returns its headings and its rows."""
+    shown = [index for index, name in enumerate(_COLUMNS) if details or name != _FACTOR]
+    rows = [_dry_row(dry) for dry in plans]
+    return tuple(_COLUMNS[index] for index in shown), [tuple(row[index] for index in shown) for row in rows]
+
+
+def _dry_row(dry: DryPlan) -> tuple[str, ...]:
     usable = size_text(dry.target.capacity_bytes)
     if dry.plan is None:
         return (dry.target.key, usable, "–", "–", "–", "–", "–", "does not fit")
@@ -120,10 +145,10 @@ def dry_json(config: Mapping[str, Any], key: str, plans: Sequence[DryPlan]) -> d
     """Makes plain values of plans; sizes are bytes, peaks also shares of the capacity."""
     first = plans[0]
     data = {"num_train_samples": first.num_samples, "is_estimate": bool(first.sample_note), "note": first.sample_note}
-    return {"config_key": key, "data": data, "plans": [_plan_json(dry) for dry in plans], "config": dict(config)}
+    return {"config_key": key, "data": data, "plans": [_dry_json(dry) for dry in plans], "config": dict(config)}
 
 
-def _plan_json(dry: DryPlan) -> dict[str, Any]:
+def _dry_json(dry: DryPlan) -> dict[str, Any]:
     target, error = dry.target, dry.error
     return {
         "target": {
@@ -138,13 +163,14 @@ def _plan_json(dry: DryPlan) -> dict[str, Any]:
         "error": None if error is None else {"rule": error.rule, "value": error.value, "remedy": error.remedy},
         "warnings": dry.warnings,
         "reference_models": [asdict(plan) for plan in dry.reference_models],
-        **({} if dry.plan is None else {**_decision_json(dry.plan), **_memory_json(dry.plan)}),
+        **({} if dry.plan is None else _plan_json(dry.plan)),
     }
 
 
-def _decision_json(run_plan: RunPlan) -> dict[str, Any]:
-    plan, searched = run_plan.plan, run_plan.plan.safety_factor is not None
-    return {
+def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
+    plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
+    searched = plan.safety_factor is not None
+    decision = {
         "logical_batch": plan.logical_batch,
         "binding_limit": plan.binding_limit,
         "steps_per_epoch": plan.steps_per_epoch,
@@ -162,16 +188,13 @@ def _decision_json(run_plan: RunPlan) -> dict[str, Any]:
         "target_peak_pct": run_plan.aim.share if searched and run_plan.aim != NO_AIM else None,
         "target_reason": run_plan.aim.reason,
     }
-
-
-def _memory_json(run_plan: RunPlan) -> dict[str, Any]:
-    limits, peak = run_plan.limits, run_plan.predicted_peak_bytes
     if limits is None or peak is None:
-        return {"cost_model": None, "tuned_limit_bytes": None, "safe_limit_bytes": None, "predicted_peak_bytes": None}
-    model, half_width = limits.training.model, limits.training.half_width(run_plan.plan.largest_cost)
-    searched = run_plan.plan.safety_factor is not None
+        unknown = ("cost_model", "tuned_limit_bytes", "safe_limit_bytes", "predicted_peak_bytes")
+        return {**decision, **dict.fromkeys(unknown)}
+    model, half_width = limits.training.model, limits.training.half_width(plan.largest_cost)
     coefficients = zip(model.features, model.coefficients, strict=True)
     return {
+        **decision,
         "cost_model": {
             "base_bytes": round(model.base_bytes),
             "bytes_per_unit": {feature.name: coefficient for feature, coefficient in coefficients},
@@ -180,7 +203,7 @@ def _memory_json(run_plan: RunPlan) -> dict[str, Any]:
         },
         "tuned_limit_bytes": round(limits.training.tuned_limit) if searched else None,
         "tuned_limit_is_capped": limits.training.capped,
-        "safe_limit_bytes": round(run_plan.plan.rules.safe_limit) if searched else None,
+        "safe_limit_bytes": round(plan.rules.safe_limit) if searched else None,
         "predicted_peak_bytes": round(peak),
         "predicted_peak_interval_bytes": [round(peak - half_width), round(peak + half_width)],
         "predicted_peak_pct": peak / limits.capacity_bytes,
@@ -195,13 +218,6 @@ def spread(fewest: int, most: int, between: str = " to ") -> str:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _placement_text(cost: PlacementCost) -> str:
-    memory = f"{size_text(cost.base_bytes)} + {cost.sample_bytes / 1024:.4g} KiB per sample"
-    speed = f"{1 / cost.step_seconds:,.0f} samples/s"
-    once = f" after {cost.once_seconds:.1f} s once" if cost.once_seconds else ""
-    return f"{memory}, {speed}{once}" + (f", {cost.disk_bytes / 2**20:.3g} MiB on disk" if cost.disk_bytes else "")
 
 
 def _cost_model_text(model: CostModel) -> str:

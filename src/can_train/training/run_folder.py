@@ -1,145 +1,275 @@
-"""The folder of one run, and the registry of all runs."""
+"""The folder of one run with its attempts, the signals that end an attempt, and the registry of all runs."""
 
 import fcntl
 import json
 import os
 import platform
 import secrets
+import shlex
+import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, TypeVar
 
-from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir
-from can_train.errors import RunError, StateError
-from can_train.io.atomic import is_file, write_json_atomic, write_text_atomic
-from can_train.io.records import (
-    DOCUMENT_SUFFIX,
-    check_time,
-    list_names,
-    read_documents,
-    time_stamp,
-    utc_now,
-    write_document,
-)
+from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir, state_folder
+from can_train.errors import CanTrainError, DoesNotFitError, RunError, StateError
+from can_train.io import records
+from can_train.io.records import AttemptStart, is_file, this_host, utc_now, write_json_atomic, write_text_atomic
+from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
 from can_train.reporter import Reporter
-from can_train.training.attempts import Attempts
-
-_MAX_ENTRY_BYTES: Final = 2**20
-"""Largest file that is read as an entry of the registry."""
 
 CONFIG: Final = "config.yaml"
 """The file that makes a folder a run's."""
 
+WARNED: Final = 128 + signal.SIGUSR2
+"""Exit status of a process that left because its time is nearly up: SIGUSR2 is submitit's warning."""
+
+TERMINATED: Final = 128 + signal.SIGTERM
+"""Exit status of a process that was asked to leave."""
+
+ENDING_BY_STATUS: Final = {TERMINATED: "terminated", 128 + signal.SIGINT: "interrupted", WARNED: "time_limit"}
+"""What an exit status of 128 + a signal means."""
+
+RESTARTED: Final = ("time_limit", "killed")
+"""Endings after which can-train requeues a job."""
+
+_HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+# Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
+# terminated, or fail because it is gone.
+_BY_SIGNIFICANCE: Final = (
+    "host_oom", "gpu_oom", "killed", "failed", "time_limit", "interrupted", "terminated", "finished",
+)  # fmt: skip
+
+# A run id is a time, a key, and four hexadecimal digits.
+_STAMP: Final = "%Y%m%d-%H%M%S"
+_STAMP_LENGTH: Final = 15
+_YEAR_LENGTH: Final = 4
+_TAIL_LENGTH: Final = 4
+
+_MESSAGE_LENGTH: Final = 500  # characters of an error that are kept; some of torch's fill pages
+_MAX_ENTRY_BYTES: Final = 2**20  # largest file that is read as an entry of the registry
 _LIBRARIES: Final = ("can-train", "torch", "torch_geometric", "numpy", "polars", "scikit-learn", "hydra-core")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """A run in the registry.
+class StopRequests:
+    """Turns signals into `SystemExit(128 + signal)`: 143 for SIGTERM, 130 for SIGINT, 140 for SIGUSR2.
 
     Attributes:
-        path: Absolute path of its folder, whose name is the run id.
-        key: Its configuration's key in the factor store.
-        identity: Digest of resolved configuration, code and data, equal for runs that would do the same.
-        after: Ids of the runs that it waits for, separated by commas.
-        sweep: Name that the runs of one sweep share; empty: it belongs to none.
+        received: The first signal; None: none yet.
+        terminated: Whether SIGTERM arrived, first or later.
     """
 
-    run_id: str
-    path: str
-    key: str
-    time: str
-    identity: str = ""
-    after: str = ""
-    sweep: str = ""
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.terminated = False
+        self._deferring = False
 
-    def __post_init__(self) -> None:
-        check_time("time", self.time)
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handles the signals inside the block, and restores the previous handlers after it."""
+        previous: dict[signal.Signals, Any] = {number: signal.signal(number, self._handle) for number in _HANDLED}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Only notes a signal inside the block, and raises `SystemExit` for it at the end of the block."""
+        before, outer = self.received, self._deferring
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = outer
+        if self.received != before and not outer:
+            self.exit()
+
+    def exit(self) -> None:
+        """Raises `SystemExit` with 128 + the number of the signal received."""
+        raise SystemExit(128 + (self.received or 0))
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first = self.received is None
+        if first:
+            self.received = number
+        self.terminated |= number == signal.SIGTERM
+        if first and not self._deferring:
+            self.exit()
+        # SLURM sends SIGTERM twice, and again after its warning. The second one must not cut short what the first one
+        # made the process save; SLURM kills a process that takes too long. Only a person sends SIGINT, and means it.
+        if not first and number == signal.SIGINT:
+            raise SystemExit(128 + number)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRecord:
-    """A job that was started for a run: a scheduler's, or a process of a machine.
-
-    Attributes:
-        executor: slurm, local or debug.
-        job_id: As the executor names it: 123, 123_4 for an element of an array, or a process id.
-        host: Machine that it was submitted from.
-        reason: Why, in words, unless it is the first: "host out-of-memory: 600M instead of 400M".
-        resources: What was asked for, by sbatch's names.
+class AttemptEnd:
+    """How an attempt ended: finished, failed, gpu_oom, host_oom, time_limit (it was warned and saved its state),
+    terminated (by SIGTERM, and saved its state), interrupted (by SIGINT, and saved its state), or killed, which only
+    others can find out.
     """
 
-    run_id: str
-    executor: str
-    job_id: str
+    attempt: int
+    ending: str
+    message: str  # the error, in one line; empty where there is none
+    details: Mapping[str, Any]  # the fields of `OutOfMemoryDetails` after an out-of-memory
     time: str
-    host: str
-    log_path: str
-    reason: str = ""
-    resources: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_time("time", self.time)
+    rank: int | None = 0  # which of the run's processes recorded this; None: it was found out after the job
+    host: str = ""  # by the scheduler's name where it has one
 
 
 @dataclass(frozen=True, kw_only=True)
-class CancelRecord:
-    """When a person asked to cancel a run."""
+class SlurmContext:
+    """Which SLURM job and rank a process is; outside a job its id is empty."""
 
-    run_id: str
-    time: str
+    job_id: str = ""
+    restarts: int = 0
+    rank: int = 0
 
-    def __post_init__(self) -> None:
-        check_time("time", self.time)
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "SlurmContext":
+        """Reads SLURM's variables."""
+        array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+        return cls(
+            # Inside an array SLURM_JOB_ID is a number of its own, by which squeue and sacct list no element.
+            job_id=f"{array}_{task}" if array else environment.get("SLURM_JOB_ID", ""),
+            restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
+            rank=int(environment.get("SLURM_PROCID", "0")),
+        )
 
 
-_Record = TypeVar("_Record", RunRecord, JobRecord, CancelRecord)
+class Attempts:
+    """The attempts of the run in a folder, as seen from a job and rank: by default those of the environment."""
 
+    def __init__(self, run_path: Path, context: SlurmContext | None = None) -> None:
+        self._folder = run_path / "attempts"
+        self._context = context or SlurmContext.from_environment()
+        self._current: int | None = None
+        self._is_recorded = False
 
-class Registry:
-    """The runs of a state folder, which need not exist: one immutable file an entry, so that nothing needs a lock."""
+    def starts(self) -> list[AttemptStart]:
+        """Reads the starts of all attempts, the first one first."""
+        return [AttemptStart(**json.loads(path.read_text())) for path in sorted(self._folder.glob("*-began.json"))]
 
-    def __init__(self, state_dir: Path) -> None:
-        self._folder = state_dir / "runs"
+    def end(self, attempt: int) -> AttemptEnd | None:
+        """Reads how an attempt ended; of several records the most informative, None where there is none."""
+        paths = self._folder.glob(f"{attempt:04d}-ended*.json")
+        ends = [AttemptEnd(**json.loads(path.read_text())) for path in paths]
+        return min(ends, key=_significance, default=None)
 
-    def add(self, record: RunRecord | JobRecord | CancelRecord) -> None:
-        """Writes an entry.
+    def end_in(self, context: SlurmContext) -> AttemptEnd | None:
+        """Reads how the last attempt of a job ended; None where none began or no record was written."""
+        return None if (attempt := self._last_in(context)) is None else self.end(attempt)
 
-        Raises:
-            StateError: It cannot be written.
+    def count_restarts(self, job_id: str) -> int:
+        """Counts how often can-train requeued a job; a requeue by SLURM or by a person does not count."""
+        attempts = [start.attempt for start in self.starts() if start.job_id == job_id]
+        ends = [self.end(attempt) for attempt in attempts[:-1]]
+        return sum(end is not None and end.ending in RESTARTED for end in ends)
+
+    @property
+    def current(self) -> int:
+        """The number of this process's attempt; the first access begins it."""
+        if self._current is None:
+            self._current = self._begin()
+        return self._current
+
+    @contextmanager
+    def recorded(self, stops: StopRequests, *, rank: int | None = None) -> Iterator[None]:
+        """Records the block as an attempt, whatever ends it; a nested block records nothing.
+
+        Args:
+            stops: Signals of the process, deferred while a record is written.
+            rank: Of the process; None: as the environment says.
         """
-        name = "run"
-        if not isinstance(record, RunRecord):
-            kind = "job" if isinstance(record, JobRecord) else "cancel"
-            # Two machines may write in the same microsecond, and process ids repeat between machines.
-            name = f"{kind}-{time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}"
-        write_document(self._folder / record.run_id / f"{name}{DOCUMENT_SUFFIX}", record)
+        if self._is_recorded:
+            yield
+            return
+        if rank is not None:
+            self._context = replace(self._context, rank=rank)
+        self._is_recorded = True
+        error: BaseException | None = None
+        try:
+            with stops.deferred():
+                # The other ranks take part in the attempt that the first one begins.
+                if self._context.rank == 0:
+                    self._current = self._begin()
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            with stops.deferred():
+                self.record_end(*_describe_end(error), rank=self._context.rank)
 
-    def runs(self) -> list[RunRecord]:
-        """Reads all runs, the oldest first."""
-        records = [record for run_id in list_names(self._folder) for record in self._read(run_id, "run", RunRecord)]
-        return sorted(records, key=lambda record: (record.time, record.run_id))
+    def record_end(self, ending: str, message: str, details: Mapping[str, Any], *, rank: int | None = None) -> None:
+        """Records how the attempt of this job ended; without a rank, as was found out after it."""
+        # A process may end before it has begun an attempt: it was killed while it imported torch.
+        attempt = self._current or self._last_in(self._context) or self._begin()
+        end = AttemptEnd(attempt=attempt, ending=ending, message=message, details=details, time=utc_now(), rank=rank,
+                         host=slurm_node_name())  # fmt: skip
+        writer = "-job" if rank is None else f"-rank{rank}" if rank else ""
+        write_json_atomic(self._folder / f"{attempt:04d}-ended{writer}.json", asdict(end))
 
-    def jobs(self, run_id: str) -> list[JobRecord]:
-        """Reads the jobs of a run, the first one first."""
-        return sorted(self._read(run_id, "job-", JobRecord), key=lambda record: record.time)
+    def _last_in(self, context: SlurmContext) -> int | None:
+        job = (context.job_id, context.restarts)
+        attempts = [start.attempt for start in self.starts() if (start.job_id, start.restarts) == job]
+        return max(attempts, default=None)
 
-    def cancels(self, run_id: str) -> list[CancelRecord]:
-        """Reads when persons asked to cancel a run, the first time first."""
-        return sorted(self._read(run_id, "cancel-", CancelRecord), key=lambda record: record.time)
+    def _begin(self) -> int:
+        self._folder.mkdir(exist_ok=True)
+        while True:
+            attempt = len(list(self._folder.glob("*-began.json"))) + 1
+            start = AttemptStart(attempt=attempt, start_time=utc_now(), host=this_host(), pid=os.getpid(),
+                                 job_id=self._context.job_id, restarts=self._context.restarts)  # fmt: skip
+            try:
+                data = records.json_text(asdict(start)).encode()
+                records.write_new_atomic(self._folder / f"{attempt:04d}-began.json", data)
+            except FileExistsError:
+                # Another process of the same run took this number in the meantime.
+                continue
+            return attempt
 
-    def _read(self, run_id: str, prefix: str, kind: type[_Record]) -> list[_Record]:
-        folder = self._folder / run_id
-        if not folder.is_dir():
-            return []
-        names = [name for name in list_names(folder) if name.startswith(prefix) and name.endswith(DOCUMENT_SUFFIX)]
-        # A damaged entry hides nothing but itself.
-        return read_documents(folder, names, kind, [], most_bytes=_MAX_ENTRY_BYTES)
+
+def slurm_node_name() -> str:
+    """Returns this machine's name as SLURM has it, else its own: `exclude` of the next job must name the node."""
+    return os.environ.get("SLURMD_NODENAME") or this_host()
+
+
+def _significance(end: AttemptEnd) -> tuple[int, bool, str]:
+    # What was found out after the job counts before what one of its ranks recorded.
+    return _BY_SIGNIFICANCE.index(end.ending), end.rank is not None, end.time
+
+
+def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]]:
+    """Returns how an error ends an attempt, its message in one line, and the details of an out-of-memory."""
+    if error is None:
+        return "finished", "", {}
+    if isinstance(error, SystemExit):
+        # A job turns an error that it has printed into an exit status, and keeps it as the cause.
+        ending, message, details = _describe_end(error.__cause__)
+        by_signal = ENDING_BY_STATUS.get(error.code) if isinstance(error.code, int) else None
+        return by_signal or (ending if error.__cause__ else "failed"), message, details
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "", {}
+    ending, details = "failed", {}
+    if isinstance(error, DoesNotFitError):
+        ending, details = "host_oom" if error.details.of_host else "gpu_oom", asdict(error.details)
+    elif is_out_of_memory(error):
+        ending = "host_oom" if is_host_memory(error) else "gpu_oom"
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    # The text of a CanTrainError is written for users; any other needs its type.
+    if not isinstance(error, CanTrainError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return ending, text if len(text) <= _MESSAGE_LENGTH else f"{text[:_MESSAGE_LENGTH]} …", details
 
 
 class RunFolder:
@@ -152,6 +282,7 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
         self.result_path = path / "result.json"
         self.plan_path = path / "plan.json"
+        self.log_path = path / "log.txt"
         self.reference_models_path = path / "reference_models.json"
         self.attempts = Attempts(path)
 
@@ -168,10 +299,16 @@ class RunFolder:
         Raises:
             RunError: It cannot be written.
         """
+        libraries = dict.fromkeys(_LIBRARIES, "")
+        for name in _LIBRARIES:
+            with suppress(PackageNotFoundError):
+                libraries[name] = version(name)
+        environment = {"python": platform.python_version(), "platform": platform.platform(),
+                       "processors": os.cpu_count(), "libraries": libraries, "command": sys.argv}  # fmt: skip
         try:
             self.path.mkdir(parents=True)
             write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
-            write_json_atomic(self.path / "environment.json", _environment())
+            write_json_atomic(self.path / "environment.json", environment)
         except OSError as error:
             raise RunError("The run folder cannot be written", value=f"{self.path}: {error.strerror}",
                            remedy="Give another place with --runs-dir") from error  # fmt: skip
@@ -201,7 +338,13 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise _unreadable("result", self.result_path, error) from error
+            if isinstance(error, OSError):
+                raise _unreadable("result", self.result_path, error) from error
+            # The last checkpoint has the weights, so a resumed run has only to be judged once more.
+            again = f"rm {shlex.quote(str(self.result_path))}; can-train resume {shlex.quote(str(self.path))}"
+            # The line to paste stands alone, without a full stop.
+            remedy = f"This has the run judged again:\n  {again}\nIts weights are in other files"
+            raise RunError("The run's result is damaged", value=str(self.result_path), remedy=remedy) from error
         return result
 
     @contextmanager
@@ -222,7 +365,29 @@ class RunFolder:
 
 def new_run_id(key: str) -> str:
     """Makes the id of a new run: time, key, and four digits that distinguish it from others of the same second."""
-    return f"{datetime.now():%Y%m%d-%H%M%S}-{key}-{secrets.token_hex(2)}"
+    return f"{datetime.now():{_STAMP}}-{key}-{secrets.token_hex(_TAIL_LENGTH // 2)}"
+
+
+def split_run_id(run_id: str) -> tuple[datetime | None, str]:
+    """Reads the time and the key from a run id; no time, and all of it, where can-train did not make the name."""
+    if len(run_id) <= _STAMP_LENGTH + _TAIL_LENGTH + 2:
+        return None, run_id
+    try:
+        time = datetime.strptime(run_id[:_STAMP_LENGTH], _STAMP)
+    except ValueError:
+        return None, run_id
+    return time, run_id[_STAMP_LENGTH + 1 : -_TAIL_LENGTH - 1]
+
+
+def short_name(run_id: str) -> str:
+    """Shortens a run id to day, time and last digits, which distinguish it from others of the same second.
+
+    Example:
+        >>> short_name("20260728-101500-hcrl_ch_gat_student_normal-3fa9")
+        '0728-101500-3fa9'
+    """
+    time, _ = split_run_id(run_id)
+    return f"{run_id[_YEAR_LENGTH:_STAMP_LENGTH]}-{run_id[-_TAIL_LENGTH:]}" if time else run_id
 
 
 class MetricsLog:
@@ -251,20 +416,98 @@ def _unreadable(what: str, path: Path, error: OSError | ValueError) -> RunError:
                     remedy="Mend its permissions, copy the run once more, or train anew")  # fmt: skip
 
 
-def _environment() -> dict[str, Any]:
-    libraries = {}
-    for name in _LIBRARIES:
-        try:
-            libraries[name] = version(name)
-        except PackageNotFoundError:
-            libraries[name] = ""
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processors": os.cpu_count(),
-        "libraries": libraries,
-        "command": sys.argv,
-    }
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """A run in the registry."""
+
+    run_id: str
+    path: str  # absolute path of its folder, whose name is the run id
+    key: str  # its configuration's key in the factor store
+    time: str
+    identity: str = ""  # digest of resolved configuration, code and data, equal for runs that would do the same
+    after: str = ""  # ids of the runs that it waits for, separated by commas
+    sweep: str = ""  # name that the runs of one sweep share; empty: it belongs to none
+
+    def __post_init__(self) -> None:
+        records.check_time("time", self.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """A job that was started for a run: a scheduler's, or a process of a machine."""
+
+    run_id: str
+    executor: str  # slurm, local or debug
+    job_id: str  # as the executor names it: 123, 123_4 for an element of an array, or a process id
+    time: str
+    host: str  # machine that it was submitted from
+    log_path: str
+    reason: str = ""  # why, in words, unless it is the first: "host out-of-memory: 600M instead of 400M"
+    resources: dict[str, Any] = field(default_factory=dict)  # what was asked for, by sbatch's names
+
+    def __post_init__(self) -> None:
+        records.check_time("time", self.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelRecord:
+    """When a person asked to cancel a run."""
+
+    run_id: str
+    time: str
+
+    def __post_init__(self) -> None:
+        records.check_time("time", self.time)
+
+
+_Record = TypeVar("_Record", RunRecord, JobRecord, CancelRecord)
+
+
+class Registry:
+    """The runs of a state folder, which need not exist: one immutable file an entry, so that nothing needs a lock."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._folder = state_dir / "runs"
+
+    def add(self, record: RunRecord | JobRecord | CancelRecord) -> None:
+        """Writes an entry.
+
+        Raises:
+            StateError: It cannot be written.
+        """
+        name = "run"
+        if not isinstance(record, RunRecord):
+            kind = "job" if isinstance(record, JobRecord) else "cancel"
+            # Two machines may write in the same microsecond, and process ids repeat between machines.
+            name = f"{kind}-{records.time_stamp(record.time)}-{os.getpid()}-{secrets.token_hex(2)}"
+        records.write_document(self._folder / record.run_id / f"{name}{records.DOCUMENT_SUFFIX}", record)
+
+    def has(self, run_id: str) -> bool:
+        """Returns whether there is an entry of a run."""
+        return (self._folder / run_id).is_dir()
+
+    def runs(self) -> list[RunRecord]:
+        """Reads all runs, the oldest first."""
+        names = records.list_names(self._folder)
+        found = [record for run_id in names for record in self._read(run_id, "run", RunRecord)]
+        return sorted(found, key=lambda record: (record.time, record.run_id))
+
+    def jobs(self, run_id: str) -> list[JobRecord]:
+        """Reads the jobs of a run, the first one first."""
+        return sorted(self._read(run_id, "job-", JobRecord), key=lambda record: record.time)
+
+    def cancels(self, run_id: str) -> list[CancelRecord]:
+        """Reads when persons asked to cancel a run, the first time first."""
+        return sorted(self._read(run_id, "cancel-", CancelRecord), key=lambda record: record.time)
+
+    def _read(self, run_id: str, prefix: str, kind: type[_Record]) -> list[_Record]:
+        folder = self._folder / run_id
+        if not folder.is_dir():
+            return []
+        names, end = records.list_names(folder), records.DOCUMENT_SUFFIX
+        names = [name for name in names if name.startswith(prefix) and name.endswith(end)]
+        # A damaged entry hides nothing but itself.
+        return records.read_documents(folder, names, kind, [], most_bytes=_MAX_ENTRY_BYTES)
 
 
 def make_run(run: ResolvedRun, reporter: Reporter) -> RunFolder:
@@ -287,10 +530,17 @@ def register_run(run: ResolvedRun, folder: RunFolder, *, identity: str = "", aft
     Raises:
         StateError: The registry cannot be written.
     """
-    path = str(folder.path.resolve())
-    record = RunRecord(run_id=folder.run_id, path=path, key=run.key, time=utc_now(), identity=identity, after=after,
-                       sweep=sweep)  # fmt: skip
-    Registry(state_dir(run.paths)).add(record)
+    Registry(state_dir(run.paths)).add(
+        RunRecord(run_id=folder.run_id, path=str(folder.path.resolve()), key=run.key, time=utc_now(),
+                  identity=identity, after=after, sweep=sweep)
+    )  # fmt: skip
+
+
+def name_to_type(folder: RunFolder) -> str:
+    """Returns what a command line calls a run, ready to be typed."""
+    # A run that is not in the registry that the line will ask is known by its folder alone.
+    is_known = Registry(state_folder()).has(folder.run_id)
+    return short_name(folder.run_id) if is_known else shlex.quote(str(folder.path))
 
 
 def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:

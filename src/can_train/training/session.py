@@ -7,40 +7,39 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError
-from can_train.fit import random_state
-from can_train.fit.epochs import Epochs, rows_by_epoch
 from can_train.fit.factor_rule import FactorRule
 from can_train.fit.micro_batcher import BatchResult, MicroBatcher
-from can_train.fit.optimizer import Optimization, Precision, make_optimization
+from can_train.fit.optimizer import (
+    OptimizerReserve,
+    Precision,
+    capture_generators,
+    make_optimization,
+    restore_generators,
+    seed_rank,
+)
 from can_train.fit.plan import Plan
-from can_train.fit.planner import Planner, RunPlan, still_fits
-from can_train.fit.rescue import RescueSettings
-from can_train.fit.reserve import OptimizerReserve
-from can_train.io.atomic import write_json_atomic
-from can_train.memory.meters import Meter
-from can_train.memory.monitor import LeakWatch, MemoryMonitor
+from can_train.fit.planner import Epochs, Planner, RunPlan, rows_by_epoch, still_fits
+from can_train.io.records import write_json_atomic
+from can_train.memory.meters import LeakWatch, MemoryMonitor, Meter
 from can_train.reporter import Reporter
 from can_train.task import Task
-from can_train.training.attempts import StopRequests
-from can_train.training.checkpoint import Checkpoints
 from can_train.training.distributed import Ranks
-from can_train.training.run_folder import MetricsLog, RunFolder
+from can_train.training.inference import rescue_settings
+from can_train.training.loading import Checkpoints
+from can_train.training.run_folder import MetricsLog, RunFolder, StopRequests
 
 if TYPE_CHECKING:
     from can_train.training.reference_models import ReferenceModels
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Parts:
     """What an attempt of a run is made with."""
 
@@ -52,6 +51,11 @@ class Parts:
     stops: StopRequests
     ranks: Ranks = field(default_factory=Ranks)
 
+    @property
+    def training(self) -> TrainingSettings:
+        """How the run is trained."""
+        return self.run.training
+
 
 @dataclass(kw_only=True)
 class Progress:
@@ -62,8 +66,7 @@ class Progress:
     step: int = 0
     best_loss: float = math.inf
     best_epoch: int = 0
-    # In validations.
-    epochs_without_gain: int = 0
+    epochs_without_gain: int = 0  # in validations
     trained: bool = False
     # Of the current epoch so far: Σ mean × samples of each term, samples, micro-batches, samples of the largest of
     # them.
@@ -92,40 +95,30 @@ class Progress:
 
 
 @dataclass(kw_only=True)
-class Session:
+class Session(Parts):
     """Everything one attempt of a run trains with.
 
+    Args:
+        plans: Of all ranks.
+        steps_done: Optimizer steps of earlier attempts.
+
     Attributes:
+        planner: Has the model; makes another plan where other parameters are trained.
         run_plan: Of this rank.
         shared_plan: Rank 0's, by whose prices all ranks share samples out alike.
+        total_steps: Optimizer steps of the whole run, unless it stops early.
         best: Weights of the lowest validation loss; on rank 0 alone.
         stop_signal: A signal that some rank has received, known to all of them; None: none.
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
-        planner: Makes another plan where other parameters are trained.
         largest_cost: Of the costliest micro-batch whose memory was counted, in bytes; the monitor's peak belongs to it.
         cost_after_rescue: The same of those after the last out-of-memory; of all, where there was none.
         largest_micro_batch: Of all that ran, in samples.
         foreign_bytes: Most memory that other processes were seen to take.
     """
 
-    task: Task
-    model: nn.Module
-    optimization: Optimization
-    precision: Precision
-    training: TrainingSettings
-    run_plan: RunPlan
-    shared_plan: RunPlan
-    epochs: Epochs
-    meter: Meter
-    monitor: MemoryMonitor
-    batcher: MicroBatcher
-    reserve: OptimizerReserve
-    checkpoints: Checkpoints
-    metrics: MetricsLog
-    stops: StopRequests
-    reporter: Reporter
-    ranks: Ranks
     planner: Planner
+    plans: InitVar[Sequence[RunPlan]]
+    steps_done: InitVar[int]
     reference_models: ReferenceModels
     progress: Progress = field(default_factory=Progress)
     best: dict[str, Any] = field(default_factory=dict)
@@ -137,14 +130,31 @@ class Session:
     largest_micro_batch: int = 0
     foreign_bytes: int = 0
 
-    def __post_init__(self) -> None:
-        self.batcher.watch(self.note_rescue)
+    def __post_init__(self, plans: Sequence[RunPlan], steps_done: int) -> None:
+        training, meter, task, measured = self.training, self.meter, self.task, self.run.monitor
+        self.run_plan, self.shared_plan, self.model = plans[self.ranks.rank], plans[0], self.planner.model
+        self.epochs = Epochs(
+            rows_by_epoch(task, self.run_plan.skipped, epochs=training.epochs),
+            lambda rows: task.batch_features(rows)[:, 0],
+            seed=training.seed,
+            logical_batch=self.plan.logical_batch,
+            preflight_units=training.preflight_units,
+        )
+        self.total_steps = self.epochs.total_steps(training.epochs)
+        self.precision = Precision.named(training.precision)
+        lr, total_steps = training.lr * self.plan.lr_factor, self.total_steps
+        self.optimization = make_optimization(self.model, training, lr=lr, total_steps=total_steps, device=meter.device)
         self._planned_for = self.optimization.trainable
-
-    @cached_property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run, unless it stops early."""
-        return self.epochs.total_steps(self.training.epochs)
+        self.monitor = MemoryMonitor(meter=meter, interval=measured.interval, warmup=measured.warmup,
+                                     total_steps=total_steps - steps_done)  # fmt: skip
+        rescue = replace(rescue_settings(training), adaptive=training.adaptive_micro_batch, regrow=training.regrow)
+        limits = self.run_plan.limits
+        self.batcher = MicroBatcher(self.model, meter=meter, rules=self.plan.rules, rescue=rescue, limits=limits)
+        self.batcher.watch(self.note_rescue)
+        needed = self.planner.explorer.optimizer_memory()
+        self.reserve = OptimizerReserve(needed, meter, retries=training.oom_retries)
+        self.checkpoints = Checkpoints(self.folder.checkpoints_path)
+        self.metrics = MetricsLog(self.folder.metrics_path)
 
     @property
     def plan(self) -> Plan:
@@ -194,130 +204,62 @@ class Session:
         if self.ranks.is_first:
             self.metrics.append(**record)
 
+    def save(self) -> None:
+        """Writes a checkpoint of everything that the next step depends on, on every rank."""
+        # These differ from rank to rank; all else is the same on all of them, so rank 0 writes it alone.
+        of_ranks = self.ranks.gather(
+            lambda: {"randomness": capture_generators(), "micro_batches": self.batcher.state_dict()}
+        )
 
-def build_session(
-    parts: Parts, planner: Planner, plans: Sequence[RunPlan], reference_models: ReferenceModels, *, steps_done: int
-) -> Session:
-    """Makes what trains by the plans of all ranks, as it is before the first step.
+        def write() -> None:
+            state = {
+                "model": self.model.state_dict(),
+                "trainable": list(self.optimization.trainable),
+                "best": self.best,
+                "optimization": self.optimization.state_dict(),
+                "progress": asdict(self.progress),
+                "metrics_lines": self.metrics.lines,
+                "logical_batch": self.plan.logical_batch,
+                **of_ranks[0],
+                "other_ranks": list(of_ranks[1:]),
+            }
+            self.checkpoints.save(state, step=self.progress.step)
 
-    Args:
-        parts: What the attempt is made with.
-        planner: Of this rank; has the model.
-        plans: Of all ranks.
-        reference_models: The task's.
-        steps_done: Optimizer steps of earlier attempts.
-    """
-    run, meter, model, run_plan = parts.run, parts.meter, planner.model, plans[parts.ranks.rank]
-    training, measured = run.training, run.monitor
-    epochs = _epochs(parts, run_plan)
-    total_steps = epochs.total_steps(training.epochs)
-    steps_left = total_steps - steps_done
-    rescue = RescueSettings(
-        adaptive=training.adaptive_micro_batch,
-        factor=training.backoff_factor,
-        floor=training.min_micro_batch_size,
-        retries=training.oom_retries,
-        regrow=training.regrow,
-    )
-    return Session(
-        task=parts.task,
-        model=model,
-        optimization=make_optimization(
-            model, training, lr=training.lr * run_plan.plan.lr_factor, total_steps=total_steps, device=meter.device
-        ),
-        precision=Precision.named(training.precision),
-        training=training,
-        run_plan=run_plan,
-        shared_plan=plans[0],
-        epochs=epochs,
-        meter=meter,
-        monitor=MemoryMonitor(meter=meter, interval=measured.interval, warmup=measured.warmup, total_steps=steps_left),
-        batcher=MicroBatcher(model, meter=meter, rules=run_plan.plan.rules, rescue=rescue, limits=run_plan.limits),
-        planner=planner,
-        reserve=OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=training.oom_retries),
-        checkpoints=Checkpoints(parts.folder.checkpoints_path),
-        metrics=MetricsLog(parts.folder.metrics_path),
-        stops=parts.stops,
-        reporter=parts.reporter,
-        ranks=parts.ranks,
-        reference_models=reference_models,
-    )
+        self.ranks.on_rank0(write)
 
-
-def _epochs(parts: Parts, run_plan: RunPlan) -> Epochs:
-    return Epochs(
-        rows_by_epoch(parts.task, run_plan.skipped, epochs=parts.run.training.epochs),
-        lambda rows: parts.task.batch_features(rows)[:, 0],
-        seed=parts.run.training.seed,
-        logical_batch=run_plan.plan.logical_batch,
-        preflight_units=parts.run.training.preflight_units,
-    )
-
-
-def save(session: Session) -> None:
-    """Writes a checkpoint of everything that the next step depends on, on every rank."""
-    # These differ from rank to rank; all else is the same on all of them, so rank 0 writes it alone.
-    of_ranks = session.ranks.gather(
-        lambda: {"randomness": random_state.capture(), "micro_batches": session.batcher.state_dict()}
-    )
-
-    def write() -> None:
-        state = {
-            "model": session.model.state_dict(),
-            "trainable": list(session.optimization.trainable),
-            "best": session.best,
-            "optimization": session.optimization.state_dict(),
-            "progress": asdict(session.progress),
-            "metrics_lines": session.metrics.lines,
-            "logical_batch": session.plan.logical_batch,
-            **of_ranks[0],
-            "other_ranks": list(of_ranks[1:]),
-        }
-        session.checkpoints.save(state, step=session.progress.step)
-
-    session.ranks.on_rank0(write)
-
-
-def restore(session: Session, state: Mapping[str, Any]) -> None:
-    """Continues from a checkpoint's state, bit by bit."""
-    session.model.load_state_dict(state["model"])
-    # The plan is the one for the parameters that are trained at first: the next step makes another where these differ.
-    session.optimization.set_trainable(state["trainable"])
-    session.best = state["best"] if session.ranks.is_first else {}
-    session.optimization.load_state_dict(state["optimization"])
-    session.reserve.expect(session.planner.explorer.optimizer_memory(), held_bytes=session.optimization.state_bytes)
-    session.progress = Progress(**state["progress"])
-    of_ranks = [state, *state["other_ranks"]]
-    if len(of_ranks) == session.ranks.size:
-        own = of_ranks[session.ranks.rank]
-        session.batcher.load_state_dict(own["micro_batches"])
-        random_state.restore(own["randomness"])
-    elif session.ranks.is_first:
-        random_state.restore(state["randomness"])
-    else:
-        # Of a rank that the run did not have: its randomness begins here.
-        rank, step = session.ranks.rank, session.progress.step
-        random_state.seed_rank(seed=session.training.seed, rank=rank, step=step)
-    rewind_metrics(session, state["metrics_lines"])
-
-
-def rewind_metrics(session: Session, lines: int) -> None:
-    """Keeps the first lines of the metrics: what followed the checkpoint is written again."""
-    if session.ranks.is_first:
-        session.metrics.rewind(lines)
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a checkpoint's state, bit by bit."""
+        self.model.load_state_dict(state["model"])
+        # The plan is the one for the parameters that are trained at first: the next step makes another where these
+        # differ.
+        self.optimization.set_trainable(state["trainable"])
+        self.best = state["best"] if self.ranks.is_first else {}
+        self.optimization.load_state_dict(state["optimization"])
+        self.reserve.expect(self.planner.explorer.optimizer_memory(), held_bytes=self.optimization.state_bytes)
+        self.progress = Progress(**state["progress"])
+        of_ranks, rank = [state, *state["other_ranks"]], self.ranks.rank
+        if len(of_ranks) == self.ranks.size:
+            self.batcher.load_state_dict(of_ranks[rank]["micro_batches"])
+            restore_generators(of_ranks[rank]["randomness"])
+        elif self.ranks.is_first:
+            restore_generators(state["randomness"])
+        else:
+            # Of a rank that the run did not have: its randomness begins here.
+            seed_rank(seed=self.training.seed, rank=rank, step=self.progress.step)
 
 
 def load_checkpoint(parts: Parts) -> dict[str, Any] | None:
     """Reads the last checkpoint on every rank; None where there is none."""
     checkpoints = Checkpoints(parts.folder.checkpoints_path)
     saved = parts.ranks.on_every_rank(lambda: checkpoints.load(parts.reporter))
-    steps = parts.ranks.gather(lambda: None if saved is None else saved["progress"]["step"])
-    if len(set(steps)) > 1:
-        raise CheckpointError(
-            "Every rank goes on from the same checkpoint",
-            value=f"they see those of steps {', '.join(map(str, steps))}",
-            remedy="All nodes must share the run folder; if they do, resume once they see the same files",
-        )
+
+    def step() -> int | None:
+        return None if saved is None else int(saved["progress"]["step"])
+
+    if len(set(steps := parts.ranks.gather(step))) > 1:
+        seen = f"they see those of steps {', '.join(map(str, steps))}"
+        remedy = "All nodes must share the run folder; if they do, resume once they see the same files"
+        raise CheckpointError("Every rank goes on from the same checkpoint", value=seen, remedy=remedy)
     return saved
 
 
@@ -349,7 +291,13 @@ def resolve_plans(planner: Planner, ranks: Ranks, factor: FactorRule, first_path
             # An attempt that is killed here leaves some of them: the next one makes the others again.
             write_json_atomic(path, plan.to_plain())
             return plan
-        return _with_lower_factor(plan, factor)
+        known, old = factor.known, plan.plan.safety_factor
+        if not factor.after_oom or known is None or old is None or known.factor >= old:
+            return plan
+        # The attempt before ran out of memory and lowered the factor: the same logical batch is split finer.
+        rules = replace(plan.plan.rules, safe_limit=known.factor * plan.plan.rules.tuned_limit)
+        finer = replace(plan.plan, rules=rules, safety_factor=known.factor)
+        return replace(plan, plan=finer, factor_reason=known.reason)
 
     return ranks.gather(finish)
 
@@ -370,23 +318,10 @@ def _adopt(planner: Planner, factor: FactorRule, first: RunPlan, own: RunPlan | 
 
 def _read_plan(path: Path) -> RunPlan | None:
     try:
-        plain: dict[str, Any] = json.loads(path.read_text())
-        return RunPlan.from_plain(plain)
+        return RunPlan.from_plain(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "A run goes on by the plan in its folder, which this version cannot read",
-            value=f"{path}: {type(error).__name__} {error}",
-            remedy="Go on with the version that began the run, or train anew",
-        ) from error
-
-
-def _with_lower_factor(plan: RunPlan, factor: FactorRule) -> RunPlan:
-    """Splits the same logical batch finer where the attempt before ran out of memory and lowered the factor."""
-    choice = factor.known
-    old = plan.plan.safety_factor
-    if not factor.after_oom or choice is None or old is None or choice.factor >= old:
-        return plan
-    rules = replace(plan.plan.rules, safe_limit=choice.factor * plan.plan.rules.tuned_limit)
-    return replace(plan, plan=replace(plan.plan, rules=rules, safety_factor=choice.factor), factor_reason=choice.reason)
+        raise CheckpointError("A run goes on by the plan in its folder, which this version cannot read",
+                              value=f"{path}: {type(error).__name__} {error}",
+                              remedy="Go on with the version that began the run, or train anew") from error  # fmt: skip

@@ -5,10 +5,14 @@ the work: `gather(work)` is `[work()]`, `on_rank0(work)` and `on_every_rank(work
 """
 
 import math
+import os
+import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +21,36 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from can_train.config.resolved import ResolvedRun, cache_folder
-from can_train.errors import CanTrainError, DoesNotFitError
-from can_train.factors.resolve import factor_rule
-from can_train.fit import random_state
+from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
+from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, FailedRunError, OutOfMemoryDetails, StateError
+from can_train.factors.observations import Device, Observation, Started, write_record
+from can_train.factors.observations import Outcome as AttemptOutcome
+from can_train.factors.store import factor_rule, memory_fingerprint, next_time, policy_options, store_of
 from can_train.fit.factor_rule import FactorRule
 from can_train.fit.micro_batcher import BatchResult, Losses, check_denominators, combine_shares, sum_by_term
+from can_train.fit.optimizer import Snapshot, seed_rank, step_generator
 from can_train.fit.planner import Planner, RunPlan
-from can_train.fit.random_state import Snapshot
 from can_train.fit.rescue import describe_out_of_memory
-from can_train.io.atomic import write_json_atomic
+from can_train.io.records import this_host, write_json_atomic
 from can_train.memory.meters import Meter, open_meter
-from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory
-from can_train.reporter import Reporter, SilentReporter
+from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory, without_others
+from can_train.reporter import LoggedReporter, Reporter, SilentReporter
 from can_train.task import Table, Task, TaskInEpoch
-from can_train.training.attempts import StopRequests
-from can_train.training.distributed import RankFailedError, Ranks, rank_device
+from can_train.training.distributed import RankFailedError, RankGoneError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
 from can_train.training.loading import check_inputs_unchanged, fresh_model, load_task, start_from
-from can_train.training.observe import Attempt
 from can_train.training.reference_models import ReferenceModels
-from can_train.training.report import plan_lines, reference_model_lines
-from can_train.training.run_folder import RunFolder, make_run
-from can_train.training.session import (
-    Parts,
-    Session,
-    build_session,
-    load_checkpoint,
-    resolve_plans,
-    restore,
-    rewind_metrics,
-    save,
-)
+from can_train.training.report import plan_details, plan_summary, reference_model_lines
+from can_train.training.run_folder import RunFolder, SlurmContext, StopRequests, make_run, name_to_type
+from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is shown of a finished run: its judgement as text, and one sentence."""
+    """What is shown of a finished run: its judgement as text, in short and in full, and one sentence."""
 
     folder: RunFolder
+    summary_tables: Sequence[Table]
     tables: Sequence[Table]
     summary: str
 
@@ -68,16 +63,18 @@ def train_new(run: ResolvedRun, reporter: Reporter, ranks: Ranks | None = None) 
         SystemExit: A signal ended it; a checkpoint was saved.
     """
     stops, ranks = StopRequests(), ranks or Ranks()
-    reporter = reporter if ranks.is_first else SilentReporter()
-    with stops.installed():
-        meter = _open_meter(run, ranks)
-        task = ranks.on_rank0_first(lambda: load_task(run, reporter))
+    log = LoggedReporter(reporter)
+    reporter = log if ranks.is_first else SilentReporter()
+    with stops.installed(), ExitStack() as lock:
+        meter, task = _prepare(run, reporter, ranks)
         # After the data has been read: a run whose data are missing leaves no folder behind.
         folder = RunFolder(ranks.on_rank0(lambda: make_run(run, reporter).path))
-        reporter.notice(f"run {folder.run_id}")
-        parts = Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops, ranks=ranks)
-        with _locked(folder, ranks), folder.attempts.recorded(stops, rank=ranks.rank):
-            return _train_and_judge(parts)
+        reporter.notice(f"This is run {folder.run_id}")
+        # Keeps all processes but the run's ranks out of its folder.
+        ranks.on_rank0(lambda: lock.enter_context(folder.locked()))
+        ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
+        return _train_and_judge(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter,
+                                      stops=stops, ranks=ranks))  # fmt: skip
 
 
 def train_on(
@@ -90,75 +87,93 @@ def train_on(
         SystemExit: A signal ended it; a checkpoint was saved.
     """
     ranks = ranks or Ranks()
-    reporter = reporter if ranks.is_first else SilentReporter()
-    with stops.installed(), _locked(folder, ranks):
-        meter = _open_meter(run, ranks)
-        task = ranks.on_rank0_first(lambda: load_task(run, reporter))
+    log = LoggedReporter(reporter)
+    reporter = log if ranks.is_first else SilentReporter()
+    with stops.installed(), ExitStack() as lock:
+        ranks.on_rank0(lambda: lock.enter_context(folder.locked()))
         finished = ranks.on_rank0(folder.result)
+        if finished is None:
+            ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
+        meter, task = _prepare(run, reporter, ranks)
         if finished is not None:
             return _outcome(task, folder, finished)
-        parts = Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter, stops=stops, ranks=ranks)
-        with folder.attempts.recorded(stops, rank=ranks.rank):
-            return _train_and_judge(parts)
+        return _train_and_judge(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter,
+                                      stops=stops, ranks=ranks))  # fmt: skip
 
 
 @contextmanager
-def _locked(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
-    """Keeps all processes but the run's ranks out of its folder."""
-    with ExitStack() as stack:
-        ranks.on_rank0(lambda: stack.enter_context(folder.locked()))
-        yield
+def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests) -> Iterator[None]:
+    """Writes to the run's log what is reported in the block, and the error that ends it; says how the run goes on where
+    a person stopped it.
+    """
+    job = SlurmContext.from_environment().job_id
+    process = f"process {os.getpid()} of {this_host()}" + (f", job {job}" if job else "")
+    with log.writing_to(folder.log_path, f"--- {datetime.now():%Y-%m-%d %H:%M:%S}, {process}"):
+        try:
+            yield
+        except CanTrainError as error:
+            log.write(f"error: {error}")
+            raise
+        except Exception:
+            log.write(traceback.format_exc())
+            raise
+        except SystemExit:
+            # In a job it is mostly the scheduler that sends SIGTERM, and the job starts again by itself.
+            by_person = (signal.SIGINT,) if job else (signal.SIGINT, signal.SIGTERM)
+            if stops.received in by_person:
+                log.notice(f"This continues the run:\n  can-train resume {name_to_type(folder)}")
+            raise
 
 
-def _open_meter(run: ResolvedRun, ranks: Ranks) -> Meter:
+def _prepare(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> tuple[Meter, Task]:
+    """Opens the device and reads the data."""
     meter = ranks.on_every_rank(lambda: open_meter(rank_device(run.device, ranks)))
     if meter.is_host:
         # All ranks of a machine share its memory.
         meter.capacity_bytes //= ranks.sharing_host()
-    return meter
+    return meter, ranks.on_rank0_first(lambda: load_task(run, reporter))
 
 
 def _train_and_judge(parts: Parts) -> Outcome:
     """Trains and judges; an out-of-memory that could not be rescued becomes a `DoesNotFitError` with the device's
     state.
     """
-    try:
-        return _run_attempt(parts)
-    except DoesNotFitError as error:
-        if error.details.capacity_bytes is None:
-            error.details = describe_out_of_memory(parts.meter, error.details.need_bytes, known=error.details)
-        raise
-    except Exception as error:
-        # Within micro-batches it is rescued; what runs out elsewhere (weights, a copy of them) cannot be.
-        if not is_out_of_memory(error):
+    with parts.folder.attempts.recorded(parts.stops, rank=parts.ranks.rank):
+        try:
+            return _run_attempt(parts)
+        except DoesNotFitError as error:
+            if error.details.capacity_bytes is None:
+                error.details = describe_out_of_memory(parts.meter, error.details.need_bytes, known=error.details)
             raise
-        message, of_host = headline(error), is_host_memory(error)
-    # After the except clause, which keeps the tensors of what failed alive.
-    details = describe_out_of_memory(parts.meter, None)
-    raise DoesNotFitError(
-        "What a run keeps on the device must fit beside its micro-batches",
-        value=message,
-        remedy="Another process may hold the memory (nvidia-smi); else choose a smaller model or a larger device",
-        details=replace(details, of_host=details.of_host or of_host),
-    )
+        except Exception as error:
+            # Within micro-batches it is rescued; what runs out elsewhere (weights, a copy of them) cannot be.
+            if not is_out_of_memory(error):
+                raise
+            message, of_host = headline(error), is_host_memory(error)
+        # After the except clause, which keeps the tensors of what failed alive.
+        details = describe_out_of_memory(parts.meter, None)
+        smaller = "choose a smaller model (--size student) or a larger device"
+        remedy = without_others(details.foreign_bytes, smaller)
+        raise DoesNotFitError("What a run keeps on the device must fit beside its micro-batches", value=message,
+                              remedy=remedy, details=replace(details, of_host=details.of_host or of_host))  # fmt: skip
 
 
 def _run_attempt(parts: Parts) -> Outcome:
-    run, folder = parts.run, parts.folder
-    torch.use_deterministic_algorithms(run.training.deterministic)
+    folder = parts.folder
+    torch.use_deterministic_algorithms(parts.training.deterministic)
     parts.ranks.on_rank0(lambda: check_inputs_unchanged(folder, parts.task))
-    rule = factor_rule(run, parts.meter.key, parts.reporter, run_id=folder.run_id)
+    rule = factor_rule(parts.run, parts.meter.key, parts.reporter, run_id=folder.run_id)
     with parts.meter.active():
         session = make_session(parts, rule)
         # Writes the observation, from which later runs learn, when the block is left.
-        with Attempt(run=run, folder=folder, session=session):
+        with observe(session):
             train(session)
             # Only rank 0 judges; the others end here and free their devices.
             parts.ranks.close()
             if not parts.ranks.is_first:
                 summary = f"rank {parts.ranks.rank} trained; rank 0 judges"
-                return Outcome(folder=folder, tables=(), summary=summary)
-            result = _result(session, folder)
+                return Outcome(folder=folder, summary_tables=(), tables=(), summary=summary)
+            result = _result(session)
     write_json_atomic(folder.result_path, result)
     return _outcome(parts.task, folder, result)
 
@@ -170,54 +185,43 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
         parts: What the attempt is made with.
         factor: How the safety factor of a plan that is made here is decided.
     """
-    run, ranks, reporter = parts.run, parts.ranks, parts.reporter
+    run, task, meter, reporter, ranks = parts.run, parts.task, parts.meter, parts.reporter, parts.ranks
     checkpoint = load_checkpoint(parts)
-    model = ranks.on_every_rank(lambda: _initial_model(parts, begins=checkpoint is None))
+
+    def initial_model() -> nn.Module:
+        model = fresh_model(run, task, meter)
+        if checkpoint is None and run.training.start_from:
+            start_from(model, Path(run.training.start_from))
+        return model
+
+    model = ranks.on_every_rank(initial_model)
     # The same seed may give other bits on another processor.
     ranks.broadcast([*model.parameters(), *model.buffers()])
-    reference_models = ReferenceModels(
-        task=parts.task,
-        training=run.training,
-        meter=parts.meter,
-        reporter=reporter,
-        cache=cache_folder(run.paths),
-        ranks=ranks,
-    )
-    resident = reference_models.prepare(model, parts.folder.reference_models_path)
-    planner = Planner(
-        run=run,
-        task=parts.task,
-        model=model,
-        meter=parts.meter,
-        reporter=reporter,
-        ranks=ranks.size,
-        reference_tensors=resident,
-    )
+    references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
+                                 cache=cache_folder(run.paths), ranks=ranks)  # fmt: skip
+    resident = references.prepare(model, parts.folder.reference_models_path)
+    planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, ranks=ranks.size,
+                      reference_tensors=resident)  # fmt: skip
     plans = resolve_plans(planner, ranks, factor, parts.folder.plan_path)
-    _report_plan(parts, plans[ranks.rank], reference_models)
-    random_state.seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
+    _show_plan(parts, plans[ranks.rank], references)
+    seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
-    session = build_session(parts, planner, plans, reference_models, steps_done=steps_done)
-    if checkpoint is None:
-        rewind_metrics(session, 0)
-    else:
-        restore(session, checkpoint)
+    session = Session(**vars(parts), planner=planner, plans=plans, steps_done=steps_done, reference_models=references)
+    if checkpoint is not None:
+        session.restore(checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
+    if ranks.is_first:
+        # What followed the checkpoint is trained, and logged, once more.
+        session.metrics.rewind(0 if checkpoint is None else checkpoint["metrics_lines"])
     return session
 
 
-def _initial_model(parts: Parts, *, begins: bool) -> nn.Module:
-    model = fresh_model(parts.run, parts.task, parts.meter)
-    if begins and parts.run.training.start_from:
-        start_from(model, Path(parts.run.training.start_from))
-    return model
-
-
-def _report_plan(parts: Parts, plan: RunPlan, reference_models: ReferenceModels) -> None:
-    lines = plan_lines(plan, parts.meter.key, parts.meter.capacity_bytes)
-    parts.reporter.notice("\n".join(lines + reference_model_lines(reference_models.plans)))
+def _show_plan(parts: Parts, plan: RunPlan, references: ReferenceModels) -> None:
+    meter, reporter = parts.meter, parts.reporter
+    reporter.notice("\n".join(plan_summary(plan, meter.key, meter.capacity_bytes)))
+    reporter.detail("\n".join([*plan_details(plan), *reference_model_lines(references.plans)]))
     for notice in (*plan.plan.notices, *plan.notices):
-        parts.reporter.notice(notice)
+        reporter.notice(notice)
 
 
 def train(session: Session) -> None:
@@ -238,13 +242,12 @@ def train(session: Session) -> None:
                 _validate(session)
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience
             progress.trained = progress.epoch >= epochs or stopped_early
-            save(session)
-            session.stop_signal = _first(ranks.gather(lambda: session.stops.received))
+            session.save()
+            session.stop_signal = _first_signal(ranks.gather(lambda: session.stops.received))
             _exit_if_stopped(session)
             if stopped_early:
-                session.reporter.notice(
-                    f"No better validation loss in {patience} epochs: stopping after {progress.epoch}"
-                )
+                text = f"No better validation loss in {patience} epochs: stopping after {progress.epoch}"
+                session.reporter.notice(text)
     # Judging has a peak of its own, from which nothing is learned.
     session.monitor.pause()
     session.ooms_elsewhere = sum(ranks.gather(lambda: session.batcher.ooms_rescued)) - session.batcher.ooms_rescued
@@ -261,7 +264,7 @@ def _train_epoch(session: Session, stage: Any) -> None:
         means = take_step(session, steps[progress.step_in_epoch], ends_epoch=ends_epoch, task=task)
         stage.advance(1, loss=_weighted(means, session.task.loss_weights))
         if session.stop_signal or progress.step % training.checkpoint_every == 0:
-            save(session)
+            session.save()
         _exit_if_stopped(session)
     seconds, peak = time.perf_counter() - started, session.monitor.peak_share
     session.log(
@@ -287,8 +290,8 @@ def _exit_if_stopped(session: Session) -> None:
         session.stops.exit()
 
 
-def _first(signals: Sequence[int | None]) -> int | None:
-    return next((signal for signal in signals if signal is not None), None)
+def _first_signal(received: Sequence[int | None]) -> int | None:
+    return next(filter(None, received), None)
 
 
 def take_step(session: Session, rows: Rows, *, ends_epoch: bool, task: TaskInEpoch | None = None) -> dict[str, float]:
@@ -303,8 +306,10 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool, task: TaskInEpo
     progress = session.progress
     snapshot, trainable = Snapshot(session.model, session.meter.device), session.optimization.trainable
     try:
+        share, seed = progress.step / session.total_steps, session.training.seed
+        generator = step_generator(seed=seed, step=progress.step, before=True)
         # On all ranks or on none: an error on one must not leave the others waiting in a later exchange.
-        session.ranks.on_every_rank(lambda: _call_before_step(session, rows))
+        session.ranks.on_every_rank(lambda: session.task.before_step(session.model, rows, share, generator))
         # Before the monitored step: planning runs probes, whose memory is not the step's.
         session.replan_if_thawed()
         # The reserve's own list, not a copy: it is emptied within the step, and nobody else may keep what was in it.
@@ -317,18 +322,12 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool, task: TaskInEpo
             session.optimization.optimizer.zero_grad(set_to_none=True)
             snapshot.restore()
             session.optimization.set_trainable(trainable)
-            save(session)
+            session.save()
         raise
     progress.add_step(result, len(rows))
     session.note_run(own, counted=counted)
     _release_and_report(session, result)
     return result.means
-
-
-def _call_before_step(session: Session, rows: Rows) -> None:
-    seed, step = session.training.seed, session.progress.step
-    generator = random_state.before_step_generator(seed=seed, step=step)
-    session.task.before_step(session.model, rows, step / session.total_steps, generator)
 
 
 def _optimizer_step(
@@ -346,14 +345,22 @@ def _optimizer_step(
     # Parts whose denominators do not add up to the batch's would silently train with another gradient.
     check_denominators(result, denominators, size=len(rows))
     if not all(math.isfinite(mean) for mean in result.means.values()):
-        raise CanTrainError(
-            "The loss is no longer finite", value=f"step {session.progress.step}: {result.means}",
-            remedy="Lower training.lr, set training.grad_clip_norm, or use training.precision=fp32",
-        )  # fmt: skip
+        raise _no_longer_finite(session, f"step {session.progress.step}", result.means)
     ranks.reduce_gradients(session.optimization.parameters)
-    session.stop_signal = _first(ranks.gather(lambda: _update_weights(session, ends_epoch=ends_epoch)))
+    session.stop_signal = _first_signal(ranks.gather(lambda: _update_weights(session, ends_epoch=ends_epoch)))
     ranks.broadcast_buffers(session.model)
     return own, result
+
+
+def _no_longer_finite(session: Session, where: str, losses: Mapping[str, float]) -> FailedRunError:
+    training = session.training
+    half = " or full precision, --precision fp32" if training.precision in ("fp16", "bf16") else ""
+    return FailedRunError(
+        "The loss is no longer finite",
+        value=", ".join([where, *(f"{term} {loss:g}" for term, loss in losses.items())]),
+        remedy=f"Train anew with a lower learning rate, --lr {training.lr / 10:g}, or with clipped gradients, "
+        f"--grad-clip-norm 1{',' if half else ''}{half}",
+    )
 
 
 def _accumulate(session: Session, task: TaskInEpoch, rows: Rows) -> tuple[BatchResult, dict[str, float]]:
@@ -364,7 +371,7 @@ def _accumulate(session: Session, task: TaskInEpoch, rows: Rows) -> tuple[BatchR
     """
     optimization, device = session.optimization, session.meter.device
     # A function of seed and step: a resumed or repeated step draws the same numbers.
-    generator = random_state.step_generator(seed=session.training.seed, step=session.progress.step)
+    generator = step_generator(seed=session.training.seed, step=session.progress.step)
     # The whole batch, so that what couples its samples is drawn alike on all ranks; it computes what is asked of it.
     batch = task.logical_batch(rows, device, session.precision.dtype, generator)
     share = session.ranks.share(len(rows), lambda: session.shared_plan.training_costs(session.task, rows))
@@ -420,6 +427,8 @@ def _validate(session: Session) -> None:
     """Computes the validation loss; keeps the weights if they are the best so far."""
     progress = session.progress
     loss = validation_loss(session)
+    if not math.isfinite(loss):
+        raise _no_longer_finite(session, f"epoch {progress.epoch}", {"validation loss": loss})
     session.log(step=progress.step, epoch=progress.epoch, validation_loss=loss)
     if loss < progress.best_loss or progress.best_epoch == 0:
         progress.best_loss, progress.best_epoch, progress.epochs_without_gain = loss, progress.epoch, 0
@@ -439,16 +448,16 @@ def validation_loss(session: Session) -> float:
     share = session.ranks.share(len(rows), lambda: session.shared_plan.evaluation_costs(task, rows))
     session.model.eval()
 
-    def losses_of(part: Rows) -> dict[str, tuple[float, float]]:
+    def losses_of(part: Rows) -> tuple[dict[str, float], dict[str, float]]:
         batch = task.logical_batch(part, device, session.precision.dtype, None)
         with torch.inference_mode(), session.precision.context(device):
             losses = batch.losses(session.model, 0, len(part))
-        return {term: (float(total), denominator) for term, (total, denominator) in losses.items()}
+        totals = {term: float(total) for term, (total, _) in losses.items()}
+        return totals, {term: denominator for term, (_, denominator) in losses.items()}
 
     def sums() -> tuple[dict[str, float], dict[str, float]]:
         parts = _inference(session).run(rows[share], losses_of) if share.stop > share.start else []
-        totals = sum_by_term([{term: total for term, (total, _) in part.items()} for part in parts])
-        return totals, sum_by_term([{term: denominator for term, (_, denominator) in part.items()} for part in parts])
+        return sum_by_term([totals for totals, _ in parts]), sum_by_term([denominators for _, denominators in parts])
 
     totals, denominators = (sum_by_term(terms) for terms in zip(*session.ranks.gather(sums), strict=True))
     return _weighted({term: totals[term] / (denominators[term] or 1.0) for term in totals}, task.loss_weights)
@@ -471,7 +480,7 @@ def _weighted(means: Mapping[str, float], weights: Mapping[str, float]) -> float
     return sum(weights[term] * mean for term, mean in means.items())
 
 
-def _result(session: Session, folder: RunFolder) -> dict[str, Any]:
+def _result(session: Session) -> dict[str, Any]:
     """Judges the best weights; returns what `result.json` holds."""
     # Judging needs neither optimizer state nor gradients.
     session.optimization.optimizer.state.clear()
@@ -490,8 +499,8 @@ def _result(session: Session, folder: RunFolder) -> dict[str, Any]:
         judgement = session.task.judge(score)
     progress, monitor = session.progress, session.monitor
     return {
-        "run_id": folder.run_id,
-        "key": session.planner.run.key,
+        "run_id": session.folder.run_id,
+        "key": session.run.key,
         "status": "finished",
         "epochs": progress.epoch,
         "steps": progress.step,
@@ -511,9 +520,106 @@ def _result(session: Session, folder: RunFolder) -> dict[str, Any]:
 
 
 def _outcome(task: Task, folder: RunFolder, result: Mapping[str, Any]) -> Outcome:
+    counts = ((result["epochs"], "epoch"), (result["steps"], "step"), (result["parameters"], "parameter"))
+    done = ", ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
     best = f"best validation loss {result['best_validation_loss']:.4g} after epoch {result['best_epoch']}"
-    return Outcome(
-        folder=folder,
-        tables=task.tables(result["judgement"]),
-        summary=f"{result['epochs']} epochs, {result['steps']} steps, {result['parameters']:,} parameters, {best}",
+    judgement = result["judgement"]
+    return Outcome(folder=folder, summary_tables=task.summary_tables(judgement), tables=task.tables(judgement),
+                   summary=f"{done}, {best}")  # fmt: skip
+
+
+@contextmanager
+def observe(session: Session) -> Iterator[None]:
+    """Records the block as an attempt, for later runs to learn from: that it began, how it ended and what memory it
+    took. An out-of-memory leaves the block as `DoesNotFitError`.
+    """
+    run, meter, state = session.run, session.meter, state_dir(session.run.paths)
+    # The batcher of a resumed run also counts those of earlier attempts.
+    ooms_before = session.batcher.ooms_rescued
+    begun: dict[str, Any] = {
+        "run_id": session.folder.run_id,
+        "attempt": session.ranks.on_rank0(lambda: session.folder.attempts.current),
+        "rank": session.ranks.rank,
+        "key": run.key,
+        "device": Device(key=meter.key, name=meter.name, total_bytes=meter.total_bytes, driver=meter.driver),
+        "start_time": next_time(state),
+    }
+    started = Started(**begun, host=this_host(), pid=os.getpid())
+    _try_to_write(session, lambda: write_record(state, started))
+    outcome: AttemptOutcome = "error"
+    try:
+        yield
+        outcome = "rescued" if session.batcher.ooms_rescued > ooms_before else "ok"
+    except (SystemExit, KeyboardInterrupt, RankFailedError, RankGoneError):
+        # A failure of another rank says nothing of the device here.
+        outcome = "interrupted"
+        raise
+    except CanTrainError as error:
+        error.exit_code = RUN_FAILED
+        outcome = "oom" if isinstance(error, DoesNotFitError) else outcome
+        raise
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        outcome = "oom"
+        rule = "Memory ran out where nothing could be undone (an optimizer step, or code outside the micro-batches)"
+        found = f"step {session.progress.step}, micro-batches of up to {session.plan.largest_micro_batch} samples"
+        remedy = f"The run goes on from its last checkpoint: can-train resume {session.folder.run_id}"
+        failed = DoesNotFitError(rule, value=found, remedy=remedy, details=OutOfMemoryDetails(should_fit=True))
+        failed.exit_code = RUN_FAILED
+        raise failed from error
+    finally:
+
+        def write() -> None:
+            write_record(state, _observation(session, begun, outcome, session.batcher.ooms_rescued - ooms_before))
+            store_of(run).refresh_export()
+
+        _try_to_write(session, write)
+
+
+def _observation(session: Session, begun: Mapping[str, Any], outcome: AttemptOutcome, ooms: int) -> Observation:
+    run, run_plan, plan, monitor = session.run, session.run_plan, session.plan, session.monitor
+    predicted, oom_cost = run_plan.predicted_peak_bytes, session.batcher.oom_cost
+    cost_after_oom = 0.0 if oom_cost is None else session.cost_after_rescue
+    searched = run_plan.limits.training if run_plan.limits is not None and plan.safety_factor is not None else None
+    # A capped search does not know where a share of its limit leads.
+    line = None if searched is None or searched.capped else searched
+    return Observation(
+        **begun,
+        size=run.size,
+        end_time=next_time(state_dir(run.paths)),
+        outcome=outcome,
+        factor=run_plan.factor.factor,
+        factor_reason=run_plan.factor.reason,
+        capacity_bytes=session.meter.capacity_bytes,
+        peak_allocated_bytes=monitor.peak_bytes or None,
+        peak_reserved_bytes=monitor.peak_reserved_bytes or None,
+        predicted_peak_bytes=None if predicted is None else round(predicted),
+        predicted_base_bytes=None if line is None else round(line.model.base_bytes),
+        predicted_full_bytes=None if line is None else round(line.peak_bytes(line.tuned_limit)),
+        tuned_limit=None if searched is None else round(searched.tuned_limit),
+        safe_limit=None if searched is None else round(plan.rules.safe_limit),
+        used=run_plan.used(session.largest_cost or plan.largest_cost),
+        logical_batch=plan.logical_batch,
+        largest_micro_batch=session.largest_micro_batch or plan.largest_micro_batch,
+        binding_limit=plan.binding_limit,
+        oom_used=None if oom_cost is None else run_plan.used(oom_cost),
+        used_after_rescue=run_plan.used(cost_after_oom) if cost_after_oom else None,
+        peak_bytes_after_rescue=session.peak_bytes_after_rescue if cost_after_oom else None,
+        # One in evaluation, or while other processes held the memory, shows nothing of the plan's limit.
+        ooms_rescued=0 if oom_cost is None else ooms,
+        allocator_retries=session.meter.retries(),
+        foreign_bytes=session.foreign_bytes,
+        torch_version=torch.__version__,
+        fingerprint=memory_fingerprint(run),
+        policy={"name": run.factor.policy, "options": policy_options(run)},
     )
+
+
+def _try_to_write(session: Session, write: Callable[[], object]) -> None:
+    # A failure to write what a run teaches never stops a training.
+    if session.training.use_adaptive_batch_size_factor:
+        try:
+            write()
+        except (StateError, ValueError) as error:
+            session.reporter.notice(f"This run teaches nothing. {error}")

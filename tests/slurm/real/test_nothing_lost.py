@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from can_train.training.attempts import AttemptEnd, Attempts
-from can_train.training.run_folder import JobRecord, Registry
+from can_train.training.run_folder import AttemptEnd, Attempts, JobRecord, Registry
 from fakes.bitwise import assert_ends_like
 from sandbox import daemons
 from sandbox.cluster import Cluster
@@ -287,7 +286,7 @@ def assert_went_on(run: Run, undisturbed: Path) -> None:
     """Nothing was searched for again, and the end is the undisturbed one's."""
     # A slow search says several times how far it is.
     attempts = run.log.split("Starting with JobEnvironment")
-    assert sum("finding the batch size" in attempt for attempt in attempts) == 1
+    assert sum("finding what fits in memory" in attempt for attempt in attempts) == 1
     assert "Continuing at step" in run.log
     assert_ends_like(run.path, undisturbed)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from can_train.factors.observations import read_observations
+from can_train.factors.observations import read_records
 from fakes.bitwise import assert_same, final_state
 from slurm.real.on_slurm import Slurm
 
@@ -101,9 +101,9 @@ def test_a_sweep_is_one_array_of_runs_with_a_log_each(slurm: Slurm) -> None:
     assert slurm.ended(array) == "COMPLETED"
     assert slurm.attempts(array) == ["COMPLETED"] * 10
     for run in runs:
-        assert f"Run {run['run_id']}: 1 epochs" in Path(run["log"]).read_text()
-    assert read_observations(slurm.folder / "state").unfinished == []
-    assert len(read_observations(slurm.folder / "state").finished) == 10
+        assert f"Run {run['run_id']}: 1 epoch," in Path(run["log"]).read_text()
+    assert read_records(slurm.folder / "state").unfinished == []
+    assert len(read_records(slurm.folder / "state").finished) == 10
     slurm.can_train("--model", "vgae", *TRAIN[2:], "--seed", "4", "--runs-dir", "alone")
     (alone,) = (slurm.folder / "alone").glob("2*")
     assert_same(final_state(slurm.folder / "runs" / runs[9]["run_id"]), final_state(alone))

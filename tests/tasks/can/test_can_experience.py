@@ -1,6 +1,6 @@
 import pytest
 
-from can_train.factors.resolve import experience_factor
+from can_train.factors.store import experience_factor
 from can_train.tasks.can.settings import experience
 
 

@@ -20,9 +20,7 @@ from can_train.tasks.can.losses import (
     DistilledAutoencoderBatch,
     DistilledClassifierBatch,
 )
-from can_train.tasks.can.models.gat import GatClassifier
-from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics
-from can_train.tasks.can.models.vgae import Vgae
+from can_train.tasks.can.models import GatClassifier, InputEncoder, InputStatistics, Vgae
 from can_train.tasks.can.settings import GatSettings, VgaeSettings
 from fakes.random_bus import cached_graphs, random_blocks
 from fakes.split_gradients import gradient, relative_error
@@ -142,7 +140,7 @@ def test_noise_drawn_again_for_each_part_is_another_gradient(flat: FlatGraphs) -
 def test_a_students_loss_is_hintons(flat: FlatGraphs) -> None:
     model, batch = distilled_classifier(flat)
     model.eval()
-    mine, its = model(gatherer(flat)(np.arange(WINDOWS))), batch._teacher(np.arange(WINDOWS))["logits"]
+    mine, its = model(gatherer(flat)(np.arange(WINDOWS))), batch.teacher(np.arange(WINDOWS))["logits"]
     expected = F.kl_div(F.log_softmax(mine / 4, 1), F.softmax(its / 4, 1), reduction="batchmean")
     total, count = batch.losses(model, 0, WINDOWS)["distillation"]
     assert count == WINDOWS
@@ -168,9 +166,9 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(flat: FlatGr
 
 def test_a_teachers_answers_for_other_windows_are_another_gradient(flat: FlatGraphs) -> None:
     model, batch = distilled_classifier(flat)
-    whole, answers = gradient(model, batch, (WINDOWS,), WEIGHTS), batch._teacher
-    batch._teacher = lambda rows: answers(np.arange(len(rows)))
-    assert relative_error(gradient(model, batch, CUTS, WEIGHTS), whole) > 1e-3
+    whole, answers = gradient(model, batch, (WINDOWS,), WEIGHTS), batch.teacher
+    other = replace(batch, teacher=lambda rows: answers(np.arange(len(rows))))
+    assert relative_error(gradient(model, other, CUTS, WEIGHTS), whole) > 1e-3
 
 
 def test_without_an_identity_there_is_no_term_for_it(flat: FlatGraphs) -> None:

@@ -8,9 +8,7 @@ import torch
 
 from can_train.tasks.can.data.batches import Gatherer
 from can_train.tasks.can.data.graphs import FlatGraphs
-from can_train.tasks.can.models.gat import GatClassifier
-from can_train.tasks.can.models.inputs import UNKNOWN_ID, InputEncoder, InputStatistics
-from can_train.tasks.can.models.vgae import Vgae
+from can_train.tasks.can.models import UNKNOWN_ID, GatClassifier, InputEncoder, InputStatistics, Vgae
 from can_train.tasks.can.settings import GatSettings, VgaeSettings
 from fakes.random_bus import cached_graphs, random_blocks
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from can_train.config.compose import RunRequest, resolve
 from can_train.errors import DataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.data.frames import Frames
+from can_train.tasks.can.data.graphs import Frames
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.task import make_task
 from fakes.random_bus import random_frames, write_log
@@ -59,14 +59,22 @@ def test_an_autoencoder_trains_on_benign_windows_only(tmp_path: Path, frames: Fr
     assert task.loss_weights == {"node": 1.0, "edge": 1.0, "can_id": 0.1, "kl": 0.01}
 
 
-@pytest.mark.parametrize(("label", "missing"), [(0, "no attack"), (1, "no benign")])
-def test_a_one_sided_log_cannot_train_a_classifier(tmp_path: Path, frames: Frames, label: int, missing: str) -> None:
-    with pytest.raises(DataError, match=rf"one-sided: {missing} window among \d+.*\n.*--model vgae"):
+@pytest.mark.parametrize(
+    ("label", "missing", "remedy"),
+    # An autoencoder learns from benign windows, so it is no way out where there are none.
+    [(0, "no attack", "or train an autoencoder: --model vgae"), (1, "no benign", "also has attack-free driving")],
+)
+def test_a_one_sided_log_cannot_train_a_classifier(
+    tmp_path: Path, frames: Frames, label: int, missing: str, remedy: str
+) -> None:
+    with pytest.raises(DataError, match=rf"one-sided: {missing} window among \d+\.\n.*{remedy}"):
         task_of(tmp_path, replace(frames, label=np.full_like(frames.label, label)))
 
 
 def test_a_log_without_a_benign_window_cannot_train_an_autoencoder(tmp_path: Path, frames: Frames) -> None:
-    with pytest.raises(DataError, match=r"benign windows, and the training part has none.*\n.*--model gat"):
+    with pytest.raises(
+        DataError, match=r"benign windows, and the training part has none\.\nUse a log that also has attack-free"
+    ):
         task_of(tmp_path, replace(frames, label=np.ones_like(frames.label)), "vgae")
 
 

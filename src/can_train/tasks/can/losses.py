@@ -6,8 +6,7 @@ Shapes: R windows of the logical batch, B of a micro-batch, N nodes, E edges, Z 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -16,14 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.utils import scatter
 
+from can_train.task import Outputs
 from can_train.tasks.can.data.batches import GraphBatch
-
-if TYPE_CHECKING:
-    from can_train.task import Outputs
-    from can_train.tasks.can.models.vgae import Reconstruction
+from can_train.tasks.can.data.graphs import Floats, Ints
+from can_train.tasks.can.models import Reconstruction
 
 # Makes a batch of some windows.
-Gather = Callable[[NDArray[np.int64]], GraphBatch]
+Gather = Callable[[Ints], GraphBatch]
 
 # Sum and denominator of each term.
 Losses = dict[str, tuple[Tensor, float]]
@@ -34,37 +32,32 @@ def numpy_generator(generator: torch.Generator) -> np.random.Generator:
     return np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
 
 
+@dataclass(frozen=True, eq=False)
 class ClassifierBatch:
-    """Class-weighted cross-entropy; its denominator is the sum of the windows' class weights.
+    """Class-weighted cross-entropy; its denominator is the sum of the windows' class weights."""
 
-    Args:
-        rows: [R] the windows.
-        gather: Makes a batch of some of them.
-        weights: [R] each window's class weight.
-        benign_offset: Added to the benign logit.
-    """
+    rows: Ints  # [R] the windows
+    gather: Gather  # makes a batch of some of them
+    weights: Floats  # [R] each window's class weight
+    benign_offset: float = field(default=0.0, kw_only=True)  # added to the benign logit
 
-    def __init__(
-        self, rows: NDArray[np.int64], gather: Gather, weights: NDArray[np.float64], *, benign_offset: float = 0.0
-    ) -> None:
-        self._rows = rows
-        self._gather = gather
-        self._weights = weights
-        self._benign_offset = benign_offset
-        self.denominators = {"classification": float(weights.sum())}
+    @property
+    def denominators(self) -> dict[str, float]:
+        """The class weights of the whole batch."""
+        return {"classification": float(self.weights.sum())}
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
         """Returns the weighted sum over windows `start:stop`."""
-        batch = self._gather(self._rows[start:stop])
+        batch = self.gather(self.rows[start:stop])
         return self._classification(model(batch), batch, start, stop)
 
     def _classification(self, logits: Tensor, batch: GraphBatch, start: int, stop: int) -> Losses:
-        weights = torch.from_numpy(self._weights[start:stop]).to(batch.x)
+        weights = torch.from_numpy(self.weights[start:stop]).to(batch.x)
         # Half precision would round the offset.
         precise = torch.promote_types(logits.dtype, torch.float32)
-        offset = torch.tensor([self._benign_offset, 0.0], dtype=precise, device=logits.device)
+        offset = torch.tensor([self.benign_offset, 0.0], dtype=precise, device=logits.device)
         each = F.cross_entropy(logits + offset, batch.y, reduction="none")
-        return {"classification": ((each * weights).sum(), float(self._weights[start:stop].sum()))}
+        return {"classification": ((each * weights).sum(), float(self.weights[start:stop].sum()))}
 
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:
@@ -73,61 +66,44 @@ class ClassifierBatch:
         return (logits[:, 1] - logits[:, 0]).unsqueeze(1)
 
 
+@dataclass(frozen=True, eq=False)
 class DistilledClassifierBatch(ClassifierBatch):
     """Cross-entropy, and the KL divergence of the softened probabilities from a teacher's, whose denominator is R."""
 
-    def __init__(
-        self,
-        rows: NDArray[np.int64],
-        gather: Gather,
-        weights: NDArray[np.float64],
-        teacher: Outputs,
-        temperature: float,
-    ) -> None:
-        super().__init__(rows, gather, weights)
-        self._teacher = teacher
-        self._temperature = temperature
-        self.denominators["distillation"] = float(len(rows))
+    teacher: Outputs
+    temperature: float
+
+    @property
+    def denominators(self) -> dict[str, float]:
+        """The class weights of the whole batch, and its windows."""
+        return {**super().denominators, "distillation": float(len(self.rows))}
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
         """Returns the sums of both terms over windows `start:stop`."""
         # The teacher comes first: its activations are freed before the student's are allocated.
-        target = self._teacher(self._rows[start:stop])["logits"]
-        batch = self._gather(self._rows[start:stop])
+        target = self.teacher(self.rows[start:stop])["logits"]
+        batch = self.gather(self.rows[start:stop])
         logits = model(batch)
-        student, teacher = (
-            F.log_softmax(either / self._temperature, dim=1) for either in (logits, target.to(logits.dtype))
-        )
+        either = (logits, target.to(logits.dtype))
+        student, teacher = (F.log_softmax(one / self.temperature, dim=1) for one in either)
         distance = F.kl_div(student, teacher, reduction="sum", log_target=True)
         return self._classification(logits, batch, start, stop) | {"distillation": (distance, float(stop - start))}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AutoencoderBatch:
-    """The autoencoder's terms for nodes, edges, CAN IDs and KL; their denominators are numbers of nodes and edges.
+    """The autoencoder's terms for nodes, edges, CAN IDs and KL; their denominators are numbers of nodes and edges."""
 
-    Attributes:
-        rows: [R] the windows.
-        gather: Makes a batch of some of them.
-        node_ptr: [R + 1] offsets of the windows' nodes in the logical batch.
-        edge_ptr: [R + 1] offsets of their edges.
-        noise: [N, Z] noise of the latent for all nodes; None: the mean is decoded.
-    """
-
-    rows: NDArray[np.int64]
-    gather: Gather
-    node_ptr: NDArray[np.int64]
-    edge_ptr: NDArray[np.int64]
-    noise: NDArray[np.float32] | None  # on the host, where it takes no device memory
+    rows: Ints  # [R] the windows
+    gather: Gather  # makes a batch of some of them
+    node_ptr: Ints  # [R + 1] offsets of the windows' nodes in the logical batch
+    edge_ptr: Ints  # [R + 1] offsets of their edges
+    # [N, Z] of the latent for all nodes, on the host, where it takes no device memory; None: the mean is decoded.
+    noise: NDArray[np.float32] | None
 
     @classmethod
     def draw(
-        cls,
-        rows: NDArray[np.int64],
-        gather: Gather,
-        counts: tuple[NDArray[np.int64], NDArray[np.int64]],
-        latent: int,
-        generator: torch.Generator | None,
+        cls, rows: Ints, gather: Gather, counts: tuple[Ints, Ints], latent: int, generator: torch.Generator | None
     ) -> AutoencoderBatch:
         """Draws the noise of the whole logical batch, so that its split cannot change it; without a generator, none.
 
@@ -152,19 +128,13 @@ class AutoencoderBatch:
 
     def _sums(self, errors: Reconstruction, start: int, stop: int) -> Losses:
         num_nodes, num_edges = self._counts(start, stop)
-        terms = {
-            "node": (errors.node.sum(), num_nodes),
-            "edge": (errors.edge.sum(), num_edges),
-            "kl": (errors.kl.sum(), num_nodes),
-        }
+        node, edge, kl = errors.node.sum(), errors.edge.sum(), errors.kl.sum()
+        terms = {"node": (node, num_nodes), "edge": (edge, num_edges), "kl": (kl, num_nodes)}
         return terms if errors.can_id is None else terms | {"can_id": (errors.can_id.sum(), num_nodes)}
 
     def _counts(self, start: int, stop: int) -> tuple[float, float]:
         """Returns the nodes and edges of windows `start:stop`."""
-        return (
-            float(self.node_ptr[stop] - self.node_ptr[start]),
-            float(self.edge_ptr[stop] - self.edge_ptr[start]),
-        )
+        return (float(self.node_ptr[stop] - self.node_ptr[start]), float(self.edge_ptr[stop] - self.edge_ptr[start]))
 
     def _noise_of(self, batch: GraphBatch, start: int, stop: int) -> Tensor | None:
         nodes = slice(self.node_ptr[start], self.node_ptr[stop])
@@ -186,12 +156,9 @@ class AutoencoderBatch:
 class DistilledAutoencoderBatch(AutoencoderBatch):
     """The autoencoder's terms, and the mean squared distances of its projected latents and its reconstructions from a
     teacher's.
-
-    Attributes:
-        teacher: The teacher's latents and reconstructions.
     """
 
-    teacher: Outputs
+    teacher: Outputs  # the teacher's latents and reconstructions
 
     @property
     def denominators(self) -> dict[str, float]:

@@ -12,36 +12,28 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError, RunError
 from can_train.task import ReferenceModel
 from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer
-from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, Floats, Ints
 from can_train.tasks.can.evaluation.metrics import anomaly_scores
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
-from can_train.tasks.can.models import build_network
-from can_train.tasks.can.models.inputs import InputEncoder, InputStatistics, known_ids
+from can_train.tasks.can.models import InputEncoder, InputStatistics, build_network, known_ids
 from can_train.tasks.can.settings import GatSettings
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from can_train.config.resolved import FinishedModel
-    from can_train.tasks.can.data.batches import GraphBatch
     from can_train.tasks.can.data.dataset import CanData
-    from can_train.tasks.can.data.graphs import FlatGraphs
 
 # Roles of reference models.
 AUTOENCODER: Final = "autoencoder"
 CLASSIFIER: Final = "classifier"
-
-# Weights [teacher's Z, Z] that an autoencoder has in addition if it learned from a teacher.
-_PROJECTION: Final = "projection.weight"
 
 
 class WindowModel(ABC):
@@ -61,11 +53,11 @@ class WindowModel(ABC):
         self._flat = flat
 
     @abstractmethod
-    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+    def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns [R, S] raw scores, by `model`, which is this one or its copy on a device."""
 
     @abstractmethod
-    def combine(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    def combine(self, scores: Floats) -> Floats:
         """Returns [R] final scores, higher is more attack-like, from [R, S] raw ones."""
 
     def describe(self, row: int) -> str:
@@ -85,8 +77,23 @@ class FinishedNetwork(WindowModel):
     """
 
     def __init__(self, finished: FinishedModel, flat: FlatGraphs, *, full_precision: bool = False) -> None:
-        super().__init__(finished, flat, _network(finished))
-        self._supervised = isinstance(finished.run.model, GatSettings)
+        run, weights = finished.run, finished.weights
+        try:
+            statistics = InputStatistics.empty(len(weights["inputs.vocabulary"]))
+            inputs = InputEncoder(statistics, embedding=run.model.embedding, identity=run.dataset.identity)
+            # An autoencoder that learned from a teacher has weights [teacher's Z, Z] in addition.
+            model = build_network(run.model, inputs, projected=len(weights.get("projection.weight", ())))
+            # Weights of a run in double precision would lose digits in a network of single precision.
+            model.to(weights["inputs.node_mean"].dtype).load_state_dict(dict(weights))
+        except (KeyError, RuntimeError) as error:
+            # PyTorch lists the differences line by line, under a headline.
+            fields = [line.strip().rstrip(".") for line in str(error).splitlines()]
+            raise CheckpointError("A run's weights are those of its settings",
+                                  value=f"{finished.run_id}: {'; '.join(fields[1:] or fields)}",
+                                  remedy="Copy the run once more from where it was trained, or train it anew"
+                                  ) from error  # fmt: skip
+        super().__init__(finished, flat, model)
+        self._supervised = isinstance(run.model, GatSettings)
         self._full_precision = full_precision
         self._gather = Gatherer(flat)
         if not self._supervised:
@@ -97,25 +104,21 @@ class FinishedNetwork(WindowModel):
         """Score above which the model's own run flags a window."""
         return float(self.finished.result["judgement"]["threshold"])
 
-    def batch(self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> GraphBatch:
-        """Gathers windows."""
-        return self._gather(rows).to(device, dtype)
-
-    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+    def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns [R, 1] attack logit differences, or [R, 3] node, edge and latent errors."""
-        batch = self.batch(rows, device, dtype)
+        batch = self._gather(rows).to(device, dtype)
         kind = ClassifierBatch if self._supervised else AutoencoderBatch
         with torch.autocast(device.type, enabled=False) if self._full_precision else nullcontext():
             return kind.scores(model, batch)
 
-    def combine(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    def combine(self, scores: Floats) -> Floats:
         """Returns [R] logit differences or anomaly scores."""
         if self._supervised:
             return scores[:, 0]
         assert self.error_units is not None, "the result of an autoencoder has the units of its errors"
         return anomaly_scores(scores, self.error_units)
 
-    def check_finite(self, scores: NDArray[np.float64]) -> None:
+    def check_finite(self, scores: Floats) -> None:
         """Checks the [R] or [R, S] scores that this model gave.
 
         Raises:
@@ -128,27 +131,6 @@ class FinishedNetwork(WindowModel):
                 value=f"{broken} of {len(scores)} are not, by {self.finished.run_id}",
                 remedy="It has diverged: train it anew with a lower learning rate, or in fp32",
             )
-
-
-def _network(finished: FinishedModel) -> nn.Module:
-    weights = finished.weights
-    try:
-        statistics = InputStatistics.empty(len(weights["inputs.vocabulary"]))
-        run = finished.run
-        inputs = InputEncoder(statistics, embedding=run.model.embedding, identity=run.dataset.identity)
-        projected = len(weights[_PROJECTION]) if _PROJECTION in weights else 0
-        model = build_network(run.model, inputs, projected=projected)
-        # Weights of a run in double precision would lose digits in a network of single precision.
-        model.to(weights["inputs.node_mean"].dtype).load_state_dict(dict(weights))
-    except (KeyError, RuntimeError) as error:
-        # PyTorch lists the differences line by line, under a headline.
-        fields = [line.strip().rstrip(".") for line in str(error).splitlines()]
-        raise CheckpointError(
-            "A run's weights are those of its settings",
-            value=f"{finished.run_id}: {'; '.join(fields[1:] or fields)}",
-            remedy="Copy the run once more from where it was trained, or train it anew",
-        ) from error
-    return model
 
 
 class WindowReferenceModel(FinishedNetwork, ReferenceModel):
@@ -164,9 +146,7 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
     # Outputs are computed once, before training, unless a mode offers other ways.
     placements: Sequence[str] = ("cache",)
 
-    def __init__(
-        self, role: str, finished: FinishedModel, data: CanData, rows: NDArray[np.int64], *, output: str
-    ) -> None:
+    def __init__(self, role: str, finished: FinishedModel, data: CanData, rows: Ints, *, output: str) -> None:
         super().__init__(finished, data.flat, full_precision=True)
         _check_fit(role, finished, data)
         self.role = role
@@ -192,24 +172,22 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
             return {"latent": latent, "node": len(NODE_FEATURES), "edge": len(EDGE_FEATURES)}
         return {self.output: {"logits": 2, "errors": 3}[self.output]}
 
-    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    def batch_features(self, rows: Ints) -> Floats:
         """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
         return self._gather.batch_features(rows)
 
-    def lengths(self, rows: NDArray[np.int64]) -> Mapping[str, NDArray[np.int64]]:
+    def lengths(self, rows: Ints) -> Mapping[str, Ints]:
         """Returns, for each output, [R] how many lines of it each window has."""
         if self.output != "reconstruction":
             return super().lengths(rows)
         nodes, edges = self._flat.num_nodes[rows], self._flat.num_edges[rows]
         return {"latent": nodes, "node": nodes, "edge": edges}
 
-    def outputs(
-        self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype
-    ) -> Mapping[str, Tensor]:
+    def outputs(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Returns [R, 2] logits; [R, 3] errors; or [N, Z] latents with [N, 10] node and [E, 11] edge features."""
         if self.output == "errors":
             return {"errors": self.scores(model, rows, device, dtype)}
-        batch = self.batch(rows, device, dtype)
+        batch = self._gather(rows).to(device, dtype)
         if self.output == "logits":
             return {"logits": model(batch)}
         decoded = model.decode(batch, None)  # type: ignore[operator]
@@ -217,31 +195,21 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
 
 
 def _check_fit(role: str, finished: FinishedModel, data: CanData) -> None:
-    differences = _shape_differences(finished.weights)
+    weights = finished.weights
+    differences = [
+        f"{part} features: {len(weights[f'inputs.{part}_mean'])}, not {len(features)}"
+        for part, features in (("node", NODE_FEATURES), ("edge", EDGE_FEATURES))
+        if len(weights[f"inputs.{part}_mean"]) != len(features)
+    ]
+    here = set(known_ids(data.flat, data.split.train).tolist())
+    there = set(np.asarray(weights["inputs.vocabulary"]).tolist())
     # A sample of the data may lack IDs that the rest of them has.
-    if data.sample is None:
-        differences += _vocabulary_differences(finished.weights, data)
+    if data.sample is None and here != there:
+        unknown = f"({len(there - here)} only it knows, {len(here - there)} it does not know)"
+        differences.append(f"vocabulary: {len(there)} CAN IDs, not {len(here)} {unknown}")
     if differences:
         raise CheckpointError(
             f"The {role.replace('_', ' ')} must have been trained on the same features and vehicle",
             value=f"{finished.run_id}: {'; '.join(differences)}",
             remedy=f"Train one on this data set, or name another with --{role.replace('_', '-')}",
         )
-
-
-def _shape_differences(weights: Mapping[str, Any]) -> list[str]:
-    expected = {"inputs.node_mean": len(NODE_FEATURES), "inputs.edge_mean": len(EDGE_FEATURES)}
-    return [
-        f"{name.removeprefix('inputs.').removesuffix('_mean')} features: {len(weights[name])}, not {count}"
-        for name, count in expected.items()
-        if len(weights[name]) != count
-    ]
-
-
-def _vocabulary_differences(weights: Mapping[str, Any], data: CanData) -> list[str]:
-    here = set(known_ids(data.flat, data.split.train).tolist())
-    there = set(np.asarray(weights["inputs.vocabulary"]).tolist())
-    if here == there:
-        return []
-    extra, missing = len(there - here), len(here - there)
-    return [f"vocabulary: {len(there)} CAN IDs, not {len(here)} ({extra} only it knows, {missing} it does not know)"]

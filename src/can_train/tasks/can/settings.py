@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Final
 
+from can_train.config.resolved import ModelSpec, Prerequisite, TaskSettings
 from can_train.config.settings import check_choice, check_range
-from can_train.config.task_settings import ModelSpec, Prerequisite, TaskSettings
 from can_train.errors import ConfigError
 
 # (names, share of the tuned limit, reason). Larger data sets have larger graphs.
@@ -223,7 +223,7 @@ class DistillationSettings(CanModeSettings):
     teacher_placement: str = "auto"
     """auto, device, cache or offload."""
     offload_teacher_to_cpu: bool = False
-    """The same as `teacher_placement=offload`."""
+    """Another way to write `teacher_placement=offload`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -303,13 +303,11 @@ def _without_teacher(model: str, mode: str) -> Prerequisite:
 
 
 _SUPERVISED = ("normal", "curriculum")
+_DISTILLED = "knowledge_distillation"
 _AUTOENCODER = Prerequisite(
-    role="autoencoder", what="an autoencoder", models=("vgae",), modes=("autoencoder", "knowledge_distillation")
+    role="autoencoder", what="an autoencoder", models=("vgae",), modes=("autoencoder", _DISTILLED)
 )
-_CLASSIFIER = Prerequisite(
-    role="classifier", what="a classifier", models=("gat",), modes=(*_SUPERVISED, "knowledge_distillation")
-)
-
+_CLASSIFIER = Prerequisite(role="classifier", what="a classifier", models=("gat",), modes=(*_SUPERVISED, _DISTILLED))
 
 TASK = TaskSettings(
     dataset=CanDatasetSettings,
@@ -326,26 +324,21 @@ TASK = TaskSettings(
     models={
         "gat": ModelSpec(
             settings=GatSettings,
-            modes=("normal", "curriculum", "knowledge_distillation"),
+            modes=("normal", "curriculum", _DISTILLED),
             sizes=SIZES,
-            needs={"curriculum": "an autoencoder", "knowledge_distillation": "a teacher, and --size student"},
-            only_sizes={"knowledge_distillation": ("student",)},
+            needs={"curriculum": "an autoencoder", _DISTILLED: "a teacher, and --size student"},
+            only_sizes={_DISTILLED: ("student",)},
             prerequisites={
                 "curriculum": (_AUTOENCODER,),
-                "knowledge_distillation": (_teacher("gat", _SUPERVISED), _without_teacher("gat", "normal")),
+                _DISTILLED: (_teacher("gat", _SUPERVISED), _without_teacher("gat", "normal")),
             },
         ),
         "vgae": ModelSpec(
             settings=VgaeSettings,
-            modes=("autoencoder", "knowledge_distillation"),
+            modes=("autoencoder", _DISTILLED),
             sizes=SIZES,
-            needs={"knowledge_distillation": "a teacher"},
-            prerequisites={
-                "knowledge_distillation": (
-                    _teacher("vgae", ("autoencoder",)),
-                    _without_teacher("vgae", "autoencoder"),
-                ),
-            },
+            needs={_DISTILLED: "a teacher"},
+            prerequisites={_DISTILLED: (_teacher("vgae", ("autoencoder",)), _without_teacher("vgae", "autoencoder"))},
         ),
         "fusion": ModelSpec(
             settings=FusionAgentSettings,
@@ -358,6 +351,7 @@ TASK = TaskSettings(
     factory="can_train.tasks.can.task:make_task",
     sampler="can_train.tasks.can.task:sample_task",
     evaluator="can_train.tasks.can.evaluation.evaluate:make_evaluation",
+    tables="can_train.tasks.can.evaluation.judging:judgement_tables",
     files="can_train.tasks.can.data.layout:data_files",
     experience=experience,
 )

@@ -1,27 +1,19 @@
 """The CAN task: window graphs of a log, and the modes that learn from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
-from can_train.tasks.can.data.dataset import load_data
+from can_train.config.resolved import FinishedModel, ResolvedRun
+from can_train.reporter import Reporter
+from can_train.tasks.can.data.dataset import CanData, load_data
 from can_train.tasks.can.data.sampling import sample_data
-from can_train.tasks.can.fusion.mode import FusionTask
-from can_train.tasks.can.modes.autoencoder import AutoencoderTask
-from can_train.tasks.can.modes.classifier import ClassifierTask
+from can_train.tasks.can.fusion.agent import FusionTask
 from can_train.tasks.can.modes.curriculum import CurriculumTask
 from can_train.tasks.can.modes.distillation import distillation_task
+from can_train.tasks.can.modes.windows import AutoencoderTask, ClassifierTask, WindowTask
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from can_train.config.resolved import FinishedModel, ResolvedRun
-    from can_train.reporter import Reporter
-    from can_train.tasks.can.data.dataset import CanData
-    from can_train.tasks.can.modes.windows import WindowTask
-
-    Finished = Mapping[str, FinishedModel]
+Finished = Mapping[str, FinishedModel]
 
 _MODES: Final[Mapping[str, Callable[[ResolvedRun, CanData, Finished], WindowTask]]] = {
     "normal": lambda run, data, finished: ClassifierTask(run, data),

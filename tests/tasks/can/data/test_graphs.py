@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from can_train.errors import ConfigError
-from can_train.tasks.can.data.frames import Frames
-from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_WINDOW, NODE_FEATURES, GraphBlock, GraphBuilder
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_WINDOW, NODE_FEATURES, Frames, GraphBlock, GraphBuilder
 
 
 @st.composite

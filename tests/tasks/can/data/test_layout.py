@@ -66,7 +66,7 @@ def test_a_missing_set_tells_in_a_few_words_where_it_was_looked_for_and_who_publ
 
 
 def test_an_unknown_name_lists_the_nearest_first(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'hcrl_hc'.\nValid, nearest first: hcrl_ch"):
+    with pytest.raises(ConfigError, match=r"'hcrl_hc'.\nNearest of 7: hcrl_ch"):
         by_name("hcrl_hc", tmp_path)
 
 

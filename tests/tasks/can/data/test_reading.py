@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from can_train.errors import DataError, MissingDataError
-from can_train.tasks.can.data.frames import Frames
+from can_train.tasks.can.data.graphs import Frames
 from can_train.tasks.can.data.reading import LogReader
 from can_train.tasks.can.settings import FORMATS, CanDatasetSettings
 from fakes.tasks_can_writers import WRITERS, Message, Writer, car_hacking, write_log

@@ -19,7 +19,7 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.errors import DataError
 from can_train.reporter import Reporter, SilentReporter, Stage
 from can_train.tasks.can.data.layout import LOG, LogFile
-from can_train.tasks.can.data.reading import LogText, SampleSpec
+from can_train.tasks.can.data.reading import LogText
 from can_train.tasks.can.data.sampling import SAMPLED_LOGS, WHOLE_BYTES, choose_logs, drop_probable_duplicates
 from can_train.tasks.can.modes.windows import WindowTask
 from can_train.tasks.can.task import make_task, sample_task
@@ -300,21 +300,21 @@ def test_copies_are_told_by_their_size_and_their_ends(tmp_path: Path) -> None:
 
 @given(
     lines=st.lists(st.integers(1, 30), min_size=1, max_size=60),
-    spec=st.builds(
-        SampleSpec, num_parts=st.integers(1, 6), part_bytes=st.integers(1, 300), reach_bytes=st.integers(0, 900)
-    ),
+    num_parts=st.integers(1, 6),
+    part_bytes=st.integers(1, 300),
+    reach_bytes=st.integers(0, 900),
     compressed=st.booleans(),
     ends=st.sampled_from(["", "\n"]),
 )
 def test_pieces_are_whole_lines_in_order_and_none_twice(
-    lines: list[int], spec: SampleSpec, compressed: bool, ends: str
+    lines: list[int], num_parts: int, part_bytes: int, reach_bytes: int, compressed: bool, ends: str
 ) -> None:
     texts = [f"{index}:{'x' * length}" for index, length in enumerate(lines)]
     data = ("\n".join(texts) + ends).encode()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
         path.write_bytes(gzip.compress(data) if compressed else data)
-        found = LogText(path).sample(spec)
+        found = LogText(path).sample(num_parts, part_bytes, reach_bytes)
     read = [line for part in found.parts for line in part.to_list()]
     assert read == [text for text in texts if text in set(read)]
     assert found.read_bytes <= len(data)
@@ -322,13 +322,13 @@ def test_pieces_are_whole_lines_in_order_and_none_twice(
         assert found.text_bytes == len(data)
     if found.complete and not compressed:
         assert read == texts
-    if not compressed and len(data) <= spec.num_parts * spec.part_bytes:
+    if not compressed and len(data) <= num_parts * part_bytes:
         assert found.complete
 
 
 def test_the_length_of_a_compressed_text_follows_from_what_was_read_of_it(tmp_path: Path, long_text: bytes) -> None:
     text = long_text[: 4 * 2**20]
     (tmp_path / "log").write_bytes(gzip.compress(text))
-    found = LogText(tmp_path / "log").sample(SampleSpec(num_parts=3, part_bytes=10_000, reach_bytes=2**20))
+    found = LogText(tmp_path / "log").sample(num_parts=3, part_bytes=10_000, reach_bytes=2**20)
     assert not found.complete
     assert found.text_bytes == pytest.approx(len(text), rel=0.05)

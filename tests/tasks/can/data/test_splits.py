@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import DataError
-from can_train.tasks.can.data.dataset import MIN_PHASE_WINDOWS, Split, find_phase_starts, split_rows
-from can_train.tasks.can.data.graphs import FlatGraphs, SourceFile
+from can_train.tasks.can.data.dataset import MIN_PHASE_WINDOWS, find_phase_starts, split_rows
+from can_train.tasks.can.data.graphs import FlatGraphs, SourceFile, Split
 from fakes.random_bus import source_file
 
 Log = tuple[SourceFile, Sequence[int]]
@@ -139,9 +139,14 @@ def test_short_runs_join_the_phase_beside_them(runs: list[tuple[int, int]], star
     assert find_phase_starts(is_attack).tolist() == starts
 
 
-def test_a_log_too_short_for_three_parts_is_refused() -> None:
-    with pytest.raises(DataError, match=r"at least one window.*none for validation, test \(drive.log\)"):
-        split_rows(graphs((source_file(), [0, 0])), 0.2, 0.2)
+@pytest.mark.parametrize(
+    ("frames", "remedy"),
+    [(200, "Use longer logs, or train with smaller windows: --set dataset.window=20."), (12, "Use longer logs.")],
+)
+def test_a_log_too_short_for_three_parts_is_refused_with_a_window_that_would_do(frames: int, remedy: str) -> None:
+    with pytest.raises(DataError, match=r"at least one window.*none for validation, test \(drive.log\)") as error:
+        split_rows(graphs((replace(source_file(), frames=frames), [0, 0])), 0.2, 0.2)
+    assert str(error.value).endswith(remedy)
 
 
 def test_a_short_training_log_is_no_error_beside_a_long_one() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from can_train.fit.features import members
+from can_train.fit.packing import members
 from can_train.tasks.can.data.graphs import NODE_FEATURES
 from can_train.tasks.can.evaluation.baselines import (
     FRAMES_PER_CHUNK,

@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 
 from can_train.errors import DataError, RunError
-from can_train.tasks.can.data.dataset import Split
+from can_train.tasks.can.data.graphs import Split
 from can_train.tasks.can.evaluation.judging import (
     COLUMNS,
+    SUMMARY_COLUMNS,
     JudgingOptions,
     ModelScores,
     benign_hours,
     judge,
     judgement_tables,
     remarks,
+    summary_table,
 )
 from can_train.tasks.can.evaluation.metrics import detector_metrics
 from fakes.windows_by_hand import source_file, windows_of
@@ -153,7 +155,7 @@ def test_scores_that_are_not_finite_are_refused(broken, row, where):
 def test_a_validation_without_windows_is_refused():
     split = Split(train=np.arange(8), validation=np.empty(0, np.int64), test={})
     with pytest.raises(DataError, match="needs benign windows in the validation part"):
-        judge(traffic(), split, ModelScores(validation=np.empty(0), test={}), NO_BASELINES)
+        judge(traffic(), split, ModelScores(validation=np.empty(0), test={}), NO_BASELINES, {})
 
 
 @pytest.mark.parametrize(
@@ -258,6 +260,55 @@ def test_kinds_and_remarks_stand_below_the_table():
     parts = {"recall_by_kind": {"DoS": {"recall": 0.5, "windows": 1200}}, "remarks": ["flags nothing"]}
     (table,) = judgement_tables(judgement_with(scored_figures([1], [1]), {}, **parts))
     assert table.notes == ("recall by kind: DoS 0.500 of 1,200", "flags nothing")
+
+
+def judged_folder(model, **baselines):
+    return {"model": model, "references": {}, "baselines": baselines, "recall_by_kind": {}, "remarks": []}
+
+
+def test_the_summary_has_a_row_for_each_folder_with_the_best_baseline_and_whether_it_is_beaten():
+    perfect, good = scored_figures([1, 1, 0, 0], [1, 1, 0, 0]), scored_figures([1, 1, 0, 0], [1, 0, 0, 0])
+    nothing = scored_figures([1, 1, 0, 0], [0, 0, 0, 0])
+    undefined = scored_figures([0, 0], [1, 0])
+    judgement = judgement_with(good, {})
+    judgement["test"] = {
+        "test_01_known": judged_folder(good, flag_nothing=nothing, id_lookup=perfect),
+        "test_02_same": judged_folder(good, forest=good, flag_nothing=nothing),
+        "test_03_new": judged_folder(good, flag_nothing=nothing),
+        "test_04_benign": judged_folder(undefined, flag_nothing=undefined),
+        "test_05_alone": judged_folder(good),
+    }
+    table = summary_table(judgement)
+    figures = ("0.577", "0.750", "0.500", "0.0")
+    assert table.columns == SUMMARY_COLUMNS
+    assert table.rows == (
+        ("test_01", *figures, "id_lookup", "1.000", "NO"),
+        ("test_02", *figures, "forest", "0.577", "NO"),
+        ("test_03", *figures, "flag_nothing", "0.000", "yes"),
+        ("test_04", "-", "-", "-", "1.0", "-", "-", "-"),
+        ("test_05", *figures, "-", "-", "-"),
+    )
+    assert table.notes[0] == "The model beats the best baseline in 1 of 3 test folders."
+    assert table.notes[-1] == "test_01_known, test_02_same, test_03_new, test_04_benign, test_05_alone"
+
+
+def test_a_summary_without_baselines_claims_no_comparison_and_has_each_remark_once():
+    good = scored_figures([1, 0], [1, 0])
+    judgement = judgement_with(good, {})
+    folder = judged_folder(good) | {"remarks": ["flags everything", "does not beat id_lookup (1.000) on MCC (1.000)"]}
+    judgement["test"] = {"one": folder, "two": folder, "three": judged_folder(good)}
+    assert summary_table(judgement).notes[0] == "one, two: flags everything."
+
+
+def test_the_summary_fits_eighty_columns():
+    widest = scored_figures([1, 0], [0, 1]) | {"false_alarms_per_hour": 360_000.0}
+    judgement = judgement_with(widest, {})
+    names = ("test_01_known_vehicle", "test_02_unknown_vehicle")
+    judgement["test"] = {name: judged_folder(widest, isolation_forest=widest) for name in names}
+    table = summary_table(judgement)
+    widths = [max(map(len, column)) for column in zip(SUMMARY_COLUMNS, *table.rows, strict=True)]
+    # A terminal draws two spaces between columns.
+    assert sum(widths) + 2 * (len(widths) - 1) <= 80
 
 
 def test_the_widest_row_fits_eighty_columns():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.fit.random_state import Snapshot
+from can_train.fit.optimizer import Snapshot
 from can_train.tasks.can.fusion.agent import (
     FusionAgent,
     MixingProblem,
@@ -22,7 +22,7 @@ from can_train.tasks.can.fusion.agent import (
     exploration,
     rewards,
 )
-from can_train.tasks.can.fusion.scores import NO_WINDOW
+from can_train.tasks.can.fusion.mixing import NO_WINDOW
 from can_train.tasks.can.settings import FusionAgentSettings
 from fakes.mixing_worlds import WEIGHTS, WINDOWS, divided_problem, mean_reward, remember_at_random, small_agent
 from fakes.split_gradients import gradient, relative_error
@@ -93,7 +93,7 @@ def test_exploration_falls_from_its_start_to_its_end(progress: float, one: float
 def test_without_exploration_the_agent_chooses_what_it_values_most() -> None:
     problem, agent = divided_problem(), small_agent()
     chosen = act(agent, problem, ROWS, 0.0, np.random.default_rng(0))
-    assert (chosen == problem.best_actions(agent, ROWS)).all()
+    assert (chosen == agent.best_actions(problem.scores, ROWS)).all()
 
 
 def test_exploring_all_the_time_it_chooses_every_weight_alike() -> None:
@@ -109,7 +109,7 @@ def test_the_share_of_random_choices_is_the_one_asked_for() -> None:
     rows = np.resize(ROWS, 20_000)
     chosen = act(agent, problem, rows, 0.4, np.random.default_rng(0))
     # A random choice is the valued one once in 21 times.
-    agreed = float((chosen == problem.best_actions(agent, rows)).mean())
+    agreed = float((chosen == agent.best_actions(problem.scores, rows)).mean())
     assert agreed == pytest.approx(0.6 + 0.4 / WEIGHTS, abs=0.02)
 
 
@@ -133,11 +133,11 @@ def trained(problem: MixingProblem, steps: int = 600, size: int = 64) -> FusionA
 def test_an_agent_learns_which_score_to_believe_where_no_constant_mix_can() -> None:
     agent, unseen = trained(divided_problem()), divided_problem(seed=7)
     constant = max(mean_reward(unseen, ROWS, np.full(WINDOWS, action)) for action in range(WEIGHTS))
-    learned = mean_reward(unseen, ROWS, unseen.best_actions(agent, ROWS))
+    learned = mean_reward(unseen, ROWS, agent.best_actions(unseen.scores, ROWS))
     everything_right = mean_reward(unseen, ROWS, np.where(unseen.scores.errors[:, 2] > 0.5, 0, WEIGHTS - 1))
     assert constant < 0.8
     assert learned > (constant + everything_right) / 2
-    weights = unseen.weights[unseen.best_actions(agent, ROWS)]
+    weights = unseen.weights[agent.best_actions(unseen.scores, ROWS)]
     autoencoder_knows = unseen.scores.errors[:, 2] > 0.5
     assert weights[autoencoder_knows].mean() < 0.4
     assert weights[~autoencoder_knows].mean() > 0.6
@@ -339,5 +339,5 @@ def test_what_validation_minimises_is_the_reward_forgone() -> None:
     batch = PolicyBatch(problem=problem, rows=rows)
     parts: list[Mapping[str, tuple[Tensor, float]]] = [batch.losses(agent, 0, 30), batch.losses(agent, 30, 100)]
     loss = sum(float(part["value"][0]) for part in parts) / sum(part["value"][1] for part in parts)
-    assert loss == pytest.approx(-mean_reward(problem, rows, problem.best_actions(agent, rows)))
+    assert loss == pytest.approx(-mean_reward(problem, rows, agent.best_actions(problem.scores, rows)))
     assert batch.denominators == {"value": 100.0}

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from can_train.tasks.can.data.dataset import CanData, Split
+from can_train.tasks.can.data.dataset import CanData
+from can_train.tasks.can.data.graphs import Split
 from can_train.tasks.can.evaluation.judging import JudgingOptions
 from can_train.tasks.can.fusion.agent import MixingProblem
 from can_train.tasks.can.fusion.mixes import (
@@ -20,7 +21,7 @@ from can_train.tasks.can.fusion.mixes import (
     summarize_weights,
     weights_remark,
 )
-from can_train.tasks.can.fusion.scores import WindowScores, mixing_weights
+from can_train.tasks.can.fusion.mixing import WindowScores, mixing_weights
 from fakes.mixing_worlds import WEIGHTS, WINDOWS, divided_problem
 from fakes.windows_by_hand import windows_of
 
@@ -41,7 +42,9 @@ def judged(problem: MixingProblem, weights: NDArray[np.float64], **options: Any)
     def score(rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return np.stack([problem.scores.fused(rows, weights[rows]), weights[rows]], axis=1)
 
-    return judge_agent(score, data_of(problem), problem, JudgingOptions(**{**vars(OPTIONS), **options}))
+    return judge_agent(
+        score, data_of(problem), problem.scores, problem.weights, JudgingOptions(**{**vars(OPTIONS), **options})
+    )
 
 
 def knowing_weights(problem: MixingProblem) -> NDArray[np.float64]:

@@ -44,7 +44,8 @@ def placed(way: str) -> tuple[str, str]:
 def test_a_student_that_is_killed_ends_with_the_same_weights(
     tmp_path: Path, teachers: Path, model: str, way: str
 ) -> None:
-    words = student(teachers, model, *placed(way), "--epochs", "2", "--checkpoint-every", "4", "--device", "cpu")
+    words = student(teachers, model, *placed(way), "--epochs", "2", "--checkpoint-every", "4", "--device", "cpu",
+                    "--find-batch-size", "max")  # fmt: skip
     finish(tmp_path / "whole", teachers / "state", *words)
     finish_killed(tmp_path / "cut", teachers / "state", words, at=(4, 60))
     assert_ends_like(only_run(tmp_path / "cut"), only_run(tmp_path / "whole"))
@@ -78,7 +79,7 @@ def test_a_student_is_compared_with_its_teacher_and_itself_without_one(
     alone = ("--model", "gat", "--size", "student", *DATA, "--epochs", "1", "--device", "cpu")
     finish(tmp_path / "alone", teachers / "state", *alone)
     words = student(teachers, "gat", "--without-teacher", str(only_run(tmp_path / "alone")), "--epochs", "1")
-    said = finish(tmp_path / "taught", teachers / "state", *words, "--device", "sim:256MiB")
+    said = finish(tmp_path / "taught", teachers / "state", *words, "--device", "sim:256MiB", "-v")
     assert all(f"    {way} " in said for way in ("device", "cache", "offload"))
     run = only_run(tmp_path / "taught")
     judgement = json.loads((run / "result.json").read_text())["judgement"]
@@ -87,7 +88,7 @@ def test_a_student_is_compared_with_its_teacher_and_itself_without_one(
     assert judgement["compared"]["model"]["parameters"] == judgement["compared"]["without_teacher"]["parameters"]
     assert_judged_like(judgement, "teacher", only_run(teachers / "gat"))
     assert_judged_like(judgement, "without_teacher", only_run(tmp_path / "alone"))
-    assert main(["evaluate", str(run), "--device", "cpu", "--state-dir", str(teachers / "state")]) == 0
+    assert main(["evaluate", str(run), "-v", "--device", "cpu", "--state-dir", str(teachers / "state")]) == 0
     out = capsys.readouterr().out
     assert "test_06_masquerade" in out
     named = [line.split()[0] for line in out.splitlines() if line.strip()]

@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from can_train.tasks.can.synthetic.attacks import ATTACKS
-from can_train.tasks.can.synthetic.traffic import draw_time_spans
+from can_train.tasks.can.synthetic.traffic import ATTACKS, draw_time_spans
 from fakes.simulated_drives import assert_same, attacked, benign_drive, frames_of
 
 REMOVING = ("suppress", "masquerade")

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from can_train.errors import ConfigError, StateError
 from can_train.reporter import SilentReporter, Stage
-from can_train.tasks.can.data.frames import Frames
+from can_train.tasks.can.data.graphs import Frames
 from can_train.tasks.can.data.layout import find_logs
 from can_train.tasks.can.data.reading import LogReader
 from can_train.tasks.can.settings import CanDatasetSettings, SyntheticSettings
-from can_train.tasks.can.synthetic.attacks import ATTACKS
-from can_train.tasks.can.synthetic.traffic import SECOND_US
+from can_train.tasks.can.synthetic.traffic import ATTACKS, SECOND_US
 from can_train.tasks.can.synthetic.vehicles import make_vehicles
 from can_train.tasks.can.synthetic.writing import (
     GENERATOR_VERSION,

@@ -3,18 +3,17 @@
 Shapes: B graphs of the batch, N nodes, E directed edges, R rows asked for; G graphs in all.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from can_train.fit.features import members
+from can_train.fit.packing import members
 from can_train.task import Feature
-from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train.tasks.can.data.graphs import FlatGraphs, Floats, Ints
 
 GRAPH_FEATURES: Final = (Feature("nodes"), Feature("edges"), Feature("graphs"))
 # Graphs whose self-loops are counted at a time, so that the comparison needs little memory beside the mapped edges.
@@ -53,15 +52,9 @@ class GraphBatch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphBatch":
         """Returns the batch on another device, its features as `dtype`; indices keep their type."""
-        return replace(
-            self,
-            x=self.x.to(device, dtype),
-            edge_attr=self.edge_attr.to(device, dtype),
-            edge_index=self.edge_index.to(device),
-            can_id=self.can_id.to(device),
-            batch=self.batch.to(device),
-            label=self.label.to(device),
-        )
+        dtypes = {"x": dtype, "edge_attr": dtype}
+        moved = {field.name: getattr(self, field.name).to(device, dtypes.get(field.name)) for field in fields(self)}
+        return GraphBatch(**moved)
 
 
 class Gatherer:
@@ -73,7 +66,7 @@ class Gatherer:
         self._flat = flat
         self._edge_ends = flat.edge_index.T  # [E, 2]: an edge's ends side by side, as in the cache
 
-    def __call__(self, rows: NDArray[np.int64] | Tensor) -> GraphBatch:
+    def __call__(self, rows: Ints | Tensor) -> GraphBatch:
         """Gathers the graphs `rows` [B], in that order."""
         flat, rows = self._flat, np.asarray(rows)
         nodes, edges = members(flat.node_ptr, rows), members(flat.edge_ptr, rows)
@@ -89,14 +82,14 @@ class Gatherer:
             label=torch.from_numpy(flat.label[rows].astype(np.int64)),
         )
 
-    def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    def batch_features(self, rows: Ints) -> Floats:
         """Returns `GRAPH_FEATURES` [R, 3]: nodes, edges without self-loops, and 1."""
         # GATConv replaces self-loops by one per node, so its memory does not grow with those of the data.
         features = (self._flat.num_nodes[rows], self._proper_edges[rows], np.ones(len(rows)))
         return np.stack(features, axis=1).astype(np.float64)
 
     @cached_property
-    def _proper_edges(self) -> NDArray[np.int64]:
+    def _proper_edges(self) -> Ints:
         # [G]. Every window has an edge, so no graph's sum is that of its neighbour (a flaw of reduceat on empty parts).
         counts = [np.empty(0, dtype=np.int64)]
         for begin in range(0, len(self._flat), _COUNTED_GRAPHS):

@@ -3,87 +3,51 @@
 Shapes: G windows of the data set, R of one log or part.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from can_train.errors import DataError
 from can_train.io.arrays import META, FolderDamageError, discard_folder
-from can_train.tasks.can.data.cache import SCHEMA, CacheContent, CacheWriter, read_cache, read_content
-from can_train.tasks.can.data.frames import BENIGN, Frames
-from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder, SourceFile
+from can_train.reporter import Reporter
+from can_train.tasks.can.data import graphs
+from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Ints, SourceFile, Split
 from can_train.tasks.can.data.layout import LOG, TEST, HashedLog, LogFile, drop_duplicates, find_logs, hash_logs
-from can_train.tasks.can.data.reading import LogReader, changed_log, merge_kinds
+from can_train.tasks.can.data.reading import LogReader, changed_log
+from can_train.tasks.can.settings import CanDatasetSettings
 from can_train.tasks.can.synthetic.writing import synthetic_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from numpy.typing import NDArray
-
-    from can_train.reporter import Reporter
-    from can_train.tasks.can.settings import CanDatasetSettings
-
-    Rows = NDArray[np.int64]
 
 # Windows. A shorter run of benign or attack windows is not cut by itself: a fifth of it would be a window or none.
 MIN_PHASE_WINDOWS: Final = 10
+
+_LEAST_WINDOWS: Final = 10  # of a log whose parts for training, validation and test shall each have some
 
 _KEY_LENGTH: Final = 24  # hexadecimal digits of a cache's name: 96 bits, so that two data sets never meet
 _PART_NAMES: Final = ("training", "validation", "test")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Split:
-    """Rows of `FlatGraphs`, ascending in every part.
-
-    Attributes:
-        train: [R] int64.
-        validation: [R] int64, for thresholds and early stopping.
-        test: [R] int64 for every test group; each group is tested by itself.
-    """
-
-    train: Rows
-    validation: Rows
-    test: dict[str, Rows]
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataSample:
-    """The data set behind a sample.
+    """The data set behind a sample."""
 
-    Attributes:
-        train_windows: Estimate of the training windows of the whole data set.
-        every_log: Whether all logs for training were sampled.
-        note: What was sampled, as a sentence.
-    """
-
-    train_windows: int
-    every_log: bool
-    note: str
+    train_windows: int  # estimate of the training windows of the whole data set
+    every_log: bool  # whether all logs for training were sampled
+    note: str  # what was sampled, as a sentence
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CanData:
-    """A data set that is ready for training and testing.
+    """A data set that is ready for training and testing."""
 
-    Attributes:
-        flat: Its graphs, mapped from the cache.
-        split: Which of them train, validate and test.
-        notices: What the user should know about the data; the reporter has them already.
-        sample: The data set that the graphs are a sample of; None where they are all graphs.
-    """
-
-    flat: FlatGraphs
-    split: Split
-    notices: tuple[str, ...]
-    sample: DataSample | None = None
+    flat: FlatGraphs  # its graphs, mapped from the cache
+    split: Split  # which of them train, validate and test
+    notices: tuple[str, ...]  # what the user should know about the data; the reporter has them already
+    sample: DataSample | None = None  # the data set that the graphs are a sample of; None where they are all graphs
 
 
 def load_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, reporter: Reporter) -> CanData:
@@ -116,14 +80,18 @@ def prepare(dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Pat
         DataError: A log cannot be read, changed meanwhile, or is too short.
         StateError: The cache folder cannot be written.
     """
-    return _prepare(dataset, logs, cache_dir, reporter, _by_shares(dataset))
-
-
-def prepare_for_evaluation(
-    dataset: CanDatasetSettings, logs: Sequence[LogFile], cache_dir: Path, reporter: Reporter
-) -> CanData:
-    """Does what `prepare` does for logs that no training saw: all of their windows are for testing."""
-    return _prepare(dataset, logs, cache_dir, reporter, lambda flat: (_evaluation_split(flat), []))
+    remaining, notices = drop_duplicates(hash_logs(logs, reporter))
+    folder = cache_dir / cache_key(dataset, remaining)
+    flat = None
+    if folder.exists():
+        try:
+            flat = graphs.read_graphs(folder)
+        except FolderDamageError as damage:
+            reporter.notice(f"The prepared graphs in {folder} are damaged and are made again: {damage}")
+            discard_folder(folder)
+    if flat is None:
+        flat = _build(dataset, remaining, folder, reporter)
+    return _split(dataset, remaining, replace(flat, notices=(*notices, *flat.notices)), reporter)
 
 
 def find_prepared(
@@ -139,10 +107,10 @@ def find_prepared(
         remaining = _recorded_logs(folder, logs)
         if remaining and cache_key(dataset, remaining) == folder.name:
             try:
-                graphs = read_cache(folder, verify=False)
+                flat = graphs.read_graphs(folder, verify=False)
             except FolderDamageError:
                 return None
-            return _assemble(remaining, graphs, [], reporter, _by_shares(dataset))
+            return _split(dataset, remaining, flat, reporter)
     return None
 
 
@@ -151,7 +119,7 @@ def _recorded_logs(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
     or where a log that was left out can be no copy of these.
     """
     try:
-        finished_ns, sources = (folder / META).stat().st_mtime_ns, read_content(folder).sources
+        finished_ns, sources = (folder / META).stat().st_mtime_ns, graphs.read_sources(folder)
         states = {log: log.path.stat() for log in logs}
     except (OSError, FolderDamageError):
         return []
@@ -159,55 +127,30 @@ def _recorded_logs(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
     if any(max(state.st_mtime_ns, state.st_ctime_ns) > finished_ns for state in states.values()):
         return []
     places = {(log.path.resolve(), log.role, log.group): log for log in logs}
-    found = [(places.get((Path(source.path).resolve(), source.role, source.group)), source) for source in sources]
     remaining = [
         HashedLog(log=log, sha256=source.sha256, size=states[log].st_size, modified_ns=states[log].st_mtime_ns)
-        for log, source in found
-        if log is not None
+        for source in sources
+        if (log := places.get((Path(source.path).resolve(), source.role, source.group)))
     ]
     sizes = {hashed.size for hashed in remaining}
     return remaining if all(state.st_size in sizes for state in states.values()) else []
 
 
-def _by_shares(dataset: CanDatasetSettings) -> Callable[[FlatGraphs], tuple[Split, list[str]]]:
-    return lambda flat: split_rows(flat, dataset.validation_share, dataset.test_share)
-
-
-def _prepare(
-    dataset: CanDatasetSettings,
-    logs: Sequence[LogFile],
-    cache_dir: Path,
-    reporter: Reporter,
-    split: Callable[[FlatGraphs], tuple[Split, list[str]]],
-) -> CanData:
-    remaining, notices = drop_duplicates(hash_logs(logs, reporter))
-    folder = cache_dir / cache_key(dataset, remaining)
-    graphs = _read_or_discard(folder, reporter) or _build(dataset, remaining, folder, reporter)
-    return _assemble(remaining, graphs, notices, reporter, split)
-
-
-def _assemble(
-    logs: Sequence[HashedLog],
-    graphs: tuple[FlatGraphs, CacheContent],
-    notices: Sequence[str],
-    reporter: Reporter,
-    split: Callable[[FlatGraphs], tuple[Split, list[str]]],
-) -> CanData:
-    flat, content = graphs
+def _split(dataset: CanDatasetSettings, logs: Sequence[HashedLog], flat: FlatGraphs, reporter: Reporter) -> CanData:
     # The cache may have been made when the same logs lay elsewhere.
     here = [replace(source, path=str(log.log.path)) for source, log in zip(flat.sources, logs, strict=True)]
     flat = replace(flat, sources=tuple(here))
-    parts, split_notices = split(flat)
-    notices = (*notices, *content.notices, *split_notices)
-    for notice in notices:
+    split, notices = split_rows(flat, dataset.validation_share, dataset.test_share)
+    data = CanData(flat=flat, split=split, notices=(*flat.notices, *notices))
+    for notice in data.notices:
         reporter.notice(notice)
-    return CanData(flat=flat, split=parts, notices=notices)
+    return data
 
 
 def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
     """Names the graphs of these logs under these settings."""
     content = {
-        "schema": SCHEMA,
+        "schema": graphs.SCHEMA,
         "window": dataset.window,
         "stride": dataset.stride,
         "format": dataset.format,
@@ -220,83 +163,45 @@ def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_KEY_LENGTH]
 
 
-def _read_or_discard(folder: Path, reporter: Reporter) -> tuple[FlatGraphs, CacheContent] | None:
-    if not folder.exists():
-        return None
-    try:
-        return read_cache(folder)
-    except FolderDamageError as damage:
-        reporter.notice(f"The prepared graphs in {folder} are damaged and are made again: {damage}")
-        discard_folder(folder)
-        return None
-
-
-def _build(
-    dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path, reporter: Reporter
-) -> tuple[FlatGraphs, CacheContent]:
+def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path, reporter: Reporter) -> FlatGraphs:
     with (
-        CacheWriter(folder) as writer,
+        graphs.writing_graphs(folder, dataset.window) as writer,
         reporter.stage("Reading logs", total=sum(log.size for log in logs), unit="bytes") as stage,
     ):
-        graphs = GraphWriter(dataset, writer)
         num_frames = 0
         for hashed in logs:
-            reader = LogReader(hashed.log.path, dataset, kind=hashed.log.kind)
-            builder = GraphBuilder(dataset.window, dataset.stride)
+            log = hashed.log
+            reader = LogReader(log.path, dataset, kind=log.kind)
+            builder = graphs.GraphBuilder(dataset.window, dataset.stride)
             for frames in reader.blocks():
-                graphs.write(frames, builder, reader)
+                for block in builder.feed(frames):
+                    writer.append(block, reader.kinds)
                 num_frames += len(frames)
                 stage.advance(0, frames=num_frames)
             if not hashed.is_unchanged():  # since it was hashed, which was before it was opened
-                raise changed_log(hashed.log.path)
+                raise changed_log(log.path)
             if builder.frames_seen < dataset.window:
-                found = f"{hashed.log.path} has {builder.frames_seen}, a window {dataset.window}"
-                raise too_short(found, dataset.window)
-            graphs.end_log(hashed.log, reader, builder.frames_seen, hashed.sha256, reader.report.summary())
+                raise too_short(f"{log.path} has {builder.frames_seen}, a window {dataset.window}", builder.frames_seen)
+            source = source_of(log, reader, frames=builder.frames_seen, sha256=hashed.sha256)
+            writer.end_log(source, reader.report.summary())
             stage.advance(hashed.size)
-        content = graphs.content()
-        return writer.finish(content), content
+        return writer.finish()
 
 
-def too_short(found: str, window: int) -> DataError:
-    """Makes the error for logs without a single window."""
-    return DataError("A log must hold at least one window of frames", value=found, remedy=_longer_logs(window))
+def source_of(log: LogFile, reader: LogReader, *, frames: int, sha256: str) -> SourceFile:
+    """Describes a log that was read."""
+    return SourceFile(str(log.path), log.role, log.group, frames, reader.labelled, sha256)
 
 
-def _longer_logs(window: int) -> str:
-    return f"Use longer logs, or smaller windows: --set dataset.window={max(2, window // 5)}"
+def too_short(found: str, frames: int) -> DataError:
+    """Makes the error for logs without a single window, the shortest of `frames` frames."""
+    return DataError("A log must hold at least one window of frames", value=found, remedy=_longer_logs(frames))
 
 
-class GraphWriter:
-    """Makes graphs of the frames of several logs, one log after another, and writes them to a cache."""
-
-    def __init__(self, dataset: CanDatasetSettings, writer: CacheWriter) -> None:
-        self._window = dataset.window
-        self._writer = writer
-        self._kinds = [BENIGN]
-        self._sources: list[SourceFile] = []
-        self.notices: list[str] = []
-
-    def write(self, frames: Frames, builder: GraphBuilder, reader: LogReader) -> None:
-        """Writes the windows that the next frames of the current log complete."""
-        for block in builder.feed(frames):
-            label = merge_kinds(self._kinds, reader.kinds)[block.label]
-            self._writer.append(replace(block, label=label), len(self._sources))
-
-    def end_log(self, log: LogFile, reader: LogReader, num_frames: int, sha256: str, notices: Iterable[str]) -> None:
-        """Records the log that the last frames came from, with the reader's notices."""
-        self.notices += notices
-        source = SourceFile(
-            path=str(log.path), role=log.role, group=log.group, frames=num_frames, labelled=reader.labelled,
-            sha256=sha256,
-        )  # fmt: skip
-        self._sources.append(source)
-
-    def content(self) -> CacheContent:
-        """Returns what the cache records beside the graphs."""
-        return CacheContent(
-            kinds=tuple(self._kinds), sources=tuple(self._sources), window=self._window, notices=tuple(self.notices)
-        )
+def _longer_logs(frames: int) -> str:
+    # Smaller windows help only where each part of the log then has some; a finished run keeps those it was trained on.
+    window = frames // _LEAST_WINDOWS
+    return "Use longer logs" + (f", or train with smaller windows: --set dataset.window={window}" if window > 1 else "")
 
 
 def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> tuple[Split, list[str]]:
@@ -304,12 +209,7 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
 
     The last `test_share` of a log is for testing, and the last `validation_share` of what remains for validation. Where
     that leaves a part with one class only although the log has both, every benign and every attack phase of the log is
-    cut so.
-
-    Args:
-        flat: All windows.
-        validation_share: Share of the training time, in (0, 1).
-        test_share: Share of a single log's time, in (0, 1).
+    cut so. Logs that are all for testing leave the other parts empty.
 
     Returns:
         The split, and notices about logs that were cut by phases or lack a class.
@@ -319,11 +219,12 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
     """
     # In time, never at random: windows that overlap or follow one another are nearly equal, and a random split would
     # test on what was trained on.
-    train: list[Rows] = []
-    validation: list[Rows] = []
-    test: dict[str, list[Rows]] = {}
+    train: list[Ints] = []
+    validation: list[Ints] = []
+    test: dict[str, list[Ints]] = {}
     notices: list[str] = []
-    for source, rows in _rows_by_source(flat):
+    for index, source in enumerate(flat.sources):
+        rows = np.flatnonzero(flat.source == index)
         if source.role == TEST:
             test.setdefault(source.group, []).append(rows)
             continue
@@ -334,43 +235,25 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
         validation.append(parts[1])
         if source.role == LOG:
             test.setdefault(source.group, []).append(parts[2])
-    split = Split(
-        train=_concatenate(train),
-        validation=_concatenate(validation),
-        test={group: _concatenate(rows) for group, rows in test.items()},
-    )
-    named = {"training": split.train, "validation": split.validation}
-    named |= {f"test ({group})": rows for group, rows in split.test.items()}
-    if empty := [name for name, rows in named.items() if not len(rows)]:
+    none = np.empty(0, dtype=np.int64)
+    tests = {group: np.concatenate(rows) for group, rows in test.items()}
+    split = Split(train=np.concatenate([none, *train]), validation=np.concatenate([none, *validation]), test=tests)
+    needed = {f"test ({group})": rows for group, rows in split.test.items()}
+    if train:
+        needed = {"training": split.train, "validation": split.validation, **needed}
+    if empty := [name for name, rows in needed.items() if not len(rows)]:
         raise DataError(
             "Every part of a data set needs at least one window",
             value=f"none for {', '.join(empty)}",
-            remedy=f"{_longer_logs(flat.window)}; or change dataset.validation_share and dataset.test_share",
+            remedy=_longer_logs(min(source.frames for source in flat.sources)),
         )
     return split, notices
 
 
-def _evaluation_split(flat: FlatGraphs) -> Split:
-    """Makes the split of data that no training saw: every window is for testing."""
-    groups: dict[str, list[Rows]] = {}
-    for source, rows in _rows_by_source(flat):
-        groups.setdefault(source.group, []).append(rows)
-    test = {group: _concatenate(rows) for group, rows in groups.items()}
-    return Split(train=_concatenate([]), validation=_concatenate([]), test=test)
-
-
-def _rows_by_source(flat: FlatGraphs) -> list[tuple[SourceFile, Rows]]:
-    return [(source, np.flatnonzero(flat.source == index)) for index, source in enumerate(flat.sources)]
-
-
-def _concatenate(parts: list[Rows]) -> Rows:
-    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
-
-
-def _cut_log(flat: FlatGraphs, rows: Rows, shares: Sequence[float]) -> tuple[list[Rows], list[str]]:
+def _cut_log(flat: FlatGraphs, rows: Ints, shares: Sequence[float]) -> tuple[list[Ints], list[str]]:
     """Cuts one log into training, validation and, where `shares` has a second share, test; returns notices too."""
 
-    def has_both_classes(part: Rows) -> bool:
+    def has_both_classes(part: Ints) -> bool:
         return len(np.unique(flat.label[part] > 0)) > 1
 
     is_attack = flat.label[rows] > 0
@@ -384,16 +267,10 @@ def _cut_log(flat: FlatGraphs, rows: Rows, shares: Sequence[float]) -> tuple[lis
     return plain, [f"its attacks lie so that one class is missing from {' and '.join(lacking)}"]
 
 
-def find_phase_starts(is_attack: NDArray[np.bool_]) -> Rows:
-    """Finds where phases of benign and of attack windows begin.
+def find_phase_starts(is_attack: Bools) -> Ints:
+    """Finds where phases of benign and of attack windows, [R] of one log, begin: ascending from 0.
 
     Runs shorter than `MIN_PHASE_WINDOWS` belong to the phase before them (at the beginning, to the one after).
-
-    Args:
-        is_attack: [R] the windows of one log, at least one.
-
-    Returns:
-        [number of phases] int64, ascending, beginning with 0.
     """
     run_start = np.flatnonzero(np.diff(is_attack, prepend=~is_attack[:1]))
     run_length = np.diff(run_start, append=len(is_attack))
@@ -402,17 +279,10 @@ def find_phase_starts(is_attack: NDArray[np.bool_]) -> Rows:
     return np.concatenate([[0], long_run[changes][1:]])
 
 
-def _cut_phases(flat: FlatGraphs, rows: Rows, starts: Rows, shares: Sequence[float]) -> list[Rows]:
-    """Cuts every phase of a log chronologically.
+def _cut_phases(flat: FlatGraphs, rows: Ints, starts: Ints, shares: Sequence[float]) -> list[Ints]:
+    """Cuts every phase of a log, [R] `rows` with phases that begin at `starts`, chronologically.
 
-    Args:
-        flat: All windows.
-        rows: [R] the log's windows.
-        starts: Positions in `rows` where phases begin.
-        shares: Share of the time before it that each later part takes: validation's, then test's.
-
-    Returns:
-        The rows of each part.
+    `shares` are those of the time before it that each later part takes: validation's, then test's.
     """
     first = flat.first_frame[rows]
     num_parts = len(shares) + 1

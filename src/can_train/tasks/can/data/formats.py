@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from can_train.errors import DataError, unknown_name
-from can_train.tasks.can.data.frames import MAX_PAYLOAD_BYTES
+from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Floats, Ints
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from numpy.typing import NDArray
-
     from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
 
 MAX_CAN_ID: Final = 0x1FFF_FFFF  # 29 bits, the extended identifier of CAN 2.0B
@@ -38,12 +36,6 @@ NO_MATCH: Final = "the row is truncated or not of this format"
 BAD_TIMESTAMP: Final = "the timestamp is not a number"
 BAD_ID: Final = "the ID is not a number"
 BAD_PAYLOAD: Final = "the payload is not made of whole hexadecimal bytes"
-ID_TOO_LARGE: Final = "the ID does not fit into 29 bits"
-PAYLOAD_TOO_LONG: Final = f"the payload is longer than {MAX_PAYLOAD_BYTES} bytes"
-LENGTH_DISAGREES: Final = "the DLC disagrees with the payload"
-CAN_FD: Final = "CAN FD frames are not supported"
-NO_LABEL: Final = "the label is missing"
-UNKNOWN_LABEL: Final = "the label is unknown in this format"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,31 +77,21 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParsedRows:
-    """The rows of one block of text: M well-formed ones, and the malformed ones.
+    """The rows of one block of text: M well-formed ones, and the malformed ones."""
 
-    Attributes:
-        position: [M] index of the row's line in the block.
-        timestamp: [M] seconds.
-        can_id: [M].
-        length: [M] payload bytes.
-        payload: [M, 8] bytes.
-        label: [M] texts; None where the format has no labels.
-        kind: [M] texts; None where the format does not name attacks beside the label.
-        malformed: `position`, `line` and `reason`. Blank lines, comments and headers are left out.
-    """
-
-    position: NDArray[np.int64]
-    timestamp: NDArray[np.float64]
-    can_id: NDArray[np.uint32]
-    length: NDArray[np.uint8]
-    payload: NDArray[np.uint8]
-    label: pl.Series | None
-    kind: pl.Series | None
-    malformed: pl.DataFrame
+    position: Ints  # [M] index of the row's line in the block
+    timestamp: Floats  # [M] seconds
+    can_id: NDArray[np.uint32]  # [M]
+    length: NDArray[np.uint8]  # [M] payload bytes
+    payload: NDArray[np.uint8]  # [M, 8] bytes
+    label: pl.Series | None  # [M] texts; None where the format has no labels
+    kind: pl.Series | None  # [M] texts; None where the format does not name attacks beside the label
+    malformed: pl.DataFrame  # `position`, `line` and `reason`; without blank lines, comments and headers
 
 
 def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
     """Parses lines, of which empty ones are null."""
+    padded = pl.col("digits").str.pad_end(2 * MAX_PAYLOAD_BYTES, "0")
     rows = (
         pl.LazyFrame({"line": lines})
         .with_row_index("position")
@@ -117,7 +99,18 @@ def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
         .unnest("groups")
         # A column of their own: polars would strip the separators once for each expression that uses the digits.
         .with_columns(digits=_payload_digits(grammar))
-        .select("position", "line", *_number_columns(grammar))
+        .select(
+            "position",
+            "line",
+            pl.col("timestamp").is_not_null().alias("matched"),
+            pl.col("timestamp").cast(pl.Float64, strict=False),
+            pl.col("id").str.to_integer(base=grammar.id_base, dtype=pl.UInt64, strict=False),
+            (pl.col("digits").str.len_bytes() // 2).alias("length"),  # in bytes
+            # A big-endian number with zeros behind the payload.
+            padded.str.to_integer(base=16, dtype=pl.UInt64, strict=False).alias("payload"),
+            *([pl.col("dlc").cast(pl.UInt32, strict=False)] if grammar.has("dlc") else []),
+            *(pl.col(group) for group in ("label", "kind", "remote", "fd") if grammar.has(group)),
+        )
         # The in-memory engine matches on one core only.
         .collect(engine="streaming")
     )
@@ -147,20 +140,6 @@ def _is_row(line: pl.Expr) -> pl.Expr:
     return (text != "") & ~text.str.starts_with("#")
 
 
-def _number_columns(grammar: Grammar) -> list[pl.Expr]:
-    """`length` is in bytes; `payload` is a big-endian number with zeros behind the payload."""
-    padded = pl.col("digits").str.pad_end(2 * MAX_PAYLOAD_BYTES, "0")
-    return [
-        pl.col("timestamp").is_not_null().alias("matched"),
-        pl.col("timestamp").cast(pl.Float64, strict=False),
-        pl.col("id").str.to_integer(base=grammar.id_base, dtype=pl.UInt64, strict=False),
-        (pl.col("digits").str.len_bytes() // 2).alias("length"),
-        padded.str.to_integer(base=16, dtype=pl.UInt64, strict=False).alias("payload"),
-        *([pl.col("dlc").cast(pl.UInt32, strict=False)] if grammar.has("dlc") else []),
-        *(pl.col(group) for group in ("label", "kind", "remote", "fd") if grammar.has(group)),
-    ]
-
-
 def _payload_digits(grammar: Grammar) -> pl.Expr:
     if grammar.byte_columns:
         cells = [pl.col(f"data_{i}") for i in range(grammar.byte_columns)]
@@ -180,20 +159,22 @@ def _rules(grammar: Grammar) -> list[tuple[pl.Expr, str]]:
     length, dlc = pl.col("length"), pl.col("dlc")
     rules = [(pl.col("matched"), NO_MATCH)]
     if grammar.has("fd"):
-        rules.append((pl.col("fd").is_null(), CAN_FD))
+        rules.append((pl.col("fd").is_null(), "CAN FD frames are not supported"))
     rules += [
         (pl.col("timestamp").is_finite(), BAD_TIMESTAMP),
-        (pl.col("id") <= MAX_CAN_ID, ID_TOO_LARGE),
-        (length <= MAX_PAYLOAD_BYTES, PAYLOAD_TOO_LONG),
+        (pl.col("id") <= MAX_CAN_ID, "the ID does not fit into 29 bits"),
+        (length <= MAX_PAYLOAD_BYTES, f"the payload is longer than {MAX_PAYLOAD_BYTES} bytes"),
         (pl.col("payload").is_not_null(), BAD_PAYLOAD),
     ]
     if grammar.has("dlc"):
         agrees = dlc.is_null() | (dlc == length)
-        rules.append((agrees | pl.col("remote").is_not_null() if grammar.has("remote") else agrees, LENGTH_DISAGREES))
+        if grammar.has("remote"):
+            agrees |= pl.col("remote").is_not_null()
+        rules.append((agrees, "the DLC disagrees with the payload"))
     if grammar.has("label"):
-        rules.append((pl.col("label").is_not_null(), NO_LABEL))
+        rules.append((pl.col("label").is_not_null(), "the label is missing"))
     if grammar.labels:
-        rules.append((pl.col("label").is_in(grammar.labels), UNKNOWN_LABEL))
+        rules.append((pl.col("label").is_in(grammar.labels), "the label is unknown in this format"))
     return rules
 
 
@@ -205,25 +186,18 @@ def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Gr
     for rule, sentence in reversed(rules):
         reason = pl.when(rule.fill_null(False)).then(reason).otherwise(pl.lit(sentence))
     broken = rows.select("position", "line", reason=reason)
-    unmatched = _wrong_field(broken["line"], grammar)
-    return broken.with_columns(reason=pl.when(pl.col("reason") == NO_MATCH).then(unmatched).otherwise("reason"))
-
-
-def _wrong_field(lines: pl.Series, grammar: Grammar) -> pl.Series:
-    """Returns which field keeps each line from matching the pattern."""
     # The same pattern with any content of timestamp, ID and payload: where it matches, one of the three is wrong.
     pattern = grammar.pattern.replace(CELL, f"{grammar.any_character}*")
     for token in (BYTE, HEX, NUMBER, DIGITS):
         pattern = pattern.replace(token, f"{grammar.any_character}+")
-    fields = lines.str.extract_groups(pattern).struct.unnest()
-    id_digits = HEX if grammar.id_base == 16 else DIGITS
-    reason = (
+    fields = broken["line"].str.extract_groups(pattern).struct.unnest()
+    wrong_field = fields.select(
         pl.when(pl.col("timestamp").is_null()).then(pl.lit(NO_MATCH))
         .when(~pl.col("timestamp").str.contains(f"^{NUMBER}$")).then(pl.lit(BAD_TIMESTAMP))
-        .when(~pl.col("id").str.contains(f"^{id_digits}$")).then(pl.lit(BAD_ID))
+        .when(~pl.col("id").str.contains(f"^{HEX if grammar.id_base == 16 else DIGITS}$")).then(pl.lit(BAD_ID))
         .otherwise(pl.lit(BAD_PAYLOAD))
-    )  # fmt: skip
-    return fields.select(reason).to_series()
+    ).to_series()  # fmt: skip
+    return broken.with_columns(reason=pl.when(pl.col("reason") == NO_MATCH).then(wrong_field).otherwise("reason"))
 
 
 def _car_hacking(label: str) -> Grammar:
@@ -291,11 +265,7 @@ PUBLISHED_CSV_GRAMMARS: Final = (
         labels=("0", "1"),
         header="timestamp,arbitration_id,data_field,attack",
     ),
-    Grammar(
-        name="can_train_and_test",
-        pattern=f"{_THREE_COLUMNS}{_END}",
-        header="timestamp,arbitration_id,data_field",
-    ),
+    Grammar(name="can_train_and_test", pattern=f"{_THREE_COLUMNS}{_END}", header="timestamp,arbitration_id,data_field"),
     Grammar(
         name="hcrl_challenge",
         pattern=(
@@ -336,11 +306,8 @@ _DECIMAL_ASSUMPTION: Final = (
 )
 
 
-@dataclass(frozen=True)
-class _Header:
-    """The first line of a CSV file."""
-
-    line: str
+class _Header(NamedTuple):
+    line: str  # the first one of a CSV file
     delimiter: str
     names: list[str]
 
@@ -356,7 +323,13 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
         ConfigError: The header lacks a column that the user named.
         DataError: The user asked for columns, and one that is needed is neither named nor recognised.
     """
-    header = _read_header(sample)
+    _, line = first_row(sample)
+    delimiter = max(_DELIMITERS, key=line.count)
+    try:
+        names = next(csv.reader([line], delimiter=delimiter), [])
+    except csv.Error:  # A cell beyond the parser's limit: no header.
+        names = []
+    header = _Header(line, delimiter, [name.strip() for name in names])
     asked = any(asdict(settings.columns).values())
     published = [] if asked else [grammar for grammar in PUBLISHED_CSV_GRAMMARS if grammar.header == header.line]
     roles = _find_roles(header.names, settings.columns)
@@ -364,22 +337,10 @@ def header_grammars(sample: pl.Series, settings: CanDatasetSettings) -> list[Gra
     if not missing:
         return [*published, _columns_grammar(header, roles, sample, settings.id_base)]
     if asked or settings.format == "columns":
-        raise DataError(
-            f"A CSV file with a header must have a column for each of {', '.join(_REQUIRED_ROLES)}",
-            value=f"no {missing[0]} column among {', '.join(header.names)}",
-            remedy=f"Name it with `--set dataset.columns.{missing[0]}=NAME`",
-        )
+        raise DataError(f"A CSV file with a header must have a column for each of {', '.join(_REQUIRED_ROLES)}",
+                        value=f"no {missing[0]} column among {', '.join(header.names)}",
+                        remedy=f"Name it with `--set dataset.columns.{missing[0]}=NAME`")  # fmt: skip
     return published
-
-
-def _read_header(sample: pl.Series) -> _Header:
-    _, line = first_row(sample)
-    delimiter = max(_DELIMITERS, key=line.count)
-    try:
-        names = next(csv.reader([line], delimiter=delimiter), [])
-    except csv.Error:  # A cell beyond the parser's limit: no header.
-        names = []
-    return _Header(line, delimiter, [name.strip() for name in names])
 
 
 def _columns_grammar(header: _Header, roles: Mapping[str, list[int]], sample: pl.Series, id_base: str) -> Grammar:
@@ -399,9 +360,7 @@ def _columns_grammar(header: _Header, roles: Mapping[str, list[int]], sample: pl
 
 
 def looks_hexadecimal(ids: pl.Series) -> bool:
-    """Returns whether any ID, as text, has a letter (as in `0x` too) or a leading zero: decimal numbers have
-    neither.
-    """
+    """Returns whether any ID, as text, has a letter (as in `0x` too) or a leading zero, which no decimal number has."""
     return bool(ids.str.contains("[A-Za-z]|^0[0-9]").any())
 
 
@@ -427,25 +386,21 @@ def _row_pattern(header: _Header, roles: Mapping[str, list[int]], id_content: st
 
 def _find_roles(names: list[str], columns: ColumnSettings) -> dict[str, list[int]]:
     """Returns the columns of each role. A column that the user named has no second role."""
-    named = {role: _named_columns(names, name, role) for role, name in asdict(columns).items() if name}
+    named = {}
+    for role, name in asdict(columns).items():
+        if name:
+            wanted = name.split() if role == "data" and name not in names else [name]
+            if unknown := [one for one in wanted if one not in names]:
+                raise unknown_name(f"column (dataset.columns.{role})", unknown[0], names)
+            named[role] = [names.index(one) for one in wanted]
     taken = [column for found in named.values() for column in found]
     if len(set(taken)) < len(taken):
-        raise DataError(
-            "A column of a log holds one thing",
-            value=f"{names[max(taken, key=taken.count)]!r} was named for several",
-            remedy="Name a different column for each: `--set dataset.columns.id=NAME`",
-        )
+        raise DataError("A column of a log holds one thing",
+                        value=f"{names[max(taken, key=taken.count)]!r} was named for several",
+                        remedy="Name a different column for each: `--set dataset.columns.id=NAME`")  # fmt: skip
     free = ["" if column in taken else name for column, name in enumerate(names)]
     recognised = {role: _recognised_columns(free, role) for role in _COLUMN_NAMES if role not in named}
     return {role: found for role, found in (named | recognised).items() if found}
-
-
-def _named_columns(names: list[str], name: str, role: str) -> list[int]:
-    wanted = name.split() if role == "data" and name not in names else [name]
-    for one in wanted:
-        if one not in names:
-            raise unknown_name(f"column (dataset.columns.{role})", one, names)
-    return [names.index(one) for one in wanted]
 
 
 def _recognised_columns(names: list[str], role: str) -> list[int]:
@@ -458,6 +413,5 @@ def _recognised_columns(names: list[str], role: str) -> list[int]:
     # One column per byte: their numbers count from 0 or 1, without a hole.
     column_by_number = {int(match[1]): i for i, name in enumerate(plain) if (match := _BYTE_COLUMN.fullmatch(name))}
     numbers = sorted(column_by_number)
-    if not numbers or numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
-        return []
-    return [column_by_number[number] for number in numbers]
+    whole = any(numbers == list(range(first, first + len(numbers))) for first in (0, 1))
+    return [column_by_number[number] for number in numbers] if whole else []

@@ -1,18 +1,32 @@
-"""Window graphs of CAN frames, as flat arrays.
+"""CAN frames, the window graphs that they become, and these graphs on disk: all as flat arrays.
 
-Shapes: G graphs (windows) of W frames, N nodes, E directed edges, R groups.
+Prepared graphs are a folder with one file for every array of `FlatGraphs`. The caller chooses the folder's name, and
+makes damaged folders anew.
+
+Shapes: M frames, G graphs (windows) of W frames, N nodes, E directed edges, R groups.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from can_train.errors import ConfigError
-from can_train.tasks.can.data.frames import MAX_PAYLOAD_BYTES, Frames
+from can_train.errors import ConfigError, DataError
+from can_train.io.arrays import ArrayWriter, noticing_damage, read_arrays, read_meta
+
+# Arrays as most signatures of the task have them.
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MAX_PAYLOAD_BYTES: Final = 8  # of a classical CAN frame; CAN FD has up to 64
+BENIGN: Final = "benign"  # the kind of label code 0
+MAX_KINDS: Final = 256  # label codes are bytes; a label column with more values is no label column
 
 # Stored per node. The ID index is the eleventh feature; it depends on the vocabulary, so the model adds it.
 NODE_FEATURES: Final = (*(f"byte_{i}_mean" for i in range(1, 9)), "count", "last_position")
@@ -23,6 +37,27 @@ EDGE_FEATURES: Final = (
     "first_position", "last_position", "spread", "reverse_exists", "degree_product", "degree_ratio",
 )  # fmt: skip
 
+# Belongs in the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are
+# then not found.
+SCHEMA: Final = 1
+
+# Type and shape of one row of every array on disk.
+_ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
+    "node_ptr": ("int64", ()),
+    "edge_ptr": ("int64", ()),
+    "node_code": ("int32", ()),
+    "node_features": ("float32", (len(NODE_FEATURES),)),
+    "edge_index": ("int32", (2,)),  # [E, 2] on disk, so that it can be appended to
+    "edge_features": ("float32", (len(EDGE_FEATURES),)),
+    "label": ("uint8", ()),
+    "source": ("int32", ()),
+    "first_frame": ("int64", ()),
+    "start_time": ("float64", ()),
+    "end_time": ("float64", ()),
+    "ids": ("int64", ()),
+}
+_RECODED_NODES: Final = 2**20  # nodes that get their final code at a time
+
 # Frames. A sort key holds source, destination and position inside the window: three times 20 bits fit an integer.
 MAX_WINDOW: Final = 2**20
 
@@ -32,79 +67,85 @@ _CHUNK_FRAMES: Final = 2**16
 _MILLISECONDS: Final = 1000.0  # in a second
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False)
+class Frames:
+    """Consecutive frames of a CAN log, in the order of the file."""
+
+    timestamp: Floats  # [M] seconds
+    can_id: NDArray[np.uint32]  # [M] identifier, 11 or 29 bits
+    length: NDArray[np.uint8]  # [M] payload bytes, 0 to 8; 0 for a remote frame
+    payload: NDArray[np.uint8]  # [M, 8] bytes, zero beyond `length`
+    label: NDArray[np.uint8]  # [M] index into the reader's `kinds`; 0 is benign
+
+    def __len__(self) -> int:
+        return len(self.timestamp)
+
+    def __getitem__(self, part: slice) -> Self:
+        """Returns a view of a contiguous part."""
+        return type(self)(**{field.name: getattr(self, field.name)[part] for field in fields(self)})
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """Joins at least one part, in order."""
+        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+
+
+@dataclass(frozen=True)
 class SourceFile:
-    """One log that contributed windows.
+    """One log that contributed windows."""
 
-    Attributes:
-        path: As it was found.
-        role: "train" (its time is cut into training and validation), "test" (all of it is for testing) or "log" (its
-            time is cut into training, validation and test).
-        group: The test folder it belongs to; for a "log", its own name.
-        frames: Frames read, without malformed rows.
-        labelled: Whether the log says which frames are attacks.
-        sha256: Hash of its content.
-    """
-
-    path: str
+    path: str  # as it was found
+    # "train" (its time is cut into training and validation), "test" (all of it is for testing) or "log" (its time is
+    # cut into training, validation and test).
     role: str
-    group: str
-    frames: int
-    labelled: bool
-    sha256: str
+    group: str  # the test folder it belongs to; for a "log", its own name
+    frames: int  # read, without malformed rows
+    labelled: bool  # whether the log says which frames are attacks
+    sha256: str  # of its content
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FlatGraphs:
-    """All windows of a data set.
+    """All windows of a data set."""
 
-    Attributes:
-        node_ptr: [G + 1] int64, the nodes of graph g are node_ptr[g]:node_ptr[g + 1].
-        edge_ptr: [G + 1] int64, the same for edges.
-        node_code: [N] int32, index into `ids`.
-        node_features: [N, 10] float32, columns `NODE_FEATURES`, unscaled.
-        edge_index: [2, E] int32, source and destination as node positions inside their own graph.
-        edge_features: [E, 11] float32, columns `EDGE_FEATURES`, unscaled.
-        label: [G] uint8, index into `kinds`: the most frequent attack kind in the window, 0 where no frame is an
-            attack.
-        source: [G] int32, index into `sources`.
-        first_frame: [G] int64, position of the window's first frame in its file.
-        start_time: [G] float64, seconds, of the window's first frame.
-        end_time: [G] float64, seconds, of its last frame.
-        ids: [K] int64, the distinct CAN IDs, ascending.
-        kinds: Names of the label codes; kinds[0] is "benign".
-        sources: The files, in reading order.
-        window: Frames in a window.
-    """
-
-    node_ptr: NDArray[np.int64]
-    edge_ptr: NDArray[np.int64]
-    node_code: NDArray[np.int32]
-    node_features: NDArray[np.float32]
-    edge_index: NDArray[np.int32]
-    edge_features: NDArray[np.float32]
-    label: NDArray[np.uint8]
-    source: NDArray[np.int32]
-    first_frame: NDArray[np.int64]
-    start_time: NDArray[np.float64]
-    end_time: NDArray[np.float64]
-    ids: NDArray[np.int64]
-    kinds: tuple[str, ...]
-    sources: tuple[SourceFile, ...]
-    window: int
+    node_ptr: Ints  # [G + 1] the nodes of graph g are node_ptr[g]:node_ptr[g + 1]
+    edge_ptr: Ints  # [G + 1] the same for edges
+    node_code: NDArray[np.int32]  # [N] index into `ids`
+    node_features: NDArray[np.float32]  # [N, 10] columns `NODE_FEATURES`, unscaled
+    edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside their own graph
+    edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
+    label: NDArray[np.uint8]  # [G] index into `kinds`: the window's most frequent attack kind, 0 where it has no attack
+    source: NDArray[np.int32]  # [G] index into `sources`
+    first_frame: Ints  # [G] position of the window's first frame in its file
+    start_time: Floats  # [G] seconds, of the window's first frame
+    end_time: Floats  # [G] seconds, of its last frame
+    ids: Ints  # [K] the distinct CAN IDs, ascending
+    kinds: tuple[str, ...]  # names of the label codes; kinds[0] is "benign"
+    sources: tuple[SourceFile, ...]  # the files, in reading order
+    window: int  # frames in a window
+    notices: tuple[str, ...] = ()  # what the user should know about the files, as sentences
 
     def __len__(self) -> int:
         return len(self.label)
 
     @property
-    def num_nodes(self) -> NDArray[np.int64]:
+    def num_nodes(self) -> Ints:
         """[G] nodes of each graph."""
         return np.diff(self.node_ptr)
 
     @property
-    def num_edges(self) -> NDArray[np.int64]:
+    def num_edges(self) -> Ints:
         """[G] directed edges of each graph, self-loops included."""
         return np.diff(self.edge_ptr)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Split:
+    """Ints of `FlatGraphs`, ascending in every part."""
+
+    train: Ints
+    validation: Ints  # for thresholds and early stopping
+    test: dict[str, Ints]  # of every test group; each group is tested by itself
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,16 +156,16 @@ class GraphBlock:
     the reader's code of the window's most frequent attack kind, the lowest of several.
     """
 
-    num_nodes: NDArray[np.int64]
-    num_edges: NDArray[np.int64]
+    num_nodes: Ints
+    num_edges: Ints
     can_id: NDArray[np.uint32]
     node_features: NDArray[np.float32]
     edge_index: NDArray[np.int32]
     edge_features: NDArray[np.float32]
     label: NDArray[np.uint8]
-    first_frame: NDArray[np.int64]
-    start_time: NDArray[np.float64]
-    end_time: NDArray[np.float64]
+    first_frame: Ints
+    start_time: Floats
+    end_time: Floats
 
     def __len__(self) -> int:
         return len(self.label)
@@ -167,24 +208,16 @@ class GraphBuilder:
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """The equal keys of every row, rows one after another and keys ascending inside a row.
+    """The equal keys of every row, rows one after another and keys ascending inside a row."""
 
-    Attributes:
-        key: [R].
-        row: [R] the row of each group.
-        count: [R] members of each group.
-        first: [R] where its members begin in `member`.
-        member: [G · L] flat index (row · L + column) of every entry, ordered by group, then column.
-    """
-
-    key: NDArray[np.int64]
-    row: NDArray[np.int64]
-    count: NDArray[np.int64]
-    first: NDArray[np.int64]
-    member: NDArray[np.int64]
+    key: Ints  # [R]
+    row: Ints  # [R] the row of each group
+    count: Ints  # [R] members of each group
+    first: Ints  # [R] where its members begin in `member`
+    member: Ints  # [G · L] flat index (row · L + column) of every entry, ordered by group, then column
 
 
-def _group_rows(keys: NDArray[np.int64]) -> _Groups:
+def _group_rows(keys: Ints) -> _Groups:
     """Groups the entries of each row of `keys` [G, L]."""
     # One sort of (key, column): rows are short, so it is fast, and no table grows with the number of different IDs,
     # which fuzzing drives up.
@@ -212,7 +245,12 @@ def _build_chunk(frames: Frames, window: int, stride: int, first_frame: int) -> 
 
     node_of_frame = np.empty(num_graphs * window, dtype=np.int64)
     node_of_frame[nodes.member] = np.repeat(np.arange(len(nodes.key)), nodes.count)
+    # Bytes beyond a frame's length count as 0.
     payload = [windows(frames.payload[:, byte]).ravel() for byte in range(MAX_PAYLOAD_BYTES)]
+    sums = [np.bincount(node_of_frame, weights=byte) for byte in payload]
+    columns: dict[str, NDArray[Any]] = {f"byte_{i}_mean": sums[i - 1] / (255.0 * nodes.count) for i in range(1, 9)}
+    columns["count"] = nodes.count
+    columns["last_position"] = (nodes.member[nodes.first + nodes.count - 1] % window) / (window - 1)
     local_node = node_of_frame.reshape(num_graphs, window) - node_start[:, None]
     edges = _group_rows(local_node[:, :-1] * window + local_node[:, 1:])
     edge_index = np.stack(np.divmod(edges.key, window))  # [2, E]
@@ -220,7 +258,7 @@ def _build_chunk(frames: Frames, window: int, stride: int, first_frame: int) -> 
         num_nodes=num_nodes,
         num_edges=np.bincount(edges.row, minlength=num_graphs),
         can_id=nodes.key.astype(np.uint32),
-        node_features=_node_features(nodes, node_of_frame, payload, window),
+        node_features=_table(columns, NODE_FEATURES),
         edge_index=edge_index.astype(np.int32),
         edge_features=_edge_features(edges, edge_index, node_start, times),
         label=_window_labels(windows(frames.label)),
@@ -230,30 +268,27 @@ def _build_chunk(frames: Frames, window: int, stride: int, first_frame: int) -> 
     )
 
 
-def _node_features(
-    nodes: _Groups, node_of_frame: NDArray[np.int64], payload: list[NDArray[np.uint8]], window: int
-) -> NDArray[np.float32]:
-    """Computes `NODE_FEATURES` [N, 10]. Bytes beyond a frame's length count as 0."""
-    sums = [np.bincount(node_of_frame, weights=byte) for byte in payload]
-    columns = {f"byte_{i}_mean": total / (255.0 * nodes.count) for i, total in enumerate(sums, start=1)}
-    columns["count"] = nodes.count
-    columns["last_position"] = (nodes.member[nodes.first + nodes.count - 1] % window) / (window - 1)
-    return _table(columns, NODE_FEATURES)
-
-
-def _edge_features(
-    edges: _Groups, edge_index: NDArray[np.int64], node_start: NDArray[np.int64], times: NDArray[np.float64]
-) -> NDArray[np.float32]:
-    """Computes `EDGE_FEATURES` [E, 11] from `times` [G, W].
+def _edge_features(edges: _Groups, edge_index: Ints, node_start: Ints, times: Floats) -> NDArray[np.float32]:
+    """Computes `EDGE_FEATURES` [E, 11] from `times` [G, W]. Means and standard deviations (of the population) are those
+    of the time from source to destination frame.
 
     Positions are those of the edge's source frames, 0 to 1. Regularity is 1 / (1 + std / mean), and 1 where all
     intervals are 0: those do not vary either. Degrees count distinct edges in and out, so a self-loop counts twice.
     """
     window = times.shape[1]
-    mean, std = _interval_moments(edges, times)
+    # Public captures run backwards by up to 7.9 ms; a negative interval would make a mean of 0 or less.
+    interval = np.maximum(np.diff(times, axis=1), 0.0).ravel()[edges.member] * _MILLISECONDS
+    mean = np.add.reduceat(interval, edges.first) / edges.count
+    deviation = interval - np.repeat(mean, edges.count)
+    std = np.sqrt(np.add.reduceat(deviation * deviation, edges.first) / edges.count)
     variation = np.divide(std, mean, out=np.zeros_like(std), where=mean > 0)
     position = edges.member % (window - 1) / (window - 1)
     first, last = position[edges.first], position[edges.first + edges.count - 1]
+    source, target = edge_index
+    # Edges are ordered by graph, source and destination, so the keys are in ascending order already.
+    graph = edges.row * window**2
+    keys, opposite = graph + edges.key, graph + target * window + source
+    found = np.minimum(np.searchsorted(keys, opposite), len(keys) - 1)
     source, target = edge_index + node_start[edges.row]
     degree = np.bincount(np.concatenate([source, target]))  # every frame has a neighbour, so no node is left out
     columns = {
@@ -265,7 +300,7 @@ def _edge_features(
         "first_position": first,
         "last_position": last,
         "spread": last - first,
-        "reverse_exists": _reverse_exists(edges, edge_index, window),
+        "reverse_exists": keys[found] == opposite,
         "degree_product": degree[source] * degree[target],
         "degree_ratio": degree[source] / degree[target],
     }
@@ -279,26 +314,6 @@ def _table(columns: dict[str, NDArray[Any]], names: Sequence[str]) -> NDArray[np
     return table
 
 
-def _interval_moments(edges: _Groups, times: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns mean and population standard deviation, [E] each in ms, of the time from source to destination frame."""
-    # Public captures run backwards by up to 7.9 ms; a negative interval would make a mean of 0 or less.
-    interval = np.maximum(np.diff(times, axis=1), 0.0).ravel()[edges.member] * _MILLISECONDS
-    mean = np.add.reduceat(interval, edges.first) / edges.count
-    deviation = interval - np.repeat(mean, edges.count)
-    return mean, np.sqrt(np.add.reduceat(deviation * deviation, edges.first) / edges.count)
-
-
-def _reverse_exists(edges: _Groups, edge_index: NDArray[np.int64], window: int) -> NDArray[np.bool_]:
-    """Returns for each edge, [E], whether the opposite one is in the same graph."""
-    source, target = edge_index
-    # The keys are in ascending order already, since edges are ordered by graph, source and destination.
-    graph = edges.row * window**2
-    keys, wanted = graph + edges.key, graph + target * window + source
-    found = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    exists: NDArray[np.bool_] = keys[found] == wanted
-    return exists
-
-
 def _window_labels(label: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Returns the most frequent attack code of each window of `label` [G, W], 0 where there is none: [G]."""
     num_codes = int(label.max()) + 1
@@ -307,3 +322,109 @@ def _window_labels(label: NDArray[np.uint8]) -> NDArray[np.uint8]:
     counts[:, 0] = 0
     most_frequent: NDArray[np.intp] = counts.argmax(axis=1)
     return most_frequent.astype(np.uint8)
+
+
+def too_many_kinds(what: str, value: str) -> DataError:
+    """Makes the error for labels that codes do not suffice for."""
+    return DataError(f"{what} has at most {MAX_KINDS - 1} kinds of attack", value=value,
+                     remedy="Name the column that holds the label: `--set dataset.columns.label=NAME`")  # fmt: skip
+
+
+class GraphWriter:
+    """Writes the graphs of several logs to a folder, one log after another; made by `writing_graphs`.
+
+    Memory stays bounded: only the set of distinct CAN IDs grows with the data.
+    """
+
+    def __init__(self, arrays: ArrayWriter, window: int) -> None:
+        self._arrays = arrays
+        self._window = window
+        self._kinds = [BENIGN]
+        self._sources: list[SourceFile] = []
+        self._notices: list[str] = []
+        self._ids: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
+        self._num_nodes = 0
+        self._num_edges = 0
+        arrays.append({"node_ptr": np.zeros(1), "edge_ptr": np.zeros(1)})
+
+    def append(self, block: GraphBlock, kinds: Sequence[str]) -> None:
+        """Adds graphs of the current log, whose labels are codes of `kinds`.
+
+        Raises:
+            DataError: The logs have more kinds than there are codes.
+        """
+        self._kinds += [kind for kind in kinds if kind not in self._kinds]
+        if len(self._kinds) > MAX_KINDS:
+            raise too_many_kinds("A data set", f"{len(self._kinds) - 1}")
+        codes = np.array([self._kinds.index(kind) for kind in kinds], dtype=np.uint8)
+        names = ("can_id", "node_features", "edge_features", "first_frame", "start_time", "end_time")
+        self._arrays.append({name: getattr(block, name) for name in names})
+        self._arrays.append(
+            {
+                "edge_index": block.edge_index.T,
+                "label": codes[block.label],
+                "source": np.full(len(block), len(self._sources)),
+                "node_ptr": self._num_nodes + np.cumsum(block.num_nodes),
+                "edge_ptr": self._num_edges + np.cumsum(block.num_edges),
+            }
+        )
+        self._num_nodes += len(block.can_id)
+        self._num_edges += block.edge_index.shape[1]
+        self._ids = np.union1d(self._ids, block.can_id)
+
+    def end_log(self, source: SourceFile, notices: Iterable[str]) -> None:
+        """Records the log that the last graphs came from."""
+        self._sources.append(source)
+        self._notices += notices
+
+    def finish(self) -> FlatGraphs:
+        """Completes the folder, moves it to its place (see `ArrayWriter.finish`) and maps it."""
+        self._arrays.append({"ids": self._ids})
+        # The codes of CAN IDs, their positions among all of them, are known only now.
+        for can_id in self._arrays.take_back("can_id", _RECODED_NODES):
+            self._arrays.append({"node_code": np.searchsorted(self._ids, can_id)})
+        sources = [asdict(source) for source in self._sources]
+        meta = {"kinds": self._kinds, "sources": sources, "window": self._window, "notices": self._notices}
+        return _flat_graphs(self._arrays.finish(meta), meta)
+
+
+@contextmanager
+def writing_graphs(folder: Path, window: int) -> Iterator[GraphWriter]:
+    """Opens a folder for the graphs of windows of `window` frames; leaving it before `finish` leaves nothing behind."""
+    with ArrayWriter(folder, {**_ARRAYS, "can_id": ("uint32", ())}) as arrays:
+        yield GraphWriter(arrays, window)
+
+
+def read_graphs(folder: Path, *, verify: bool = True) -> FlatGraphs:
+    """Maps graphs into memory, copy on write: the files cannot be changed through them.
+
+    Args:
+        folder: The graphs' folder.
+        verify: Whether every byte is read, in order to find altered ones; the sizes of files are always compared.
+
+    Raises:
+        FolderDamageError: A file is missing, truncated or altered.
+    """
+    arrays, meta = read_arrays(folder, list(_ARRAYS), verify=verify)
+    with noticing_damage():
+        return _flat_graphs(arrays, meta)
+
+
+def read_sources(folder: Path) -> list[SourceFile]:
+    """Reads which logs a folder's graphs were made of.
+
+    Raises:
+        FolderDamageError: The record is missing or altered, or the folder holds no graphs.
+    """
+    with noticing_damage():
+        return [SourceFile(**source) for source in read_meta(folder)["sources"]]
+
+
+def _flat_graphs(arrays: dict[str, NDArray[Any]], meta: dict[str, Any]) -> FlatGraphs:
+    return FlatGraphs(
+        **{**arrays, "edge_index": arrays["edge_index"].T},
+        kinds=tuple(meta["kinds"]),
+        sources=tuple(SourceFile(**source) for source in meta["sources"]),
+        window=meta["window"],
+        notices=tuple(meta["notices"]),
+    )

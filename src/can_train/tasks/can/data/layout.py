@@ -2,21 +2,16 @@
 it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from can_train.errors import DataError, MissingDataError, unknown_name
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from can_train.reporter import Reporter
-    from can_train.tasks.can.settings import CanDatasetSettings
+from can_train.reporter import Reporter
+from can_train.tasks.can.settings import CanDatasetSettings
 
 # The parts of can-train-and-test, the HCRL logs among them.
 NAMED_SETS: Final = ("hcrl_ch", "hcrl_sa", "set_01", "set_02", "set_03", "set_04")
@@ -40,19 +35,12 @@ _HCRL_KIND: Final = re.compile(r"(?P<kind>[a-z]+?)_?(?:\d(?:st|nd|rd|th))?(?:_at
 
 @dataclass(frozen=True, kw_only=True)
 class LogFile:
-    """One log of a data set.
-
-    Attributes:
-        path: Where it lies.
-        role: `TRAIN`, `TEST` or `LOG`.
-        group: The folder of a `TEST` log, tested by itself; the name of a `LOG`.
-        kind: The kind of attacks that the log itself does not name.
-    """
+    """One log of a data set."""
 
     path: Path
-    role: str
-    group: str
-    kind: str
+    role: str  # `TRAIN`, `TEST` or `LOG`
+    group: str  # the folder of a `TEST` log, tested by itself; the name of a `LOG`
+    kind: str  # of the attacks that the log itself does not name
 
 
 def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
@@ -62,18 +50,14 @@ def find_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
         MissingDataError: There is no such file or folder, it holds no logs, or a published data set has another layout.
         ConfigError: No data set has this name.
     """
-    place = _place(dataset, data_root)
-    return _by_layout(place, (TRAIN, TEST)) if _is_layout(dataset, place) else _single_logs(place)
+    return _find(dataset, data_root, (TRAIN, TEST))
 
 
 def find_evaluation_logs(dataset: CanDatasetSettings, data_root: Path) -> list[LogFile]:
     """Finds the logs of a data set that no training saw: those of a published layout's test folders; otherwise all
     logs, each a group of its own. Raises what `find_logs` does.
     """
-    place = _place(dataset, data_root)
-    if _is_layout(dataset, place):
-        return _by_layout(place, (TEST,))
-    return [replace(log, role=TEST) for log in _single_logs(place)]
+    return [replace(log, role=TEST) for log in _find(dataset, data_root, (TEST,))]
 
 
 def data_files(dataset: CanDatasetSettings, data_root: Path) -> list[Path]:
@@ -81,8 +65,23 @@ def data_files(dataset: CanDatasetSettings, data_root: Path) -> list[Path]:
     return [] if dataset.is_synthetic else [log.path for log in find_logs(dataset, data_root)]
 
 
-def _is_layout(dataset: CanDatasetSettings, place: Path) -> bool:
-    return not dataset.path or any(_split_folders(place, role) for role in (TRAIN, TEST))
+def _find(dataset: CanDatasetSettings, data_root: Path, wanted: Sequence[str]) -> list[LogFile]:
+    """Finds the logs of a layout's folders of the wanted roles, or all logs where there is no layout."""
+    place = _place(dataset, data_root)
+    folders = {role: sorted(folder for folder in place.glob(f"{role}_*") if folder.is_dir()) for role in (TRAIN, TEST)}
+    if dataset.path and not any(folders.values()):
+        root, logs = (place, _logs_below(place)) if place.is_dir() else (place.parent, [place])
+        found = [(log, LOG, log.relative_to(root).as_posix()) for log in logs]
+    else:
+        for role in wanted:
+            if not folders[role]:
+                raise MissingDataError(
+                    f"{place} must hold folders named {role}_…",
+                    remedy="The published layout is train_01_attack_free and train_02_with_attacks (or one train_01) "
+                    "and test_01_…, test_02_…, with logs in each",
+                )
+        found = [(log, role, folder.name) for role in wanted for folder in folders[role] for log in _logs_below(folder)]
+    return [LogFile(path=path, role=role, group=group, kind=attack_kind(path.name)) for path, role, group in found]
 
 
 def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
@@ -90,11 +89,8 @@ def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
         path = Path(dataset.path).expanduser()
         if path.is_file() or path.is_dir():
             return path
-        raise MissingDataError(
-            "--dataset must name a file or folder that exists, or a known data set",
-            value=str(path),
-            remedy=f"Known: {', '.join(NAMED_SETS)}, synthetic",
-        )
+        raise MissingDataError("--dataset must name a file or folder that exists, or a known data set", value=str(path),
+                               remedy=f"Known: {', '.join(NAMED_SETS)}, synthetic")  # fmt: skip
     if dataset.name not in NAMED_SETS:
         raise unknown_name("data set", dataset.name, (*NAMED_SETS, "synthetic"))
     data_root = data_root.expanduser()
@@ -124,53 +120,19 @@ def attack_kind(file_name: str) -> str:
     return UNNAMED_ATTACK if match is None or match["kind"].lower() == "attack-free" else match["kind"]
 
 
-def _single_logs(place: Path) -> list[LogFile]:
-    if place.is_file():
-        return [_log(place, LOG, place.name)]
-    return [_log(log, LOG, log.relative_to(place).as_posix()) for log in _logs_below(place)]
-
-
-def _by_layout(folder: Path, wanted: Sequence[str]) -> list[LogFile]:
-    roles = {role: _split_folders(folder, role) for role in wanted}
-    for role, folders in roles.items():
-        if not folders:
-            raise MissingDataError(
-                f"{folder} must hold folders named {role}_…",
-                remedy="The published layout is train_01_attack_free and train_02_with_attacks (or one train_01) and "
-                "test_01_…, test_02_…, with logs in each",
-            )
-    return [
-        _log(log, role, split.name)
-        for role, folders in roles.items()
-        for split in folders
-        for log in _logs_below(split)
-    ]
-
-
-def _split_folders(folder: Path, role: str) -> list[Path]:
-    return sorted(split for split in folder.glob(f"{role}_*") if split.is_dir())
-
-
 def _logs_below(folder: Path) -> list[Path]:
-    logs = sorted(_iterate_logs(folder), key=lambda log: log.relative_to(folder).as_posix())
+    logs = []
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and _LOG_NAME.fullmatch(path.name) and not _DOCUMENT.match(path.name) and path.is_file():
+            logs.append(path)
     if not logs:
         raise MissingDataError(
             "A folder of logs must hold files named *.csv, *.txt or *.log, or these with .gz",
             value=f"none in {folder}",
             remedy="Put the logs there, or give --dataset the path of another folder or of one file",
         )
-    return logs
-
-
-def _iterate_logs(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not hidden and _LOG_NAME.fullmatch(path.name) and not _DOCUMENT.match(path.name) and path.is_file():
-            yield path
-
-
-def _log(path: Path, role: str, group: str) -> LogFile:
-    return LogFile(path=path, role=role, group=group, kind=attack_kind(path.name))
+    return sorted(logs, key=lambda log: log.relative_to(folder).as_posix())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,32 +10,20 @@ import io
 import math
 import zlib
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Final, cast
+from pathlib import Path
+from typing import IO, Final, NamedTuple, cast
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from can_train.errors import DataError, MissingDataError
-from can_train.tasks.can.data.formats import (
-    LINE_GRAMMARS,
-    PUBLISHED_CSV_GRAMMARS,
-    Grammar,
-    ParsedRows,
-    first_row,
-    header_grammars,
-    parse_rows,
-)
-from can_train.tasks.can.data.frames import BENIGN, Frames
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    from can_train.tasks.can.settings import CanDatasetSettings
+from can_train.tasks.can.data import formats
+from can_train.tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, too_many_kinds
+from can_train.tasks.can.settings import CanDatasetSettings
 
 # Bytes of text read at once. Smaller blocks parse slower; text and parsed columns together take about fifteen times as
 # much memory.
@@ -45,7 +33,6 @@ RECOGNISED_LINES: Final = 1000  # enough to outvote damaged rows, parsed by all 
 RECOGNISED_SHARE: Final = 0.5  # of those rows must be well-formed: with fewer, the grammar matches by accident
 # A longer line is no row of any log. Without this bound a file without line ends would be read whole.
 MAX_LINE_BYTES: Final = RECOGNISED_BYTES
-MAX_KINDS: Final = 256  # label codes are bytes; a label column with more values is no label column
 # Labels that mark an attack without naming it.
 ATTACK_WORDS: Final = frozenset(
     {"1", "t", "true", "yes", "attack", "attacked", "anomaly", "anomalous", "malicious", "injected"}
@@ -67,49 +54,32 @@ _MAX_EXAMPLES: Final = 3
 _SHOWN_CHARACTERS: Final = 80  # of a malformed row
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleSpec:
-    """Which parts of a text are sampled.
+class TextSample(NamedTuple):
+    """Parts of a text."""
 
-    Attributes:
-        num_parts: How many, evenly spread over the text.
-        part_bytes: Size of each.
-        reach_bytes: Size of the beginning of a compressed text in which all parts lie: it can only be read from there.
-    """
+    parts: list[pl.Series]  # the lines of each, null where empty
+    read_bytes: int  # size of all of them
+    text_bytes: int  # size of the whole text; of a compressed one, an estimate from the part that was read
 
-    num_parts: int
-    part_bytes: int
-    reach_bytes: int
+    @property
+    def complete(self) -> bool:
+        """Whether the parts are the whole text."""
+        return self.read_bytes >= self.text_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogSample:
-    """Parts of a log.
+class LogSample(NamedTuple):
+    """Parts of a log."""
 
-    Attributes:
-        parts: The frames of each.
-        read_bytes: Size of their text.
-        complete: Whether they are the whole log.
-        expected_frames: Estimate of the frames in the whole log.
-    """
-
-    parts: list[Frames]
-    read_bytes: int
-    complete: bool
-    expected_frames: int
+    text: TextSample
+    frames: list[Frames]  # of each part
+    expected_frames: int  # estimate of the frames in the whole log
 
 
 class LogReader:
-    """One CAN log, streamed.
+    """One CAN log, plain or gzipped, streamed; `block_bytes` of text are parsed at once.
 
-    Args:
-        path: The log, plain or gzipped.
-        settings: Format, columns and limits.
-        kind: The kind of attacks whose label does not name one.
-        block_bytes: Text parsed at once.
-
-    Attributes:
-        report: What was wrong with the log; complete once `blocks()` is exhausted.
+    `kind` names the attacks whose label does not. The `report` of what was wrong is complete once `blocks()` is
+    exhausted.
 
     Raises:
         MissingDataError: There is no such file.
@@ -140,54 +110,50 @@ class LogReader:
         self.report = self._new_report()
         previous = -np.inf
         for first_line, lines in self._text.blocks():
-            rows = parse_rows(lines, self._grammar)
+            rows = formats.parse_rows(lines, self._grammar)
             self.report.add_rows(rows, lines, first_line, previous)
             if len(rows.timestamp):
                 previous = rows.timestamp[-1]
                 yield self._frames(rows)
         self.report.check(self._max_malformed)
 
-    def sample(self, spec: SampleSpec) -> LogSample:
-        """Reads parts of the log. The report covers these parts, each as if it were a log of its own.
+    def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> LogSample:
+        """Reads parts of the log (see `LogText.sample`). The report covers them, each as if it were a log of its own.
 
         Raises:
             DataError: The log is damaged, or the parts are the whole log and more rows are bad than allowed.
         """
         self.report = self._new_report()
-        text = self._text.sample(spec)
+        text = self._text.sample(num_parts, part_bytes, reach_bytes)
         parts = []
         for lines in text.parts:
-            rows = parse_rows(lines, self._grammar)
+            rows = formats.parse_rows(lines, self._grammar)
             self.report.add_rows(rows, lines, 1, -np.inf)
             if len(rows.timestamp):
                 parts.append(self._frames(rows))
         if text.complete:
             self.report.check(self._max_malformed)
         expected_frames = round(self.report.frames * text.text_bytes / max(text.read_bytes, 1))
-        return LogSample(
-            parts=parts, read_bytes=text.read_bytes, complete=text.complete, expected_frames=expected_frames
-        )
+        return LogSample(text, parts, expected_frames)
 
     def _new_report(self) -> ReadReport:
         return ReadReport(path=self.path, notes=[self._grammar.assumption] if self._grammar.assumption else [])
 
-    def _frames(self, rows: ParsedRows) -> Frames:
+    def _frames(self, rows: formats.ParsedRows) -> Frames:
         if rows.label is None:
             label = np.zeros(len(rows.timestamp), np.uint8)
         else:
             label = self._encoder.codes(rows.label, rows.kind, several=self._grammar.several_labels)
-        return Frames(
-            timestamp=rows.timestamp, can_id=rows.can_id, length=rows.length, payload=rows.payload, label=label
-        )
+        return Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label)
 
 
-def _recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Grammar:
+def _recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> formats.Grammar:
     """Returns the grammar that reads most of a log's first rows."""
-    known = (*header_grammars(sample, settings), *LINE_GRAMMARS)
+    known = (*formats.header_grammars(sample, settings), *formats.LINE_GRAMMARS)
     grammars = [grammar for grammar in known if settings.format in ("auto", grammar.name)]
     if not grammars:
-        raise _unrecognised(settings.format, path, *first_row(sample))
-    parsed = [parse_rows(sample.head(RECOGNISED_LINES), grammar) for grammar in grammars]
+        raise _unrecognised(settings.format, path, *formats.first_row(sample))
+    parsed = [formats.parse_rows(sample.head(RECOGNISED_LINES), grammar) for grammar in grammars]
     num_good = [len(rows.position) for rows in parsed]
     best = int(np.argmax(num_good))
     num_rows = num_good[best] + len(parsed[best].malformed)
@@ -195,13 +161,13 @@ def _recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> G
         raise DataError("A log must hold frames", value=f"{path} holds no rows", remedy="Give another log")
     if num_good[best] < RECOGNISED_SHARE * num_rows:
         if settings.format == "auto" and not grammars[best].header:
-            raise _unrecognised(settings.format, path, *first_row(sample))
+            raise _unrecognised(settings.format, path, *formats.first_row(sample))
         raise _unrecognised(settings.format, path, *parsed[best].malformed.row(0))
     return grammars[best]
 
 
 def _unrecognised(wanted: str, path: Path, position: int, line: str, reason: str = "") -> DataError:
-    names = dict.fromkeys(grammar.name for grammar in (*PUBLISHED_CSV_GRAMMARS, *LINE_GRAMMARS))
+    names = dict.fromkeys(grammar.name for grammar in (*formats.PUBLISHED_CSV_GRAMMARS, *formats.LINE_GRAMMARS))
     all_formats = f"one of the formats {', '.join(names)}, columns"
     return DataError(
         f"A CAN log must be in {all_formats if wanted == 'auto' else f'the format {wanted}, as was asked for'}",
@@ -217,32 +183,8 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextSample:
-    """Parts of a text.
-
-    Attributes:
-        parts: The lines of each, null where empty.
-        read_bytes: Size of all of them.
-        text_bytes: Size of the whole text; of a compressed one, an estimate from the part that was read.
-    """
-
-    parts: list[pl.Series]
-    read_bytes: int
-    text_bytes: int
-
-    @property
-    def complete(self) -> bool:
-        """Whether the parts are the whole text."""
-        return self.read_bytes >= self.text_bytes
-
-
 class LogText:
-    """The text of one log.
-
-    Attributes:
-        first_lines: Null where empty.
-        line_bytes: Their mean length.
+    """The text of one log; `first_lines`, null where empty, have the mean length `line_bytes`.
 
     Raises:
         MissingDataError: There is no such file.
@@ -255,7 +197,14 @@ class LogText:
         with self._open() as stream:
             self._state = _file_state(path)
             start = stream.read(RECOGNISED_BYTES)
-        _check_text(start, path)
+        if not start.removeprefix(_BYTE_ORDER_MARK).strip():
+            raise DataError("A log must hold frames", value=f"{path} is empty", remedy="Give another log")
+        if len(start) - len(start.translate(None, _CONTROL_BYTES)) > _MAX_CONTROL_SHARE * len(start):
+            raise DataError(
+                "A log must be text (UTF-8, or gzipped)",
+                value=f"{path} is binary",
+                remedy="Convert it, for example with `candump` or python-can's `can_logconvert`, to a text format",
+            )
         whole_lines = start.rfind(b"\n") + 1 if len(start) == RECOGNISED_BYTES else len(start)
         if not whole_lines:
             raise _endless_line(path)
@@ -276,8 +225,13 @@ class LogText:
             if _file_state(self._path) != self._state:
                 raise changed_log(self._path)
 
-    def sample(self, spec: SampleSpec) -> TextSample:
-        """Reads parts of the text, or all of it where that is no more.
+    def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> TextSample:
+        """Reads parts of the text that are evenly spread over it, or all of it where that is no more.
+
+        Args:
+            num_parts: How many parts.
+            part_bytes: Size of each.
+            reach_bytes: Size of the beginning of a compressed text in which all parts lie: it is read from its start.
 
         Raises:
             DataError: The file is damaged.
@@ -285,26 +239,29 @@ class LogText:
         size, _, _ = self._state
         with self._open() as stream:
             compressed = isinstance(stream, gzip.GzipFile)
-            if not compressed and size <= spec.num_parts * spec.part_bytes:
-                spec = SampleSpec(num_parts=1, part_bytes=size, reach_bytes=0)
-            last_start = (spec.reach_bytes if compressed else size) - spec.part_bytes
-            step = max(last_start // max(spec.num_parts - 1, 1), spec.part_bytes)
+            if not compressed and size <= num_parts * part_bytes:
+                num_parts, part_bytes = 1, size
+            last_start = (reach_bytes if compressed else size) - part_bytes
+            step = max(last_start // max(num_parts - 1, 1), part_bytes)
             found: list[bytes] = []
-            for start in range(0, spec.num_parts * step, step):
-                _skip_to(stream, start)
-                text = stream.read(spec.part_bytes)
-                ended = len(text) < spec.part_bytes or (not compressed and stream.tell() == size)
-                found.append(_inner_lines(text, at_start=start == 0, at_end=ended))
+            for start in range(0, num_parts * step, step):
+                if not compressed:
+                    stream.seek(start)
+                # GzipFile.seek reads on in small steps; larger ones take less time.
+                while stream.tell() < start and stream.read(min(start - stream.tell(), _SKIP_BYTES)):
+                    pass
+                text = stream.read(part_bytes)
+                ended = len(text) < part_bytes or (not compressed and stream.tell() == size)
+                # Incomplete lines at either end belong to no part, unless the text itself begins or ends there.
+                begin = text.find(b"\n") + 1 or len(text) if start else 0
+                found.append(text[begin : len(text) if ended else text.rfind(b"\n") + 1])
                 if ended:
                     break
             text_bytes = stream.tell()
             if isinstance(stream, gzip.GzipFile) and not ended:
                 text_bytes = text_bytes * size // max(cast(IO[bytes], stream.fileobj).tell(), 1)
-        return TextSample(
-            parts=[_split_lines(text) for text in found if text],
-            read_bytes=sum(map(len, found)),
-            text_bytes=text_bytes if compressed else size,
-        )
+        parts = [_split_lines(text) for text in found if text]
+        return TextSample(parts, sum(map(len, found)), text_bytes if compressed else size)
 
     def _whole_lines(self, stream: IO[bytes]) -> Iterator[bytes]:
         """Yields blocks that end where a line ends."""
@@ -332,11 +289,8 @@ class LogText:
         except FileNotFoundError as error:
             raise MissingDataError("A log must exist", value=str(self._path)) from error
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(
-                "A compressed log must be a whole gzip file",
-                value=f"{self._path}: {error}",
-                remedy="Copy or download it again",
-            ) from error
+            raise DataError("A compressed log must be a whole gzip file", value=f"{self._path}: {error}",
+                            remedy="Copy or download it again") from error  # fmt: skip
         except OSError as error:
             found = f"{self._path}: {error.strerror}"
             raise DataError(
@@ -346,11 +300,8 @@ class LogText:
 
 def changed_log(path: Path) -> DataError:
     """Makes the error for a log that changed between two looks at it."""
-    return DataError(
-        "A log must not change while it is read",
-        value=str(path),
-        remedy="Wait until the recording has ended, or read a copy",
-    )
+    return DataError("A log must not change while it is read", value=str(path),
+                     remedy="Wait until the recording has ended, or read a copy")  # fmt: skip
 
 
 def _file_state(path: Path) -> tuple[int, int, int]:
@@ -359,34 +310,8 @@ def _file_state(path: Path) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _skip_to(stream: IO[bytes], position: int) -> None:
-    # GzipFile.seek reads on in small steps; larger ones take less time.
-    if not isinstance(stream, gzip.GzipFile):
-        stream.seek(position)
-    while stream.tell() < position and stream.read(min(position - stream.tell(), _SKIP_BYTES)):
-        pass
-
-
-def _inner_lines(text: bytes, *, at_start: bool, at_end: bool) -> bytes:
-    """Cuts off incomplete lines at either end of a part, unless the text itself begins or ends there."""
-    begin = 0 if at_start else text.find(b"\n") + 1 or len(text)
-    end = len(text) if at_end else text.rfind(b"\n") + 1
-    return text[begin:end]
-
-
 def _endless_line(path: Path) -> DataError:
     return DataError(f"A line of a log is at most {MAX_LINE_BYTES:,} bytes long", value=str(path))
-
-
-def _check_text(start: bytes, path: Path) -> None:
-    if not start.removeprefix(_BYTE_ORDER_MARK).strip():
-        raise DataError("A log must hold frames", value=f"{path} is empty", remedy="Give another log")
-    if len(start) - len(start.translate(None, _CONTROL_BYTES)) > _MAX_CONTROL_SHARE * len(start):
-        raise DataError(
-            "A log must be text (UTF-8, or gzipped)",
-            value=f"{path} is binary",
-            remedy="Convert it, for example with `candump` or python-can's `can_logconvert`, to a text format",
-        )
 
 
 def _split_lines(text: bytes) -> pl.Series:
@@ -394,26 +319,18 @@ def _split_lines(text: bytes) -> pl.Series:
     if not text.isascii() or _NO_SEPARATOR.encode() in text:
         text = text.decode(errors="replace").replace(_NO_SEPARATOR, "\N{REPLACEMENT CHARACTER}").encode()
     # The CSV parser uses all cores and makes no Python object for a line.
-    table = pl.read_csv(
-        io.BytesIO(text),
-        has_header=False,
-        separator=_NO_SEPARATOR,
-        quote_char=None,
-        schema={"line": pl.String},
+    return pl.read_csv(
+        io.BytesIO(text), has_header=False, separator=_NO_SEPARATOR, quote_char=None, schema={"line": pl.String},
         raise_if_empty=False,
-    )
-    return table["line"]
+    )["line"]  # fmt: skip
 
 
 class LabelEncoder:
-    """Turns the label texts of one log into codes.
+    """Turns the label texts of one log into codes; `names` are the kinds by code, and 0 is benign.
 
     Args:
         benign_values: Labels that mean: no attack; letter case does not matter.
         unnamed: The kind of attacks whose label does not name one.
-
-    Attributes:
-        names: Kinds by code; 0 is benign.
     """
 
     def __init__(self, benign_values: Iterable[str], unnamed: str) -> None:
@@ -450,29 +367,9 @@ class LabelEncoder:
         name = self._unnamed if word in ATTACK_WORDS else word
         if name not in self.names:
             if len(self.names) == MAX_KINDS:
-                raise _too_many_kinds("A log", f"{name!r} would be one more")
+                raise too_many_kinds("A log", f"{name!r} would be one more")
             self.names.append(name)
         return self.names.index(name)
-
-
-def merge_kinds(kinds: list[str], log_kinds: list[str]) -> NDArray[np.uint8]:
-    """Adds a log's attack kinds to those of its data set, and returns the data set's code for each of the log's.
-
-    Raises:
-        DataError: There are more kinds than codes.
-    """
-    kinds += [kind for kind in log_kinds if kind not in kinds]
-    if len(kinds) > MAX_KINDS:
-        raise _too_many_kinds("A data set", f"{len(kinds) - 1}")
-    return np.array([kinds.index(kind) for kind in log_kinds], dtype=np.uint8)
-
-
-def _too_many_kinds(what: str, value: str) -> DataError:
-    return DataError(
-        f"{what} has at most {MAX_KINDS - 1} kinds of attack",
-        value=value,
-        remedy="Name the column that holds the label: `--set dataset.columns.label=NAME`",
-    )
 
 
 def _canonical(text: str) -> str:
@@ -485,13 +382,12 @@ def _canonical(text: str) -> str:
     return str(int(number)) if number.is_integer() else word
 
 
-@dataclass(frozen=True)
-class RowProblem:
+class RowProblem(NamedTuple):
     """A row that counts against `max_malformed`."""
 
     line: int
-    text: str
     reason: str
+    text: str
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.reason}, in {self.text!r}"
@@ -499,36 +395,24 @@ class RowProblem:
 
 @dataclass(kw_only=True)
 class ReadReport:
-    """What a reader met; complete once the log was read to its end.
-
-    Attributes:
-        path: The log.
-        frames: Frames that were read.
-        malformed: Rows that are no frame and were left out.
-        reasons: How many of them for which reason.
-        backwards: Frames, not left out, whose time lies before their predecessor's by more than clocks jitter.
-        jitter: Frames, not left out, whose time lies before their predecessor's by less than that.
-        largest_jitter_s: The largest such step in seconds.
-        examples: The first bad rows, in the order of the file.
-        notes: Other things that the user should know, as sentences.
-    """
+    """What a reader met; complete once the log was read to its end."""
 
     path: Path
-    frames: int = 0
-    malformed: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    backwards: int = 0
-    jitter: int = 0
+    frames: int = 0  # that were read
+    malformed: int = 0  # rows that are no frame and were left out
+    reasons: Counter[str] = field(default_factory=Counter)  # how many of them for which reason
+    backwards: int = 0  # frames, not left out, whose time lies before their predecessor's by more than clocks jitter
+    jitter: int = 0  # frames, not left out, whose time lies before their predecessor's by less than that
     largest_jitter_s: float = 0.0
-    examples: list[RowProblem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    examples: list[RowProblem] = field(default_factory=list)  # the first bad rows, in the order of the file
+    notes: list[str] = field(default_factory=list)  # other things that the user should know, as sentences
 
     @property
     def bad_share(self) -> float:
         """Share of the rows that count against `max_malformed`."""
         return (self.malformed + self.backwards) / max(self.frames + self.malformed, 1)
 
-    def add_rows(self, rows: ParsedRows, lines: pl.Series, first_line: int, previous_s: float) -> None:
+    def add_rows(self, rows: formats.ParsedRows, lines: pl.Series, first_line: int, previous_s: float) -> None:
         """Counts one block, whose first line has the number `first_line`, after a frame of time `previous_s`."""
         # Microseconds are what logs hold; at 10^9 seconds a float64 holds less.
         step_s = np.round(np.diff(rows.timestamp, prepend=previous_s), 6)
@@ -543,10 +427,8 @@ class ReadReport:
         wanted = _MAX_EXAMPLES - len(self.examples)
         bad = [*rows.malformed.head(wanted).iter_rows()]
         bad += [(position, lines[position], TIME_RUNS_BACKWARDS) for position in backwards[:wanted].tolist()]
-        self.examples += [
-            RowProblem(first_line + position, _shortened(text), reason)
-            for position, text, reason in sorted(bad)[:wanted]
-        ]
+        for position, text, reason in sorted(bad)[:wanted]:
+            self.examples.append(RowProblem(first_line + position, reason, _shortened(text)))
 
     def check(self, max_malformed: float) -> None:
         """Refuses a log in which too much is wrong.
@@ -566,11 +448,9 @@ class ReadReport:
                 remedy=f"Repair the log, or allow more with `--set dataset.max_malformed={enough:g}`",
             )
         if self.jitter > MAX_JITTER_SHARE * self.frames:
-            raise DataError(
-                "A log's time must run forwards",
-                value=f"{self.path} steps back at {self.jitter:,} of {self.frames:,} frames",
-                remedy="Sort the log by time",
-            )
+            raise DataError("A log's time must run forwards",
+                            value=f"{self.path} steps back at {self.jitter:,} of {self.frames:,} frames",
+                            remedy="Sort the log by time")  # fmt: skip
         if not self.frames:
             raise DataError("A log must hold frames", value=f"{self.path} holds none that is well-formed")
 

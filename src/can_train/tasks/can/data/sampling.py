@@ -2,38 +2,23 @@
 where a training has left them; a small data set is read completely; of a large one, parts of some logs are read.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from can_train.reporter import SilentReporter
-from can_train.tasks.can.data.cache import CacheWriter
-from can_train.tasks.can.data.dataset import (
-    CanData,
-    DataSample,
-    GraphWriter,
-    Split,
-    find_prepared,
-    prepare,
-    too_short,
-)
-from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder
+from can_train.reporter import Reporter, SilentReporter
+from can_train.tasks.can.data.dataset import CanData, DataSample, find_prepared, prepare, source_of, too_short
+from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder, GraphWriter, Split, writing_graphs
 from can_train.tasks.can.data.layout import LOG, TEST, LogFile, find_logs
-from can_train.tasks.can.data.reading import LogReader, LogSample, SampleSpec
+from can_train.tasks.can.data.reading import LogReader, LogSample
+from can_train.tasks.can.settings import CanDatasetSettings
 from can_train.tasks.can.synthetic.writing import synthetic_folder_name, write_synthetic
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from can_train.reporter import Reporter
-    from can_train.tasks.can.settings import CanDatasetSettings
 
 # Training logs up to this size together are read completely: at 60 MB/s, in less than half a second.
 WHOLE_BYTES: Final = 24 * 2**20
@@ -50,13 +35,7 @@ _COMPARED_BYTES: Final = 2**14  # at either end of logs of one size, to recognis
 
 
 def sample_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, reporter: Reporter) -> CanData:
-    """Looks at a data set for a few seconds. Logs for testing must exist, and are not read.
-
-    Args:
-        dataset: The data set.
-        data_root: Folder of the published data sets.
-        cache_dir: Folder of prepared data sets; need not exist.
-        reporter: Receives progress and notices.
+    """Looks at a data set for a few seconds. Logs for testing must exist, and are not read; `cache_dir` need not exist.
 
     Raises:
         DataError: A log for training cannot be read, or is too short.
@@ -67,17 +46,16 @@ def sample_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, r
             return _simulate_shorter(dataset, reporter)
         dataset = replace(dataset, path=str(folder))
     logs = find_logs(dataset, data_root)
-    prepared = find_prepared(dataset, logs, cache_dir, reporter)
-    if prepared is not None:
+    if (prepared := find_prepared(dataset, logs, cache_dir, reporter)) is not None:
         return prepared
     training = [log for log in logs if log.role != TEST]
-    if sum(map(_estimate_text_bytes, training)) <= WHOLE_BYTES:
+    factors = {log: COMPRESSION if log.path.suffix.lower() == ".gz" else 1 for log in training}
+    if sum(log.path.stat().st_size * factor for log, factor in factors.items()) <= WHOLE_BYTES:
         return _prepare_in_memory(dataset, training, reporter)
     return _sample_logs(dataset, drop_probable_duplicates(training), reporter)
 
 
 def _simulate_shorter(dataset: CanDatasetSettings, reporter: Reporter) -> CanData:
-    """Simulates short drives in place of those in the settings."""
     wanted_s = dataset.synthetic.seconds
     short = replace(dataset.synthetic, seconds=min(wanted_s, SYNTHETIC_SECONDS))
     with tempfile.TemporaryDirectory() as scratch:
@@ -107,26 +85,25 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
     chosen = choose_logs(logs)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        CacheWriter(Path(scratch) / "sample") as writer,
+        writing_graphs(Path(scratch) / "sample", dataset.window) as writer,
         reporter.stage("Reading a sample of the logs", total=len(chosen), unit="logs") as stage,
     ):
-        graphs = GraphWriter(dataset, writer)
         samples = {}
         for log in chosen:
-            samples[log] = _sample_log(dataset, log, len(chosen), graphs)
+            samples[log] = _sample_log(dataset, log, len(chosen), writer)
             stage.advance()
-        flat = _copy_to_memory(writer.finish(graphs.content()))
-    for notice in graphs.notices:
+        flat = _copy_to_memory(writer.finish())
+    for notice in flat.notices:
         reporter.notice(notice)
     if not len(flat):
         found = f"none of {len(chosen)} logs has one of {dataset.window} in the parts that were read"
-        raise too_short(found, dataset.window)
+        raise too_short(found, min(sample.expected_frames for sample in samples.values()))
     if (flat.label > 0).all():
         # Models learn a vehicle from its benign windows, and fail without one. A window's memory does not depend on its
         # label.
         flat = replace(flat, label=np.zeros_like(flat.label))
-    train_windows = _estimate_train_windows(dataset, logs, samples)
-    read_mib = sum(sample.read_bytes for sample in samples.values()) / 2**20
+    train_windows = _train_windows(dataset, logs, samples)
+    read_mib = sum(sample.text.read_bytes for sample in samples.values()) / 2**20
     mib = sum(log.path.stat().st_size for log in logs) / 2**20
     note = (
         f"a sample of {len(flat):,} windows from {len(chosen)} of {len(logs)} training logs "
@@ -134,25 +111,21 @@ def _sample_logs(dataset: CanDatasetSettings, logs: Sequence[LogFile], reporter:
     )
     # A sample shows what windows are like, not which of them train: so all of them do both.
     rows = np.arange(len(flat))
-    return CanData(
-        flat=flat,
-        split=Split(train=rows, validation=rows, test={}),
-        notices=tuple(graphs.notices),
-        sample=DataSample(train_windows=train_windows, every_log=len(chosen) == len(logs), note=note),
-    )
+    split = Split(train=rows, validation=rows, test={})
+    sample = DataSample(train_windows=train_windows, every_log=len(chosen) == len(logs), note=note)
+    return CanData(flat=flat, split=split, notices=flat.notices, sample=sample)
 
 
 def choose_logs(logs: Sequence[LogFile]) -> list[LogFile]:
     """Chooses the logs that are sampled: one of every folder and kind, then a second one, and so on."""
     earlier: Counter[tuple[str, str]] = Counter()
     turns = []
-    for log in logs:
+    for index, log in enumerate(logs):
         # Logs given by path are groups of their own, which tells nothing of their content.
         family = ("" if log.role == LOG else log.group, log.kind)
-        turns.append(earlier[family])
+        turns.append((earlier[family], index))
         earlier[family] += 1
-    order = sorted(range(len(logs)), key=lambda index: turns[index])
-    return [logs[index] for index in sorted(order[:SAMPLED_LOGS])]
+    return [logs[index] for index in sorted(index for _, index in sorted(turns)[:SAMPLED_LOGS])]
 
 
 def drop_probable_duplicates(logs: Sequence[LogFile]) -> list[LogFile]:
@@ -176,33 +149,27 @@ def _read_ends(path: Path) -> bytes:
         return os.fsencode(path)  # no copy of any other; the reader will raise the error
 
 
-def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, graphs: GraphWriter) -> LogSample:
+def _sample_log(dataset: CanDatasetSettings, log: LogFile, num_logs: int, writer: GraphWriter) -> LogSample:
     reader = LogReader(log.path, dataset, kind=log.kind)
     part_bytes = max(PART_BYTES, round(MIN_PART_WINDOWS * dataset.window * reader.line_bytes))
-    sample = reader.sample(
-        SampleSpec(
-            num_parts=max(MIN_PARTS, SAMPLE_BYTES // num_logs // part_bytes),
-            part_bytes=part_bytes,
-            reach_bytes=REACH_BYTES // num_logs,
-        )
-    )
-    for frames in sample.parts:
+    num_parts = max(MIN_PARTS, SAMPLE_BYTES // num_logs // part_bytes)
+    sample = reader.sample(num_parts, part_bytes, REACH_BYTES // num_logs)
+    for frames in sample.frames:
         # A builder for each: no window reaches from one part into another.
-        graphs.write(frames, GraphBuilder(dataset.window, dataset.stride), reader)
+        for block in GraphBuilder(dataset.window, dataset.stride).feed(frames):
+            writer.append(block, reader.kinds)
     notices = [f"{log.path.name}: {note}" for note in reader.report.notes]
     # No error yet: a part may have more bad rows than the whole log.
-    if not sample.complete and reader.report.bad_share > dataset.max_malformed:
+    if not sample.text.complete and reader.report.bad_share > dataset.max_malformed:
         notices.append(
             f"{log.path.name}: {reader.report.bad_share:.1%} of the sampled rows are malformed or run backwards in "
             f"time; training refuses the log if more than {dataset.max_malformed:.2%} of all its rows are"
         )
-    graphs.end_log(log, reader, sample.expected_frames, "", notices)
+    writer.end_log(source_of(log, reader, frames=sample.expected_frames, sha256=""), notices)
     return sample
 
 
-def _estimate_train_windows(
-    dataset: CanDatasetSettings, logs: Sequence[LogFile], samples: dict[LogFile, LogSample]
-) -> int:
+def _train_windows(dataset: CanDatasetSettings, logs: Sequence[LogFile], samples: dict[LogFile, LogSample]) -> int:
     sizes = {log: log.path.stat().st_size for log in logs}
     frames_per_byte = sum(sample.expected_frames for sample in samples.values()) / sum(sizes[log] for log in samples)
     windows = 0.0
@@ -211,11 +178,6 @@ def _estimate_train_windows(
         share = (1 - dataset.validation_share) * (1 - dataset.test_share if log.role == LOG else 1)
         windows += max(0, (frames - dataset.window) // dataset.stride + 1) * share
     return max(1, round(windows))
-
-
-def _estimate_text_bytes(log: LogFile) -> int:
-    size = log.path.stat().st_size
-    return size * COMPRESSION if log.path.suffix.lower() == ".gz" else size
 
 
 def _copy_to_memory(flat: FlatGraphs) -> FlatGraphs:

@@ -11,28 +11,20 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.ensemble import IsolationForest, RandomForestClassifier
 
-from can_train.fit.features import Members, members
-from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train.fit.packing import Members, members
+from can_train.tasks.can.data.graphs import FlatGraphs, Floats, Ints
 from can_train.tasks.can.evaluation.metrics import Threshold, choose_threshold
 
 # Frames whose windows are expanded at a time. A window has no more nodes or edges than frames, so the temporary arrays
 # of a chunk stay below about 60 MB.
 FRAMES_PER_CHUNK: Final = 200_000
-
-# Training windows that a forest is fitted on: at worst, on noise, that takes 15 s on two cores.
-MAX_FOREST_WINDOWS: Final = 20_000
-
-# Trees of a forest; scikit-learn's default.
-FOREST_TREES: Final = 100
-
-# Threads that fit a forest: the cores of the smallest machine in use.
-FOREST_JOBS: Final = 2
-
-# Score of a CAN ID that training did not see: as suspicious as an ID that occurred in attacks only.
-UNSEEN_ID_SCORE: Final = 1.0
+MAX_FOREST_WINDOWS: Final = 20_000  # that a forest is fitted on: at worst, on noise, that takes 15 s on two cores
+FOREST_TREES: Final = 100  # scikit-learn's default
+FOREST_JOBS: Final = 2  # threads that fit a forest: the cores of the smallest machine in use
+UNSEEN_ID_SCORE: Final = 1.0  # of a CAN ID that training did not see: as suspicious as one only seen in attacks
 
 # Returns [R] scores of chosen windows, higher is more attack-like.
-WindowScorer = Callable[[FlatGraphs, NDArray[np.int64]], NDArray[np.float64]]
+WindowScorer = Callable[[FlatGraphs, Ints], Floats]
 
 
 @dataclass(frozen=True)
@@ -52,9 +44,7 @@ class Baselines:
     absent: dict[str, str] = field(default_factory=dict)
 
 
-def fit_baselines(
-    flat: FlatGraphs, train: NDArray[np.int64], validation: NDArray[np.int64], *, seed: int, fpr: float
-) -> Baselines:
+def fit_baselines(flat: FlatGraphs, train: Ints, validation: Ints, *, seed: int, fpr: float) -> Baselines:
     """Fits every baseline that the training windows allow; thresholds come from validation.
 
     Raises:
@@ -70,11 +60,9 @@ def fit_baselines(
         absent["random_forest"] = "the training windows hold attacks only"
     else:
         scorers["random_forest"] = fit_random_forest(flat, train, seed)
-    baselines = constant_baselines()
+    baselines, truth, supervised = constant_baselines(), flat.label[validation] > 0, bool(is_attack.any())
     for name, score in scorers.items():
-        threshold = choose_threshold(
-            flat.label[validation] > 0, score(flat, validation), supervised=bool(is_attack.any()), fpr=fpr
-        )
+        threshold = choose_threshold(truth, score(flat, validation), supervised=supervised, fpr=fpr)
         baselines.append(Baseline(name, score, threshold))
     return Baselines(tuple(baselines), absent)
 
@@ -96,10 +84,10 @@ class IdLookup:
         id_score: [K] share of the training windows with this ID that are attacks; `UNSEEN_ID_SCORE` if there are none.
     """
 
-    id_score: NDArray[np.float64]
+    id_score: Floats
 
     @classmethod
-    def fit(cls, flat: FlatGraphs, rows: NDArray[np.int64]) -> Self:
+    def fit(cls, flat: FlatGraphs, rows: Ints) -> Self:
         """Counts how many training windows have each ID, and how many of these are attacks."""
         occurred = np.zeros(len(flat.ids))
         attacked = np.zeros(len(flat.ids))
@@ -111,7 +99,7 @@ class IdLookup:
             attacked += np.bincount(codes, weights=is_attack, minlength=len(flat.ids))
         return cls(np.divide(attacked, occurred, out=np.full(len(occurred), UNSEEN_ID_SCORE), where=occurred > 0))
 
-    def score(self, flat: FlatGraphs, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    def score(self, flat: FlatGraphs, rows: Ints) -> Floats:
         """Returns [R] the largest score of each window's IDs."""
         parts = [np.empty(0)]
         for chunk in in_chunks(flat, rows):
@@ -120,7 +108,7 @@ class IdLookup:
         return np.concatenate(parts)
 
 
-def fit_random_forest(flat: FlatGraphs, rows: NDArray[np.int64], seed: int) -> WindowScorer:
+def fit_random_forest(flat: FlatGraphs, rows: Ints, seed: int) -> WindowScorer:
     """Fits a random forest to training windows of both classes; its scores are attack probabilities."""
     rows = sample_by_class(flat, rows, most=MAX_FOREST_WINDOWS, seed=seed)
     forest = RandomForestClassifier(FOREST_TREES, class_weight="balanced", n_jobs=FOREST_JOBS, random_state=seed)
@@ -130,7 +118,7 @@ def fit_random_forest(flat: FlatGraphs, rows: NDArray[np.int64], seed: int) -> W
     return _over_table(lambda table: forest.predict_proba(table)[:, 1])
 
 
-def fit_isolation_forest(flat: FlatGraphs, rows: NDArray[np.int64], seed: int) -> WindowScorer:
+def fit_isolation_forest(flat: FlatGraphs, rows: Ints, seed: int) -> WindowScorer:
     """Fits an isolation forest to training windows; its scores are anomaly scores in (0, 1]."""
     rows = sample_by_class(flat, rows, most=MAX_FOREST_WINDOWS, seed=seed)
     forest = IsolationForest(n_estimators=FOREST_TREES, n_jobs=1, random_state=seed)
@@ -138,15 +126,15 @@ def fit_isolation_forest(flat: FlatGraphs, rows: NDArray[np.int64], seed: int) -
     return _over_table(lambda table: -forest.score_samples(table))
 
 
-def _over_table(predict: Callable[[NDArray[np.float32]], NDArray[np.float64]]) -> WindowScorer:
-    def score(flat: FlatGraphs, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+def _over_table(predict: Callable[[NDArray[np.float32]], Floats]) -> WindowScorer:
+    def score(flat: FlatGraphs, rows: Ints) -> Floats:
         parts = [predict(window_features(flat, chunk)) for chunk in in_chunks(flat, rows)]
         return np.concatenate([np.empty(0), *parts])
 
     return score
 
 
-def sample_by_class(flat: FlatGraphs, rows: NDArray[np.int64], *, most: int, seed: int) -> NDArray[np.int64]:
+def sample_by_class(flat: FlatGraphs, rows: Ints, *, most: int, seed: int) -> Ints:
     """Draws at most `most` of the windows `rows`, in order.
 
     Each class may fill half of them and what the other one leaves free, so that rare attacks remain.
@@ -156,14 +144,12 @@ def sample_by_class(flat: FlatGraphs, rows: NDArray[np.int64], *, most: int, see
     num_attacks = min(len(attacks), max(most // 2, most - len(benign)))
     num_benign = min(len(benign), most - num_attacks)
     rng = np.random.default_rng(seed)
-    drawn = [
-        rng.choice(attacks, num_attacks, replace=False, shuffle=False),
-        rng.choice(benign, num_benign, replace=False, shuffle=False),
-    ]
+    wanted = ((attacks, num_attacks), (benign, num_benign))
+    drawn = [rng.choice(windows, count, replace=False, shuffle=False) for windows, count in wanted]
     return np.sort(np.concatenate(drawn))
 
 
-def window_features(flat: FlatGraphs, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+def window_features(flat: FlatGraphs, rows: Ints) -> NDArray[np.float32]:
     """Makes a table of chosen windows, without CAN IDs and absolute times.
 
     Returns:
@@ -176,19 +162,14 @@ def window_features(flat: FlatGraphs, rows: NDArray[np.int64]) -> NDArray[np.flo
     done = 0
     for chunk in in_chunks(flat, rows):
         nodes, edges = members(flat.node_ptr, chunk), members(flat.edge_ptr, chunk)
-        parts = (
-            _summaries(flat.node_features, nodes),
-            _summaries(flat.edge_features, edges),
-            nodes.sizes,
-            edges.sizes,
-            flat.end_time[chunk] - flat.start_time[chunk],
-        )
-        table[done : done + len(chunk)] = np.column_stack(parts)
+        summaries = _summaries(flat.node_features, nodes), _summaries(flat.edge_features, edges)
+        duration = flat.end_time[chunk] - flat.start_time[chunk]
+        table[done : done + len(chunk)] = np.column_stack([*summaries, nodes.sizes, edges.sizes, duration])
         done += len(chunk)
     return table
 
 
-def _summaries(features: NDArray[np.float32], of: Members) -> NDArray[np.float64]:
+def _summaries(features: NDArray[np.float32], of: Members) -> Floats:
     """Returns [R, 4 · F]: means, standard deviations, minima and maxima over the members of each window."""
     # Every window has a node and an edge: an empty one would get the sum of the window after it.
     values = features[of.positions].astype(np.float64)
@@ -199,7 +180,7 @@ def _summaries(features: NDArray[np.float32], of: Members) -> NDArray[np.float64
     return np.hstack([mean, np.sqrt(variance), low, high])
 
 
-def in_chunks(flat: FlatGraphs, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+def in_chunks(flat: FlatGraphs, rows: Ints) -> Iterator[Ints]:
     """Cuts chosen windows into parts of at most `FRAMES_PER_CHUNK` frames."""
     step = max(1, FRAMES_PER_CHUNK // flat.window)
     for start in range(0, len(rows), step):

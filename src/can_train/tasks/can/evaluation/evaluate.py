@@ -10,67 +10,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError, ConfigError
-from can_train.tasks.can.data.dataset import load_data, prepare_for_evaluation, simulate_if_synthetic
-from can_train.tasks.can.data.layout import TEST, LogFile, find_evaluation_logs, find_logs, hash_logs
+from can_train.tasks.can.data.dataset import CanData, load_data, prepare, simulate_if_synthetic
+from can_train.tasks.can.data.graphs import Floats, Ints, SourceFile
+from can_train.tasks.can.data.layout import TEST, find_evaluation_logs, find_logs, hash_logs
+from can_train.tasks.can.evaluation import judging
 from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines
-from can_train.tasks.can.evaluation.judging import (
-    TRAINED,
-    Detector,
-    JudgementTable,
-    JudgingOptions,
-    ModelScores,
-    ThresholdRecord,
-    TimedScore,
-    check_scores,
-    judge_at,
-    judgement_tables,
-    own_baselines,
-)
 from can_train.tasks.can.evaluation.metrics import Threshold
-from can_train.tasks.can.fusion.agent import WEIGHT, FinishedFusion
+from can_train.tasks.can.fusion.agent import FinishedFusion
 from can_train.tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
-from can_train.tasks.can.fusion.scores import WindowScores
+from can_train.tasks.can.fusion.mixing import WEIGHT, WindowScores
 from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
-from can_train.tasks.can.settings import (
-    CanDatasetSettings,
-    DistillationSettings,
-    FusionAgentSettings,
-    FusionSettings,
-    VgaeSettings,
-)
+from can_train.tasks.can.settings import CanDatasetSettings, FusionAgentSettings, VgaeSettings
 from can_train.tasks.can.synthetic.writing import synthetic_folder_name
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+# By folder: [F] final scores, or [F, S] raw ones.
+FolderScores = Mapping[str, Floats]
+# Loads the finished model of a role that a run builds on; raises RunError if it is gone.
+LoadModel = Callable[[str], FinishedModel]
+# Computes the [R, S] raw scores of windows by a model, in parts that fit.
+Score = Callable[[WindowModel, Ints], Floats]
 
-    from can_train.config.resolved import EvaluationData, FinishedModel
-    from can_train.reporter import Reporter
-    from can_train.tasks.can.data.dataset import CanData
-    from can_train.tasks.can.data.graphs import SourceFile
-    from can_train.tasks.can.evaluation.judging import Judgement
-
-    # By folder: [F] final scores, or [F, S] raw ones.
-    FolderScores = Mapping[str, NDArray[np.float64]]
-
-    # Loads the finished model of a role that a run builds on; raises RunError if it is gone.
-    LoadModel = Callable[[str], FinishedModel]
-
-    # Computes the [R, S] raw scores of windows by a model, in parts that fit.
-    Score = Callable[[WindowModel, NDArray[np.int64]], NDArray[np.float64]]
-
-# Dataset settings that the weights of a model depend on.
+# Dataset settings that the weights of a model depend on, and those that decide which of its windows it was trained on.
 _MODEL_SETTINGS: Final = ("window", "identity")
-
-# Dataset settings that decide which of its own windows a run was trained on.
 _SPLIT_SETTINGS: Final = ("name", "synthetic", "stride", "validation_share", "test_share")
 
-# Logs that a notice names; the others are an ellipsis.
-_MAX_NAMED_LOGS: Final = 3
+_MAX_NAMED_LOGS: Final = 3  # in a notice; the others are an ellipsis
 
 # Baselines that need training windows. Other logs have none: all of their windows are judged.
 FITTED_BASELINES: Final = ("id_lookup", "random_forest")
@@ -89,187 +60,68 @@ def make_evaluation(finished: FinishedModel, load_model: LoadModel, request: Eva
     if "threshold" not in finished.result.get("judgement", ()):
         raise CheckpointError("A run's result holds its threshold", value=finished.run_id, remedy="Train anew")
     data, own = _judged_data(finished.run.dataset, request)
-    references = _references_of(finished, data, load_model)
-    return WindowEvaluation(_model_of(finished, data, load_model), data, references, replace(request, own=own))
+    model: WindowModel
+    if isinstance(finished.run.model, FusionAgentSettings):
+        model = FinishedFusion(finished, data.flat, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
+    else:
+        model = FinishedNetwork(finished, data.flat)
+    return WindowEvaluation(model, data, load_model, replace(request, own=own))
 
 
 def _judged_data(trained: CanDatasetSettings, request: EvaluationData) -> tuple[CanData, bool]:
     """Loads the windows, and returns whether they are the run's own, split as they were for training."""
-    own = request.own or _same_logs(trained, request.dataset)
-    _check_unchanged(trained, request.dataset, (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own else ())))
-    if own:
-        return load_data(request.dataset, request.data_root, request.cache, request.reporter), True
-    logs = find_evaluation_logs(
-        simulate_if_synthetic(request.dataset, request.cache, request.reporter), request.data_root
-    )
-    data = prepare_for_evaluation(request.dataset, logs, request.cache, request.reporter)
-    _warn_of_training_logs(_training_logs(trained, request), data.flat.sources, request.reporter)
-    return data, False
-
-
-def _same_logs(trained: CanDatasetSettings, request: CanDatasetSettings) -> bool:
-    if trained.path and request.path:
-        return Path(trained.path).expanduser().resolve() == Path(request.path).expanduser().resolve()
-    return (trained.path, trained.name, trained.synthetic) == (request.path, request.name, request.synthetic)
-
-
-def _check_unchanged(trained: CanDatasetSettings, request: CanDatasetSettings, names: Sequence[str]) -> None:
-    for name in names:
-        before, now = getattr(trained, name), getattr(request, name)
+    dataset: CanDatasetSettings = request.dataset
+    if trained.path and dataset.path:
+        same = Path(trained.path).expanduser().resolve() == Path(dataset.path).expanduser().resolve()
+    else:
+        same = (trained.path, trained.name, trained.synthetic) == (dataset.path, dataset.name, dataset.synthetic)
+    own = request.own or same
+    for name in (*_MODEL_SETTINGS, *(_SPLIT_SETTINGS if own else ())):
+        before, now = getattr(trained, name), getattr(dataset, name)
         if before != now:
             why = "the model is bound to it" if name in _MODEL_SETTINGS else "it tells what the run was trained on"
             raise ConfigError(f"dataset.{name} is the run's own, since {why}", value=f"{now}; the run has {before}",
                               remedy="Leave it out; --dataset names other data")  # fmt: skip
+    if own:
+        return load_data(dataset, request.data_root, request.cache, request.reporter), True
+    logs = find_evaluation_logs(simulate_if_synthetic(dataset, request.cache, request.reporter), request.data_root)
+    data = prepare(dataset, logs, request.cache, request.reporter)
+    _warn_of_training_logs(trained, request, data.flat.sources)
+    return data, False
 
 
-def _training_logs(trained: CanDatasetSettings, request: EvaluationData) -> list[LogFile]:
-    """Finds the logs that the run was trained on; none where they are gone, or on another machine."""
-    folder = request.cache / synthetic_folder_name(trained.synthetic)
-    here = replace(trained, path=str(folder)) if trained.is_synthetic else trained
-    try:
-        return [log for log in find_logs(here, request.data_root) if log.role != TEST]
-    except CanTrainError:
-        return []
-
-
-def _warn_of_training_logs(logs: Sequence[LogFile], sources: Sequence[SourceFile], reporter: Reporter) -> None:
+def _warn_of_training_logs(trained: CanDatasetSettings, request: EvaluationData, sources: Sequence[SourceFile]) -> None:
     """Names the judged logs whose content is that of a log in training, wherever either of them lies."""
+    if trained.is_synthetic:
+        trained = replace(trained, path=str(request.cache / synthetic_folder_name(trained.synthetic)))
     try:
+        logs = [log for log in find_logs(trained, request.data_root) if log.role != TEST]
         # Hours of driving take long to read, so only logs of an equal size are hashed.
         sizes = {Path(source.path).stat().st_size for source in sources}
         alike = [log for log in logs if log.path.stat().st_size in sizes]
-        hashes = {hashed.sha256 for hashed in hash_logs(alike, reporter)} if alike else set()
+        hashes = {hashed.sha256 for hashed in hash_logs(alike, request.reporter)} if alike else set()
     except (CanTrainError, OSError):
-        return
+        return  # The logs are gone, or on another machine.
     known = [source.path for source in sources if source.sha256 in hashes]
     if known:
         named = ", ".join(known[:_MAX_NAMED_LOGS]) + (", …" if len(known) > _MAX_NAMED_LOGS else "")
-        trained = f"The run was trained on {len(known)} of these {len(sources)} logs"
-        reporter.notice(f"{trained}, so its figures on them are too good: {named}")
+        count = f"The run was trained on {len(known)} of these {len(sources)} logs"
+        request.reporter.notice(f"{count}, so its figures on them are too good: {named}")
 
 
-def _model_of(finished: FinishedModel, data: CanData, load_model: LoadModel) -> WindowModel:
-    if isinstance(finished.run.model, FusionAgentSettings):
-        return FinishedFusion(finished, data.flat, {role: load_model(role) for role in (AUTOENCODER, CLASSIFIER)})
-    return FinishedNetwork(finished, data.flat)
-
-
-class References:
-    """The detectors that a finished run is compared with; the base class has none.
-
-    Args:
-        result: The run's own judgement.
-
-    Attributes:
-        models: Models that score the windows themselves, by role.
-        absent: The reason for each detector that is missing, by name.
-    """
-
-    def __init__(self, result: Mapping[str, Any]) -> None:
-        self._result = result
-        self.models: dict[str, WindowModel] = {}
-        self.absent: dict[str, str] = {}
-
-    def scores(self, raw: FolderScores, score: Callable[[str], FolderScores]) -> dict[str, ModelScores]:
-        """Returns the final scores by name, from the raw scores of the run's model and those of each of `models`."""
-        return {}
-
-    def complete(self, judgement: Judgement, raw: FolderScores, timed: TimedScore) -> dict[str, Any]:
-        """Adds to a judgement the parts that only such a model has; `timed` has scored all models."""
-        return dict(judgement)
-
-
-class TeacherReferences(References):
-    """The teacher of a student and the same student without one, as far as their runs are still there."""
-
-    def __init__(self, result: Mapping[str, Any], data: CanData, load_model: LoadModel) -> None:
-        super().__init__(result)
-        for role, record in result["references"].items():
-            with self._skip_on_error(role):
-                # With the threshold and the units that the student's run found, as at the end of that run.
-                finished = replace(load_model(role), result={"judgement": record})
-                self.models[role] = FinishedNetwork(finished, data.flat, full_precision=True)
-
-    def scores(self, raw: FolderScores, score: Callable[[str], FolderScores]) -> dict[str, ModelScores]:
-        """Returns the final scores of both, by role; one that fails is absent."""
-        found = {}
-        for role, model in self.models.items():
-            with self._skip_on_error(role):
-                scores = _final_scores(model, score(role))
-                check_scores(scores)
-                found[role] = scores
-        return found
-
-    def complete(self, judgement: Judgement, raw: FolderScores, timed: TimedScore) -> dict[str, Any]:
-        """Adds sizes and speeds."""
-        compared = {
-            name: {**known, "windows_per_second": timed.speed("" if name == TRAINED else name)}
-            for name, known in self._result["compared"].items()
-            if name == TRAINED or name in judgement["references"]
-        }
-        return {**judgement, "compared": compared}
-
-    @contextmanager
-    def _skip_on_error(self, role: str) -> Iterator[None]:
-        try:
-            yield
-        except CanTrainError as error:
-            self.absent[role] = ": ".join(filter(None, (error.rule, error.value)))
-
-
-class MixReferences(References):
-    """The simple mixes of the two scores that an agent sees, as its run fitted them."""
-
-    def __init__(self, result: Mapping[str, Any]) -> None:
-        super().__init__(result)
-        self.absent = {name: why for name, why in result["absent"].items() if name == BEST_MIX}
-
-    def scores(self, raw: FolderScores, score: Callable[[str], FolderScores]) -> dict[str, ModelScores]:
-        """Returns the scores of the mixes, by name."""
-        mixes = {name: mix_from_plain(plain) for name, plain in self._result["mixing"]["mixes"].items()}
-        tables = {folder: WindowScores.from_columns(columns) for folder, columns in raw.items()}
-        return {
-            name: ModelScores(
-                validation=np.empty(0),
-                test={folder: mix.score(table, np.arange(len(table.anomaly))) for folder, table in tables.items()},
-            )
-            for name, mix in mixes.items()
-        }
-
-    def complete(self, judgement: Judgement, raw: FolderScores, timed: TimedScore) -> dict[str, Any]:
-        """Adds the weights that the agent chose."""
-        weights = {folder: columns[:, WEIGHT] for folder, columns in raw.items()}
-        return with_choices(judgement, self._result["mixing"], weights)
-
-
-def _references_of(finished: FinishedModel, data: CanData, load_model: LoadModel) -> References:
-    result, mode = finished.result["judgement"], finished.run.mode
-    if isinstance(mode, DistillationSettings):
-        return TeacherReferences(result, data, load_model)
-    return MixReferences(result) if isinstance(mode, FusionSettings) else References(result)
-
-
-def _final_scores(model: WindowModel, raw: FolderScores, validation: NDArray[np.float64] | None = None) -> ModelScores:
-    return ModelScores(
-        validation=np.empty(0) if validation is None else model.combine(validation),
-        test={folder: model.combine(columns) for folder, columns in raw.items()},
-        error_units=model.error_units,
-    )
+def _final_scores(model: WindowModel, raw: FolderScores, validation: Floats | None = None) -> judging.ModelScores:
+    final = np.empty(0) if validation is None else model.combine(validation)
+    test = {folder: model.combine(columns) for folder, columns in raw.items()}
+    return judging.ModelScores(validation=final, test=test, error_units=model.error_units)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluatedWindows:
-    """The outcome of an evaluation.
+    """The outcome of an evaluation."""
 
-    Attributes:
-        judgement: As in a run's result; strict JSON.
-        samples: Columns of [W] cells, by name: the judged windows with their times, scores and labels.
-        notes: Sentences about how the windows were judged.
-    """
-
-    judgement: Mapping[str, Any]
-    samples: Mapping[str, Sequence[Any] | NDArray[Any]]
-    notes: Sequence[str]
+    judgement: Mapping[str, Any]  # as in a run's result; strict JSON
+    samples: Mapping[str, Sequence[Any] | NDArray[Any]]  # columns of [W] cells, by name: windows with times and scores
+    notes: Sequence[str]  # sentences about how the windows were judged
 
 
 class WindowEvaluation:
@@ -279,15 +131,32 @@ class WindowEvaluation:
         own_split: Whether the windows are split as they were for training; else all of them are judged.
     """
 
-    def __init__(self, model: WindowModel, data: CanData, references: References, request: EvaluationData) -> None:
+    def __init__(self, model: WindowModel, data: CanData, load_model: LoadModel, request: EvaluationData) -> None:
         self._model = model
         self._data = data
-        self._references = references
         self._request = request
         self._run = model.finished.run
         self._result = model.finished.result["judgement"]
         self.own_split = request.own
         self._rows = np.concatenate([*data.split.test.values()])
+        # Of a student: its teacher and the same student without one, as far as their runs are still there.
+        self._references: dict[str, FinishedNetwork] = {}
+        self._absent: dict[str, str] = {}
+        if "mixing" in self._result:
+            self._absent = {name: why for name, why in self._result["absent"].items() if name == BEST_MIX}
+        if "compared" in self._result:
+            for role, record in self._result["references"].items():
+                with self._absent_on_error(role):
+                    # With the threshold and the units that the student's run found, as at the end of that run.
+                    finished = replace(load_model(role), result={"judgement": record})
+                    self._references[role] = FinishedNetwork(finished, data.flat, full_precision=True)
+
+    @contextmanager
+    def _absent_on_error(self, role: str) -> Iterator[None]:
+        try:
+            yield
+        except CanTrainError as error:
+            self._absent[role] = ": ".join(filter(None, (error.rule, error.value)))
 
     @property
     def dataset(self) -> str:
@@ -311,42 +180,87 @@ class WindowEvaluation:
             RunError: A score is not a finite number.
         """
         data, model = self._data, self._model
-        models = {"": model, **self._references.models}
-        timed = TimedScore(lambda rows, role="": score(models[role], rows))
+        models = {"": model, **self._references}
+        timed = judging.TimedScore(lambda rows, role="": score(models[role], rows))
         raw = self._folder_scores(timed)
         validation = timed(data.split.validation) if len(data.split.validation) else None
         scores = _final_scores(model, raw, validation)
         chosen = Threshold(value=threshold, rule="as given") if threshold is not None else self._known(self._result)
         references = {
-            name: Detector(one, self._known(self._result["references"][name]))
-            for name, one in self._references.scores(raw, lambda role: self._folder_scores(timed, role)).items()
+            name: judging.Detector(one, self._known(self._result["references"][name]))
+            for name, one in (self._reference_scores(timed) | self._mix_scores(raw)).items()
         }
-        judgement = judge_at(data.flat, data.split, Detector(scores, chosen), self._baselines(), references)
-        judgement["absent"] |= self._references.absent
+        if self.own_split:
+            options = judging.JudgingOptions.of(self._run, supervised=not isinstance(self._run.model, VgaeSettings))
+            baselines = judging.own_baselines(data.flat, data.split, options)
+        else:
+            baselines = Baselines(tuple(constant_baselines()), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
+        judgement = judging.judge_at(data.flat, data.split, judging.Detector(scores, chosen), baselines, references)
+        judgement["absent"] |= self._absent
         return EvaluatedWindows(
-            judgement=self._references.complete(judgement, raw, timed),
+            judgement=self._complete(judgement, raw, timed),
             samples=self._samples(scores.test, chosen.value),
             notes=[*self._unknown_ids(), *_notes(chosen, judgement["absent"])],
         )
 
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[JudgementTable]:
-        """Writes a judgement as tables of text."""
-        return judgement_tables(judgement)
+    def _reference_scores(self, timed: judging.TimedScore) -> dict[str, judging.ModelScores]:
+        """Returns the final scores of the reference models, by role; one that fails is absent."""
+        found = {}
+        for role, model in self._references.items():
+            with self._absent_on_error(role):
+                scores = _final_scores(model, self._folder_scores(timed, role))
+                judging.check_scores(scores)
+                found[role] = scores
+        return found
 
-    def _folder_scores(self, timed: TimedScore, *role: str) -> FolderScores:
+    def _mix_scores(self, raw: FolderScores) -> dict[str, judging.ModelScores]:
+        """Returns the scores of the simple mixes of the two scores that an agent sees, as its run fitted them."""
+        if "mixing" not in self._result:
+            return {}
+        # The last five columns of a finished agent's scores.
+        tables = {
+            folder: WindowScores(anomaly=columns[:, -5], attack=columns[:, -4], errors=columns[:, -3:])
+            for folder, columns in raw.items()
+        }
+        return {
+            name: judging.ModelScores(
+                validation=np.empty(0),
+                test={folder: mix.score(table, np.arange(len(table.anomaly))) for folder, table in tables.items()},
+            )
+            for name, plain in self._result["mixing"]["mixes"].items()
+            for mix in [mix_from_plain(plain)]
+        }
+
+    def _complete(self, judgement: judging.Judgement, raw: FolderScores, timed: judging.TimedScore) -> dict[str, Any]:
+        """Adds to a judgement the sizes and speeds of a student, or the weights that an agent chose."""
+        if "mixing" in self._result:
+            weights = {folder: columns[:, WEIGHT] for folder, columns in raw.items()}
+            return with_choices(judgement, self._result["mixing"], weights)
+        if "compared" not in self._result:
+            return dict(judgement)
+        compared = {
+            name: {**known, "windows_per_second": timed.speed("" if name == judging.TRAINED else name)}
+            for name, known in self._result["compared"].items()
+            if name == judging.TRAINED or name in judgement["references"]
+        }
+        return {**judgement, "compared": compared}
+
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[judging.JudgementTable]:
+        """Writes each test folder as a table of all detectors."""
+        return judging.judgement_tables(judgement)
+
+    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[judging.JudgementTable]:
+        """Writes a judgement as one table, a row for each test folder."""
+        return [judging.summary_table(judgement)]
+
+    def _folder_scores(self, timed: judging.TimedScore, *role: str) -> FolderScores:
         # The first call for a model is not timed; one window makes it short.
         timed(self._rows[:1], *role)
         return {folder: timed(rows, *role) for folder, rows in self._data.split.test.items()}
 
-    def _known(self, record: ThresholdRecord) -> Threshold:
+    def _known(self, record: judging.ThresholdRecord) -> Threshold:
         where = "" if self.own_split else f", in {self._run.dataset.name}"
         return Threshold(value=record["threshold"], rule=f"{record['threshold_rule']}{where}")
-
-    def _baselines(self) -> Baselines:
-        if not self.own_split:
-            return Baselines(tuple(constant_baselines()), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
-        supervised = not isinstance(self._run.model, VgaeSettings)
-        return own_baselines(self._data.flat, self._data.split, JudgingOptions.of(self._run, supervised=supervised))
 
     def _unknown_ids(self) -> list[str]:
         """Counts the CAN IDs that are new to a model with an ID embedding."""

@@ -10,45 +10,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
 
+from can_train.config.resolved import ResolvedRun
 from can_train.errors import RunError
+from can_train.io.units import shortened
+from can_train.tasks.can.data.graphs import FlatGraphs, Floats, Ints
+from can_train.tasks.can.evaluation import metrics
 from can_train.tasks.can.evaluation.baselines import Baselines, fit_baselines
-from can_train.tasks.can.evaluation.metrics import (
-    KindRecall,
-    Metrics,
-    Threshold,
-    choose_threshold,
-    detector_metrics,
-    recall_by_kind,
-)
 
 if TYPE_CHECKING:
-    from can_train.config.resolved import ResolvedRun
-    from can_train.tasks.can.data.dataset import Split
-    from can_train.tasks.can.data.graphs import FlatGraphs
+    from can_train.tasks.can.data.graphs import Split
 
 # Share of flagged windows from which a remark says that a detector flags everything.
 FLAGS_EVERYTHING_SHARE: Final = 0.99
-
 # False-positive rate below which that remark is left out: where nearly all windows are attacks, a good detector flags
 # nearly all of them.
 INDISCRIMINATE_FPR: Final = 0.5
-
 SECONDS_PER_HOUR: Final = 3600.0
 
-# Name of the model that the run trained, in results and tables.
-TRAINED: Final = "model"
-
-# Cell of a figure that the folder does not define.
-UNDEFINED: Final = "-"
-
-# Alarms per hour from which a decimal is noise.
-MANY_ALARMS: Final = 100.0
+TRAINED: Final = "model"  # name of the model that the run trained, in results and tables
+UNDEFINED: Final = "-"  # cell of a figure that the folder does not define
+_YES: Final = "yes"
+_NO: Final = "NO"  # in capitals, so that it is seen in a column of `yes`
+MANY_ALARMS: Final = 100.0  # per hour, from which a decimal is noise
 
 # Figures of a table by heading. The headings are short because the widest row must fit 80 columns: `r@1%` is recall at
 # 1 % false positives, `alarm/h` are false alarms per hour.
@@ -58,8 +45,19 @@ _RATES: Final = {
 }  # fmt: skip
 COLUMNS: Final = ("detector", *_RATES, "alarm/h")
 
+# The same for the summary, which has a row for each test folder.
+_SUMMARY_RATES: Final = {"MCC": "mcc", "PR-AUC": "pr_auc", "recall@1%": "recall_at_fpr_1pct"}
+SUMMARY_COLUMNS: Final = ("folder", *_SUMMARY_RATES, "alarms/h", "best baseline", "its MCC", "beaten")
+_SUMMARY_LEGEND: Final = (
+    "MCC: 1 is perfect, 0 no better than chance; a baseline with less is beaten",
+    "PR-AUC: area under the precision-recall curve",
+    "recall@1%: attack windows found where 1 % of the benign ones are flagged",
+    "alarms/h: false alarms in an hour of benign traffic",
+)
+_NOT_BEATEN: Final = "does not beat"  # begins the remark that the summary has as a column
+
 # Scores windows: `score(rows)` with the trained model, `score(rows, role)` with the reference model of that role.
-Score = Callable[..., NDArray[np.float64]]
+Score = Callable[..., Floats]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,8 +70,8 @@ class ModelScores:
         error_units: Units of an autoencoder's error terms, which the scores are made with.
     """
 
-    validation: NDArray[np.float64]
-    test: Mapping[str, NDArray[np.float64]]
+    validation: Floats
+    test: Mapping[str, Floats]
     error_units: list[float] | None = None
 
 
@@ -82,7 +80,7 @@ class Detector:
     """A detector's scores and its threshold."""
 
     scores: ModelScores
-    threshold: Threshold
+    threshold: metrics.Threshold
 
     def record(self) -> ThresholdRecord:
         """Returns what validation decided about the detector, as strict JSON."""
@@ -117,10 +115,10 @@ class JudgingOptions:
 class FolderJudgement(TypedDict):
     """Figures of one test folder, by detector."""
 
-    model: Metrics
-    references: dict[str, Metrics]
-    baselines: dict[str, Metrics]
-    recall_by_kind: dict[str, KindRecall]
+    model: metrics.Metrics
+    references: dict[str, metrics.Metrics]
+    baselines: dict[str, metrics.Metrics]
+    recall_by_kind: dict[str, metrics.KindRecall]
     remarks: list[str]
 
 
@@ -139,18 +137,14 @@ class Judgement(ThresholdRecord):
     detector. Data that no run was trained on have no validation part.
     """
 
-    validation: NotRequired[Metrics]
+    validation: NotRequired[metrics.Metrics]
     test: dict[str, FolderJudgement]
     references: dict[str, ThresholdRecord]
     absent: dict[str, str]
 
 
 def judge(
-    flat: FlatGraphs,
-    split: Split,
-    scores: ModelScores,
-    options: JudgingOptions,
-    references: Mapping[str, ModelScores] = MappingProxyType({}),
+    flat: FlatGraphs, split: Split, scores: ModelScores, options: JudgingOptions, references: Mapping[str, ModelScores]
 ) -> Judgement:
     """Judges a model on every test folder, together with references by name; one rule chooses all thresholds.
 
@@ -162,9 +156,8 @@ def judge(
 
     def with_threshold(one: ModelScores) -> Detector:
         check_scores(one)
-        threshold = choose_threshold(
-            is_attack, one.validation, supervised=options.supervised, fpr=options.validation_fpr
-        )
+        validation, fpr = one.validation, options.validation_fpr
+        threshold = metrics.choose_threshold(is_attack, validation, supervised=options.supervised, fpr=fpr)
         return Detector(one, threshold)
 
     model = with_threshold(scores)
@@ -184,11 +177,7 @@ def own_baselines(flat: FlatGraphs, split: Split, options: JudgingOptions) -> Ba
 
 
 def judge_at(
-    flat: FlatGraphs,
-    split: Split,
-    model: Detector,
-    baselines: Baselines,
-    references: Mapping[str, Detector] = MappingProxyType({}),
+    flat: FlatGraphs, split: Split, model: Detector, baselines: Baselines, references: Mapping[str, Detector]
 ) -> Judgement:
     """Judges a model whose threshold is known. The split's validation part may be empty.
 
@@ -242,16 +231,17 @@ def _judge_folder(
         model=model,
         references=references,
         baselines=simple,
-        recall_by_kind=recall_by_kind(flat.label[rows], flagged, flat.kinds),
+        recall_by_kind=metrics.recall_by_kind(flat.label[rows], flagged, flat.kinds),
         remarks=remarks(model, {**references, **simple}, unlabelled_windows=int(np.count_nonzero(~labelled))),
     )
 
 
-def _metrics(flat: FlatGraphs, rows: NDArray[np.int64], score: NDArray[np.float64], threshold: Threshold) -> Metrics:
-    return detector_metrics(flat.label[rows] > 0, score, score > threshold.value, benign_hours=benign_hours(flat, rows))
+def _metrics(flat: FlatGraphs, rows: Ints, score: Floats, threshold: metrics.Threshold) -> metrics.Metrics:
+    hours = benign_hours(flat, rows)
+    return metrics.detector_metrics(flat.label[rows] > 0, score, score > threshold.value, benign_hours=hours)
 
 
-def benign_hours(flat: FlatGraphs, rows: NDArray[np.int64]) -> float:
+def benign_hours(flat: FlatGraphs, rows: Ints) -> float:
     """Computes how long [R] chosen windows, ascending, observed benign traffic, in hours.
 
     A window lasts until the next chosen one begins, if that overlaps it or follows without a frame between them;
@@ -265,44 +255,31 @@ def benign_hours(flat: FlatGraphs, rows: NDArray[np.int64]) -> float:
     return float(seconds[flat.label[rows] == 0].sum()) / SECONDS_PER_HOUR
 
 
-def remarks(model: Metrics, others: Mapping[str, Metrics], *, unlabelled_windows: int) -> list[str]:
+def remarks(model: metrics.Metrics, others: Mapping[str, metrics.Metrics], *, unlabelled_windows: int) -> list[str]:
     """Writes sentences about what the figures of a folder hide; `others` are those of the compared detectors."""
-    return [*_label_remarks(model, unlabelled_windows), *_flag_remarks(model), *_comparison_remarks(model, others)]
-
-
-def _label_remarks(model: Metrics, unlabelled_windows: int) -> list[str]:
     windows, attacks = model["windows"], model["attack_windows"]
-    if unlabelled_windows == windows:
-        return ["labels absent: all windows are presumed benign, only false-alarm figures are defined"]
+    share, fpr, mcc = model["flagged_share"], model["false_positive_rate"], model["mcc"]
     found = []
-    if unlabelled_windows:
-        found.append(f"{unlabelled_windows} of {windows} windows have no labels and are presumed benign")
-    if not attacks:
-        found.append("no attacks: only false-alarm figures are defined")
-    if attacks == windows:
-        found.append("all windows are attacks: false-alarm figures are not defined")
-    return found
-
-
-def _flag_remarks(model: Metrics) -> list[str]:
-    share, attacks, fpr = model["flagged_share"], model["attack_windows"], model["false_positive_rate"]
+    if unlabelled_windows == windows:
+        found.append("labels absent: all windows are presumed benign, only false-alarm figures are defined")
+    else:
+        if unlabelled_windows:
+            found.append(f"{unlabelled_windows} of {windows} windows have no labels and are presumed benign")
+        if not attacks:
+            found.append("no attacks: only false-alarm figures are defined")
+        if attacks == windows:
+            found.append("all windows are attacks: false-alarm figures are not defined")
     if share == 0 and attacks:
-        return ["flags nothing: every attack is missed"]
-    if share is None or share < FLAGS_EVERYTHING_SHARE or (fpr is not None and fpr < INDISCRIMINATE_FPR):
-        return []
-    if not attacks:
-        return ["flags everything: every alarm is a false one"]
-    return ["flags everything (recall 1.0 says nothing; accuracy = attack share)"]
-
-
-def _comparison_remarks(model: Metrics, others: Mapping[str, Metrics]) -> list[str]:
-    reached = model["mcc"]
-    if reached is None:
-        return []
-    unbeaten = [
-        f"{name} ({mcc:.3f})" for name, other in others.items() if (mcc := other["mcc"]) is not None and reached <= mcc
-    ]
-    return [f"does not beat {', '.join(unbeaten)} on MCC ({reached:.3f})"] if unbeaten else []
+        found.append("flags nothing: every attack is missed")
+    elif share is not None and share >= FLAGS_EVERYTHING_SHARE and (fpr is None or fpr >= INDISCRIMINATE_FPR):
+        why = "(recall 1.0 says nothing; accuracy = attack share)"
+        found.append(f"flags everything {why}" if attacks else "flags everything: every alarm is a false one")
+    if mcc is not None:
+        rivals = {name: other["mcc"] for name, other in others.items()}
+        unbeaten = [f"{name} ({rival:.3f})" for name, rival in rivals.items() if rival is not None and mcc <= rival]
+        if unbeaten:
+            found.append(f"{_NOT_BEATEN} {', '.join(unbeaten)} on MCC ({mcc:.3f})")
+    return found
 
 
 class TimedScore:
@@ -315,7 +292,7 @@ class TimedScore:
         self._score = score
         self._counted: dict[str, tuple[int, float]] = {}
 
-    def __call__(self, rows: NDArray[np.int64], *role: str) -> NDArray[np.float64]:
+    def __call__(self, rows: Ints, *role: str) -> Floats:
         """Scores windows with the trained model, or with the reference model of a role."""
         name = "".join(role)
         started = time.perf_counter()
@@ -333,7 +310,7 @@ class TimedScore:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgementTable:
-    """A table of a judgement, as text: the model first, then the references, then the baselines."""
+    """A table of a judgement, as text."""
 
     title: str
     rows: tuple[tuple[str, ...], ...]
@@ -342,30 +319,61 @@ class JudgementTable:
 
 
 def judgement_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
-    """Writes a judgement as one table for each test folder, and one of sizes and speeds where it has them."""
+    """Writes a judgement as one table for each test folder, and one of sizes and speeds where it has them.
+
+    In a table of a folder the model comes first, then the references, then the baselines.
+    """
     tables = [_folder_table(folder, judged) for folder, judged in judgement["test"].items()]
     return [*tables, _comparison_table(judgement)] if "compared" in judgement else tables
 
 
 def _folder_table(folder: str, judged: FolderJudgement) -> JudgementTable:
     model = judged["model"]
-    detectors = {TRAINED: model, **judged["references"], **judged["baselines"]}
-    kinds = [
-        f"{kind} {found['recall']:.3f} of {found['windows']:,}" for kind, found in judged["recall_by_kind"].items()
-    ]
-    return JudgementTable(
-        title=f"{folder}: {model['windows']:,} windows, {model['attack_windows']:,} attacks",
-        rows=tuple((name, *_cells(figures)) for name, figures in detectors.items()),
-        notes=(*([f"recall by kind: {', '.join(kinds)}"] if kinds else []), *judged["remarks"]),
-    )
+    detectors: Mapping[str, Mapping[str, Any]] = {TRAINED: model, **judged["references"], **judged["baselines"]}
+    rows = []
+    for name, figures in detectors.items():
+        rates = (_cell(figures[rate], ".3f") for rate in _RATES.values())
+        rows.append((name, *rates, _alarms_cell(figures["false_alarms_per_hour"])))
+    by_kind = judged["recall_by_kind"].items()
+    kinds = ", ".join(f"{kind} {found['recall']:.3f} of {found['windows']:,}" for kind, found in by_kind)
+    title = f"{folder}: {model['windows']:,} windows, {model['attack_windows']:,} attacks"
+    notes = (*([f"recall by kind: {kinds}"] if kinds else []), *judged["remarks"])
+    return JudgementTable(title=title, rows=tuple(rows), notes=notes)
 
 
-def _cells(figures: Mapping[str, Any]) -> list[str]:
-    alarms = figures["false_alarms_per_hour"]
-    return [
-        *(_cell(figures[name], ".3f") for name in _RATES.values()),
-        _cell(alarms, ".1f" if alarms is not None and alarms < MANY_ALARMS else ",.0f"),
-    ]
+def summary_table(judgement: Mapping[str, Any]) -> JudgementTable:
+    """Writes a judgement as one table: the model's figures in each test folder, and the best baseline there."""
+    folders: Mapping[str, FolderJudgement] = judgement["test"]
+    short = shortened([*folders])
+    rows = tuple(_summary_row(short[folder], judged) for folder, judged in folders.items())
+    beaten = [row[-1] for row in rows if row[-1] != UNDEFINED]
+    notes = [f"The model beats the best baseline in {beaten.count(_YES)} of {len(beaten)} test folders."] * bool(beaten)
+    names_by_remark: dict[str, list[str]] = {}
+    for folder, judged in folders.items():
+        for remark in judged["remarks"]:
+            names_by_remark.setdefault(remark, []).append(short[folder])
+    remarks = {remark: names for remark, names in names_by_remark.items() if not remark.startswith(_NOT_BEATEN)}
+    notes += [f"{', '.join(names)}: {remark}." for remark, names in remarks.items()]
+    notes += _SUMMARY_LEGEND
+    if any(short[folder] != folder for folder in folders):
+        notes.append(", ".join(folders))
+    title = "How well the model finds attacks in each test folder"
+    return JudgementTable(title=title, columns=SUMMARY_COLUMNS, rows=rows, notes=tuple(notes))
+
+
+def _summary_row(name: str, judged: FolderJudgement) -> tuple[str, ...]:
+    model: Mapping[str, Any] = judged["model"]
+    rates = (_cell(model[rate], ".3f") for rate in _SUMMARY_RATES.values())
+    rivals = {rival: figures["mcc"] for rival, figures in judged["baselines"].items() if figures["mcc"] is not None}
+    best = max(rivals, key=lambda rival: rivals[rival], default=None)
+    alarms = _alarms_cell(model["false_alarms_per_hour"])
+    if best is None or model["mcc"] is None:
+        return (name, *rates, alarms, UNDEFINED, UNDEFINED, UNDEFINED)
+    return (name, *rates, alarms, best, _cell(rivals[best], ".3f"), _YES if model["mcc"] > rivals[best] else _NO)
+
+
+def _alarms_cell(alarms: float | None) -> str:
+    return _cell(alarms, ".1f" if alarms is not None and alarms < MANY_ALARMS else ",.0f")
 
 
 def _cell(value: float | None, spec: str) -> str:

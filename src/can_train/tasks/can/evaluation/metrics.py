@@ -11,6 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import DataError
+from can_train.tasks.can.data.graphs import Bools, Floats
+
+# False-positive rate at which `recall_at_fpr_1pct` is read. It is customary, and means hundreds of alarms an hour.
+FIXED_FPR: Final = 0.01
+# Shares of the node, edge and latent error in the anomaly score: those that users of this detector know.
+ERROR_WEIGHTS: Final = (0.40, 0.35, 0.25)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +27,7 @@ class Threshold:
     rule: str
 
 
-def choose_threshold(
-    is_attack: NDArray[np.bool_], score: NDArray[np.float64], *, supervised: bool, fpr: float
-) -> Threshold:
+def choose_threshold(is_attack: Bools, score: Floats, *, supervised: bool, fpr: float) -> Threshold:
     """Chooses the threshold of a detector from [V] validation windows.
 
     A supervised detector gets the best F1, if there are attacks to measure it on. Any other one may flag a share `fpr`
@@ -36,19 +40,15 @@ def choose_threshold(
         rule = "max F1 on validation" + (" (which holds attacks only)" if is_attack.all() else "")
         return Threshold(value=threshold_max_f1(is_attack, score), rule=rule)
     if is_attack.all():
-        raise DataError(
-            "The threshold needs benign windows in the validation part",
-            value=f"{len(is_attack)} windows, none of them benign",
-            remedy="Use a longer log, or raise dataset.validation_share",
-        )
+        raise DataError("The threshold needs benign windows in the validation part",
+                        value=f"{len(is_attack)} windows, none of them benign",
+                        remedy="Use a longer log, or raise dataset.validation_share")  # fmt: skip
     reason = " (which holds no attacks)" if supervised else ""
-    return Threshold(
-        value=threshold_at_fpr(score[~is_attack], fpr),
-        rule=f"at most {100 * fpr:g} % of benign windows flagged on validation{reason}",
-    )
+    rule = f"at most {100 * fpr:g} % of benign windows flagged on validation{reason}"
+    return Threshold(value=threshold_at_fpr(score[~is_attack], fpr), rule=rule)
 
 
-def threshold_max_f1(is_attack: NDArray[np.bool_], score: NDArray[np.float64]) -> float:
+def threshold_max_f1(is_attack: Bools, score: Floats) -> float:
     """Returns the threshold with the best attack-class F1; of equally good ones, the one that flags fewest windows.
 
     It lies midway between the lowest flagged score and the highest one that is not flagged. There must be an attack.
@@ -68,7 +68,7 @@ def threshold_max_f1(is_attack: NDArray[np.bool_], score: NDArray[np.float64]) -
     return middle if highest_passed <= middle < lowest_flagged else highest_passed
 
 
-def threshold_at_fpr(benign_score: NDArray[np.float64], fpr: float) -> float:
+def threshold_at_fpr(benign_score: Floats, fpr: float) -> float:
     """Returns the lowest benign score that leaves at most a share `fpr` of them strictly above it.
 
     There must be at least one score.
@@ -79,10 +79,6 @@ def threshold_at_fpr(benign_score: NDArray[np.float64], fpr: float) -> float:
     rates = np.arange(1, count) / count
     allowed = int(np.searchsorted(rates, fpr, side="right"))
     return float(np.sort(benign_score)[count - 1 - allowed])
-
-
-# False-positive rate at which `recall_at_fpr_1pct` is read. It is customary, and means hundreds of alarms an hour.
-FIXED_FPR: Final = 0.01
 
 
 class Metrics(TypedDict):
@@ -109,9 +105,7 @@ class KindRecall(TypedDict):
     windows: int
 
 
-def detector_metrics(
-    is_attack: NDArray[np.bool_], score: NDArray[np.float64], flagged: NDArray[np.bool_], *, benign_hours: float
-) -> Metrics:
+def detector_metrics(is_attack: Bools, score: Floats, flagged: Bools, *, benign_hours: float) -> Metrics:
     """Computes every figure of one detector; figures that the windows do not define are None.
 
     The precision is 0 where nothing is flagged, as in scikit-learn, and so is the MCC where all windows or none are.
@@ -160,7 +154,7 @@ def _mcc(hits: int, false_alarms: int, attacks: int, benign: int) -> float:
     return float(covariance / (flagged * passed * attacks * benign) ** 0.5)
 
 
-def recall_at_fpr(is_attack: NDArray[np.bool_], score: NDArray[np.float64], fpr: float) -> float:
+def recall_at_fpr(is_attack: Bools, score: Floats, fpr: float) -> float:
     """Returns the best recall of any threshold that flags at most a share `fpr` of the benign windows.
 
     It measures how well the scores rank, independently of the chosen threshold. Both classes must occur.
@@ -169,9 +163,7 @@ def recall_at_fpr(is_attack: NDArray[np.bool_], score: NDArray[np.float64], fpr:
     return float(np.mean(score[is_attack] > threshold))
 
 
-def recall_by_kind(
-    label: NDArray[np.uint8], flagged: NDArray[np.bool_], kinds: tuple[str, ...]
-) -> dict[str, KindRecall]:
+def recall_by_kind(label: NDArray[np.uint8], flagged: Bools, kinds: tuple[str, ...]) -> dict[str, KindRecall]:
     """Computes the recall of every attack kind that occurs; labels are [W] indices into `kinds`, and 0 is benign."""
     found = {}
     for code in np.unique(label[label > 0]):
@@ -180,18 +172,14 @@ def recall_by_kind(
     return found
 
 
-# Shares of the node, edge and latent error in the anomaly score: those that users of this detector know.
-ERROR_WEIGHTS: Final = (0.40, 0.35, 0.25)
-
-
-def error_units(benign_errors: NDArray[np.float64]) -> list[float]:
+def error_units(benign_errors: Floats) -> list[float]:
     """Returns the [3] units of the error terms: their means over [R, 3] errors of benign validation windows."""
     # The smallest positive number stands for a mean of 0, which could not be divided by.
     units: list[float] = np.maximum(benign_errors.mean(axis=0), np.finfo(np.float64).tiny).tolist()
     return units
 
 
-def anomaly_scores(errors: NDArray[np.float64], units: Sequence[float]) -> NDArray[np.float64]:
+def anomaly_scores(errors: Floats, units: Sequence[float]) -> Floats:
     """Returns [R] weighted sums of [R, 3] node, edge and latent errors, in units of the mean benign window."""
-    scores: NDArray[np.float64] = errors @ (np.array(ERROR_WEIGHTS) / np.asarray(units))
+    scores: Floats = errors @ (np.array(ERROR_WEIGHTS) / np.asarray(units))
     return scores

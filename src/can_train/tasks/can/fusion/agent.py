@@ -1,51 +1,45 @@
-"""The fusion agent, a deep Q-network that chooses a mixing weight for each window: network, replay memory, rewards,
-losses, exploration, and the finished agent on other windows.
+"""Fusion: an agent, a deep Q-network, learns window by window how to weigh a classifier's attack probability against an
+autoencoder's anomaly score. Both are finished models; their outputs are computed once, before training.
+
+Here are network, replay memory, rewards, losses, exploration, the mode, and the finished agent on other windows.
 
 Shapes: G windows of a data set, R rows (windows), B of a micro-batch, A mixing weights, C remembered choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.errors import CheckpointError
-from can_train.tasks.can.fusion.scores import (
-    NO_WINDOW,
-    STATE_WIDTH,
-    THRESHOLD,
-    WindowScores,
-    attack_probability,
-    bounded_anomaly,
-    bounded_errors,
-    confidence,
-    mixing_weights,
-)
+from can_train.config.resolved import FinishedModel, ResolvedRun
+from can_train.errors import CheckpointError, ConfigError
+from can_train.task import Feature, Outputs
+from can_train.tasks.can.data.dataset import CanData
+from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
+from can_train.tasks.can.fusion import mixing
 from can_train.tasks.can.losses import Losses, numpy_generator
-from can_train.tasks.can.reference_models import AUTOENCODER, CLASSIFIER, FinishedNetwork, WindowModel
+from can_train.tasks.can.modes.windows import WindowTask, check_classes
+from can_train.tasks.can.reference_models import (
+    AUTOENCODER,
+    CLASSIFIER,
+    FinishedNetwork,
+    WindowModel,
+    WindowReferenceModel,
+)
+from can_train.tasks.can.settings import FusionAgentSettings
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from can_train.config.resolved import FinishedModel
-    from can_train.tasks.can.data.graphs import FlatGraphs
-    from can_train.tasks.can.settings import FusionAgentSettings
-
-# Reward that full confidence adds to a right decision.
+# Shares of the confidence that are added to the reward of a right decision and taken from that of a wrong one. With
+# these, confidence pays as soon as more than three in eight decisions are right.
 RIGHT_SHARE: Final = 0.5
-
-# Reward that full confidence takes from a wrong decision. With these shares, confidence pays as soon as more than three
-# in eight decisions are right.
 WRONG_SHARE: Final = 0.3
-
 # Rewards are clipped to ± this, the reward of a right decision with full confidence. A limit of 1 would leave no room
 # for the confidence.
 MAX_REWARD: Final = 1.5
@@ -53,10 +47,7 @@ MAX_REWARD: Final = 1.5
 # Windows whose weights are chosen at a time. That happens between steps, when there are no gradients, and so few need
 # less memory than the gradients will.
 WINDOWS_PER_PASS: Final = 64
-
-# Columns of the fused score and of the chosen mixing weight in an agent's `scores`.
-FUSED: Final = 0
-WEIGHT: Final = 1
+WINDOWS_PER_READ: Final = 2**16  # whose outputs are read at a time: a megabyte, wherever the outputs are
 
 
 class ReplayMemory(nn.Module):
@@ -76,7 +67,7 @@ class ReplayMemory(nn.Module):
     def __len__(self) -> int:
         return min(int(self.pushed), len(self.rows))
 
-    def push(self, rows: NDArray[np.int64], actions: NDArray[np.int64]) -> None:
+    def push(self, rows: Ints, actions: Ints) -> None:
         """Adds [R] choices; in a full memory each replaces the oldest one."""
         pushed, capacity = int(self.pushed), len(self.rows)
         # Choices that the same push would overwrite are left out: the order of writes to one place is undefined.
@@ -86,7 +77,7 @@ class ReplayMemory(nn.Module):
         self.actions[places] = torch.from_numpy(actions[newest]).to(self.actions)
         self.pushed.add_(len(rows))
 
-    def recall(self, uniform: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def recall(self, uniform: Floats) -> tuple[Ints, Ints]:
         """Returns [R] windows and [R] positions of mixing weights; [R] numbers in [0, 1) select them."""
         # An empty memory returns the zeros it is made of: planning computes a batch before the first choice.
         known = max(len(self), 1)
@@ -108,12 +99,16 @@ class FusionAgent(nn.Module):
     # rescues include them as they include all buffers.
     def __init__(self, settings: FusionAgentSettings, *, mixing_weights: int, replay_size: int) -> None:
         super().__init__()
-        widths = [STATE_WIDTH, *[settings.hidden] * settings.layers, mixing_weights]
+        widths = [mixing.STATE_WIDTH, *[settings.hidden] * settings.layers, mixing_weights]
         layers: list[nn.Module] = []
         for wide, out in pairwise(widths):
             layers += [nn.Linear(wide, out), nn.ReLU()]
         self.online = nn.Sequential(*layers[:-1])
-        self.target = _in_buffers(deepcopy(self.online))
+        self.target = deepcopy(self.online)
+        for module in self.target.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
         self.memory = ReplayMemory(replay_size)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
 
@@ -127,9 +122,9 @@ class FusionAgent(nn.Module):
         values: Tensor = self.online(states)
         return values
 
-    def best_actions(self, states: NDArray[np.float32]) -> NDArray[np.int64]:
-        """Returns [B] the positions of the most valued mixing weights."""
-        values: Tensor = self(torch.from_numpy(states).to(self.weight))
+    def best_actions(self, scores: mixing.WindowScores, rows: Ints) -> Ints:
+        """Returns [R] the positions of the mixing weights that it values most."""
+        values: Tensor = self(torch.from_numpy(scores.states(rows)).to(self.weight))
         return values.argmax(dim=1).cpu().numpy()
 
     @torch.no_grad()
@@ -141,20 +136,12 @@ class FusionAgent(nn.Module):
         self.steps.add_(1)
 
 
-def _in_buffers(network: nn.Module) -> nn.Module:
-    for module in network.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            delattr(module, name)
-            module.register_buffer(name, parameter.detach())
-    return network
-
-
-def rewards(fused: NDArray[np.float64], is_attack: NDArray[np.bool_]) -> NDArray[np.float64]:
+def rewards(fused: Floats, is_attack: Bools) -> Floats:
     """Returns [R] rewards for flagging windows above 0.5: +1 if right, −1 if wrong, with a share of the confidence."""
     # Every window counts the same, so where attacks are rare the agent learns mostly from benign windows. The threshold
     # of its alarms is chosen afterwards, on validation.
-    right = (fused > THRESHOLD) == is_attack
-    firmness = confidence(fused)
+    right = (fused > mixing.THRESHOLD) == is_attack
+    firmness = mixing.confidence(fused)
     reward = np.where(right, 1 + RIGHT_SHARE * firmness, -1 - WRONG_SHARE * firmness)
     return np.clip(reward, -MAX_REWARD, MAX_REWARD)
 
@@ -163,38 +150,28 @@ def rewards(fused: NDArray[np.float64], is_attack: NDArray[np.bool_]) -> NDArray
 class MixingProblem:
     """The decisions that the agent makes, and their rewards."""
 
-    scores: WindowScores
-    is_attack: NDArray[np.bool_]  # [G] the truth
-    following: NDArray[np.int64]  # [G] the window after each one, `NO_WINDOW` where there is none
-    weights: NDArray[np.float64]  # [A] the mixing weights
+    scores: mixing.WindowScores
+    is_attack: Bools  # [G] the truth
+    following: Ints  # [G] the window after each one, `mixing.NO_WINDOW` where there is none
+    weights: Floats  # [A] the mixing weights
     discount: float  # of the next window's value
 
-    def rewards(self, rows: NDArray[np.int64], actions: NDArray[np.int64]) -> NDArray[np.float64]:
+    def rewards(self, rows: Ints, actions: Ints) -> Floats:
         """Returns [R] the rewards of choices."""
         return rewards(self.scores.fused(rows, self.weights[actions]), self.is_attack[rows])
 
-    def states(self, rows: NDArray[np.int64], like: Tensor) -> Tensor:
+    def states(self, rows: Ints, like: Tensor) -> Tensor:
         """Returns [R, 7] the agent's input, in the number format and on the device of `like`."""
         return torch.from_numpy(self.scores.states(rows)).to(like)
 
-    def best_actions(self, agent: FusionAgent, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns [R] the positions of the mixing weights that the agent values most."""
-        return agent.best_actions(self.scores.states(rows))
-
 
 @torch.no_grad()
-def act(
-    agent: FusionAgent,
-    problem: MixingProblem,
-    rows: NDArray[np.int64],
-    epsilon: float,
-    rng: np.random.Generator,
-) -> NDArray[np.int64]:
+def act(agent: FusionAgent, problem: MixingProblem, rows: Ints, epsilon: float, rng: np.random.Generator) -> Ints:
     """Chooses [R] positions of mixing weights: at random for a share `epsilon` of the windows, else by value."""
     actions = rng.integers(len(problem.weights), size=len(rows))
     greedy = np.flatnonzero(rng.random(len(rows)) >= epsilon)
     for part in np.split(greedy, range(WINDOWS_PER_PASS, len(greedy), WINDOWS_PER_PASS)):
-        actions[part] = problem.best_actions(agent, rows[part])
+        actions[part] = agent.best_actions(problem.scores, rows[part])
     return actions
 
 
@@ -209,7 +186,7 @@ class ReplayBatch:
 
     problem: MixingProblem
     # [R] selects the choices. It is drawn once for the logical batch, so that a split changes none of them.
-    uniform: NDArray[np.float64]
+    uniform: Floats
 
     @classmethod
     def draw(cls, problem: MixingProblem, size: int, generator: torch.Generator) -> ReplayBatch:
@@ -229,17 +206,15 @@ class ReplayBatch:
         values = model(problem.states(rows, like))
         chosen = values.gather(1, torch.from_numpy(actions).to(like.device).unsqueeze(1)).squeeze(1)
         targets = torch.from_numpy(problem.rewards(rows, actions)).to(like)
-        targets = targets + problem.discount * self._next_values(model, rows).to(like)
+        with torch.no_grad():
+            following = problem.following[rows]
+            best: Tensor = model.target(problem.states(np.maximum(following, 0), like)).amax(dim=1)
+            # The target network's best value of the next window; 0 where there is none.
+            next_values = (best * torch.from_numpy(following != mixing.NO_WINDOW).to(like)).to(like)
+        targets = targets + problem.discount * next_values
         # Mixed precision may have computed the values in another format than the targets.
         errors = F.smooth_l1_loss(chosen.to(like.dtype), targets, reduction="none")
         return {"value": (errors.sum(), float(stop - start))}
-
-    @torch.no_grad()
-    def _next_values(self, agent: FusionAgent, rows: NDArray[np.int64]) -> Tensor:
-        """Returns [B] the target network's best value of the next window; 0 where there is none."""
-        following, like = self.problem.following[rows], agent.weight
-        best: Tensor = agent.target(self.problem.states(np.maximum(following, 0), like)).amax(dim=1)
-        return best * torch.from_numpy(following != NO_WINDOW).to(like)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -249,7 +224,7 @@ class PolicyBatch:
     # The weights with the highest reward are the best ones. Errors of values cannot decide that: they grow with the
     # values themselves.
     problem: MixingProblem
-    rows: NDArray[np.int64]
+    rows: Ints
 
     @property
     def denominators(self) -> dict[str, float]:
@@ -260,22 +235,18 @@ class PolicyBatch:
         """Returns the sum over windows `start:stop`."""
         assert isinstance(model, FusionAgent)
         rows = self.rows[start:stop]
-        earned = self.problem.rewards(rows, self.problem.best_actions(model, rows))
+        earned = self.problem.rewards(rows, model.best_actions(self.problem.scores, rows))
         return {"value": (torch.tensor(-earned.sum()), float(len(rows)))}
 
 
-def decide(
-    agent: nn.Module, table: WindowScores, rows: NDArray[np.int64], weights: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def decide(agent: nn.Module, table: mixing.WindowScores, rows: Ints, weights: Floats) -> Floats:
     """Returns [R, 2] the fused score of each window, and the mixing weight that the agent chooses for it."""
     assert isinstance(agent, FusionAgent)
-    chosen = weights[agent.best_actions(table.states(rows))]
+    chosen = weights[agent.best_actions(table, rows)]
     return np.stack([table.fused(rows, chosen), chosen], axis=1)
 
 
-def scale_errors(
-    autoencoder: FinishedNetwork, errors: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def scale_errors(autoencoder: FinishedNetwork, errors: Floats) -> tuple[Floats, Floats]:
     """Returns [R] anomaly scores and [R, 3] error terms, all in [0, 1], from [R, 3] errors.
 
     Raises:
@@ -283,18 +254,114 @@ def scale_errors(
     """
     assert autoencoder.error_units is not None
     autoencoder.check_finite(errors)
-    scores = bounded_anomaly(autoencoder.combine(errors), autoencoder.threshold)
-    return scores, bounded_errors(errors, autoencoder.error_units)
+    scores = mixing.bounded_anomaly(autoencoder.combine(errors), autoencoder.threshold)
+    return scores, mixing.bounded_errors(errors, autoencoder.error_units)
 
 
-def scale_logits(classifier: FinishedNetwork, difference: NDArray[np.float64]) -> NDArray[np.float64]:
+def scale_logits(classifier: FinishedNetwork, difference: Floats) -> Floats:
     """Returns [R] attack probabilities from [R, 1] logit differences, attack minus benign.
 
     Raises:
         RunError: A difference is not a finite number.
     """
     classifier.check_finite(difference)
-    return attack_probability(classifier.combine(difference), classifier.threshold)
+    return mixing.attack_probability(classifier.combine(difference), classifier.threshold)
+
+
+class FusionTask(WindowTask):
+    """Labelled windows, scored by two finished models.
+
+    Raises:
+        DataError: There are no labels, or windows of one class only.
+        CheckpointError: A model does not fit the windows.
+        ConfigError: The run is to start from the weights of another one.
+    """
+
+    features = (Feature("windows"),)
+    loss_weights: Mapping[str, float] = {"value": 1.0}
+
+    def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
+        super().__init__(run, data, data.split.train, data.split.validation)
+        check_classes(data, data.flat.label[self.train_rows] > 0)
+        if run.training.start_from:
+            # The weights of another agent bring its memory, perhaps of windows of other data.
+            raise ConfigError("A fusion agent starts with a memory of its own", value=run.training.start_from,
+                              remedy="Leave out --start-from")  # fmt: skip
+        split = data.split
+        self._scored_rows = np.unique(np.concatenate([split.train, split.validation, *split.test.values()]))
+        self._autoencoder, self._classifier = (
+            WindowReferenceModel(role, finished[role], data, self._scored_rows, output=output)
+            for role, output in ((AUTOENCODER, "errors"), (CLASSIFIER, "logits"))
+        )
+        size = len(data.flat)
+        self._problem = MixingProblem(
+            # Zeros, until the outputs are bound.
+            scores=mixing.WindowScores(anomaly=np.zeros(size), attack=np.zeros(size), errors=np.zeros((size, 3))),
+            is_attack=data.flat.label > 0,
+            following=mixing.next_windows(split.train, data.flat.source),
+            weights=mixing.mixing_weights(run.mode.mixing_weights),
+            discount=run.mode.discount,
+        )
+
+    def reference_models(self) -> Sequence[WindowReferenceModel]:
+        """Returns the autoencoder and the classifier."""
+        return (self._autoencoder, self._classifier)
+
+    def bind_outputs(self, role: str, outputs: Outputs) -> None:
+        """Fills in the scores of one model, for every window that trains, validates or is judged.
+
+        Raises:
+            RunError: An output is not a finite number.
+        """
+        rows, scores = self._scored_rows, self._problem.scores
+        if role == AUTOENCODER:
+            errors = _read(outputs, rows, "errors")
+            scores.anomaly[rows], scores.errors[rows] = scale_errors(self._autoencoder, errors)
+        else:
+            logits = _read(outputs, rows, "logits")
+            scores.attack[rows] = scale_logits(self._classifier, logits[:, 1:] - logits[:, :1])
+
+    def build_model(self) -> FusionAgent:
+        """Makes an agent with fresh weights and an empty memory."""
+        mode = self._run.mode
+        return FusionAgent(self._run.model, mixing_weights=mode.mixing_weights, replay_size=mode.replay_size)
+
+    def batch_features(self, rows: Ints) -> Floats:
+        """Returns [R, 1] ones: the agent sees seven numbers of any window."""
+        return np.ones((len(rows), 1))
+
+    def before_step(self, model: nn.Module, rows: Ints, progress: float, generator: torch.Generator) -> None:
+        """Lets the agent choose weights for the windows of the step, and adds the choices to its memory."""
+        assert isinstance(model, FusionAgent)
+        mode = self._run.mode
+        model.begin_step(mode.target_every)
+        epsilon = exploration(progress, start=mode.epsilon_start, end=mode.epsilon_end)
+        model.memory.push(rows, act(model, self._problem, rows, epsilon, numpy_generator(generator)))
+
+    def logical_batch(
+        self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> ReplayBatch | PolicyBatch:
+        """Prepares as many remembered choices as there are rows; in validation, the rows themselves."""
+        if generator is None:
+            return PolicyBatch(problem=self._problem, rows=rows)
+        return ReplayBatch.draw(self._problem, len(rows), generator)
+
+    def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns [R, 2] float64: the fused score, and the mixing weight that the agent chose for it."""
+        return torch.from_numpy(decide(model, self._problem.scores, rows, self._problem.weights))
+
+    def judge(self, score: Callable[..., Floats]) -> Mapping[str, Any]:
+        """Judges each test folder by itself, together with simple mixes of the same scores and the usual baselines."""
+        from can_train.tasks.can.evaluation.judging import JudgingOptions
+        from can_train.tasks.can.fusion.mixes import judge_agent
+
+        options = JudgingOptions.of(self._run, supervised=True)
+        return judge_agent(score, self._data, self._problem.scores, self._problem.weights, options)
+
+
+def _read(outputs: Outputs, rows: Ints, name: str) -> Floats:
+    parts = np.split(rows, range(WINDOWS_PER_READ, len(rows), WINDOWS_PER_READ))
+    return np.concatenate([np.asarray(outputs(part)[name].double().cpu()) for part in parts])
 
 
 class FinishedFusion(WindowModel):
@@ -304,19 +371,22 @@ class FinishedFusion(WindowModel):
         CheckpointError: The weights do not fit the settings of a run.
     """
 
-    def __init__(
-        self, finished: FinishedModel, flat: FlatGraphs, reference_models: Mapping[str, FinishedModel]
-    ) -> None:
-        networks = {
-            role: FinishedNetwork(reference_models[role], flat, full_precision=True)
-            for role in (AUTOENCODER, CLASSIFIER)
-        }
-        models = {"agent": _agent(finished), **{role: network.model for role, network in networks.items()}}
-        super().__init__(finished, flat, nn.ModuleDict(models))
+    def __init__(self, finished: FinishedModel, flat: FlatGraphs, mixed: Mapping[str, FinishedModel]) -> None:
+        mode = finished.run.mode
+        agent = FusionAgent(finished.run.model, mixing_weights=mode.mixing_weights, replay_size=mode.replay_size)
+        try:
+            agent.load_state_dict(dict(finished.weights))
+        except RuntimeError as error:
+            raise CheckpointError(
+                "A run's weights are those of its settings", value=f"{finished.run_id}: {error}".splitlines()[0]
+            ) from error
+        networks = {role: FinishedNetwork(model, flat, full_precision=True) for role, model in mixed.items()}
+        models = {role: network.model for role, network in networks.items()}
+        super().__init__(finished, flat, nn.ModuleDict({"agent": agent, **models}))
         self._autoencoder, self._classifier = networks[AUTOENCODER], networks[CLASSIFIER]
-        self._weights = mixing_weights(finished.run.mode.mixing_weights)
+        self._weights = mixing.mixing_weights(mode.mixing_weights)
 
-    def scores(self, model: nn.Module, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype) -> Tensor:
+    def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns [R, 7] float64 on the CPU: fused score, chosen mixing weight, anomaly score, attack probability, and
         the three error terms.
         """
@@ -325,22 +395,10 @@ class FinishedFusion(WindowModel):
         difference = self._classifier.scores(model[CLASSIFIER], rows, device, dtype)
         anomaly, bounded = scale_errors(self._autoencoder, np.asarray(errors.double().cpu()))
         attack = scale_logits(self._classifier, np.asarray(difference.double().cpu()))
-        table = WindowScores(anomaly=anomaly, attack=attack, errors=bounded)
+        table = mixing.WindowScores(anomaly=anomaly, attack=attack, errors=bounded)
         decisions = decide(model["agent"], table, np.arange(len(rows)), self._weights)
         return torch.from_numpy(np.column_stack([decisions, anomaly, attack, bounded]))
 
-    def combine(self, scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    def combine(self, scores: Floats) -> Floats:
         """Returns [R] the fused scores."""
-        return scores[:, FUSED]
-
-
-def _agent(finished: FinishedModel) -> FusionAgent:
-    mode = finished.run.mode
-    agent = FusionAgent(finished.run.model, mixing_weights=mode.mixing_weights, replay_size=mode.replay_size)
-    try:
-        agent.load_state_dict(dict(finished.weights))
-    except RuntimeError as error:
-        raise CheckpointError(
-            "A run's weights are those of its settings", value=f"{finished.run_id}: {error}".splitlines()[0]
-        ) from error
-    return agent
+        return scores[:, mixing.FUSED]

@@ -6,7 +6,7 @@ Shapes: R rows (windows), A mixing weights.
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,36 +15,28 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 from sklearn.preprocessing import StandardScaler
 
-from can_train.tasks.can.data.dataset import CanData, Split
-from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train.tasks.can.data.dataset import CanData
+from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints, Split
 from can_train.tasks.can.evaluation.baselines import sample_by_class
 from can_train.tasks.can.evaluation.judging import FolderJudgement, Judgement, JudgingOptions, ModelScores, judge
 from can_train.tasks.can.evaluation.metrics import choose_threshold, detector_metrics
-from can_train.tasks.can.fusion.agent import FUSED, WEIGHT, MixingProblem
-from can_train.tasks.can.fusion.scores import WindowScores, logistic
+from can_train.tasks.can.fusion.mixing import FUSED, WEIGHT, WindowScores, logistic
 
-# Name of the constant mix whose weight is the best one on validation.
-BEST_MIX: Final = "best_mix"
+BEST_MIX: Final = "best_mix"  # name of the constant mix whose weight is the best one on validation
 EVEN_WEIGHT: Final = 0.5
-
-# Training windows that a small model is fitted on: that takes seconds, and is ample for seven inputs.
-MAX_FITTED_WINDOWS: Final = 20_000
-
-# Widths of the small network.
-HIDDEN: Final = (32,)
-
+MAX_FITTED_WINDOWS: Final = 20_000  # of training: a fit takes seconds, and they are ample for seven inputs
+HIDDEN: Final = (32,)  # widths of the small network
 # Most iterations of each fit; with seven inputs both converge long before, but for the last digits.
 LOGISTIC_ROUNDS: Final = 1000
 NETWORK_ROUNDS: Final = 100
 
 
-@dataclass(frozen=True)
-class ConstantMix:
+class ConstantMix(NamedTuple):
     """The same mixing weight for every window."""
 
     weight: float
 
-    def score(self, table: WindowScores, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    def score(self, table: WindowScores, rows: Ints) -> Floats:
         """Returns [R] fused scores."""
         return table.fused(rows, self.weight)
 
@@ -61,12 +53,10 @@ class FittedMix:
         layers: Weights [inputs, outputs] and biases [outputs] of each layer.
     """
 
-    layers: Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]
+    layers: Sequence[tuple[Floats, Floats]]
 
     @classmethod
-    def fit(
-        cls, model: LogisticRegression | MLPClassifier, states: NDArray[np.float32], is_attack: NDArray[np.bool_]
-    ) -> Self:
+    def fit(cls, model: LogisticRegression | MLPClassifier, states: NDArray[np.float32], is_attack: Bools) -> Self:
         """Fits scikit-learn's model to [R, 7] states of windows of both classes."""
         scaler = StandardScaler()
         inputs = scaler.fit_transform(states.astype(np.float64))
@@ -82,7 +72,7 @@ class FittedMix:
         weights = first / scaler.scale_[:, None]
         return cls([(weights, bias - scaler.mean_ @ weights), *rest])
 
-    def score(self, table: WindowScores, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    def score(self, table: WindowScores, rows: Ints) -> Floats:
         """Returns [R] probabilities."""
         values = table.states(rows).astype(np.float64)
         *hidden, (weights, bias) = self.layers
@@ -105,24 +95,15 @@ def mix_from_plain(plain: Mapping[str, Any]) -> Mix:
     return FittedMix([(np.asarray(weights), np.asarray(bias)) for weights, bias in plain["layers"]])
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConstantMixes:
-    """Mixes with one weight for all windows.
+class ConstantMixes(NamedTuple):
+    """Mixes with one weight for all windows."""
 
-    Attributes:
-        mixes: By name, in the order of the tables.
-        best_weight: Of `BEST_MIX`; None where validation has one class only.
-        absent: The reason for each missing mix, by name.
-    """
-
-    mixes: Mapping[str, Mix]
-    best_weight: float | None
-    absent: Mapping[str, str]
+    mixes: Mapping[str, Mix]  # by name, in the order of the tables
+    best_weight: float | None  # of `BEST_MIX`; None where validation has one class only
+    absent: Mapping[str, str]  # the reason for each missing mix, by name
 
 
-def constant_mixes(
-    table: WindowScores, flat: FlatGraphs, split: Split, weights: NDArray[np.float64], fpr: float
-) -> ConstantMixes:
+def constant_mixes(table: WindowScores, flat: FlatGraphs, split: Split, weights: Floats, fpr: float) -> ConstantMixes:
     """Makes the mixes with one weight: each score alone, the even mix, and the best of [A] weights on validation."""
     named = {"autoencoder": 0.0, "classifier": 1.0, "even_mix": EVEN_WEIGHT}
     absent: dict[str, str] = {}
@@ -133,16 +114,10 @@ def constant_mixes(
     else:
         absent[BEST_MIX] = "the validation windows are of one class only"
     mixes = {name: ConstantMix(weight) for name, weight in named.items()}
-    return ConstantMixes(mixes=mixes, best_weight=best, absent=absent)
+    return ConstantMixes(mixes, best, absent)
 
 
-def best_weight(
-    table: WindowScores,
-    rows: NDArray[np.int64],
-    is_attack: NDArray[np.bool_],
-    weights: NDArray[np.float64],
-    fpr: float,
-) -> float:
+def best_weight(table: WindowScores, rows: Ints, is_attack: Bools, weights: Floats, fpr: float) -> float:
     """Returns the weight with the highest MCC on [R] validation windows of both classes.
 
     Of equally good weights, the one closest to an even mix is best. `fpr` is that of `choose_threshold`.
@@ -157,7 +132,7 @@ def best_weight(
     return max(map(float, weights), key=merit)
 
 
-def fitted_mixes(table: WindowScores, flat: FlatGraphs, train: NDArray[np.int64], seed: int) -> dict[str, Mix]:
+def fitted_mixes(table: WindowScores, flat: FlatGraphs, train: Ints, seed: int) -> dict[str, Mix]:
     """Fits small models to the agent's inputs on [R] training windows of both classes."""
     rows = sample_by_class(flat, train, most=MAX_FITTED_WINDOWS, seed=seed)
     models = {
@@ -169,17 +144,15 @@ def fitted_mixes(table: WindowScores, flat: FlatGraphs, train: NDArray[np.int64]
 
 
 def judge_agent(
-    score: Callable[[NDArray[np.int64]], NDArray[np.float64]],
-    data: CanData,
-    problem: MixingProblem,
-    options: JudgingOptions,
+    score: Callable[[Ints], Floats], data: CanData, table: WindowScores, weights: Floats, options: JudgingOptions
 ) -> dict[str, Any]:
     """Judges the agent and the mixes, each with a threshold from validation; without baselines, no mix is fitted.
 
     Args:
         score: Returns [R, 2] fused scores and chosen mixing weights of windows.
         data: The windows.
-        problem: The two scores, and the weights to choose from.
+        table: The two scores of all windows.
+        weights: [A] those to choose from.
         options: How detectors are judged.
 
     Returns:
@@ -189,11 +162,11 @@ def judge_agent(
         RunError: A score is not a finite number.
         DataError: Validation allows no threshold.
     """
-    flat, split, table = data.flat, data.split, problem.scores
+    flat, split = data.flat, data.split
     validation = score(split.validation)[:, FUSED]
     test = {folder: score(rows) for folder, rows in split.test.items()}
     agent = ModelScores(validation=validation, test={folder: columns[:, FUSED] for folder, columns in test.items()})
-    constant = constant_mixes(table, flat, split, problem.weights, options.validation_fpr)
+    constant = constant_mixes(table, flat, split, weights, options.validation_fpr)
     fitted = fitted_mixes(table, flat, split.train, options.seed) if options.baselines else {}
     mixes = {**constant.mixes, **fitted}
     references = {
@@ -209,9 +182,7 @@ def judge_agent(
     return with_choices(judgement, mixing, {folder: columns[:, WEIGHT] for folder, columns in test.items()})
 
 
-def with_choices(
-    judgement: Judgement, mixing: Mapping[str, Any], weights: Mapping[str, NDArray[np.float64]]
-) -> dict[str, Any]:
+def with_choices(judgement: Judgement, mixing: Mapping[str, Any], weights: Mapping[str, Floats]) -> dict[str, Any]:
     """Adds the agent's choices, [R] mixing weights by folder, to its judgement: as figures, and in its remarks."""
     chosen = {folder: summarize_weights(each) for folder, each in weights.items()}
     for folder, judged in judgement["test"].items():
@@ -230,15 +201,12 @@ def constant_mix_remarks(judged: FolderJudgement, best_weight: float | None) -> 
     return [f"the agent does not beat the best constant mix, weight {best_weight:g} for every window: {figures}"]
 
 
-def summarize_weights(weights: NDArray[np.float64]) -> dict[str, float]:
+def summarize_weights(weights: Floats) -> dict[str, float]:
     """Returns the mean of [R] chosen weights, the most frequent one, and its share."""
     values, counts = np.unique(weights, return_counts=True)
     largest = int(np.argmax(counts))
-    return {
-        "mean": float(weights.mean()),
-        "most_frequent": float(values[largest]),
-        "share": float(counts[largest] / len(weights)),
-    }
+    share = float(counts[largest] / len(weights))
+    return {"mean": float(weights.mean()), "most_frequent": float(values[largest]), "share": share}
 
 
 def weights_remark(chosen: Mapping[str, float]) -> str:

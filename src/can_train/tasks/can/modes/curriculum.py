@@ -8,22 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
 
+from can_train.config.resolved import FinishedModel, ResolvedRun
+from can_train.task import Outputs
+from can_train.tasks.can.data.dataset import CanData
+from can_train.tasks.can.data.graphs import Bools, Floats, Ints
 from can_train.tasks.can.losses import ClassifierBatch
-from can_train.tasks.can.modes.classifier import ClassifierTask
+from can_train.tasks.can.modes.windows import ClassifierTask
 from can_train.tasks.can.reference_models import AUTOENCODER, WindowReferenceModel
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from can_train.config.resolved import FinishedModel, ResolvedRun
-    from can_train.task import Outputs
-    from can_train.tasks.can.data.dataset import CanData
-    from can_train.tasks.can.settings import CurriculumSettings
+from can_train.tasks.can.settings import CurriculumSettings
 
 # Share of the training between two steps of the moving average. With steps of one epoch, a momentum of 0.9 would lag
 # nine epochs behind, and a training of ten epochs would not reach the end.
@@ -33,7 +30,7 @@ TICK: Final = 1e-3
 _ATTACK: Final = -1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RatioSchedule:
     """Benign windows for each attack: constant at first, then a ramp, smoothed by a moving average."""
 
@@ -67,7 +64,7 @@ class RatioSchedule:
 class Composition:
     """The windows of an epoch: `rows` ascending, `benign` and `attacks` of them."""
 
-    rows: NDArray[np.int64]
+    rows: Ints
     benign: int
     attacks: int
 
@@ -86,7 +83,7 @@ class Curriculum:
     first.
     """
 
-    def __init__(self, rows: NDArray[np.int64], is_attack: NDArray[np.bool_], difficulty: NDArray[np.float64]) -> None:
+    def __init__(self, rows: Ints, is_attack: Bools, difficulty: Floats) -> None:
         self._rows = rows
         self._rank = np.full(len(rows), _ATTACK, dtype=np.int64)
         hardest_first = np.argsort(-difficulty, kind="stable")
@@ -116,18 +113,15 @@ class CurriculumTask(ClassifierTask):
 
     def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
         super().__init__(run, data)
-        self._is_training_attack = self._is_attack(data.split.train)
+        self._is_training_attack = data.flat.label[data.split.train] > 0
         self._benign = data.split.train[~self._is_training_attack]
         self._available = len(self._benign) / max(int(self._is_training_attack.sum()), 1)
-        self._autoencoder = WindowReferenceModel(
-            AUTOENCODER, finished[AUTOENCODER], data, self._benign, output="errors"
-        )
+        autoencoder = finished[AUTOENCODER]
+        self._autoencoder = WindowReferenceModel(AUTOENCODER, autoencoder, data, self._benign, output="errors")
         mode: CurriculumSettings = run.mode
         # The ratio rises until the last epoch, but to no more than the data have.
         end = min(mode.end_ratio, max(self._available, mode.start_ratio))
-        self._schedule = RatioSchedule(
-            start=mode.start_ratio, end=end, warmup=mode.ratio_warmup, smoothing=mode.ratio_smoothing
-        )
+        self._schedule = RatioSchedule(mode.start_ratio, end, mode.ratio_warmup, mode.ratio_smoothing)
         # Plans are made before the autoencoder's outputs are known. A random order stands in: with equal difficulties,
         # the windows of the first log would be the hardest.
         self._rank(np.random.default_rng(run.training.seed).random(len(self._benign)))
@@ -159,7 +153,7 @@ class CurriculumTask(ClassifierTask):
         available = f"The data have {self._available:.3g} benign windows for each attack"
         return (f"{available}: the ratio rises to that, not to mode.end_ratio={wanted:g}",)
 
-    def _rank(self, difficulty: NDArray[np.float64]) -> None:
+    def _rank(self, difficulty: Floats) -> None:
         self._curriculum = Curriculum(self._data.split.train, self._is_training_attack, difficulty)
         self._train_on(self._curriculum.with_ratio(self._schedule.end).rows)
 
@@ -172,12 +166,12 @@ class CurriculumEpoch:
     composition: Composition
 
     @property
-    def train_rows(self) -> NDArray[np.int64]:
+    def train_rows(self) -> Ints:
         """[R] the windows of the epoch, ascending."""
         return self.composition.rows
 
     def logical_batch(
-        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+        self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> ClassifierBatch:
         """Prepares a logical batch, in which all windows have the same weight."""
         gather, prior = self.task.gather_to(device, dtype), self.composition.log_prior

@@ -4,40 +4,25 @@ softened logits, an autoencoder from latents and reconstructions.
 Shapes: R rows (windows).
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import nn
 
+from can_train.config.resolved import FinishedModel, ResolvedRun
+from can_train.task import Outputs
+from can_train.tasks.can.data.dataset import CanData
+from can_train.tasks.can.data.graphs import Floats, Ints
 from can_train.tasks.can.losses import DistilledAutoencoderBatch, DistilledClassifierBatch
 from can_train.tasks.can.models import build_network
-from can_train.tasks.can.modes.autoencoder import AutoencoderTask
-from can_train.tasks.can.modes.classifier import ClassifierTask
-from can_train.tasks.can.modes.windows import WindowTask
+from can_train.tasks.can.modes.windows import AutoencoderTask, ClassifierTask, WindowTask
 from can_train.tasks.can.reference_models import WindowReferenceModel
-from can_train.tasks.can.settings import GatSettings
+from can_train.tasks.can.settings import DistillationSettings, GatSettings
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from can_train.config.resolved import FinishedModel, ResolvedRun
-    from can_train.task import Outputs
-    from can_train.tasks.can.data.dataset import CanData
-    from can_train.tasks.can.evaluation.judging import Score
-    from can_train.tasks.can.settings import DistillationSettings
-
-# Weight of the distance from the teacher's latents.
-LATENT_WEIGHT: Final = 0.5
-
-# Weight of the distance from the teacher's node features, and of that from its edge features: together they weigh as
-# much as the latents.
-RECONSTRUCTION_WEIGHT: Final = 0.25
-
-_PLACEMENTS: Final = ("device", "cache", "offload")
+# Weights of the distances from the teacher's latents and from its reconstructions, which weigh as much together.
+TEACHER_WEIGHTS: Final = {"teacher_latent": 0.5, "teacher_node": 0.25, "teacher_edge": 0.25}
 
 
 def distillation_task(run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> WindowTask:
@@ -57,8 +42,15 @@ class _Student(WindowTask):
     _teacher: WindowReferenceModel
     _references: Sequence[WindowReferenceModel]
     _outputs: Outputs | None = None
-    # Parameters of the student without the projection to the teacher, which only training needs.
-    _parameters = 0
+    _projected = 0  # width of the teacher's latent, where the student projects its own to it
+    _parameters = 0  # of the student, without that projection, which only training needs
+
+    def build_model(self) -> nn.Module:
+        """Makes the network."""
+        model = build_network(self._run.model, self._inputs(), projected=self._projected)
+        named = model.named_parameters()
+        self._parameters = sum(one.numel() for name, one in named if not name.startswith("projection."))
+        return model
 
     def reference_models(self) -> Sequence[WindowReferenceModel]:
         """Returns the teacher and, where one is named, the student that was trained without it."""
@@ -68,15 +60,20 @@ class _Student(WindowTask):
         """Receives the source of the teacher's outputs."""
         self._outputs = outputs
 
-    def judge(self, score: Score) -> Mapping[str, Any]:
+    def judge(self, score: Callable[..., Floats]) -> Mapping[str, Any]:
         """Judges the student as a plain model, and compares it in size and speed with the reference models."""
         from can_train.tasks.can.evaluation.judging import TRAINED, TimedScore
 
         timed = TimedScore(score)
         judgement = super().judge(timed)
-        compared = {TRAINED: _size_and_speed(None, self._parameters, timed.speed())}
-        for other in self._references:
-            compared[other.role] = _size_and_speed(other.name, num_parameters(other.model), timed.speed(other.role))
+        sizes: dict[str, tuple[str | None, int]] = {TRAINED: (None, self._parameters)}
+        sizes |= {
+            one.role: (one.name, sum(each.numel() for each in one.model.parameters())) for one in self._references
+        }
+        compared = {
+            role: {"run": run, "parameters": size, "windows_per_second": timed.speed("" if role == TRAINED else role)}
+            for role, (run, size) in sizes.items()
+        }
         return {**judgement, "compared": compared}
 
     def _learn_from(self, finished: Mapping[str, FinishedModel], output: str) -> None:
@@ -87,30 +84,20 @@ class _Student(WindowTask):
             if role in finished
         ]
         self._teacher, *others = self._references
-        self._teacher.placements = _placements(self._run.mode)
+        mode: DistillationSettings = self._run.mode
+        if mode.offload_teacher_to_cpu:
+            self._teacher.placements = ("offload",)
+        elif mode.teacher_placement == "auto":
+            self._teacher.placements = ("device", "cache", "offload")
+        else:
+            self._teacher.placements = (mode.teacher_placement,)
         for other in others:
-            # It is only scored, for the comparison.
-            other.placements = ()
+            other.placements = ()  # it is only scored, for the comparison
         self.reference_roles = [one.role for one in self._references]
 
     def _teacher_outputs(self) -> Outputs:
         assert self._outputs is not None, "training binds the outputs before it asks for a batch"
         return self._outputs
-
-
-def _placements(mode: DistillationSettings) -> tuple[str, ...]:
-    if mode.offload_teacher_to_cpu:
-        return ("offload",)
-    return _PLACEMENTS if mode.teacher_placement == "auto" else (mode.teacher_placement,)
-
-
-def _size_and_speed(run: str | None, parameters: int, speed: float | None) -> dict[str, Any]:
-    return {"run": run, "parameters": parameters, "windows_per_second": speed}
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Counts the parameters of a model."""
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 class DistilledClassifierTask(_Student, ClassifierTask):
@@ -130,14 +117,8 @@ class DistilledClassifierTask(_Student, ClassifierTask):
         # The gradient of the softened term falls with 1/T²; the factor makes α independent of the temperature.
         self.loss_weights = {"classification": 1 - mode.alpha, "distillation": mode.alpha * mode.temperature**2}
 
-    def build_model(self) -> nn.Module:
-        """Makes the network."""
-        model = super().build_model()
-        self._parameters = num_parameters(model)
-        return model
-
     def logical_batch(
-        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+        self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> DistilledClassifierBatch:
         """Prepares a logical batch."""
         gather, temperature = self.gather_to(device, dtype), self._run.mode.temperature
@@ -155,22 +136,11 @@ class DistilledAutoencoderTask(_Student, AutoencoderTask):
     def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
         super().__init__(run, data)
         self._learn_from(finished, "reconstruction")
-        self.loss_weights = {
-            **self.loss_weights,
-            "teacher_latent": LATENT_WEIGHT,
-            "teacher_node": RECONSTRUCTION_WEIGHT,
-            "teacher_edge": RECONSTRUCTION_WEIGHT,
-        }
-
-    def build_model(self) -> nn.Module:
-        """Makes the network, with a projection to the teacher's latent."""
-        projected = self._teacher.widths["latent"]
-        model = build_network(self._run.model, self._inputs(), projected=projected)
-        self._parameters = num_parameters(model) - (self._run.model.latent + 1) * projected
-        return model
+        self._projected = self._teacher.widths["latent"]
+        self.loss_weights = {**self.loss_weights, **TEACHER_WEIGHTS}
 
     def logical_batch(
-        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+        self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> DistilledAutoencoderBatch:
         """Prepares a logical batch with the noise of all its windows."""
         plain = super().logical_batch(rows, device, dtype, generator)

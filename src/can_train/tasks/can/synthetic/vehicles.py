@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from can_train.tasks.can.data.frames import MAX_PAYLOAD_BYTES
+from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Floats, Ints
 
 NUM_VEHICLES: Final = 4  # three that training sees and one that only the tests have, as in can-train-and-test
 
@@ -51,34 +51,26 @@ class Checksum(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Signal:
-    """One reading inside a payload, most significant byte first.
+    """One reading inside a payload, most significant byte first."""
 
-    Attributes:
-        channel: The reading it carries.
-        byte: Position of its first byte.
-        width: Bytes: 1 or 2.
-        low: Raw value for a reading of 0.
-        high: Raw value for a reading of 1.
-    """
+    channel: str  # the reading it carries
+    byte: int  # position of its first byte
+    width: int  # bytes: 1 or 2
+    low: int  # raw value for a reading of 0
+    high: int  # raw value for a reading of 1
 
-    channel: str
-    byte: int
-    width: int
-    low: int
-    high: int
-
-    def to_raw(self, reading: NDArray[np.float64]) -> NDArray[np.int64]:
+    def to_raw(self, reading: Floats) -> Ints:
         """Converts readings in [0, 1] to raw values, [M]."""
         return self.low + np.floor(reading * (self.high - self.low)).astype(np.int64)
 
-    def read(self, payload: NDArray[np.uint8]) -> NDArray[np.int64]:
+    def read(self, payload: NDArray[np.uint8]) -> Ints:
         """Extracts the raw values from payloads [M, 8]."""
         value = np.zeros(len(payload), np.int64)
         for position in range(self.byte, self.byte + self.width):
             value = value * 256 + payload[:, position]
         return value
 
-    def write(self, payload: NDArray[np.uint8], raw: NDArray[np.int64]) -> None:
+    def write(self, payload: NDArray[np.uint8], raw: Ints) -> None:
         """Writes raw values [M], clipped to the signal's range, into payloads [M, 8]."""
         value = np.clip(raw, min(self.low, self.high), max(self.low, self.high))
         for position in reversed(range(self.byte, self.byte + self.width)):
@@ -88,27 +80,16 @@ class Signal:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One CAN ID of a vehicle.
+    """One CAN ID of a vehicle."""
 
-    Attributes:
-        can_id: 11-bit identifier.
-        period_us: Microseconds between two frames.
-        length: Payload bytes.
-        send_type: When it is sent.
-        constants: The 8 payload bytes before anything is written into them; zero beyond `length`.
-        signals: The readings it carries.
-        counter_byte: Byte whose low nibble counts the frames; None without a counter.
-        checksum: How its last byte is computed.
-    """
-
-    can_id: int
-    period_us: int
-    length: int
+    can_id: int  # 11 bits
+    period_us: int  # microseconds between two frames
+    length: int  # payload bytes
     send_type: SendType
-    constants: tuple[int, ...]
-    signals: tuple[Signal, ...]
-    counter_byte: int | None
-    checksum: Checksum
+    constants: tuple[int, ...]  # the 8 payload bytes before anything is written into them; zero beyond `length`
+    signals: tuple[Signal, ...]  # the readings it carries
+    counter_byte: int | None  # byte whose low nibble counts the frames; None without a counter
+    checksum: Checksum  # of its last byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +141,7 @@ def _crc8(columns: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     return value ^ np.uint8(_CRC8_START)
 
 
-def _make_vehicle(rng: np.random.Generator, *, shared: NDArray[np.int64], own: NDArray[np.int64]) -> Vehicle:
+def _make_vehicle(rng: np.random.Generator, *, shared: Ints, own: Ints) -> Vehicle:
     periods_ms = []
     for period_ms, (fewest, most) in _PERIODS_MS.items():
         periods_ms += [period_ms] * int(rng.integers(fewest, most, endpoint=True))
@@ -199,24 +180,22 @@ def _make_message(rng: np.random.Generator, can_id: int, period_ms: int) -> Mess
     length = _LENGTHS[int(rng.integers(len(_LENGTHS)))]
     protected = length >= 4 and rng.random() < 0.5
     counter_byte = length - 2 if protected or (length >= 2 and rng.random() < 0.2) else None
+    # Control loops (10 ms) never pause; the slower a message, the likelier it depends on events.
+    draw, send_type = rng.random(), SendType.CYCLIC
+    if period_ms >= 20 and draw < 0.15:
+        send_type = SendType.CYCLIC_AND_ON_CHANGE
+    elif period_ms >= 100 and draw > 0.75:
+        send_type = SendType.CYCLIC_IF_ACTIVE
     return Message(
         can_id=can_id,
         period_us=period_ms * 1000,
         length=length,
-        send_type=_draw_send_type(rng, period_ms),
+        send_type=send_type,
         constants=_constants(rng, length),
         signals=_draw_signals(rng, free_bytes=length if counter_byte is None else counter_byte),
         counter_byte=counter_byte,
         checksum=(Checksum.XOR, Checksum.CRC8)[int(rng.integers(2))] if protected else Checksum.NONE,
     )
-
-
-def _draw_send_type(rng: np.random.Generator, period_ms: int) -> SendType:
-    # Control loops (10 ms) never pause; the slower a message, the likelier it depends on events.
-    draw = rng.random()
-    if period_ms >= 20 and draw < 0.15:
-        return SendType.CYCLIC_AND_ON_CHANGE
-    return SendType.CYCLIC_IF_ACTIVE if period_ms >= 100 and draw > 0.75 else SendType.CYCLIC
 
 
 def _constants(rng: np.random.Generator, length: int) -> tuple[int, ...]:

@@ -4,28 +4,22 @@ release, so that the reader of real logs reads them back. The bytes depend on th
 Shapes: M frames.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile
-from dataclasses import dataclass
 from itertools import cycle, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from can_train.errors import StateError
-from can_train.tasks.can.synthetic.attacks import attack
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, simulate_bus, vehicle_traffic
+from can_train.reporter import Reporter
+from can_train.tasks.can.data.graphs import Ints
+from can_train.tasks.can.settings import SyntheticSettings
+from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, attack, simulate_bus, vehicle_traffic
 from can_train.tasks.can.synthetic.vehicles import NUM_VEHICLES, Vehicle, make_vehicles
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from can_train.reporter import Reporter
-    from can_train.tasks.can.settings import SyntheticSettings
 
 # Raise it whenever the same settings give other bytes, so that folders written before are not taken for new ones.
 GENERATOR_VERSION: Final = 1
@@ -33,7 +27,6 @@ GENERATOR_VERSION: Final = 1
 ATTACK_FREE: Final = "attack-free"
 _KNOWN_ATTACKS: Final = ("DoS", "fuzzing", "rpm", "interval")
 _UNKNOWN_ATTACKS: Final = ("replay", "speed", "double")
-_UNKNOWN_VEHICLE: Final = NUM_VEHICLES
 _KNOWN_VEHICLES: Final = tuple(range(1, NUM_VEHICLES))
 _TEST_SHARE: Final = 0.5  # test drive ÷ training drive: three or four test drives make a folder of some 400 windows
 _EPOCH_US: Final = 1_600_000_000 * SECOND_US  # Unix time at which the first drive begins: constant, for equal bytes
@@ -43,19 +36,12 @@ _TIME_DIGITS: Final = 16  # of a Unix time in microseconds: ten before the decim
 _ID_DIGITS: Final = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedDrive:
-    """One drive and its file.
+class PlannedDrive(NamedTuple):
+    """One drive and its file."""
 
-    Attributes:
-        folder: The folder it lies in.
-        kind: `ATTACK_FREE` or a kind of attack.
-        vehicle: 1 to `NUM_VEHICLES`; the file's number, as in can-train-and-test.
-    """
-
-    folder: str
-    kind: str
-    vehicle: int
+    folder: str  # that it lies in
+    kind: str  # `ATTACK_FREE` or a kind of attack
+    vehicle: int  # 1 to `NUM_VEHICLES`; the file's number, as in can-train-and-test
 
     @property
     def path(self) -> str:
@@ -69,17 +55,13 @@ def plan_drives() -> tuple[PlannedDrive, ...]:
         "train_01_attack_free": product((ATTACK_FREE,), _KNOWN_VEHICLES),
         "train_02_with_attacks": product(_KNOWN_ATTACKS, _KNOWN_VEHICLES),
         "test_01_known_vehicle_known_attack": zip(_KNOWN_ATTACKS, cycle(_KNOWN_VEHICLES)),
-        "test_02_unknown_vehicle_known_attack": product(_KNOWN_ATTACKS, (_UNKNOWN_VEHICLE,)),
+        "test_02_unknown_vehicle_known_attack": product(_KNOWN_ATTACKS, (NUM_VEHICLES,)),
         "test_03_known_vehicle_unknown_attack": zip(_UNKNOWN_ATTACKS, cycle(_KNOWN_VEHICLES)),
-        "test_04_unknown_vehicle_unknown_attack": product(_UNKNOWN_ATTACKS, (_UNKNOWN_VEHICLE,)),
+        "test_04_unknown_vehicle_unknown_attack": product(_UNKNOWN_ATTACKS, (NUM_VEHICLES,)),
         "test_05_suppress": product(("suppress",), _KNOWN_VEHICLES),
         "test_06_masquerade": product(("masquerade",), _KNOWN_VEHICLES),
     }
-    return tuple(
-        PlannedDrive(folder=folder, kind=kind, vehicle=vehicle)
-        for folder, pairs in parts.items()
-        for kind, vehicle in pairs
-    )
+    return tuple(PlannedDrive(folder, kind, vehicle) for folder, pairs in parts.items() for kind, vehicle in pairs)
 
 
 def synthetic_folder_name(settings: SyntheticSettings) -> str:
@@ -119,11 +101,8 @@ def write_synthetic(folder: Path, settings: SyntheticSettings, reporter: Reporte
                 if not (folder / plan_drives()[-1].path).is_file():
                     raise
     except OSError as error:
-        raise StateError(
-            f"The synthetic data set must be writable to {folder}",
-            value=error.strerror or str(error),
-            remedy="Make room there or choose another folder with --state-dir DIR",
-        ) from error
+        raise StateError(f"The synthetic data set must be writable to {folder}", value=error.strerror or str(error),
+                         remedy="Make room there or choose another folder with --state-dir DIR") from error  # fmt: skip
 
 
 def simulate(drive: PlannedDrive, position: int, vehicle: Vehicle, settings: SyntheticSettings) -> Traffic:
@@ -142,9 +121,7 @@ def simulate(drive: PlannedDrive, position: int, vehicle: Vehicle, settings: Syn
 def format_rows(log: Traffic, start_us: int) -> bytes:
     """Writes a log, of IDs of 11 bits, as the rows of a can-train-and-test file, without its header.
 
-    Args:
-        log: The frames.
-        start_us: Unix time at which the drive began.
+    The drive began at the Unix time `start_us`.
     """
     # Column by column: a Python loop over the rows would be many times slower.
     comma, point, newline = (np.uint8(ord(character)) for character in ",.\n")
@@ -160,7 +137,7 @@ def format_rows(log: Traffic, start_us: int) -> bytes:
     return rows[written].tobytes()
 
 
-def _digits(numbers: NDArray[np.int64] | NDArray[np.uint8], *, base: int, count: int) -> list[NDArray[np.uint8]]:
+def _digits(numbers: Ints | NDArray[np.uint8], *, base: int, count: int) -> list[NDArray[np.uint8]]:
     """Returns the ASCII digits of numbers [M], the most significant first: `count` columns [M]."""
     alphabet = np.frombuffer(b"0123456789ABCDEF", np.uint8)
     columns = []

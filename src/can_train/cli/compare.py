@@ -1,0 +1,149 @@
+"""`can-train compare RUN RUN...`: settings that differ, scores by test folder, time and memory, side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import typer
+
+from can_train.cli.output import TextTable, duration, print_json, print_tables
+from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir
+from can_train.cli.runs import by_test_set, higher_is_better, run_json
+from can_train.cli.show import flat, memory_facts
+from can_train.errors import ConfigError
+from can_train.io.units import size_text
+from can_train.slurm.status import RunStatus, run_statuses
+from can_train.training.run_folder import short_name
+
+_METRICS: Final = ("mcc", "pr_auc", "recall_at_fpr_1pct", "false_alarms_per_hour", "best_validation_loss")
+_NONE: Final = "-"  # cell of what a run does not have
+_BEST: Final = "*"  # after the best of several scores
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ComparedRun:
+    """A run beside others.
+
+    Attributes:
+        name: Its column's heading.
+        found: All about it.
+        settings: Its settings by their dotted names, without those that say where it happened.
+        memory: As `memory_facts` has it.
+    """
+
+    name: str
+    found: RunStatus
+    settings: Mapping[str, Any]
+    memory: Mapping[str, Any]
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """What came of it; nothing where it has not finished."""
+        return self.found.facts.result or {}
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="Two runs or more, each as in can-train show.", metavar="RUN...")],
+    as_json: AsJson = False,
+    runs_dir: RunsDir = "runs",
+    state_dir: StateDir = None,
+) -> None:
+    """Show runs side by side: settings that differ, scores by test folder, time and memory."""
+    locator = RunLocator(runs_dir, state_dir)
+    known = {one.run_id: one for one in map(locator.find, runs)}
+    if len(known) < 2:
+        raise ConfigError("A run is compared with others", value=" ".join(runs),
+                          remedy="Name two runs or more; can-train runs lists them")  # fmt: skip
+    compared = [
+        _ComparedRun(
+            name=short_name(found.known.run_id),
+            found=found,
+            settings=dict(flat(found.known.folder.config())),
+            memory=memory_facts(found.known.folder, found.facts.result or {}),
+        )
+        for found in run_statuses(known.values(), locator.registry)
+    ]
+    if as_json:
+        print_json(_json(compared))
+    else:
+        print_tables([_course_table(compared), _settings_table(compared), *_score_tables(compared)])
+
+
+def _json(compared: Sequence[_ComparedRun]) -> dict[str, Any]:
+    runs = [
+        {
+            **run_json(one.found),
+            "memory": one.memory,
+            "scores": {name: by_test_set(one.result, name) for name in _METRICS},
+        }
+        for one in compared
+    ]
+    return {"runs": runs, "settings": differences([one.settings for one in compared])}
+
+
+def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Returns the settings in which several configurations differ, with the value of each; None: it has none."""
+    names = dict.fromkeys(name for each in settings for name in each)
+    values = {name: [each.get(name) for each in settings] for name in names}
+    return {name: found for name, found in values.items() if any(one != found[0] for one in found)}
+
+
+def _course_table(compared: Sequence[_ComparedRun]) -> TextTable:
+    """Makes the table of what the runs are, and what time and memory they took."""
+    facts = [run_json(one.found) for one in compared]
+    peaks = [one.memory["peak_bytes"] for one in compared]
+    shares = [one.memory["peak_share"] for one in compared]
+    rows = {
+        "state": [one.found.state.label for one in compared],
+        "time": [_NONE if each["seconds"] is None else duration(each["seconds"]) for each in facts],
+        "epochs": [_cell(one.found.progress.epoch) for one in compared],
+        "steps": [_cell(one.found.progress.step) for one in compared],
+        "parameters": [_cell(one.result.get("parameters"), ",") for one in compared],
+        "device": [str(one.result.get("device") or one.settings.get("device") or _NONE) for one in compared],
+        "peak memory": [size_text(peak) if peak else _NONE for peak in peaks],
+        "of what is usable": [_cell(share, ".1%") for share in shares],
+        "largest micro-batch": [_cell(one.memory["largest_micro_batch"]) for one in compared],
+        "rescues": [_cell(one.memory["rescues"]) for one in compared],
+    }
+    keys = [f"{one.name}: {one.found.known.record.key}" for one in compared]
+    return _table("Runs", "", compared, rows, notes=keys)
+
+
+def _settings_table(compared: Sequence[_ComparedRun]) -> TextTable:
+    differing = differences([one.settings for one in compared])
+    rows = {name: [_NONE if value in (None, "") else str(value) for value in values]
+            for name, values in differing.items()}  # fmt: skip
+    return _table("Settings that differ", "setting", compared, rows, notes=() if rows else ("none",))
+
+
+def _score_tables(compared: Sequence[_ComparedRun]) -> list[TextTable]:
+    """Makes a table of each metric that a run has: a row for each test folder."""
+    tables = []
+    for metric in _METRICS:
+        scores = [by_test_set(one.result, metric) for one in compared]
+        rows = {}
+        for folder in dict.fromkeys(folder for each in scores for folder in each):
+            values = [each.get(folder) for each in scores]
+            rows[folder or "validation"] = _score_cells(values, highest=higher_is_better(metric))
+        if rows:
+            tables.append(_table(metric, "test folder", compared, rows, notes=(f"{_BEST} the best of its row",)))
+    return tables
+
+
+def _score_cells(values: Sequence[float | None], *, highest: bool) -> list[str]:
+    found = [value for value in values if value is not None]
+    best = (max if highest else min)(found)
+    # Of equal scores none is the best.
+    marked = found.count(best) == 1 and len(found) > 1
+    return [_cell(value, ".4g") + (_BEST if marked and value == best else "") for value in values]
+
+
+def _table(
+    title: str, heading: str, compared: Sequence[_ComparedRun], rows: Mapping[str, Sequence[str]], notes: Sequence[str]
+) -> TextTable:
+    columns = (heading, *(one.name for one in compared))
+    return TextTable(title, columns, [(name, *cells) for name, cells in rows.items()], notes)
+
+
+def _cell(value: float | None, spec: str = "") -> str:
+    return _NONE if value is None else format(value, spec)

@@ -1,0 +1,202 @@
+"""`can-train demo`: what happens when memory runs short, on a small simulated GPU."""
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from can_train.cli.output import duration
+from can_train.reporter import COLUMNS, SilentReporter, wrapped
+
+if TYPE_CHECKING:
+    import torch
+
+    from can_train.reporter import Stage
+
+_BATCH: Final = 256
+_SMALL: Final = "sim:128MiB"
+_ROOMY: Final = "sim:1GiB"
+# What another process takes of the small GPU, after which step, and for how many. With less there would still be room.
+_TAKEN: Final = "70MiB"
+_TAKEN_AFTER: Final = 5
+_STEPS_TAKEN: Final = 3
+_SETTINGS: Final[Mapping[str, Any]] = {
+    "training.batch_size": _BATCH,
+    "training.epochs": 1,
+    # 64-bit numbers: rounding is then too small to hide a mistake.
+    "training.precision": "fp64",
+    # Others cannot take what PyTorch's cache holds: it is given back right before they come.
+    "training.cuda_empty_cache_interval": _TAKEN_AFTER,
+    "mode.baselines": False,
+}
+# Dropout would draw other masks for micro-batches than for the whole batch.
+_MODEL: Final = "model.dropout=0"
+
+_INTRODUCTION: Final = """\
+A small graph network is trained three times, on a simulated CAN bus and on
+simulated GPUs. It happens in a temporary folder; nothing else is changed.
+"""
+
+_NEXT: Final = """\
+Try next:
+  can-train --model gat --dataset synthetic --dry-run    # plan a training
+  can-train --model gat --dataset path/to/log.csv        # train on your log
+  can-train --help                                       # what else there is"""
+
+
+def demo() -> None:
+    """Show in about a minute what happens when memory runs short, on simulated GPUs.
+
+    A small network is trained three times in a temporary folder; nothing else is changed.
+    """
+    started = time.monotonic()
+    print(_INTRODUCTION, flush=True)
+    with tempfile.TemporaryDirectory(prefix="can-train-demo-") as name, _other_process(Path(name) / "taken") as taken:
+        print(f"1. On a GPU with room ({_size(_ROOMY)})", flush=True)
+        whole = _train(Path(name), _ROOMY, {"training.use_adaptive_batch_size_factor": False})
+        _say(f"Each batch of {_BATCH} samples is computed in one piece: peak {_mib(whole.peak_bytes)}.")
+
+        print(f"\n2. The same training on a GPU of {_size(_SMALL)}, where such a batch does not fit", flush=True)
+        split = _train(Path(name), _SMALL, {}, taken)
+        predicted = _mib(split.result["predicted_peak_bytes"])
+        _say(f"As long as it was alone, each batch was computed in {split.parts} micro-batches: "
+             f"peak {_mib(split.peak_bytes)}, where {predicted} had been predicted.")  # fmt: skip
+
+        print("\n3. Once more, with what that run has taught", flush=True)
+        again = _train(Path(name), _SMALL, {})
+        _say(f"That run used {split.factor:.1%} of what was found to fit, to be on the safe side. Its peak showed that "
+             f"{again.factor:.1%} may be used, so this run does: peak {_mib(again.peak_bytes)}.")  # fmt: skip
+    print("\n4. What the lack of memory has changed in the trained weights")
+    _say(_comparison(whole, split))
+    print(f"\nThat took {duration(time.monotonic() - started)}. {_NEXT}")
+
+
+def _say(text: str) -> None:
+    print(wrapped(f"   {text}", COLUMNS), flush=True)
+
+
+def _comparison(whole: "_Trained", split: "_Trained") -> str:
+    """Says how far the weights after two trainings lie apart."""
+    pairs = [(value, split.weights[name]) for name, value in whole.weights.items()]
+    count = sum(value.numel() for value, _ in pairs)
+    apart = max(float((one - other).abs().max()) for one, other in pairs)
+    if not apart:
+        return f"Nothing: all {count:,} weights of 1 and 2 are the same, to the last bit."
+    digits = math.floor(-math.log10(apart))
+    return (
+        f"All {count:,} weights of 1 and 2 agree to {digits} decimal places. The largest difference is {apart:.0e}: "
+        "numbers were added in another order, and rounded there."
+    )
+
+
+def _size(device: str) -> str:
+    return device.removeprefix("sim:").replace("MiB", " MiB").replace("GiB", " GiB")
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
+
+
+@contextmanager
+def _other_process(path: Path) -> Iterator[Path]:
+    """Yields a file that says what another process holds of the simulated GPUs; nothing while it does not exist."""
+    from can_train.memory.meters import FOREIGN
+
+    before = os.environ.get(FOREIGN)
+    os.environ[FOREIGN] = str(path)
+    try:
+        yield path
+    finally:
+        os.environ.pop(FOREIGN)
+        if before is not None:
+            os.environ[FOREIGN] = before
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trained:
+    """A training: its `result.json`, and its weights after the last step."""
+
+    result: Mapping[str, Any]
+    weights: "Mapping[str, torch.Tensor]"
+
+    @property
+    def peak_bytes(self) -> float:
+        return float(self.result["peak_memory_bytes"])
+
+    @property
+    def parts(self) -> int:
+        return int(self.result["plan"]["plan"]["most_parts"])
+
+    @property
+    def factor(self) -> float:
+        return float(self.result["plan"]["plan"]["safety_factor"])
+
+
+def _train(folder: Path, device: str, values: Mapping[str, Any], taken: Path | None = None) -> _Trained:
+    """Trains once; where `taken` is given, another process holds memory of the device for some steps."""
+    from can_train.config.compose import RunRequest, resolve
+    from can_train.training.loading import Checkpoints
+    from can_train.training.train import train_new
+
+    folders = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
+    request = RunRequest(
+        model="gat",
+        size="student",
+        dataset="synthetic",
+        device=device,
+        sets=(_MODEL,),
+        values={**_SETTINGS, **folders, **values},
+    )
+    outcome = train_new(resolve(request), _Reporter(taken))
+    result, state = outcome.folder.result(), Checkpoints(outcome.folder.checkpoints_path).newest()
+    assert result is not None
+    assert state is not None
+    trained = {name: value for name, value in state["model"].items() if value.is_floating_point()}
+    return _Trained(result=result, weights=trained)
+
+
+class _Reporter(SilentReporter):
+    """Prints what is said of a rescue, and on a terminal what is being done; other notices are left out.
+
+    Args:
+        taken: The file that stands for another process, which then comes and goes; None: nobody else comes.
+    """
+
+    def __init__(self, taken: Path | None) -> None:
+        self._taken = taken
+
+    def notice(self, text: str) -> None:
+        """Prints a notice about a step."""
+        if text.startswith("step "):
+            _say(text[0].upper() + text[1:])
+
+    @contextmanager
+    def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator["Stage"]:
+        """Shows the title, and lets the other process come and go between two steps of a training."""
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        with console.status(f"{title} ...") if console.is_interactive else nullcontext():
+            yield _DemoStage(self._taken if title == "training" else None)
+
+
+class _DemoStage:
+    def __init__(self, taken: Path | None) -> None:
+        self._taken = taken
+        self._done = 0
+
+    def advance(self, amount: int = 1, **figures: float) -> None:
+        self._done += amount
+        if self._taken is None or not amount:
+            return
+        if self._done == _TAKEN_AFTER:
+            self._taken.write_text(_TAKEN)
+            _say(f"After step {self._done} another process takes {_size(_TAKEN)} of the GPU.")
+        if self._done == _TAKEN_AFTER + _STEPS_TAKEN:
+            self._taken.unlink()
+            _say(f"After step {self._done} the other process ends.")

@@ -1,0 +1,561 @@
+"""`can-train doctor`: says, a line each, whether what a training needs is here, and what to do where it is not.
+
+A check is a function of what was found, and returns a `Finding`. The functions above them ask this machine.
+"""
+
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import typer
+
+from can_train.cli.output import make_reporter, print_json
+from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command
+from can_train.config.resolved import PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
+from can_train.config.settings import split_list
+from can_train.errors import CanTrainError, ConfigError, DeviceError
+from can_train.io.units import size_text
+from can_train.memory.allocator import OWN_SETTINGS, SETTINGS_VARIABLES, segments_expand
+from can_train.memory.catalogue import CARDS, cards_named, find_card, gpu_key, read_gpu_constants, usable
+from can_train.reporter import COLUMNS, wrapped
+from can_train.slurm.client import NoControllerError, Partition, is_installed, read_partitions
+
+OK: Final = "ok"
+NOTE: Final = "note"  # it works, and something is worth knowing
+PROBLEM: Final = "problem"  # something does not work, or will not
+
+_INDENT: Final = " " * 22  # below what was found, behind status and subject
+_TESTED_PYTHONS: Final = ((3, 11), (3, 14))  # oldest and newest
+# The least driver of a CUDA release, by its first number. Source: NVIDIA's table of minor version compatibility.
+_LEAST_DRIVERS: Final = {"11": 450, "12": 525, "13": 580}
+_NO_CACHING: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # variable that turns PyTorch's allocator off
+_FREE_SHARE: Final = 0.9  # of a GPU's memory; less is free only where another process holds some
+_CLOCK_SLACK_S: Final = 2.0  # between two clocks that are kept in time, by a file system that counts whole seconds
+_MANY_RUNS: Final = 10  # times the disk that one run needs, from which nothing needs to be said
+_NO_CLUSTER: Final = "establish a configuration source"  # what SLURM's programs say where they belong to no cluster
+_MAX_NAMED: Final = 6  # packages, data sets or partitions that a line names
+_NETWORK_FILE_SYSTEMS: Final = re.compile(
+    r"nfs\d?|cifs|smb\d?|smbfs|smb2|lustre|gpfs|beegfs|ceph|glusterfs|afs|9p|panfs|wekafs|pvfs2|orangefs|fuse\.\w+"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check says."""
+
+    subject: str
+    status: str  # ok, note or problem
+    found: str
+    remedy: str = ""  # what to do, without a full stop; empty where there is nothing to do
+
+
+_LINE: Final = ("model", "dataset", "mode", "size", "device", "memory", "task", "model_args", "set")
+"""Options of a training line that say what is trained; they are for --gradients."""
+_OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
+    "gradients": (bool, False, "Show that splitting a batch keeps its gradient; takes the flags of a training line."),
+    "target_gpu": (str | None, None, "GPUs to look up in the catalogue: a100-40gb,t4."),
+    "json": (bool, False, "Print JSON."),
+    **{name: OPTIONS[name] for name in (*PATH_FLAGS, *_LINE)},
+}
+
+
+def make_doctor_command() -> Callable[..., None]:
+    """Makes the command."""
+    return make_command(_OPTIONS, _doctor, prerequisites=True)
+
+
+def _doctor(flags: Flags) -> None:
+    """Check whether what a training needs is here: Python, GPU, SLURM, data, folders, versions.
+
+    With --gradients: show on the model and the data of a training line that the gradient of a batch is the same however
+    the batch is split.
+    """
+    check_flags(flags)
+    if flags["gradients"]:
+        _check_gradients(flags)
+        return
+    machine = ("gradients", "target_gpu", "json", *PATH_FLAGS)
+    for name, value in flags.items():
+        if name not in machine and value not in (None, "", "auto"):
+            flag = f"--{name.rstrip('_').replace('_', '-')}"
+            raise ConfigError(f"{flag} is of a training line, and the doctor looks at the machine",
+                              remedy="Add --gradients, or leave it out")  # fmt: skip
+    paths = PathSettings(**{name: flags[name] or "" for name in PATH_FLAGS})
+    findings = []
+    for finding in examine(paths, split_list(flags["target_gpu"] or "")):
+        findings.append(finding)
+        if not flags["json"]:
+            # Each at once: a SLURM that does not answer takes half a minute.
+            print(finding_text(finding), flush=True)
+    problems = sum(finding.status == PROBLEM for finding in findings)
+    if flags["json"]:
+        print_json({"problems": problems, "checks": [asdict(finding) for finding in findings]})
+    else:
+        print(f"\n{summary(problems)}")
+    if problems:
+        raise typer.Exit(2)
+
+
+def _check_gradients(flags: Flags) -> None:
+    if flags["target_gpu"]:
+        raise ConfigError("--gradients computes here, and --target-gpu names a GPU elsewhere", remedy="Leave one out")
+    for name in ("model", "dataset"):
+        if not flags[name]:
+            remedy = "Try: can-train doctor --gradients --model gat --dataset synthetic"
+            raise ConfigError(f"--{name} is missing", remedy=remedy)
+    # Composition imports Hydra, and computing torch: a line that is wrong does not wait for them.
+    from can_train.cli.train import resolve_runs
+    from can_train.training.dry_run import nothing_left_behind
+    from can_train.training.split_gradients import compare_gradients, comparison_json, comparison_lines
+
+    found = []
+    for run in resolve_runs({**flags, "submit": False, "cluster": None}, ()):
+        with nothing_left_behind():
+            found.append(compare_gradients(run, make_reporter()))
+        if not flags["json"]:
+            print("\n".join(comparison_lines(found[-1])), flush=True)
+    if flags["json"]:
+        plain = [comparison_json(one) for one in found]
+        print_json(plain[0] if len(plain) == 1 else plain)
+    if not all(one.equal for one in found):
+        raise typer.Exit(2)
+
+
+def finding_text(finding: Finding) -> str:
+    """Writes a finding as a line, with what to do about it below."""
+    text = wrapped(finding.found, COLUMNS, label=f"{finding.status:<9}{finding.subject:<13}")
+    # Without a full stop: many end with a command.
+    return f"{text}\n{wrapped(_INDENT + finding.remedy, COLUMNS)}" if finding.remedy else text
+
+
+def summary(problems: int) -> str:
+    """Says how many problems there are."""
+    if not problems:
+        return "No problem was found."
+    return f"{problems} problem{'s' if problems > 1 else ''} found; what to do about each is below it."
+
+
+def examine(paths: PathSettings, gpu_names: Sequence[str] = ()) -> Iterator[Finding]:
+    """Makes all checks, one after another; a check that fails itself is a problem of its own."""
+    cards: list[Gpu] = []
+    partitions: list[Partition] = []
+    checks: list[tuple[str, Callable[[], list[Finding]]]] = [
+        ("Python", lambda: [check_python(sys.version_info[:2], platform.python_version(), sys.executable)]),
+        ("settings", lambda: [check_user_file(user_file())]),
+        ("torch", lambda: _examine_torch(cards)),
+        ("allocator", lambda: [check_allocator(os.environ)]),
+        ("SLURM", lambda: [_examine_slurm(partitions)]),
+        ("--target-gpu", lambda: _examine_cards(gpu_names, cards, partitions, state_dir(paths))),
+        ("data", lambda: [_examine_data(paths)]),
+        ("state folder", lambda: [check_state_folder(look_at(state_dir(paths)), on_cluster=bool(partitions))]),
+        ("disk", lambda: check_disks([look_at(_runs_dir(paths)), look_at(state_dir(paths))])),
+        ("versions", _examine_versions),
+    ]
+    said = set()
+    for subject, check in checks:
+        try:
+            yield from check()
+        except CanTrainError as error:
+            # A settings file that is wrong is in the way of several checks.
+            if str(error) in said:
+                continue
+            said.add(str(error))
+            yield Finding(subject, PROBLEM, f"{error.rule}: {error.value}", error.remedy)
+        except (ImportError, OSError) as error:
+            # A torch whose libraries do not load, a network file system that does not answer.
+            yield Finding(subject, PROBLEM, f"cannot be looked at: {' '.join(str(error).split())}")
+
+
+def _runs_dir(paths: PathSettings) -> Path:
+    return Path(paths.runs_dir or user_file().values.get("runs_dir") or PathSettings.runs_dir)
+
+
+# Python, torch and GPUs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A GPU that torch sees."""
+
+    device: str  # cuda:0
+    name: str  # the driver's
+    total_bytes: int
+    free_bytes: int
+    capability: tuple[int, int] = (0, 0)  # CUDA's number of what it can compute; (0, 0): unknown
+    architectures: Sequence[str] = ()  # that torch has code for: sm_90, compute_90; empty: unknown
+
+    @property
+    def key(self) -> str:
+        """Its kind, as the factor store and the catalogue name it."""
+        return gpu_key(self.name, self.total_bytes)
+
+
+def _examine_torch(cards: list[Gpu]) -> list[Finding]:
+    """Looks at torch and the GPUs that it sees, which are added to `cards`."""
+    import torch
+
+    from can_train.memory.host import available_bytes
+    from can_train.memory.meters import nvidia_driver_version, resolve_device
+
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else ""
+    findings = [check_torch(str(torch.__version__), built_for, nvidia_driver_version())]
+    try:
+        resolve_device("auto")
+    except DeviceError as error:
+        return [*findings, Finding("GPU", PROBLEM, f"{error.rule}: {error.value}", error.remedy)]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        try:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:
+            # Another process has it for itself, or it has failed.
+            findings.append(Finding("GPU", PROBLEM, f"cuda:{index} does not answer: {str(error).splitlines()[0]}",
+                                    "Look at it with nvidia-smi, or choose another with --device"))  # fmt: skip
+            continue
+        cards.append(Gpu(device=f"cuda:{index}", name=torch.cuda.get_device_name(index), total_bytes=total_bytes,
+                         free_bytes=free_bytes, capability=torch.cuda.get_device_capability(index),
+                         architectures=torch.cuda.get_arch_list() if torch.version.cuda else ()))  # fmt: skip
+        findings.append(check_gpu(cards[-1]))
+    if len(findings) == 1:
+        memory = size_text(available_bytes())
+        findings.append(Finding("GPU", NOTE, f"none is seen: training runs on the CPU, with {memory} of memory"))
+    return findings
+
+
+def check_python(python: tuple[int, ...], text: str, executable: str) -> Finding:
+    """Compares Python's version with the tested ones."""
+    oldest, newest = (".".join(map(str, one)) for one in _TESTED_PYTHONS)
+    found = f"{text}, {executable}"
+    if python < _TESTED_PYTHONS[0]:
+        return Finding("Python", PROBLEM, found, f"Use Python {oldest} or newer")
+    if python > _TESTED_PYTHONS[1]:
+        return Finding("Python", NOTE, f"{found}; newer than those that are tested, {oldest} to {newest}")
+    return Finding("Python", OK, found)
+
+
+def check_torch(torch_version: str, built_for: str, driver: str) -> Finding:
+    """Compares what torch was built for (`CUDA 12.8`; empty: the CPU) with the driver (empty: none)."""
+    found = f"{torch_version}, built for {built_for or 'the CPU'}"
+    if not driver:
+        return Finding("torch", OK, f"{found}; no NVIDIA driver is here")
+    found = f"{found}; NVIDIA driver {driver}"
+    if not built_for:
+        return Finding("torch", PROBLEM, f"{found}: this torch cannot use the GPU", "Install a CUDA build of torch, or "
+                       "set CAN_TRAIN_PYTHON to the Python of an environment that has one")  # fmt: skip
+    least = _LEAST_DRIVERS.get(built_for.removeprefix("CUDA ").partition(".")[0], 0)
+    if int(driver.partition(".")[0]) < least:
+        return Finding("torch", PROBLEM, f"{found}: it needs driver {least} or newer",
+                       "Update the driver, or install a torch that was built for an older CUDA")  # fmt: skip
+    return Finding("torch", OK, found)
+
+
+def check_gpu(gpu: Gpu) -> Finding:
+    """Checks that torch has code for a GPU, and that its memory is free."""
+    free, total = size_text(gpu.free_bytes), size_text(gpu.total_bytes)
+    found = f"{gpu.device}, {gpu.name}: {free} of {total} free"
+    if gpu.architectures and not has_code_for(gpu.capability, gpu.architectures):
+        number = ".".join(map(str, gpu.capability))
+        return Finding("GPU", PROBLEM, f"{found}; this torch has no code for its compute capability, {number}",
+                       "Install a torch that was built for it; older cards need an older CUDA build")  # fmt: skip
+    if gpu.free_bytes < _FREE_SHARE * gpu.total_bytes:
+        return Finding("GPU", NOTE, f"{found}; another process holds the rest",
+                       "See which with nvidia-smi, or choose another GPU with --device")  # fmt: skip
+    return Finding("GPU", OK, found)
+
+
+def has_code_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Tells whether code for one of the architectures runs on a GPU: `sm_80` on all 8.x, `compute_80` on all later.
+
+    >>> has_code_for((8, 6), ["sm_80"]), has_code_for((7, 0), ["sm_75", "sm_80"]), has_code_for((9, 0), ["compute_80"])
+    (True, False, True)
+    """
+    for kind, number, last in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(architectures)):
+        built = (int(number), int(last))
+        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
+    return False
+
+
+def check_allocator(environment: Mapping[str, str]) -> Finding:
+    """Says which settings PyTorch's CUDA allocator has, and whether they leave memory unused."""
+    if environment.get(_NO_CACHING, "0") not in ("", "0"):
+        return Finding("allocator", NOTE, f"{_NO_CACHING} is set: each allocation waits for the driver, which makes a "
+                       "training many times slower", f"Unset it: unset {_NO_CACHING}")  # fmt: skip
+    name = next((name for name in SETTINGS_VARIABLES if name in environment), "")
+    if not name:
+        return Finding("allocator", OK, f"can-train's own settings, {OWN_SETTINGS}")
+    found = f"your settings, {name}={environment[name]}"
+    if "cudaMallocAsync" in environment[name]:
+        return Finding("allocator", NOTE, f"{found}: plans predict the memory of PyTorch's own allocator, which this "
+                       "is not", f"Unset it: unset {name}")  # fmt: skip
+    if not segments_expand(environment):
+        both = ",".join(filter(None, (environment[name], OWN_SETTINGS)))
+        return Finding("allocator", NOTE, f"{found}: segments cannot grow, so that less of a GPU's memory can be used",
+                       f"Let them: export {name}={both}")  # fmt: skip
+    return Finding("allocator", OK, found)
+
+
+def _examine_cards(
+    names: Sequence[str], cards: Sequence[Gpu], partitions: Sequence[Partition], state: Path
+) -> list[Finding]:
+    """Looks up the GPUs that are named, else those that are here, else those of the cluster."""
+    sizes = {find_card(name).key: 0 for name in names} or {card.key: card.total_bytes for card in cards}
+    kinds = sorted({kind for one in partitions for node in one.nodes for kind in node.gpus if kind})
+    findings = [] if sizes else [check_kind(kind) for kind in kinds]
+    if not sizes and not kinds:
+        return [Finding("--target-gpu", OK, f"plans for {len(CARDS)} cards; none is here to be looked up")]
+    known = {card.key: card for card in CARDS}
+    for key, total_bytes in sizes.items():
+        if key not in known:
+            findings.append(check_unknown_card(key, total_bytes))
+            continue
+        use = usable(known[key], read_gpu_constants(state, key, make_reporter()))
+        room, total = size_text(use.capacity_bytes), size_text(use.total_bytes)
+        findings.append(Finding("--target-gpu", OK, f"knows {key}: {room} of {total} usable, {use.source}"))
+    return findings
+
+
+def check_kind(kind: str) -> Finding:
+    """Says how to plan for GPUs that the cluster's nodes have, by the name that its administrator gave them."""
+    found = [card.key for card in cards_named(kind)]
+    if len(found) == 1:
+        return Finding("--target-gpu", OK, f"knows the cluster's {kind} as {found[0]}")
+    if found:
+        return Finding("--target-gpu", NOTE, f"knows the cluster's {kind} as {' or '.join(found)}",
+                       f"Say which: --target-gpu {found[0]}")  # fmt: skip
+    return Finding("--target-gpu", NOTE, f"does not know the cluster's {kind}",
+                   "Plan for one by its memory, with --target-memory 16GiB")  # fmt: skip
+
+
+def check_unknown_card(key: str, total_bytes: int) -> Finding:
+    """Says how to plan for a GPU that the catalogue does not have."""
+    return Finding("--target-gpu", NOTE, f"does not know {key}, which is here",
+                   f"Plan for one elsewhere with --target-memory {round(total_bytes / 2**20)}MiB")  # fmt: skip
+
+
+# SLURM
+
+
+def _examine_slurm(partitions: list[Partition]) -> Finding:
+    """Looks for a controller; its partitions are added to `partitions`."""
+    if not is_installed():
+        return check_slurm(None)
+    try:
+        partitions += read_partitions()
+        return check_slurm(partitions)
+    except NoControllerError as error:
+        if _NO_CLUSTER in error.value:
+            return check_slurm(None)
+        return Finding("SLURM", PROBLEM, f"its programs are here, but no controller answers: {error.value}",
+                       "Try again on a login node; training here, without --submit, needs no SLURM")  # fmt: skip
+
+
+def check_slurm(partitions: Sequence[Partition] | None) -> Finding:
+    """Says where jobs can go; None: SLURM is not installed, or belongs to no cluster."""
+    if partitions is None:
+        return Finding("SLURM", NOTE, "no cluster here: --submit needs one, or --cluster local, which trains in the "
+                       "background of this machine")  # fmt: skip
+    up = [partition for partition in partitions if partition.is_up]
+    if not up:
+        return Finding("SLURM", PROBLEM, "it answers, and no partition is up", "Ask who runs the cluster")
+    names = _listed([f"{one.name} (the default)" if one.is_default else one.name for one in up])
+    found = f"it answers; partitions that are up: {names}"
+    if any(one.is_default for one in up):
+        return Finding("SLURM", OK, found)
+    return Finding("SLURM", NOTE, f"{found}; none is the default", f"Name one: --submit --partition {up[0].name}")
+
+
+# A person's settings, data and folders
+
+
+def check_user_file(file: UserFile) -> Finding:
+    """Says what a person's settings file sets."""
+    if not file.values:
+        return Finding("settings", OK, f"none of your own, which would be in {file.path}")
+    values = ", ".join(f"{name} {value}" for name, value in file.values.items())
+    return Finding("settings", OK, f"your own in {file.path}: {values}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """A folder as it was found; one that does not exist yet is judged by the nearest one above it."""
+
+    path: Path
+    error: str = ""  # why it cannot be written; empty where it can
+    file_system: str = ""  # nfs4, ext4; empty where that is not known
+    ahead_s: float = 0.0  # how far the clock of its file system is ahead of this machine's
+    free_bytes: int = 0
+    disk: int = 0  # number of its file system on this machine
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it lies on a file system that other machines have too."""
+        return _NETWORK_FILE_SYSTEMS.fullmatch(self.file_system) is not None
+
+
+def look_at(path: Path) -> Folder:
+    """Finds out what a folder is like, by a file without a name in it; the folder itself is not made."""
+    path = path.expanduser().absolute()
+    place = next(folder for folder in (path, *path.parents) if folder.exists())
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    resolved = place.resolve()
+    file_system = next((mounts[folder] for folder in (resolved, *resolved.parents) if folder in mounts), "")
+    error, ahead_s = "", 0.0
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"can-train doctor")
+            # Over a network, the server gives the time once the bytes are there.
+            os.fsync(file.fileno())
+            ahead_s = os.fstat(file.fileno()).st_mtime - time.time()
+    except OSError as failure:
+        error = f"{place}: {failure.strerror}"
+    return Folder(path=path, error=error, file_system=file_system, ahead_s=ahead_s,
+                  free_bytes=shutil.disk_usage(place).free, disk=place.stat().st_dev)  # fmt: skip
+
+
+def check_state_folder(folder: Folder, *, on_cluster: bool) -> Finding:
+    """Checks that what is learned can be kept, in an order that clocks agree on, where jobs see it."""
+    if folder.error:
+        return Finding("state folder", PROBLEM, f"it cannot be written: {folder.error}",
+                       "Change its permissions, or name another one with --state-dir or $CAN_TRAIN_HOME")  # fmt: skip
+    kind = "a network file system" if folder.is_shared else "a disk of this machine"
+    found = f"{folder.path}, on {kind}" + (f" ({folder.file_system})" if folder.file_system else "")
+    if abs(folder.ahead_s) > _CLOCK_SLACK_S:
+        way = "ahead of" if folder.ahead_s > 0 else "behind"
+        return Finding("state folder", PROBLEM, f"{found}, whose clock is {abs(folder.ahead_s):.0f} s {way} this "
+                       "machine's: runs would be learned from in another order",
+                       "Have both set their clocks from the same server (timedatectl set-ntp true)")  # fmt: skip
+    if on_cluster and not folder.is_shared:
+        return Finding("state folder", NOTE, f"{found}: jobs on other nodes may not see it",
+                       "Give a folder that all nodes have: export CAN_TRAIN_HOME=FOLDER")  # fmt: skip
+    return Finding("state folder", OK, found)
+
+
+def check_disks(folders: Sequence[Folder]) -> list[Finding]:
+    """Checks that each disk that runs, or what they teach, are written to has room."""
+    # It imports submitit, which may be what is missing here.
+    from can_train.slurm.submission_plan import LEAST_FREE_BYTES
+
+    findings = []
+    for folder in {folder.disk: folder for folder in reversed(folders)}.values():
+        found = f"{size_text(folder.free_bytes)} free for {folder.path}"
+        if folder.free_bytes < LEAST_FREE_BYTES:
+            findings.append(Finding("disk", PROBLEM, f"{found}: a run needs {size_text(LEAST_FREE_BYTES)}",
+                                    "Free some, or choose other folders with --runs-dir and --state-dir"))  # fmt: skip
+        elif folder.free_bytes < _MANY_RUNS * LEAST_FREE_BYTES:
+            findings.append(Finding("disk", NOTE, f"{found}: enough for a few runs"))
+        else:
+            findings.append(Finding("disk", OK, found))
+    return findings
+
+
+def _examine_data(paths: PathSettings) -> Finding:
+    # Composition imports Hydra.
+    from can_train.config.compose import RunRequest, presets, resolve
+    from can_train.config.resolved import load_object, load_task_settings, task_names
+    from can_train.errors import DataError
+
+    root, found = data_root(paths), []
+    if root.is_dir():
+        for task, name in ((task, name) for task in task_names() for name in presets("dataset")):
+            settings = load_task_settings(task)
+            try:
+                run = resolve(RunRequest(task=task, model=next(iter(settings.models)), dataset=name))
+                found += [name] if load_object(settings.files)(run.dataset, root) else []
+            except (ConfigError, DataError):
+                # It is not there, or it is no data set of this task.
+                continue
+    own = user_file()
+    given = str(own.path) if "data_root" in own.values else ""
+    given = "--data-root" if paths.data_root else "$CAN_TRAIN_DATA" if os.environ.get("CAN_TRAIN_DATA") else given
+    return check_data(root.absolute(), given, exists=root.is_dir(), found=found)
+
+
+def check_data(root: Path, given: str, *, exists: bool, found: Sequence[str]) -> Finding:
+    """Says which published data sets are there; `given` is what names their folder, empty for the default."""
+    if found:
+        return Finding("data", OK, f"{_listed(found)}, in {root}")
+    alone = "your own logs are given by their path, and --dataset synthetic needs none"
+    if given and not exists:
+        return Finding("data", PROBLEM, f"{given} names {root}, which does not exist",
+                       f"Correct that, or leave it out: {alone}")  # fmt: skip
+    where = f"{root} does not exist" if not exists else f"no published data set is in {root}"
+    return Finding("data", NOTE, f"{where}: {alone}")
+
+
+# Versions
+
+
+def _examine_versions() -> list[Finding]:
+    from can_train.config.compose import config_folder
+
+    base = config_folder().parent
+    project, checked_out = base / "pyproject.toml", base / "scripts" / "constraints.txt"
+    # A checkout has them as files; an installed package as its metadata, and as a file of its own.
+    if project.is_file():
+        needed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+    else:
+        needed = requires("can-train") or []
+    constraints = checked_out if checked_out.is_file() else base / "constraints.txt"
+    tested = dict(re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    least = {
+        _canonical(name): low for name, low in re.findall(r"^([\w.-]+)>=([\d.]+)", "\n".join(needed), re.MULTILINE)
+    }
+    installed = {name: _installed(name) for name in least}
+    return [check_versions(installed, least, {_canonical(name): exact for name, exact in tested.items()}, constraints)]
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _numbers(text: str) -> list[int]:
+    """Returns the numbers of a version without its local part: [2, 6, 0] of `2.6.0+cu124`."""
+    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])]
+
+
+def check_versions(
+    installed: Mapping[str, str], least: Mapping[str, str], tested: Mapping[str, str], constraints: Path
+) -> Finding:
+    """Compares packages with the versions that can-train needs at least, and with those that it is tested with.
+
+    Args:
+        installed: Version of each package that it imports; empty where it is missing.
+        least: The least version of each.
+        tested: The exact versions of the tests.
+        constraints: The file that has them.
+    """
+    lacking = [name for name, found in installed.items() if not found or _numbers(found) < _numbers(least[name])]
+    if lacking:
+        found = [f"{name} {installed[name] or 'is missing'} (needs {least[name]})" for name in lacking]
+        wanted = " ".join(f"'{name}>={least[name]}'" for name in lacking)
+        return Finding("versions", PROBLEM, _listed(found), f"Install them: {sys.executable} -m pip install {wanted}")
+    others = {name: found for name, found in installed.items()
+              if name in tested and _numbers(found) != _numbers(tested[name])}  # fmt: skip
+    if not others:
+        return Finding("versions", OK, f"all {len(installed)} packages as they are tested")
+    found = [f"{name} {version} (tested: {tested[name]})" for name, version in others.items()]
+    return Finding("versions", NOTE, f"within what is supported, others than are tested: {_listed(found)}",
+                   f"The tested versions are in {constraints}")  # fmt: skip
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more

@@ -1,0 +1,211 @@
+"""`can-train show RUN`: what came of a run, its plan, what memory did, what was set, and how it goes on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from can_train.cli.output import duration, finite, print_json, print_tables
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
+from can_train.cli.runs import run_json
+from can_train.errors import CanTrainError
+from can_train.io.records import parse_object, text_or_nothing
+from can_train.io.units import size_text
+from can_train.reporter import COLUMNS, wrapped
+from can_train.slurm.run_state import FINISHED
+from can_train.slurm.status import RunStatus
+from can_train.training.run_folder import RunFolder, name_to_type
+
+# Groups of settings that say where a run happens, not what it does.
+_LOCATIONS: Final = ("paths", "cluster", "device")
+_UNKNOWN: Final = "unknown"
+
+
+def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
+    """Show a run: scores, plan, what memory did, which settings are not the defaults, and how it goes on."""
+    locator = RunLocator(runs_dir, state_dir)
+    found = locator.status(locator.find(run))
+    folder, result = found.known.folder, found.facts.result or {}
+    config = folder.config()
+    plan, memory, changed = read_plan(folder), memory_facts(folder, result), changed_settings(config)
+    commands = next_commands(found)
+    if as_json:
+        scores = result.get("judgement")
+        facts = {**run_json(found), "scores": scores, "plan": plan or None, "memory": memory}
+        print_json({**facts, "changed_settings": changed, "next_commands": commands})
+        return
+    print("\n".join(_head_lines(found, config)))
+    print_tables(score_tables(config, result))
+    _print_part("Plan", _plan_lines(plan, str(result.get("device") or config.get("device"))))
+    _print_part("Memory", _memory_lines(memory))
+    _print_part("Settings that differ from the defaults", _settings_lines(changed))
+    # As they are typed: a line that is broken would not work.
+    print("".join(["\nTo go on", *(f"\n  {command}" for command in commands)]) if commands else "")
+
+
+def _print_part(title: str, lines: Sequence[str]) -> None:
+    if not lines:
+        return
+    print(f"\n{title}")
+    for line in lines:
+        print(wrapped(f"  {line.strip()}", COLUMNS, hang="    "))
+
+
+def _head_lines(found: RunStatus, config: Mapping[str, Any]) -> list[str]:
+    progress, seconds = found.progress, run_json(found)["seconds"]
+    done = [
+        f"{name} {value}" + (f" of {total}" if total else "")
+        for name, value, total in (
+            ("epoch", progress.epoch, progress.epochs),
+            ("step", progress.step, progress.steps),
+        )
+        if value is not None
+    ]
+    lines = {
+        "run": found.known.run_id,
+        "state": str(found.state),
+        "trained": ", ".join(done),
+        "time": duration(seconds) if seconds is not None else "",
+        "device": str((found.facts.result or {}).get("device") or config.get("device")),
+        "folder": str(found.known.folder.path),
+    }
+    return [f"{name:<8}{text}" for name, text in lines.items() if text]
+
+
+# What came of it
+
+
+def score_tables(config: Mapping[str, Any], result: Mapping[str, Any]) -> Sequence[Any]:
+    """Returns the tables of a run's scores; none where it has none that this version can show."""
+    from can_train.config.resolved import load_object, load_task_settings
+
+    if not isinstance(result.get("judgement"), Mapping):
+        return ()
+    try:
+        path = load_task_settings(str(config.get("task"))).tables
+        tables: Sequence[Any] = load_object(path)(result["judgement"])
+    except (CanTrainError, KeyError, TypeError, ValueError, AttributeError):
+        # Of a task that is not installed here, or of another version.
+        return ()
+    return tables
+
+
+# The plan, and what memory did
+
+
+def read_plan(folder: RunFolder) -> dict[str, Any]:
+    """Reads a run's plan as plain values; empty where there is none, or none that can be read."""
+    plan = parse_object(text_or_nothing(folder.plan_path))
+    return plan if isinstance(plan.get("plan"), dict) else {}
+
+
+def _plan_lines(plan: Mapping[str, Any], device: str) -> list[str]:
+    if not plan:
+        return []
+    # PyTorch is imported with it, for which `--json` does not wait.
+    from can_train.fit.planner import RunPlan
+    from can_train.training.report import plan_lines
+
+    try:
+        run_plan = RunPlan.from_plain(dict(plan))
+    except (KeyError, TypeError, ValueError):
+        return ["of another version of can-train"]
+    capacity = 0 if run_plan.limits is None else run_plan.limits.capacity_bytes
+    return [*plan_lines(run_plan, device, capacity), *run_plan.plan.notices, *run_plan.notices]
+
+
+def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Collects what memory did in a run, from its result or, while it trains, from its metrics; None: not known."""
+    lines = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
+    epochs = [line for line in lines if "micro_batches" in line]
+    steps = max((line.get("step") or 0 for line in epochs), default=0)
+    parts = sum(line["micro_batches"] or 0 for line in epochs)
+    peaks = [line["peak_memory_pct"] for line in epochs if line.get("peak_memory_pct") is not None]
+    sizes = [line["micro_batch_size"] for line in epochs if line.get("micro_batch_size")]
+    rescues = sum(line.get("ooms_rescued") or 0 for line in epochs)
+    return {
+        "peak_bytes": result.get("peak_memory_bytes"),
+        "peak_share": finite(result.get("peak_memory_pct", max(peaks, default=None))),
+        "predicted_peak_bytes": finite(result.get("predicted_peak_bytes")),
+        "micro_batches_per_step": parts / steps if steps else None,
+        "largest_micro_batch": result.get("micro_batch_size", max(sizes, default=None)),
+        "rescues": result.get("ooms_rescued", rescues),
+    }
+
+
+def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
+    peak, share, predicted = memory["peak_bytes"], memory["peak_share"], memory["predicted_peak_bytes"]
+    of_device = f"{share:.1%} of what is usable" if share is not None else ""
+    measured = ", ".join(filter(None, [size_text(peak) if peak else "", of_device])) or _UNKNOWN
+    per_step, largest = memory["micro_batches_per_step"], memory["largest_micro_batch"]
+    parts = [f"{per_step:.3g} a step on average"] if per_step else []
+    parts += [f"of up to {largest} samples"] if largest else []
+    rescues = memory["rescues"]
+    return [
+        f"peak           {measured}" + (f"; predicted: {size_text(predicted)}" if predicted else ""),
+        f"micro-batches  {', '.join(parts) or _UNKNOWN}",
+        f"rescues        {rescues}" + (" (steps that ran out of memory and were split further)" if rescues else ""),
+    ]
+
+
+# What was set
+
+
+def changed_settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Returns the settings in which a run differs from the presets of its model, mode and data, each with its value and
+    the default; None where this version has no such presets.
+    """
+    from can_train.config.compose import RunRequest, resolve
+
+    settings = dict(flat(config))
+    try:
+        request = RunRequest(
+            task=config["task"],
+            model=config["model_name"],
+            size=config["size"] or None,
+            mode=config["mode"]["name"],
+            dataset=config["dataset"].get("path") or config["dataset"]["name"],
+        )
+        defaults = dict(flat(resolve(request).config))
+    except (CanTrainError, KeyError, TypeError, AttributeError):
+        return None
+    return {
+        name: {"value": finite(value), "default": finite(defaults.get(name))}
+        for name, value in settings.items()
+        if value != defaults.get(name)
+    }
+
+
+def flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Lists the settings of a configuration by their dotted names, without those that say where a run happens."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value and (before or name not in _LOCATIONS):
+            yield from flat(value, f"{before}{name}.")
+        elif before or name not in _LOCATIONS:
+            yield f"{before}{name}", value
+
+
+def _settings_lines(changed: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
+    if changed is None:
+        return ["cannot be told: this version has no presets for its model, mode and data"]
+    if not changed:
+        return ["none"]
+    width = max(map(len, changed))
+    return [f"{name:<{width}}  {_text(one['value'])}  (default: {_text(one['default'])})"
+            for name, one in changed.items()]  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None or value == "" else str(value)
+
+
+# How it goes on
+
+
+def next_commands(found: RunStatus) -> list[str]:
+    """Lists the lines that somebody who looks at a run may want to type next."""
+    name = name_to_type(found.known.folder)
+    if found.state.live:
+        return [f"can-train logs {name} -f", f"can-train cancel {name}"]
+    if found.state.state == FINISHED and found.facts.result is not None:
+        return [f"can-train evaluate {name} --dataset path/to/log.csv",
+                f"can-train resubmit {name} --set training.seed=1"]  # fmt: skip
+    return [f"can-train resume {name}", f"can-train logs {name}"] if found.facts.has_folder else []

@@ -1,0 +1,288 @@
+"""The earlier runs that matter to a new one: those that it builds on (a teacher, an autoencoder), with the check that
+they fit, and those that have done the same, or are about to.
+
+It reads only the files of runs and imports no torch, so a login node can do it before anything is submitted. Whether
+the weights are intact is seen when they are loaded.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from can_train.config.resolved import Prerequisite, ResolvedRun, data_root, load_object, load_task_settings, state_dir
+from can_train.errors import CheckpointError, ConfigError, RunError
+from can_train.io.records import is_file
+from can_train.slurm.run_state import FINISHED
+from can_train.slurm.status import KnownRun, RunStatus, find_run, known_runs, run_statuses
+from can_train.training.run_folder import Registry, RunFolder
+
+if TYPE_CHECKING:
+    from can_train.config.compose import RunRequest
+
+_LOCATIONS: Final = ("paths", "cluster")
+"""Groups of settings that say where a run happens, not what it does."""
+_IDENTITY_DIGITS: Final = 32
+
+
+class PastRuns:
+    """The runs that a new run may build on. Each configuration is read once, however many runs of a sweep ask.
+
+    Args:
+        state: The state folder.
+        runs_dir: The folder of run folders.
+        awaited: Runs that the new run waits for (`--after`). They need not have finished.
+
+    Raises:
+        RunError: A run in `awaited` does not exist.
+    """
+
+    def __init__(self, state: Path, runs_dir: Path, awaited: Sequence[str] = ()) -> None:
+        self.registry = Registry(state)
+        self.known = known_runs(self.registry, runs_dir)
+        self.awaited = [find_run(self.known, name) for name in awaited]
+        self._configs: dict[str, Mapping[str, Any]] = {}
+
+    def config(self, known: KnownRun) -> Mapping[str, Any]:
+        """Returns a run's configuration, empty if it is damaged."""
+        if known.run_id not in self._configs:
+            try:
+                self._configs[known.run_id] = known.folder.config()
+            except RunError:
+                self._configs[known.run_id] = {}
+        return self._configs[known.run_id]
+
+    def newest(self, run: ResolvedRun, needed: Prerequisite) -> KnownRun | None:
+        """Returns the newest run that has finished and fits."""
+        for known in self.known:
+            # Cheap checks first: of hundreds of runs most are of another kind or have not finished.
+            if not (_may_fit(known, needed) and is_file(known.folder.result_path)):
+                continue
+            if not misfits(self.config(known), run, needed) and is_whole(known.folder):
+                return known
+        return None
+
+
+def resolve_prerequisites(
+    run: ResolvedRun, request: "RunRequest", past: PastRuns, *, later: Collection[str] = ()
+) -> tuple[ResolvedRun, list[str]]:
+    """Finds the runs that a run builds on: for each role the named one, else an awaited one, else the newest that fits.
+
+    Args:
+        run: The new run. The mode's setting of each role, and `training.start_from`, name a run in any way, or are
+            empty.
+        request: The command line behind the run, for the commands in error messages.
+        past: The existing runs.
+        later: Roles whose runs do not exist yet; they are left alone.
+
+    Returns:
+        The run, with absolute folders in these settings, and sentences that say which runs were found.
+
+    Raises:
+        ConfigError: A run does not fit, or none exists. The message has the command that makes one.
+        RunError: A run is unknown or unreadable, or has not finished.
+        CheckpointError: A run has lost its weights.
+    """
+    run, notices = _with_start_run(run, past)
+    folders = {}
+    for needed in (one for one in run.prerequisites if one.role not in later):
+        name = getattr(run.mode, needed.role)
+        if name:
+            folders[needed.role] = _find_named(name, needed, run, request, past).folder.path
+            continue
+        awaited = next((known for known in past.awaited if not misfits(past.config(known), run, needed)), None)
+        found = awaited or past.newest(run, needed)
+        if found is None and needed.required:
+            raise ConfigError(f"Mode {run.mode.name} builds on {needed.what}, and no finished run fits",
+                              value=f"looked in {run.runs_dir} and {state_dir(run.paths)}",
+                              remedy=_remedy("This makes one", needed, run, request))  # fmt: skip
+        if found is not None:
+            folders[needed.role] = found.folder.path
+            notices.append(source_notice(needed, found, is_awaited=awaited is not None))
+    return with_folders(run, folders), notices
+
+
+def _with_start_run(run: ResolvedRun, past: PastRuns) -> tuple[ResolvedRun, list[str]]:
+    """Finds the run whose weights training starts from; returns also a notice that says which one it is."""
+    if not run.training.start_from:
+        return run, []
+    known = find_run(past.known, run.training.start_from)
+    training = replace(run.training, start_from=str(known.folder.path.resolve()))
+    return replace(run, training=training), [f"weights to start from: {known.run_id}"]
+
+
+def source_notice(needed: Prerequisite, known: KnownRun, *, is_awaited: bool = False) -> str:
+    """Returns a sentence about the run that was found for a role."""
+    why = "the run that is waited for" if is_awaited else "the newest finished run that fits"
+    return f"{_words(needed)}: {known.run_id} ({why})"
+
+
+def with_folders(run: ResolvedRun, folders: Mapping[str, Path]) -> ResolvedRun:
+    """Returns the run with the mode's settings of some roles set to absolute folders."""
+    absolute = {role: str(path.resolve()) for role, path in folders.items()}
+    return replace(run, mode=replace(run.mode, **absolute))
+
+
+def misfits(config: Mapping[str, Any], run: ResolvedRun, needed: Prerequisite) -> list[str]:
+    """Lists the settings in which a configuration differs from what a run needs to build on it."""
+    sizes = needed.sizes or ((run.size,) if needed.same_model else ())
+    theirs_and_possible = {
+        "task": (config.get("task"), (run.task,)),
+        "model": (config.get("model_name"), needed.models),
+        "mode": (_group(config, "mode").get("name"), needed.modes),
+        **({"size": (config.get("size"), sizes)} if sizes else {}),
+    }
+    found = [
+        f"{name} is {theirs}, not {' or '.join(possible)}"
+        for name, (theirs, possible) in theirs_and_possible.items()
+        if theirs not in possible
+    ]
+    if needed.same_model and not found:
+        found += _differences("model", _group(config, "model"), run.config["model"])
+    mine = {name: run.config["dataset"][name] for name in load_task_settings(run.task).inputs}
+    return found + _differences("dataset", _group(config, "dataset"), mine)
+
+
+def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    group = config.get(name)
+    return group if isinstance(group, Mapping) else {}
+
+
+def _differences(name: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """Lists the settings in `mine` that differ in `theirs`, nested ones by their dotted names."""
+    found = []
+    for key, value in mine.items():
+        other = theirs.get(key)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            found += _differences(f"{name}.{key}", other, value)
+        elif key not in theirs:
+            found.append(f"{name}.{key} is not set, not {value}")
+        elif other != value:
+            found.append(f"{name}.{key} is {other}, not {value}")
+    return found
+
+
+def _may_fit(known: KnownRun, needed: Prerequisite) -> bool:
+    """Returns False if the run's key rules it out. A folder that was renamed has its name in place of a key."""
+    key, modes = f"_{known.record.key}_", tuple(f"_{mode}_" for mode in needed.modes)
+    right_kind = any(f"_{model}_" in key for model in needed.models) and key.endswith(modes)
+    return right_kind or known.record.key == known.run_id
+
+
+def is_whole(folder: RunFolder) -> bool:
+    """Returns whether a run has finished, with a readable result and its weights."""
+    try:
+        return folder.result() is not None and _has_weights(folder)
+    except RunError:
+        return False
+
+
+def _has_weights(folder: RunFolder) -> bool:
+    return is_file(folder.checkpoints_path / "manifest.json")
+
+
+def _find_named(name: str, needed: Prerequisite, run: ResolvedRun, request: "RunRequest", past: PastRuns) -> KnownRun:
+    known = find_run(past.known, name)
+    different = misfits(known.folder.config(), run, needed)
+    if different:
+        raise ConfigError(f"The {_words(needed)} does not fit this run",
+                          value=f"{known.run_id}: {'; '.join(different)}",
+                          remedy=_remedy("This makes one that does", needed, run, request, named=True))  # fmt: skip
+    if known.run_id in {one.run_id for one in past.awaited}:
+        return known
+    if known.folder.result() is None:
+        state = run_statuses([known], past.registry)[0].state
+        # The folder is found from anywhere, whatever --runs-dir and --state-dir are.
+        path = shlex.quote(str(known.folder.path.resolve()))
+        remedy = f"Continue it:\n  can-train resume {path}\nThen give the same line again"
+        if state.live:
+            remedy = f"Wait for its end: can-train logs {path} -f; or submit with --after {path}"
+        # A folder that was copied while the run was still training has no result, though the run has finished by now.
+        value = f"{known.run_id} is {state.state}" if state.state != FINISHED else f"{known.run_id} has no result"
+        raise RunError(f"Only a finished run can be {needed.what}", value=value, remedy=remedy)
+    if not _has_weights(known.folder):
+        raise CheckpointError("The run to build on has lost its weights", value=str(known.folder.checkpoints_path),
+                              remedy=_remedy("This makes another", needed, run, request, named=True))  # fmt: skip
+    return known
+
+
+def _remedy(what: str, needed: Prerequisite, run: ResolvedRun, request: "RunRequest", *, named: bool = False) -> str:
+    # A line that names a run would name the same unsuitable run again.
+    then = f"Then give the same line without the run that it names: the newest {_words(needed)} that fits is taken"
+    # The command stands on a line of its own, without a full stop, because it will be pasted.
+    return f"{what}:\n  {_command_for(needed, run, request)}\n{then if named else 'Then give the same line again'}"
+
+
+def _command_for(needed: Prerequisite, run: ResolvedRun, request: "RunRequest") -> str:
+    """Returns the command that trains a run which `run` could build on, on the same data and in the same folders."""
+    size = needed.sizes[0] if needed.sizes else run.size if needed.same_model else ""
+    words = ["can-train", "--model", needed.models[0], "--dataset", request.dataset, "--mode", needed.modes[0]]
+    words += ["--size", size] if size else []
+    words += ["--task", request.task] if request.task else []
+    groups = ("dataset.", "model.") if needed.same_model else ("dataset.",)
+    for text in request.sets:
+        words += ["--set", text] if text.strip().startswith(groups) else []
+    words += ["--device", request.device] if request.device != type(request).device else []
+    for key, value in request.values.items():
+        group, _, name = key.partition(".")
+        words += [f"--{name.replace('_', '-')}", str(value)] if group == "paths" else []
+    return shlex.join(words)
+
+
+def _words(needed: Prerequisite) -> str:
+    return needed.role.replace("_", " ")
+
+
+# Runs that do the same
+
+
+def find_duplicate_run(digest: str, statuses: Sequence[RunStatus]) -> RunStatus | None:
+    """Finds the first run of an identity that is queued, running or finished."""
+    same = (status for status in statuses if status.known.record.identity == digest)
+    return next((status for status in same if status.state.live or status.state.state == FINISHED), None)
+
+
+def identity(run: ResolvedRun, code: str, files: Sequence[Path]) -> str:
+    """Computes the digest that is equal for runs that would do the same, from settings, code digest and data files."""
+    config = identity_config(run.config, [needed.role for needed in run.prerequisites])
+    common = Path(os.path.commonpath([file.parent for file in files])) if files else Path()
+    # Size and modification time stand for the content, which may be gigabytes.
+    stats = [(file.relative_to(common).as_posix(), file.stat()) for file in files]
+    data = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    text = json.dumps([config, code, data], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_IDENTITY_DIGITS]
+
+
+def identity_config(config: Mapping[str, Any], roles: Iterable[str]) -> dict[str, Any]:
+    """Returns a configuration without what says where a run happens.
+
+    Args:
+        config: Plain values.
+        roles: Settings of the mode that are folders of other runs; their run ids take the place of the paths.
+    """
+    mode = dict(config.get("mode") or {})
+    run_ids = {role: _run_id_in(Path(mode[role])) for role in roles if mode.get(role)}
+    return {name: value for name, value in config.items() if name not in _LOCATIONS} | {"mode": {**mode, **run_ids}}
+
+
+def _run_id_in(path: Path) -> str:
+    try:
+        result = RunFolder(path).result()
+    except (RunError, OSError):
+        result = None
+    # A copied folder may have any name; the result in it keeps the run's.
+    return str(result["run_id"]) if result and "run_id" in result else path.name
+
+
+def data_files(run: ResolvedRun) -> list[Path]:
+    """Lists the files of a run's data set.
+
+    Raises:
+        MissingDataError: They do not exist.
+    """
+    files: list[Path] = load_object(load_task_settings(run.task).files)(run.dataset, data_root(run.paths))
+    return files

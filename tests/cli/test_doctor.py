@@ -1,0 +1,331 @@
+"""`can-train doctor`: each check on what it may find, and the whole of it on this machine."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from can_train.cli import doctor as module
+from can_train.cli.doctor import (
+    Finding,
+    Folder,
+    Gpu,
+    check_allocator,
+    check_data,
+    check_disks,
+    check_gpu,
+    check_kind,
+    check_python,
+    check_slurm,
+    check_state_folder,
+    check_torch,
+    check_unknown_card,
+    check_versions,
+    finding_text,
+    has_code_for,
+    look_at,
+)
+from can_train.cli.main import main
+from can_train.errors import StateError
+from can_train.slurm.client import Partition
+
+GIB = 2**30
+GPU = Gpu(device="cuda:0", name="NVIDIA A10", total_bytes=22 * GIB, free_bytes=22 * GIB, capability=(8, 6))
+FOLDER = Folder(path=Path("/home/me/state"), file_system="nfs4", free_bytes=100 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("python", "status"), [((3, 10), "problem"), ((3, 11), "ok"), ((3, 14), "ok"), ((3, 15), "note")]
+)
+def test_a_python_that_is_not_tested_is_said(python: tuple[int, int], status: str) -> None:
+    assert check_python(python, "3.x", "/usr/bin/python3").status == status
+
+
+@pytest.mark.parametrize(
+    ("built_for", "driver", "status", "said"),
+    [
+        ("", "", "ok", "no NVIDIA driver"),
+        ("", "535.104.05", "problem", "cannot use the GPU"),
+        ("CUDA 12.8", "535.104.05", "ok", "535.104.05"),
+        ("CUDA 12.8", "470.57.02", "problem", "needs driver 525 or newer"),
+        ("CUDA 13.0", "535.104.05", "problem", "needs driver 580 or newer"),
+        ("CUDA 12.8", "", "ok", "no NVIDIA driver"),
+        ("CUDA 99.0", "535.104.05", "ok", "CUDA 99.0"),
+    ],
+)
+def test_torch_and_the_driver_must_fit_each_other(built_for: str, driver: str, status: str, said: str) -> None:
+    found = check_torch("2.13.0", built_for, driver)
+    assert found.status == status
+    assert said in found.found
+    assert bool(found.remedy) == (status == "problem")
+
+
+def test_a_gpu_that_another_process_uses_is_noted() -> None:
+    assert check_gpu(GPU).status == "ok"
+    shared = check_gpu(replace(GPU, free_bytes=10 * GIB))
+    assert shared.status == "note"
+    assert "10.00 GiB of 22.00 GiB free" in shared.found
+
+
+def test_a_gpu_that_torch_has_no_code_for_is_a_problem() -> None:
+    found = check_gpu(replace(GPU, capability=(7, 0), architectures=["sm_75", "sm_80", "compute_90"]))
+    assert found.status == "problem"
+    assert "7.0" in found.found
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((8, 6), ["sm_80"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80", "sm_86"], False),
+        ((9, 0), ["compute_80"], True),
+        ((10, 0), ["sm_90", "sm_100"], True),
+        ((12, 0), ["sm_120a"], True),
+    ],
+)
+def test_code_runs_on_later_cards_of_the_same_generation(
+    capability: tuple[int, int], architectures: Sequence[str], runs: bool
+) -> None:
+    assert has_code_for(capability, architectures) is runs
+
+
+@pytest.mark.parametrize(
+    ("environment", "status"),
+    [
+        ({}, "ok"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "ok"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "note"),
+        ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "note"),
+        ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "note"),
+    ],
+)
+def test_allocator_settings_that_cost_memory_are_noted(environment: dict[str, str], status: str) -> None:
+    found = check_allocator(environment)
+    assert found.status == status
+    assert bool(found.remedy) == (status == "note")
+
+
+def test_the_remedy_for_segments_keeps_what_was_set() -> None:
+    found = check_allocator({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"})
+    line = "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True"
+    assert found.remedy.endswith(line)
+
+
+def test_a_gpu_that_the_catalogue_does_not_have_is_planned_for_by_its_memory() -> None:
+    assert check_unknown_card("new-card-20gb", 20 * GIB).remedy.endswith("--target-memory 20480MiB")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "said"),
+    [
+        ("h200", "ok", "h200-141gb"),
+        ("a100", "note", "a100-40gb or a100-80gb"),
+        ("bigone", "note", "does not know the cluster's bigone"),
+    ],
+)
+def test_the_clusters_gpus_are_looked_up_where_none_is_here(kind: str, status: str, said: str) -> None:
+    found = check_kind(kind)
+    assert (found.status, said in found.found, bool(found.remedy)) == (status, True, status == "note")
+
+
+@pytest.mark.parametrize(
+    ("partitions", "status", "said"),
+    [
+        (None, "note", "--cluster local"),
+        ([], "problem", "no partition is up"),
+        ([Partition(name="gpu", is_up=False)], "problem", "no partition is up"),
+        ([Partition(name="gpu", is_default=True)], "ok", "gpu (the default)"),
+        ([Partition(name="gpu")], "note", "none is the default"),
+    ],
+)
+def test_partitions_decide_whether_a_job_can_go_somewhere(
+    partitions: list[Partition] | None, status: str, said: str
+) -> None:
+    found = check_slurm(partitions)
+    assert found.status == status
+    assert said in found.found
+
+
+@pytest.mark.parametrize(
+    ("folder", "on_cluster", "status"),
+    [
+        (FOLDER, True, "ok"),
+        (replace(FOLDER, file_system="ext4"), False, "ok"),
+        (replace(FOLDER, file_system="ext4"), True, "note"),
+        (replace(FOLDER, ahead_s=1.5), True, "ok"),
+        (replace(FOLDER, ahead_s=-90.0), True, "problem"),
+        (replace(FOLDER, error="/home/me: Permission denied"), True, "problem"),
+    ],
+)
+def test_a_state_folder_is_writable_shared_and_in_time(folder: Folder, on_cluster: bool, status: str) -> None:
+    assert check_state_folder(folder, on_cluster=on_cluster).status == status
+
+
+def test_a_clock_that_is_behind_is_said_to_be() -> None:
+    assert "is 90 s behind this machine's" in check_state_folder(replace(FOLDER, ahead_s=-90.0), on_cluster=False).found
+
+
+def test_each_disk_is_named_once_and_a_full_one_is_a_problem() -> None:
+    runs = replace(FOLDER, path=Path("/scratch/runs"))
+    (one,) = check_disks([runs, FOLDER])
+    assert (one.status, "/scratch/runs" in one.found) == ("ok", True)
+    full = check_disks([replace(runs, disk=1, free_bytes=GIB // 2), replace(FOLDER, free_bytes=5 * GIB)])
+    assert {finding.status for finding in full} == {"problem", "note"}
+
+
+def test_data_that_were_named_and_are_not_there_are_a_problem() -> None:
+    root = Path("/data")
+    assert check_data(root, "", exists=True, found=["set_01"]).status == "ok"
+    assert check_data(root, "", exists=False, found=[]).status == "note"
+    assert check_data(root, "$CAN_TRAIN_DATA", exists=True, found=[]).status == "note"
+    assert check_data(root, "$CAN_TRAIN_DATA", exists=False, found=[]).status == "problem"
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "said"),
+    [
+        ("2.13.0", "ok", "as they are tested"),
+        ("2.13.0+cu128", "ok", "as they are tested"),
+        ("2.6.0", "note", "torch 2.6.0 (tested: 2.13.0)"),
+        ("2.5.1", "problem", "torch 2.5.1 (needs 2.6)"),
+        ("", "problem", "torch is missing"),
+    ],
+)
+def test_versions_are_compared_with_the_least_and_with_the_tested_ones(installed: str, status: str, said: str) -> None:
+    found = check_versions({"torch": installed}, {"torch": "2.6"}, {"torch": "2.13.0"}, Path("constraints.txt"))
+    assert found.status == status
+    assert said in found.found
+
+
+def test_a_folder_is_judged_by_what_is_above_it_and_is_not_made(tmp_path: Path) -> None:
+    found = look_at(tmp_path / "a" / "b")
+    assert found.error == ""
+    assert found.file_system
+    assert abs(found.ahead_s) < 2
+    assert found.free_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "Permission denied" in look_at(tmp_path).error
+
+
+def test_a_finding_is_a_line_with_its_remedy_below() -> None:
+    text = finding_text(Finding("disk", "problem", "too " + "very " * 20 + "full", "rm --recursive /scratch/old"))
+    lines = text.splitlines()
+    assert lines[0].startswith("problem  disk         too very")
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].strip() == "rm --recursive /scratch/old"
+
+
+SUBJECTS = ["Python", "settings", "torch", "GPU", "allocator", "SLURM", "--target-gpu", "data",
+            "state folder", "disk", "versions"]  # fmt: skip
+
+
+@pytest.fixture
+def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, on a machine that belongs to no cluster."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(module, "is_installed", lambda: False)
+    return tmp_path
+
+
+def test_the_doctor_makes_every_check_and_leaves_nothing_behind(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path
+) -> None:
+    status = main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert list(dict.fromkeys(check["subject"] for check in found["checks"])) == SUBJECTS
+    assert {check["status"] for check in found["checks"]} <= {"ok", "note", "problem"}
+    assert status == (2 if found["problems"] else 0)
+    assert list(quiet_machine.iterdir()) == []
+
+
+def test_published_data_are_found_and_named(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CAN_TRAIN_DATA", str(quiet_machine / "none"))
+    assert main(["doctor"]) == 2
+    assert re.search(r"^problem  data", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_cards_that_are_named_are_looked_up(capsys: pytest.CaptureFixture[str], quiet_machine: Path) -> None:
+    main(["doctor", "--target-gpu", "t4,h100-80gb"])
+    shown = capsys.readouterr().out
+    assert "knows t4-16gb" in shown
+    assert "knows h100-80gb" in shown
+    assert main(["doctor", "--target-gpu", "a100"]) == 2
+    assert "a100-40gb or a100-80gb" in capsys.readouterr().out
+
+
+def test_a_check_that_fails_itself_is_a_problem_and_the_others_are_made(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise StateError("The state folder cannot be read", value="/s", remedy="Mend it")
+
+    monkeypatch.setattr(module, "look_at", fails)
+    assert main(["doctor"]) == 2
+    shown = capsys.readouterr().out
+    assert "The state folder cannot be read: /s" in shown
+    assert re.search(r"^ok       versions", shown, re.MULTILINE)
+
+
+def test_a_wrong_settings_file_is_said_once(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CAN_TRAIN_HOME")
+    (quiet_machine / "mine.yaml").write_text("acount: a")
+    monkeypatch.setenv("CAN_TRAIN_CONFIG", "mine.yaml")
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().out.count("acount") == 1
+
+
+def test_what_a_person_always_sets_is_shown(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (quiet_machine / "mine.yaml").write_text("account: project42")
+    monkeypatch.setenv("CAN_TRAIN_CONFIG", "mine.yaml")
+    main(["doctor"])
+    assert "your own in mine.yaml: account project42" in capsys.readouterr().out.replace("\n" + " " * 22, " ")
+
+
+def test_gpus_that_torch_sees_are_looked_at_one_by_one(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memory(index: int) -> tuple[int, int]:
+        if index == 1:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore")
+        return 20 * GIB, 23_580_770_304
+
+    for name, value in {"is_available": True, "device_count": 2, "get_device_name": "NVIDIA A10",
+                        "get_device_capability": (8, 6), "get_arch_list": ["sm_80"]}.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, found=value: found)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert main(["doctor"]) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "built for CUDA 12.8" in shown
+    assert "ok GPU cuda:0, NVIDIA A10: 20.00 GiB of 21.96 GiB free" in shown
+    assert "problem GPU cuda:1 does not answer: CUDA error: all CUDA-capable devices are busy" in shown
+    assert "ok --target-gpu knows a10-24gb" in shown
+
+
+def test_a_torch_that_does_not_load_is_a_problem_and_not_a_traceback(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(module, "_examine_torch", fails)
+    assert main(["doctor"]) == 2
+    assert "problem  torch        cannot be looked at: libcudart.so.12" in capsys.readouterr().out

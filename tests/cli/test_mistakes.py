@@ -1,0 +1,143 @@
+"""Lines that a person mistypes: each is answered with rule, value and remedy, exit code 2, and no traceback."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from can_train.cli.main import main
+from can_train.config import compose
+from can_train.config.compose import RunRequest, config_folder, resolve
+
+TRAIN = ("--model", "gat", "--dataset", "synthetic", "--device", "cpu", "--dry-run")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a line that is wrong; returns its message in one line."""
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err.startswith("error: ")
+    assert "Traceback" not in output.err
+    return " ".join(output.err.split())
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("+training.foo=1", "Unknown setting: 'training.foo'. Nearest: training.lr,"),
+        ("++training.foo=1", "Unknown setting: 'training.foo'. Nearest: training.lr,"),
+        ("+dataset.foo=1", "Unknown setting: 'dataset.foo'. Nearest: dataset.format,"),
+        ("+foo=1", "Unknown setting: 'foo'"),
+        ("hydra.run.dir=/tmp", "Unknown setting: 'hydra.run.dir'"),
+        ("model_name=vgae", "Unknown setting: 'model_name'"),
+        ("~training.lr", "--set takes group.key=value: '~training.lr'. Write it as --set training.lr=0.01"),
+        ("training.lr=${foo}", "training.lr must be a number: '${foo}'"),
+        ("training.lr=${oc.env:HOME}", "training.lr must be a number: '${oc.env:HOME}'"),
+        ("training.lr=glob(*)", "A sweep names its values: training.lr=glob(*)"),
+        ("training.lr=range(0,1,0)", "A sweep names its values: training.lr=range(0,1,0)"),
+        ("cluster.setup=3", "cluster.setup must be a list, as [1,2]: 3"),
+        ("training.lr=[1", "A value cannot be read: training.lr=[1. Write it as"),
+        ("training.lr=", "training.lr must be a number: ''"),
+        ("training.lr=inf", "training.lr must be a finite number: inf"),
+        ("training.epochs=[1]", "training.epochs must be a whole number: '[1]'"),
+        ("training.deterministic=maybe", "training.deterministic must be true or false: 'maybe'"),
+        ("mode.name=foo", "Model gat has no mode 'foo'"),
+        ("model=1,2", "Unknown model: '1'"),
+        ("model=", "--set model is empty"),
+        ("dataset.columns=3", "dataset.columns must be settings, as {a:1,b:2}: 3"),
+        ("dataset.columns={epochs:1}", "Unknown setting: 'dataset.columns.epochs'"),
+        ("cluster.partition=gpu", "is for SLURM: --set cluster.partition, with cluster local"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused_in_words(
+    capsys: pytest.CaptureFixture[str], setting: str, message: str
+) -> None:
+    assert message in said(capsys, *TRAIN, "--set", setting)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*TRAIN, "--epochs", "three"), "--epochs must be a whole number: 'three'"),
+        ((*TRAIN, "--epochs"), "--epochs needs a value. See can-train --help"),
+        ((*TRAIN, "--epochs", "--lr", "0.1"), "--epochs needs a value: --lr is a flag"),
+        ((*TRAIN, "--lr", "inf"), "--lr must be a finite number: inf"),
+        ((*TRAIN, "--seed", "99999999999999999999"), "--seed must be at least 0 and at most 4294967295: 9999"),
+        ((*TRAIN, "--json=3"), "--json takes no value"),
+        ((*TRAIN, "foo", "bar"), "A word belongs to no flag: foo bar. Leave it out"),
+        ((*TRAIN, "-x"), "Unknown flag: -x. Nearest: "),
+        ((*TRAIN, "--submit", "--cluster", "local", "--partition", "gpu"), "is for SLURM: --partition, with cluster"),
+        (("--model", ",", "--dataset", "synthetic"), "--model names nothing: ','"),
+        (("status", "x" * 5000), "File name too long. "),
+        (("status",), "RUN is missing. Name one: can-train runs lists them"),
+        (("status", "a", "b"), "A word belongs to no flag: b"),
+        (("runs", "--limit", "abc"), "--limit must be a whole number: 'abc'. See can-train runs --help"),
+        (("runs", "--limit", "-3"), "--limit must be at least 0: '-3'"),
+        (("factors", "--pin", "abc"), "--pin must be a number: 'abc'"),
+        (("factors", "--reset", "--device", "nope", "--yes"), "Nothing has been learned yet"),
+        (("evaluate", "x", "--threshold", "abc"), "--threshold must be a number: 'abc'"),
+    ],
+)
+def test_a_flag_that_is_mistyped_is_named_with_what_it_takes(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in said(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "listed"),
+    [
+        ((*TRAIN, "--target-gpu", "h10"), "Nearest of 38: h100-94gb, h100-80gb, a10-24gb, a100-40gb, a100-80gb; or"),
+        ((*TRAIN, "--model-args", "hiden=3"), "hidden, "),
+    ],
+)
+def test_of_a_long_list_of_names_the_nearest_five_are_shown(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], listed: str
+) -> None:
+    message = said(capsys, *arguments)
+    assert listed in message
+    assert message.partition("Nearest of ")[2].partition(";")[0].count(",") == 4
+
+
+def test_a_model_beyond_the_machines_memory_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*TRAIN, "--set", "model.hidden=99999999999")) == 2
+    assert "error: The model must fit into memory: " in capsys.readouterr().err
+
+
+def test_a_mode_without_a_preset_has_the_defaults_of_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    presets = tmp_path / "configs"
+    shutil.copytree(config_folder(), presets)
+    (presets / "mode" / "curriculum.yaml").unlink()
+    monkeypatch.setattr(compose, "config_folder", lambda: presets)
+    run = resolve(RunRequest(model="gat", dataset="synthetic", mode="curriculum", model_args="hidden=8,lr=0.5"))
+    assert (run.mode.name, run.model.hidden, run.training.lr) == ("curriculum", 8, 0.5)
+
+
+def test_a_preset_with_an_unknown_setting_is_named_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    presets = tmp_path / "configs"
+    shutil.copytree(config_folder(), presets)
+    (presets / "memory" / "tight.yaml").write_text("# @package training\nepoch: 3\n")
+    monkeypatch.setattr(compose, "config_folder", lambda: presets)
+    message = said(capsys, *TRAIN, "--memory", "tight")
+    assert "memory/tight.yaml: training.epoch: there is no such setting. Mend it in" in message
+    assert "struct" not in message
+
+
+@pytest.mark.parametrize("arguments", [("-h",), ("factors", "-h"), ("runs", "-h")])
+def test_h_is_short_for_help(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    assert main(arguments) == 0
+    assert "Usage: can-train" in capsys.readouterr().out
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("--version",)) == 0
+    assert capsys.readouterr().out.startswith("can-train 0.")

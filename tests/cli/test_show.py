@@ -1,0 +1,98 @@
+"""`can-train show`: a run as a whole, finished, interrupted, and damaged."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from can_train.cli.main import main
+from can_train.cli.show import changed_settings
+from fakes.finished_runs import Shelf
+from fakes.trained_runs import finished_run
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    # No SLURM, whichever this machine may have.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return Shelf(tmp_path)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *line: str) -> str:
+    assert main(("show", *line)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_settings_that_differ_from_the_presets_are_shown_with_the_default(shelf: Shelf) -> None:
+    preset = shelf.resolved("gat", "normal")
+    assert changed_settings(preset.config) == {}
+    other = shelf.resolved("gat", "normal", sets=("training.lr=0.5", "dataset.synthetic.seconds=5"), device="cpu")
+    assert changed_settings(other.config) == {
+        "training.lr": {"value": 0.5, "default": preset.training.lr},
+        "dataset.synthetic.seconds": {"value": 5.0, "default": 20.0},
+    }
+
+
+def test_the_folder_of_a_run_that_another_one_builds_on_is_a_setting_that_differs(shelf: Shelf) -> None:
+    teacher = shelf.put(1, shelf.resolved("gat", "normal"))
+    values = {"mode.teacher": str(teacher.path)}
+    run = shelf.resolved("gat", "knowledge_distillation", "student", values=values)
+    changed = changed_settings(run.config)
+    assert changed is not None
+    assert changed["mode.teacher"] == {"value": str(teacher.path), "default": ""}
+
+
+@pytest.mark.parametrize("config", [{}, {"task": "no"}, {"task": "can", "model_name": "no", "mode": []}])
+def test_a_run_of_another_version_has_settings_that_cannot_be_compared(config: dict[str, Any]) -> None:
+    assert changed_settings(config) is None
+
+
+def test_a_run_that_was_interrupted_is_shown_with_the_line_that_continues_it(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shelf.put(1, shelf.resolved("gat", "normal", sets=("training.lr=0.5",)), None)
+    lines = [{"step": 10 * epoch, "epoch": epoch, "micro_batches": 20, "micro_batch_size": 7, "ooms_rescued": 1,
+              "peak_memory_pct": epoch / 4} for epoch in (1, 2)]  # fmt: skip
+    folder.metrics_path.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 2')
+    text = shown(capsys, "last", *shelf.flags)
+    assert f"run     {folder.run_id}\n" in text
+    assert "  peak           50.0% of what is usable\n" in text
+    assert "  micro-batches  2 a step on average, of up to 7 samples\n" in text
+    assert "  rescues        2 (" in text
+    assert "  training.lr  0.5  (default: 0.001)\n" in text
+    assert f"  can-train resume {folder.path}\n" in text
+    facts = json.loads(shown(capsys, "last", "--json", *shelf.flags))
+    assert facts["memory"]["micro_batches_per_step"] == 2.0
+    assert facts["changed_settings"]["training.lr"]["value"] == 0.5
+    assert (facts["scores"], facts["plan"]) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl", "result.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"plan": {}}', '{"judgement": {"test": 1}}', "\x00"])
+def test_a_damaged_file_keeps_no_run_from_being_shown(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    folder = shelf.put(1, shelf.resolved("gat", "normal"), None)
+    (folder.path / name).write_text(text)
+    assert folder.run_id in shown(capsys, "last", *shelf.flags)
+    assert json.loads(shown(capsys, "last", "--json", *shelf.flags))["run_id"] == folder.run_id
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_shown_with_scores_plan_memory_and_the_next_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = finished_run("gat")
+    places = ("--state-dir", str(run.parents[1] / "state"))
+    text = shown(capsys, str(run), *places)
+    assert "state   finished: best validation loss" in text
+    assert "recall by kind" in text
+    parts = [line for line in text.splitlines() if line in ("Plan", "Memory", "To go on")]
+    assert parts == ["Plan", "Memory", "To go on"]
+    assert "  dataset.window" in text
+    assert f"  can-train evaluate {run} --dataset path/to/log.csv\n" in text
+    facts = json.loads(shown(capsys, str(run), "--json", *places))
+    assert facts["scores"]["test"]
+    assert facts["plan"]["plan"]["logical_batch"] > 0
+    assert facts["memory"]["peak_bytes"] == json.loads((run / "result.json").read_text())["peak_memory_bytes"]

@@ -1,0 +1,93 @@
+"""What a training prints: on one screen, in a pipe and in a terminal; less with -q, more with -v."""
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+COLUMNS = 80
+LINES = 40
+MAIN_JOB = (
+    *("--model", "gat", "--size", "student", "--dataset", "synthetic", "--device", "sim:128MiB"),
+    *("--batch-size", "256", "--epochs", "2"),
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the lines are typed; the first one also prepares the data."""
+    return tmp_path_factory.mktemp("here")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    # A dumb terminal gets bars only once they are full, as they stay on the screen of another.
+    terminal = {"TERM": "dumb", "COLUMNS": str(COLUMNS), "LINES": str(LINES)}
+    return {**os.environ, **terminal, "CAN_TRAIN_HOME": str(folder / "state")}
+
+
+def printed(folder: Path, *arguments: str) -> tuple[list[str], list[str]]:
+    """Runs a line in pipes; returns the lines of standard output and of standard error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "can_train", *arguments],
+        cwd=folder, env=environment(folder), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr.splitlines()
+
+
+def shown(folder: Path, *arguments: str) -> list[str]:
+    """Runs a line in a terminal; returns the lines on it."""
+    reader, writer = pty.openpty()
+    command = [sys.executable, "-m", "can_train", *arguments]
+    with subprocess.Popen(command, cwd=folder, env=environment(folder), stdout=writer, stderr=writer) as process:
+        os.close(writer)
+        text = b""
+        try:
+            while part := os.read(reader, 2**16):
+                text += part
+        except OSError:
+            pass  # The last writer has closed it.
+        os.close(reader)
+    assert process.returncode == 0, text.decode()
+    return [line.rpartition("\r")[2].rstrip() for line in text.decode().replace("\r\n", "\n").split("\n")]
+
+
+def assert_fits_and_is_whole(lines: Sequence[str]) -> None:
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= COLUMNS, text
+    assert len(lines) <= LINES, text
+    parts = ("Plan: 256 samples a step (as asked for), 10 steps", "micro-batch", "predicted to peak at",
+             "test_01 ", "test_06 ", "2 epochs, 20 steps", "Result: runs/")  # fmt: skip
+    assert [part for part in parts if part not in text] == []
+    heading = "folder MCC PR-AUC recall@1% alarms/h best baseline its MCC beaten"
+    assert heading in [" ".join(line.split()) for line in lines]
+    for word in ("tuned limit", "safety factor", "KiB ·", "flag_nothing  ", "recall by kind"):
+        assert word not in text
+
+
+def test_the_main_job_fits_a_screen_in_a_pipe_and_in_a_terminal(folder: Path) -> None:
+    out, err = printed(folder, *MAIN_JOB)
+    assert_fits_and_is_whole([*err, *out])
+    assert_fits_and_is_whole(shown(folder, *MAIN_JOB))
+
+
+def test_a_quiet_training_prints_its_result_only_and_a_verbose_one_every_detector(folder: Path) -> None:
+    small = ("--set", "dataset.synthetic.seconds=5", "--epochs", "1", "--runs-dir", "few")
+    quiet, complaints = printed(folder, *MAIN_JOB[:-2], *small, "-q")
+    assert complaints == []
+    assert any(line.startswith("Result: few/") for line in quiet)
+    run = ("resume", next((folder / "few").iterdir()).name, "--runs-dir", "few")
+    again, _ = printed(folder, *run, "--quiet")
+    assert again == quiet
+    verbose, _ = printed(folder, *run, "--verbose")
+    assert verbose[-len(quiet) :] == quiet
+    assert sum(line.startswith("flag_nothing ") for line in verbose) == 6
+    assert any("recall by kind" in line for line in verbose)
+    _, planned = printed(folder, *MAIN_JOB[:-2], *small, "-v")
+    assert any(line.startswith("  safety factor  ") for line in planned)

@@ -1,0 +1,151 @@
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from can_train.fit.optimizer import Snapshot, capture_generators, restore_generators, seed_everything, step_generator
+from can_train.fit.planner import epoch_order
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
+def test_restored_generators_go_on_as_they_would_have() -> None:
+    seed_everything(3)
+    draws()
+    buffer = io.BytesIO()
+    torch.save(capture_generators(), buffer)
+    expected = draws()
+    draws()
+    buffer.seek(0)
+    restore_generators(torch.load(buffer, weights_only=True))
+    assert draws() == expected
+
+
+def test_a_seed_decides_every_generator() -> None:
+    seed_everything(3)
+    first = draws()
+    seed_everything(3)
+    assert draws() == first
+    seed_everything(4)
+    assert all(one != other for one, other in zip(draws(), first, strict=True))
+
+
+@given(st.integers(0, 2**32), st.integers(0, 1000), st.integers(1, 50))
+def test_an_epochs_order_is_a_permutation_that_only_seed_and_epoch_decide(seed: int, epoch: int, size: int) -> None:
+    rows = np.arange(size) * 3
+    order = epoch_order(rows, seed=seed, epoch=epoch)
+    assert sorted(order) == rows.tolist()
+    assert (order == epoch_order(rows, seed=seed, epoch=epoch)).all()
+
+
+def test_epochs_and_steps_differ() -> None:
+    rows = np.arange(100)
+    assert (epoch_order(rows, seed=1, epoch=0) != epoch_order(rows, seed=1, epoch=1)).any()
+    noise = [torch.rand((), generator=step_generator(seed=1, step=step)) for step in (0, 1)]
+    assert noise[0] != noise[1]
+
+
+CPU = torch.device("cpu")
+
+
+def paired_draws() -> tuple[float, float, list[float]]:
+    # Normal variates come in pairs: of one of them, the second waits in the generator.
+    return random.gauss(), np.random.normal(), torch.randn(3).tolist()  # noqa: NPY002
+
+
+class Replacing(nn.Module):
+    """Replaces its buffers instead of writing into them; one is made in the first pass."""
+
+    mean: Tensor
+    cache: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("cache", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(dim=0)
+        self.cache = x.detach()
+        return x - self.mean
+
+
+def test_the_generators_draw_the_same_again() -> None:
+    paired_draws()
+    snapshot = Snapshot(nn.Linear(1, 1), CPU)
+    first = paired_draws()
+    assert paired_draws() != first
+    snapshot.restore()
+    assert paired_draws() == first
+    snapshot.restore()
+    assert paired_draws() == first
+
+
+def test_running_statistics_are_as_before_bit_by_bit() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model(torch.randn(8, 3))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    snapshot = Snapshot(model, CPU)
+    model(torch.full((8, 3), torch.inf))
+    assert not all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    snapshot.restore()
+    assert len(before) == 3
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def test_a_buffer_that_was_replaced_is_the_same_tensor_again() -> None:
+    model = Replacing()
+    mean, snapshot = model.mean, Snapshot(model, CPU)
+    model(torch.ones(2, 3))
+    mean.add_(5)
+    snapshot.restore()
+    assert model.mean is mean
+    assert mean.tolist() == [0, 0, 0]
+
+
+def test_a_buffer_that_was_made_in_the_pass_is_gone_again() -> None:
+    model = Replacing()
+    snapshot = Snapshot(model, CPU)
+    model(torch.ones(2, 3))
+    assert model.cache is not None
+    snapshot.restore()
+    assert model.cache is None
+    assert "cache" not in model.state_dict()
+
+
+def test_buffers_that_are_not_saved_are_restored_too() -> None:
+    model = nn.Module()
+    model.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
+    snapshot = Snapshot(model, CPU)
+    steps = model.get_buffer("steps")
+    steps += 1
+    snapshot.restore()
+    assert steps.item() == 0
+
+
+def test_parameters_are_left_alone() -> None:
+    model = nn.Linear(3, 3)
+    snapshot = Snapshot(model, CPU)
+    with torch.no_grad():
+        model.weight.fill_(7)
+    snapshot.restore()
+    assert bool((model.weight == 7).all())
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_pass_that_is_run_again_is_the_same_only_where_the_snapshot_was_restored(restored: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    x = torch.randn(8, 3)
+    snapshot = Snapshot(model, CPU)
+    first, buffers = model(x), [buffer.clone() for buffer in model.buffers()]
+    if restored:
+        snapshot.restore()
+    assert torch.equal(model(x), first) is restored
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), buffers, strict=True)) is restored

@@ -1,0 +1,43 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from can_train.fit.packing import batch_totals, growing_totals
+from can_train.task import Feature
+
+THREE = (Feature("nodes"), Feature("tokens", padding=1), Feature("attention", padding=2))
+rows = st.tuples(st.integers(0, 1_000), st.integers(0, 1_000), st.integers(0, 1_000))
+counts = st.lists(rows, min_size=1, max_size=40).map(lambda found: np.array(found, dtype=np.float64))
+
+
+@given(counts)
+def test_a_feature_is_summed_or_padded_to_the_largest_sample(counts: NDArray[np.float64]) -> None:
+    size, (_, tokens, attention) = len(counts), counts.max(axis=0)
+    expected = [counts[:, 0].sum(), size * tokens, size * attention**2]
+    assert batch_totals(THREE, counts).tolist() == expected
+
+
+@given(counts)
+def test_growing_totals_are_those_of_the_batches_so_far_and_never_fall(counts: NDArray[np.float64]) -> None:
+    growing = growing_totals(THREE, counts)
+    assert growing.tolist() == [batch_totals(THREE, counts[: stop + 1]).tolist() for stop in range(len(counts))]
+    assert all((before <= after).all() for before, after in pairwise(growing))
+
+
+@given(counts)
+def test_the_order_of_samples_does_not_matter(counts: NDArray[np.float64]) -> None:
+    shuffled = np.random.default_rng(0).permutation(counts)
+    assert batch_totals(THREE, shuffled).tolist() == batch_totals(THREE, counts).tolist()
+
+
+def test_an_empty_batch_has_nothing() -> None:
+    assert batch_totals(THREE, np.empty((0, 3))).tolist() == [0, 0, 0]
+
+
+def test_counts_that_do_not_belong_to_the_features_are_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        growing_totals(THREE, np.ones((4, 2)))

@@ -1,0 +1,95 @@
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from can_train.io.records import (
+    open_atomic,
+    write_bytes_atomic,
+    write_json_atomic,
+    write_new_atomic,
+    write_text_atomic,
+)
+
+
+def test_a_file_is_written_and_nothing_else_is_left(tmp_path: Path) -> None:
+    write_bytes_atomic(tmp_path / "a", b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"new"}
+
+
+def test_a_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    write_text_atomic(tmp_path / "a", "né")
+    assert (tmp_path / "a").read_text(encoding="utf-8") == "né"
+
+
+def test_a_failure_while_writing_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+    with suppress(ZeroDivisionError), open_atomic(tmp_path / "a") as file:
+        file.write(b"ne")
+        raise ZeroDivisionError
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "old"}
+
+
+def test_the_file_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
+    with open_atomic(tmp_path / "a") as file:
+        file.write(b"data")
+        assert not (tmp_path / "a").exists()
+    assert (tmp_path / "a").read_bytes() == b"data"
+
+
+def test_the_permissions_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_bytes_atomic(tmp_path / "a", b"")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o640
+
+
+def test_the_longest_name_is_possible(tmp_path: Path) -> None:
+    write_bytes_atomic(tmp_path / ("n" * 255), b"data")
+    assert (tmp_path / ("n" * 255)).read_bytes() == b"data"
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="missing"):
+        write_bytes_atomic(tmp_path / "missing" / "a", b"")
+
+
+def test_a_number_that_json_does_not_know_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    write_json_atomic(tmp_path / "a", {"x": 1.5})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json_atomic(tmp_path / "a", {"x": float("nan")})
+    assert json.loads((tmp_path / "a").read_text()) == {"x": 1.5}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def no_hard_links(file: Path, name: Path) -> None:
+    raise OSError(errno.EOPNOTSUPP, "no hard links here")
+
+
+def link_whose_answer_is_lost(file: Path, name: Path) -> None:
+    os.link(file, name)
+    raise FileExistsError(errno.EEXIST, "the repeated request finds it there")
+
+
+@pytest.mark.parametrize("link", [os.link, no_hard_links, link_whose_answer_is_lost])
+def test_a_new_file_never_takes_a_name_that_is_taken(tmp_path: Path, link: Callable[[Path, Path], None]) -> None:
+    path = tmp_path / "file.json"
+    write_new_atomic(path, b"first", link=link)
+    with pytest.raises(FileExistsError):
+        write_new_atomic(path, b"second", link=link)
+    assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [("file.json", b"first")]
+
+
+def test_without_hard_links_a_name_that_another_is_giving_away_is_taken(tmp_path: Path) -> None:
+    (tmp_path / ".file.json.claim").touch()
+    with pytest.raises(FileExistsError):
+        write_new_atomic(tmp_path / "file.json", b"second", link=no_hard_links)
+    assert [entry.name for entry in tmp_path.iterdir()] == [".file.json.claim"]

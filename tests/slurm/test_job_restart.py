@@ -1,0 +1,184 @@
+"""What happens after a job: how its training ended, whether its run starts again, and what the next job asks for."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from can_train.config.settings import ClusterSettings
+from can_train.io.records import utc_now
+from can_train.slurm.job import (
+    MEMORY_GROWTH,
+    JobOutcome,
+    NoRestart,
+    Requeue,
+    Resubmit,
+    count_oom_resubmits,
+    decide_restart,
+    grown_memory_mib,
+    infer_ending,
+    is_oom_reason,
+    next_cluster,
+)
+from can_train.training.run_folder import JobRecord
+
+LIMITS = ClusterSettings(max_restarts=3, oom_resubmits=2)
+HOST_OOM = JobOutcome(ending="host_oom", memory_mib=400, most_memory_mib=4000)
+GPU_OOM = JobOutcome(ending="gpu_oom", should_fit=True, foreign_bytes=200 * 2**20, has_other_nodes=True)
+
+endings = st.sampled_from(
+    ["finished", "failed", "gpu_oom", "host_oom", "time_limit", "terminated", "interrupted", "killed"]
+)
+counts = st.integers(0, 5)
+amounts = st.none() | st.integers(1, 2**40)
+aftermaths = st.builds(
+    JobOutcome, ending=endings, restarts=counts, resubmits=counts, one_sample=st.booleans(), should_fit=st.booleans(),
+    foreign_bytes=st.integers(0, 2**40), memory_mib=amounts, most_memory_mib=amounts, has_other_nodes=st.booleans(),
+)  # fmt: skip
+
+
+@given(aftermaths, st.builds(ClusterSettings, max_restarts=counts, oom_resubmits=counts))
+def test_nothing_is_started_again_more_often_than_is_allowed(facts: JobOutcome, limits: ClusterSettings) -> None:
+    decision = decide_restart(facts, limits)
+    assert not isinstance(decision, Requeue) or facts.restarts < limits.max_restarts
+    assert not isinstance(decision, Resubmit) or facts.resubmits < limits.oom_resubmits
+
+
+@given(aftermaths)
+def test_what_ended_well_or_by_a_person_or_by_its_own_fault_is_left(facts: JobOutcome) -> None:
+    if facts.ending in ("finished", "failed", "terminated", "interrupted"):
+        assert decide_restart(facts, LIMITS) == NoRestart()
+
+
+@given(aftermaths)
+def test_a_new_job_asks_for_more_memory_or_for_another_node_for_its_own_reason_only(facts: JobOutcome) -> None:
+    decision = decide_restart(facts, LIMITS)
+    if isinstance(decision, Resubmit):
+        assert (decision.memory_mib is not None) == (facts.ending == "host_oom")
+        assert not decision.elsewhere or (facts.has_other_nodes and facts.ending == "gpu_oom")
+        assert is_oom_reason(decision.reason)
+
+
+@given(st.integers(1, 2**30), st.none() | st.integers(1, 2**31))
+def test_memory_grows_by_the_factor_in_round_figures_within_the_nodes(had: int, most: int | None) -> None:
+    if most is not None and most <= had:
+        return
+    grown = grown_memory_mib(had, most_mib=most)
+    assert grown > had
+    assert most is None or grown <= most
+    if most is None or grown < most:
+        assert MEMORY_GROWTH * had <= grown <= MEMORY_GROWTH * had + (100 if grown <= 4096 else 1024)
+        assert grown % (100 if MEMORY_GROWTH * had <= 4096 else 1024) == 0
+
+
+@pytest.mark.parametrize("ending", ["time_limit", "killed"])
+def test_a_job_whose_time_is_up_or_that_was_killed_is_put_back_until_the_bound(ending: str) -> None:
+    assert isinstance(decide_restart(JobOutcome(ending=ending, restarts=2), LIMITS), Requeue)
+    left = decide_restart(JobOutcome(ending=ending, restarts=3), LIMITS)
+    assert isinstance(left, NoRestart)
+    assert "3 times" in left.reason
+
+
+def test_host_out_of_memory_asks_for_more() -> None:
+    assert decide_restart(HOST_OOM, LIMITS) == Resubmit("host out-of-memory: 600M instead of 400M", memory_mib=600)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"memory_mib": 4000}, "no node of the partition has more"),
+        ({"memory_mib": None}, "not known"),
+        ({"resubmits": 2}, r"2 times submitted again \(cluster.oom_resubmits\)"),
+    ],
+)
+def test_host_out_of_memory_that_more_memory_cannot_mend_is_left_with_a_reason(
+    changed: dict[str, int], why: str
+) -> None:
+    left = decide_restart(replace(HOST_OOM, **changed), LIMITS)
+    assert isinstance(left, NoRestart)
+    assert re.search(why, left.reason)
+
+
+def test_a_gpu_that_others_filled_is_avoided() -> None:
+    decision = decide_restart(GPU_OOM, LIMITS)
+    assert decision == Resubmit("CUDA out-of-memory: others held 200 MiB; another node", elsewhere=True)
+
+
+def test_for_want_of_another_node_the_same_one_is_tried() -> None:
+    decision = decide_restart(replace(GPU_OOM, has_other_nodes=False), LIMITS)
+    assert isinstance(decision, Resubmit)
+    assert not decision.elsewhere
+
+
+@pytest.mark.parametrize("changed", [{"one_sample": True}, {"should_fit": False}])
+def test_what_fits_on_no_such_gpu_is_left(changed: dict[str, bool]) -> None:
+    assert decide_restart(replace(GPU_OOM, **changed), LIMITS) == NoRestart()
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "host_oom", "ending"),
+    [
+        ("finished", 0, False, "finished"),
+        ("finished", 1, True, "finished"),
+        ("", 1, True, "host_oom"),
+        ("failed", 1, True, "host_oom"),  # a worker process was killed
+        ("terminated", 137, False, "killed"),  # of one rank, which took the others with it
+        ("gpu_oom", 137, False, "gpu_oom"),
+        ("", 137, False, "killed"),
+        ("", 140, False, "time_limit"),  # before its handlers were in
+        ("", 143, False, "terminated"),
+        ("", 1, False, "failed"),
+        ("", 139, False, "failed"),
+        ("time_limit", 140, False, "time_limit"),
+    ],
+)
+def test_how_a_training_ended(said: str, status: int, host_oom: bool, ending: str) -> None:
+    assert infer_ending(said, status=status, host_oom=host_oom) == ending
+
+
+CLUSTER = ClusterSettings(executor="slurm", mem="400M", exclude="n9")
+MORE = Resubmit("host out-of-memory: 600M instead of 400M", memory_mib=600)
+ELSEWHERE = Resubmit("CUDA out-of-memory: others held 5 MiB; another node", elsewhere=True)
+AGAIN = replace(ELSEWHERE, elsewhere=False)
+
+
+def job(reason: str = "") -> JobRecord:
+    return JobRecord(run_id="r", executor="slurm", job_id="1", time=utc_now(), host="h", log_path="", reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("decision", "last", "mem", "exclude"),
+    [
+        (MORE, {}, "600M", "n9"),
+        (MORE, {"mem": "400M", "exclude": "n9,n1"}, "600M", "n9,n1"),
+        (ELSEWHERE, {"mem": "600M"}, "600M", "n9"),
+        (AGAIN, {"mem": "600M", "exclude": "n9,n1"}, "600M", "n9"),
+    ],
+)
+def test_the_next_job_asks_for_what_the_last_one_did_but_for_what_failed_it(
+    decision: Resubmit, last: dict[str, Any], mem: str, exclude: str
+) -> None:
+    cluster = next_cluster(CLUSTER, last, decision)
+    assert (cluster.mem, cluster.exclude) == (mem, exclude)
+
+
+def test_memory_that_was_asked_for_in_another_way_is_asked_for_once() -> None:
+    cluster = replace(CLUSTER, mem="", additional={"mem_per_cpu": "400M", "comment": "x"})
+    assert next_cluster(cluster, {"mem-per-cpu": "400M"}, MORE).additional == {"comment": "x"}
+
+
+@pytest.mark.parametrize(
+    ("reasons", "count"),
+    [
+        ([""], 0),
+        (["", MORE.reason], 1),
+        (["", MORE.reason, ELSEWHERE.reason], 2),
+        (["", MORE.reason, "resumed"], 0),
+        (["", MORE.reason, "resumed", ELSEWHERE.reason], 1),
+    ],
+)
+def test_submissions_for_memory_count_since_a_person_submitted_last(reasons: list[str], count: int) -> None:
+    assert count_oom_resubmits([job(reason) for reason in reasons]) == count
