@@ -1,6 +1,7 @@
 """The command line: finds the command, checks how its flags are spelt, turns errors into messages and exit codes."""
 
 import io
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,15 @@ from typer.core import TyperCommand
 
 from can_train import __version__
 from can_train.config.settings import canonical_name
-from can_train.errors import CanTrainError, ConfigError, nearest_first, of_system, unknown_name
+from can_train.errors import (
+    CanTrainError,
+    ConfigError,
+    as_typed,
+    command_name,
+    nearest_first,
+    of_system,
+    unknown_name,
+)
 
 _HELP: Final = """Launches PyTorch training that fits in GPU memory. A command line that starts with an option trains:
 
@@ -54,8 +63,9 @@ _SUGGESTIONS: Final = 5
 _BROKEN_PIPE: Final = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 # What Typer says of a value of the wrong type, and what can-train says.
-_WORDINGS: Final = {"Input should be": "must be", "a valid integer": "a whole number", "a valid number": "a number",
-                    "greater than or equal to": "at least", "less than or equal to": "at most"}  # fmt: skip
+_WORDINGS: Final = {"Input should be": "must be", "is not a valid integer": "must be a whole number",
+                    "is not a valid float": "must be a number", "a valid integer": "a whole number",
+                    "a valid number": "a number", " range": "", "greater than or equal to": "at least", "less than or equal to": "at most"}  # fmt: skip
 
 
 def run() -> None:
@@ -87,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     except CanTrainError as error:
         if debug:
             raise
-        return _print_error(error)
+        return _print_error(error, as_json="--json" in arguments)
     except BrokenPipeError:
         # The reader of the output has gone (`| head`): nobody is left to tell.
         _discard_output()
@@ -96,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
         correctable = of_system(error)
         if debug or correctable is None:
             raise
-        return _print_error(correctable)
+        return _print_error(correctable, as_json="--json" in arguments)
     return status
 
 
@@ -108,12 +118,12 @@ def _run_command(arguments: Sequence[str]) -> int:
     name = "train" if words[0].startswith("-") else words.pop(0)
     if name not in (*_NAMES, _JOB_COMMAND):
         raise unknown_name("command", name, _NAMES)
-    training: dict[str, Any] = {"help": _HELP, "epilog": _OTHER_COMMANDS} if name == "train" else {}
+    training: dict[str, Any] = {"help": as_typed(_HELP), "epilog": _OTHER_COMMANDS} if name == "train" else {}
     # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(cls=Command, **training)(_load_command(name))
     try:
-        app(words, prog_name="can-train" if name == "train" else f"can-train {name}")
+        app(words, prog_name=command_name() if name == "train" else f"{command_name()} {name}")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
@@ -155,9 +165,9 @@ def _load_command(name: str) -> Callable[..., None]:
 
             return cancel
         case "resume" | "resubmit":
-            from can_train.cli.resume import resubmit, resume
+            from can_train.cli.resume import make_resubmit_command, resume
 
-            return resume if name == "resume" else resubmit
+            return resume if name == "resume" else make_resubmit_command()
         case "evaluate":
             from can_train.cli.evaluate import evaluate
 
@@ -172,8 +182,10 @@ def _load_command(name: str) -> Callable[..., None]:
             return after_job if name == _JOB_COMMAND else make_train_command()
 
 
-def _print_error(error: CanTrainError) -> int:
+def _print_error(error: CanTrainError, *, as_json: bool) -> int:
     print(f"error: {error}", file=sys.stderr)
+    if as_json and not error.in_json:
+        print(json.dumps({"error": error.to_plain()}, indent=2, ensure_ascii=False))
     try:
         sys.stdout.flush()
     except OSError:

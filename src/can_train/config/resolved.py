@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -73,6 +73,8 @@ class TaskSettings:
         tables: Import path. Writes a run's judgement as tables of text, all of it.
         files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
             torch; no files if the data are generated. Raises MissingDataError.
+        digest: Import path. Computes the digest of a data set's content from its settings, the data root and a
+            reporter: that of its tasks (`Task.data_digest`), without torch. Raises MissingDataError.
         experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
     """
 
@@ -87,6 +89,7 @@ class TaskSettings:
     evaluator: str
     tables: str
     files: str
+    digest: str
     experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]]
 
     def table(self) -> str:
@@ -201,6 +204,19 @@ class EvaluationData:
     data_root: Path  # folder of the published data sets
     cache: Path  # folder of prepared data
     reporter: Reporter
+
+
+# Groups of settings that say where a run happens, not what it does.
+_LOCATIONS: Final = ("paths", "cluster", "device")
+
+
+def flat_settings(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Lists the settings of a configuration by their dotted names, without those that say where a run happens."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value and (before or name not in _LOCATIONS):
+            yield from flat_settings(value, f"{before}{name}.")
+        elif before or name not in _LOCATIONS:
+            yield f"{before}{name}", value
 
 
 def plain_to_yaml(plain: Mapping[str, Any]) -> str:

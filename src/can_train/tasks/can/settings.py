@@ -353,5 +353,6 @@ TASK = TaskSettings(
     evaluator="can_train.tasks.can.evaluation.evaluate:make_evaluation",
     tables="can_train.tasks.can.evaluation.judging:judgement_tables",
     files="can_train.tasks.can.data.layout:data_files",
+    digest="can_train.tasks.can.data.layout:data_digest",
     experience=experience,
 )
