@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -63,9 +64,9 @@ _SUGGESTIONS: Final = 5
 _BROKEN_PIPE: Final = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 # What Typer says of a value of the wrong type, and what can-train says.
-_WORDINGS: Final = {"Input should be": "must be", "is not a valid integer": "must be a whole number",
-                    "is not a valid float": "must be a number", "a valid integer": "a whole number",
-                    "a valid number": "a number", " range": "", "greater than or equal to": "at least", "less than or equal to": "at most"}  # fmt: skip
+_WORDINGS: Final = {"Input should be": "must be", "a valid integer range": "a whole number",
+                    "a valid integer": "a whole number", "a valid number": "a number",
+                    "greater than or equal to": "at least", "less than or equal to": "at most"}  # fmt: skip
 
 
 def run() -> None:
@@ -294,7 +295,8 @@ class Command(TyperCommand):
         if not error.message:
             more = ": can-train runs lists them" if name == "RUN" else f". {see_help}"
             return ConfigError(f"{name} is missing", remedy=f"Name one{more}")
-        rule = error.message.partition(",")[0].rstrip(".")
+        # With Click's parser, which older versions of Typer have, the value comes first.
+        rule = re.sub(r"^'.*' is not (?=a valid )", "must be ", error.message.partition(",")[0].rstrip("."))
         for theirs, ours in _WORDINGS.items():
             rule = rule.replace(theirs, ours)
         return ConfigError(f"{name} {rule}", value=repr(given.get(name, "")), remedy=see_help)

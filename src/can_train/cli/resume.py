@@ -1,5 +1,5 @@
-"""`can-train resume RUN`: continues a run from its last checkpoint, where it ran before, or here; for longer, on another
-device, with a log that has moved. And `can-train resubmit RUN`: a new run like it, with some changes.
+"""`can-train resume RUN`: continues a run from its last checkpoint, where it ran before, or here; for longer, on
+another device, with a log that has moved. And `can-train resubmit RUN`: a new run like it, with some changes.
 """
 
 from collections.abc import Callable
