@@ -136,8 +136,8 @@ def _score_cells(values: Sequence[float | None], *, highest: bool) -> list[str]:
     best = (max if highest else min)(found)
     # Of equal scores none is the best.
     marked = found.count(best) == 1 and len(found) > 1
-    # Rates an hour run into the thousands; all other scores are shares.
-    spec = ",.0f" if max(found) >= _MANY else ".4f"
+    # Most scores are shares; rates an hour run into the thousands.
+    spec = ".4f" if max(found) <= 1 else ",.1f" if max(found) < _MANY else ",.0f"
     return [_cell(value, spec) + (_BEST if marked and value == best else "") for value in values]
 
 
