@@ -7,7 +7,8 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.config import compose
-from can_train.config.compose import RunRequest, config_folder, resolve
+from can_train.config.compose import RunRequest, resolve
+from can_train.config.resolved import config_folder
 
 TRAIN = ("--model", "gat", "--dataset", "synthetic", "--device", "cpu", "--dry-run")
 

@@ -461,8 +461,8 @@ def check_disks(folders: Sequence[Folder]) -> list[Finding]:
 
 def _examine_data(paths: PathSettings) -> Finding:
     # Composition imports Hydra.
-    from can_train.config.compose import RunRequest, presets, resolve
-    from can_train.config.resolved import load_object, load_task_settings, task_names
+    from can_train.config.compose import RunRequest, resolve
+    from can_train.config.resolved import load_object, load_task_settings, presets, task_names
     from can_train.errors import DataError
 
     root, found = data_root(paths), []
@@ -497,7 +497,7 @@ def check_data(root: Path, given: str, *, exists: bool, found: Sequence[str]) ->
 
 
 def _examine_versions() -> list[Finding]:
-    from can_train.config.compose import config_folder
+    from can_train.config.resolved import config_folder
 
     base = config_folder().parent
     project, checked_out = base / "pyproject.toml", base / "scripts" / "constraints.txt"

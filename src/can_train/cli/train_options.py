@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from can_train.config import settings
-from can_train.config.resolved import CLUSTER_FLAGS, PATH_FLAGS, UserFile, load_task_settings, task_names, user_file
+from can_train.config.resolved import (
+    CLUSTER_FLAGS,
+    PATH_FLAGS,
+    UserFile,
+    load_task_settings,
+    presets,
+    task_names,
+    user_file,
+)
 from can_train.config.settings import TrainingSettings, split_list
 from can_train.errors import ConfigError, unknown_name
 
@@ -227,8 +235,6 @@ def make_request(flags: Flags, *, model: str, dataset: str, mode: str | None, si
 
 def _user_cluster(own: UserFile) -> str:
     """Returns where --submit sends a run unless it is said."""
-    from can_train.config.compose import presets
-
     name = own.values.get("cluster", "slurm")
     if name not in presets("cluster"):
         raise unknown_name(f"cluster in {own.path}", name, presets("cluster"))
