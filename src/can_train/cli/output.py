@@ -89,9 +89,10 @@ def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> 
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    # Without markup: brackets in a cell are its own.
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=pipe_columns)
+        console = Console(highlight=False, markup=False, width=pipe_columns)
     for table in tables:
         console.print()
         console.print(Text(table.title, style="bold"))

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from can_train.cli.output import duration, finite, print_json, print_tables
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
-from can_train.cli.runs import run_json
+from can_train.cli.runs import change_text, run_json
 from can_train.errors import CanTrainError, command_name
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
@@ -74,7 +74,8 @@ def _head_lines(found: RunStatus, config: Mapping[str, Any]) -> list[str]:
         "device": str((found.facts.result or {}).get("device") or config.get("device")),
         "folder": str(found.known.folder.path),
     }
-    return [f"{name:<8}{text}" for name, text in lines.items() if text]
+    changes = [f"changed {change_text(one)}" for one in found.known.folder.changes()]
+    return [*(f"{name:<8}{text}" for name, text in lines.items() if text), *changes]
 
 
 # What came of it

@@ -189,7 +189,12 @@ def changes_from_presets(plain: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]
     """
     request = preset_request(plain)
     defaults = _preset_settings(request.task, request.model, request.size, request.mode, request.dataset)
-    return {name: (value, defaults.get(name)) for name, value in flat_settings(plain) if value != defaults.get(name)}
+    mine = dict(flat_settings(plain))
+    follows = load_task_settings(plain["task"]).follows
+    # One that follows another by itself was not set.
+    follow = {f"dataset.{one}" for one, other in follows.items() if mine[f"dataset.{one}"] == mine[f"dataset.{other}"]}
+    return {name: (value, defaults.get(name)) for name, value in mine.items()
+            if value != defaults.get(name) and name not in follow}  # fmt: skip
 
 
 @lru_cache(maxsize=64)
