@@ -40,7 +40,7 @@ _COMMANDS: Final = {
     "status": "what state a run is in and why; its jobs and attempts",
     "logs": "what a run prints; -f follows it to its end",
     "cancel": "stop a run, which saves itself first",
-    "resume": "continue a run from its last checkpoint; --epochs N: for longer",
+    "resume": "continue a run, also beyond its end: --epochs N",
     "evaluate": "judge a finished run on its own data, or on others: --dataset",
     "resubmit": "a new run like it with other settings: --lr 0.01",
     "pipeline": "several runs, each building on those before it",
@@ -209,9 +209,9 @@ def _load_command(name: str) -> Callable[..., None]:
 
 def _print_error(error: CanTrainError, *, as_json: bool) -> int:
     print(f"error: {error}", file=sys.stderr)
-    if as_json and not error.in_json:
-        print(json.dumps({"error": error.to_plain()}, indent=2, ensure_ascii=False))
     try:
+        if as_json and not error.in_json:
+            print(json.dumps({"error": error.to_plain()}, indent=2, ensure_ascii=False))
         sys.stdout.flush()
     except OSError:
         _discard_output()
