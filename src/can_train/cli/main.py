@@ -34,7 +34,7 @@ _COMMANDS: Final = {
     "demo": "see in a minute what happens when memory runs short",
     "doctor": "check what a training needs: GPU, SLURM, data, versions",
     "factors": "what earlier runs taught; reset, pin, export, import it",
-    "runs": "all runs by data set, with scores; --best METRIC ranks them",
+    "runs": "runs by data set, with scores; --best METRIC ranks them",
     "show": "its scores, plan, memory and settings, and how to go on",
     "compare": "two runs or more side by side: settings, scores, memory",
     "status": "what state a run is in and why; its jobs and attempts",
