@@ -2,10 +2,14 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer import BadParameter, Typer
+from typer.main import get_command
 
-from can_train.cli.main import main
+from can_train.cli.main import Command, main
+from can_train.cli.runs import runs
 from can_train.config import compose, resolved
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import config_folder
@@ -144,3 +148,24 @@ def test_h_is_short_for_help(capsys: pytest.CaptureFixture[str], arguments: tupl
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("--version",)) == 0
     assert capsys.readouterr().out.startswith("can-train 0.")
+
+
+@pytest.mark.parametrize(
+    ("message", "rule"),
+    [
+        ("'abc' is not a valid integer range.", "--limit must be a whole number"),
+        ("'abc' is not a valid integer.", "--limit must be a whole number"),
+        ("Input should be a valid integer, unable to parse", "--limit must be a whole number"),
+    ],
+)
+def test_the_words_of_older_parsers_are_ours_too(message: str, rule: str) -> None:
+    command: Any = get_command(_app())
+    limit = next(one for one in command.params if one.name == "limit")
+    error = BadParameter(message, param=limit)
+    assert command._in_own_words(error, {"--limit": "abc"}, "can-train runs").rule == rule
+
+
+def _app() -> Typer:
+    app = Typer(add_completion=False)
+    app.command(cls=Command)(runs)
+    return app

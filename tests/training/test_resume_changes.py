@@ -1,4 +1,4 @@
-"""What `resume` changes of a run: more epochs, another device, a log that moved; and what it refuses, losing nothing."""
+"""What `resume` changes of a run (more epochs, another device, a log that moved), and what it refuses."""
 
 import json
 import shutil
@@ -9,7 +9,8 @@ import torch
 
 from can_train.cli.main import main
 from can_train.training.run_folder import RunFolder
-from fakes.line_fit import train_line
+from can_train.training.train import make_session
+from fakes.line_fit import fixed, line_parts, train_line
 from fakes.trained_runs import bus_log, finished_run, own_log
 
 LEVEL = {"scheduler": "constant", "warmup_share": 0.0, "micro_batch_size": 8}
@@ -41,12 +42,11 @@ def test_a_run_with_a_level_rate_goes_on_for_longer_as_if_it_had_been_that_long_
 def test_from_there_on_the_learning_rate_is_that_of_a_run_of_the_new_length(tmp_path: Path) -> None:
     train_line(tmp_path / "short", epochs=2, micro_batch_size=8)
     lengthen(tmp_path / "short", 4)
-    longer = train_line(tmp_path / "short", epochs=4, micro_batch_size=8)
-    fresh = train_line(tmp_path / "fresh", epochs=4, micro_batch_size=8)
-    rates = [[json.loads(line).get("lr") for line in session.metrics._path.read_text().splitlines()]
-             for session in (longer, fresh)]  # fmt: skip
-    assert rates[0][4:] == rates[1][4:]
-    assert rates[0][:4] != rates[1][:4]
+    train_line(tmp_path / "fresh", epochs=4, micro_batch_size=8)
+    (metrics,) = (tmp_path / "fresh").glob("runs/*/metrics.jsonl")
+    rates = [lr for line in metrics.read_text().splitlines() if (lr := json.loads(line).get("lr")) is not None]
+    longer = make_session(line_parts(tmp_path / "short", epochs=4, micro_batch_size=8), fixed(0.5))
+    assert longer.optimization.lr == rates[1] > 0
 
 
 def test_a_run_that_stopped_for_want_of_a_better_loss_goes_on_if_that_is_asked_for(tmp_path: Path) -> None:
