@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from can_train.config.compose import RunRequest, changes_from_presets, resolve, resolve_again, with_changes
+from can_train.config.compose import RunRequest, changed_settings, resolve, resolve_again, with_changes
 from can_train.errors import ConfigError
 
 
@@ -59,7 +59,7 @@ def again(chosen: dict[str, str], *sets: str) -> dict[str, Any]:
     plain = resolve(RunRequest(model="gat", dataset="synthetic", size="student", device="cpu", sets=SETS)).config
     run = resolve_again(plain, RunRequest(model="", dataset="", sets=sets), chosen)
     return {"key": run.key, "device": run.device} | {
-        name.rpartition(".")[2]: value for name, (value, _) in changes_from_presets(run.config).items()
+        name.rpartition(".")[2]: one["value"] for name, one in (changed_settings(run.config) or {}).items()
     }
 
 

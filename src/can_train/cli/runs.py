@@ -142,9 +142,9 @@ def _short(value: Any) -> str:
 
 def _changed(each: RunStatus) -> dict[str, dict[str, Any]] | None:
     # Hydra is imported with it.
-    from can_train.cli.show import changed_settings
+    from can_train.config.compose import changed_settings
 
-    return changed_settings(_config(each))
+    return finite(changed_settings(_config(each)))  # type: ignore[no-any-return]
 
 
 def _config(each: RunStatus) -> Mapping[str, Any]:

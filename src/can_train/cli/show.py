@@ -162,13 +162,9 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | N
     the default; None where this version has no such presets.
     """
     # Hydra is imported with it.
-    from can_train.config.compose import changes_from_presets
+    from can_train.config import compose
 
-    try:
-        changed = changes_from_presets(config)
-    except (CanTrainError, KeyError, TypeError, AttributeError):
-        return None
-    return {name: {"value": finite(value), "default": finite(default)} for name, (value, default) in changed.items()}
+    return finite(compose.changed_settings(config))  # type: ignore[no-any-return]
 
 
 def _settings_lines(changed: Mapping[str, Mapping[str, Any]] | None) -> list[str]:

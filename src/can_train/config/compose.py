@@ -179,21 +179,19 @@ def preset_request(plain: Mapping[str, Any]) -> RunRequest:
     )
 
 
-def changes_from_presets(plain: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns the settings in which a run differs from the presets of its model, mode and data, each with its value and
-    the default; those that say where it happens are left out.
-
-    Raises:
-        ConfigError: This version has no such presets.
-        KeyError, TypeError, AttributeError: It is no configuration.
+def changed_settings(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Returns the settings in which a run differs from the presets of its model, mode and data, each with its `value`
+    and the `default`; those that say where it happens are left out. None where this version has no such presets.
     """
-    request = preset_request(plain)
-    defaults = _preset_settings(request.task, request.model, request.size, request.mode, request.dataset)
-    mine = dict(flat_settings(plain))
-    follows = load_task_settings(plain["task"]).follows
-    # One that follows another by itself was not set.
-    follow = {f"dataset.{one}" for one, other in follows.items() if mine[f"dataset.{one}"] == mine[f"dataset.{other}"]}
-    return {name: (value, defaults.get(name)) for name, value in mine.items()
+    try:
+        request, mine = preset_request(plain), dict(flat_settings(plain))
+        defaults = _preset_settings(request.task, request.model, request.size, request.mode, request.dataset)
+        follows = load_task_settings(plain["task"]).follows.items()
+        # One that follows another by itself was not set.
+        follow = {f"dataset.{one}" for one, other in follows if mine[f"dataset.{one}"] == mine[f"dataset.{other}"]}
+    except (ConfigError, KeyError, TypeError, AttributeError):
+        return None
+    return {name: {"value": value, "default": defaults.get(name)} for name, value in mine.items()
             if value != defaults.get(name) and name not in follow}  # fmt: skip
 
 
@@ -255,7 +253,7 @@ def _on_other_presets(
     inherited = {f"dataset.{name}" for name in load_task_settings(new["task"]).inherited}
     gone = tuple(group for group, is_gone in replaced.items() if is_gone)
     kept = {
-        name: value for name, (value, _) in changes_from_presets(plain).items()
+        name: one["value"] for name, one in (changed_settings(plain) or {}).items()
         if "." in name and name not in by_memory and (name in inherited or not name.startswith(gone))
         and not name.endswith((".name", ".path"))
     }  # fmt: skip
