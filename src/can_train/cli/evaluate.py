@@ -99,9 +99,9 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     print()
     for note in evaluated.notes:
         print_wrapped(f"{note}.")
-    seconds = document["seconds"]
+    seconds, part = document["seconds"], ", its own test part" if document["own_split"] else ""
     print_wrapped(
-        f"Run {document['run_id']} on {document['dataset']}: {document['windows']:,} windows of "
+        f"Run {document['run_id']} on {document['dataset']}{part}: {document['windows']:,} windows of "
         f"{document['frames']:,} frames; reading took {seconds['reading']:.1f} s, scoring {seconds['scoring']:.1f} s"
     )
     if document["scores"]:

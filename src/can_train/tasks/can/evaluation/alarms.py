@@ -19,6 +19,7 @@ from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools,
 USUAL_WINDOWS: Final = 256
 LEAST_USUAL_WINDOWS: Final = 20
 WINDOWS_AT_A_TIME: Final = 2048  # whose contributions are in memory at the same time, a few megabytes
+KNOWN_SHARE: Final = 0.5  # of a log's IDs, from which it is of a bus that the model knows
 NAMED_IDS: Final = 3  # of a window
 TOLD_IDS: Final = 2  # of an alarm, in words
 TOLD_SHARE: Final = 0.2  # of the reason, from which a second ID is told of
@@ -68,6 +69,7 @@ class Cause:
         # Whoever looks the ID up in the log needs to know how many frames to look for, whatever the reason.
         told = [each for each in self.properties if each.name != FRAMES and (self.known or each.name != IDENTITY)]
         frames = _property_text(self.frames).replace("frames", f"frames in {self.seconds:.3g} s", 1)
+        frames = frames.replace("1 frames", "1 frame") if self.frames.value == 1 else frames
         return f"{name}: " + "; ".join([frames, *map(_property_text, told)])
 
     def plain(self) -> dict[str, Any]:
@@ -99,15 +101,24 @@ class Explainer:
     contribute: Contribute
     vocabulary: Ints  # IDs that training has seen
     usual_rows: Ints
+    _known: Bools = field(init=False)  # [K] whether training has seen the ID
+    _foreign: Bools = field(init=False)  # [K] IDs of which nothing is usual
     _usual_sums: Floats = field(init=False)  # [K, P] mean contributions of each ID
     _medians: dict[tuple[int, str], float | None] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         sums, counts = np.zeros((len(self.flat.ids), len(PROPERTIES))), np.zeros(len(self.flat.ids))
-        if len(self.usual_rows):
-            codes = self._codes(self.usual_rows)
+        self._known = np.isin(self.flat.ids, self.vocabulary)
+        codes = self._codes(self.usual_rows)
+        if len(codes):
             np.add.at(sums, codes, self.contribute(self.usual_rows))
             np.add.at(counts, codes, 1)
+        # A weak model leaves windows with an injected ID among those that are not flagged. On a bus that it knows, that
+        # does not make the ID usual.
+        present = np.unique(codes)
+        knows_bus = len(present) > 0 and self._known[present].mean() > KNOWN_SHARE
+        self._foreign = ~self._known & knows_bus
+        sums[self._foreign] = 0.0
         self._usual_sums = sums / np.maximum(counts, 1)[:, None]
 
     def causes(self, rows: Ints) -> Iterator[list[Cause]]:
@@ -129,15 +140,14 @@ class Explainer:
             code = int(flat.node_code[first + node])
             strongest = np.argsort(-excess[node], kind="stable")[:NAMED_PROPERTIES]
             names = [PROPERTIES[index] for index in strongest if excess[node, index] > 0]
-            can_id = int(flat.ids[code])
             frames, *properties = [
                 Property(name=name, value=node_value(flat, row, int(node), name), usual=self._usual(code, name))
                 for name in (FRAMES, *names)
             ]
             found.append(
                 Cause(
-                    can_id=can_id,
-                    known=bool(np.isin(can_id, self.vocabulary)),
+                    can_id=int(flat.ids[code]),
+                    known=bool(self._known[code]),
                     share=float(by_node[node]) / whole,
                     seconds=float(flat.end_time[row] - flat.start_time[row]),
                     frames=frames,
@@ -148,6 +158,8 @@ class Explainer:
 
     def _usual(self, code: int, name: str) -> float | None:
         """Returns the median of an ID's property in usual windows; None where there is none."""
+        if self._foreign[code]:
+            return None
         if (code, name) not in self._medians:
             flat, values = self.flat, []
             for row in self.usual_rows:

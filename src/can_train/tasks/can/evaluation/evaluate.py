@@ -23,7 +23,7 @@ from can_train.tasks.can.data.graphs import Floats, Ints, SourceFile
 from can_train.tasks.can.data.layout import TEST, find_evaluation_logs, find_logs, hash_logs
 from can_train.tasks.can.data.reading import LogReader
 from can_train.tasks.can.evaluation import judging
-from can_train.tasks.can.evaluation.alarms import USUAL_NOTE, Cause, Explainer, FlaggedLog, usual_windows
+from can_train.tasks.can.evaluation.alarms import USUAL_NOTE, Cause, Explainer, FlaggedLog, id_text, usual_windows
 from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines
 from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.tasks.can.fusion.agent import FinishedFusion
@@ -46,6 +46,7 @@ _MODEL_SETTINGS: Final = ("window", "identity")
 _SPLIT_SETTINGS: Final = ("name", "synthetic", "stride", "validation_share", "test_share")
 
 _MAX_NAMED_LOGS: Final = 3  # in a notice; the others are an ellipsis
+_MAX_NAMED_IDS: Final = 5
 
 # Baselines that need training windows. Other logs have none: all of their windows are judged.
 FITTED_BASELINES: Final = ("id_lookup", "random_forest")
@@ -314,11 +315,13 @@ class WindowEvaluation(Evaluation):
         flat, weights = self._data.flat, self._model.finished.weights
         if self.own_split or not self._run.dataset.identity or "inputs.vocabulary" not in weights:
             return []
-        known = int(np.isin(flat.ids, np.asarray(weights["inputs.vocabulary"])).sum())
-        if known == len(flat.ids):
+        unknown = flat.ids[~np.isin(flat.ids, np.asarray(weights["inputs.vocabulary"]))]
+        if not len(unknown):
             return []
+        names = ", ".join(map(id_text, unknown[:_MAX_NAMED_IDS])) + (", …" if len(unknown) > _MAX_NAMED_IDS else "")
+        known = len(flat.ids) - len(unknown)
         alternative = "a model that is trained with dataset.identity=false needs to know none"
-        return [f"The model knows {known} of the {len(flat.ids)} CAN IDs; {alternative}"]
+        return [f"The model knows {known} of the {len(flat.ids)} CAN IDs, not {names}; {alternative}"]
 
     def _samples(self, scores: FolderScores, threshold: float) -> tuple[dict[str, Sequence[Any] | NDArray[Any]], Ints]:
         """Lists the judged windows log by log, those of each log in their order; returns their rows, too."""
