@@ -58,6 +58,7 @@ OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "baselines": (bool | None, None, "Compare the model with simple detectors. [yes]"),
     "runs_dir": (str | None, None, "Folder of run folders. [runs]"),
     "data_root": (str | None, None, "Folder of the published data sets. [$CAN_TRAIN_DATA, else data]"),
+    "tracker": (str | None, None, "Show runs in tensorboard, mlflow or wandb. Several: mlflow,wandb. [off]"),
     "state_dir": (str | None, None, "Folder of observations and caches. [$CAN_TRAIN_HOME, else the user's]"),
 }  # fmt: skip
 """Type, default and help of each option."""
@@ -87,7 +88,7 @@ _GROUPS: Final = (
     (
         "Plan and output",
         "dry_run target_gpu quiet verbose",
-        "target_memory show_config json runs_dir data_root state_dir",
+        "target_memory show_config json tracker runs_dir data_root state_dir",
     ),
     (
         "On a cluster",
@@ -198,7 +199,9 @@ def make_request(flags: Flags, *, model: str, dataset: str, mode: str | None, si
     # Composition imports Hydra, which a command line that is wrong does not wait for.
     from can_train.config.compose import RunRequest
 
-    keys = {parameter.name: "training" for parameter in training_parameters()} | dict.fromkeys(PATH_FLAGS, "paths")
+    keys = {parameter.name: "training" for parameter in training_parameters()} | dict.fromkeys(
+        ("tracker", *PATH_FLAGS), "paths"
+    )
     keys |= dict.fromkeys(CLUSTER_FLAGS, "cluster") | dict.fromkeys(("baselines", *_roles()), "mode")
     own = user_file()
     return RunRequest(

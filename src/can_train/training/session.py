@@ -34,6 +34,7 @@ from can_train.training.distributed import Ranks
 from can_train.training.inference import rescue_settings
 from can_train.training.loading import Checkpoints
 from can_train.training.run_folder import MetricsLog, RunFolder, StopRequests
+from can_train.training.trackers import Tracker
 
 if TYPE_CHECKING:
     from can_train.training.reference_models import ReferenceModels
@@ -50,6 +51,7 @@ class Parts:
     reporter: Reporter
     stops: StopRequests
     ranks: Ranks = field(default_factory=Ranks)
+    trackers: Sequence[Tracker] = ()  # on rank 0 alone
 
     @property
     def training(self) -> TrainingSettings:
@@ -200,9 +202,18 @@ class Session(Parts):
         self.reserve.hold()
 
     def log(self, **record: Any) -> None:
-        """Adds a line to the metrics, which rank 0 writes."""
+        """Adds a line to the metrics, which rank 0 writes, and shows it in the trackers."""
         if self.ranks.is_first:
             self.metrics.append(**record)
+        # Loss terms of a whole epoch; `train/` is for each step.
+        means = {f"epoch/{term}": mean for term, mean in record.pop("train", {}).items()}
+        self.track({**record, **means})
+
+    def track(self, figures: Mapping[str, float | None]) -> None:
+        """Shows figures of the last step in the trackers."""
+        known = {name: value for name, value in figures.items() if value is not None}
+        for tracker in self.trackers:
+            tracker.track(self.progress.step, known)
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on, on every rank."""
