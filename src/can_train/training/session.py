@@ -202,9 +202,9 @@ class Session(Parts):
         self.reserve.hold()
 
     def log(self, **record: Any) -> None:
-        """Adds a line to the metrics, which rank 0 writes, and shows it in the trackers."""
+        """Adds a line about the last step to the metrics, which rank 0 writes, and shows it in the trackers."""
         if self.ranks.is_first:
-            self.metrics.append(**record)
+            self.metrics.append(step=self.progress.step, **record)
         # Loss terms of a whole epoch; `train/` is for each step.
         means = {f"epoch/{term}": mean for term, mean in record.pop("train", {}).items()}
         self.track({**record, **means})

@@ -42,6 +42,7 @@ _ANSWER_S: Final = 300  # within which a tracker must have written what it was g
 _BATCH_S: Final = 1.0  # between two writes: MLflow's database takes as long for one figure as for a thousand
 _MOST_UNSENT_BYTES: Final = 4 * 2**20  # that wait for a tracker's process, beside the 64 KiB of the pipe
 _PIPE_BYTES: Final = 2**16  # read from it at a time
+_END: Final = "\0"  # of what a tracker's process says
 _MOST_PARAMETERS: Final = 100  # that MLflow takes at once
 _MOST_FIGURES: Final = 1000
 _INIT_S: Final = 60  # that Weights & Biases tries to reach its server
@@ -139,8 +140,11 @@ class Tracker:
         self._send(asdict(run))
 
     def track(self, step: int, values: Mapping[str, float]) -> None:
-        """Sends figures, without waiting."""
-        self._send(asdict(Figures(step=step, time_s=time.time(), values=values)))
+        """Sends figures, without waiting; leaves them out where too many wait already."""
+        if len(self._unsent) > _MOST_UNSENT_BYTES:
+            self._left_out += len(values)
+        else:
+            self._send(asdict(Figures(step=step, time_s=time.time(), values=values)))
 
     def end(self, status: str) -> None:
         """Sends how the run ended: finished, failed or killed (by a signal, and it may go on later)."""
@@ -174,13 +178,9 @@ class Tracker:
             stream.close()
 
     def _send(self, record: Mapping[str, Any]) -> None:
-        if self._messages.closed:
-            return
-        if len(self._unsent) > _MOST_UNSENT_BYTES:
-            self._left_out += 1
-        else:
+        if not self._messages.closed:
             self._unsent += json.dumps(record).encode() + b"\n"
-        self._flush()
+            self._flush()
 
     def _flush(self) -> None:
         """Passes on to the process as much as it takes."""
@@ -200,8 +200,9 @@ class Tracker:
         if self._messages.closed:
             return
         with suppress(BlockingIOError):
-            for line in os.read(self._messages.fileno(), _PIPE_BYTES).decode(errors="replace").splitlines():
-                self._say(line)
+            text = os.read(self._messages.fileno(), _PIPE_BYTES).decode(errors="replace")
+            for message in filter(None, text.split(_END)):
+                self._say(message)
 
     def _say(self, text: str) -> None:
         self._reporter.notice(f"The tracker {self.name} {text}")
@@ -357,7 +358,7 @@ class WandbRun:
             wandb.teardown()
             self._run = wandb.init(**options, mode="offline")
             files = f"{shlex.quote(run.folder)}/wandb/offline-run-*"
-            say(f"is offline: {_first_line(error)} This sends the run later: wandb sync {files}")
+            say(f"is offline: {_first_line(error)} This sends the run later:\n  wandb sync {files}")
         # The training's own steps: Weights & Biases would drop what comes twice at one of its own.
         self._run.define_metric("*", step_metric="step")
 
@@ -445,7 +446,7 @@ def main(name: str) -> None:
 
     def say(text: str) -> None:
         with suppress(OSError):  # the training may have ended
-            os.write(messages, f"{text}\n".encode())
+            os.write(messages, f"{text}{_END}".encode())
 
     try:
         serve(name, say)

@@ -281,7 +281,6 @@ def _train_epoch(session: Session, stage: Any) -> None:
         _exit_if_stopped(session)
     seconds, peak = time.perf_counter() - started, session.monitor.peak_share
     session.log(
-        step=progress.step,
         epoch=progress.epoch + 1,
         train={term: total / progress.epoch_samples for term, total in progress.epoch_sums.items()},
         lr=session.optimization.lr,
@@ -449,7 +448,7 @@ def _validate(session: Session) -> None:
     loss = validation_loss(session)
     if not math.isfinite(loss):
         raise _no_longer_finite(session, f"epoch {progress.epoch}", {"validation loss": loss})
-    session.log(step=progress.step, epoch=progress.epoch, validation_loss=loss)
+    session.log(epoch=progress.epoch, validation_loss=loss)
     if loss < progress.best_loss or progress.best_epoch == 0:
         progress.best_loss, progress.best_epoch, progress.epochs_without_gain = loss, progress.epoch, 0
         if session.ranks.is_first:
