@@ -10,7 +10,7 @@ from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import (
     CLUSTER_FLAGS,
-    PATH_FLAGS,
+    USER_SETTINGS,
     PathSettings,
     data_root,
     plain_to_yaml,

@@ -111,6 +111,18 @@ class TaskSettings:
         return list({one.role: one for one in found}.values())
 
 
+def config_folder() -> Path:
+    """Returns the folder of presets: inside the installed package, or at the root of the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parents[1] / "configs"
+
+
+def presets(group: str) -> list[str]:
+    """Lists the presets of a group in `configs/`."""
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
 def task_names() -> list[str]:
     """Lists the installed tasks: the folders in `tasks/` that have a settings module."""
     root = Path(__file__).resolve().parents[1] / "tasks"

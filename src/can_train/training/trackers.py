@@ -38,6 +38,7 @@ _MODULES: Final = {
 
 _FINISH_S: Final = 5.0  # that the end of a training waits for its trackers; a slow one then goes on by itself
 _POLL_S: Final = 0.05
+_END_S: Final = 1.0  # within which a process that closes its files has ended
 _ANSWER_S: Final = 300  # within which a tracker must have written what it was given, else its process is ended
 _BATCH_S: Final = 1.0  # between two writes: MLflow's database takes as long for one figure as for a thousand
 _MOST_UNSENT_BYTES: Final = 4 * 2**20  # that wait for a tracker's process, beside the 64 KiB of the pipe
@@ -190,16 +191,17 @@ class Tracker:
                 del self._unsent[: os.write(self._input.fileno(), self._unsent)]
         except BlockingIOError:
             return
-        except BrokenPipeError:
-            # It has ended, and `close` says so.
-            self._process.wait()
+        except OSError:
+            # Its end of the pipe is closed, so that it has ended, or is about to.
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=_END_S)
             self._unsent.clear()
             self.close()
 
     def _relay_messages(self) -> None:
         if self._messages.closed:
             return
-        with suppress(BlockingIOError):
+        with suppress(OSError):
             text = os.read(self._messages.fileno(), _PIPE_BYTES).decode(errors="replace")
             for message in filter(None, text.split(_END)):
                 self._say(message)

@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -39,6 +39,7 @@ from can_train.task import Table, Task, TaskInEpoch
 from can_train.training.distributed import RankFailedError, RankGoneError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
 from can_train.training.loading import check_inputs_unchanged, fresh_model, load_task, start_from
+from can_train.training.recording import rewind_steps, write_predictions
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import plan_details, plan_summary, reference_model_lines
 from can_train.training.run_folder import RunFolder, SlurmContext, StopRequests, make_run, name_to_type
@@ -226,6 +227,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     if ranks.is_first:
         # What followed the checkpoint is trained, and logged, once more.
         session.metrics.rewind(0 if checkpoint is None else checkpoint["metrics_lines"])
+        rewind_steps(session.folder.path, steps_done)
     return session
 
 
@@ -338,13 +340,7 @@ def take_step(session: Session, rows: Rows, *, ends_epoch: bool, task: TaskInEpo
         raise
     progress.add_step(result, len(rows))
     session.note_run(own, counted=counted)
-    session.track(
-        {
-            "train/loss": _weighted(result.means, session.task.loss_weights),
-            "train/micro_batch_size": max(result.micro_batches, default=None),
-            "train/ooms_rescued": result.ooms_rescued or None,
-        }
-    )
+    session.record_step(result, loss=_weighted(result.means, session.task.loss_weights))
     _release_and_report(session, result)
     return result.means
 
@@ -508,14 +504,25 @@ def _result(session: Session) -> dict[str, Any]:
     session.model.load_state_dict(session.best)
     session.model.eval()
     inference = _inference(session)
+    known: dict[tuple[str, bytes], NDArray[np.float64]] = {}
     with session.reporter.stage("judging", unit="samples") as stage:
 
         def score(rows: Rows, role: str = "") -> NDArray[np.float64]:
             scores = session.reference_models.score(role, rows) if role else inference.scores(session.task, rows)
             stage.advance(len(rows))
+            known[role, rows.tobytes()] = scores
             return scores
 
+        def known_score(rows: Rows, role: str = "") -> NDArray[np.float64]:
+            scores = known.get((role, rows.tobytes()))
+            return score(rows, role) if scores is None else scores
+
         judgement = session.task.judge(score)
+        predictions = session.task.predictions(judgement, known_score)
+    try:
+        write_predictions(session.folder.predictions_path, predictions)
+    except StateError as error:
+        session.reporter.notice(f"The run's report will have no curves. {error}")
     progress, monitor = session.progress, session.monitor
     return {
         "run_id": session.folder.run_id,
@@ -588,6 +595,9 @@ def observe(session: Session) -> Iterator[None]:
         failed.exit_code = RUN_FAILED
         raise failed from error
     finally:
+        # What remains of the record serves the report alone: the error, if there is one, says more.
+        with suppress(OSError):
+            session.steps.flush()
 
         def write() -> None:
             write_record(state, _observation(session, begun, outcome, session.batcher.ooms_rescued - ooms_before))
