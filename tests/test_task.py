@@ -45,6 +45,7 @@ def test_every_optional_method_has_a_default() -> None:
     task = Minimal()
     assert (task.notices(), task.reference_models(), task.data_digest()) == ((), (), "")
     assert (task.judge(lambda rows: rows), task.tables({}), task.summary_tables({})) == ({}, (), ())
+    assert task.predictions({}, lambda rows: rows) == {}
     assert task.describe(3) == "sample 3"
     assert task.batch_features(task.train_rows).tolist() == [[1.0]] * 30
     assert not epochs_differ(task, 5)

@@ -59,6 +59,26 @@ class Table(Protocol):
         """Sentences below the table."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Predictions:
+    """What a trained model says of the samples of one test set, each of which is positive or negative.
+
+    Attributes:
+        score: [R] the higher, the likelier a sample is positive.
+        positive: [R] whether it is.
+        flagged: [R] whether the model calls it positive, by its threshold.
+        time_s: [R] seconds from the set's beginning to each sample's, for samples that are parts of a recording; empty:
+            they are not.
+        words: What a sample, a positive and a negative one are called.
+    """
+
+    score: NDArray[np.floating[Any]]
+    positive: NDArray[np.bool_]
+    flagged: NDArray[np.bool_]
+    time_s: NDArray[np.floating[Any]]
+    words: tuple[str, str, str] = ("sample", "positive", "negative")
+
+
 Outputs = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]
 """Returns the outputs of a reference model for some rows, by name of the output."""
 
@@ -217,6 +237,17 @@ class Task(ABC):
 
         Args:
             score: `score(rows)` returns the model's scores, `score(rows, role)` those of a reference model.
+        """
+        return {}
+
+    def predictions(
+        self, judgement: Mapping[str, Any], score: Callable[..., NDArray[np.float64]]
+    ) -> Mapping[str, Predictions]:
+        """Returns, by test set, what the judged model says of single samples, for the charts of a report.
+
+        Args:
+            judgement: What `judge` returned.
+            score: As in `judge`; scores that it asked for are not computed again.
         """
         return {}
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from can_train.config.compose import RunRequest, expand, from_plain, presets, resolve, with_changes
-from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml
+from can_train.config.compose import RunRequest, expand, from_plain, resolve, with_changes
+from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, presets
 from can_train.errors import ConfigError
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from can_train.config.compose import presets
-from can_train.config.resolved import load_task_settings
+from can_train.config.resolved import load_task_settings, presets
 from can_train.errors import ConfigError
 from can_train.slurm.pipeline import PipelineStage, load_stages, select_stages, split_sets
 

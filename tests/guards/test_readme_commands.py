@@ -8,6 +8,7 @@ import shlex
 import shutil
 import tomllib
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def command_lines(markdown: str) -> list[list[str]]:
     lines = [line for block in shell for line in block.replace("\\\n", " ").splitlines()]
     pattern = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\./)?can-train(?: (.*))?$")
     matches = [match for line in lines if (match := pattern.match(line))]
-    found = [shlex.split(match[1] or "", comments=True) for match in matches]
+    words = [shlex.split(match[1] or "", comments=True) for match in matches]
+    found = [[*takewhile(lambda word: word != "|", line)] for line in words]
     return [line for index, line in enumerate(found) if line not in found[:index]]
 
 

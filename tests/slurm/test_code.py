@@ -120,7 +120,7 @@ def test_a_run_says_which_code_it_has(checkout: Path, tmp_path: Path) -> None:
 def test_a_kept_copy_of_this_package_runs(tmp_path: Path) -> None:
     folder = keep(read_code(), tmp_path)
     text = (
-        "import can_train; from can_train.config.compose import presets; print(can_train.__file__, presets('cluster'))"
+        "import can_train; from can_train.config.resolved import presets; print(can_train.__file__, presets('cluster'))"
     )
     variables = {"PYTHONPATH": str(folder / "src"), "PYTHONSAFEPATH": "1"}
     done = subprocess.run([sys.executable, "-c", text], env=variables, capture_output=True, text=True, check=True)

@@ -9,7 +9,7 @@ import typer
 from can_train.cli.output import TextTable, duration, print_json, print_tables
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import by_test_set, higher_is_better, run_json
-from can_train.cli.show import flat, memory_facts
+from can_train.cli.show import flat_settings, memory_facts
 from can_train.errors import ConfigError
 from can_train.io.units import size_text
 from can_train.slurm.status import RunStatus, run_statuses
@@ -17,6 +17,7 @@ from can_train.training.run_folder import short_name
 
 _METRICS: Final = ("mcc", "pr_auc", "recall_at_fpr_1pct", "false_alarms_per_hour", "best_validation_loss")
 _NONE: Final = "-"  # cell of what a run does not have
+_MANY: Final = 100.0  # from here on, a score's decimals say nothing
 _BEST: Final = "*"  # after the best of several scores
 
 
@@ -58,7 +59,7 @@ def compare(
         _ComparedRun(
             name=short_name(found.known.run_id),
             found=found,
-            settings=dict(flat(found.known.folder.config())),
+            settings=flat_settings(found.known.folder.config()),
             memory=memory_facts(found.known.folder, found.facts.result or {}),
         )
         for found in run_statuses(known.values(), locator.registry)
@@ -135,7 +136,9 @@ def _score_cells(values: Sequence[float | None], *, highest: bool) -> list[str]:
     best = (max if highest else min)(found)
     # Of equal scores none is the best.
     marked = found.count(best) == 1 and len(found) > 1
-    return [_cell(value, ".4g") + (_BEST if marked and value == best else "") for value in values]
+    # Most scores are shares; rates an hour run into the thousands.
+    spec = ".4f" if max(found) <= 1 else ",.1f" if max(found) < _MANY else ",.0f"
+    return [_cell(value, spec) + (_BEST if marked and value == best else "") for value in values]
 
 
 def _table(

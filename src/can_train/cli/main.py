@@ -4,6 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import typer
@@ -19,31 +20,34 @@ _HELP: Final = """Launches PyTorch training that fits in GPU memory. A command l
   can-train --model gat --dataset synthetic
 """
 
-_OTHER_COMMANDS: Final = """Other commands, each with its own --help:
+_COMMANDS: Final = {
+    "demo": "see in a minute what happens when memory runs short",
+    "doctor": "check what a training needs: GPU, SLURM, data, versions",
+    "factors": "what earlier runs taught; reset, pin, export, import it",
+    "runs": "all runs with their states; --best METRIC ranks them",
+    "show": "its scores, plan, memory and settings, and how to go on",
+    "compare": "two runs or more side by side: settings, scores, memory",
+    "status": "what state a run is in and why; its jobs and attempts",
+    "logs": "what a run prints; -f follows it to its end",
+    "cancel": "stop a run, which saves itself first",
+    "resume": "continue a run from its last checkpoint",
+    "evaluate": "judge a finished run on its own data, or on others: --dataset",
+    "resubmit": "a new run with other settings: --set training.lr=0.01",
+    "pipeline": "several runs, each building on those before it",
+    "completion": "make bash, zsh or fish complete commands, flags and runs",
+}
+_ARGUMENTS: Final = {"factors": "[KEY]", "compare": "RUNS", "completion": "SHELL"} | dict.fromkeys(
+    ("show", "status", "logs", "cancel", "resume", "evaluate", "resubmit"), "RUN"
+)
 
-\b
-  demo           see in a minute what happens when memory runs short
-  doctor         check what a training needs: GPU, SLURM, data, versions
-  factors [KEY]  what earlier runs taught; reset, pin, export, import it
-  runs           all runs with their states; --best METRIC ranks them
-  show RUN       its scores, plan, memory and settings, and how to go on
-  compare RUNS   two runs or more side by side: settings, scores, memory
-  status RUN     what state a run is in and why; its jobs and attempts
-  logs RUN       what a run prints; -f follows it to its end
-  cancel RUN     stop a run, which saves itself first
-  resume RUN     continue a run from its last checkpoint
-  evaluate RUN   judge a finished run on its own data, or on others: --dataset
-  resubmit RUN   a new run with other settings: --set training.lr=0.01
-  pipeline       several runs, each building on those before it
-
--h is short for --help; --version prints the version.
-"""
-
-_NAMES: Final = (
-    "train", "demo", "doctor", "factors", "runs", "show", "compare", "status", "logs", "cancel", "resume", "evaluate",
-    "resubmit", "pipeline",
-)  # fmt: skip
-_JOB_COMMAND: Final = "after-job"  # only jobs give it
+_OTHER_COMMANDS: Final = (
+    "Other commands, each with its own --help:\n\n\b\n"
+    + "\n".join(f"  {f'{name} {_ARGUMENTS.get(name, str())}':<17}{text}" for name, text in _COMMANDS.items())
+    + "\n\n-h is short for --help; --version prints the version.\n"
+)
+# Commands of scripts, which no help shows: of jobs, and of shells that complete a line.
+_JOB_COMMAND: Final = "after-job"
+_COMPLETE: Final = "complete-line"
 
 _ON: Final = ("true", "yes", "on", "1")
 _OFF: Final = ("false", "no", "off", "0")
@@ -106,22 +110,42 @@ def _run_command(arguments: Sequence[str]) -> int:
         print(f"can-train {__version__}")
         return 0
     name = "train" if words[0].startswith("-") else words.pop(0)
-    if name not in (*_NAMES, _JOB_COMMAND):
-        raise unknown_name("command", name, _NAMES)
+    if name == _COMPLETE:
+        return _complete(words)
+    if name not in ("train", *_COMMANDS, _JOB_COMMAND):
+        raise unknown_name("command", name, ("train", *_COMMANDS))
+    try:
+        _parser(name)(words, prog_name="can-train" if name == "train" else f"can-train {name}")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return 0
+
+
+def _parser(name: str) -> Any:
+    """Makes the parser of one command, which runs it."""
     training: dict[str, Any] = {"help": _HELP, "epilog": _OTHER_COMMANDS} if name == "train" else {}
     # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(cls=Command, **training)(_load_command(name))
-    try:
-        app(words, prog_name="can-train" if name == "train" else f"can-train {name}")
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return typer.main.get_command(app)
+
+
+def _complete(words: Sequence[str]) -> int:
+    """Answers a shell that completes a line; it gets nothing where can-train would print an error."""
+    from can_train.cli.completion import complete_line
+
+    with suppress(CanTrainError):
+        complete_line(words, _COMMANDS, _parser)
     return 0
 
 
 def _load_command(name: str) -> Callable[..., None]:
     """Imports one command: importing all of them takes longer than most of them run."""
     match name:
+        case "completion":
+            from can_train.cli.completion import completion
+
+            return completion
         case "demo":
             from can_train.cli.demo import demo
 

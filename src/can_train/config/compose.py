@@ -31,7 +31,9 @@ from can_train.config.resolved import (
     ResolvedRun,
     TaskSettings,
     UserFile,
+    config_folder,
     load_task_settings,
+    presets,
 )
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
 from can_train.errors import ConfigError, nearest_first, unknown_name
@@ -90,18 +92,6 @@ class Override:
         if isinstance(self.value, str):
             value = _TRANSLATIONS.get(self.key, {}).get(self.value.strip().lower(), self.value)
             object.__setattr__(self, "value", value)
-
-
-def config_folder() -> Path:
-    """Returns the folder of presets: inside the installed package, or at the root of the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parents[1] / "configs"
-
-
-def presets(group: str) -> list[str]:
-    """Lists the presets of a group in `configs/`."""
-    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
 
 
 def resolve(request: RunRequest) -> ResolvedRun:
@@ -370,7 +360,7 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
 def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, type]) -> None:
     """Sets in a config what a person always sets; a job's requests only where there is a job."""
     of_jobs = CLUSTER_FLAGS if config.cluster.executor == "slurm" else ()
-    groups = {"runs_dir": "paths"} | dict.fromkeys(of_jobs, "cluster")
+    groups = {"runs_dir": "paths", "tracker": "paths"} | dict.fromkeys(of_jobs, "cluster")
     for name, value in file.values.items():
         if (group := groups.get(name)) is None:
             continue

@@ -185,6 +185,19 @@ PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
 DEFAULT_TARGET_MIB = 2048.0  # of a micro-batch, which `accumulation_target_mib=on` means
 
 
+CHOICES: Final = {
+    "find_batch_size": ("auto", "max", "opt", "off"),
+    "accumulation": ("even", "divisor"),
+    "oversize": ("error", "skip"),
+    "lr_scale": ("auto", "none", "sqrt", "linear"),
+    "optimizer": ("adamw", "adam", "sgd"),
+    "precision": PRECISIONS,
+    "scheduler": ("cosine", "constant"),
+    "scheduler_interval": ("step", "epoch"),
+}
+"""The values of each training setting that has a fixed list of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
     """How a run is trained."""
@@ -269,17 +282,7 @@ class TrainingSettings:
     """Static safety factor, used if use_adaptive_batch_size_factor is off."""
 
     def __post_init__(self) -> None:
-        choices = {
-            "find_batch_size": ("auto", "max", "opt", "off"),
-            "accumulation": ("even", "divisor"),
-            "oversize": ("error", "skip"),
-            "lr_scale": ("auto", "none", "sqrt", "linear"),
-            "optimizer": ("adamw", "adam", "sgd"),
-            "precision": PRECISIONS,
-            "scheduler": ("cosine", "constant"),
-            "scheduler_interval": ("step", "epoch"),
-        }
-        for name, values in choices.items():
+        for name, values in CHOICES.items():
             check_choice(f"training.{name}", getattr(self, name), values)
         for name in ("epochs", "find_batch_size_steps_per_trial", "gradient_accumulation_steps", "min_steps_per_epoch",
                      "lr_batch_size", "val_interval", "checkpoint_every", "accumulation_max_splits",

@@ -515,6 +515,8 @@ class MemoryMonitor:
         self._peak_bytes = 0
         self._peak_reserved_bytes = 0
         self._peak_bytes_after_rescue = 0
+        self._step_peak_bytes = 0
+        self._step_peak_reserved_bytes = 0
 
     @contextmanager
     def step(self, *resident: Resident) -> Iterator[bool]:
@@ -528,21 +530,29 @@ class MemoryMonitor:
             # What ran before, a probe or another loop, is not part of the training.
             self.meter.reset_peak()
             self._counts = True
+        elif self.meter.counts_always:
+            # What ran since the last step, a validation, counts for the run and not for this step.
+            self.read()
+            self.meter.reset_peak()
+        self._step_peak_bytes = self._step_peak_reserved_bytes = 0
         # A device that counts always needs the resident tensors only now and then, and walking them takes time.
         walks = counted and (begins or measured)
         try:
             with self.meter.measuring(_tensors(resident)) if walks else self.meter.active():
                 yield counted
         finally:
-            if measured:
+            if counted:
                 self.read()
 
     def read(self) -> None:
         """Keeps the largest of the meter's peaks; call it before anything else resets them."""
         if self._counts:
-            self._peak_bytes_after_rescue = max(self._peak_bytes_after_rescue, self.meter.peak_bytes())
-            self._peak_bytes = max(self._peak_bytes, self._peak_bytes_after_rescue)
-            self._peak_reserved_bytes = max(self._peak_reserved_bytes, self.meter.peak_reserved_bytes())
+            peak, reserved = self.meter.peak_bytes(), self.meter.peak_reserved_bytes()
+            self._peak_bytes_after_rescue = max(self._peak_bytes_after_rescue, peak)
+            self._peak_bytes = max(self._peak_bytes, peak)
+            self._peak_reserved_bytes = max(self._peak_reserved_bytes, reserved)
+            self._step_peak_bytes = max(self._step_peak_bytes, peak)
+            self._step_peak_reserved_bytes = max(self._step_peak_reserved_bytes, reserved)
 
     def rescued(self) -> None:
         """Starts `peak_bytes_after_rescue` again: an out-of-memory was undone and its memory released."""
@@ -572,6 +582,11 @@ class MemoryMonitor:
         """Largest reserved bytes so far; 0 where nothing is reserved."""
         self.read()
         return self._peak_reserved_bytes
+
+    @property
+    def last_step(self) -> tuple[int, int]:
+        """Largest allocated and reserved bytes since the last step began; 0 where they were not measured."""
+        return self._step_peak_bytes, self._step_peak_reserved_bytes
 
     @property
     def peak_bytes_after_rescue(self) -> int:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Final
 
-from can_train.config.compose import RunRequest, config_folder, presets
-from can_train.config.resolved import Prerequisite, ResolvedRun, plain_from_yaml
+from can_train.config.compose import RunRequest
+from can_train.config.resolved import Prerequisite, ResolvedRun, config_folder, plain_from_yaml, presets
 from can_train.errors import ConfigError, unknown_name
 from can_train.slurm.past_runs import (
     PastRuns,

@@ -283,6 +283,7 @@ class RunFolder:
         self.result_path = path / "result.json"
         self.plan_path = path / "plan.json"
         self.log_path = path / "log.txt"
+        self.predictions_path = path / "predictions"
         self.reference_models_path = path / "reference_models.json"
         self.attempts = Attempts(path)
 

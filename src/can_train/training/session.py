@@ -33,7 +33,9 @@ from can_train.task import Task
 from can_train.training.distributed import Ranks
 from can_train.training.inference import rescue_settings
 from can_train.training.loading import Checkpoints
+from can_train.training.recording import StepLog, StepRecord, memory_limits, steps_path
 from can_train.training.run_folder import MetricsLog, RunFolder, StopRequests
+from can_train.training.trackers import Tracker
 
 if TYPE_CHECKING:
     from can_train.training.reference_models import ReferenceModels
@@ -50,6 +52,7 @@ class Parts:
     reporter: Reporter
     stops: StopRequests
     ranks: Ranks = field(default_factory=Ranks)
+    trackers: Sequence[Tracker] = ()  # on rank 0 alone
 
     @property
     def training(self) -> TrainingSettings:
@@ -155,6 +158,8 @@ class Session(Parts):
         self.reserve = OptimizerReserve(needed, meter, retries=training.oom_retries)
         self.checkpoints = Checkpoints(self.folder.checkpoints_path)
         self.metrics = MetricsLog(self.folder.metrics_path)
+        self.steps = StepLog(steps_path(self.folder.path, self.ranks.rank), total_steps)
+        self._recorded_plan: RunPlan | None = None
 
     @property
     def plan(self) -> Plan:
@@ -200,12 +205,49 @@ class Session(Parts):
         self.reserve.hold()
 
     def log(self, **record: Any) -> None:
-        """Adds a line to the metrics, which rank 0 writes."""
+        """Adds a line about the last step to the metrics, which rank 0 writes, and shows it in the trackers."""
         if self.ranks.is_first:
-            self.metrics.append(**record)
+            self.metrics.append(step=self.progress.step, **record)
+        # Loss terms of a whole epoch; `train/` is for each step.
+        means = {f"epoch/{term}": mean for term, mean in record.pop("train", {}).items()}
+        self.track({**record, **means})
+
+    def track(self, figures: Mapping[str, float | None]) -> None:
+        """Shows figures of the last step in the trackers."""
+        known = {name: value for name, value in figures.items() if value is not None}
+        for tracker in self.trackers:
+            tracker.track(self.progress.step, known)
+
+    def record_step(self, result: BatchResult, *, loss: float) -> None:
+        """Adds the step that has just been taken to the rank's record for the report, and shows it in the trackers.
+
+        Args:
+            result: Of all ranks.
+            loss: Weighted, of the whole logical batch.
+        """
+        step, (allocated, reserved) = self.progress.step, self.monitor.last_step
+        if self._recorded_plan is not self.run_plan:
+            self._recorded_plan = self.run_plan
+            device, capacity_bytes = self.meter.key, self.meter.capacity_bytes
+            limits = memory_limits(self.run_plan, device=device, capacity_bytes=capacity_bytes, from_step=step)
+            self.steps.limit(limits)
+        self.steps.add(
+            StepRecord(
+                step=step,
+                loss=loss,
+                allocated_bytes=allocated or None,
+                reserved_bytes=reserved or None,
+                micro_batches=len(result.micro_batches),
+                micro_batch_size=max(result.micro_batches, default=0),
+                ooms_rescued=result.ooms_rescued,
+            )
+        )
+        largest, rescued = max(result.micro_batches, default=None), result.ooms_rescued or None
+        self.track({"train/loss": loss, "train/micro_batch_size": largest, "train/ooms_rescued": rescued})
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on, on every rank."""
+        self.steps.flush()
         # These differ from rank to rank; all else is the same on all of them, so rank 0 writes it alone.
         of_ranks = self.ranks.gather(
             lambda: {"randomness": capture_generators(), "micro_batches": self.batcher.state_dict()}

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from can_train.errors import DataError
-from can_train.task import Feature, Task
+from can_train.task import Feature, Predictions, Task
 from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer
-from can_train.tasks.can.data.graphs import Bools, Floats, Ints
+from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train.tasks.can.data.layout import TEST
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models import InputEncoder, InputStatistics, build_network
@@ -85,6 +85,20 @@ class WindowTask(Task):
         options = JudgingOptions.of(self._run, supervised=self.supervised)
         return judge(self._data.flat, self._data.split, self._final_scores(score), options, references)
 
+    def predictions(self, judgement: Mapping[str, Any], score: Score) -> Mapping[str, Predictions]:
+        """Returns the windows of each test folder; where it has several logs, one begins where the one before ends."""
+        flat, scores = self._data.flat, self._final_scores(score).test
+        return {
+            folder: Predictions(
+                score=scores[folder],
+                positive=flat.label[rows] > 0,
+                flagged=scores[folder] > judgement["threshold"],
+                time_s=elapsed_s(flat, rows),
+                words=("window", "attack", "benign"),
+            )
+            for folder, rows in self._data.split.test.items()
+        }
+
     def tables(self, judgement: Mapping[str, Any]) -> Sequence[JudgementTable]:
         """Writes each test folder as a table of all detectors."""
         from can_train.tasks.can.evaluation.judging import judgement_tables
@@ -114,6 +128,17 @@ class WindowTask(Task):
     def _inputs(self) -> InputEncoder:
         statistics = InputStatistics.fit(self._data.flat, self._data.split.train)
         return InputEncoder(statistics, embedding=self._run.model.embedding, identity=self._run.dataset.identity)
+
+
+def elapsed_s(flat: FlatGraphs, rows: Ints) -> Floats:
+    """Returns [R] seconds at which windows begin, ascending by log, where each log begins as the one before ends."""
+    seconds, before = np.zeros(len(rows)), 0.0
+    for source in np.unique(flat.source[rows]):
+        own = flat.source[rows] == source
+        begins = float(flat.start_time[rows][own].min())
+        seconds[own] = before + flat.start_time[rows][own] - begins
+        before += float(flat.end_time[rows][own].max()) - begins
+    return seconds
 
 
 class ClassifierTask(WindowTask):

@@ -1,0 +1,225 @@
+"""`can-train completion SHELL`: the script that makes a shell complete commands, flags, values and runs, and the
+answers to that script.
+
+At each press of the tab key the script runs the command as it was typed, so that `./can-train` is completed too:
+`can-train complete-line SHELL WORD...`, with the words up to the cursor. Each line of the answer has a word, a tab and
+what the word is.
+"""
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Final, get_type_hints
+
+import typer
+
+from can_train.config.resolved import (
+    NO_TRACKER,
+    TRACKERS,
+    PathSettings,
+    installed_sizes,
+    load_task_settings,
+    presets,
+    state_folder,
+    task_names,
+    user_file,
+)
+from can_train.config.settings import CHOICES, ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
+from can_train.errors import unknown_name
+from can_train.factors.policies import POLICIES
+
+_BASH: Final = r"""
+_can_train() {
+    local IFS=$'\n'
+    COMPREPLY=($("${COMP_WORDS[0]}" complete-line bash "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+    # More follows a word such as `training.lr=`, so no space does.
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=:] ]] && compopt -o nospace
+}
+complete -o default -F _can_train can-train
+"""
+
+_ZSH: Final = r"""
+#compdef can-train
+_can_train() {
+    local -a answers open described
+    answers=("${(@f)$("${words[1]}" complete-line zsh "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)}")
+    answers=(${answers:#})
+    (( ${#answers} )) || { _files; return }
+    # More follows a word such as `training.lr=`, so no space does. -U: some contain what is typed elsewhere.
+    open=(${(M)answers:#*[=:]})
+    (( ${#open} )) && compadd -U -S '' -- $open
+    described=(${${${answers:#*[=:]}//:/\\:}/$'\t'/:})
+    (( ${#described} )) && _describe 'can-train' described -U
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
+compdef _can_train can-train
+"""
+
+_FISH: Final = r"""
+function __can_train_complete
+    set -l words (commandline -opc) (commandline -ct)
+    set -l answers ($words[1] complete-line fish $words[2..] 2>/dev/null)
+    if set --query answers[1]
+        printf '%s\n' $answers
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
+complete --command can-train --no-files --keep-order --arguments '(__can_train_complete)'
+"""
+
+_SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+
+def completion(
+    shell: Annotated[str, typer.Argument(help="bash, zsh or fish.", metavar="SHELL")],
+) -> None:
+    """Print the script that completes can-train's commands, flags, values and runs in a shell.
+
+    In bash and zsh: eval "$(can-train completion bash)"
+
+    In fish: can-train completion fish | source
+    """
+    if shell not in _SCRIPTS:
+        raise unknown_name("shell", shell, _SCRIPTS)
+    print(_SCRIPTS[shell].strip())
+
+
+def complete_line(words: Sequence[str], commands: Mapping[str, str], load: Callable[[str], Any]) -> None:
+    """Prints what may stand at the cursor.
+
+    Args:
+        words: The shell, then the words behind the program's name up to the cursor, the last of which may be empty or
+            unfinished; for bash the whole line instead, which it splits at `=` and `:`.
+        commands: What each command does, by name.
+        load: Returns the parser of a command.
+    """
+    shell, *typed = words
+    if shell == "bash":
+        typed = _words(typed[0])[1:]
+    typed = typed or [""]
+    word = typed[-1]
+    for answer, text in _answers(typed, commands, load):
+        # Bash replaces only what follows the last `=` or `:` of the word.
+        shown = answer[max(word.rfind("="), word.rfind(":")) + 1 :] if shell == "bash" else answer
+        print(shown if shell == "bash" or not text else f"{shown}\t{text}")
+
+
+def _words(line: str) -> list[str]:
+    """Splits a line as a shell does; the last word may have an open quote."""
+    for closing in ("", "'", '"'):
+        with suppress(ValueError):
+            found = shlex.split(line + closing)
+            return [*found, ""] if line[-1:].isspace() and not closing else found
+    return [""]
+
+
+def _answers(
+    typed: Sequence[str], commands: Mapping[str, str], load: Callable[[str], Any]
+) -> Iterable[tuple[str, str]]:
+    """Returns what may stand at the cursor, each with what it is; nothing where the shell completes files."""
+    *before, word = typed
+    if not before and not word.startswith("-"):
+        return [(name, text) for name, text in commands.items() if name.startswith(word)]
+    name = before[0] if before and not before[0].startswith("-") else "train"
+    if name not in commands and name != "train":
+        return []
+    parameters = load(name).params
+    flags = {flag: one for one in parameters for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
+    flag, equals, value = word.partition("=")
+    if equals and flag in flags:
+        return _matching(_values(flags[flag], before), f"{flag}=", value)
+    if before and (given := flags.get(before[-1])) is not None and not getattr(given, "is_flag", False):
+        return _matching(_values(given, before), "", word)
+    if word.startswith("-"):
+        texts = {flag: " ".join((one.help or "").split()) for flag, one in flags.items()}
+        return [(flag, text) for flag, text in texts.items() if flag.startswith(word)]
+    argument = next((one for one in parameters if one.param_type_name == "argument"), None)
+    return _matching(_values(argument, before), "", word) if argument is not None else []
+
+
+def _matching(values: Iterable[str], start: str, typed: str) -> list[tuple[str, str]]:
+    """Returns the values that begin with what is typed, else those that contain it. A comma starts the next value."""
+    done, comma, word = typed.rpartition(",")
+    known = [*values]
+    found = [each for each in known if each.startswith(word)] or [each for each in known if word in each]
+    return [(f"{start}{done}{comma}{each}", "") for each in found]
+
+
+def _values(parameter: Any, before: Sequence[str]) -> Iterable[str]:
+    """Returns the values of a flag or an argument; none if it is a number, a file or free text."""
+    name = parameter.name.rstrip("_")
+    if "RUN" in (parameter.metavar or "") or name in ("after", "start_from"):
+        return _run_ids(before)
+    return CHOICES[name] if name in CHOICES else _SOURCES.get(name, tuple)()
+
+
+def _run_ids(before: Sequence[str]) -> list[str]:
+    from can_train.cli.run_locator import RunLocator
+    from can_train.slurm.status import LAST
+
+    given = dict(pairwise(before))
+    runs_dir = given.get("--runs-dir") or user_file().values.get("runs_dir") or PathSettings().runs_dir
+    runs = RunLocator(runs_dir, given.get("--state-dir")).runs()
+    return [*([LAST] if runs else []), *(known.run_id for known in runs)]
+
+
+def _keys() -> set[str]:
+    from can_train.factors.observations import read_records
+
+    return {run.key for run in read_records(state_folder()).finished}
+
+
+def _cards() -> list[str]:
+    from can_train.memory.catalogue import CARDS
+
+    return [card.key for card in CARDS]
+
+
+def _models() -> Iterable[str]:
+    return [model for task in task_names() for model in load_task_settings(task).models]
+
+
+def _modes() -> Iterable[str]:
+    return dict.fromkeys(mode for task in task_names() for mode in load_task_settings(task).modes)
+
+
+def _settings() -> Iterable[str]:
+    """Returns the settings that `--set` takes, each with its equals sign."""
+    groups: list[tuple[str, Any]] = [("training", TrainingSettings), ("factor", FactorSettings),
+                                     ("monitor", MonitorSettings), ("cluster", ClusterSettings)]  # fmt: skip
+    for task in map(load_task_settings, task_names()):
+        groups.append(("dataset", task.dataset))
+        groups += [("mode", mode) for mode in task.modes.values()]
+        groups += [("model", model.settings) for model in task.models.values()]
+    return dict.fromkeys(name for group, settings in groups for name in _fields(group, settings))
+
+
+def _fields(group: str, settings: Any) -> Iterator[str]:
+    for field, kind in get_type_hints(settings).items():
+        if is_dataclass(kind):
+            yield from _fields(f"{group}.{field}", kind)
+        else:
+            yield f"{group}.{field}="
+
+
+# Where the values of a parameter come from, by its name.
+_SOURCES: Final[Mapping[str, Callable[[], Iterable[str]]]] = {
+    "model": _models,
+    "mode": _modes,
+    "size": lambda: sorted(installed_sizes()),
+    "task": task_names,
+    "dataset": lambda: [name for name in presets("dataset") if name != "path"],
+    "memory": lambda: presets("memory"),
+    "cluster": lambda: presets("cluster"),
+    "preset": lambda: presets("pipeline"),
+    "device": lambda: ("auto", "cpu", "cuda", "sim:"),
+    "target_gpu": _cards,
+    "tracker": lambda: (*TRACKERS, NO_TRACKER),
+    "set": _settings,
+    "key": _keys,
+    "replay": lambda: POLICIES,
+    "shell": lambda: _SCRIPTS,
+}

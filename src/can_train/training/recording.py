@@ -1,0 +1,242 @@
+"""What a run records of itself for its report: loss and memory step by step, and the scores of its test samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from can_train.io.arrays import ArrayWriter, discard_folder, read_arrays
+from can_train.io.records import parse_object, text_or_nothing, write_text_atomic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from can_train.fit.planner import RunPlan
+    from can_train.task import Predictions
+
+# Records of a run, but for rescues. A chart is not wider, and the file stays below a megabyte.
+MOST_RECORDS: Final = 4_000
+# Records that are written together: a file system on a network takes milliseconds for each write.
+_WRITTEN_TOGETHER: Final = 64
+# In the folder of a run; those of rank N end in `-rank-N`.
+_STEPS: Final = "steps"
+_LOSS_DIGITS: Final = 6
+# The columns of predictions, as they are stored.
+_ARRAYS: Final = {"score": "float32", "positive": "bool", "flagged": "bool", "time_s": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """A step, or the last of several consecutive ones that share a record in a long run.
+
+    Attributes:
+        step: Its number, counted from 1.
+        steps: How many steps share the record.
+        loss: Weighted loss, the mean of the steps.
+        allocated_bytes: Their peak; None where it was not measured. Of several ranks, the highest.
+        reserved_bytes: The same of reserved memory.
+        micro_batches: In the step that had most, on all ranks together.
+        micro_batch_size: Samples of the largest micro-batch.
+        ooms_rescued: Out-of-memories on the way, on all ranks together.
+    """
+
+    step: int
+    steps: int = 1
+    loss: float
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    micro_batches: int
+    micro_batch_size: int
+    ooms_rescued: int = 0
+
+    def joined(self, later: StepRecord) -> StepRecord:
+        """Returns the record of these steps and of those that follow them."""
+        steps = self.steps + later.steps
+        return replace(
+            later.beside(self),
+            steps=steps,
+            loss=(self.loss * self.steps + later.loss * later.steps) / steps,
+            micro_batches=max(self.micro_batches, later.micro_batches),
+            micro_batch_size=max(self.micro_batch_size, later.micro_batch_size),
+            ooms_rescued=self.ooms_rescued + later.ooms_rescued,
+        )
+
+    def beside(self, other: StepRecord) -> StepRecord:
+        """Returns the record with the higher of both peaks, as of two ranks in the same steps."""
+        return replace(
+            self,
+            allocated_bytes=_highest(self.allocated_bytes, other.allocated_bytes),
+            reserved_bytes=_highest(self.reserved_bytes, other.reserved_bytes),
+        )
+
+
+def _highest(*peaks: int | None) -> int | None:
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimits:
+    """What memory was planned for, from some step on: an attempt on another device has other limits.
+
+    Attributes:
+        from_step: The first step they hold for, counted from 1.
+        device: Kind of device.
+        capacity_bytes: What PyTorch's allocator may use of it.
+        safe_bytes: Peak of the largest micro-batch that the plan allows; None without a search.
+        predicted_bytes: Lowest and highest predicted peak; None without a cost model.
+    """
+
+    from_step: int
+    device: str
+    capacity_bytes: int
+    safe_bytes: int | None = None
+    predicted_bytes: tuple[int, int] | None = None
+
+
+def memory_limits(run_plan: RunPlan, *, device: str, capacity_bytes: int, from_step: int) -> MemoryLimits:
+    """Makes the limits that follow from a plan."""
+    plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
+    known = MemoryLimits(from_step=from_step, device=device, capacity_bytes=capacity_bytes)
+    if limits is None or peak is None:
+        return known
+    half_width = limits.training.half_width(plan.largest_cost)
+    known = replace(known, predicted_bytes=(round(peak - half_width), round(peak + half_width)))
+    if plan.safety_factor is None or not math.isfinite(plan.rules.safe_limit):
+        return known
+    safe = limits.step_peak_bytes(plan.rules.safe_limit, plan.rules.safe_limit)
+    return replace(known, safe_bytes=round(safe))
+
+
+def steps_path(folder: Path, rank: int) -> Path:
+    """Returns the file of one rank's steps."""
+    return folder / (f"{_STEPS}-rank-{rank}.jsonl" if rank else f"{_STEPS}.jsonl")
+
+
+class StepLog:
+    """`steps.jsonl`: a JSON object a line for each step, for several of them where a run has many; before them one with
+    the memory limits that hold from there on. A rescue ends a record, so that its step is known.
+
+    Args:
+        path: The file, which grows at its end alone.
+        total_steps: Of the whole run.
+    """
+
+    def __init__(self, path: Path, total_steps: int) -> None:
+        self._path = path
+        self._stride = max(1, math.ceil(total_steps / MOST_RECORDS))
+        self._open: StepRecord | None = None
+        self._lines: list[str] = []
+
+    def limit(self, limits: MemoryLimits) -> None:
+        """Notes the limits of the steps that follow."""
+        self._close()
+        self._lines.append(json.dumps(asdict(limits)))
+
+    def add(self, record: StepRecord) -> None:
+        """Adds a step."""
+        self._open = record if self._open is None else self._open.joined(record)
+        if record.ooms_rescued or self._open.steps >= self._stride:
+            self._close()
+        if len(self._lines) >= _WRITTEN_TOGETHER:
+            self._write()
+
+    def flush(self) -> None:
+        """Writes what is not written yet; a checkpoint must not be ahead of the file."""
+        self._close()
+        self._write()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._lines.append(json.dumps(asdict(replace(self._open, loss=round(self._open.loss, _LOSS_DIGITS)))))
+            self._open = None
+
+    def _write(self) -> None:
+        if self._lines:
+            with self._path.open("a") as file:
+                file.write("\n".join(self._lines) + "\n")
+            self._lines.clear()
+
+
+def rewind_steps(folder: Path, step: int) -> None:
+    """Keeps the first steps of a run's record, of all ranks: those after the last checkpoint are trained once more."""
+    for path in folder.glob(f"{_STEPS}*.jsonl"):
+        lines = [(line, parse_object(line)) for line in text_or_nothing(path).splitlines()]
+        # A line that a killed process left unfinished has no step.
+        kept = [line for line, values in lines if values and values.get("step", values.get("from_step", 0)) <= step]
+        write_text_atomic(path, "".join(f"{line}\n" for line in kept))
+
+
+def read_steps(folder: Path) -> tuple[list[StepRecord], list[MemoryLimits]]:
+    """Reads a run's steps, with the peaks of the rank that had the highest, and rank 0's limits; lines that are damaged
+    are left out.
+    """
+    lines = _objects(steps_path(folder, 0))
+    steps = {one.step: one for one in _records(lines, StepRecord)}
+    for path in sorted(folder.glob(f"{_STEPS}-rank-*.jsonl")):
+        for one in _records(_objects(path), StepRecord):
+            if one.step in steps:
+                steps[one.step] = steps[one.step].beside(one)
+    return sorted(steps.values(), key=lambda one: one.step), _records(lines, MemoryLimits)
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    return [parse_object(line) for line in text_or_nothing(path).splitlines()]
+
+
+def _records(lines: Iterable[Mapping[str, Any]], kind: type) -> list[Any]:
+    import msgspec
+
+    names = {field.name for field in fields(kind)}
+    found: list[Any] = []
+    for values in lines:
+        if values.keys() == names:
+            with suppress(msgspec.ValidationError):
+                found.append(msgspec.convert(values, kind))
+    return found
+
+
+def write_predictions(folder: Path, predictions: Mapping[str, Predictions]) -> None:
+    """Writes what a run says of its test samples, set by set, in place of what is there; single precision is enough for
+    a chart.
+
+    Raises:
+        StateError: The folder cannot be written.
+    """
+    import numpy as np
+
+    discard_folder(folder)
+    if not predictions:
+        return
+    with ArrayWriter(folder, {name: (kind, ()) for name, kind in _ARRAYS.items()}) as writer:
+        for one in predictions.values():
+            times = one.time_s if len(one.time_s) else np.full(len(one.score), np.nan)
+            writer.append({"score": one.score, "positive": one.positive, "flagged": one.flagged, "time_s": times})
+        sets = [{"name": name, "samples": len(one.score), "words": one.words} for name, one in predictions.items()]
+        writer.finish({"sets": sets})
+
+
+def read_predictions(folder: Path) -> dict[str, Predictions]:
+    """Reads what `write_predictions` wrote; no sets where it wrote nothing.
+
+    Raises:
+        FolderDamageError: A file is missing or altered.
+    """
+    import numpy as np
+
+    from can_train.task import Predictions
+
+    if not folder.exists():
+        return {}
+    arrays, meta = read_arrays(folder, list(_ARRAYS))
+    found, start = {}, 0
+    for one in meta["sets"]:
+        columns = {name: array[start : start + one["samples"]] for name, array in arrays.items()}
+        if np.isnan(columns["time_s"]).any():
+            columns["time_s"] = np.empty(0, dtype=np.float32)
+        found[one["name"]] = Predictions(**columns, words=tuple(one["words"]))
+        start += one["samples"]
+    return found
