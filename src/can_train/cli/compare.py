@@ -60,7 +60,7 @@ def compare(
         _ComparedRun(
             name=short_name(found.known.run_id),
             found=found,
-            settings=dict(flat_settings(found.known.folder.config())),
+            settings=flat_settings(found.known.folder.config()),
             memory=memory_facts(found.known.folder, found.facts.result or {}),
         )
         for found in run_statuses(known.values(), locator.registry)

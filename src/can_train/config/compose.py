@@ -184,7 +184,7 @@ def changed_settings(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]] | No
     and the `default`; those that say where it happens are left out. None where this version has no such presets.
     """
     try:
-        request, mine = preset_request(plain), dict(flat_settings(plain))
+        request, mine = preset_request(plain), flat_settings(plain)
         defaults = _preset_settings(request.task, request.model, request.size, request.mode, request.dataset)
         follows = load_task_settings(plain["task"]).follows.items()
         # One that follows another by itself was not set.
@@ -201,7 +201,7 @@ def _preset_settings(
 ) -> Mapping[str, Any]:
     # A listing asks for the same ones over and over, and a composition takes a tenth of a second.
     request = RunRequest(task=task, model=model, size=size, mode=mode, dataset=dataset)
-    return dict(flat_settings(resolve(request).config))
+    return flat_settings(resolve(request).config)
 
 
 def resolve_again(plain: Mapping[str, Any], request: RunRequest, chosen: Mapping[str, str]) -> ResolvedRun:
@@ -243,8 +243,8 @@ def _on_other_presets(
         old = replace(old, mode=None, size=old.size if spec is not None and old.size in spec.sizes else None)
     choices: dict[str, Any] = {**chosen, "user_file": user_file}
     request = replace(old, **choices)
-    new, without = resolve(request).config, dict(flat_settings(resolve(replace(request, memory=None)).config))
-    by_memory = {name for name, value in flat_settings(new) if value != without[name]}
+    new, without = resolve(request).config, flat_settings(resolve(replace(request, memory=None)).config)
+    by_memory = {name for name, value in flat_settings(new).items() if value != without[name]}
     replaced = {
         "model.": bool(chosen.keys() & {"model", "size", "task"}),
         "mode.": bool(chosen.keys() & {"model", "mode", "task"}),
@@ -461,7 +461,7 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
 def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, type]) -> None:
     """Sets in a config what a person always sets; a job's requests only where there is a job."""
     of_jobs = CLUSTER_FLAGS if config.cluster.executor == "slurm" else ()
-    groups = {"runs_dir": "paths"} | dict.fromkeys(of_jobs, "cluster")
+    groups = {"runs_dir": "paths", "tracker": "paths"} | dict.fromkeys(of_jobs, "cluster")
     for name, value in file.values.items():
         if (group := groups.get(name)) is None:
             continue

@@ -25,6 +25,12 @@ CLUSTER_FLAGS: Final = (
 )  # fmt: skip
 """Settings of `paths` and of `cluster` that have a flag of their own, and may stand in a person's settings file."""
 
+TRACKERS: Final = ("tensorboard", "mlflow", "wandb")
+NO_TRACKER: Final = "off"
+
+USER_SETTINGS: Final = ("cluster", "tracker", *PATH_FLAGS, *CLUSTER_FLAGS)
+"""What may stand in a person's settings file."""
+
 _USER_FILE: Final = "CAN_TRAIN_CONFIG"  # variable that names a person's settings file
 
 
@@ -148,7 +154,7 @@ def load_object(path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PathSettings:
-    """Where a run reads and writes; empty means the default that the field's text names."""
+    """Where a run reads and writes, which changes nothing else; empty means the default that the field's text names."""
 
     runs_dir: str = "runs"
     """Folder of run folders."""
@@ -156,6 +162,19 @@ class PathSettings:
     """Folder of the published data sets; default $CAN_TRAIN_DATA, else ./data."""
     state_dir: str = ""
     """Folder of observations and caches; default $CAN_TRAIN_HOME, else the user's state directory."""
+    tracker: str = NO_TRACKER
+    """Where else a run is shown: tensorboard, mlflow or wandb, several separated by commas; off: nowhere."""
+
+    def __post_init__(self) -> None:
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise unknown_name("tracker", name, (*TRACKERS, NO_TRACKER))
+
+    @property
+    def trackers(self) -> list[str]:
+        """The names in `tracker`."""
+        names = [] if self.tracker == NO_TRACKER else self.tracker.split(",")
+        return list(dict.fromkeys(name.strip() for name in names if name.strip()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,12 +241,17 @@ class EvaluationData:
 _LOCATIONS: Final = ("paths", "cluster", "device")
 
 
-def flat_settings(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Lists the settings of a configuration by their dotted names, without those that say where a run happens."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value and (before or name not in _LOCATIONS):
-            yield from flat_settings(value, f"{before}{name}.")
-        elif before or name not in _LOCATIONS:
+def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a configuration by their dotted names, without those that say where a run happens."""
+    return dict(flat({name: value for name, value in config.items() if name not in _LOCATIONS}))
+
+
+def flat(plain: Mapping[str, Any], *, separator: str = ".", before: str = "") -> Iterator[tuple[str, Any]]:
+    """Lists nested values by the names on the way to them: `training.lr`."""
+    for name, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, separator=separator, before=f"{before}{name}{separator}")
+        else:
             yield f"{before}{name}", value
 
 
@@ -300,8 +324,8 @@ def _user_values(path: Path, text: str) -> dict[str, str]:
     values = {}
     for key, value in (plain or {}).items():
         name = str(key).replace("-", "_")
-        if name not in ("cluster", *PATH_FLAGS, *CLUSTER_FLAGS):
-            raise unknown_name(f"setting in {path}", str(key), ("cluster", *PATH_FLAGS, *CLUSTER_FLAGS))
+        if name not in USER_SETTINGS:
+            raise unknown_name(f"setting in {path}", str(key), USER_SETTINGS)
         if not isinstance(value, str) or not value:
             remedy = "Give it one value, or remove the line"
             raise ConfigError(f"{path}: {key} has one value", value=repr(value), remedy=remedy)
@@ -365,7 +389,7 @@ def with_absolute_paths(run: ResolvedRun) -> ResolvedRun:
     """
     root = _absolute(str(data_root(run.paths)))
     runs_dir = _absolute(run.paths.runs_dir or ".")
-    paths = PathSettings(runs_dir=runs_dir, data_root=root, state_dir=str(state_dir(run.paths)))
+    paths = replace(run.paths, runs_dir=runs_dir, data_root=root, state_dir=str(state_dir(run.paths)))
     dataset = replace(run.dataset, path=_absolute(run.dataset.path))
     start = run.training.start_from
     # It may also be the name of a run, which is looked for later.
