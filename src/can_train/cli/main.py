@@ -41,7 +41,7 @@ _COMMANDS: Final = {
     "logs": "what a run prints; -f follows it to its end",
     "cancel": "stop a run, which saves itself first",
     "resume": "continue a run, also beyond its end: --epochs N",
-    "evaluate": "judge a finished run on its own data, or on others: --dataset",
+    "evaluate": "judge a finished run on its own data or others: --dataset",
     "resubmit": "a new run like it with other settings: --lr 0.01",
     "pipeline": "several runs, each building on those before it",
     "completion": "make bash, zsh or fish complete commands, flags and runs",

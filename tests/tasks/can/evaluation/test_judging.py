@@ -313,7 +313,7 @@ def test_the_summary_fits_eighty_columns():
 
 
 @pytest.mark.parametrize(
-    "names", [["labelled_drive_of_a_truck.csv"], ["labelled_drive_1.csv", "unlabelled_drive_1.csv"]]
+    "names", [["labelled_drive_of_a_truck.csv"], ["drives-of-a-truck-1.csv", "drives-of-a-truck-2.csv"]]
 )
 def test_the_summary_of_logs_with_long_names_stays_a_table(names, capsys):
     worst = scored_figures([1, 0], [0, 1]) | {"false_alarms_per_hour": 360_000.0}
