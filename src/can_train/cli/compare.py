@@ -17,6 +17,7 @@ from can_train.training.run_folder import short_name
 
 _METRICS: Final = ("mcc", "pr_auc", "recall_at_fpr_1pct", "false_alarms_per_hour", "best_validation_loss")
 _NONE: Final = "-"  # cell of what a run does not have
+_MANY: Final = 100.0  # from here on, a score's decimals say nothing
 _BEST: Final = "*"  # after the best of several scores
 
 
@@ -149,7 +150,9 @@ def _score_cells(values: Sequence[float | None], *, highest: bool) -> list[str]:
     best = (max if highest else min)(found)
     # Of equal scores none is the best.
     marked = found.count(best) == 1 and len(found) > 1
-    return [_cell(value, ".4g") + (_BEST if marked and value == best else "") for value in values]
+    # Most scores are shares; rates an hour run into the thousands.
+    spec = ".4f" if max(found) <= 1 else ",.1f" if max(found) < _MANY else ",.0f"
+    return [_cell(value, spec) + (_BEST if marked and value == best else "") for value in values]
 
 
 def _table(
