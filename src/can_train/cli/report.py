@@ -53,7 +53,11 @@ p { margin: 8px 0; max-width: 75ch; } .muted, .notes { color: var(--muted); font
 nav { margin: 12px 0; } nav a { color: var(--c1); margin-right: 16px; white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 2px 16px; margin: 8px 0; }
 dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 8px 0; font-size: .875rem;
+.scroll { overflow-x: auto;
+  background: linear-gradient(to right, transparent calc(100% - 24px), var(--page) calc(100% - 12px)) local,
+  linear-gradient(to left, var(--grid), transparent 12px); }
+.tables { display: flex; flex-wrap: wrap; gap: 8px 48px; } .tables > div { min-width: 0; max-width: 100%; }
+.tables ul.notes { max-width: 60ch; } table { border-collapse: collapse; margin: 8px 0; font-size: .875rem;
   font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: 4px 0; color: var(--ink); }
 th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
@@ -61,12 +65,12 @@ th { color: var(--muted); font-weight: 500; } th:first-child, td:first-child { t
 td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 8em; }
 ul.notes { padding-left: 1.2em; margin: 4px 0; max-width: 90ch; } ul.notes li { overflow-wrap: anywhere; }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); gap: 0 32px; }
-figure { margin: 12px 0 24px; padding: 30px 8px 42px 46px; position: relative; break-inside: avoid; min-width: 0; }
-figure.strips { padding-left: 92px; padding-top: 28px; }
-figcaption { position: absolute; top: 0; left: 0; right: 0; font-weight: 600; font-size: .9rem; white-space: nowrap;
-  overflow: hidden; text-overflow: ellipsis; }
-figure svg.plot { display: block; } figure:not(.strips) { padding-top: 52px; }
-.legend { list-style: none; margin: 44px 0 -36px -40px; padding: 0; display: flex; flex-wrap: wrap; gap: 2px 16px;
+figure { margin: 12px 0 24px; padding: 0 8px 0 46px; break-inside: avoid; min-width: 0; }
+figure.strips { padding-left: 92px; }
+figcaption { margin: 0 0 32px -46px; font-weight: 600; font-size: .9rem; overflow-wrap: anywhere; }
+figure.strips figcaption { margin: 0 0 8px -92px; }
+figure svg.plot { display: block; } figure.strips { padding-bottom: 44px; }
+.legend { list-style: none; margin: 44px 0 0 -40px; padding: 0; display: flex; flex-wrap: wrap; gap: 2px 16px;
   color: var(--muted); } .legend li { display: flex; align-items: center; gap: 6px; min-width: 0; }
 .legend svg { flex: none; }
 footer { margin-top: 48px; color: var(--muted); font-size: .875rem; }
@@ -212,10 +216,10 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
         known = {one.run.name: one.predictions[name] for one in runs
                  if name in one.predictions and has_both_classes(one.predictions[name])}  # fmt: skip
         if len(known) > 1:
-            curves.append(precision_recall_chart(f"Precision and recall: {name}", known))
+            curves.append(precision_recall_chart(name, known))
     return "\n".join([
         "<section>",
-        *(_table(table) for table in tables),
+        _tables(tables),
         _figures([losses]) if losses else _missing("None of the runs has a validation loss yet."),
         f'<h3>Precision and recall by test set</h3><div class="grid">{_figures(curves)}</div>' if curves else "",
         "</section>",
@@ -311,7 +315,7 @@ def _curves(one: ReportedRun) -> str:
         count = f"{len(each.score):,} {sample}s, {int(each.positive.sum()):,} of them {positive}s"
         parts.append(f'<h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>')
         if has_both_classes(each):
-            label = {one.run.name: each}
+            label = {"model": each}
             charts = [precision_recall_chart("Precision and recall", label), roc_chart("ROC", label)]
             parts.append(f'<div class="grid">{_figures(charts)}</div>')
         else:
@@ -356,7 +360,9 @@ def _figures(charts: Iterable[Chart]) -> str:
 
 
 def _tables(tables: Sequence[Table]) -> str:
-    return "".join(map(_table, tables))
+    if len(tables) < 2:
+        return "".join(map(_table, tables))
+    return '<div class="tables">' + "".join(f"<div>{_table(table)}</div>" for table in tables) + "</div>"
 
 
 def _table(table: Table) -> str:

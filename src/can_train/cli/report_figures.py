@@ -39,7 +39,7 @@ def loss_chart(steps: Sequence[StepRecord], validation: Sequence[tuple[int, floa
     best = min(validation, key=lambda one: one[1], default=None)
     lowest = "" if best is None else f"; the lowest validation loss is {best[1]:.4g}, after step {best[0]}"
     return Chart(
-        title="Loss",
+        title="Training and validation loss",
         description=f"Training and validation over {last} steps{lowest}.",
         x=number_axis(0, last, _STEP, whole=True),
         y=number_axis(min(0.0, *values), max(values), "loss"),
@@ -188,7 +188,7 @@ def factor_chart(summary: FactorSummary, run_id: str = "") -> Chart | None:
     return Chart(
         title=f"Safety factor of {summary.key} on {summary.device}",
         description=f"{len(runs)} runs, oldest first; the target is a peak of {summary.aim:.0%} of the capacity.",
-        x=number_axis(0, len(runs) + 1, "run, oldest first", whole=True),
+        x=number_axis(0.5, len(runs) + 0.5, "run, oldest first", whole=True),
         y=share_axis("of the capacity, of the tuned limit", high=_HEADROOM),
         series=[
             Series(name=f"target {summary.aim:.0%}", color=0, kind="level", points=[(0, summary.aim)], dashed=True),
