@@ -17,6 +17,7 @@ COLUMNS: Final = 80
 NOTE: Final = "note: "
 """Begins a notice."""
 _INDENT: Final = "  "
+_COMMANDS: Final = ("can-train ", "wandb ")  # with which a line begins that is to be typed
 _WHOLE_FROM: Final = 1000  # from which a figure is shown without decimals
 
 
@@ -157,7 +158,7 @@ def wrapped(text: str, columns: int, *, label: str = "", hang: str = "") -> str:
         own = " " * (len(label) + len(line) - len(line.lstrip()))
         first = own if lines else label + own[len(label) :]
         # A command that is broken cannot be typed.
-        width = len(own) + len(line) if line.lstrip().startswith("can-train ") else columns
+        width = len(own) + len(line) if line.lstrip().startswith(_COMMANDS) else columns
         lines += wrap(line.strip(), width, initial_indent=first, subsequent_indent=own + hang,
                       break_long_words=False, break_on_hyphens=False)  # fmt: skip
     return "\n".join(lines)

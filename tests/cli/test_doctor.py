@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -52,7 +54,10 @@ def test_a_python_that_is_not_tested_is_said(python: tuple[int, int], status: st
         ("", "", "ok", "no NVIDIA driver"),
         ("", "535.104.05", "problem", "cannot use the GPU"),
         ("CUDA 12.8", "535.104.05", "ok", "535.104.05"),
-        ("CUDA 12.8", "470.57.02", "problem", "needs driver 525 or newer"),
+        ("CUDA 12.8", "470.57.02", "problem", "needs driver 525.60.13 or newer"),
+        ("CUDA 12.8", "525.53", "problem", "needs driver 525.60.13 or newer"),
+        ("CUDA 12.8", "525.60.13", "ok", "525.60.13"),
+        ("CUDA 11.8", "450.51.06", "problem", "needs driver 450.80.02 or newer"),
         ("CUDA 13.0", "535.104.05", "problem", "needs driver 580 or newer"),
         ("CUDA 12.8", "", "ok", "no NVIDIA driver"),
         ("CUDA 99.0", "535.104.05", "ok", "CUDA 99.0"),
@@ -297,6 +302,30 @@ def test_what_a_person_always_sets_is_shown(
     monkeypatch.setenv("CAN_TRAIN_CONFIG", "mine.yaml")
     main(["doctor"])
     assert "your own in mine.yaml: account project42" in capsys.readouterr().out.replace("\n" + " " * 22, " ")
+
+
+def test_trackers_are_looked_at_where_a_person_always_uses_one(
+    capsys: pytest.CaptureFixture[str], quiet_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (quiet_machine / "mine.yaml").write_text("tracker: tensorboard,wandb")
+    monkeypatch.setenv("CAN_TRAIN_CONFIG", "mine.yaml")
+    main(["doctor"])
+    assert f"ok       trackers     tensorboard {version('tensorboard')}, wandb " in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["doctor"]) == 2
+    assert "problem  trackers     --tracker wandb needs packages that are" in capsys.readouterr().out
+
+
+def test_help_lists_the_doctors_own_flags_and_what_is_trained_with_gradients(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [name for name in ("--json", "--state-dir", "--target-gpu", "--model", "--set") if name not in text] == []
+    assert [name for name in ("--lr", "--epochs", "--find-batch-size") if name in text] == []
+    assert len(text.splitlines()) < 40
+    assert main(["doctor", "--help-all"]) == 0
+    assert "--lr " in capsys.readouterr().out
 
 
 def test_gpus_that_torch_sees_are_looked_at_one_by_one(

@@ -46,7 +46,8 @@ def test_several_targets_share_one_look_at_the_data_and_make_a_table(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     gpus = ("--target-gpu", "v100-16gb,a100-40gb,h100-80gb", "--find-batch-size", "max")
-    assert main((*LINE, "--state-dir", str(tmp_path / "s"), *gpus)) == 0
+    runs = ("--runs-dir", str(tmp_path / "r"), "--tracker", "tensorboard")
+    assert main((*LINE, *runs, "--state-dir", str(tmp_path / "s"), *gpus)) == 0
     shown = capsys.readouterr()
     rows = [
         line.split() for line in shown.out.splitlines() if line.startswith(("v100", "a100", "h100")) and "GiB" in line
@@ -54,7 +55,7 @@ def test_several_targets_share_one_look_at_the_data_and_make_a_table(
     assert [row[0] for row in rows] == ["v100-16gb", "a100-40gb", "h100-80gb"]
     assert all(row[-1] == "min_steps" for row in rows)
     assert shown.err.count("simulating the synthetic data set") == 1
-    assert not (tmp_path / "s").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_line_means_the_same_batch_on_every_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

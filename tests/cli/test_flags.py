@@ -19,7 +19,7 @@ def given(*arguments: str) -> dict[str, Any]:
 
 
 def test_every_training_setting_is_a_flag_with_help() -> None:
-    parameters = {parameter.name: parameter for parameter in training_parameters()}
+    parameters = {parameter.name: parameter for parameter in training_parameters({})}
     assert set(parameters) == set(TrainingSettings.__dataclass_fields__)
     assert all(parameter.annotation.__metadata__[0].help for parameter in parameters.values())
 

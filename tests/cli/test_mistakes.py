@@ -1,6 +1,7 @@
 """Lines that a person mistypes: each is answered with rule, value and remedy, exit code 2, and no traceback."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,19 @@ def test_of_a_long_list_of_names_the_nearest_five_are_shown(
     message = said(capsys, *arguments)
     assert listed in message
     assert message.partition("Nearest of ")[2].partition(";")[0].count(",") == 4
+
+
+def test_a_tracker_that_is_mistyped_or_not_installed_is_said_before_anything_is_done(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = TRAIN[:-1]
+    mistyped = said(capsys, *line, "--tracker", "mlflow,tensorbord")
+    assert mistyped == "error: Unknown tracker: 'tensorbord'. Valid, nearest first: tensorboard, mlflow, off, wandb."
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for place in ((), ("--submit", "--cluster", "local")):
+        missing = said(capsys, *line, "--tracker", "wandb", *place)
+        assert "-m pip install 'can-train[wandb]' Or leave it out: --tracker off." in missing
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_beyond_the_machines_memory_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:

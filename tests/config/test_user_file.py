@@ -10,7 +10,7 @@ from can_train.cli.main import main
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import (
     CLUSTER_FLAGS,
-    PATH_FLAGS,
+    USER_SETTINGS,
     PathSettings,
     data_root,
     plain_to_yaml,
@@ -81,6 +81,12 @@ def test_jobs_ask_for_what_the_file_says_unless_the_line_says_otherwise(written:
     assert (other.cluster.account, other.cluster.nodes, other.paths.runs_dir) == ("other", 2, "/flag/runs")
 
 
+def test_every_run_is_tracked_as_the_file_says_unless_the_line_says_otherwise(written: Path) -> None:
+    written.write_text("tracker: mlflow,wandb\n")
+    assert resolve(of_file()).paths.trackers == resolve(of_file(cluster="local")).paths.trackers == ["mlflow", "wandb"]
+    assert resolve(of_file(**{"paths.tracker": "off"})).paths.trackers == []
+
+
 def test_a_run_that_is_no_job_has_nothing_of_one(written: Path) -> None:
     written.write_text("account: mine\nruns_dir: /file/runs\n")
     run = resolve(of_file(cluster="local"))
@@ -98,6 +104,7 @@ def test_a_run_that_is_no_job_has_nothing_of_one(written: Path) -> None:
         ("account: [a]", "account has one value"),
         ("account:", "account has one value"),
         ("cluster: mars", "'mars'"),
+        ("tracker: tensorbord", "tracker: Unknown tracker: 'tensorbord'"),
         ("- account", "has a setting a line"),
         ("a: b: c", "is not YAML"),
     ],
@@ -131,5 +138,5 @@ def test_commands_about_runs_look_where_the_file_says(
 def test_every_setting_of_the_file_is_a_flag_of_a_training(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help-all"])
     shown = capsys.readouterr().out
-    flags = [f"--{name.replace('_', '-')}" for name in ("cluster", *PATH_FLAGS, *CLUSTER_FLAGS)]
+    flags = [f"--{name.replace('_', '-')}" for name in USER_SETTINGS]
     assert [flag for flag in flags if flag not in shown] == []

@@ -31,6 +31,9 @@ HOMES = {
     "hydra_zen": "config",
     "omegaconf": "config",
     "submitit": "slurm",
+    "tensorboard": "training",
+    "mlflow": "training",
+    "wandb": "training",
 }
 
 

@@ -9,7 +9,7 @@ import typer
 from can_train.cli.output import TextTable, duration, print_json, print_tables
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import by_test_set, higher_is_better, run_json
-from can_train.cli.show import flat, memory_facts
+from can_train.cli.show import flat_settings, memory_facts
 from can_train.errors import ConfigError
 from can_train.io.units import size_text
 from can_train.slurm.status import RunStatus, run_statuses
@@ -72,7 +72,7 @@ def compared_runs(runs: Iterable[RunStatus]) -> list[ComparedRun]:
         ComparedRun(
             name=short_name(found.known.run_id),
             found=found,
-            settings=dict(flat(found.known.folder.config())),
+            settings=flat_settings(found.known.folder.config()),
             memory=memory_facts(found.known.folder, found.facts.result or {}),
         )
         for found in runs

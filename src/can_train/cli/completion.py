@@ -16,6 +16,8 @@ from typing import Annotated, Any, Final, get_type_hints
 import typer
 
 from can_train.config.resolved import (
+    NO_TRACKER,
+    TRACKERS,
     PathSettings,
     installed_sizes,
     load_task_settings,
@@ -215,6 +217,7 @@ _SOURCES: Final[Mapping[str, Callable[[], Iterable[str]]]] = {
     "preset": lambda: presets("pipeline"),
     "device": lambda: ("auto", "cpu", "cuda", "sim:"),
     "target_gpu": _cards,
+    "tracker": lambda: (*TRACKERS, NO_TRACKER),
     "set": _settings,
     "key": _keys,
     "replay": lambda: POLICIES,

@@ -20,9 +20,9 @@ from typing import Any, Final
 import psutil
 import typer
 
-from can_train.cli.output import make_reporter, print_json
-from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command
-from can_train.config.resolved import PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
+from can_train.cli.output import make_reporter, print_json, print_wrapped
+from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_flags, make_command
+from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
 from can_train.config.settings import split_list
 from can_train.errors import CanTrainError, ConfigError, DeviceError
 from can_train.io.units import size_text
@@ -37,8 +37,9 @@ PROBLEM: Final = "problem"  # something does not work, or will not
 
 _INDENT: Final = " " * 22  # below what was found, behind status and subject
 _TESTED_PYTHONS: Final = ((3, 11), (3, 14))  # oldest and newest
-# The least driver of a CUDA release, by its first number. Source: NVIDIA's table of minor version compatibility.
-_LEAST_DRIVERS: Final = {"11": 450, "12": 525, "13": 580}
+# The least driver of a CUDA release on Linux, by its first number. Source: NVIDIA's table of minor version
+# compatibility in the CUDA release notes.
+_LEAST_DRIVERS: Final = {"11": "450.80.02", "12": "525.60.13", "13": "580"}
 _NO_CACHING: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # variable that turns PyTorch's allocator off
 _FREE_SHARE: Final = 0.9  # of a GPU's memory; less is free only where another process holds some
 _CLOCK_SLACK_S: Final = 2.0  # between two clocks that are kept in time, by a file system that counts whole seconds
@@ -62,17 +63,27 @@ class Finding:
 
 _LINE: Final = ("model", "dataset", "mode", "size", "device", "memory", "task", "model_args", "set")
 """Options of a training line that say what is trained; they are for --gradients."""
+_MACHINE: Final = ("gradients", "target_gpu", "json", *PATH_FLAGS)
+"""Options of the doctor's own."""
 _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "gradients": (bool, False, "Show that splitting a batch keeps its gradient; takes the flags of a training line."),
     "target_gpu": (str | None, None, "GPUs to look up in the catalogue: a100-40gb,t4."),
     "json": (bool, False, "Print JSON."),
     **{name: OPTIONS[name] for name in (*PATH_FLAGS, *_LINE)},
 }
+_TITLE, _EVERYDAY, _ = GROUPS[0]  # what is trained
+_OF_TRAINING: Final = [name for _, everyday, others in GROUPS for name in f"{everyday} {others}".split()]
+_GROUPS: Final[Groups] = (
+    ("Options", " ".join(_MACHINE), ""),
+    (f"{_TITLE}, with --gradients", f"{_EVERYDAY} device", ""),
+    ("How it is trained, with --gradients",
+     "", " ".join(name for name in _OF_TRAINING if name not in (*_MACHINE, *_EVERYDAY.split(), "device"))),
+)  # fmt: skip
 
 
 def make_doctor_command() -> Callable[..., None]:
     """Makes the command."""
-    return make_command(_OPTIONS, _doctor, prerequisites=True)
+    return make_command(_OPTIONS, _doctor, prerequisites=True, groups=_GROUPS)
 
 
 def _doctor(flags: Flags) -> None:
@@ -85,9 +96,8 @@ def _doctor(flags: Flags) -> None:
     if flags["gradients"]:
         _check_gradients(flags)
         return
-    machine = ("gradients", "target_gpu", "json", *PATH_FLAGS)
     for name, value in flags.items():
-        if name not in machine and value not in (None, "", "auto"):
+        if name not in _MACHINE and value not in (None, "", "auto"):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise ConfigError(f"{flag} is of a training line, and the doctor looks at the machine",
                               remedy="Add --gradients, or leave it out")  # fmt: skip
@@ -124,7 +134,8 @@ def _check_gradients(flags: Flags) -> None:
         with nothing_left_behind():
             found.append(compare_gradients(run, make_reporter()))
         if not flags["json"]:
-            print("\n".join(comparison_lines(found[-1])), flush=True)
+            for line in comparison_lines(found[-1]):
+                print_wrapped(line)
     if flags["json"]:
         plain = [comparison_json(one) for one in found]
         print_json(plain[0] if len(plain) == 1 else plain)
@@ -161,6 +172,7 @@ def examine(paths: PathSettings, gpu_names: Sequence[str] = ()) -> Iterator[Find
         ("state folder", lambda: [check_state_folder(look_at(state_dir(paths)), on_cluster=bool(partitions))]),
         ("disk", lambda: check_disks([look_at(_runs_dir(paths)), look_at(state_dir(paths))])),
         ("versions", _examine_versions),
+        ("trackers", lambda: _examine_trackers(user_file().values.get("tracker", NO_TRACKER))),
     ]
     said = set()
     for subject, check in checks:
@@ -252,8 +264,8 @@ def check_torch(torch_version: str, built_for: str, driver: str) -> Finding:
     if not built_for:
         return Finding("torch", PROBLEM, f"{found}: this torch cannot use the GPU", "Install a CUDA build of torch, or "
                        "set CAN_TRAIN_PYTHON to the Python of an environment that has one")  # fmt: skip
-    least = _LEAST_DRIVERS.get(built_for.removeprefix("CUDA ").partition(".")[0], 0)
-    if int(driver.partition(".")[0]) < least:
+    least = _LEAST_DRIVERS.get(built_for.removeprefix("CUDA ").partition(".")[0], "0")
+    if _numbers(driver) < _numbers(least):
         return Finding("torch", PROBLEM, f"{found}: it needs driver {least} or newer",
                        "Update the driver, or install a torch that was built for an older CUDA")  # fmt: skip
     return Finding("torch", OK, found)
@@ -505,7 +517,7 @@ def _examine_versions() -> list[Finding]:
     if project.is_file():
         needed = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
     else:
-        needed = requires("can-train") or []
+        needed = [one for one in requires("can-train") or [] if "extra ==" not in one]
     constraints = checked_out if checked_out.is_file() else base / "constraints.txt"
     tested = dict(re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(encoding="utf-8"), flags=re.MULTILINE))
     least = {
@@ -513,6 +525,17 @@ def _examine_versions() -> list[Finding]:
     }
     installed = {name: _installed(name) for name in least}
     return [check_versions(installed, least, {_canonical(name): exact for name, exact in tested.items()}, constraints)]
+
+
+def _examine_trackers(names: str) -> list[Finding]:
+    """Looks for the packages of the trackers that a person always uses; says nothing where there are none."""
+    from can_train.training.trackers import check_packages
+
+    trackers = PathSettings(tracker=names).trackers
+    check_packages(trackers)
+    # The light package of MLflow has another name.
+    found = [f"{name} {_installed(name) or _installed(f'{name}-skinny')}" for name in trackers]
+    return [Finding("trackers", OK, ", ".join(found))] if found else []
 
 
 def _canonical(name: str) -> str:

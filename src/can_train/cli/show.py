@@ -1,11 +1,12 @@
 """`can-train show RUN`: what came of a run, its plan, what memory did, what was set, and how it goes on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from can_train.cli.output import duration, finite, print_json, print_tables
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import run_json
+from can_train.config.resolved import flat
 from can_train.errors import CanTrainError
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
@@ -159,7 +160,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | N
     """
     from can_train.config.compose import RunRequest, resolve
 
-    settings = dict(flat(config))
+    settings = flat_settings(config)
     try:
         request = RunRequest(
             task=config["task"],
@@ -168,7 +169,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | N
             mode=config["mode"]["name"],
             dataset=config["dataset"].get("path") or config["dataset"]["name"],
         )
-        defaults = dict(flat(resolve(request).config))
+        defaults = flat_settings(resolve(request).config)
     except (CanTrainError, KeyError, TypeError, AttributeError):
         return None
     return {
@@ -178,13 +179,9 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | N
     }
 
 
-def flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Lists the settings of a configuration by their dotted names, without those that say where a run happens."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value and (before or name not in _LOCATIONS):
-            yield from flat(value, f"{before}{name}.")
-        elif before or name not in _LOCATIONS:
-            yield f"{before}{name}", value
+def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a configuration by their dotted names, without those that say where a run happens."""
+    return dict(flat({name: value for name, value in config.items() if name not in _LOCATIONS}))
 
 
 def _settings_lines(changed: Mapping[str, Mapping[str, Any]] | None) -> list[str]:

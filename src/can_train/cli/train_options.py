@@ -66,12 +66,15 @@ OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "baselines": (bool | None, None, "Compare the model with simple detectors. [yes]"),
     "runs_dir": (str | None, None, "Folder of run folders. [runs]"),
     "data_root": (str | None, None, "Folder of the published data sets. [$CAN_TRAIN_DATA, else data]"),
+    "tracker": (str | None, None, "Show runs in tensorboard, mlflow or wandb. Several: mlflow,wandb. [off]"),
     "state_dir": (str | None, None, "Folder of observations and caches. [$CAN_TRAIN_HOME, else the user's]"),
 }  # fmt: skip
 """Type, default and help of each option."""
 
-# Title of each group of options in the help: the everyday ones, and those that only --help-all shows.
-_GROUPS: Final = (
+Groups = Sequence[tuple[str, str, str]]
+"""Title of each group of options in the help: the everyday ones, and those that only --help-all shows."""
+
+GROUPS: Final[Groups] = (
     (
         "What is trained",
         "model dataset mode size set model_args",
@@ -95,7 +98,7 @@ _GROUPS: Final = (
     (
         "Plan and output",
         "dry_run target_gpu quiet verbose",
-        "target_memory show_config json runs_dir data_root state_dir",
+        "target_memory show_config json tracker runs_dir data_root state_dir",
     ),
     (
         "On a cluster",
@@ -104,14 +107,18 @@ _GROUPS: Final = (
     ),
 )
 
-# Number of each option's group, and the arguments of Typer that show it there.
-_HELP_PLACES: Final = {
-    name: (number, {"rich_help_panel": title, "hidden": names is others})
-    for number, (title, everyday, others) in enumerate(_GROUPS, 1)
-    for names in (everyday, others)
-    for name in names.split()
-}
+_Places = Mapping[str, tuple[int, dict[str, Any]]]  # number of each option's group, and what has Typer show it there
 _OWN_PLACE: Final[tuple[int, dict[str, Any]]] = (0, {})  # of options that only one command has: they come first
+
+
+def _help_places(groups: Groups) -> _Places:
+    return {
+        name: (number, {"rich_help_panel": title, "hidden": names is others})
+        for number, (title, everyday, others) in enumerate(groups, 1)
+        for names in (everyday, others)
+        for name in names.split()
+    }
+
 
 _SHORT: Final = {"quiet": ("-q",), "verbose": ("-v",)}
 # What help shows as the value; it is passed on as text, and composition names value and setting if it does not fit.
@@ -120,7 +127,11 @@ _TYPE_METAVARS: Final = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
 
 
 def make_command(
-    options: Mapping[str, tuple[Any, Any, str]], act: Callable[[Flags], None], *, prerequisites: bool = False
+    options: Mapping[str, tuple[Any, Any, str]],
+    act: Callable[[Flags], None],
+    *,
+    prerequisites: bool = False,
+    groups: Groups = GROUPS,
 ) -> Callable[..., None]:
     """Makes a command for Typer, with all training settings as options.
 
@@ -128,22 +139,23 @@ def make_command(
         options: Its other options: type, default and help by name.
         act: Gets the values by parameter name. Its docstring is the command's help.
         prerequisites: Whether options name the finished runs that modes build on.
+        groups: In which its help lists the options.
     """
-    parameters = []
+    parameters, places = [], _help_places(groups)
     for name, (kind, default, text) in options.items():
         flag = f"--{name.replace('_', '-')}"
         flag = f"{flag}/--no-{name}" if kind == bool | None else flag
         metavar = None if kind in (bool, bool | None) else _METAVARS.get(name, name.upper().replace("_", "-"))
         option = typer.Option(flag, *_SHORT.get(name, ()), help=text, metavar=metavar, show_default=bool(default),
-                              **_HELP_PLACES.get(name, _OWN_PLACE)[1])  # fmt: skip
+                              **places.get(name, _OWN_PLACE)[1])  # fmt: skip
         # `set` is a builtin, which the functions that take the flags would hide.
         parameters.append(_parameter("set_" if name == "set" else name, Annotated[kind, option], default))
     for role, what in _roles().items() if prerequisites else ():
         text = f"Run that is {what}, by name or folder. [the newest that fits]"
-        option = typer.Option(help=text, metavar="RUN", **_HELP_PLACES.get(role, _OWN_PLACE)[1])
+        option = typer.Option(help=text, metavar="RUN", **places.get(role, _OWN_PLACE)[1])
         parameters.append(_parameter(role, Annotated[str | None, option]))
-    parameters += training_parameters()
-    parameters.sort(key=lambda parameter: _HELP_PLACES.get(parameter.name.rstrip("_"), _OWN_PLACE)[0])
+    parameters += training_parameters(places)
+    parameters.sort(key=lambda parameter: places.get(parameter.name.rstrip("_"), _OWN_PLACE)[0])
 
     def command(**flags: Any) -> None:
         act(flags)
@@ -153,7 +165,7 @@ def make_command(
     return command
 
 
-def training_parameters() -> list[inspect.Parameter]:
+def training_parameters(places: _Places) -> list[inspect.Parameter]:
     """Makes a Typer parameter of every field of `TrainingSettings`; flags that are not given are None."""
     tree = ast.parse(Path(settings.__file__).read_text())
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingSettings")
@@ -168,7 +180,7 @@ def training_parameters() -> list[inspect.Parameter]:
         kind = field.type if isinstance(field.type, str) else field.type.__name__
         text = f"{texts[field.name]} [{field.default}]"
         option = typer.Option(help=text, metavar=_TYPE_METAVARS.get(kind), show_default=False,
-                              **_HELP_PLACES.get(field.name, _OWN_PLACE)[1])  # fmt: skip
+                              **places.get(field.name, _OWN_PLACE)[1])  # fmt: skip
         parameters.append(_parameter(field.name, Annotated[bool | None if kind == "bool" else str | None, option]))
     return parameters
 
@@ -206,7 +218,8 @@ def make_request(flags: Flags, *, model: str, dataset: str, mode: str | None, si
     # Composition imports Hydra, which a command line that is wrong does not wait for.
     from can_train.config.compose import RunRequest
 
-    keys = {parameter.name: "training" for parameter in training_parameters()} | dict.fromkeys(PATH_FLAGS, "paths")
+    keys = {field.name: "training" for field in fields(TrainingSettings)}
+    keys |= dict.fromkeys(("tracker", *PATH_FLAGS), "paths")
     keys |= dict.fromkeys(CLUSTER_FLAGS, "cluster") | dict.fromkeys(("baselines", *_roles()), "mode")
     own = user_file()
     return RunRequest(

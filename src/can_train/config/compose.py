@@ -360,7 +360,7 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
 def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, type]) -> None:
     """Sets in a config what a person always sets; a job's requests only where there is a job."""
     of_jobs = CLUSTER_FLAGS if config.cluster.executor == "slurm" else ()
-    groups = {"runs_dir": "paths"} | dict.fromkeys(of_jobs, "cluster")
+    groups = {"runs_dir": "paths", "tracker": "paths"} | dict.fromkeys(of_jobs, "cluster")
     for name, value in file.values.items():
         if (group := groups.get(name)) is None:
             continue

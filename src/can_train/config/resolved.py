@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,12 @@ CLUSTER_FLAGS: Final = (
     "partition", "account", "qos", "time", "nodes", "gpus", "cpus", "mem", "constraint", "gres", "max_parallel",
 )  # fmt: skip
 """Settings of `paths` and of `cluster` that have a flag of their own, and may stand in a person's settings file."""
+
+TRACKERS: Final = ("tensorboard", "mlflow", "wandb")
+NO_TRACKER: Final = "off"
+
+USER_SETTINGS: Final = ("cluster", "tracker", *PATH_FLAGS, *CLUSTER_FLAGS)
+"""What may stand in a person's settings file."""
 
 _USER_FILE: Final = "CAN_TRAIN_CONFIG"  # variable that names a person's settings file
 
@@ -147,7 +153,7 @@ def load_object(path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PathSettings:
-    """Where a run reads and writes; empty means the default that the field's text names."""
+    """Where a run reads and writes, which changes nothing else; empty means the default that the field's text names."""
 
     runs_dir: str = "runs"
     """Folder of run folders."""
@@ -155,6 +161,19 @@ class PathSettings:
     """Folder of the published data sets; default $CAN_TRAIN_DATA, else ./data."""
     state_dir: str = ""
     """Folder of observations and caches; default $CAN_TRAIN_HOME, else the user's state directory."""
+    tracker: str = NO_TRACKER
+    """Where else a run is shown: tensorboard, mlflow or wandb, several separated by commas; off: nowhere."""
+
+    def __post_init__(self) -> None:
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise unknown_name("tracker", name, (*TRACKERS, NO_TRACKER))
+
+    @property
+    def trackers(self) -> list[str]:
+        """The names in `tracker`."""
+        names = [] if self.tracker == NO_TRACKER else self.tracker.split(",")
+        return list(dict.fromkeys(name.strip() for name in names if name.strip()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +234,15 @@ class EvaluationData:
     data_root: Path  # folder of the published data sets
     cache: Path  # folder of prepared data
     reporter: Reporter
+
+
+def flat(plain: Mapping[str, Any], *, separator: str = ".", before: str = "") -> Iterator[tuple[str, Any]]:
+    """Lists nested values by the names on the way to them: `training.lr`."""
+    for name, value in plain.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, separator=separator, before=f"{before}{name}{separator}")
+        else:
+            yield f"{before}{name}", value
 
 
 def plain_to_yaml(plain: Mapping[str, Any]) -> str:
@@ -286,8 +314,8 @@ def _user_values(path: Path, text: str) -> dict[str, str]:
     values = {}
     for key, value in (plain or {}).items():
         name = str(key).replace("-", "_")
-        if name not in ("cluster", *PATH_FLAGS, *CLUSTER_FLAGS):
-            raise unknown_name(f"setting in {path}", str(key), ("cluster", *PATH_FLAGS, *CLUSTER_FLAGS))
+        if name not in USER_SETTINGS:
+            raise unknown_name(f"setting in {path}", str(key), USER_SETTINGS)
         if not isinstance(value, str) or not value:
             remedy = "Give it one value, or remove the line"
             raise ConfigError(f"{path}: {key} has one value", value=repr(value), remedy=remedy)
@@ -351,7 +379,7 @@ def with_absolute_paths(run: ResolvedRun) -> ResolvedRun:
     """
     root = _absolute(str(data_root(run.paths)))
     runs_dir = _absolute(run.paths.runs_dir or ".")
-    paths = PathSettings(runs_dir=runs_dir, data_root=root, state_dir=str(state_dir(run.paths)))
+    paths = replace(run.paths, runs_dir=runs_dir, data_root=root, state_dir=str(state_dir(run.paths)))
     dataset = replace(run.dataset, path=_absolute(run.dataset.path))
     start = run.training.start_from
     # It may also be the name of a run, which is looked for later.

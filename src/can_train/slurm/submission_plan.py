@@ -21,6 +21,7 @@ from can_train.slurm.run_state import FINISHED, live_row
 from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
 from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import Registry, RunFolder, RunRecord
+from can_train.training.trackers import check_packages
 
 EARLY_S: Final = 60  # by which SLURM may send its warning signal too early (man sbatch, --signal)
 START_S: Final = 30  # from a job's start until Python handles the signal: it imports from a network file system
@@ -283,6 +284,7 @@ def with_start_weights(run: ResolvedRun, parents: Sequence[RunRecord]) -> Resolv
 
 
 def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[ResolvedRun, list[str]]:
+    check_packages(run.paths.trackers)
     check_disk(run.runs_dir, "--runs-dir")
     check_disk(state_dir(run.paths), "--state-dir")
     if run.cluster.executor != "slurm":

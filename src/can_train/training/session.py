@@ -35,6 +35,7 @@ from can_train.training.inference import rescue_settings
 from can_train.training.loading import Checkpoints
 from can_train.training.recording import StepLog, StepRecord, memory_limits, steps_path
 from can_train.training.run_folder import MetricsLog, RunFolder, StopRequests
+from can_train.training.trackers import Tracker
 
 if TYPE_CHECKING:
     from can_train.training.reference_models import ReferenceModels
@@ -51,6 +52,7 @@ class Parts:
     reporter: Reporter
     stops: StopRequests
     ranks: Ranks = field(default_factory=Ranks)
+    trackers: Sequence[Tracker] = ()  # on rank 0 alone
 
     @property
     def training(self) -> TrainingSettings:
@@ -203,12 +205,26 @@ class Session(Parts):
         self.reserve.hold()
 
     def log(self, **record: Any) -> None:
-        """Adds a line to the metrics, which rank 0 writes."""
+        """Adds a line about the last step to the metrics, which rank 0 writes, and shows it in the trackers."""
         if self.ranks.is_first:
-            self.metrics.append(**record)
+            self.metrics.append(step=self.progress.step, **record)
+        # Loss terms of a whole epoch; `train/` is for each step.
+        means = {f"epoch/{term}": mean for term, mean in record.pop("train", {}).items()}
+        self.track({**record, **means})
+
+    def track(self, figures: Mapping[str, float | None]) -> None:
+        """Shows figures of the last step in the trackers."""
+        known = {name: value for name, value in figures.items() if value is not None}
+        for tracker in self.trackers:
+            tracker.track(self.progress.step, known)
 
     def record_step(self, result: BatchResult, *, loss: float) -> None:
-        """Adds the step that has just been taken to the rank's record for the report; `result` is of all ranks."""
+        """Adds the step that has just been taken to the rank's record for the report, and shows it in the trackers.
+
+        Args:
+            result: Of all ranks.
+            loss: Weighted, of the whole logical batch.
+        """
         step, (allocated, reserved) = self.progress.step, self.monitor.last_step
         if self._recorded_plan is not self.run_plan:
             self._recorded_plan = self.run_plan
@@ -226,6 +242,8 @@ class Session(Parts):
                 ooms_rescued=result.ooms_rescued,
             )
         )
+        largest, rescued = max(result.micro_batches, default=None), result.ooms_rescued or None
+        self.track({"train/loss": loss, "train/micro_batch_size": largest, "train/ooms_rescued": rescued})
 
     def save(self) -> None:
         """Writes a checkpoint of everything that the next step depends on, on every rank."""

@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -44,6 +44,7 @@ from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import plan_details, plan_summary, reference_model_lines
 from can_train.training.run_folder import RunFolder, SlurmContext, StopRequests, make_run, name_to_type
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
+from can_train.training.trackers import TrackedRun, Tracker, check_packages, scores, tracked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ def train_new(run: ResolvedRun, reporter: Reporter, ranks: Ranks | None = None) 
         SystemExit: A signal ended it; a checkpoint was saved.
     """
     stops, ranks = StopRequests(), ranks or Ranks()
+    ranks.on_every_rank(lambda: check_packages(run.paths.trackers))
     log = LoggedReporter(reporter)
     reporter = log if ranks.is_first else SilentReporter()
     with stops.installed(), ExitStack() as lock:
@@ -94,6 +96,7 @@ def train_on(
         ranks.on_rank0(lambda: lock.enter_context(folder.locked()))
         finished = ranks.on_rank0(folder.result)
         if finished is None:
+            ranks.on_every_rank(lambda: check_packages(run.paths.trackers))
             ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
         meter, task = _prepare(run, reporter, ranks)
         if finished is not None:
@@ -139,7 +142,8 @@ def _train_and_judge(parts: Parts) -> Outcome:
     """Trains and judges; an out-of-memory that could not be rescued becomes a `DoesNotFitError` with the device's
     state.
     """
-    with parts.folder.attempts.recorded(parts.stops, rank=parts.ranks.rank):
+    # The trackers are waited for last, when all that matters is on the disk.
+    with _tracked(parts) as parts.trackers, parts.folder.attempts.recorded(parts.stops, rank=parts.ranks.rank):
         try:
             return _run_attempt(parts)
         except DoesNotFitError as error:
@@ -159,6 +163,14 @@ def _train_and_judge(parts: Parts) -> Outcome:
                               remedy=remedy, details=replace(details, of_host=details.of_host or of_host))  # fmt: skip
 
 
+def _tracked(parts: Parts) -> AbstractContextManager[Sequence[Tracker]]:
+    """Shows the block in the trackers that the run has."""
+    run, folder = parts.run, parts.folder
+    about = TrackedRun(run_id=folder.run_id, folder=str(folder.path.resolve()), dataset=run.dataset.name, key=run.key,
+                       settings=run.config)  # fmt: skip
+    return tracked(about, run.paths.trackers if parts.ranks.is_first else (), parts.reporter)
+
+
 def _run_attempt(parts: Parts) -> Outcome:
     folder = parts.folder
     torch.use_deterministic_algorithms(parts.training.deterministic)
@@ -175,6 +187,7 @@ def _run_attempt(parts: Parts) -> Outcome:
                 summary = f"rank {parts.ranks.rank} trained; rank 0 judges"
                 return Outcome(folder=folder, summary_tables=(), tables=(), summary=summary)
             result = _result(session)
+            session.track(scores(result["judgement"]))
     write_json_atomic(folder.result_path, result)
     return _outcome(parts.task, folder, result)
 
@@ -270,7 +283,6 @@ def _train_epoch(session: Session, stage: Any) -> None:
         _exit_if_stopped(session)
     seconds, peak = time.perf_counter() - started, session.monitor.peak_share
     session.log(
-        step=progress.step,
         epoch=progress.epoch + 1,
         train={term: total / progress.epoch_samples for term, total in progress.epoch_sums.items()},
         lr=session.optimization.lr,
@@ -432,7 +444,7 @@ def _validate(session: Session) -> None:
     loss = validation_loss(session)
     if not math.isfinite(loss):
         raise _no_longer_finite(session, f"epoch {progress.epoch}", {"validation loss": loss})
-    session.log(step=progress.step, epoch=progress.epoch, validation_loss=loss)
+    session.log(epoch=progress.epoch, validation_loss=loss)
     if loss < progress.best_loss or progress.best_epoch == 0:
         progress.best_loss, progress.best_epoch, progress.epochs_without_gain = loss, progress.epoch, 0
         if session.ranks.is_first:
