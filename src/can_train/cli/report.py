@@ -50,7 +50,7 @@ h3 { font-size: 1.05rem; margin: 32px 0 8px; overflow-wrap: anywhere; }
 h4 { margin: 24px 0 4px; overflow-wrap: anywhere; }
 p { margin: 8px 0; max-width: 75ch; } .muted, .notes { color: var(--muted); font-size: .875rem; }
 .missing { border-left: 3px solid var(--c5); padding: 4px 12px; background: var(--card); }
-nav { margin: 12px 0; } nav a { color: var(--c1); margin-right: 16px; white-space: nowrap; }
+nav { margin: 12px 0; display: flex; flex-wrap: wrap; gap: 4px 16px; } nav a { color: var(--c1); }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 2px 16px; margin: 8px 0; }
 dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 .scroll { overflow-x: auto;

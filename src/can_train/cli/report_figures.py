@@ -189,7 +189,7 @@ def factor_chart(summary: FactorSummary, run_id: str = "") -> Chart | None:
         title=f"Safety factor of {summary.key} on {summary.device}",
         description=f"{len(runs)} runs, oldest first; the target is a peak of {summary.aim:.0%} of the capacity.",
         x=number_axis(0.5, len(runs) + 0.5, "run, oldest first", whole=True),
-        y=share_axis("of the capacity, of the tuned limit", high=_HEADROOM),
+        y=share_axis("share of tuned limit (factor) or capacity (peak)", high=_HEADROOM),
         series=[
             Series(name=f"target {summary.aim:.0%}", color=0, kind="level", points=[(0, summary.aim)], dashed=True),
             Series(name="safety factor", color=1, points=factors),
