@@ -125,7 +125,7 @@ def measured(chromium: str) -> dict[str, Any]:
         return dict(json.loads(html.unescape(found[1])))
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.chromium]
 SCREENS = [f"{report} {screen}" for report in ("one", "three") for screen in WIDTHS]
 
 

@@ -9,7 +9,8 @@ import typer
 from can_train.cli.output import TextTable, duration, print_json, print_tables
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import by_test_set, higher_is_better, run_json
-from can_train.cli.show import flat_settings, memory_facts
+from can_train.cli.show import memory_facts
+from can_train.config.resolved import flat_settings
 from can_train.errors import ConfigError
 from can_train.io.units import size_text
 from can_train.slurm.status import RunStatus, run_statuses

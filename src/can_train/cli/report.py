@@ -229,11 +229,11 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
 def _run_section(one: ReportedRun, *, alone: bool) -> str:
     found = one.run.found
     heading = "" if alone else f'<h2 id="{_anchor(one)}">Run {escape(found.known.run_id)}</h2>'
-    facts = {name: text for name, text in head_facts(found, one.config).items() if name != "run"}
+    facts = [(name, text) for name, text in head_facts(found, one.config) if name != "run"]
     return "\n".join([
         "<section>",
         heading,
-        _facts({"configuration": found.known.record.key, **facts}),
+        _facts([("configuration", found.known.record.key), *facts]),
         _part("Verdict", _verdict(one)),
         _part("Loss", _loss(one)),
         _part("Memory", _memory(one)),
@@ -272,8 +272,8 @@ def _memory(one: ReportedRun) -> str:
     limits = one.limits[-1:]
     if limits and limits[0].device.startswith("cpu"):
         missing.append("On the CPU only one step in monitor.interval is measured, and nothing is reserved.")
-    lines = [tuple(line.split("  ", 1)) for line in memory_lines(one.run.memory)]
-    facts = _facts({name: text.strip() for name, text in lines})
+    lines = (line.partition("  ") for line in memory_lines(one.run.memory))
+    facts = _facts([(name, text.strip()) for name, _, text in lines])
     return facts + "".join(map(_missing, missing)) + _figures(charts)
 
 
@@ -283,7 +283,7 @@ def _plan(one: ReportedRun) -> str:
         return _missing("No plan has been made yet.")
     # What a plan rests on is indented.
     sentences = "".join(f"<p>{escape(line)}</p>" for line in lines if not line.startswith(" "))
-    return sentences + _facts(dict(_named(line.strip()) for line in lines if line.startswith(" ")))
+    return sentences + _facts([_named(line.strip()) for line in lines if line.startswith(" ")])
 
 
 def _named(line: str) -> tuple[str, str]:
@@ -350,8 +350,8 @@ def _missing(sentence: str) -> str:
     return f'<p class="missing">{escape(sentence)}</p>'
 
 
-def _facts(facts: Mapping[str, str]) -> str:
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
+def _facts(facts: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
     return f"<dl>{items}</dl>" if items else ""
 
 

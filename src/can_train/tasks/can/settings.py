@@ -354,5 +354,6 @@ TASK = TaskSettings(
     tables="can_train.tasks.can.evaluation.judging:judgement_tables",
     summary_tables="can_train.tasks.can.evaluation.judging:summary_tables",
     files="can_train.tasks.can.data.layout:data_files",
+    digest="can_train.tasks.can.data.layout:data_digest",
     experience=experience,
 )

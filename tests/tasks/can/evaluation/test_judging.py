@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from can_train.cli.output import Verbosity, print_judgement
 from can_train.errors import DataError, RunError
 from can_train.tasks.can.data.graphs import Split
 from can_train.tasks.can.evaluation.judging import (
@@ -309,6 +310,22 @@ def test_the_summary_fits_eighty_columns():
     widths = [max(map(len, column)) for column in zip(SUMMARY_COLUMNS, *table.rows, strict=True)]
     # A terminal draws two spaces between columns.
     assert sum(widths) + 2 * (len(widths) - 1) <= 80
+
+
+@pytest.mark.parametrize(
+    "names", [["labelled_drive_of_a_truck.csv"], ["drives-of-a-truck-1.csv", "drives-of-a-truck-2.csv"]]
+)
+def test_the_summary_of_logs_with_long_names_stays_a_table(names, capsys):
+    worst = scored_figures([1, 0], [0, 1]) | {"false_alarms_per_hour": 360_000.0}
+    judgement = judgement_with(worst, {})
+    judgement["test"] = {name: judged_folder(worst, isolation_forest=worst) for name in names}
+    print_judgement(summary_tables(judgement), [], Verbosity.NORMAL)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if "isolation_forest" in line]
+    assert [(len(row), row[0][-9:]) for row in rows] == [(8, name[-9:]) for name in names]
+    assert len({row[0] for row in rows}) == len(names)
+    assert all(name in " ".join(lines) for name in names)
 
 
 def test_the_widest_row_fits_eighty_columns():
