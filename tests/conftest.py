@@ -31,6 +31,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped:
         lack = f"{len(skipped)} tests need a SLURM: skipped, since CAN_TRAIN_SLURM_SANDBOX=1 is not set"
         terminalreporter.write_line(f"{lack} (it installs Debian packages, as root)", yellow=True)
+    unseen = [report for report in terminalreporter.getreports("skipped") if "chromium" in report.keywords]
+    if unseen:
+        lack = f"{len(unseen)} tests look at reports with Chromium: skipped, since it is not installed"
+        terminalreporter.write_line(lack, yellow=True)
 
 
 @pytest.fixture(autouse=True)

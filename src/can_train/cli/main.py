@@ -37,6 +37,7 @@ _COMMANDS: Final = {
     "runs": "runs by data set, with scores; --best METRIC ranks them",
     "show": "its scores, plan, memory and settings, and how to go on",
     "compare": "two runs or more side by side: settings, scores, memory",
+    "report": "one HTML file about runs: curves, loss, memory, settings",
     "status": "what state a run is in and why; its jobs and attempts",
     "logs": "what a run prints; -f follows it to its end",
     "cancel": "stop a run, which saves itself first",
@@ -46,7 +47,7 @@ _COMMANDS: Final = {
     "pipeline": "several runs, each building on those before it",
     "completion": "make bash, zsh or fish complete commands, flags and runs",
 }
-_ARGUMENTS: Final = {"factors": "[KEY]", "compare": "RUNS", "completion": "SHELL"} | dict.fromkeys(
+_ARGUMENTS: Final = {"factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL"} | dict.fromkeys(
     ("show", "status", "logs", "cancel", "resume", "evaluate", "resubmit"), "RUN"
 )
 
@@ -181,6 +182,10 @@ def _load_command(name: str) -> Callable[..., None]:
             from can_train.cli.compare import compare
 
             return compare
+        case "report":
+            from can_train.cli.report import report
+
+            return report
         case "logs":
             from can_train.cli.logs import logs
 

@@ -26,10 +26,10 @@ def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_di
         return
     folder, result = found.known.folder, found.facts.result or {}
     config, commands = folder.config(), next_commands(found)
-    print("\n".join(_head_lines(found, config)))
+    print("\n".join(f"{name:<8}{text}" for name, text in head_facts(found, config)))
     print_tables(score_tables(config, result))
-    _print_part("Plan", _plan_lines(read_plan(folder), str(result.get("device") or config.get("device"))))
-    _print_part("Memory", _memory_lines(memory_facts(folder, result)))
+    _print_part("Plan", full_plan_lines(read_plan(folder), str(result.get("device") or config.get("device"))))
+    _print_part("Memory", memory_lines(memory_facts(folder, result)))
     _print_part("Settings that differ from the defaults", _settings_lines(changed_settings(config)))
     # As they are typed: a line that is broken would not work.
     print("".join(["\nTo go on", *(f"\n  {command}" for command in commands)]) if commands else "")
@@ -56,7 +56,8 @@ def _print_part(title: str, lines: Sequence[str]) -> None:
         print(wrapped(f"  {line.strip()}", COLUMNS, hang="    "))
 
 
-def _head_lines(found: RunStatus, config: Mapping[str, Any]) -> list[str]:
+def head_facts(found: RunStatus, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Writes what a run is and how far it has come: names of facts, and what they are."""
     progress, seconds = found.progress, run_json(found)["seconds"]
     done = [
         f"{name} {value}" + (f" of {total}" if total else "")
@@ -74,21 +75,22 @@ def _head_lines(found: RunStatus, config: Mapping[str, Any]) -> list[str]:
         "device": str((found.facts.result or {}).get("device") or config.get("device")),
         "folder": str(found.known.folder.path),
     }
-    changes = [f"changed {change_text(one)}" for one in found.known.folder.changes()]
-    return [*(f"{name:<8}{text}" for name, text in lines.items() if text), *changes]
+    changes = [("changed", change_text(one)) for one in found.known.folder.changes()]
+    return [*((name, text) for name, text in lines.items() if text), *changes]
 
 
 # What came of it
 
 
-def score_tables(config: Mapping[str, Any], result: Mapping[str, Any]) -> Sequence[Any]:
-    """Returns the tables of a run's scores; none where it has none that this version can show."""
+def score_tables(config: Mapping[str, Any], result: Mapping[str, Any], *, summary: bool = False) -> Sequence[Any]:
+    """Returns the tables of a run's scores, in full or in short; none where it has none that this version can show."""
     from can_train.config.resolved import load_object, load_task_settings
 
     if not isinstance(result.get("judgement"), Mapping):
         return ()
     try:
-        path = load_task_settings(str(config.get("task"))).tables
+        task = load_task_settings(str(config.get("task")))
+        path = task.summary_tables if summary else task.tables
         tables: Sequence[Any] = load_object(path)(result["judgement"])
     except (CanTrainError, KeyError, TypeError, ValueError, AttributeError):
         # Of a task that is not installed here, or of another version.
@@ -105,7 +107,8 @@ def read_plan(folder: RunFolder) -> dict[str, Any]:
     return plan if isinstance(plan.get("plan"), dict) else {}
 
 
-def _plan_lines(plan: Mapping[str, Any], device: str) -> list[str]:
+def full_plan_lines(plan: Mapping[str, Any], device: str) -> list[str]:
+    """Writes a plan that was read, with what it rests on; no lines where there is none."""
     if not plan:
         return []
     # PyTorch is imported with it, for which `--json` does not wait.
@@ -139,7 +142,8 @@ def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
+def memory_lines(memory: Mapping[str, Any]) -> list[str]:
+    """Writes what memory did as lines, each a name and a sentence."""
     peak, share, predicted = memory["peak_bytes"], memory["peak_share"], memory["predicted_peak_bytes"]
     of_device = f"{share:.1%} of what is usable" if share is not None else ""
     measured = ", ".join(filter(None, [size_text(peak) if peak else "", of_device])) or _UNKNOWN

@@ -77,6 +77,7 @@ class TaskSettings:
             has `sample_note` (what was sampled; empty if nothing had to be) and `estimated_train_rows`.
         evaluator: Import path. Prepares other data for the evaluation of a finished run.
         tables: Import path. Writes a run's judgement as tables of text, all of it.
+        summary_tables: Import path. Writes of it what a person sees by default.
         files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
             torch; no files if the data are generated. Raises MissingDataError.
         digest: Import path. Computes the digest of a data set's content from its settings, the data root and a
@@ -94,6 +95,7 @@ class TaskSettings:
     sampler: str
     evaluator: str
     tables: str
+    summary_tables: str
     files: str
     digest: str
     experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]]

@@ -342,7 +342,7 @@ def _folder_table(folder: str, judged: FolderJudgement) -> JudgementTable:
     return JudgementTable(title=title, rows=tuple(rows), notes=notes)
 
 
-def summary_table(judgement: Mapping[str, Any]) -> JudgementTable:
+def summary_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
     """Writes a judgement as one table: the model's figures in each test folder, and the best baseline there."""
     folders: Mapping[str, FolderJudgement] = judgement["test"]
     short = _short_names([*folders])
@@ -359,7 +359,7 @@ def summary_table(judgement: Mapping[str, Any]) -> JudgementTable:
     if any(short[folder] != folder for folder in folders):
         notes.append(", ".join(folders))
     title = "How well the model finds attacks in each test folder"
-    return JudgementTable(title=title, columns=SUMMARY_COLUMNS, rows=rows, notes=tuple(notes))
+    return [JudgementTable(title=title, columns=SUMMARY_COLUMNS, rows=rows, notes=tuple(notes))]
 
 
 def _short_names(folders: Sequence[str]) -> dict[str, str]:

@@ -104,9 +104,9 @@ class WindowTask(Task):
 
     def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[JudgementTable]:
         """Writes a judgement as one table, a row for each test folder."""
-        from can_train.tasks.can.evaluation.judging import summary_table
+        from can_train.tasks.can.evaluation.judging import summary_tables
 
-        return [summary_table(judgement)]
+        return summary_tables(judgement)
 
     def _final_scores(self, score: Score, *role: str) -> ModelScores:
         """Scores the validation and test windows with the trained model, or with the reference model of a role."""
