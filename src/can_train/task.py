@@ -258,3 +258,84 @@ class Task(ABC):
     def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
         """Writes what a person sees of a judgement by default; without an override there is no summary of it."""
         return self.tables(judgement)
+
+
+class Verdict(Protocol):
+    """What a task concludes about the samples of an evaluation."""
+
+    @property
+    def judgement(self) -> Mapping[str, Any]:
+        """As in a run's result; strict JSON."""
+
+    @property
+    def samples(self) -> Mapping[str, Any]:
+        """Columns by name, a cell for each sample that was judged; `flagged` is one of them."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """How it was judged, in sentences."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """Flagged samples that belong together, and why they were flagged."""
+
+    source: str  # where the samples are from: a log
+    place: str  # where in the source they are, and their score, for a person
+    reason: str  # what drove the score, for a person
+    score: float  # the highest one
+    record: Mapping[str, Any]  # the same as strict JSON
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What drove the scores of samples."""
+
+    alarms: Sequence[Alarm]  # in the order of the samples
+    columns: Mapping[str, Any]  # more columns for `Verdict.samples`, with None where a sample is not explained
+    notes: Sequence[str] = ()  # how to read it, in sentences
+
+
+class Evaluation(ABC):
+    """A finished model and prepared data, ready to be judged.
+
+    Attributes:
+        dataset: Name or path of the data.
+        own_split: Whether the samples are those that the run had set apart of its own data.
+        counted: How much is judged, by name of what is counted.
+    """
+
+    dataset: str
+    own_split: bool
+    counted: Mapping[str, int]
+
+    @abstractmethod
+    def judge(self, score: Callable[..., NDArray[np.float64]], threshold: float | None) -> Verdict:
+        """Judges a model by its scores.
+
+        Args:
+            score: `score(samples, rows)` returns raw scores. Samples have `model`, in evaluation mode and on the CPU,
+                `scores`, as a task has it, and `describe`, which names one in a message.
+            threshold: Above which samples are flagged; None: the run's own.
+        """
+
+    def explain(
+        self, contribute: Callable[..., NDArray[np.float64]], verdict: Verdict, *, every: bool
+    ) -> Explanation | None:
+        """Says what drove the scores of flagged samples; None, the default, where a task cannot say that.
+
+        Args:
+            contribute: `contribute(samples, rows)` returns what the parts of samples contribute to their scores, as
+                `samples.contributions`, whose arguments are those of `scores`, computes it with gradients enabled.
+            verdict: What `judge` returned.
+            every: Whether samples that are not flagged are explained, too.
+        """
+        return None
+
+    def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+        """Writes all of a judgement as tables of text."""
+        return ()
+
+    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
+        """Writes what a person sees of a judgement by default."""
+        return self.tables(judgement)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from can_train.cli.evaluate import MOST_ALARMS
 from can_train.cli.main import main
 from fakes.trained_runs import bus_log, finished_run
 
@@ -48,6 +49,39 @@ def test_json_is_all_that_stands_on_standard_output(line: Line, tmp_path: Path) 
     assert document["judgement"]["test"]["other.csv"]["model"]["windows"] == 200
 
 
+def test_alarms_are_listed_with_their_lines_and_reasons_in_eighty_columns(line: Line, tmp_path: Path) -> None:
+    other = bus_log(tmp_path / "other.csv", seed=1)
+    out = line(finished_run("gat"), "--dataset", other, "--threshold", "-1e9", "--flagged-only", "--device", "cpu")
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
+    assert "MCC" not in out
+    out = " ".join(out.split())
+    assert f"{other} lines 2-4,001, " in out
+    assert " 200 windows, score " in out
+    assert " (> -1e+09), attack (attack) ID " in out
+    assert " frames in 0." in out
+
+
+def test_the_highest_of_many_alarms_are_printed_and_verbose_prints_all(line: Line, tmp_path: Path) -> None:
+    for number in range(MOST_ALARMS + 3):
+        bus_log(tmp_path / "logs" / f"{number:02}.csv", seed=number, frames=100)
+    asked = (finished_run("gat"), "--dataset", tmp_path / "logs", "--threshold", "-1e9", "--flagged-only")
+    out = line(*asked)
+    assert out.count("lines 2-101, ") == MOST_ALARMS
+    assert f"These are the {MOST_ALARMS} highest of {MOST_ALARMS + 3} alarms" in out
+    whole = line(*asked, "-v")
+    assert whole.count("lines 2-101, ") == MOST_ALARMS + 3
+    assert "MCC" in whole
+    assert len(json.loads(line(*asked, "--json"))["alarms"]) == MOST_ALARMS + 3
+
+
+def test_that_nothing_was_flagged_is_said(line: Line, tmp_path: Path) -> None:
+    scores = tmp_path / "none.csv"
+    out = line(finished_run("gat"), "--threshold", "1e9", "--flagged-only", "--scores", scores, "--device", "cpu")
+    assert "Nothing was flagged." in out
+    assert ", its own test part: " in " ".join(out.split())
+    assert len(scores.read_text().splitlines()) == 1
+
+
 def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
     run = finished_run("gat")
     out = line(run.name[:20], "--runs-dir", run.parent, "--threshold", "0", "--device", "cpu")
@@ -64,6 +98,8 @@ def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
         (("--dataset", "/no/such.csv"), "must name a file or folder that exists"),
         (("--scores", "scores.xlsx"), "CSV or Parquet"),
         (("--device", "quantum"), "Unknown device"),
+        (("--explain",), "Add --scores windows.csv"),
+        (("--flagged",), "--flagged-only"),
     ],
 )
 def test_what_is_wrong_with_a_line_is_said_in_a_sentence(line: Line, flags: tuple[str, ...], said: str) -> None:

@@ -23,6 +23,24 @@ def random_frames(size: int, seed: int = 0, num_ids: int = 12) -> Frames:
     )
 
 
+INJECTED = 0x123
+"""The ID that attackers send."""
+
+
+def injected_frames(size: int, seed: int = 0) -> Frames:
+    """A bus of ten IDs in turn, into which `INJECTED` is sent every third frame during bursts of 80 frames."""
+    rng = np.random.default_rng(seed)
+    position = np.arange(size)
+    attack = (position // 80 % 4 == 3) & (position % 3 == 0)
+    return Frames(
+        timestamp=np.cumsum(rng.uniform(4e-4, 6e-4, size)),
+        can_id=np.where(attack, INJECTED, 0x200 + position % 10).astype(np.uint32),
+        length=np.full(size, 8, np.uint8),
+        payload=rng.integers(0, 40, (size, 8), dtype=np.uint8),
+        label=attack.astype(np.uint8),
+    )
+
+
 def write_log(path: Path, frames: Frames) -> Path:
     """Writes frames as can-train-and-test does, their IDs cut to 11 bits."""
     rows = zip(frames.timestamp, frames.can_id & 0x7FF, frames.payload, frames.label, strict=True)

@@ -1,6 +1,7 @@
 """Small finished runs on logs of a made-up bus, for the tests of what is done with them."""
 
 import atexit
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
@@ -10,7 +11,7 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
 from can_train.reporter import SilentReporter
 from can_train.training.train import train_new
-from fakes.random_bus import random_frames, write_log
+from fakes.random_bus import injected_frames, random_frames, write_log
 
 WINDOW = 20
 
@@ -24,8 +25,15 @@ def bus_log(path: Path, seed: int = 0, frames: int = 4_000) -> Path:
     return write_log(path, random_frames(frames, seed))
 
 
+def injected_log(path: Path, seed: int = 0, frames: int = 4_000) -> Path:
+    """Writes a log of a regular bus into which the ID `INJECTED` is sent in bursts."""
+    return write_log(path, injected_frames(frames, seed))
+
+
 @cache
-def finished_run(model: str, mode: str | None = None, size: str = "student", **more: object) -> Path:
+def finished_run(
+    model: str, mode: str | None = None, size: str = "student", log: Callable[[Path], Path] = bus_log, **more: object
+) -> Path:
     """The folder of a run, trained for a moment: `drive.csv` beside its runs folder is its log, alike for all."""
     place = Path(mkdtemp(prefix=f"finished-{model}-"))
     atexit.register(rmtree, place, ignore_errors=True)
@@ -34,7 +42,7 @@ def finished_run(model: str, mode: str | None = None, size: str = "student", **m
     run = resolve(
         RunRequest(
             model=model,
-            dataset=str(bus_log(place / "drive.csv")),
+            dataset=str(log(place / "drive.csv")),
             mode=mode,
             size=size,
             device="cpu",

@@ -1,15 +1,24 @@
 """`can-train evaluate RUN`: judges a finished run once more, on its own data or on others."""
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_judgement, print_wrapped
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from can_train.task import Alarm
+
+MOST_ALARMS: Final = 20  # that are printed, two to four lines each
 
 
 def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
@@ -23,6 +32,12 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         float | None,
         typer.Option(help="Flag what scores more than this. [what the run chose in validation]", metavar="NUMBER"),
     ] = None,
+    flagged_only: Annotated[
+        bool, typer.Option("--flagged-only", help="List what was flagged, and why; --scores writes only that.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Write into --scores FILE what drove each window's score.")
+    ] = False,
     scores: Annotated[
         str | None, typer.Option(help="Write each window's score to a .csv or .parquet file.", metavar="FILE")
     ] = None,
@@ -47,6 +62,9 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
             raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
     if threshold is not None and not math.isfinite(threshold):
         raise ConfigError("--threshold is a finite number", value=str(threshold))
+    if explain and not scores and not flagged_only:
+        remedy = "Add --scores windows.csv; --flagged-only prints the reasons of what was flagged"
+        raise ConfigError("--explain writes reasons into a file of scores", remedy=remedy)
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
     locator = RunLocator(runs_dir, state_dir)
     known = locator.find(run)
@@ -63,6 +81,8 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         dataset=dataset,
         sets=tuple(set_ or ()),
         threshold=threshold,
+        flagged_only=flagged_only,
+        explain=explain,
         scores=Path(scores).expanduser() if scores else None,
         device=device,
         paths=PathSettings(data_root=data_root or "", state_dir=state_dir or ""),
@@ -72,14 +92,33 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     if as_json:
         print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
         return
-    print_judgement(evaluated.summary_tables, evaluated.tables, verbosity)
+    if not flagged_only or verbosity == Verbosity.VERBOSE:
+        print_judgement(evaluated.summary_tables, evaluated.tables, verbosity)
+    if flagged_only:
+        _print_alarms(evaluated.alarms, most=len(evaluated.alarms) if verbosity == Verbosity.VERBOSE else MOST_ALARMS)
     print()
     for note in evaluated.notes:
         print_wrapped(f"{note}.")
-    seconds = document["seconds"]
+    seconds, part = document["seconds"], ", its own test part" if document["own_split"] else ""
     print_wrapped(
-        f"Run {document['run_id']} on {document['dataset']}: {document['windows']:,} windows of "
+        f"Run {document['run_id']} on {document['dataset']}{part}: {document['windows']:,} windows of "
         f"{document['frames']:,} frames; reading took {seconds['reading']:.1f} s, scoring {seconds['scoring']:.1f} s"
     )
     if document["scores"]:
         print(f"Scores: {document['scores']}")
+
+
+def _print_alarms(alarms: Sequence[Alarm], most: int) -> None:
+    """Prints alarms log by log; where there are more than `most`, those with the highest scores."""
+    highest = sorted(range(len(alarms)), key=lambda index: alarms[index].score, reverse=True)[:most]
+    shown = [alarms[index] for index in sorted(highest)]
+    if not alarms:
+        print("\nNothing was flagged.")
+    for source in dict.fromkeys(alarm.source for alarm in shown):
+        print(f"\n{source}")
+        for alarm in shown:
+            if alarm.source == source:
+                print_wrapped(f"  {alarm.place}\n    {alarm.reason}")
+    if len(shown) < len(alarms):
+        print_wrapped(f"\nThese are the {len(shown)} highest of {len(alarms):,} alarms; "
+                      "-v prints all, --scores FILE writes them")  # fmt: skip

@@ -98,8 +98,10 @@ def _pipeline(flags: Flags) -> None:
         _print_results(results, as_json=as_json)
         failed = [each.step.name for each in results if not each.result]
         if failed:
-            raise FailedRunError("Some stages have not finished", value=", ".join(failed),
-                                 remedy="Their errors stand above; the same line again goes on from there")  # fmt: skip
+            error = FailedRunError("Some stages have not finished", value=", ".join(failed),
+                                   remedy="Their errors are above; the same line again goes on from there")  # fmt: skip
+            error.in_json = as_json
+            raise error
 
 
 def _requests(stages: Sequence[PipelineStage], flags: Flags) -> list[StageRequest]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from can_train.fit.optimizer import Precision
 from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter
-from can_train.task import Table
+from can_train.task import Alarm, Evaluation, Explanation, Table, Verdict
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, copy_to_device, rescue_settings
 from can_train.training.loading import finished_model, load_finished, with_cache
 
@@ -60,37 +60,6 @@ def write_score_file(path: Path, columns: Mapping[str, Any]) -> None:
                          remedy="Make room there, or name another file with --scores") from error  # fmt: skip
 
 
-class Verdict(Protocol):
-    """What a task concludes about the samples."""
-
-    judgement: Mapping[str, Any]  # as in a run's result; strict JSON
-    samples: Mapping[str, Any]  # columns by name, a cell for each sample that was judged
-    notes: Sequence[str]  # how it was judged, in sentences
-
-
-class Evaluation(Protocol):
-    """Prepared data, ready to be judged."""
-
-    dataset: str  # name or path of the data
-    own_split: bool  # whether the samples are those that the run had set apart of its own data
-    counted: Mapping[str, int]  # how much is judged, by name of what is counted
-
-    def judge(self, score: Callable[..., NDArray[np.float64]], threshold: float | None) -> Verdict:
-        """Judges a model by its scores.
-
-        Args:
-            score: `score(samples, rows)` returns raw scores. Samples have `model`, in evaluation mode and on the CPU,
-                `scores`, as a task has it, and `describe`, which names one in a message.
-            threshold: Above which samples are flagged; None: the run's own.
-        """
-
-    def tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
-        """Writes all of a judgement as tables of text."""
-
-    def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[Table]:
-        """Writes what a person sees of a judgement by default."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
     """What is to be judged, and how."""
@@ -100,6 +69,8 @@ class EvaluationRequest:
     sets: tuple[str, ...] = ()  # `dataset.key=value`: how the data are read
     threshold: float | None = None  # above which samples are flagged; None: the run's own
     scores: Path | None = None  # file for the scores of single samples; None: they are not written
+    flagged_only: bool = False  # whether only flagged samples are written, and alarms are explained
+    explain: bool = False  # whether what drove the scores of all samples is written with them
     device: str = "auto"  # where to score: auto, cpu, cuda[:i], sim:SIZE
     paths: PathSettings = field(default_factory=PathSettings)  # empty ones are the run's, where they are still there
 
@@ -112,6 +83,7 @@ class Evaluated:
     summary_tables: Sequence[Table]
     tables: Sequence[Table]
     notes: Sequence[str]
+    alarms: Sequence[Alarm] = ()
 
 
 @dataclass
@@ -126,18 +98,25 @@ class Scorer:
 
     def __call__(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
         """Returns [R, …] raw scores of some samples, in their order (see `Evaluation.judge`)."""
+        return self._timed(BatchedInference.scores, samples, rows)
+
+    def contributions(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
+        """Returns what the parts of some samples contribute to their scores (see `Evaluation.explain`)."""
+        return self._timed(BatchedInference.contributions, samples, rows)
+
+    def _timed(
+        self, compute: Callable[[BatchedInference, Any, Rows], NDArray[np.float64]], samples: Any, rows: Rows
+    ) -> NDArray[np.float64]:
         began = time.perf_counter()
         if samples.model not in self._inference:
             model = copy_to_device(samples.model, self.device)
             batcher = MicroBatcher(model, meter=self.device.meter, rescue=rescue_settings(self.training))
-            self._inference[samples.model] = BatchedInference(
-                batcher=batcher, model=model, device=self.device, advance=self.advance
-            )
+            self._inference[samples.model] = BatchedInference(batcher=batcher, model=model, device=self.device)
         # Two sets of samples may share a model, each with names of its own.
-        inference = replace(self._inference[samples.model], describe=samples.describe)
-        scores = inference.scores(samples, rows)
+        inference = replace(self._inference[samples.model], describe=samples.describe, advance=self.advance)
+        found = compute(inference, samples, rows)
         self.seconds += time.perf_counter() - began
-        return scores
+        return found
 
 
 def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
@@ -156,7 +135,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     # As in training, so that scores of the same samples are the same bits.
     torch.use_deterministic_algorithms(run.training.deterministic)
 
-    def judge(cache: Path) -> tuple[Evaluation, Verdict, dict[str, float]]:
+    def judge(cache: Path) -> tuple[Evaluation, Verdict, Explanation | None, dict[str, float]]:
         data = EvaluationData(dataset=dataset, own=request.dataset is None, data_root=data_root(paths), cache=cache,
                               reporter=reporter)  # fmt: skip
         began = time.perf_counter()
@@ -166,11 +145,20 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         with meter.active(), reporter.stage("scoring", unit="samples") as stage:
             scorer = Scorer(run.training, device, stage.advance)
             verdict = evaluation.judge(scorer, request.threshold)
-        return evaluation, verdict, {"reading": round(reading_s, 3), "scoring": round(scorer.seconds, 3)}
+        seconds = {"reading": round(reading_s, 3), "scoring": round(scorer.seconds, 3)}
+        if not (request.flagged_only or request.explain):
+            return evaluation, verdict, None, seconds
+        began = time.perf_counter()
+        with meter.active(), reporter.stage("explaining", unit="samples") as stage:
+            scorer.advance = stage.advance
+            explanation = evaluation.explain(scorer.contributions, verdict, every=request.explain)
+        return evaluation, verdict, explanation, {**seconds, "explaining": round(time.perf_counter() - began, 3)}
 
-    evaluation, verdict, seconds = with_cache(paths, reporter, judge)
+    evaluation, verdict, explanation, seconds = with_cache(paths, reporter, judge)
+    notes = [*verdict.notes, *(_no_explanation(request) if explanation is None else explanation.notes)]
     if request.scores is not None:
-        write_score_file(request.scores, verdict.samples)
+        columns = {**verdict.samples, **({} if explanation is None else explanation.columns)}
+        write_score_file(request.scores, _flagged(columns) if request.flagged_only else columns)
     document = {
         "run_id": finished.run_id,
         "key": run.key,
@@ -181,12 +169,26 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         **evaluation.counted,
         "seconds": seconds,
         "scores": None if request.scores is None else str(request.scores),
-        "notes": list(verdict.notes),
+        "notes": notes,
         "judgement": verdict.judgement,
     }
+    if explanation is not None:
+        document["alarms"] = [alarm.record for alarm in explanation.alarms]
     return Evaluated(
         document=document,
         summary_tables=evaluation.summary_tables(verdict.judgement),
         tables=evaluation.tables(verdict.judgement),
-        notes=verdict.notes,
+        notes=notes,
+        alarms=() if explanation is None else explanation.alarms,
     )
+
+
+def _no_explanation(request: EvaluationRequest) -> list[str]:
+    asked = request.flagged_only or request.explain
+    return ["This task does not tell what drives its scores"] if asked else []
+
+
+def _flagged(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the cells of flagged samples."""
+    flagged = np.flatnonzero(columns["flagged"])
+    return {name: [cells[index] for index in flagged] for name, cells in columns.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 PART_SAMPLES: Final = 256
 """Samples that are scored at a time: twice as fast on a processor as 2,048, whose tensors leave its cache. Where memory
 runs out they are fewer."""
+
+EXPLAINED_SAMPLES: Final = 32
+"""The same where the score's gradient is computed, which needs what every layer computed."""
 
 Rows = NDArray[np.int64]
 
@@ -85,6 +88,16 @@ class BatchedInference:
             return np.asarray(scores.double().cpu())
 
         return np.concatenate(self.run(rows, compute))
+
+    def contributions(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
+        """Returns what the parts of some samples contribute to their scores, by `samples.contributions`."""
+
+        def compute(part: Rows) -> NDArray[np.float64]:
+            found = samples.contributions(self.model, part, self.device.meter.device, self.device.precision.dtype)
+            return np.asarray(found.detach().double().cpu())
+
+        smaller = replace(self, limit=PartLimit(samples=EXPLAINED_SAMPLES))
+        return np.concatenate(smaller.run(rows, compute))
 
 
 def with_samples(error: DoesNotFitError, describe: Callable[[int], str], rows: Rows) -> DoesNotFitError:

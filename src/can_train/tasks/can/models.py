@@ -160,7 +160,11 @@ class GatClassifier(nn.Module):
 
     def forward(self, batch: GraphBatch) -> Tensor:
         """Returns logits [B, 2]."""
-        x, edge_attr = self.inputs(batch)
+        return self.classify(self.inputs(batch), batch)
+
+    def classify(self, inputs: tuple[Tensor, Tensor], batch: GraphBatch) -> Tensor:
+        """Returns logits [B, 2] of node inputs [N, width] and edge inputs [E, 11]."""
+        x, edge_attr = inputs
         outputs = []
         for layer in self.layers:
             x = F.elu(layer(x, batch.edge_index, edge_attr=edge_attr))

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from can_train.config.resolved import FinishedModel
 from can_train.errors import CheckpointError, RunError
 from can_train.task import ReferenceModel
+from can_train.tasks.can.contributions import autoencoder_contributions, classifier_contributions
 from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, Floats, Ints
 from can_train.tasks.can.evaluation.metrics import anomaly_scores
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
-from can_train.tasks.can.models import InputEncoder, InputStatistics, build_network, known_ids
+from can_train.tasks.can.models import GatClassifier, InputEncoder, InputStatistics, Vgae, build_network, known_ids
 from can_train.tasks.can.settings import GatSettings
 
 if TYPE_CHECKING:
@@ -43,9 +44,11 @@ class WindowModel(ABC):
         finished: The model with its run and its result.
         model: The network, frozen and in evaluation mode, on the CPU.
         error_units: Units of an autoencoder's error terms; None for other models.
+        vocabulary: CAN IDs that training has seen in benign windows.
     """
 
     error_units: list[float] | None = None
+    vocabulary: Ints
 
     def __init__(self, finished: FinishedModel, flat: FlatGraphs, model: nn.Module) -> None:
         self.finished = finished
@@ -55,6 +58,10 @@ class WindowModel(ABC):
     @abstractmethod
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns [R, S] raw scores, by `model`, which is this one or its copy on a device."""
+
+    @abstractmethod
+    def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns [N, P] what the properties of each CAN ID of windows contribute to their final scores."""
 
     @abstractmethod
     def combine(self, scores: Floats) -> Floats:
@@ -96,6 +103,7 @@ class FinishedNetwork(WindowModel):
         self._supervised = isinstance(run.model, GatSettings)
         self._full_precision = full_precision
         self._gather = Gatherer(flat)
+        self.vocabulary = np.asarray(weights["inputs.vocabulary"])
         if not self._supervised:
             self.error_units = finished.result.get("judgement", {}).get("error_units")
 
@@ -110,6 +118,16 @@ class FinishedNetwork(WindowModel):
         kind = ClassifierBatch if self._supervised else AutoencoderBatch
         with torch.autocast(device.type, enabled=False) if self._full_precision else nullcontext():
             return kind.scores(model, batch)
+
+    def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns [N, P] parts of the logit difference or of the anomaly score, without mixed precision."""
+        batch = self._gather(rows).to(device, dtype)
+        with torch.autocast(device.type, enabled=False):
+            if isinstance(model, GatClassifier):
+                return classifier_contributions(model, batch)
+            assert isinstance(model, Vgae)
+            assert self.error_units is not None
+            return autoencoder_contributions(model, batch, self.error_units)
 
     def combine(self, scores: Floats) -> Floats:
         """Returns [R] logit differences or anomaly scores."""

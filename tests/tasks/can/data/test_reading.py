@@ -299,3 +299,12 @@ def test_a_clock_that_jitters_is_only_reported(tmp_path: Path) -> None:
 def test_a_log_in_reverse_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"must run forwards: .*drive.log steps back at 29 of 30 frames.*\n.*Sort"):
         read_times(tmp_path / "drive.log", [10 - index / 1000 for index in range(30)])
+
+
+@pytest.mark.parametrize("block_bytes", [1, 60, 1 << 20])
+def test_a_frame_is_found_again_by_the_number_of_its_line(block_bytes: int, tmp_path: Path) -> None:
+    rows = ["timestamp,arbitration_id,data_field,attack", "1.0,100,00,0", "", "no frame", "2.0,101,00,0", "3.0,102,,1"]
+    (tmp_path / "log.csv").write_text("\n".join([*rows, *[f"{4 + i}.0,103,00,0" for i in range(5)]]) + "\n")
+    reader = LogReader(tmp_path / "log.csv", AUTO, block_bytes=block_bytes)
+    assert reader.line_numbers(np.array([0, 2, 1, 7])).tolist() == [2, 6, 5, 11]
+    assert not reader.decimal_ids

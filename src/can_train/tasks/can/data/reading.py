@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError, MissingDataError
 from can_train.tasks.can.data import formats
-from can_train.tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, too_many_kinds
+from can_train.tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, too_many_kinds
 from can_train.tasks.can.settings import CanDatasetSettings
 
 # Bytes of text read at once. Smaller blocks parse slower; text and parsed columns together take about fifteen times as
@@ -116,6 +116,21 @@ class LogReader:
                 previous = rows.timestamp[-1]
                 yield self._frames(rows)
         self.report.check(self._max_malformed)
+
+    @property
+    def decimal_ids(self) -> bool:
+        """Whether the log writes CAN IDs as decimal numbers."""
+        return self._grammar.id_base == 10
+
+    def line_numbers(self, frames: Ints) -> Ints:
+        """Returns [R] the numbers, counted from 1, of the lines that hold the log's frames `frames` [R]."""
+        found, seen = np.empty(len(frames), np.int64), 0
+        for first_line, lines in self._text.blocks():
+            position = formats.parse_rows(lines, self._grammar).position
+            here = (frames >= seen) & (frames < seen + len(position))
+            found[here] = first_line + position[frames[here] - seen]
+            seen += len(position)
+        return found
 
     def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> LogSample:
         """Reads parts of the log (see `LogText.sample`). The report covers them, each as if it were a log of its own.

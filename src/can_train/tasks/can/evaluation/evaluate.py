@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError, ConfigError
+from can_train.task import Alarm, Evaluation, Explanation, Verdict
 from can_train.tasks.can.data.dataset import CanData, load_data, prepare, simulate_if_synthetic
 from can_train.tasks.can.data.graphs import Floats, Ints, SourceFile
 from can_train.tasks.can.data.layout import TEST, find_evaluation_logs, find_logs, hash_logs
+from can_train.tasks.can.data.reading import LogReader
 from can_train.tasks.can.evaluation import judging
+from can_train.tasks.can.evaluation.alarms import USUAL_NOTE, Cause, Explainer, FlaggedLog, id_text, usual_windows
 from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines
 from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.tasks.can.fusion.agent import FinishedFusion
@@ -34,14 +37,16 @@ from can_train.tasks.can.synthetic.writing import synthetic_folder_name
 FolderScores = Mapping[str, Floats]
 # Loads the finished model of a role that a run builds on; raises RunError if it is gone.
 LoadModel = Callable[[str], FinishedModel]
-# Computes the [R, S] raw scores of windows by a model, in parts that fit.
+# Computes the [R, S] raw scores of windows by a model, in parts that fit; and [N, P] what raises their scores.
 Score = Callable[[WindowModel, Ints], Floats]
+Contribute = Callable[[WindowModel, Ints], Floats]
 
 # Dataset settings that the weights of a model depend on, and those that decide which of its windows it was trained on.
 _MODEL_SETTINGS: Final = ("window", "identity")
 _SPLIT_SETTINGS: Final = ("name", "synthetic", "stride", "validation_share", "test_share")
 
 _MAX_NAMED_LOGS: Final = 3  # in a notice; the others are an ellipsis
+_MAX_NAMED_IDS: Final = 5
 
 # Baselines that need training windows. Other logs have none: all of their windows are judged.
 FITTED_BASELINES: Final = ("id_lookup", "random_forest")
@@ -121,10 +126,12 @@ class EvaluatedWindows:
 
     judgement: Mapping[str, Any]  # as in a run's result; strict JSON
     samples: Mapping[str, Sequence[Any] | NDArray[Any]]  # columns of [W] cells, by name: windows with times and scores
+    rows: Ints  # [W] the windows
+    threshold: float
     notes: Sequence[str]  # sentences about how the windows were judged
 
 
-class WindowEvaluation:
+class WindowEvaluation(Evaluation):
     """Windows that are judged by the threshold that a run chose in validation.
 
     Attributes:
@@ -138,7 +145,9 @@ class WindowEvaluation:
         self._run = model.finished.run
         self._result = model.finished.result["judgement"]
         self.own_split = request.own
+        self.dataset = request.dataset.path or request.dataset.name
         self._rows = np.concatenate([*data.split.test.values()])
+        self.counted = self._count()
         # Of a student: its teacher and the same student without one, as far as their runs are still there.
         self._references: dict[str, FinishedNetwork] = {}
         self._absent: dict[str, str] = {}
@@ -158,15 +167,8 @@ class WindowEvaluation:
         except CanTrainError as error:
             self._absent[role] = ": ".join(filter(None, (error.rule, error.value)))
 
-    @property
-    def dataset(self) -> str:
-        """Name of the data, or the path of data that were given by path."""
-        dataset: CanDatasetSettings = self._request.dataset
-        return dataset.path or dataset.name
-
-    @cached_property
-    def counted(self) -> Mapping[str, int]:
-        """Numbers of judged windows and frames; a frame that several windows share counts once."""
+    def _count(self) -> dict[str, int]:
+        """Counts judged windows and frames; a frame that several windows share counts once."""
         flat, rows = self._data.flat, np.unique(self._rows)
         # A window adds the frames since the start of the one before it, or all of its own where a log begins.
         steps = np.diff(flat.first_frame[rows])
@@ -197,10 +199,56 @@ class WindowEvaluation:
             baselines = Baselines(tuple(constant_baselines()), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
         judgement = judging.judge_at(data.flat, data.split, judging.Detector(scores, chosen), baselines, references)
         judgement["absent"] |= self._absent
+        samples, rows = self._samples(scores.test, chosen.value)
         return EvaluatedWindows(
             judgement=self._complete(judgement, raw, timed),
-            samples=self._samples(scores.test, chosen.value),
+            samples=samples,
+            rows=rows,
+            threshold=chosen.value,
             notes=[*self._unknown_ids(), *_notes(chosen, judgement["absent"])],
+        )
+
+    def explain(self, contribute: Contribute, verdict: Verdict, *, every: bool) -> Explanation:
+        """Names the CAN IDs, and their properties, that drove the scores; adds the numbers of the windows' lines."""
+        assert isinstance(verdict, EvaluatedWindows)
+        flat, rows = self._data.flat, verdict.rows
+        reasons: list[str | None] = [None] * len(rows)
+        lines = np.empty((2, len(rows)), np.int64)
+        alarms: list[Alarm] = []
+        for source in dict.fromkeys(flat.source[rows].tolist()):
+            own = np.flatnonzero(flat.source[rows] == source)
+            log = self._explain_log(partial(contribute, self._model), verdict, own, every=every)
+            lines[:, own] = log.lines
+            for position, place in enumerate(own):
+                reasons[place] = log.reason(position)
+            alarms += log.alarms()
+        columns = {"first_line": lines[0], "last_line": lines[1], "reason": reasons}
+        return Explanation(alarms=alarms, columns=columns, notes=[USUAL_NOTE])
+
+    def _explain_log(
+        self, contribute: Callable[[Ints], Floats], verdict: EvaluatedWindows, own: Ints, *, every: bool
+    ) -> FlaggedLog:
+        """Explains the windows at the positions `own` of a verdict, which are those of one log."""
+        flat, rows = self._data.flat, verdict.rows[own]
+        flagged = np.asarray(verdict.samples["flagged"])[own]
+        wanted = np.flatnonzero(flagged | every)
+        causes: dict[int, Sequence[Cause]] = {}
+        if len(wanted):
+            explainer = Explainer(flat=flat, contribute=contribute, vocabulary=self._model.vocabulary,
+                                  usual_rows=usual_windows(rows, flagged))  # fmt: skip
+            causes = dict(zip(wanted.tolist(), explainer.causes(rows[wanted]), strict=True))
+        first = flat.first_frame[rows]
+        reader = LogReader(Path(flat.sources[flat.source[rows[0]]].path), self._request.dataset)
+        lines = reader.line_numbers(np.concatenate([first, first + flat.window - 1])).reshape(2, -1)
+        return FlaggedLog(
+            flat=flat,
+            rows=rows,
+            score=np.asarray(verdict.samples["score"])[own],
+            flagged=flagged,
+            threshold=verdict.threshold,
+            lines=lines,
+            causes=causes,
+            decimal=reader.decimal_ids,
         )
 
     def _reference_scores(self, timed: judging.TimedScore) -> dict[str, judging.ModelScores]:
@@ -251,7 +299,7 @@ class WindowEvaluation:
 
     def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[judging.JudgementTable]:
         """Writes a judgement as one table, a row for each test folder."""
-        return [judging.summary_table(judgement)]
+        return judging.summary_tables(judgement)
 
     def _folder_scores(self, timed: judging.TimedScore, *role: str) -> FolderScores:
         # The first call for a model is not timed; one window makes it short.
@@ -267,14 +315,16 @@ class WindowEvaluation:
         flat, weights = self._data.flat, self._model.finished.weights
         if self.own_split or not self._run.dataset.identity or "inputs.vocabulary" not in weights:
             return []
-        known = int(np.isin(flat.ids, np.asarray(weights["inputs.vocabulary"])).sum())
-        if known == len(flat.ids):
+        unknown = flat.ids[~np.isin(flat.ids, np.asarray(weights["inputs.vocabulary"]))]
+        if not len(unknown):
             return []
+        names = ", ".join(map(id_text, unknown[:_MAX_NAMED_IDS])) + (", …" if len(unknown) > _MAX_NAMED_IDS else "")
+        known = len(flat.ids) - len(unknown)
         alternative = "a model that is trained with dataset.identity=false needs to know none"
-        return [f"The model knows {known} of the {len(flat.ids)} CAN IDs; {alternative}"]
+        return [f"The model knows {known} of the {len(flat.ids)} CAN IDs, not {names}; {alternative}"]
 
-    def _samples(self, scores: FolderScores, threshold: float) -> dict[str, Sequence[Any] | NDArray[Any]]:
-        """Lists the judged windows log by log, those of each log in their order."""
+    def _samples(self, scores: FolderScores, threshold: float) -> tuple[dict[str, Sequence[Any] | NDArray[Any]], Ints]:
+        """Lists the judged windows log by log, those of each log in their order; returns their rows, too."""
         flat, rows = self._data.flat, self._rows
         score = np.concatenate([*scores.values()])
         folder = np.repeat(np.arange(len(scores)), [len(each) for each in scores.values()])
@@ -284,7 +334,7 @@ class WindowEvaluation:
         order = np.lexsort((folder, flat.first_frame[rows], by_path[flat.source[rows]]))
         rows, score, folder = rows[order], score[order], folder[order]
         source = flat.source[rows]
-        return {
+        columns = {
             "log": [paths[index] for index in source],
             "folder": [folders[index] for index in folder],
             "window": rows - np.searchsorted(flat.source, source),
@@ -298,6 +348,7 @@ class WindowEvaluation:
                 for label, index in zip(flat.label[rows], source, strict=True)
             ],
         }
+        return columns, rows
 
 
 def _notes(threshold: Threshold, absent: Mapping[str, str]) -> list[str]:

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from can_train.config.resolved import FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError, ConfigError
 from can_train.task import Feature, Outputs
+from can_train.tasks.can.contributions import shares_of_windows
 from can_train.tasks.can.data.dataset import CanData
 from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train.tasks.can.fusion import mixing
@@ -384,6 +385,7 @@ class FinishedFusion(WindowModel):
         models = {role: network.model for role, network in networks.items()}
         super().__init__(finished, flat, nn.ModuleDict({"agent": agent, **models}))
         self._autoencoder, self._classifier = networks[AUTOENCODER], networks[CLASSIFIER]
+        self.vocabulary = self._classifier.vocabulary
         self._weights = mixing.mixing_weights(mode.mixing_weights)
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -398,6 +400,22 @@ class FinishedFusion(WindowModel):
         table = mixing.WindowScores(anomaly=anomaly, attack=attack, errors=bounded)
         decisions = decide(model["agent"], table, np.arange(len(rows)), self._weights)
         return torch.from_numpy(np.column_stack([decisions, anomaly, attack, bounded]))
+
+    def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Returns [N, P] the two models' contributions as shares, each weighted with its part of the fused score."""
+        assert isinstance(model, nn.ModuleDict)
+        # The agent's weight is a number of the host's: no gradient passes through its choice.
+        with torch.no_grad():
+            _, weight, anomaly, attack, *_ = self.scores(model, rows, device, dtype).T
+        found = torch.zeros(())
+        for role, network, part in (
+            (AUTOENCODER, self._autoencoder, (1 - weight) * anomaly),
+            (CLASSIFIER, self._classifier, weight * attack),
+        ):
+            each = network.contributions(model[role], rows, device, dtype).double().cpu()
+            window = torch.from_numpy(np.repeat(np.arange(len(rows)), self._flat.num_nodes[rows]))
+            found = found + shares_of_windows(each, window) * part[window][:, None]
+        return found
 
     def combine(self, scores: Floats) -> Floats:
         """Returns [R] the fused scores."""

@@ -1,0 +1,81 @@
+"""What raises a window's score: CAN ID by CAN ID, and property by property.
+
+Shapes: B windows of the batch, N nodes, E edges, C input columns, P properties (`PROPERTIES`).
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import scatter
+
+from can_train.tasks.can.data.batches import GraphBatch
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES, NODE_FEATURES
+from can_train.tasks.can.evaluation.metrics import ERROR_WEIGHTS
+from can_train.tasks.can.models import GatClassifier, Vgae
+
+# Properties of a CAN ID in a window that a person can look up in the log. Several columns of a network's input tell of
+# one property.
+IDENTITY: Final = "identity"  # which ID it is
+FRAMES: Final = "frames"  # how many of the window's frames are its
+LAST: Final = "last"  # where in the window its last frame is
+GAP: Final = "gap"  # time between its frames and those beside them
+NEIGHBOURS: Final = "neighbours"  # which IDs come before and after it, and how often
+LATENT: Final = "latent"  # all of it together, as an autoencoder encodes it
+BYTES: Final = tuple(f"byte_{number}" for number in range(1, MAX_PAYLOAD_BYTES + 1))  # means of payload bytes
+PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, NEIGHBOURS, LATENT)
+
+_GAP_FEATURES: Final = ("interval_mean_ms", "interval_std_ms", "regularity")
+_LAST_FEATURES: Final = ("first_position", "last_position", "spread")
+_OF_NODE: Final = [*BYTES, FRAMES, LAST]  # in the order of `NODE_FEATURES`
+_OF_EDGE: Final = [
+    GAP if name in _GAP_FEATURES else LAST if name in _LAST_FEATURES else NEIGHBOURS for name in EDGE_FEATURES
+]
+
+
+def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
+    """Returns [N, P] gradient × input of the attack logit minus the benign one, where it is positive."""
+    # On the synthetic test folders attention names an injected ID less often: it tells where a layer looks, and not
+    # what that does to the score. What lowers the score says nothing about an alarm, and left in, it hides what raises.
+    node, edge = (part.detach().requires_grad_() for part in model.inputs(batch))
+    with torch.enable_grad():
+        logits = model.classify((node, edge), batch)
+        by_node, by_edge = torch.autograd.grad((logits[:, 1] - logits[:, 0]).sum(), (node, edge))
+    embedding = node.shape[1] - len(NODE_FEATURES) - 2 * len(EDGE_FEATURES)
+    columns = [*[IDENTITY] * embedding, *_OF_NODE, *_OF_EDGE, *_OF_EDGE]
+    raising_node, raising_edge = (by_node * node).clamp(min=0), (by_edge * edge).clamp(min=0)
+    return _sums(raising_node, columns) + _at_ends(_sums(raising_edge, _OF_EDGE), batch)
+
+
+def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[float]) -> Tensor:
+    """Returns [N, P] the terms of which the anomaly score is the sum, with its `units` (see `anomaly_scores`)."""
+    decoded = model.decode(batch, None)
+    node, edge = model.inputs.scaled(batch)
+    node_weight, edge_weight, latent_weight = (w / unit for w, unit in zip(ERROR_WEIGHTS, units, strict=True))
+    graph_of_edge = batch.batch[batch.edge_index[0]]
+    nodes, edges = (torch.bincount(graph, minlength=batch.num_graphs)[graph] for graph in (batch.batch, graph_of_edge))
+    node_error = (decoded.node - node).square() * (node_weight / node.shape[1]) / nodes[:, None]
+    edge_error = (decoded.edge - edge).square() * (edge_weight / edge.shape[1]) / edges[:, None]
+    found = _sums(node_error, _OF_NODE) + _at_ends(_sums(edge_error, _OF_EDGE), batch)
+    found[:, PROPERTIES.index(LATENT)] = model.errors(batch, decoded).kl * latent_weight / nodes
+    return found
+
+
+def shares_of_windows(contributions: Tensor, window: Tensor) -> Tensor:
+    """Returns contributions [N, P] as shares of their sum over each window; `window` is [N] that of each node."""
+    total: Tensor = scatter(contributions.sum(dim=1), window, dim=0, reduce="sum")[window]
+    return contributions / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]
+
+
+def _sums(columns: Tensor, names: Sequence[str]) -> Tensor:
+    """Adds up [·, C] columns to [·, P] properties, whose names are given for each column."""
+    found = columns.new_zeros(len(columns), len(PROPERTIES))
+    return found.index_add(1, torch.tensor([PROPERTIES.index(name) for name in names], device=columns.device), columns)
+
+
+def _at_ends(edges: Tensor, batch: GraphBatch) -> Tensor:
+    """Gives half of what each edge contributes, [E, P], to either of its nodes: [N, P]."""
+    at_source, at_target = (scatter(edges, end, dim=0, dim_size=len(batch.can_id)) for end in batch.edge_index)
+    both: Tensor = at_source + at_target
+    return both / 2

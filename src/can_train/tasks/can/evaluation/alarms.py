@@ -1,0 +1,268 @@
+"""Flagged windows as alarms: where in its log each one is, and which CAN IDs drove its score, by which properties.
+
+Shapes: R windows, N their nodes, P properties, K distinct CAN IDs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from can_train.fit.packing import members
+from can_train.task import Alarm
+from can_train.tasks.can.contributions import BYTES, FRAMES, GAP, IDENTITY, LAST, LATENT, NEIGHBOURS, PROPERTIES
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools, FlatGraphs, Floats, Ints
+
+# Windows of a log without an alarm from which "usual" is taken: seconds on a processor. With fewer than the least,
+# nothing is called usual.
+USUAL_WINDOWS: Final = 256
+LEAST_USUAL_WINDOWS: Final = 20
+WINDOWS_AT_A_TIME: Final = 2048  # whose contributions are in memory at the same time, a few megabytes
+KNOWN_SHARE: Final = 0.5  # of a log's IDs, from which it is of a bus that the model knows
+NAMED_IDS: Final = 3  # of a window
+TOLD_IDS: Final = 2  # of an alarm, in words
+TOLD_SHARE: Final = 0.2  # of the reason, from which a second ID is told of
+NAMED_PROPERTIES: Final = 2  # of an ID
+LARGEST_SHORT_ID: Final = 0x7FF
+
+USUAL_NOTE: Final = "Usually: the median of this ID over windows of the same log that are not flagged"
+
+# How each property is told. Identity is told as "never seen in training" where that is so.
+_WORDS: Final = {
+    IDENTITY: "the ID itself",
+    **{name: f"payload byte {number} averages {{:.0f}}" for number, name in enumerate(BYTES, 1)},
+    FRAMES: "{:.0f} frames",
+    LAST: "last seen at {:.0%} of the window",
+    GAP: "{:.2g} ms from the frames beside it",
+    NEIGHBOURS: "{:.0f} other IDs beside it",
+    LATENT: "its pattern as a whole",
+}
+_USUAL_WORDS: Final = {**dict.fromkeys((*BYTES, FRAMES, NEIGHBOURS), "{:.0f}"), LAST: "{:.0%}", GAP: "{:.2g} ms"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Property:
+    """A property of an ID in a window, with its value; None where it has none, or the usual one is not known."""
+
+    name: str
+    value: float | None
+    usual: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A CAN ID that drove the score of a window."""
+
+    can_id: int
+    known: bool  # whether it was seen in training
+    seconds: float  # that the window lasts
+    frames: Property  # its frames in the window
+    share: float  # of what raised the score above the usual
+    properties: Sequence[Property]  # that drove it most, the first one the most
+
+    def text(self, *, decimal: bool) -> str:
+        """Tells the cause; `decimal` if the log has decimal IDs."""
+        name = f"ID {id_text(self.can_id)}" + (f" (in the log: {self.can_id})" if decimal else "")
+        if not self.known:
+            name += ", never seen in training"
+        # Whoever looks the ID up in the log needs to know how many frames to look for, whatever the reason.
+        told = [each for each in self.properties if each.name != FRAMES and (self.known or each.name != IDENTITY)]
+        frames = _property_text(self.frames).replace("frames", f"frames in {self.seconds:.3g} s", 1)
+        frames = frames.replace("1 frames", "1 frame") if self.frames.value == 1 else frames
+        return f"{name}: " + "; ".join([frames, *map(_property_text, told)])
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the cause as strict JSON."""
+        properties = [vars(each) for each in self.properties]
+        return {"id": id_text(self.can_id), "known": self.known, "frames": self.frames.value,
+                "share": round(self.share, 4), "properties": properties}  # fmt: skip
+
+
+def id_text(can_id: int) -> str:
+    """Writes a CAN ID as logs do."""
+    return f"{can_id:03X}" if can_id <= LARGEST_SHORT_ID else f"{can_id:08X}"
+
+
+def _property_text(found: Property) -> str:
+    text = _WORDS[found.name].format(found.value)
+    return text if found.usual is None else f"{text} (usually {_USUAL_WORDS[found.name].format(found.usual)})"
+
+
+# Returns [N, P] what raises the scores of windows [R].
+Contribute = Callable[[Ints], Floats]
+
+
+@dataclass(kw_only=True, eq=False)
+class Explainer:
+    """Names the causes of scores in one log, beside what is usual in its windows `usual_rows` [R]."""
+
+    flat: FlatGraphs
+    contribute: Contribute
+    vocabulary: Ints  # IDs that training has seen
+    usual_rows: Ints
+    _known: Bools = field(init=False)  # [K] whether training has seen the ID
+    _foreign: Bools = field(init=False)  # [K] IDs of which nothing is usual
+    _usual_sums: Floats = field(init=False)  # [K, P] mean contributions of each ID
+    _medians: dict[tuple[int, str], float | None] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sums, counts = np.zeros((len(self.flat.ids), len(PROPERTIES))), np.zeros(len(self.flat.ids))
+        self._known = np.isin(self.flat.ids, self.vocabulary)
+        codes = self._codes(self.usual_rows)
+        if len(codes):
+            np.add.at(sums, codes, self.contribute(self.usual_rows))
+            np.add.at(counts, codes, 1)
+        # A weak model leaves windows with an injected ID among those that are not flagged. On a bus that it knows, that
+        # does not make the ID usual.
+        present = np.unique(codes)
+        knows_bus = len(present) > 0 and self._known[present].mean() > KNOWN_SHARE
+        self._foreign = ~self._known & knows_bus
+        sums[self._foreign] = 0.0
+        self._usual_sums = sums / np.maximum(counts, 1)[:, None]
+
+    def causes(self, rows: Ints) -> Iterator[list[Cause]]:
+        """Yields the causes of each window of `rows` [R], the first one the most important."""
+        for start in range(0, len(rows), WINDOWS_AT_A_TIME):
+            part = rows[start : start + WINDOWS_AT_A_TIME]
+            # Some IDs always contribute much. What is new about a window is what exceeds that.
+            excess = np.maximum(self.contribute(part) - self._usual_sums[self._codes(part)], 0.0)
+            bounds = np.cumsum(self.flat.num_nodes[part])[:-1]
+            for row, own in zip(part, np.split(excess, bounds), strict=True):
+                yield self._window_causes(int(row), own)
+
+    def _window_causes(self, row: int, excess: Floats) -> list[Cause]:
+        flat, first = self.flat, self.flat.node_ptr[row]
+        by_node = excess.sum(axis=1)
+        whole = max(float(by_node.sum()), np.finfo(np.float64).tiny)
+        found = []
+        for node in np.argsort(-by_node, kind="stable")[:NAMED_IDS]:
+            code = int(flat.node_code[first + node])
+            strongest = np.argsort(-excess[node], kind="stable")[:NAMED_PROPERTIES]
+            names = [PROPERTIES[index] for index in strongest if excess[node, index] > 0]
+            frames, *properties = [
+                Property(name=name, value=node_value(flat, row, int(node), name), usual=self._usual(code, name))
+                for name in (FRAMES, *names)
+            ]
+            found.append(
+                Cause(
+                    can_id=int(flat.ids[code]),
+                    known=bool(self._known[code]),
+                    share=float(by_node[node]) / whole,
+                    seconds=float(flat.end_time[row] - flat.start_time[row]),
+                    frames=frames,
+                    properties=properties,
+                )
+            )
+        return found
+
+    def _usual(self, code: int, name: str) -> float | None:
+        """Returns the median of an ID's property in usual windows; None where there is none."""
+        if self._foreign[code]:
+            return None
+        if (code, name) not in self._medians:
+            flat, values = self.flat, []
+            for row in self.usual_rows:
+                own = flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]]
+                values += [node_value(flat, int(row), int(node), name) for node in np.flatnonzero(own == code)]
+            numbers = [value for value in values if value is not None]
+            # Frames of an ID that is usually absent are usually 0.
+            absent = 0.0 if name == FRAMES and len(self.usual_rows) else None
+            self._medians[code, name] = float(np.median(numbers)) if numbers else absent
+        return self._medians[code, name]
+
+    def _codes(self, rows: Ints) -> Ints:
+        return self.flat.node_code[members(self.flat.node_ptr, rows).positions].astype(np.int64)
+
+
+def usual_windows(rows: Ints, flagged: Bools) -> Ints:
+    """Chooses those windows of a log, evenly over its time, that tell what is usual; none where too few are left."""
+    calm = rows[~flagged]
+    if len(calm) < LEAST_USUAL_WINDOWS:
+        return calm[:0]
+    return calm[np.unique(np.linspace(0, len(calm) - 1, USUAL_WINDOWS).astype(np.int64))]
+
+
+def node_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | None:
+    """Returns a property of a window's node as a person reads it in the log; None where it is no number."""
+    features = flat.node_features[flat.node_ptr[row] + node]
+    if name in BYTES:
+        return float(features[BYTES.index(name)]) * 255
+    if name == FRAMES:
+        return float(features[NODE_FEATURES.index("count")])
+    if name == LAST:
+        return float(features[NODE_FEATURES.index("last_position")])
+    if name not in (GAP, NEIGHBOURS):
+        return None
+    edges = slice(flat.edge_ptr[row], flat.edge_ptr[row + 1])
+    source, target = flat.edge_index[:, edges]
+    touches = (source == node) | (target == node)
+    if name == NEIGHBOURS:
+        return float(len(np.setdiff1d([source[touches], target[touches]], node)))
+    gap, count = (
+        flat.edge_features[edges, EDGE_FEATURES.index(each)][touches] for each in ("interval_mean_ms", "count")
+    )
+    return float(np.average(gap, weights=count))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FlaggedLog:
+    """Judged windows of one log, in its order."""
+
+    flat: FlatGraphs
+    rows: Ints  # [R]
+    score: Floats  # [R]
+    flagged: Bools  # [R]
+    threshold: float
+    lines: Ints  # [2, R] numbers of the first and of the last line of each
+    causes: Mapping[int, Sequence[Cause]]  # by position among the rows, of every flagged one at least
+    decimal: bool  # whether the log has decimal IDs
+
+    def reason(self, position: int) -> str | None:
+        """Tells why a window has its score; None where it was not explained."""
+        return self._told(self.causes[position]) if position in self.causes else None
+
+    def alarms(self) -> list[Alarm]:
+        """Joins flagged windows that follow one another to alarms."""
+        flagged = np.flatnonzero(self.flagged)
+        apart = self.flat.first_frame[self.rows[flagged[1:]]] - self.flat.first_frame[self.rows[flagged[:-1]]]
+        return [self._alarm(run) for run in np.split(flagged, np.flatnonzero(apart > self.flat.window) + 1) if len(run)]
+
+    def _alarm(self, run: Ints) -> Alarm:
+        flat, rows = self.flat, self.rows[run]
+        source = flat.sources[flat.source[rows[0]]]
+        kinds = [flat.kinds[code] for code in np.unique(flat.label[rows]) if code]
+        label = ("attack" if kinds else "benign") if source.labelled else None
+        start_s, end_s = float(flat.start_time[rows[0]]), float(flat.end_time[rows].max())
+        first_line, last_line = int(self.lines[0][run[0]]), int(self.lines[1][run].max())
+        score, causes = float(self.score[run].max()), self._joined(run)
+        windows = f"{len(run)} windows" if len(run) > 1 else "1 window"
+        truth = "" if label is None else f", {label}" + (f" ({', '.join(kinds)})" if kinds else "")
+        return Alarm(
+            source=source.path,
+            place=f"lines {first_line:,}-{last_line:,}, {start_s:.6f}-{end_s:.6f} s, {windows}, "
+                  f"score {score:.3g} (> {self.threshold:.3g}){truth}",
+            reason=self._told(causes),
+            score=score,
+            record={
+                "log": source.path, "folder": source.group, "windows": len(run), "first_line": first_line,
+                "last_line": last_line, "first_frame": int(flat.first_frame[rows[0]]),
+                "last_frame": int(flat.first_frame[rows[-1]]) + flat.window - 1, "start_time": start_s,
+                "end_time": end_s, "score": score, "label": label, "kinds": kinds,
+                "reasons": [cause.plain() for cause in causes],
+            },
+        )  # fmt: skip
+
+    def _joined(self, run: Ints) -> list[Cause]:
+        """Returns an alarm's causes, by their mean share; each as it is in the window where its share is largest."""
+        shares: dict[int, float] = {}
+        largest: dict[int, Cause] = {}
+        for position in run:
+            for cause in self.causes[position]:
+                shares[cause.can_id] = shares.get(cause.can_id, 0.0) + cause.share / len(run)
+                largest[cause.can_id] = max(cause, largest.get(cause.can_id, cause), key=lambda each: each.share)
+        return [largest[can_id] for can_id in sorted(shares, key=shares.__getitem__, reverse=True)[:NAMED_IDS]]
+
+    def _told(self, causes: Sequence[Cause]) -> str:
+        told = [cause for cause in causes[:TOLD_IDS] if cause is causes[0] or cause.share >= TOLD_SHARE]
+        return ". ".join(cause.text(decimal=self.decimal) for cause in told)

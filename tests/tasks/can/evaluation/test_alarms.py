@@ -1,0 +1,135 @@
+"""Alarms without a network: contributions are given, and what is told of them is looked up in windows made by hand."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from can_train.tasks.can.contributions import FRAMES, GAP, NEIGHBOURS, PROPERTIES
+from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train.tasks.can.evaluation.alarms import (
+    LEAST_USUAL_WINDOWS,
+    USUAL_WINDOWS,
+    Cause,
+    Explainer,
+    FlaggedLog,
+    id_text,
+    node_value,
+    usual_windows,
+)
+from fakes.windows_by_hand import source_file, windows_of
+
+A, B, C, NEW = 0x100, 0x18F00F03, 0x300, 0x400
+FEW = LEAST_USUAL_WINDOWS
+
+
+def explainer_of(flat: FlatGraphs, weights: Mapping[int, float], usual: Sequence[int] = ()) -> Explainer:
+    """Contributions come from numbers of frames, weighted by ID; training has seen A, B and C."""
+
+    def contribute(rows: Any) -> Any:
+        ids = [flat.ids[flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]]] for row in rows]
+        found = np.zeros((sum(map(len, ids)), len(PROPERTIES)))
+        nodes = [
+            node_value(flat, row, node, FRAMES) for row, own in zip(rows, ids, strict=True) for node in range(len(own))
+        ]
+        found[:, PROPERTIES.index(FRAMES)] = nodes
+        return found * np.array([weights.get(can_id, 0.0) for can_id in np.concatenate(ids)])[:, None]
+
+    return Explainer(flat=flat, contribute=contribute, vocabulary=np.array([A, C, B]), usual_rows=np.array(usual, int))
+
+
+def test_what_an_id_usually_contributes_is_no_reason() -> None:
+    flat = windows_of([*[[A, B, A, A, A, A]] * FEW, [A, B, B, B, A, A]])
+    (causes,) = explainer_of(flat, {A: 9.0, B: 1.0}, usual=range(FEW)).causes(np.array([FEW]))
+    assert [cause.can_id for cause in causes] == [B, A]
+    assert (causes[0].share, causes[0].frames.value, causes[0].frames.usual) == (1.0, 3.0, 1.0)
+    (causes,) = explainer_of(flat, {A: 9.0, B: 1.0}).causes(np.array([FEW]))
+    assert [cause.can_id for cause in causes] == [A, B]
+
+
+def test_an_id_that_training_never_saw_is_not_usual_on_a_bus_that_it_knows() -> None:
+    flat = windows_of([[A, B, C, NEW, NEW]] * (FEW + 1))
+    (causes,) = explainer_of(flat, {A: 1.0, NEW: 1.0}, usual=range(FEW)).causes(np.array([FEW]))
+    assert (causes[0].can_id, causes[0].known, causes[0].frames.usual) == (NEW, False, None)
+    assert causes[0].text(decimal=False) == "ID 400, never seen in training: 2 frames in 1 s"
+
+
+def test_on_a_bus_of_unknown_ids_the_usual_counts() -> None:
+    flat = windows_of([*[[NEW, NEW + 1, NEW, NEW + 2]] * FEW, [NEW, NEW + 1, NEW + 1, NEW + 2]])
+    (causes,) = explainer_of(flat, {NEW: 9.0, NEW + 1: 1.0}, usual=range(FEW)).causes(np.array([FEW]))
+    assert causes[0].can_id == NEW + 1
+
+
+def test_an_id_is_written_as_in_logs_and_in_decimal_beside_it_where_the_log_does() -> None:
+    assert (id_text(0x7F), id_text(A), id_text(B)) == ("07F", "100", "18F00F03")
+    flat = windows_of([[A, B, B]])
+    (causes,) = explainer_of(flat, {B: 1.0}).causes(np.array([0]))
+    assert causes[0].text(decimal=True) == f"ID 18F00F03 (in the log: {B}): 2 frames in 1 s"
+
+
+def test_properties_are_what_the_window_shows() -> None:
+    flat = windows_of([[A, B, A, C, C]])
+    position = [*flat.ids[flat.node_code]].index(A)
+    assert node_value(flat, 0, position, NEIGHBOURS) == 2
+    assert node_value(flat, 0, position, FRAMES) == 2
+    assert node_value(flat, 0, position, GAP) == 1
+
+
+@pytest.mark.parametrize(("calm", "chosen"), [(0, 0), (FEW - 1, 0), (FEW, FEW), (5 * USUAL_WINDOWS, USUAL_WINDOWS)])
+def test_usual_windows_are_many_or_none_and_none_is_flagged(calm: int, chosen: int) -> None:
+    flagged = np.tile([True, False], calm)
+    found = usual_windows(np.arange(2 * calm), flagged)
+    assert len(found) == chosen
+    assert not flagged[found].any()
+
+
+def log_of(flagged: Sequence[bool], first_frames: Sequence[int], *, labelled: bool = True) -> FlaggedLog:
+    sources = (source_file("drive.csv", labelled=labelled),)
+    flat = windows_of([[A, B]] * len(flagged), label=[0, 1, *[0] * (len(flagged) - 2)], sources=sources)
+    flat.first_frame[:] = first_frames
+    rows, first = np.arange(len(flagged)), np.array(first_frames)
+    causes = explainer_of(flat, {A: 1.0}).causes(rows)
+    return FlaggedLog(
+        flat=flat, rows=rows, score=rows.astype(float), flagged=np.array(flagged), threshold=0.5,
+        lines=np.stack([first + 2, first + 3]), causes=dict(zip(rows.tolist(), causes, strict=True)), decimal=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flagged", "first_frames", "alarms"),
+    [
+        ([True, True, False, True], [0, 2, 4, 6], [(0, 3, 2), (6, 7, 1)]),
+        ([True, True, True, True], [0, 1, 2, 3], [(0, 4, 4)]),  # overlapping windows
+        ([True, True, True, True], [0, 2, 90, 92], [(0, 3, 2), (90, 93, 2)]),  # a part of the log is not judged
+        ([False, False, False, False], [0, 2, 4, 6], []),
+    ],
+)
+def test_flagged_windows_that_follow_one_another_are_one_alarm(
+    flagged: list[bool], first_frames: list[int], alarms: list[tuple[int, int, int]]
+) -> None:
+    found = [alarm.record for alarm in log_of(flagged, first_frames).alarms()]
+    assert [(each["first_frame"], each["last_frame"], each["windows"]) for each in found] == alarms
+
+
+def test_an_alarm_says_whether_it_was_an_attack_only_where_the_log_does() -> None:
+    attack, benign = log_of([True, True, False, True], [0, 2, 4, 6]).alarms()
+    assert attack.place == "lines 2-5, 0.000000-2.000000 s, 2 windows, score 1 (> 0.5), attack (DoS)"
+    assert benign.place.endswith("1 window, score 3 (> 0.5), benign")
+    assert [alarm.record["label"] for alarm in (attack, benign)] == ["attack", "benign"]
+    unlabelled = log_of([True, True, False, True], [0, 2, 4, 6], labelled=False).alarms()
+    assert [alarm.record["label"] for alarm in unlabelled] == [None, None]
+    assert unlabelled[1].place.endswith("score 3 (> 0.5)")
+
+
+def test_an_alarm_names_the_ids_that_drove_its_windows_together() -> None:
+    log = log_of([True, True], [0, 2])
+    first, second = ([replaced(log.causes[0][0], can_id, share) for can_id, share in pairs]
+                     for pairs in ([(B, 0.6), (A, 0.4)], [(A, 0.9), (C, 0.1)]))  # fmt: skip
+    (alarm,) = FlaggedLog(**{**vars(log), "causes": {0: first, 1: second}}).alarms()
+    assert [reason["id"] for reason in alarm.record["reasons"]] == [id_text(A), id_text(B), id_text(C)]
+    assert [text.partition(":")[0] for text in alarm.reason.split(". ")] == ["ID 100", "ID 18F00F03"]
+
+
+def replaced(cause: Cause, can_id: int, share: float) -> Cause:
+    return Cause(**{**vars(cause), "can_id": can_id, "share": share})
