@@ -116,8 +116,9 @@ def make_resubmit_command() -> Callable[..., None]:
 def _resubmit(flags: Flags) -> None:
     """Start a new run like another one, with what the flags of a training line say otherwise.
 
-    It is trained where the other one was. What was set for that stays, but for what belongs to a preset that another
-    takes the place of: settings of the model, for another model.
+    It is trained where the other one was. What was set for that stays as it was, whatever the default is that stands
+    beside a flag, but for what belongs to a preset that another takes the place of: settings of the model, for another
+    model.
     """
     from can_train.cli.train import check_train_flags, start_runs
 
