@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from can_train.cli.output import print_tables
+from can_train.cli.output import TextTable, print_tables
 
 
 @dataclass(frozen=True)
@@ -50,3 +50,14 @@ def test_no_heading_is_cut_off(
 def test_a_pipe_gets_a_row_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     print_tables([Two()])
     assert "a_long_configuration_key 0.871 ± 0.012    5 learned from 5 runs" in capsys.readouterr().out
+
+
+def test_remarks_below_a_table_fit_eighty_columns_in_a_pipe_and_brackets_in_cells_stay(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    remark = "recall by kind: " + ", ".join(f"kind_{number} 0.500 of 10" for number in range(9))
+    print_tables([TextTable("Title", ("name", "value"), [("hidden", "[bold]")], [remark])])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(line.strip() for line in lines).endswith(remark)
+    assert any(line.split() == ["hidden", "[bold]"] for line in lines)

@@ -113,6 +113,15 @@ def test_a_run_to_start_from_that_does_not_exist_is_an_error_before_anything_is_
         resolve(shelf, "gat", "normal", values={"training.start_from": "nope"})
 
 
+def test_a_run_to_start_from_that_has_not_finished_is_an_error_unless_it_is_waited_for(shelf: Shelf) -> None:
+    run = shelf.put(1, shelf.resolved("gat", "normal"), None)
+    values = {"training.start_from": run.run_id}
+    with pytest.raises(RunError, match=r"(?s)weights of a finished run.*can-train resume /.*20260101"):
+        resolve(shelf, "gat", "normal", values=values)
+    resolved, _ = resolve(shelf, "gat", "normal", awaited=(run.run_id,), values=values)
+    assert resolved.training.start_from == str(run.path)
+
+
 def test_what_does_not_fit_is_said_setting_by_setting(shelf: Shelf) -> None:
     other = shelf.put(1, shelf.resolved("vgae", "autoencoder", "student"))
     with pytest.raises(ConfigError, match="model is vgae, not gat; mode is autoencoder, not normal or curriculum; "

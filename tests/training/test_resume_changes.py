@@ -1,6 +1,7 @@
 """What `resume` changes of a run (more epochs, another device, a log that moved), and what it refuses."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def test_a_run_that_stopped_for_want_of_a_better_loss_goes_on_if_that_is_asked_f
     assert train_line(tmp_path, epochs=9, patience=1, lr=1e-12, micro_batch_size=8).progress.epoch == done
     lengthen(tmp_path, 9)
     assert train_line(tmp_path, epochs=9, patience=1, lr=1e-12, micro_batch_size=8).progress.epoch > done
+
+
+def test_what_another_device_ran_out_of_memory_at_limits_nothing_here(tmp_path: Path) -> None:
+    batcher = make_session(line_parts(tmp_path, micro_batch_size=8), fixed(0.5)).batcher
+    state = batcher.state_dict()
+    state = {**state, "ooms_rescued": 3, "backoff": {**state["backoff"], "limit": 5.0}}
+    for same_device, limit in ((True, 5.0), (False, math.inf)):
+        batcher.load_state_dict(state, same_device=same_device)
+        assert batcher.state_dict()["backoff"]["limit"] == limit
+        assert batcher.state_dict()["ooms_rescued"] == 3
 
 
 @pytest.fixture
