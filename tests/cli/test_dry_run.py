@@ -135,7 +135,6 @@ def test_what_gpu_check_measured_replaces_what_is_assumed(capsys: pytest.Capture
         (("--dry-run", "--target-memory", "16"), "number above zero with its unit"),
         (("--target-gpu", "h100"), "Add --dry-run"),
         (("--target-memory", "16GiB"), "Add --dry-run"),
-        (("--json",), "Add --dry-run"),
     ],
 )
 def test_a_target_that_is_none_is_said_in_words(
