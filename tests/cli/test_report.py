@@ -37,7 +37,7 @@ STEP = StepRecord(step=1, loss=0.5, allocated_bytes=60 << 20, reserved_bytes=80 
 LIMITS = MemoryLimits(from_step=1, device="sim-100mib", capacity_bytes=100 << 20, safe_bytes=70 << 20,
                       predicted_bytes=(58 << 20, 62 << 20))  # fmt: skip
 NASTY = "<img src=x onerror=alert(1)>&\"'"
-VOID = ("meta", "link", "img", "br")
+VOID = ("meta", "link", "img", "wbr")
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_one_run_is_reported_in_its_folder_with_all_charts(shelf: Shelf, capsys:
     assert capsys.readouterr().out.split() == ["Report:", str(run.path / "report.html")]
     assert captions(text) == CHARTS
     assert "memory ran out 2 times; finished in 2 micro-batches" in text
-    assert "<td>training.lr</td><td>0.5</td><td>0.001</td>" in text
+    assert "<td>training.<wbr>lr</td><td>0.5</td><td>0.001</td>" in text
     Elements(text)
 
 
@@ -139,7 +139,7 @@ def test_several_runs_are_compared_in_the_folder_one_works_in(shelf: Shelf) -> N
         record(run, {"test_01": predictions(number)})
     text = reported(shelf, *(run.run_id for run in runs)).read_text()
     assert captions(text) == ["Validation loss", "test_01", *CHARTS, *CHARTS]
-    assert "<td>training.lr</td><td>0.1</td><td>0.2</td>" in text
+    assert "<td>training.<wbr>lr</td><td>0.1</td><td>0.2</td>" in text
     assert [f'id="run-{run.run_id}"' in text for run in runs] == [True, True]
     Elements(text)
 
