@@ -21,7 +21,7 @@ from can_train.cli.factors_tables import (
     shown_device,
 )
 from can_train.cli.output import print_json, print_tables
-from can_train.errors import ConfigError, StateError, nearest_first, unknown_name
+from can_train.errors import ConfigError, StateError, as_typed, nearest_first, unknown_name
 from can_train.factors.exchange import make_export
 from can_train.factors.observations import read_records
 from can_train.factors.policies import POLICIES
@@ -110,7 +110,8 @@ def _print_summaries(store: FactorStore, key: str | None, device: str | None, *,
         tables = [factors_table(summaries, record_notes(records))]
         print_tables(tables + [table for summary in summaries if show for table in runs_tables(summary)])
     else:
-        print("\n".join([f"Nothing has been learned yet in {store.state}.", *record_notes(records), _NEXT]))
+        lines = [f"Nothing has been learned yet in {store.state}.", *record_notes(records), _NEXT]
+        print(as_typed("\n".join(lines)))
 
 
 def _print_replay(store: FactorStore, key: str | None, device: str | None, name: str, *, as_json: bool) -> None:
