@@ -1,6 +1,7 @@
 """What every test shares: none sees the settings of the person who runs it, and Hypothesis does not time it."""
 
 import os
+import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +17,8 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Deterministic algorithms need it on a GPU, and cuBLAS reads it once.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and so every process that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
@@ -28,6 +31,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if skipped:
         lack = f"{len(skipped)} tests need a SLURM: skipped, since CAN_TRAIN_SLURM_SANDBOX=1 is not set"
         terminalreporter.write_line(f"{lack} (it installs Debian packages, as root)", yellow=True)
+    unseen = [report for report in terminalreporter.getreports("skipped") if "chromium" in report.keywords]
+    if unseen:
+        lack = f"{len(unseen)} tests look at reports with Chromium: skipped, since it is not installed"
+        terminalreporter.write_line(lack, yellow=True)
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,12 @@ CanTrainError
 """
 
 import errno
+import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Final
+from typing import Any, Final
 
 # Similarity (0 to 1) from which a name counts as a likely misspelling; difflib's 0.6 misses swapped short words.
 _SUGGESTION_CUTOFF: Final = 0.5
@@ -41,6 +43,23 @@ RUN_FAILED: Final = 3
 """Exit code of a run that began to train and failed."""
 
 
+COMMAND_VARIABLE: Final = "CAN_TRAIN_COMMAND"
+"""Variable by which `./can-train` tells how it was called."""
+_COMMAND: Final = re.compile(r"(?<![\w./-])can-train(?= (?:--\w|-h|[a-z]))")
+
+
+def as_typed(text: str) -> str:
+    """Writes the command lines in a text as they can be typed where this process was started: `./can-train resume RUN`
+    in a checkout. What is printed passes through here: errors and notices by themselves, other lines by their printers.
+    """
+    return _COMMAND.sub(lambda _: command_name(), text)
+
+
+def command_name() -> str:
+    """Returns what a person types to call can-train."""
+    return os.environ.get(COMMAND_VARIABLE) or "can-train"
+
+
 class CanTrainError(Exception):
     """An error that the user can cause and can put right.
 
@@ -51,6 +70,7 @@ class CanTrainError(Exception):
     """
 
     exit_code: int = 2  # what was typed or configured is wrong; `RUN_FAILED` once training has begun
+    in_json: bool = False  # whether JSON that says so has been printed
 
     def __init__(self, rule: str, *, value: str = "", remedy: str = "") -> None:
         super().__init__(rule, value, remedy)
@@ -58,10 +78,14 @@ class CanTrainError(Exception):
         self.value = value
         self.remedy = remedy
 
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the error as plain values."""
+        return {"rule": self.rule, "value": self.value, "remedy": as_typed(self.remedy), "exit_code": self.exit_code}
+
     def __str__(self) -> str:
         found = f": {self.value}" if self.value else ""
         remedy = f"\n{self.remedy}." if self.remedy else ""
-        return f"{self.rule}{found}.{remedy}"
+        return as_typed(f"{self.rule}{found}.{remedy}")
 
 
 class ConfigError(CanTrainError):

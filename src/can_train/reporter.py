@@ -10,6 +10,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Final, Protocol, TextIO
 
+from can_train.errors import as_typed, command_name
+
 # Seconds between progress lines: a day's log stays readable.
 _LINE_INTERVAL_S: Final = 10.0
 COLUMNS: Final = 80
@@ -154,11 +156,11 @@ def wrapped(text: str, columns: int, *, label: str = "", hang: str = "") -> str:
         hang: Indents what goes on of a line, beside its own indentation.
     """
     lines: list[str] = []
-    for line in text.split("\n"):
+    for line in as_typed(text).split("\n"):
         own = " " * (len(label) + len(line) - len(line.lstrip()))
         first = own if lines else label + own[len(label) :]
         # A command that is broken cannot be typed.
-        width = len(own) + len(line) if line.lstrip().startswith(_COMMANDS) else columns
+        width = len(own) + len(line) if line.lstrip().startswith((*_COMMANDS, f"{command_name()} ")) else columns
         lines += wrap(line.strip(), width, initial_indent=first, subsequent_indent=own + hang,
                       break_long_words=False, break_on_hyphens=False)  # fmt: skip
     return "\n".join(lines)

@@ -3,11 +3,15 @@
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer import BadParameter, Typer
+from typer.main import get_command
 
-from can_train.cli.main import main
-from can_train.config import compose
+from can_train.cli.main import Command, main
+from can_train.cli.runs import runs
+from can_train.config import compose, resolved
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import config_folder
 
@@ -130,7 +134,8 @@ def test_a_mode_without_a_preset_has_the_defaults_of_its_class(tmp_path: Path, m
     presets = tmp_path / "configs"
     shutil.copytree(config_folder(), presets)
     (presets / "mode" / "curriculum.yaml").unlink()
-    monkeypatch.setattr(compose, "config_folder", lambda: presets)
+    for module in (compose, resolved):
+        monkeypatch.setattr(module, "config_folder", lambda: presets)
     run = resolve(RunRequest(model="gat", dataset="synthetic", mode="curriculum", model_args="hidden=8,lr=0.5"))
     assert (run.mode.name, run.model.hidden, run.training.lr) == ("curriculum", 8, 0.5)
 
@@ -141,7 +146,8 @@ def test_a_preset_with_an_unknown_setting_is_named_with_its_place(
     presets = tmp_path / "configs"
     shutil.copytree(config_folder(), presets)
     (presets / "memory" / "tight.yaml").write_text("# @package training\nepoch: 3\n")
-    monkeypatch.setattr(compose, "config_folder", lambda: presets)
+    for module in (compose, resolved):
+        monkeypatch.setattr(module, "config_folder", lambda: presets)
     message = said(capsys, *TRAIN, "--memory", "tight")
     assert "memory/tight.yaml: training.epoch: there is no such setting. Mend it in" in message
     assert "struct" not in message
@@ -156,3 +162,24 @@ def test_h_is_short_for_help(capsys: pytest.CaptureFixture[str], arguments: tupl
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("--version",)) == 0
     assert capsys.readouterr().out.startswith("can-train 0.")
+
+
+@pytest.mark.parametrize(
+    ("message", "rule"),
+    [
+        ("'abc' is not a valid integer range.", "--limit must be a whole number"),
+        ("'abc' is not a valid integer.", "--limit must be a whole number"),
+        ("Input should be a valid integer, unable to parse", "--limit must be a whole number"),
+    ],
+)
+def test_the_words_of_older_parsers_are_ours_too(message: str, rule: str) -> None:
+    command: Any = get_command(_app())
+    limit = next(one for one in command.params if one.name == "limit")
+    error = BadParameter(message, param=limit)
+    assert command._in_own_words(error, {"--limit": "abc"}, "can-train runs").rule == rule
+
+
+def _app() -> Typer:
+    app = Typer(add_completion=False)
+    app.command(cls=Command)(runs)
+    return app

@@ -16,8 +16,8 @@ from fakes.finished_runs import Shelf
 
 TIMEOUT_S = 300
 LINE = ("pipeline", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines", "--device",
-        "cpu",
-        "--min-steps-per-epoch", "3")  # fmt: skip
+        "cpu", "--min-steps-per-epoch", "3")  # fmt: skip
+SMALL = ("--set", "autoencoder:model.hidden=[8]")
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -36,7 +36,7 @@ def pipeline(folder: Path, *arguments: str, code: int = 0) -> tuple[list[dict[st
 
 @pytest.mark.slow
 def test_stages_are_trained_one_after_another_and_then_used_again(tmp_path: Path) -> None:
-    arguments = ("--stages", "student,autoencoder", "--epochs", "1")
+    arguments = ("--stages", "student,autoencoder", "--epochs", "1", *SMALL)
     first, said = pipeline(tmp_path, *arguments)
     assert [each["stage"] for each in first] == ["autoencoder", "student"]
     assert [each["state"] for each in first] == ["finished", "finished"]
@@ -53,7 +53,8 @@ def test_stages_are_trained_one_after_another_and_then_used_again(tmp_path: Path
 
 @pytest.mark.slow
 def test_ctrl_c_stops_the_stage_at_work_and_the_same_line_goes_on(tmp_path: Path) -> None:
-    arguments = ("--stages", "autoencoder,student", "--epochs", "3", "--set", "autoencoder:training.checkpoint_every=1")
+    arguments = ("--stages", "autoencoder,student", "--epochs", "3", *SMALL,
+                 "--set", "autoencoder:training.checkpoint_every=1")  # fmt: skip
     with start(tmp_path, *arguments) as process:
         limit = time.monotonic() + TIMEOUT_S
         while not (begun := [*tmp_path.glob("runs/*/checkpoints/manifest.json")]):

@@ -15,6 +15,7 @@ import pytest
 from can_train.cli.main import main
 from can_train.cli.output import duration
 from can_train.io.records import utc_now
+from fakes.finished_runs import Shelf
 from fakes.made_runs import KEY, RESULT, Runs, begin, end
 
 
@@ -51,11 +52,65 @@ def test_runs_are_listed_the_newest_first_with_state_progress_and_loss(
     end(path, "finished")
     begin(path := runs.add(2))
     end(path, "failed", message="no such data")
-    rows = said(capsys, "runs", *runs.flags).splitlines()[3:]
+    rows = said(capsys, "runs", *runs.flags).splitlines()[3:5]
     assert [row.split() for row in rows] == [
-        ["0101-000002-0002", KEY, "failed", "10", "s"],
-        ["0101-000001-0001", KEY, "finished", "10", "s", "4/4", "0.5"],
+        ["0101-000002-0002", "failed", "10", "s", KEY],
+        ["0101-000001-0001", "finished", "10", "s", "0.500", KEY],
     ]
+
+
+def test_runs_of_each_data_set_are_a_table_with_score_device_and_what_was_set_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shelf = Shelf(tmp_path)
+    sets = ("training.lr=0.5", "dataset.window=50", "model.hidden=[8]")
+    result = {
+        "device": "sim-64mib",
+        "judgement": {"test": {"a": {"model": {"mcc": 0.5}}, "b": {"model": {"mcc": 0.2}}}},
+    }
+    shelf.put(1, shelf.resolved("gat", "normal", device="cpu"), None)
+    shelf.put(2, shelf.resolved("vgae", "autoencoder", "student", sets=sets), result)
+    large = shelf.resolved("gat", "normal", dataset="synthetic_large", sets=("training.epochs=20",))
+    shelf.put(3, large, {"best_validation_loss": 0.25})
+    shown = said(capsys, "runs", *shelf.flags)
+    assert max(map(len, shown.splitlines())) <= 80
+    first, second = shown.split("\nsynthetic\n")
+    assert [line.split() for line in first.splitlines()[3:]] == [
+        ["0101-000003-0003", "finished", "auto", "0.250", "gat", "teacher", "normal"],
+        ["epochs=20"],
+        ["best_validation_loss:", "lower", "is", "better"],
+    ]
+    assert [line.split() for line in second.splitlines()[1:]] == [
+        ["0101-000002-0002", "finished", "sim-64mib", "0.350", "vgae", "student", "autoencoder"],
+        ["window=50", "hidden=[8]", "lr=0.5"],
+        ["0101-000001-0001", "never", "started", "cpu", "gat", "teacher", "normal"],
+        ["mcc,", "the", "mean", "over", "the", "test", "folders:", "higher", "is", "better"],
+    ]
+    found = strictly(said(capsys, "runs", "--json", *shelf.flags))[1]
+    assert [found[name] for name in ("dataset", "model", "size", "mode", "device")] == [
+        "synthetic", "vgae", "student", "autoencoder", "sim-64mib",
+    ]  # fmt: skip
+    assert found["score"] == {"metric": "mcc", "value": 0.35}
+    assert found["changed_settings"]["training.lr"] == {"value": 0.5, "default": 0.001}
+
+
+def test_the_best_are_those_of_each_data_set_in_the_direction_of_the_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shelf = Shelf(tmp_path)
+    for number, (name, loss) in enumerate([("synthetic", 0.5), ("synthetic_large", 0.1), ("synthetic", 0.3)]):
+        run = shelf.resolved("gat", "normal", dataset=name)
+        shelf.put(number, run, {"best_validation_loss": loss, "judgement": {"validation": {"mcc": 1 - loss}}})
+    shown = said(capsys, "runs", "--best", "best_validation_loss", *shelf.flags)
+    tables = shown.split(": best by best_validation_loss\n")
+    assert [re.findall(r"^0101\S+ +(\S+)", table, re.MULTILINE) for table in tables] == [[], ["0.3", "0.5"], ["0.1"]]
+    assert shown.count("best_validation_loss: lower is better") == 2
+    found = strictly(said(capsys, "runs", "--best", "validation.mcc", "--json", *shelf.flags))
+    assert [(one["dataset"], one["rank"], one["value"], one["higher_is_better"]) for one in found] == [
+        ("synthetic", 1, 0.7, True), ("synthetic", 2, 0.5, True), ("synthetic_large", 1, 0.9, True),
+    ]  # fmt: skip
 
 
 def test_a_limit_leaves_out_older_ones_and_says_so(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +130,7 @@ def test_json_has_everything_and_no_figure_that_is_none(runs: Runs, capsys: pyte
     assert (shown["run_id"], shown["state"], shown["key"]) == (path.name, "finished", KEY)
     assert (shown["best_validation_loss"], shown["restarts"], shown["step"]) == (None, 2, 40)
     assert shown["jobs"][0]["resources"] == {"mem": "1G"}
+    assert shown.pop("changed_settings") is None
     assert shown == strictly(said(capsys, "status", path.name, "--json", *runs.flags))
 
 
@@ -82,8 +138,8 @@ def test_the_best_comes_first(runs: Runs, capsys: pytest.CaptureFixture[str]) ->
     for number, loss in enumerate((0.5, 0.25, 0.75)):
         runs.add(number, {**RESULT, "best_validation_loss": loss})
     line = ("runs", "--best", "best_validation_loss", *runs.flags)
-    rows = said(capsys, *line).splitlines()[3:]
-    assert [row.split()[-1] for row in rows] == ["0.25", "0.5", "0.75"]
+    rows = said(capsys, *line).splitlines()[3:6]
+    assert [row.split()[1] for row in rows] == ["0.25", "0.5", "0.75"]
     assert [shown["value"] for shown in strictly(said(capsys, *line, "--json"))] == [0.25, 0.5, 0.75]
 
 
@@ -140,6 +196,7 @@ def test_a_damaged_result_is_answered_with_the_line_that_makes_it_again(
 ) -> None:
     path = runs.add(1)
     (path / "result.json").write_text("{")
+    assert "finished: but its result.json is damaged" in said(capsys, "status", path.name, *runs.flags)
     message = said(capsys, "evaluate", path.name, *runs.flags, code=2)
     assert f"\n  rm {path}/result.json; can-train resume {path}\n" in message
 
@@ -193,7 +250,7 @@ def test_the_table_fits_a_terminal_of_80_columns(runs: Runs) -> None:
         text = re.sub(r"\x1b\[[0-9;]*m", "", read_all(leader).decode())
     assert process.returncode == 0
     rows = [row for row in text.splitlines() if row.lstrip().startswith("0101-")]
-    assert [row.split()[1] for row in rows] == [KEY] * 3
+    assert [row.split()[-1] for row in rows] == [KEY] * 3
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -183,6 +183,7 @@ def test_a_dry_run_without_a_scheduler_says_what_would_be_started(
         (("--submit", "--runs-dir", "50%"), "Give another folder with --runs-dir"),
         (("--submit", "--account", "a\nb"), "one line of printable characters"),
         (("--submit", "--after", "nothing"), "There is no such run"),
+        (("--dry-run", "--start-from", "nothing"), "There is no such run"),
         (("--submit", "--device", "cuda", "--gpus", "0"), "Give --gpus 1"),
         (("--submit", "--dataset", "hcrl_ch"), "hcrl_ch must lie below the data root"),
     ],
@@ -204,6 +205,58 @@ def test_what_slurm_refuses_is_said_in_its_words_once(slurm: Path, capfd: pytest
     assert main((*TRAIN, "--submit")) == 2
     assert capfd.readouterr().err == "error: SLURM refused the job: Batch job submission failed: No.\n"
     assert [*(slurm / "runs").iterdir()] == []
+
+
+def test_a_submitted_run_goes_on_as_another_job_with_what_is_changed(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit(capsys, "--time", "90min")
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\n")
+    (run,) = Registry(slurm / "state").runs()
+    assert main(("resume", "last", "--epochs", "9", "--device", "cuda", "--json")) == 0
+    (job,) = json.loads(capsys.readouterr().out)["submitted"]
+    assert [job[name] for name in ("run_id", "path", "job_id", "executor")] == [run.run_id, run.path, "41", "slurm"]
+    config = plain_from_yaml((Path(run.path) / "config.yaml").read_text())
+    assert (config["training"]["epochs"], config["device"]) == (9, "cuda")
+    assert (slurm / "sent").read_text().count("#SBATCH --time=90\n") == 2
+
+
+def test_a_submitted_run_is_submitted_anew_with_the_flags_of_a_training_line(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = submit(capsys, "--time", "90min", "--set", "training.lr=0.5").split()[0]
+    changes = ("--epochs", "9", "--batch-size", "32", "--seed", "7", "--device", "cuda", "--time", "30min",
+               "--size", "student", "--set", "dataset.window=50", "--model-args", "hidden=8")  # fmt: skip
+    assert main(("resubmit", first, *changes, "--json")) == 0
+    (job,) = json.loads(capsys.readouterr().out)["submitted"]
+    assert job["run_id"] != first
+    config = plain_from_yaml(Path(job["path"], "config.yaml").read_text())
+    training = config["training"]
+    assert [training[name] for name in ("epochs", "batch_size", "seed", "lr")] == [9, 32, 7, 0.5]
+    assert (config["size"], config["model"]["hidden"], config["dataset"]["window"]) == ("student", 8, 50)
+    assert (slurm / "sent").read_text().count("#SBATCH --time=30\n") == 1
+    assert main(("resubmit", first)) == 0
+    assert "is the same, and is queued" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--epoch", "3"), "Nearest: --epochs"),
+        (("--epochs", "three"), "--epochs must be a whole number: 'three'"),
+        (("--model", "gta"), "Unknown model: 'gta'"),
+        (("--partition", "mian"), "nearest first: main"),
+        (("--start-from", "nothing"), "There is no such run"),
+        (("-q",), "--quiet is for what is printed here"),
+    ],
+)
+def test_what_a_run_cannot_be_submitted_anew_with_is_said(
+    slurm: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    first = submit(capsys, "--time", "90min").split()[0]
+    assert main(("resubmit", first, *arguments)) == 2
+    assert message in capsys.readouterr().err
+    assert len(Registry(slurm / "state").runs()) == 1
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from can_train.config.compose import RunRequest, resolve, with_changes
+from can_train.config.compose import RunRequest, changed_settings, resolve, resolve_again, with_changes
 from can_train.errors import ConfigError
 
 
@@ -49,3 +49,41 @@ def test_what_is_wrong_is_said(plain: dict[str, Any], text: str, message: str) -
 def test_a_setting_given_twice_is_an_error(plain: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="given twice"):
         with_changes(plain, ["cluster.mem=1G"], {"cluster.mem": "2G"})
+
+
+SETS = ("training.lr=0.5", "dataset.window=50", "model.hidden=8", "training.oom_retries=9")
+
+
+def again(chosen: dict[str, str], *sets: str) -> dict[str, Any]:
+    """Resolves a run like one with `SETS`; returns what differs from its presets, and what it is."""
+    plain = resolve(RunRequest(model="gat", dataset="synthetic", size="student", device="cpu", sets=SETS)).config
+    run = resolve_again(plain, RunRequest(model="", dataset="", sets=sets), chosen)
+    return {"key": run.key, "device": run.device} | {
+        name.rpartition(".")[2]: one["value"] for name, one in (changed_settings(run.config) or {}).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sets", "found"),
+    [
+        ({}, (), {"key": "synthetic_gat_student_normal", "lr": 0.5, "window": 50, "hidden": 8, "oom_retries": 9}),
+        ({"device": "cuda"}, ("training.lr=0.1",), {"device": "cuda", "lr": 0.1, "hidden": 8}),
+        ({"size": "teacher"}, (), {"key": "synthetic_gat_teacher_normal", "lr": 0.5, "window": 50}),
+        ({"model": "vgae"}, (), {"key": "synthetic_vgae_student_autoencoder", "lr": 0.5, "window": 50}),
+        ({}, ("model=vgae", "dataset.window=20"), {"key": "synthetic_vgae_student_autoencoder", "window": 20}),
+        ({"dataset": "hcrl_ch"}, (), {"key": "hcrl_ch_gat_student_normal", "window": 50, "hidden": 8}),
+        ({"memory": "tight"}, (), {"oom_retries": 5, "backoff_factor": 4.0, "lr": 0.5, "hidden": 8}),
+    ],
+)
+def test_what_was_set_stays_but_for_what_another_preset_replaces(
+    chosen: dict[str, str], sets: tuple[str, ...], found: dict[str, Any]
+) -> None:
+    changed = again(chosen, *sets)
+    assert found.items() <= changed.items()
+    assert ("hidden" in changed) == (not chosen.keys() & {"size", "model"} and "model=vgae" not in sets)
+    assert "stride" not in changed, "it follows the window"
+
+
+def test_another_model_that_there_is_not_lists_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="Unknown model: 'gta'"):
+        again({"model": "gta"})

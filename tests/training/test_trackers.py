@@ -4,15 +4,17 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from shutil import copy
+from time import monotonic, sleep
 
 import pytest
 
 from can_train.config.resolved import TRACKERS, PathSettings
 from can_train.errors import ConfigError
+from can_train.io.records import parse_object, text_or_nothing
 from can_train.training import trackers
 from can_train.training.trackers import (
     Figures,
@@ -89,6 +91,13 @@ def tracked_run(folder: Path) -> TrackedRun:
                       settings={"training": {"lr": 0.5}})  # fmt: skip
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = monotonic() + PATIENCE_S
+    while not condition():
+        assert monotonic() < deadline
+        sleep(0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_resumed_run_goes_on_without_a_step_twice(tmp_path: Path, folder: Path, name: str) -> None:
@@ -98,6 +107,9 @@ def test_a_resumed_run_goes_on_without_a_step_twice(tmp_path: Path, folder: Path
     with suppress(SystemExit), tracked(run, [name], notices) as (first,):
         for step in range(1, 6):
             first.track(step, {"train/loss": 1 / step})
+        # A person looks at it while it trains.
+        state = tmp_path / "run-1" / "trackers" / f"{name}.json"
+        wait_until(lambda: parse_object(text_or_nothing(state)).get("last_steps") == {"train/loss": 5})
         raise SystemExit(143)
     stopped = read_back(name, tmp_path / "run-1")
     with tracked(run, [name], notices) as (second,):

@@ -1,6 +1,6 @@
 """`can-train compare RUN RUN...`: settings that differ, scores by test folder, time and memory, side by side."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -9,7 +9,8 @@ import typer
 from can_train.cli.output import TextTable, duration, print_json, print_tables
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import by_test_set, higher_is_better, run_json
-from can_train.cli.show import flat_settings, memory_facts
+from can_train.cli.show import memory_facts
+from can_train.config.resolved import flat_settings
 from can_train.errors import ConfigError
 from can_train.io.units import size_text
 from can_train.slurm.status import RunStatus, run_statuses
@@ -22,7 +23,7 @@ _BEST: Final = "*"  # after the best of several scores
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ComparedRun:
+class ComparedRun:
     """A run beside others.
 
     Attributes:
@@ -55,22 +56,36 @@ def compare(
     if len(known) < 2:
         raise ConfigError("A run is compared with others", value=" ".join(runs),
                           remedy="Name two runs or more; can-train runs lists them")  # fmt: skip
-    compared = [
-        _ComparedRun(
+    compared = compared_runs(run_statuses(known.values(), locator.registry))
+    if as_json:
+        print_json(_json(compared))
+    else:
+        print_tables(comparison_tables(compared))
+
+
+def compared_runs(runs: Iterable[RunStatus]) -> list[ComparedRun]:
+    """Reads what runs are compared by.
+
+    Raises:
+        RunError: A run's configuration cannot be read.
+    """
+    return [
+        ComparedRun(
             name=short_name(found.known.run_id),
             found=found,
             settings=flat_settings(found.known.folder.config()),
             memory=memory_facts(found.known.folder, found.facts.result or {}),
         )
-        for found in run_statuses(known.values(), locator.registry)
+        for found in runs
     ]
-    if as_json:
-        print_json(_json(compared))
-    else:
-        print_tables([_course_table(compared), _settings_table(compared), *_score_tables(compared)])
 
 
-def _json(compared: Sequence[_ComparedRun]) -> dict[str, Any]:
+def comparison_tables(compared: Sequence[ComparedRun]) -> list[TextTable]:
+    """Makes the tables that show runs side by side."""
+    return [_course_table(compared), _settings_table(compared), *_score_tables(compared)]
+
+
+def _json(compared: Sequence[ComparedRun]) -> dict[str, Any]:
     runs = [
         {
             **run_json(one.found),
@@ -89,7 +104,7 @@ def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: found for name, found in values.items() if any(one != found[0] for one in found)}
 
 
-def _course_table(compared: Sequence[_ComparedRun]) -> TextTable:
+def _course_table(compared: Sequence[ComparedRun]) -> TextTable:
     """Makes the table of what the runs are, and what time and memory they took."""
     facts = [run_json(one.found) for one in compared]
     peaks = [one.memory["peak_bytes"] for one in compared]
@@ -110,14 +125,14 @@ def _course_table(compared: Sequence[_ComparedRun]) -> TextTable:
     return _table("Runs", "", compared, rows, notes=keys)
 
 
-def _settings_table(compared: Sequence[_ComparedRun]) -> TextTable:
+def _settings_table(compared: Sequence[ComparedRun]) -> TextTable:
     differing = differences([one.settings for one in compared])
     rows = {name: [_NONE if value in (None, "") else str(value) for value in values]
             for name, values in differing.items()}  # fmt: skip
     return _table("Settings that differ", "setting", compared, rows, notes=() if rows else ("none",))
 
 
-def _score_tables(compared: Sequence[_ComparedRun]) -> list[TextTable]:
+def _score_tables(compared: Sequence[ComparedRun]) -> list[TextTable]:
     """Makes a table of each metric that a run has: a row for each test folder."""
     tables = []
     for metric in _METRICS:
@@ -142,7 +157,7 @@ def _score_cells(values: Sequence[float | None], *, highest: bool) -> list[str]:
 
 
 def _table(
-    title: str, heading: str, compared: Sequence[_ComparedRun], rows: Mapping[str, Sequence[str]], notes: Sequence[str]
+    title: str, heading: str, compared: Sequence[ComparedRun], rows: Mapping[str, Sequence[str]], notes: Sequence[str]
 ) -> TextTable:
     columns = (heading, *(one.name for one in compared))
     return TextTable(title, columns, [(name, *cells) for name, cells in rows.items()], notes)

@@ -1,5 +1,5 @@
-"""`can-train factors`: shows the safety factors that were learned, and resets, pins, exports and imports them. Each
-action writes at most one event, refreshes the export, and reports what it did in words or as JSON.
+"""`can-train factors`: shows the safety factors that were learned, and resets, pins, exports, imports and draws them.
+Each action writes at most one event, refreshes the export, and reports what it did in words or as JSON.
 """
 
 import sys
@@ -21,7 +21,7 @@ from can_train.cli.factors_tables import (
     shown_device,
 )
 from can_train.cli.output import print_json, print_tables
-from can_train.errors import ConfigError, StateError, nearest_first, unknown_name
+from can_train.errors import ConfigError, StateError, as_typed, nearest_first, unknown_name
 from can_train.factors.exchange import make_export
 from can_train.factors.observations import read_records
 from can_train.factors.policies import POLICIES
@@ -57,6 +57,9 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
     replay: Annotated[
         str | None, typer.Option(help=f"What another policy would have done: {', '.join(POLICIES)}.", metavar="POLICY")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw factors and peaks of KEY's runs into FILE.svg.", metavar="FILE")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Kind of device, as v100-16gb.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --reset.")] = False,
@@ -70,7 +73,8 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
         if value == "":
             raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
     asked = {"reset": reset, "pin": pin is not None, "unpin": unpin, "export": export is not None,
-             "import": import_file is not None, "replay": replay is not None, "show": show}  # fmt: skip
+             "import": import_file is not None, "replay": replay is not None, "plot": plot is not None,
+             "show": show}  # fmt: skip
     actions = [name for name, is_given in asked.items() if is_given]
     if len(actions) > 1:
         switches = " and ".join(f"--{name}" for name in actions)
@@ -86,6 +90,8 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
         result = _unpin(store, key, device)
     elif export is not None:
         result = _export(store, key, device, export)
+    elif plot is not None:
+        result = _plot(store, key, device, plot)
     elif import_file is not None:
         result = _import(store, key, device, import_file)
     else:
@@ -104,7 +110,8 @@ def _print_summaries(store: FactorStore, key: str | None, device: str | None, *,
         tables = [factors_table(summaries, record_notes(records))]
         print_tables(tables + [table for summary in summaries if show for table in runs_tables(summary)])
     else:
-        print("\n".join([f"Nothing has been learned yet in {store.state}.", *record_notes(records), _NEXT]))
+        lines = [f"Nothing has been learned yet in {store.state}.", *record_notes(records), _NEXT]
+        print(as_typed("\n".join(lines)))
 
 
 def _print_replay(store: FactorStore, key: str | None, device: str | None, name: str, *, as_json: bool) -> None:
@@ -217,6 +224,33 @@ def _export(store: FactorStore, key: str | None, device: str | None, file: str) 
         raise ConfigError("The export cannot be written", value=f"{file}: {error}", remedy=remedy) from error
     values = {"config_keys": list(export), "file": file}
     return ActionResult(f"{counted(len(export), 'key')} exported to {file}.", values)
+
+
+def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -> ActionResult:
+    from can_train.cli.charts import svg_file
+    from can_train.cli.report_figures import factor_chart
+
+    if key is None:
+        raise ConfigError("--plot needs a KEY", remedy="can-train factors lists keys")
+    if file.suffix.lower() != ".svg":
+        raise ConfigError("A plot is written as SVG", value=str(file), remedy="Name a file that ends in .svg")
+    # A factor that was pinned or imported for any device has no runs.
+    found = [summary for summary in find_summaries(store.records(), key, device) if summary.runs]
+    if len(found) > 1:
+        devices = ", ".join(summary.device for summary in found)
+        remedy = f"Add --device {found[0].device}"
+        raise ConfigError("A plot has the runs of one kind of device", value=devices, remedy=remedy)
+    chart = factor_chart(found[0]) if found else None
+    if chart is None:
+        raise ConfigError("No run has taught anything yet", value=key, remedy="Train first: every run teaches")
+    try:
+        write_text_atomic(file, svg_file(chart))
+    except OSError as error:
+        raise ConfigError("The plot cannot be written", value=f"{file}: {error.strerror}",
+                          remedy="Name a file in a folder that you may write to") from error  # fmt: skip
+    count = counted(len(found[0].runs), "run")
+    values = {"config_key": found[0].key, "device": found[0].device, "runs": len(found[0].runs), "file": str(file)}
+    return ActionResult(f"{count} of {found[0].key} on {shown_device(found[0].device)} drawn in {file}.", values)
 
 
 def _import(store: FactorStore, key: str | None, device: str | None, file: Path) -> ActionResult:

@@ -1,11 +1,8 @@
-"""Tables, plots and JSON of learned factors. Plots are of plain characters, so that every terminal, pipe and file shows
-them alike.
-"""
+"""Tables and JSON of learned factors."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import pairwise
 from typing import Any, Final
 
 from can_train.cli.output import TextTable
@@ -13,76 +10,6 @@ from can_train.factors.exchange import run_notes
 from can_train.factors.observations import ANY_DEVICE, Records
 from can_train.factors.store import Replay
 from can_train.factors.summary import FactorSummary
-
-# Characters of the widest line: with an indent of two, a little less than the narrowest terminal in use.
-PLOT_COLUMNS: Final = 76
-_LABEL: Final = "{:>4.0%} |"
-_LABEL_COLUMNS: Final = 6
-# Share of the capacity, or of the tuned limit, that one line stands for.
-_STEP: Final = 0.05
-# Columns of a run where there is room: a few runs should not lie at the ends of a long line.
-_WIDEST_RUN: Final = 4
-_FACTOR, _PEAK, _BOTH, _OUT_OF_MEMORY, _TARGET = "f", "o", "*", "X", "-"
-
-
-@dataclass(frozen=True)
-class PlotPoint:
-    """One run."""
-
-    factor: float  # in force
-    peak: float | None  # ÷ capacity; None where nothing was measured
-    ran_out: bool  # of memory
-
-
-def plot_lines(points: Sequence[PlotPoint], *, target: float, columns: int = PLOT_COLUMNS) -> list[str]:
-    """Draws factor and peak of the runs from left to right; no runs give no lines.
-
-    A history too long for the line is thinned: each column then stands for several runs and shows their last factor,
-    their highest peak, and an out-of-memory if there was one.
-
-    Args:
-        points: The runs, oldest first.
-        target: Peak to reach, as a share of the capacity.
-        columns: Characters of the longest line.
-    """
-    if not points:
-        return []
-    room = columns - _LABEL_COLUMNS
-    thinned = list(points)
-    if len(points) > room:
-        thinned = []
-        for begin, end in pairwise(index * len(points) // room for index in range(room + 1)):
-            part = points[begin:end]
-            peak = max((point.peak for point in part if point.peak is not None), default=None)
-            thinned.append(PlotPoint(part[-1].factor, peak, any(point.ran_out for point in part)))
-    spacing = max(min(room // len(thinned), _WIDEST_RUN), 1)
-    lowest = min([target, *(share for point in thinned for share in (point.factor, point.peak or 1.0))])
-    lines = []
-    for row in range(_row(1.0), _row(lowest) - 1, -1):
-        empty = _TARGET if row == _row(target) else " "
-        cells = [_mark(point, row).replace(" ", empty).ljust(spacing, empty) for point in thinned]
-        lines.append((_LABEL.format(row * _STEP) + "".join(cells)).rstrip())
-    caption = f"{len(points)} runs, oldest first" if len(points) > 1 else "1 run"
-    if len(thinned) < len(points):
-        caption += f"; up to {-(-len(points) // len(thinned))} of them in a column"
-    legend = (
-        f"{_PEAK} peak  {_FACTOR} factor  {_BOTH} both  {_OUT_OF_MEMORY} out of memory  {_TARGET} target {target:.0%}"
-    )
-    axis = " " * (_LABEL_COLUMNS - 1) + "+" + "-" * (len(thinned) * spacing)
-    return [*lines, axis, *(" " * _LABEL_COLUMNS + text for text in (caption, legend))]
-
-
-def _row(share: float) -> int:
-    return round(min(share, 1.0) / _STEP)
-
-
-def _mark(point: PlotPoint, row: int) -> str:
-    # An out-of-memory is a peak above everything, whatever was measured before it.
-    peak = _row(1.0) if point.ran_out else None if point.peak is None else _row(point.peak)
-    if row == peak:
-        return _OUT_OF_MEMORY if point.ran_out else _BOTH if row == _row(point.factor) else _PEAK
-    return _FACTOR if row == _row(point.factor) else " "
-
 
 _COLUMNS: Final = (
     "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",
@@ -123,13 +50,12 @@ def _reasons(summary: FactorSummary) -> Iterator[str]:
 
 
 def runs_tables(summary: FactorSummary) -> list[TextTable]:
-    """Makes the list of a configuration's runs on one kind of device, oldest first, with their plot; then one list for
-    each of the other settings. Without a run there is no list.
+    """Makes the list of a configuration's runs on one kind of device, oldest first; then one list for each of the other
+    settings. Without a run there is no list.
     """
     if not (summary.all_runs or summary.other_settings):
         return []
-    points = [PlotPoint(run.factor, run.peak, run.ran_out_of_memory) for run in summary.runs]
-    notes = plot_lines(points, target=summary.aim)
+    notes = []
     name = f"{summary.key} on {shown_device(summary.device)}"
     if summary.aim_reason:
         notes.append(f"aims at {summary.aim:.1%} instead of {summary.target:.1%}: {summary.aim_reason}")

@@ -1,7 +1,9 @@
 """The command line: finds the command, checks how its flags are spelt, turns errors into messages and exit codes."""
 
 import io
+import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +14,15 @@ from typer.core import TyperCommand
 
 from can_train import __version__
 from can_train.config.settings import canonical_name
-from can_train.errors import CanTrainError, ConfigError, nearest_first, of_system, unknown_name
+from can_train.errors import (
+    CanTrainError,
+    ConfigError,
+    as_typed,
+    command_name,
+    nearest_first,
+    of_system,
+    unknown_name,
+)
 
 _HELP: Final = """Launches PyTorch training that fits in GPU memory. A command line that starts with an option trains:
 
@@ -24,19 +34,20 @@ _COMMANDS: Final = {
     "demo": "see in a minute what happens when memory runs short",
     "doctor": "check what a training needs: GPU, SLURM, data, versions",
     "factors": "what earlier runs taught; reset, pin, export, import it",
-    "runs": "all runs with their states; --best METRIC ranks them",
+    "runs": "runs by data set, with scores; --best METRIC ranks them",
     "show": "its scores, plan, memory and settings, and how to go on",
     "compare": "two runs or more side by side: settings, scores, memory",
+    "report": "one HTML file about runs: curves, loss, memory, settings",
     "status": "what state a run is in and why; its jobs and attempts",
     "logs": "what a run prints; -f follows it to its end",
     "cancel": "stop a run, which saves itself first",
-    "resume": "continue a run from its last checkpoint",
-    "evaluate": "judge a finished run on its own data, or on others: --dataset",
-    "resubmit": "a new run with other settings: --set training.lr=0.01",
+    "resume": "continue a run, also beyond its end: --epochs N",
+    "evaluate": "judge a finished run on its own data or others: --dataset",
+    "resubmit": "a new run like it with other settings: --lr 0.01",
     "pipeline": "several runs, each building on those before it",
     "completion": "make bash, zsh or fish complete commands, flags and runs",
 }
-_ARGUMENTS: Final = {"factors": "[KEY]", "compare": "RUNS", "completion": "SHELL"} | dict.fromkeys(
+_ARGUMENTS: Final = {"factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL"} | dict.fromkeys(
     ("show", "status", "logs", "cancel", "resume", "evaluate", "resubmit"), "RUN"
 )
 
@@ -58,7 +69,8 @@ _SUGGESTIONS: Final = 5
 _BROKEN_PIPE: Final = 128 + 13  # the exit code of a process that SIGPIPE ends
 
 # What Typer says of a value of the wrong type, and what can-train says.
-_WORDINGS: Final = {"Input should be": "must be", "a valid integer": "a whole number", "a valid number": "a number",
+_WORDINGS: Final = {"Input should be": "must be", "a valid integer range": "a whole number",
+                    "a valid integer": "a whole number", "a valid number": "a number",
                     "greater than or equal to": "at least", "less than or equal to": "at most"}  # fmt: skip
 
 
@@ -91,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     except CanTrainError as error:
         if debug:
             raise
-        return _print_error(error)
+        return _print_error(error, as_json="--json" in arguments)
     except BrokenPipeError:
         # The reader of the output has gone (`| head`): nobody is left to tell.
         _discard_output()
@@ -100,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
         correctable = of_system(error)
         if debug or correctable is None:
             raise
-        return _print_error(correctable)
+        return _print_error(correctable, as_json="--json" in arguments)
     return status
 
 
@@ -115,7 +127,7 @@ def _run_command(arguments: Sequence[str]) -> int:
     if name not in ("train", *_COMMANDS, _JOB_COMMAND):
         raise unknown_name("command", name, ("train", *_COMMANDS))
     try:
-        _parser(name)(words, prog_name="can-train" if name == "train" else f"can-train {name}")
+        _parser(name)(words, prog_name=command_name() if name == "train" else f"{command_name()} {name}")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
@@ -123,7 +135,7 @@ def _run_command(arguments: Sequence[str]) -> int:
 
 def _parser(name: str) -> Any:
     """Makes the parser of one command, which runs it."""
-    training: dict[str, Any] = {"help": _HELP, "epilog": _OTHER_COMMANDS} if name == "train" else {}
+    training: dict[str, Any] = {"help": as_typed(_HELP), "epilog": _OTHER_COMMANDS} if name == "train" else {}
     # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(cls=Command, **training)(_load_command(name))
@@ -170,6 +182,10 @@ def _load_command(name: str) -> Callable[..., None]:
             from can_train.cli.compare import compare
 
             return compare
+        case "report":
+            from can_train.cli.report import report
+
+            return report
         case "logs":
             from can_train.cli.logs import logs
 
@@ -179,9 +195,9 @@ def _load_command(name: str) -> Callable[..., None]:
 
             return cancel
         case "resume" | "resubmit":
-            from can_train.cli.resume import resubmit, resume
+            from can_train.cli.resume import make_resubmit_command, resume
 
-            return resume if name == "resume" else resubmit
+            return resume if name == "resume" else make_resubmit_command()
         case "evaluate":
             from can_train.cli.evaluate import evaluate
 
@@ -196,9 +212,11 @@ def _load_command(name: str) -> Callable[..., None]:
             return after_job if name == _JOB_COMMAND else make_train_command()
 
 
-def _print_error(error: CanTrainError) -> int:
+def _print_error(error: CanTrainError, *, as_json: bool) -> int:
     print(f"error: {error}", file=sys.stderr)
     try:
+        if as_json and not error.in_json:
+            print(json.dumps({"error": error.to_plain()}, indent=2, ensure_ascii=False))
         sys.stdout.flush()
     except OSError:
         _discard_output()
@@ -306,7 +324,8 @@ class Command(TyperCommand):
         if not error.message:
             more = ": can-train runs lists them" if name == "RUN" else f". {see_help}"
             return ConfigError(f"{name} is missing", remedy=f"Name one{more}")
-        rule = error.message.partition(",")[0].rstrip(".")
+        # With Click's parser, which older versions of Typer have, the value comes first.
+        rule = re.sub(r"^'.*' is not (?=a valid )", "must be ", error.message.partition(",")[0].rstrip("."))
         for theirs, ours in _WORDINGS.items():
             rule = rule.replace(theirs, ours)
         return ConfigError(f"{name} {rule}", value=repr(given.get(name, "")), remedy=see_help)

@@ -89,9 +89,10 @@ def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> 
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    # Without markup: brackets in a cell are its own.
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=pipe_columns)
+        console = Console(highlight=False, markup=False, width=pipe_columns)
     for table in tables:
         console.print()
         console.print(Text(table.title, style="bold"))
@@ -99,14 +100,15 @@ def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> 
         widths = [max((len(row[index]) for row in table.rows), default=0) for index in range(len(table.columns))]
         narrowest = [width if index == 0 else min(width, _WRAPPED_FROM) for index, width in enumerate(widths)]
         needed = [max(len(name), width) for name, width in zip(table.columns, narrowest, strict=True)]
-        # Lines between the columns take a second space.
-        gaps = (len(needed) - 1) * (2 if console.is_terminal else 1)
+        # A line below the headings takes a second space between columns.
+        gaps = len(needed) - 1
         if sum(needed) + gaps <= console.width:
-            console.print(_rich_table(table, widths, lines=console.is_terminal))
+            lines = console.is_terminal and sum(needed) + 2 * gaps <= console.width
+            console.print(_rich_table(table, widths, lines=lines))
         else:
             _print_paragraphs(table, widths, console)
         for note in table.notes:
-            console.print(Text(wrapped(_GAP + note, console.width)))
+            console.print(Text(wrapped(_GAP + note, console.width if console.is_terminal else COLUMNS)))
 
 
 def print_judgement(summary: Sequence[Table], tables: Sequence[Table], verbosity: Verbosity) -> None:

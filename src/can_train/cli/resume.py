@@ -1,44 +1,92 @@
-"""`can-train resume RUN`: continues a run from its last checkpoint, bit by bit: where it ran before, or here. And
-`can-train resubmit RUN`: a new run with its configuration and some changes.
+"""`can-train resume RUN`: continues a run from its last checkpoint, where it ran before, or here; for longer, on
+another device, with a log that has moved. And `can-train resubmit RUN`: a new run like it, with some changes.
 """
 
-from typing import Annotated, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.cli.output import Quiet, Verbose, Verbosity, print_note
-from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
-from can_train.errors import RunError
+from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_json, print_note
+from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
+from can_train.cli.train_options import OPTIONS, Flags, make_command, make_request, split_names
+from can_train.config.resolved import user_file
+from can_train.errors import ConfigError, RunError
 from can_train.slurm.run_state import FINISHED
+
+if TYPE_CHECKING:
+    from can_train.slurm.status import RunStatus
+    from can_train.training.run_folder import JobRecord
+
+_CHOICES: Final = ("model", "dataset", "mode", "size", "memory", "task", "cluster", "device")
+_AS_BEFORE: Final = {
+    "device": (str | None, None, "auto, cpu, cuda, cuda:1; a simulated GPU: sim:2GiB. [as before]"),
+    "submit": (bool, False, "Train in the background; without, where the other run was trained."),
+    "runs_dir": (str | None, None, "Folder of run folders: where the other run is, and the new one will be. [runs]"),
+}
 
 
 def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     run: Run,
     here: Annotated[bool, typer.Option("--here", help="Train in this process, wherever the run was before.")] = False,
     *,
+    epochs: Annotated[
+        str | None, typer.Option(help="Go on until so many epochs are done, also after the end.", metavar="INTEGER")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Go on with another device. The batch stays, and is cut as that one needs.")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Where the run's data are now; their content is compared.", metavar="PATH")
+    ] = None,
+    as_json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
     """Continue a run from its last checkpoint, where it ran before: one of SLURM is submitted again."""
+    for name, value in {"epochs": epochs, "device": device, "dataset": dataset}.items():
+        if value == "":
+            raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
     locator = RunLocator(runs_dir, state_dir)
     found = locator.status(locator.find(run))
+    _check_state(found, run)
+    if not found.state.certain and not quiet:
+        print_note(str(found.state))
+    from can_train.training.resume import ResumeRequest, change_run
+
+    folder, jobs = found.known.folder, found.facts.jobs
+    in_slurm = not here and bool(jobs) and jobs[-1].executor == "slurm"
+    if device is not None and not in_slurm:
+        from can_train.memory.meters import resolve_device
+
+        resolve_device(device)
+    request = ResumeRequest(epochs=epochs, device=device, dataset=dataset)
+    changed = change_run(folder, request, make_reporter(verbosity))
+    for sentence in () if quiet else changed:
+        print_note(sentence)
+    goes_on = found.facts.result is not None and folder.result() is None
+    if in_slurm and (goes_on or found.state.state != FINISHED):
+        _print_job(_submit_again(found, locator), found, as_json=as_json)
+        return
+    from can_train.cli.train import continue_run
+
+    continue_run(folder, verbosity, as_json=as_json)
+
+
+def _check_state(found: "RunStatus", name: str) -> None:
+    """Raises RunError where a run cannot go on, or goes on by itself."""
     if not found.facts.has_folder:
         raise RunError("A run goes on from what is in its folder", value=f"{found.known.folder.path} is gone",
                        remedy="Train anew")  # fmt: skip
     if found.state.live and found.state.certain:
-        raise RunError("A run that is queued or running goes on by itself", value=str(found.state),
-                       remedy=f"Follow it with can-train logs {run} -f, or end it: can-train cancel {run}")  # fmt: skip
-    if not found.state.certain and not quiet:
-        print_note(str(found.state))
-    jobs = found.facts.jobs
-    if here or found.state.state == FINISHED or not jobs or jobs[-1].executor != "slurm":
-        from can_train.cli.train import continue_run
+        remedy = f"Follow it with can-train logs {name} -f, or end it: can-train cancel {name}"
+        raise RunError("A run that is queued or running goes on by itself", value=str(found.state), remedy=remedy)
 
-        continue_run(found.known.folder, verbosity)
-        return
+
+def _submit_again(found: "RunStatus", locator: RunLocator) -> "JobRecord":
     from can_train.cli.submit import submit_again
     from can_train.cli.train import continue_in_job
     from can_train.config.compose import from_plain
@@ -48,46 +96,53 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     settings = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
     submission = Submission(name=settings.key, state_dir=locator.state_folder, reason="resumed")
-    job = submit_again(continue_in_job, folder, settings, submission)
-    print(f"Run {job.run_id} goes on as job {job.job_id}.")
+    return submit_again(continue_in_job, folder, settings, submission)
 
 
-_OF_NEW_JOB: Final = "Of the new job; as before without."
+def _print_job(job: "JobRecord", found: "RunStatus", *, as_json: bool) -> None:
+    from can_train.cli.submit import job_json
+
+    if as_json:
+        print_json({"submitted": [job_json(job, found.known.folder)], "identical": []})
+    else:
+        print(f"Run {job.run_id} goes on as job {job.job_id}.")
 
 
-def resubmit(  # noqa: PLR0913 - Typer makes an option of each argument
-    run: Run,
-    *,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="What is to differ, in Hydra's grammar. Repeatable.", metavar="GROUP.KEY=VALUE"),
-    ] = None,
-    partition: Annotated[str | None, typer.Option(help=_OF_NEW_JOB)] = None,
-    time: Annotated[str | None, typer.Option(help=_OF_NEW_JOB)] = None,
-    mem: Annotated[str | None, typer.Option(help=_OF_NEW_JOB)] = None,
-    gpus: Annotated[str | None, typer.Option(help=_OF_NEW_JOB)] = None,
-    force: Annotated[bool, typer.Option("--force", help="Also if an identical run is there already.")] = False,
-    runs_dir: RunsDir = "runs",
-    state_dir: StateDir = None,
-) -> None:
-    """Start a new run with another's configuration and some changes, where that one ran."""
-    locator = RunLocator(runs_dir, state_dir)
-    found = locator.status(locator.find(run))
-    from can_train.cli.train import continue_in_job, train_run
-    from can_train.config.compose import RunRequest, with_changes
+def make_resubmit_command() -> Callable[..., None]:
+    """Makes the command `resubmit`."""
+    return make_command({**OPTIONS, **_AS_BEFORE}, _resubmit, prerequisites=True, run=Run)
+
+
+def _resubmit(flags: Flags) -> None:
+    """Start a new run like another one, with what the flags of a training line say otherwise.
+
+    It is trained where the other one was. What was set for that stays, but for what belongs to a preset that another
+    takes the place of: settings of the model, for another model.
+    """
+    from can_train.cli.train import check_train_flags, start_runs
+
+    locator = RunLocator(flags["runs_dir"] or user_file().values.get("runs_dir", "runs"), flags["state_dir"])
+    found = locator.status(locator.find(flags["run"]))
+    is_new_there = flags["submit"] and not found.facts.jobs
+    flags["submit"] = flags["submit"] or bool(found.facts.jobs)
+    check_train_flags(flags)
+    request = make_request({**flags, "device": flags["device"] or "auto"}, model="", dataset="", mode=None, size=None)
+    chosen = {name: flags[name] for name in _CHOICES if flags[name]}
+    if is_new_there:
+        chosen["cluster"] = request.cluster
+    from dataclasses import replace
+
+    from can_train.config.compose import preset_request, resolve_again
+    from can_train.config.resolved import with_absolute_paths
     from can_train.slurm.past_runs import PastRuns, resolve_prerequisites
 
-    given = {"partition": partition, "time": time, "mem": mem, "gpus": gpus}
-    values = {f"cluster.{name}": value for name, value in given.items() if value is not None}
     # Not where it was written down: the registry that was asked is the one that gets the new run.
-    values["paths.state_dir"] = str(locator.state_folder)
-    new = with_changes(found.known.folder.config(), set_ or (), values)
+    values: dict[str, Any] = {**request.values, "paths.state_dir": str(locator.state_folder)}
+    new = with_absolute_paths(resolve_again(found.known.folder.config(), replace(request, values=values), chosen))
+    after = split_names(flags["after"]) if flags["after"] else ()
     # The runs that it builds on may have been changed, or be gone.
-    data = RunRequest(model=new.model_name, dataset=new.dataset.path or new.dataset.name, device=new.device)
-    new = resolve_prerequisites(new, data, PastRuns(locator.state_folder, locator.runs_dir))[0]
-    if not found.facts.jobs:
-        train_run(new)
-        return
-    from can_train.cli.submit import submit_runs
-
-    submit_runs(continue_in_job, [new], force=force)
+    data = replace(preset_request(new.config), device=new.device)
+    new, notices = resolve_prerequisites(new, data, PastRuns(locator.state_folder, locator.runs_dir, after))
+    for notice in () if flags["quiet"] else notices:
+        print_note(notice)
+    start_runs([new], flags, after)

@@ -10,10 +10,20 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.output import TextTable, duration, finite, local_time, print_json, print_tables, seconds_between
+from can_train.cli.output import (
+    TextTable,
+    duration,
+    finite,
+    local_time,
+    print_json,
+    print_tables,
+    print_wrapped,
+    seconds_between,
+)
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
-from can_train.errors import ConfigError, unknown_name
+from can_train.errors import ConfigError, RunError, as_typed, unknown_name
 from can_train.io.records import is_file
+from can_train.reporter import COLUMNS
 from can_train.slurm.run_state import QUEUED, RUNNING, infer_attempt_state, live_row
 from can_train.slurm.status import RunStatus, run_logs, run_statuses
 from can_train.training.run_folder import name_to_type, short_name
@@ -22,20 +32,26 @@ _LIMIT: Final = 20  # runs that are listed unless more are asked for: what fits 
 _WATCH_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
 _CLEAR: Final = "\x1b[H\x1b[2J"  # control sequence that empties a terminal
 
-_COLUMNS: Final = ("run", "configuration", "state", "time", "epoch", "loss")
+_COLUMNS: Final = ("run", "state", "time", "device", "score", "trained")
 """They fit a terminal of 80 columns; steps and all else are in `status` and in the JSON."""
+_UNKNOWN: Final = "unknown data set"  # of a run whose configuration cannot be read
+_SCORES: Final = ("mcc", "best_validation_loss")
+"""Metrics, of which the first that a result has is its score in a list."""
+_LISTED_SETTINGS: Final = 6  # changed settings that a list has of a run
 
 
 def runs(  # noqa: PLR0913 - Typer makes an option of each argument
     *,
     limit: Annotated[int, typer.Option(help="Newest runs that are listed; 0: all.", min=0)] = _LIMIT,
-    best: Annotated[str | None, typer.Option(help="Rank finished runs by a metric: mcc.", metavar="METRIC")] = None,
+    best: Annotated[
+        str | None, typer.Option(help="Rank finished runs by a metric, each data set by itself: mcc.", metavar="METRIC")
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Look again every few seconds, until Ctrl-C.")] = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """List runs, the newest first, with what became of them."""
+    """List runs by data set, the newest first, with what became of them and what was set for them."""
     if watch and (as_json or best is not None):
         other = "--json" if as_json else "--best"
         raise ConfigError("--watch shows the table", value=f"--watch {other}", remedy="Give one of them")
@@ -45,7 +61,7 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
     elif watch:
         _watch(locator, limit)
     elif as_json:
-        print_json([run_json(each) for each in _newest(locator, limit)[0]])
+        print_json([_listed_json(each) for each in _newest(locator, limit)[0]])
     else:
         _print_runs(*_newest(locator, limit), locator)
 
@@ -57,7 +73,7 @@ def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_
     if as_json:
         print_json(run_json(found))
         return
-    print("\n".join(_status_lines(found)))
+    print(as_typed("\n".join(_status_lines(found))))
     print_tables(_history_tables(found))
 
 
@@ -71,23 +87,106 @@ def _newest(locator: RunLocator, limit: int) -> tuple[list[RunStatus], int]:
 def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) -> None:
     if not statuses:
         print(f"No run is there yet, neither in {locator.runs_dir} nor in the state folder.")
-        print("can-train --help shows how to start one.")
+        print(as_typed("can-train --help shows how to start one."))
         return
-    rows = []
+    tables = []
+    for name, group in _by_data_set(statuses).items():
+        scores = [score(_result(each)) for each in group]
+        rows = [_row(each, mine) for each, mine in zip(group, scores, strict=True)]
+        metrics = dict.fromkeys(mine[0] for mine in scores if mine is not None)
+        tables.append(TextTable(name, _COLUMNS, rows, [_meaning(metric) for metric in metrics]))
+    print_tables(tables, pipe_columns=COLUMNS)
+    if older:
+        print_wrapped(f"{older} older: can-train runs --limit {older + len(statuses)}")
+
+
+def _by_data_set(statuses: Sequence[RunStatus]) -> dict[str, list[RunStatus]]:
+    """Groups runs by the data set that they were trained on; logs of one name in several places are several."""
+    groups: dict[tuple[str, str], list[RunStatus]] = {}
     for each in statuses:
-        seconds, loss = _seconds(each), each.progress.best_validation_loss
-        epoch, epochs = each.progress.epoch, each.progress.epochs
-        rows.append((
-            short_name(each.known.run_id),
-            each.known.record.key,
-            each.state.label,
-            # In its largest unit only.
-            " ".join(duration(seconds).split()[:2]) if seconds is not None else "",
-            _done_of(0 if epoch is None and epochs else epoch, epochs),
-            f"{loss:.3g}" if loss is not None else "",
-        ))  # fmt: skip
-    notes = [f"{older} older: can-train runs --limit {older + len(statuses)}"] if older else []
-    print_tables([TextTable("Runs", _COLUMNS, rows, notes)])
+        data = _group(_config(each), "dataset")
+        groups.setdefault((str(data.get("name") or _UNKNOWN), str(data.get("path") or "")), []).append(each)
+    names = [name for name, _ in groups]
+    return {f"{name} ({path})" if names.count(name) > 1 and path else name: group
+            for (name, path), group in groups.items()}  # fmt: skip
+
+
+def _row(each: RunStatus, mine: tuple[str, float] | None) -> tuple[str, ...]:
+    seconds, epoch, epochs = _seconds(each), each.progress.epoch, each.progress.epochs
+    done = f" {_done_of(epoch or 0, epochs)}" if each.state.live and epochs else ""
+    return (
+        short_name(each.known.run_id),
+        f"{each.state.label}{done}",
+        # In its largest unit only.
+        " ".join(duration(seconds).split()[:2]) if seconds is not None else "",
+        _device(each),
+        f"{mine[1]:.3f}" if mine is not None else "",
+        _trained(each),
+    )
+
+
+def _trained(each: RunStatus) -> str:
+    """Writes what was trained, and below it the settings that are not the presets'."""
+    config = _config(each)
+    words = [config.get("model_name"), config.get("size"), _group(config, "mode").get("name")]
+    changed = [f"{name.rpartition('.')[2]}={_short(one['value'])}" for name, one in (_changed(each) or {}).items()]
+    more = f" and {len(changed) - _LISTED_SETTINGS} more" if len(changed) > _LISTED_SETTINGS else ""
+    what = " ".join(filter(None, words)) if all(words[::2]) else each.known.record.key
+    return "\n".join(filter(None, [what, " ".join(changed[:_LISTED_SETTINGS]) + more]))
+
+
+def _short(value: Any) -> str:
+    # Of a folder of another run its short name.
+    return short_name(value.rpartition("/")[2]) if isinstance(value, str) and "/" in value else str(value)
+
+
+def _changed(each: RunStatus) -> dict[str, dict[str, Any]] | None:
+    # Hydra is imported with it.
+    from can_train.config.compose import changed_settings
+
+    return finite(changed_settings(_config(each)))  # type: ignore[no-any-return]
+
+
+def _config(each: RunStatus) -> Mapping[str, Any]:
+    """Returns a run's configuration, empty if it cannot be read."""
+    try:
+        return each.known.folder.config()
+    except RunError:
+        return {}
+
+
+def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return _mapping(config.get(name))
+
+
+def _device(each: RunStatus) -> str:
+    """Returns the kind of device that a run was trained on; as it was asked for until it has finished."""
+    return str(_result(each).get("device") or _config(each).get("device") or "")
+
+
+def score(result: Mapping[str, Any]) -> tuple[str, float] | None:
+    """Returns the metric and the value that stand for a result in a list: the mean over its test folders."""
+    values = _values(result)
+    found = ((metric, values[metric]) for metric in _SCORES if metric in values)
+    return next(((metric, sum(parts.values()) / len(parts)) for metric, parts in found), None)
+
+
+def _meaning(metric: str) -> str:
+    """Says what the figure of a metric is, and which direction is better."""
+    better = "higher" if higher_is_better(metric) else "lower"
+    is_of_run = metric == "best_validation_loss" or "." in metric
+    return f"{metric}{'' if is_of_run else ', the mean over the test folders'}: {better} is better"
+
+
+def _listed_json(each: RunStatus) -> dict[str, Any]:
+    return {**run_json(each), "changed_settings": _changed(each)}
+
+
+def change_text(change: Mapping[str, Any]) -> str:
+    """Writes what `resume` changed of a run (see `RunFolder.changes`)."""
+    settings = [f"{name} {one.get('before') or 'none'} → {one.get('after')}"
+                for name, one in _mapping(change.get("settings")).items()]  # fmt: skip
+    return f"{', '.join(settings)} at step {change.get('step')}, {local_time(change['time'])}"
 
 
 def _watch(locator: RunLocator, limit: int) -> None:
@@ -131,6 +230,7 @@ def _status_lines(found: RunStatus) -> list[str]:
         "log": str(log) if is_file(log) else "",
         "after": record.after,
         "sweep": record.sweep,
+        "changed": "; ".join(map(change_text, found.known.folder.changes())),
         "to go on": f"can-train resume {name_to_type(found.known.folder)}" if is_resumable else "",
     }
     width = max(map(len, lines))
@@ -181,6 +281,7 @@ def run_json(found: RunStatus) -> dict[str, Any]:
         "made": record.time,
         "after": record.after or None,
         "sweep": record.sweep or None,
+        **_what_json(found),
         "state": found.state.state,
         "why": found.state.sentence,
         "certain": found.state.certain,
@@ -193,8 +294,24 @@ def run_json(found: RunStatus) -> dict[str, Any]:
         **vars(found.progress),
         "jobs": [vars(job) for job in facts.jobs],
         "attempts": attempts,
+        "changes": found.known.folder.changes(),
     }
     return {name: finite(value) for name, value in values.items()}
+
+
+def _what_json(found: RunStatus) -> dict[str, Any]:
+    """Makes the part of a run's JSON object that says what is trained, where, and with what success."""
+    config, mine = _config(found), score(_result(found))
+    data = _group(config, "dataset")
+    return {
+        "dataset": data.get("name"),
+        "dataset_path": data.get("path") or None,
+        "model": config.get("model_name"),
+        "size": config.get("size") or None,
+        "mode": _group(config, "mode").get("name"),
+        "device": _device(found) or None,
+        "score": None if mine is None else {"metric": mine[0], "value": mine[1]},
+    }
 
 
 def _seconds(found: RunStatus) -> float | None:
@@ -239,22 +356,35 @@ def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) 
     finished = [each for each in _newest(locator, 0)[0] if each.facts.result is not None]
     if not finished:
         raise ConfigError("No run has finished yet, so none is best", remedy="can-train runs lists those there are")
-    ranked = rank([each.facts.result or {} for each in finished], metric)
-    best = [(finished[one.index], one) for one in (ranked[:limit] if limit else ranked)]
+    ranked = {finished[one.index].known.run_id: one for one in rank([_result(each) for each in finished], metric)}
+    groups = {}
+    for name, group in _by_data_set([each for each in finished if each.known.run_id in ranked]).items():
+        group.sort(key=lambda each: ranked[each.known.run_id].value, reverse=higher_is_better(metric))
+        groups[name] = [(each, ranked[each.known.run_id]) for each in (group[:limit] if limit else group)]
     if as_json:
         print_json([
-            {**run_json(each), "metric": metric, "value": one.value, "parts": finite(one.parts)} for each, one in best
+            {**_listed_json(each), "metric": metric, "higher_is_better": higher_is_better(metric), "rank": number,
+             "value": one.value, "parts": finite(one.parts)}
+            for best in groups.values() for number, (each, one) in enumerate(best, start=1)
         ])  # fmt: skip
         return
-    num_parts = max(len(one.parts) for _, one in best)
-    columns = ("run", "configuration", metric, *(("lowest", "highest") if num_parts > 1 else ()))
+    print_tables([_best_table(name, best, metric) for name, best in groups.items()], pipe_columns=COLUMNS)
+
+
+def _result(each: RunStatus) -> Mapping[str, Any]:
+    return each.facts.result or {}
+
+
+def _best_table(name: str, best: Sequence[tuple[RunStatus, RankedResult]], metric: str) -> TextTable:
+    has_parts = max(len(one.parts) for _, one in best) > 1
+    # Of one test folder the table's title has the name.
+    columns = ("run", metric.rpartition(".")[2], *(("lowest", "highest") if has_parts else ()), "device", "trained")
     rows = []
     for each, one in best:
-        extremes = (min(one.parts.values()), max(one.parts.values())) if num_parts > 1 else ()
+        extremes = (min(one.parts.values()), max(one.parts.values())) if has_parts else ()
         figures = [f"{value:.4g}" for value in (one.value, *extremes)]
-        rows.append((short_name(each.known.run_id), each.known.record.key, *figures))
-    notes = [f"{metric} is the mean over {num_parts} test sets"] if num_parts > 1 else []
-    print_tables([TextTable(f"Best by {metric}", columns, rows, notes)])
+        rows.append((short_name(each.known.run_id), *figures, _device(each), _trained(each)))
+    return TextTable(f"{name}: best by {metric}", columns, rows, [_meaning(metric)])
 
 
 def rank(results: Sequence[Mapping[str, Any]], metric: str) -> list[RankedResult]:

@@ -5,9 +5,8 @@ from typing import Any, Final
 
 from can_train.cli.output import duration, finite, print_json, print_tables
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
-from can_train.cli.runs import run_json
-from can_train.config.resolved import flat
-from can_train.errors import CanTrainError
+from can_train.cli.runs import change_text, run_json
+from can_train.errors import CanTrainError, as_typed, command_name
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.reporter import COLUMNS, wrapped
@@ -15,8 +14,6 @@ from can_train.slurm.run_state import FINISHED
 from can_train.slurm.status import RunStatus
 from can_train.training.run_folder import RunFolder, name_to_type
 
-# Groups of settings that say where a run happens, not what it does.
-_LOCATIONS: Final = ("paths", "cluster", "device")
 _UNKNOWN: Final = "unknown"
 
 
@@ -24,22 +21,31 @@ def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_di
     """Show a run: scores, plan, what memory did, which settings are not the defaults, and how it goes on."""
     locator = RunLocator(runs_dir, state_dir)
     found = locator.status(locator.find(run))
-    folder, result = found.known.folder, found.facts.result or {}
-    config = folder.config()
-    plan, memory, changed = read_plan(folder), memory_facts(folder, result), changed_settings(config)
-    commands = next_commands(found)
     if as_json:
-        scores = result.get("judgement")
-        facts = {**run_json(found), "scores": scores, "plan": plan or None, "memory": memory}
-        print_json({**facts, "changed_settings": changed, "next_commands": commands})
+        print_json(run_facts(found))
         return
-    print("\n".join(_head_lines(found, config)))
+    folder, result = found.known.folder, found.facts.result or {}
+    config, commands = folder.config(), next_commands(found)
+    print(as_typed("\n".join(f"{name:<8}{text}" for name, text in head_facts(found, config))))
     print_tables(score_tables(config, result))
-    _print_part("Plan", _plan_lines(plan, str(result.get("device") or config.get("device"))))
-    _print_part("Memory", _memory_lines(memory))
-    _print_part("Settings that differ from the defaults", _settings_lines(changed))
+    _print_part("Plan", full_plan_lines(read_plan(folder), str(result.get("device") or config.get("device"))))
+    _print_part("Memory", memory_lines(memory_facts(folder, result)))
+    _print_part("Settings that differ from the defaults", _settings_lines(changed_settings(config)))
     # As they are typed: a line that is broken would not work.
     print("".join(["\nTo go on", *(f"\n  {command}" for command in commands)]) if commands else "")
+
+
+def run_facts(found: RunStatus) -> dict[str, Any]:
+    """Makes the JSON object of all that is known of a run."""
+    folder, result = found.known.folder, found.facts.result or {}
+    return {
+        **run_json(found),
+        "scores": result.get("judgement"),
+        "plan": read_plan(folder) or None,
+        "memory": memory_facts(folder, result),
+        "changed_settings": changed_settings(folder.config()),
+        "next_commands": next_commands(found),
+    }
 
 
 def _print_part(title: str, lines: Sequence[str]) -> None:
@@ -50,7 +56,8 @@ def _print_part(title: str, lines: Sequence[str]) -> None:
         print(wrapped(f"  {line.strip()}", COLUMNS, hang="    "))
 
 
-def _head_lines(found: RunStatus, config: Mapping[str, Any]) -> list[str]:
+def head_facts(found: RunStatus, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Writes what a run is and how far it has come: names of facts, and what they are."""
     progress, seconds = found.progress, run_json(found)["seconds"]
     done = [
         f"{name} {value}" + (f" of {total}" if total else "")
@@ -68,20 +75,22 @@ def _head_lines(found: RunStatus, config: Mapping[str, Any]) -> list[str]:
         "device": str((found.facts.result or {}).get("device") or config.get("device")),
         "folder": str(found.known.folder.path),
     }
-    return [f"{name:<8}{text}" for name, text in lines.items() if text]
+    changes = [("changed", change_text(one)) for one in found.known.folder.changes()]
+    return [*((name, text) for name, text in lines.items() if text), *changes]
 
 
 # What came of it
 
 
-def score_tables(config: Mapping[str, Any], result: Mapping[str, Any]) -> Sequence[Any]:
-    """Returns the tables of a run's scores; none where it has none that this version can show."""
+def score_tables(config: Mapping[str, Any], result: Mapping[str, Any], *, summary: bool = False) -> Sequence[Any]:
+    """Returns the tables of a run's scores, in full or in short; none where it has none that this version can show."""
     from can_train.config.resolved import load_object, load_task_settings
 
     if not isinstance(result.get("judgement"), Mapping):
         return ()
     try:
-        path = load_task_settings(str(config.get("task"))).tables
+        task = load_task_settings(str(config.get("task")))
+        path = task.summary_tables if summary else task.tables
         tables: Sequence[Any] = load_object(path)(result["judgement"])
     except (CanTrainError, KeyError, TypeError, ValueError, AttributeError):
         # Of a task that is not installed here, or of another version.
@@ -98,7 +107,8 @@ def read_plan(folder: RunFolder) -> dict[str, Any]:
     return plan if isinstance(plan.get("plan"), dict) else {}
 
 
-def _plan_lines(plan: Mapping[str, Any], device: str) -> list[str]:
+def full_plan_lines(plan: Mapping[str, Any], device: str) -> list[str]:
+    """Writes a plan that was read, with what it rests on; no lines where there is none."""
     if not plan:
         return []
     # PyTorch is imported with it, for which `--json` does not wait.
@@ -132,7 +142,8 @@ def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _memory_lines(memory: Mapping[str, Any]) -> list[str]:
+def memory_lines(memory: Mapping[str, Any]) -> list[str]:
+    """Writes what memory did as lines, each a name and a sentence."""
     peak, share, predicted = memory["peak_bytes"], memory["peak_share"], memory["predicted_peak_bytes"]
     of_device = f"{share:.1%} of what is usable" if share is not None else ""
     measured = ", ".join(filter(None, [size_text(peak) if peak else "", of_device])) or _UNKNOWN
@@ -154,30 +165,10 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | N
     """Returns the settings in which a run differs from the presets of its model, mode and data, each with its value and
     the default; None where this version has no such presets.
     """
-    from can_train.config.compose import RunRequest, resolve
+    # Hydra is imported with it.
+    from can_train.config import compose
 
-    settings = flat_settings(config)
-    try:
-        request = RunRequest(
-            task=config["task"],
-            model=config["model_name"],
-            size=config["size"] or None,
-            mode=config["mode"]["name"],
-            dataset=config["dataset"].get("path") or config["dataset"]["name"],
-        )
-        defaults = flat_settings(resolve(request).config)
-    except (CanTrainError, KeyError, TypeError, AttributeError):
-        return None
-    return {
-        name: {"value": finite(value), "default": finite(defaults.get(name))}
-        for name, value in settings.items()
-        if value != defaults.get(name)
-    }
-
-
-def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a configuration by their dotted names, without those that say where a run happens."""
-    return dict(flat({name: value for name, value in config.items() if name not in _LOCATIONS}))
+    return finite(compose.changed_settings(config))  # type: ignore[no-any-return]
 
 
 def _settings_lines(changed: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
@@ -199,10 +190,10 @@ def _text(value: Any) -> str:
 
 def next_commands(found: RunStatus) -> list[str]:
     """Lists the lines that somebody who looks at a run may want to type next."""
-    name = name_to_type(found.known.folder)
+    name, command = name_to_type(found.known.folder), command_name()
     if found.state.live:
-        return [f"can-train logs {name} -f", f"can-train cancel {name}"]
+        return [f"{command} logs {name} -f", f"{command} cancel {name}"]
     if found.state.state == FINISHED and found.facts.result is not None:
-        return [f"can-train evaluate {name} --dataset path/to/log.csv",
-                f"can-train resubmit {name} --set training.seed=1"]  # fmt: skip
-    return [f"can-train resume {name}", f"can-train logs {name}"] if found.facts.has_folder else []
+        return [f"{command} evaluate {name} --dataset path/to/log.csv",
+                f"{command} resubmit {name} --seed 1"]  # fmt: skip
+    return [f"{command} resume {name}", f"{command} logs {name}"] if found.facts.has_folder else []

@@ -5,14 +5,16 @@ them. Imports no torch: what a login node cannot know is found out in the job.
 """
 
 import shutil
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from can_train.cli.output import print_json, print_note
 from can_train.config.resolved import ResolvedRun, state_dir
-from can_train.errors import CanTrainError
+from can_train.errors import CanTrainError, as_typed
 from can_train.io.units import parse_time_min, time_text
 from can_train.slurm.client import NoControllerError, read_partitions
 from can_train.slurm.job import Entry
@@ -44,26 +46,32 @@ def submit_runs(
         for duplicate in plan.duplicate_runs:
             run_id, state_name = duplicate.known.run_id, duplicate.state.state
             print(f"{run_id}  is the same, and {'has finished' if state_name == FINISHED else f'is {state_name}'}")
-            print(f"  its state: can-train status {run_id}")
+            print(as_typed(f"  its state: can-train status {run_id}"))
         if plan.duplicate_runs:
             print("Not submitted again; --force does so all the same.")
     jobs: list[JobRecord] = []
+    folders: dict[str, RunFolder] = {}
     for group, expects in zip(plan.groups, expected, strict=True):
-        started = start_group(entry, group, plan, code, state)
+        # With the cluster `debug` they train here, and print their results.
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            started = start_group(entry, group, plan, code, state)
         jobs += started
+        folders |= {job.run_id: RunFolder(group[0].run.runs_dir / job.run_id) for job in started}
         if not as_json:
             _print_jobs(group[0].run, started, expects)
     if as_json:
-        submitted = [
-            {"run_id": job.run_id, "executor": job.executor, "job_id": job.job_id, "log": job.log_path,
-             "script": _script_path(job) if job.executor == "slurm" else None}
-            for job in jobs
-        ]  # fmt: skip
         identical = [
             {"run_id": duplicate.known.run_id, "path": duplicate.known.record.path, "state": duplicate.state.state}
             for duplicate in plan.duplicate_runs
         ]
-        print_json({"submitted": submitted, "identical": identical})
+        print_json({"submitted": [job_json(job, folders[job.run_id]) for job in jobs], "identical": identical})
+
+
+def job_json(job: JobRecord, folder: RunFolder) -> dict[str, Any]:
+    """Makes the JSON object of a job that was started."""
+    script_path = _script_path(job) if job.executor == "slurm" else None
+    return {"run_id": job.run_id, "path": str(folder.path.resolve()), "executor": job.executor, "job_id": job.job_id,
+            "log": job.log_path, "script": script_path}  # fmt: skip
 
 
 def batch_scripts(runs: Sequence[ResolvedRun], after: Sequence[str], *, quiet: bool = False) -> list[str | None]:
@@ -175,8 +183,8 @@ def _print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> No
         ]
         print(f"  asked for  {', '.join(filter(None, asked))}")
     print(f"  expected   {expects}")
-    print(f"State: can-train status {jobs[0].run_id}")
-    print(f"Log:   can-train logs {jobs[0].run_id} -f")
+    print(as_typed(f"State: can-train status {jobs[0].run_id}"))
+    print(as_typed(f"Log:   can-train logs {jobs[0].run_id} -f"))
 
 
 def _script_path(job: JobRecord) -> str:

@@ -5,10 +5,11 @@ a job calls: one attempt of its run, and what follows the job's end.
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,8 +25,9 @@ from can_train.cli.output import (
 )
 from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, make_request, split_names
 from can_train.config.settings import split_list
-from can_train.errors import CanTrainError, ConfigError, FailedRunError
+from can_train.errors import CanTrainError, ConfigError, FailedRunError, as_typed
 from can_train.reporter import LineReporter
+from can_train.training.run_folder import name_to_type, resume_hint
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
@@ -47,16 +49,26 @@ def _train(flags: Flags) -> None:
     for name in ("model", "dataset"):
         if not flags[name]:
             raise ConfigError(f"--{name} is missing", remedy="Try: can-train --model gat --dataset synthetic")
+    check_train_flags(flags)
+    after = split_names(flags["after"]) if flags["after"] else ()
+    start_runs(resolve_runs(flags, after), flags, after)
+
+
+def check_train_flags(flags: Flags) -> None:
+    """Raises ConfigError if a flag of a training line has an empty value, or does not go with the others."""
     check_flags(flags)
-    for name in ("target_gpu", "target_memory", "show_config", "json"):
-        if flags[name] and not flags["dry_run"] and not (name == "json" and flags["submit"]):
+    for name in ("target_gpu", "target_memory", "show_config"):
+        if flags[name] and not flags["dry_run"]:
             raise ConfigError(f"--{name.replace('_', '-')} plans and does not train", remedy="Add --dry-run")
-    verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     gpus = flags["target_gpu"]
     if gpus is not None and not split_list(gpus):
         raise ConfigError("--target-gpu names no GPU", value=repr(gpus), remedy="Name one: --target-gpu h100-80gb")
-    after = split_names(flags["after"]) if flags["after"] else ()
-    runs = resolve_runs(flags, after)
+    Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
+
+
+def start_runs(runs: Sequence["ResolvedRun"], flags: Flags, after: Sequence[str]) -> None:
+    """Plans, submits or trains new runs, whichever the flags of a training line ask for."""
+    verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     if flags["dry_run"]:
         _print_dry_runs(runs, flags, after, verbosity)
     elif flags["submit"]:
@@ -64,7 +76,7 @@ def _train(flags: Flags) -> None:
 
         submit_runs(continue_in_job, runs, after=after, force=flags["force"], as_json=flags["json"])
     else:
-        _train_here(runs, verbosity)
+        _train_here(runs, verbosity, as_json=flags["json"])
 
 
 def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
@@ -92,44 +104,111 @@ def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
     return [run for run, _ in found]
 
 
-def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity) -> None:
+def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json: bool) -> None:
     """Trains one run after another; after one that fails, the others are trained all the same."""
-    if len(runs) == 1:
-        train_run(runs[0], verbosity)
-        return
-    failed = []
-    for number, run in enumerate(runs, start=1):
-        if verbosity != Verbosity.QUIET:
-            print(f"run {number} of {len(runs)}: {run.key}", file=sys.stderr)
-        try:
-            train_run(run, verbosity)
-        except CanTrainError as error:
-            print(f"error: {error}", file=sys.stderr)
-            failed.append(number)
+    from can_train.training.train import train_new
+
+    def attempt(run: "ResolvedRun", printer: "_Printer") -> "Outcome":
+        outcome = train_new(run, make_reporter(verbosity), made=printer.begin)
+        _log_outcome(outcome)
+        return outcome
+
+    printer, failed = _Printer(verbosity, as_json=as_json, of_several=len(runs) > 1), []
+    with printer:
+        for number, run in enumerate(runs, start=1):
+            if len(runs) > 1 and verbosity != Verbosity.QUIET:
+                print(f"run {number} of {len(runs)}: {run.key}", file=sys.stderr)
+            try:
+                printer.print(partial(attempt, run, printer))
+            except CanTrainError as error:
+                if len(runs) == 1:
+                    raise
+                print(f"error: {error}", file=sys.stderr)
+                failed.append(number)
     if failed:
-        raise FailedRunError("Some runs failed", value=f"{', '.join(map(str, failed))} of {len(runs)}",
-                             remedy="Their errors stand above")  # fmt: skip
+        some = FailedRunError("Some runs failed", value=f"{', '.join(map(str, failed))} of {len(runs)}",
+                               remedy="Their errors stand above")  # fmt: skip
+        some.in_json = as_json
+        raise some
+
+
+class _Printer:
+    """Prints what becomes of runs, as text or, at the end of the block, as JSON: an object of each run, however it
+    ended.
+
+    Args:
+        verbosity: How much is printed.
+        as_json: Whether standard output is for JSON alone.
+        of_several: Whether there are several runs.
+    """
+
+    def __init__(self, verbosity: Verbosity, *, as_json: bool, of_several: bool = False) -> None:
+        self._verbosity = verbosity
+        self._as_json = as_json
+        self._of_several = of_several
+        self._folder: RunFolder | None = None
+        self._found: list[Any] = []
+
+    def begin(self, folder: "RunFolder") -> None:
+        """Notes that a run is being trained."""
+        self._folder = folder
+
+    def print(self, attempt: Callable[[], "Outcome | None"], folder: "RunFolder | None" = None) -> None:
+        """Trains a run by a call of `attempt`, and prints its outcome; `folder` is there if it is not a new run."""
+        self._folder, error = folder, None
+        try:
+            if (outcome := attempt()) is not None:
+                with redirect_stdout(sys.stderr) if self._as_json else nullcontext():
+                    if not (self._as_json and self._verbosity == Verbosity.QUIET):
+                        _print_outcome(outcome, self._verbosity)
+                self._print_next(f"show {name_to_type(outcome.folder)}", wanted=not self._of_several)
+        except CanTrainError as failure:
+            failure.in_json, error = self._as_json, failure
+            raise
+        except SystemExit:
+            if self._verbosity == Verbosity.QUIET and self._folder is not None:
+                # The reporter, which says it otherwise, is silent.
+                print_note(resume_hint(self._folder))
+            raise
+        finally:
+            if self._as_json:
+                self._found.append(_run_object(self._folder, error))
+
+    def _print_next(self, command: str, *, wanted: bool) -> None:
+        if wanted and self._verbosity != Verbosity.QUIET and not self._as_json:
+            print(as_typed(f"More:   can-train {command}"))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._print_next("runs", wanted=self._of_several and kind is None)
+        if self._as_json:
+            print_json(self._found if self._of_several else self._found[0])
+
+
+def _run_object(folder: "RunFolder | None", error: CanTrainError | None) -> dict[str, Any]:
+    """Makes the JSON object of a run that was trained here: that of `can-train show`, and the error that ended it."""
+    from can_train.cli.run_locator import RunLocator
+    from can_train.cli.show import run_facts
+
+    facts = {}
+    if folder is not None:
+        locator = RunLocator(str(folder.path.parent), folder.config()["paths"]["state_dir"] or None)
+        facts = run_facts(locator.status(locator.find(str(folder.path))))
+    return facts if error is None else {**facts, "error": error.to_plain()}
 
 
 # One attempt of a run, from a command line or in a job
 
 
-def train_run(run: "ResolvedRun", verbosity: Verbosity = Verbosity.NORMAL) -> None:
-    """Trains a new run and prints its result."""
-    from can_train.training.train import train_new
-
-    outcome = train_new(run, make_reporter(verbosity))
-    _log_outcome(outcome)
-    _print_outcome(outcome, verbosity)
-
-
-def continue_run(folder: "RunFolder", verbosity: Verbosity = Verbosity.NORMAL) -> None:
+def continue_run(folder: "RunFolder", verbosity: Verbosity = Verbosity.NORMAL, *, as_json: bool = False) -> None:
     """Continues a run, or prints the result of one that has finished."""
     from can_train.training.run_folder import StopRequests
 
-    outcome = _continue(folder, make_reporter(verbosity), StopRequests(), {})
-    if outcome is not None:
-        _print_outcome(outcome, verbosity)
+    printer = _Printer(verbosity, as_json=as_json)
+    with printer:
+        printer.print(lambda: _continue(folder, make_reporter(verbosity), StopRequests(), {}), folder)
 
 
 def continue_in_job(folder: "RunFolder", stops: "StopRequests") -> None:

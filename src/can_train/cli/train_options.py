@@ -58,7 +58,7 @@ OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "show_config": (bool, False, "With --dry-run: print the resolved configuration too."),
     "target_gpu": (str | None, None, "With --dry-run: the GPU to plan for: h100-80gb. Several: a100-40gb,t4."),
     "target_memory": (str | None, None, "With --dry-run: plan for a GPU with this much memory in total: 16GiB."),
-    "json": (bool, False, "With --dry-run or --submit: print JSON."),
+    "json": (bool, False, "Print the result as JSON, and nothing else on standard output."),
     "quiet": (bool, False, "Print only the result, and errors."),
     "verbose": (bool, False, "Print also every baseline, and what the plan rests on."),
     "model_args": (str, "", "Settings of model or training: hidden=32,lr=0.01."),
@@ -131,6 +131,7 @@ def make_command(
     act: Callable[[Flags], None],
     *,
     prerequisites: bool = False,
+    run: Any = None,
     groups: Groups = GROUPS,
 ) -> Callable[..., None]:
     """Makes a command for Typer, with all training settings as options.
@@ -139,6 +140,7 @@ def make_command(
         options: Its other options: type, default and help by name.
         act: Gets the values by parameter name. Its docstring is the command's help.
         prerequisites: Whether options name the finished runs that modes build on.
+        run: Annotation of the argument that names a run; None: the command takes none.
         groups: In which its help lists the options.
     """
     parameters, places = [], _help_places(groups)
@@ -156,6 +158,9 @@ def make_command(
         parameters.append(_parameter(role, Annotated[str | None, option]))
     parameters += training_parameters(places)
     parameters.sort(key=lambda parameter: places.get(parameter.name.rstrip("_"), _OWN_PLACE)[0])
+
+    if run is not None:
+        parameters.insert(0, inspect.Parameter("run", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=run))
 
     def command(**flags: Any) -> None:
         act(flags)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, get_type_hints
@@ -32,6 +32,7 @@ from can_train.config.resolved import (
     TaskSettings,
     UserFile,
     config_folder,
+    flat_settings,
     load_task_settings,
     presets,
 )
@@ -154,11 +155,111 @@ def with_changes(plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[
     overrides = [*map(from_set, sets), *_from_flags(values)]
     check_contradictions(overrides)
     config, classes = _load(plain)
+    _let_follow(config)
+    return _make_changed(config, overrides, classes)
+
+
+def _let_follow(config: DictConfig) -> None:
+    """Lets settings follow others again: a file has resolved values, and where both are equal, a change of the leader
+    moves the follower too.
+    """
     for follower, leader in load_task_settings(config.task).follows.items():
-        # The file has the resolved value: if both are equal, a change of the leader must move the follower too.
         if config.dataset[follower] == config.dataset[leader]:
             config.dataset[follower] = 0
+
+
+def preset_request(plain: Mapping[str, Any]) -> RunRequest:
+    """Returns the request for a run with the presets of another one, of which `plain` is the configuration."""
+    return RunRequest(
+        task=plain["task"],
+        model=plain["model_name"],
+        size=plain["size"] or None,
+        mode=plain["mode"]["name"],
+        dataset=plain["dataset"].get("path") or plain["dataset"]["name"],
+    )
+
+
+def changed_settings(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
+    """Returns the settings in which a run differs from the presets of its model, mode and data, each with its `value`
+    and the `default`; those that say where it happens are left out. None where this version has no such presets.
+    """
+    try:
+        request, mine = preset_request(plain), flat_settings(plain)
+        defaults = _preset_settings(request.task, request.model, request.size, request.mode, request.dataset)
+        follows = load_task_settings(plain["task"]).follows.items()
+        # One that follows another by itself was not set.
+        follow = {f"dataset.{one}" for one, other in follows if mine[f"dataset.{one}"] == mine[f"dataset.{other}"]}
+    except (ConfigError, KeyError, TypeError, AttributeError):
+        return None
+    return {name: {"value": value, "default": defaults.get(name)} for name, value in mine.items()
+            if value != defaults.get(name) and name not in follow}  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _preset_settings(
+    task: str | None, model: str, size: str | None, mode: str | None, dataset: str
+) -> Mapping[str, Any]:
+    # A listing asks for the same ones over and over, and a composition takes a tenth of a second.
+    request = RunRequest(task=task, model=model, size=size, mode=mode, dataset=dataset)
+    return flat_settings(resolve(request).config)
+
+
+def resolve_again(plain: Mapping[str, Any], request: RunRequest, chosen: Mapping[str, str]) -> ResolvedRun:
+    """Makes a run like another one, with what a person wants otherwise.
+
+    What was set for the other run stays, but for what belongs to a preset that another takes the place of: settings of
+    the model, for another model.
+
+    Args:
+        plain: The other run's `config.yaml`.
+        request: Its `sets`, `model_args` and `values` are what is changed.
+        chosen: What is chosen anew: model, size, mode, dataset, task, cluster, memory or device, by name.
+
+    Raises:
+        ConfigError: As `resolve` does.
+    """
+    sets = [from_set(text) for text in request.sets]
+    chosen = {**chosen, **{choice.key: _chosen(choice) for choice in sets if choice.key in _CHOICES}}
+    if not chosen.keys() <= {"device"}:
+        plain = _on_other_presets(plain, chosen, request.user_file)
+    config, classes = _load({**plain, "device": chosen.get("device", plain["device"])})
+    overrides = [override for override in sets if override.key not in _CHOICES]
+    overrides += from_model_args(request.model_args, {group: classes[group] for group in ("training", "model", "mode")})
+    overrides += _from_flags(request.values)
+    check_contradictions(overrides)
+    _check_roles(load_task_settings(config.task), config.model_name, config.mode.name, overrides)
+    _let_follow(config)
     return _make_changed(config, overrides, classes)
+
+
+def _on_other_presets(
+    plain: Mapping[str, Any], chosen: Mapping[str, str], user_file: UserFile | None
+) -> Mapping[str, Any]:
+    """Returns a configuration with other presets, and what differed from the presets before."""
+    old = preset_request(plain)
+    if chosen.get("model", old.model) != old.model:
+        # Another model has modes of its own, and may come in one size.
+        spec = load_task_settings(chosen.get("task", old.task or "")).models.get(chosen["model"])
+        old = replace(old, mode=None, size=old.size if spec is not None and old.size in spec.sizes else None)
+    choices: dict[str, Any] = {**chosen, "user_file": user_file}
+    request = replace(old, **choices)
+    new, without = resolve(request).config, flat_settings(resolve(replace(request, memory=None)).config)
+    by_memory = {name for name, value in flat_settings(new).items() if value != without[name]}
+    replaced = {
+        "model.": bool(chosen.keys() & {"model", "size", "task"}),
+        "mode.": bool(chosen.keys() & {"model", "mode", "task"}),
+        "dataset.": bool(chosen.keys() & {"dataset", "task"}),
+    }
+    inherited = {f"dataset.{name}" for name in load_task_settings(new["task"]).inherited}
+    gone = tuple(group for group, is_gone in replaced.items() if is_gone)
+    kept = {
+        name: one["value"] for name, one in (changed_settings(plain) or {}).items()
+        if "." in name and name not in by_memory and (name in inherited or not name.startswith(gone))
+        and not name.endswith((".name", ".path"))
+    }  # fmt: skip
+    places = {"paths": plain["paths"], "device": plain["device"]}
+    places |= {} if "cluster" in chosen else {"cluster": plain["cluster"]}
+    return with_changes({**new, **places}, (), kept).config
 
 
 def evaluation_dataset(run: ResolvedRun, dataset: str | None, sets: Sequence[str]) -> Any:

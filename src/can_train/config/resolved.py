@@ -77,8 +77,11 @@ class TaskSettings:
             has `sample_note` (what was sampled; empty if nothing had to be) and `estimated_train_rows`.
         evaluator: Import path. Prepares other data for the evaluation of a finished run.
         tables: Import path. Writes a run's judgement as tables of text, all of it.
+        summary_tables: Import path. Writes of it what a person sees by default.
         files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
             torch; no files if the data are generated. Raises MissingDataError.
+        digest: Import path. Computes the digest of a data set's content from its settings, the data root and a
+            reporter: that of its tasks (`Task.data_digest`), without torch. Raises MissingDataError.
         experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
     """
 
@@ -92,7 +95,9 @@ class TaskSettings:
     sampler: str
     evaluator: str
     tables: str
+    summary_tables: str
     files: str
+    digest: str
     experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]]
 
     def table(self) -> str:
@@ -232,6 +237,15 @@ class EvaluationData:
     data_root: Path  # folder of the published data sets
     cache: Path  # folder of prepared data
     reporter: Reporter
+
+
+# Groups of settings that say where a run happens, not what it does.
+_LOCATIONS: Final = ("paths", "cluster", "device")
+
+
+def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a configuration by their dotted names, without those that say where a run happens."""
+    return dict(flat({name: value for name, value in config.items() if name not in _LOCATIONS}))
 
 
 def flat(plain: Mapping[str, Any], *, separator: str = ".", before: str = "") -> Iterator[tuple[str, Any]]:

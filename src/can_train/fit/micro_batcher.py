@@ -269,9 +269,9 @@ class MicroBatcher:
         backoff, rescued = asdict(self._rescue.backoff), self._rescue.ooms_rescued
         return {"backoff": backoff, "largest_planned": self._largest_planned, "ooms_rescued": rescued}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        self._rescue.backoff = Backoff(**state["backoff"])
+    def load_state_dict(self, state: Mapping[str, Any], *, same_device: bool = True) -> None:
+        """Restores what `state_dict` returned; what another device ran out of memory at limits nothing on this one."""
+        self._rescue.backoff = Backoff(**state["backoff"]) if same_device else Backoff()
         self._largest_planned = state["largest_planned"]
         self._rescue.ooms_rescued = state["ooms_rescued"]
 

@@ -182,6 +182,15 @@ class Optimization:
         """The current learning rate."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    def follow_schedule(self) -> None:
+        """Sets the learning rate to what the schedule has at the current tick: it may be another schedule than the one
+        by which a restored state was trained.
+        """
+        for group, base_lr, share in zip(
+            self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base_lr * share(self.scheduler.last_epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs to continue bit by bit."""
         return {name: part.state_dict() for name, part in self._parts.items()}
@@ -236,7 +245,7 @@ def _schedule(name: str, ticks: int, warmup_share: float) -> Callable[[int], flo
             return (tick + 1) / (warmup + 1)
         if name == "constant":
             return 1.0
-        # Past the end, where a run is continued for longer, the rate stays at zero rather than rising again.
+        # Past the end the rate stays at zero rather than rising again.
         return 0.5 * (1 + math.cos(math.pi * min((tick - warmup) / max(ticks - warmup, 1), 1.0)))
 
     return share

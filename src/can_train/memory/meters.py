@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import torch
@@ -210,11 +210,11 @@ class CudaMeter(Meter):
 
     def peak_bytes(self) -> int:
         """Returns the allocator's largest allocated bytes since the last reset."""
-        return torch.cuda.max_memory_allocated(self.device)
+        return self._peak("allocated_bytes")
 
     def peak_reserved_bytes(self) -> int:
         """Returns the allocator's largest reserved bytes since the last reset."""
-        return torch.cuda.max_memory_reserved(self.device)
+        return self._peak("reserved_bytes")
 
     def allocated_bytes(self) -> int:
         """Returns the allocator's allocated bytes."""
@@ -222,8 +222,7 @@ class CudaMeter(Meter):
 
     def retries(self) -> int:
         """Returns the allocator's count of retries."""
-        # This is read after every step, and `memory_stats` would flatten and sort all of the counters.
-        return int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
+        return int(self._counters().get("num_alloc_retries", 0))
 
     def available_bytes(self) -> int:
         """Returns what is reserved and what is free, at most the capacity."""
@@ -239,6 +238,15 @@ class CudaMeter(Meter):
         if collect:
             gc.collect()
         torch.cuda.empty_cache()
+
+    def _peak(self, what: str) -> int:
+        # Without any allocation there is no counter.
+        return int(self._counters().get(what, {}).get("all", {}).get("peak", 0))
+
+    def _counters(self) -> dict[str, Any]:
+        # They are read after every step, and `memory_stats` would flatten and sort all of them.
+        counters: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return counters
 
     def _obtainable_bytes(self) -> int:
         # What this process has reserved is not free to the driver, but the process can use it.

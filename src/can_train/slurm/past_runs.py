@@ -111,6 +111,9 @@ def _with_start_run(run: ResolvedRun, past: PastRuns) -> tuple[ResolvedRun, list
     if not run.training.start_from:
         return run, []
     known = find_run(past.known, run.training.start_from)
+    if known.folder.result() is None and known.run_id not in {one.run_id for one in past.awaited}:
+        raise RunError("Training starts from the weights of a finished run", value=f"{known.run_id} has no result",
+                       remedy=f"Finish it first: can-train resume {shlex.quote(str(known.folder.path))}")  # fmt: skip
     training = replace(run.training, start_from=str(known.folder.path.resolve()))
     return replace(run, training=training), [f"weights to start from: {known.run_id}"]
 

@@ -61,6 +61,7 @@ class RunFacts:
     cancels: Sequence[CancelRecord] = ()
     attempts: Sequence[AttemptFacts] = ()
     result: Mapping[str, Any] | None = None  # the content of `result.json`; None: the run has not finished
+    is_damaged: bool = False  # whether there is a `result.json` that cannot be read
     has_folder: bool = True
     job_alive: bool | None = None  # whether the process that controls its last job runs; None: not known here
     answer: SlurmAnswer = field(default_factory=lambda: SlurmAnswer(queue=(), accounts=()))
@@ -264,6 +265,8 @@ def infer_run_state(facts: RunFacts) -> RunState:
     found = _state_after_queue(facts)
     if not facts.has_folder and not found.live:
         return _state_without_folder(found, facts)
+    if facts.is_damaged and not found.live:
+        return RunState(FINISHED, "but its result.json is damaged")
     if found.state == FINISHED:
         return replace(found, sentence="but its result.json is gone")
     if found.state == REQUEUED:

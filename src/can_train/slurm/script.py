@@ -309,7 +309,7 @@ def _additional(cluster: ClusterSettings) -> dict[str, Any]:
     options = {str(name).replace("_", "-"): value for name, value in cluster.additional.items()}
     for name in options:
         if name in _RESERVED_OPTIONS:
-            raise ConfigError("can-train sets this option of sbatch itself", value=name, remedy=_RESERVED_OPTIONS[name])
+            raise ConfigError("An option of sbatch is set by can-train", value=name, remedy=_RESERVED_OPTIONS[name])
         if not name.replace("-", "").isalnum() or not name.isascii():
             raise ConfigError("An option of sbatch is named by letters and hyphens", value=repr(name))
     return {name: value for name, value in options.items() if value is not False and value is not None}

@@ -109,10 +109,11 @@ def run_statuses(
 def _local_facts(known: KnownRun, registry: Registry) -> RunFacts:
     """Collects what the files and this machine's processes say."""
     folder, jobs = known.folder, registry.jobs(known.run_id)
+    is_damaged = False
     try:
         result = folder.result()
     except (RunError, OSError):
-        result = None
+        result, is_damaged = None, True
     # The result says all about the end of a finished run, and logs are long to read.
     last = jobs[-1] if jobs and result is None else None
     is_seen = last and last.executor != "slurm" and last.host == this_host() and last.job_id.isdecimal()
@@ -122,6 +123,7 @@ def _local_facts(known: KnownRun, registry: Registry) -> RunFacts:
         cancels=registry.cancels(known.run_id),
         attempts=_attempts(folder),
         result=result,
+        is_damaged=is_damaged,
         has_folder=is_folder(folder.path),
         job_alive=is_running(int(last.job_id), last.time) if last and is_seen else None,
         log_tail=read_tail(log_path(last, known)) if last and last.log_path else "",

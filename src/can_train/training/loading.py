@@ -25,12 +25,9 @@ from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
 from can_train.task import Task
-from can_train.training.run_folder import CONFIG, RunFolder, relocate_prerequisites
+from can_train.training.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
 
 _MAX_NAMED: Final = 5  # weights that an error names before it stops
-
-# In a run's folder: the digests of its data and of each reference model, by role.
-_INPUTS: Final = "built_on.json"
 
 _FORMAT_VERSION: Final = 1  # of checkpoints
 
@@ -78,7 +75,7 @@ def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
     Raises:
         RunError: The data or a reference model changed.
     """
-    path = folder.path / _INPUTS
+    path = folder.path / INPUTS
     models = task.reference_models()
     digests = {model.role: model.digest for model in models} | {"data": task.data_digest()}
     now = {role: digest for role, digest in digests.items() if digest}
@@ -120,6 +117,7 @@ class _Entry:
     file: str
     sha256: str
     step: int
+    epochs_begun: int = 0
 
 
 class Checkpoints:
@@ -133,12 +131,13 @@ class Checkpoints:
         self._folder = folder
         self._manifest = folder / "manifest.json"
 
-    def save(self, state: dict[str, Any], *, step: int) -> None:
+    def save(self, state: dict[str, Any], *, step: int, epochs_begun: int = 0) -> None:
         """Writes a checkpoint and makes it the newest.
 
         Args:
             state: Tensors, numbers, text, and lists, tuples and dicts of them.
             step: Optimizer steps done.
+            epochs_begun: Epochs of which at least one step is done.
 
         Raises:
             CheckpointError: It could not be written; the previous one is untouched.
@@ -151,7 +150,8 @@ class Checkpoints:
         # Never the name of a file that the manifest still needs, even when the same step is saved twice.
         taken = {entry.file for entry in entries}
         name = next(n for n in (f"step-{step:08d}{suffix}.pt" for suffix in ("", "-b", "-c")) if n not in taken)
-        entries = [_Entry(file=name, sha256=hashlib.sha256(data).hexdigest(), step=step), *entries][:_MAX_FILES]
+        digest = hashlib.sha256(data).hexdigest()
+        entries = [_Entry(file=name, sha256=digest, step=step, epochs_begun=epochs_begun), *entries][:_MAX_FILES]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_bytes_atomic(self._folder / name, data)

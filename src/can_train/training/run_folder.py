@@ -27,6 +27,9 @@ from can_train.reporter import Reporter
 CONFIG: Final = "config.yaml"
 """The file that makes a folder a run's."""
 
+INPUTS: Final = "built_on.json"
+"""In a run's folder: the digests of its data and of each model that it builds on, by role."""
+
 WARNED: Final = 128 + signal.SIGUSR2
 """Exit status of a process that left because its time is nearly up: SIGUSR2 is submitit's warning."""
 
@@ -52,6 +55,9 @@ _STAMP: Final = "%Y%m%d-%H%M%S"
 _STAMP_LENGTH: Final = 15
 _YEAR_LENGTH: Final = 4
 _TAIL_LENGTH: Final = 4
+
+_CHANGES: Final = "changes.json"  # in a run's folder: what `resume` changed of its configuration
+_EPOCHS: Final = "training.epochs"
 
 _MESSAGE_LENGTH: Final = 500  # characters of an error that are kept; some of torch's fill pages
 _MAX_ENTRY_BYTES: Final = 2**20  # largest file that is read as an entry of the registry
@@ -325,6 +331,31 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise _unreadable("configuration", self.path / CONFIG, error) from error
 
+    def changes(self) -> list[dict[str, Any]]:
+        """Reads what `resume` changed of the configuration, the first change first: `time`, `step` of the checkpoint
+        that the run went on from, and `settings`, each with its value `before` and `after`; none if that is damaged.
+        """
+        try:
+            changes: list[dict[str, Any]] = json.loads((self.path / _CHANGES).read_text())["changes"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+        return changes
+
+    def change(self, config: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], *, step: int) -> None:
+        """Replaces the configuration, and records the settings that changed (see `changes`). A result that more epochs
+        make out of date is kept under another name.
+        """
+        record = {"time": utc_now(), "step": step, "settings": settings}
+        # The record first: a kill in between leaves one of a change that the same line then makes.
+        write_json_atomic(self.path / _CHANGES, {"changes": [*self.changes(), record]})
+        write_text_atomic(self.path / CONFIG, plain_to_yaml(config))
+        if _EPOCHS in settings and is_file(self.result_path):
+            self.result_path.replace(self.path / f"result-at-step-{step}.json")
+
+    def goes_on_for_longer(self, step: int) -> bool:
+        """Returns whether more epochs were asked for when the checkpoint of a step was the last one."""
+        return any(one.get("step") == step and _EPOCHS in one.get("settings", {}) for one in self.changes())
+
     def result(self) -> dict[str, Any] | None:
         """Reads the result; None where the run has not finished.
 
@@ -542,6 +573,11 @@ def name_to_type(folder: RunFolder) -> str:
     # A run that is not in the registry that the line will ask is known by its folder alone.
     is_known = Registry(state_folder()).has(folder.run_id)
     return short_name(folder.run_id) if is_known else shlex.quote(str(folder.path))
+
+
+def resume_hint(folder: RunFolder) -> str:
+    """Returns the notice for a person who has stopped a run."""
+    return f"This continues the run:\n  can-train resume {name_to_type(folder)}"
 
 
 def relocate_prerequisites(run: ResolvedRun, folder: Path) -> ResolvedRun:

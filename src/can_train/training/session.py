@@ -262,10 +262,12 @@ class Session(Parts):
                 "progress": asdict(self.progress),
                 "metrics_lines": self.metrics.lines,
                 "logical_batch": self.plan.logical_batch,
+                "device": self.meter.key,
                 **of_ranks[0],
                 "other_ranks": list(of_ranks[1:]),
             }
-            self.checkpoints.save(state, step=self.progress.step)
+            begun = self.progress.epoch + (self.progress.step_in_epoch > 0)
+            self.checkpoints.save(state, step=self.progress.step, epochs_begun=begun)
 
         self.ranks.on_rank0(write)
 
@@ -277,11 +279,16 @@ class Session(Parts):
         self.optimization.set_trainable(state["trainable"])
         self.best = state["best"] if self.ranks.is_first else {}
         self.optimization.load_state_dict(state["optimization"])
+        # `resume --epochs` may have made the schedule longer since.
+        self.optimization.follow_schedule()
         self.reserve.expect(self.planner.explorer.optimizer_memory(), held_bytes=self.optimization.state_bytes)
         self.progress = Progress(**state["progress"])
+        if self.folder.goes_on_for_longer(self.progress.step):
+            self.progress.trained, self.progress.epochs_without_gain = False, 0
         of_ranks, rank = [state, *state["other_ranks"]], self.ranks.rank
         if len(of_ranks) == self.ranks.size:
-            self.batcher.load_state_dict(of_ranks[rank]["micro_batches"])
+            same_device = state["device"] == self.meter.key
+            self.batcher.load_state_dict(of_ranks[rank]["micro_batches"], same_device=same_device)
             restore_generators(of_ranks[rank]["randomness"])
         elif self.ranks.is_first:
             restore_generators(state["randomness"])

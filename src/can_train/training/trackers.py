@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -387,7 +388,7 @@ def serve(name: str, say: Say) -> None:
     with _in_time():
         tracker = _KINDS[name](run, state, say)
     last_steps, status = state.setdefault("last_steps", {}), "killed"
-    for records in (waiting, *batches):
+    for records in chain([waiting], batches):
         points = [Figures(**record) for record in records if "status" not in record]
         status = next((record["status"] for record in records if "status" in record), status)
         with _in_time():

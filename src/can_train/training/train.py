@@ -42,7 +42,7 @@ from can_train.training.loading import check_inputs_unchanged, fresh_model, load
 from can_train.training.recording import rewind_steps, write_predictions
 from can_train.training.reference_models import ReferenceModels
 from can_train.training.report import plan_details, plan_summary, reference_model_lines
-from can_train.training.run_folder import RunFolder, SlurmContext, StopRequests, make_run, name_to_type
+from can_train.training.run_folder import RunFolder, SlurmContext, StopRequests, make_run, resume_hint
 from can_train.training.session import Parts, Session, load_checkpoint, resolve_plans
 from can_train.training.trackers import TrackedRun, Tracker, check_packages, scores, tracked
 
@@ -57,8 +57,15 @@ class Outcome:
     summary: str
 
 
-def train_new(run: ResolvedRun, reporter: Reporter, ranks: Ranks | None = None) -> Outcome:
-    """Trains a run from its beginning and judges it. Its folder is made once its data has been read.
+def train_new(
+    run: ResolvedRun,
+    reporter: Reporter,
+    ranks: Ranks | None = None,
+    *,
+    made: Callable[[RunFolder], object] = lambda folder: None,
+) -> Outcome:
+    """Trains a run from its beginning and judges it. Its folder is made once its data has been read; `made` is called
+    with it then.
 
     Raises:
         CanTrainError: The run cannot be trained as it is configured.
@@ -72,6 +79,7 @@ def train_new(run: ResolvedRun, reporter: Reporter, ranks: Ranks | None = None) 
         meter, task = _prepare(run, reporter, ranks)
         # After the data has been read: a run whose data are missing leaves no folder behind.
         folder = RunFolder(ranks.on_rank0(lambda: make_run(run, reporter).path))
+        made(folder)
         reporter.notice(f"This is run {folder.run_id}")
         # Keeps all processes but the run's ranks out of its folder.
         ranks.on_rank0(lambda: lock.enter_context(folder.locked()))
@@ -125,7 +133,7 @@ def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests) -> Itera
             # In a job it is mostly the scheduler that sends SIGTERM, and the job starts again by itself.
             by_person = (signal.SIGINT,) if job else (signal.SIGINT, signal.SIGTERM)
             if stops.received in by_person:
-                log.notice(f"This continues the run:\n  can-train resume {name_to_type(folder)}")
+                log.notice(resume_hint(folder))
             raise
 
 
@@ -224,6 +232,10 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     if checkpoint is not None:
         session.restore(checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
+        if parts.folder.goes_on_for_longer(session.progress.step):
+            epochs, lr = parts.training.epochs, session.optimization.lr
+            text = f"The run now has {epochs} epochs; from here on its learning rate, now {lr:.3g}, is that of a run"
+            reporter.notice(f"{text} of {epochs}")
     if ranks.is_first:
         # What followed the checkpoint is trained, and logged, once more.
         session.metrics.rewind(0 if checkpoint is None else checkpoint["metrics_lines"])
@@ -252,7 +264,9 @@ def train(session: Session) -> None:
     with session.stops.deferred(), session.reporter.stage("training", total=session.total_steps, unit="steps") as stage:
         stage.advance(progress.step)
         while not progress.trained:
-            _train_epoch(session, stage)
+            # A run that goes on may have come to its new end already.
+            if progress.epoch < epochs:
+                _train_epoch(session, stage)
             if progress.epoch % session.training.val_interval == 0 or progress.epoch == epochs:
                 _validate(session)
             stopped_early = bool(patience) and progress.epochs_without_gain >= patience

@@ -352,6 +352,8 @@ TASK = TaskSettings(
     sampler="can_train.tasks.can.task:sample_task",
     evaluator="can_train.tasks.can.evaluation.evaluate:make_evaluation",
     tables="can_train.tasks.can.evaluation.judging:judgement_tables",
+    summary_tables="can_train.tasks.can.evaluation.judging:summary_tables",
     files="can_train.tasks.can.data.layout:data_files",
+    digest="can_train.tasks.can.data.layout:data_digest",
     experience=experience,
 )

@@ -111,6 +111,13 @@ def test_each_phase_is_cut_where_a_plain_cut_leaves_one_class() -> None:
     ]
 
 
+def test_what_is_true_of_several_logs_is_said_once_with_their_number() -> None:
+    labels = [1] * 30 + [0] * 70
+    logs = [replace(source_file("train", "train_01"), path=f"data/{name}.csv") for name in "abcde"]
+    (notice,) = split_rows(graphs(*((log, labels) for log in logs)), 0.2, 0.2)[1]
+    assert notice.startswith("5 logs, each by itself (a.csv, b.csv, c.csv and 2 more): a plain cut of its time")
+
+
 def test_phases_do_not_share_frames_where_windows_overlap() -> None:
     flat = graphs((source_file(), [0] * 102 + [1] * 75 + [0] * 38), window=10, stride=3)
     parts = [frames_of(flat, rows) for rows in parts_of(split_rows(flat, 0.2, 0.2)[0])]

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from can_train.cli.output import Verbosity, print_judgement
 from can_train.errors import DataError, RunError
 from can_train.tasks.can.data.graphs import Split
 from can_train.tasks.can.evaluation.judging import (
@@ -16,7 +17,7 @@ from can_train.tasks.can.evaluation.judging import (
     judge,
     judgement_tables,
     remarks,
-    summary_table,
+    summary_tables,
 )
 from can_train.tasks.can.evaluation.metrics import detector_metrics
 from fakes.windows_by_hand import source_file, windows_of
@@ -278,7 +279,7 @@ def test_the_summary_has_a_row_for_each_folder_with_the_best_baseline_and_whethe
         "test_04_benign": judged_folder(undefined, flag_nothing=undefined),
         "test_05_alone": judged_folder(good),
     }
-    table = summary_table(judgement)
+    [table] = summary_tables(judgement)
     figures = ("0.577", "0.750", "0.500", "0.0")
     assert table.columns == SUMMARY_COLUMNS
     assert table.rows == (
@@ -297,7 +298,7 @@ def test_a_summary_without_baselines_claims_no_comparison_and_has_each_remark_on
     judgement = judgement_with(good, {})
     folder = judged_folder(good) | {"remarks": ["flags everything", "does not beat id_lookup (1.000) on MCC (1.000)"]}
     judgement["test"] = {"one": folder, "two": folder, "three": judged_folder(good)}
-    assert summary_table(judgement).notes[0] == "one, two: flags everything."
+    assert summary_tables(judgement)[0].notes[0] == "one, two: flags everything."
 
 
 def test_the_summary_fits_eighty_columns():
@@ -305,10 +306,26 @@ def test_the_summary_fits_eighty_columns():
     judgement = judgement_with(widest, {})
     names = ("test_01_known_vehicle", "test_02_unknown_vehicle")
     judgement["test"] = {name: judged_folder(widest, isolation_forest=widest) for name in names}
-    table = summary_table(judgement)
+    [table] = summary_tables(judgement)
     widths = [max(map(len, column)) for column in zip(SUMMARY_COLUMNS, *table.rows, strict=True)]
     # A terminal draws two spaces between columns.
     assert sum(widths) + 2 * (len(widths) - 1) <= 80
+
+
+@pytest.mark.parametrize(
+    "names", [["labelled_drive_of_a_truck.csv"], ["drives-of-a-truck-1.csv", "drives-of-a-truck-2.csv"]]
+)
+def test_the_summary_of_logs_with_long_names_stays_a_table(names, capsys):
+    worst = scored_figures([1, 0], [0, 1]) | {"false_alarms_per_hour": 360_000.0}
+    judgement = judgement_with(worst, {})
+    judgement["test"] = {name: judged_folder(worst, isolation_forest=worst) for name in names}
+    print_judgement(summary_tables(judgement), [], Verbosity.NORMAL)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if "isolation_forest" in line]
+    assert [(len(row), row[0][-9:]) for row in rows] == [(8, name[-9:]) for name in names]
+    assert len({row[0] for row in rows}) == len(names)
+    assert all(name in " ".join(lines) for name in names)
 
 
 def test_the_widest_row_fits_eighty_columns():

@@ -28,6 +28,7 @@ MIN_PHASE_WINDOWS: Final = 10
 _LEAST_WINDOWS: Final = 10  # of a log whose parts for training, validation and test shall each have some
 
 _KEY_LENGTH: Final = 24  # hexadecimal digits of a cache's name: 96 bits, so that two data sets never meet
+_MAX_NAMED: Final = 3  # logs that a notice names
 _PART_NAMES: Final = ("training", "validation", "test")
 
 
@@ -222,7 +223,7 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
     train: list[Ints] = []
     validation: list[Ints] = []
     test: dict[str, list[Ints]] = {}
-    notices: list[str] = []
+    paths_by_notice: dict[str, list[str]] = {}
     for index, source in enumerate(flat.sources):
         rows = np.flatnonzero(flat.source == index)
         if source.role == TEST:
@@ -230,7 +231,8 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
             continue
         shares = (validation_share, test_share) if source.role == LOG else (validation_share,)
         parts, log_notices = _cut_log(flat, rows, shares)
-        notices += [f"{source.path}: {notice}" for notice in log_notices]
+        for notice in log_notices:
+            paths_by_notice.setdefault(notice, []).append(source.path)
         train.append(parts[0])
         validation.append(parts[1])
         if source.role == LOG:
@@ -247,7 +249,15 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
             value=f"none for {', '.join(empty)}",
             remedy=_longer_logs(min(source.frames for source in flat.sources)),
         )
-    return split, notices
+    return split, [f"{_named(paths)}: {notice}" for notice, paths in paths_by_notice.items()]
+
+
+def _named(paths: Sequence[str]) -> str:
+    if len(paths) == 1:
+        return paths[0]
+    names = [Path(path).name for path in paths]
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{len(paths)} logs, each by itself ({', '.join(names[:_MAX_NAMED])}{more})"
 
 
 def _cut_log(flat: FlatGraphs, rows: Ints, shares: Sequence[float]) -> tuple[list[Ints], list[str]]:

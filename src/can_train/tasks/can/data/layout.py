@@ -3,8 +3,9 @@ it.
 """
 
 import hashlib
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -63,6 +64,19 @@ def find_evaluation_logs(dataset: CanDatasetSettings, data_root: Path) -> list[L
 def data_files(dataset: CanDatasetSettings, data_root: Path) -> list[Path]:
     """Lists the files of a data set; none where they are simulated. Raises what `find_logs` does."""
     return [] if dataset.is_synthetic else [log.path for log in find_logs(dataset, data_root)]
+
+
+def data_digest(dataset: CanDatasetSettings, data_root: Path, reporter: Reporter) -> str:
+    """Computes the digest of the content of a data set's logs. Raises what `find_logs` does."""
+    logs, _ = drop_duplicates(hash_logs(find_logs(dataset, data_root), reporter))
+    return digest_of_logs((one.log.role, one.log.group, one.sha256) for one in logs)
+
+
+def digest_of_logs(logs: Iterable[tuple[str, str, str]]) -> str:
+    """Computes the digest of logs from the role, the group and the hash of each, wherever they are."""
+    # The group of a log without a layout is its name, which says nothing of its content.
+    content = [(role, "" if role == LOG else group, sha256) for role, group, sha256 in logs]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _find(dataset: CanDatasetSettings, data_root: Path, wanted: Sequence[str]) -> list[LogFile]:

@@ -300,7 +300,7 @@ class WindowEvaluation(Evaluation):
 
     def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[judging.JudgementTable]:
         """Writes a judgement as one table, a row for each test folder."""
-        return [judging.summary_table(judgement)]
+        return judging.summary_tables(judgement)
 
     def _folder_scores(self, timed: judging.TimedScore, *role: str) -> FolderScores:
         # The first call for a model is not timed; one window makes it short.

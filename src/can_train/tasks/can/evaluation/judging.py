@@ -8,7 +8,7 @@ Shapes: R rows (windows).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NotRequired, TypedDict
 
@@ -48,6 +48,7 @@ COLUMNS: Final = ("detector", *_RATES, "alarm/h")
 # The same for the summary, which has a row for each test folder.
 _SUMMARY_RATES: Final = {"MCC": "mcc", "PR-AUC": "pr_auc", "recall@1%": "recall_at_fpr_1pct"}
 SUMMARY_COLUMNS: Final = ("folder", *_SUMMARY_RATES, "alarms/h", "best baseline", "its MCC", "beaten")
+_LONGEST_NAME: Final = 15  # characters; longer ones are cut at their beginning
 _SUMMARY_LEGEND: Final = (
     "MCC: 1 is perfect, 0 no better than chance; a baseline with less is beaten",
     "PR-AUC: area under the precision-recall curve",
@@ -341,10 +342,10 @@ def _folder_table(folder: str, judged: FolderJudgement) -> JudgementTable:
     return JudgementTable(title=title, rows=tuple(rows), notes=notes)
 
 
-def summary_table(judgement: Mapping[str, Any]) -> JudgementTable:
+def summary_tables(judgement: Mapping[str, Any]) -> list[JudgementTable]:
     """Writes a judgement as one table: the model's figures in each test folder, and the best baseline there."""
     folders: Mapping[str, FolderJudgement] = judgement["test"]
-    short = shortened([*folders])
+    short = _short_names([*folders])
     rows = tuple(_summary_row(short[folder], judged) for folder, judged in folders.items())
     beaten = [row[-1] for row in rows if row[-1] != UNDEFINED]
     notes = [f"The model beats the best baseline in {beaten.count(_YES)} of {len(beaten)} test folders."] * bool(beaten)
@@ -358,7 +359,17 @@ def summary_table(judgement: Mapping[str, Any]) -> JudgementTable:
     if any(short[folder] != folder for folder in folders):
         notes.append(", ".join(folders))
     title = "How well the model finds attacks in each test folder"
-    return JudgementTable(title=title, columns=SUMMARY_COLUMNS, rows=rows, notes=tuple(notes))
+    return [JudgementTable(title=title, columns=SUMMARY_COLUMNS, rows=rows, notes=tuple(notes))]
+
+
+def _short_names(folders: Sequence[str]) -> dict[str, str]:
+    """Shortens the names of folders so that the summary stays a table on 80 columns."""
+    short = shortened(folders)
+    for number, name in enumerate(folders, start=1):
+        if len(short[name]) > _LONGEST_NAME:
+            label = f"{number}:…" if len(folders) > 1 else "…"
+            short[name] = label + short[name][len(label) - _LONGEST_NAME :]
+    return short
 
 
 def _summary_row(name: str, judged: FolderJudgement) -> tuple[str, ...]:

@@ -6,8 +6,6 @@ Shapes: R rows (windows), S columns of raw scores.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +17,7 @@ from can_train.errors import DataError
 from can_train.task import Feature, Predictions, Task
 from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
-from can_train.tasks.can.data.layout import TEST
+from can_train.tasks.can.data.layout import TEST, digest_of_logs
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models import InputEncoder, InputStatistics, build_network
 
@@ -56,8 +54,7 @@ class WindowTask(Task):
 
     def data_digest(self) -> str:
         """Returns a digest of the logs: their contents, roles and order, wherever they are."""
-        logs = [(source.role, source.group, source.sha256) for source in self._data.flat.sources]
-        return hashlib.sha256(json.dumps(logs).encode()).hexdigest()
+        return digest_of_logs((source.role, source.group, source.sha256) for source in self._data.flat.sources)
 
     def build_model(self) -> nn.Module:
         """Makes the network; vocabulary and scale come from the training windows."""
@@ -107,9 +104,9 @@ class WindowTask(Task):
 
     def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[JudgementTable]:
         """Writes a judgement as one table, a row for each test folder."""
-        from can_train.tasks.can.evaluation.judging import summary_table
+        from can_train.tasks.can.evaluation.judging import summary_tables
 
-        return [summary_table(judgement)]
+        return summary_tables(judgement)
 
     def _final_scores(self, score: Score, *role: str) -> ModelScores:
         """Scores the validation and test windows with the trained model, or with the reference model of a role."""

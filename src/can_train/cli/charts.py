@@ -1,0 +1,334 @@
+"""Charts as SVG text, without a plotting library: pure functions of numbers.
+
+What lies in a plot is placed in per cent of it, so that a chart fills whatever width it is given while letters, lines
+and marks keep their size. Axes are drawn outside the plot, in the margins of a `<figure>` or of a file.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from math import ceil, floor, isfinite, log10
+from typing import Final, Literal
+
+Point = tuple[float, float | None]
+"""A place in a chart; a y of None interrupts a line."""
+
+MIB: Final = 2**20
+
+# Okabe and Ito's colours, which people with any colour vision tell apart; lighter ones on a dark page.
+STYLE: Final = """
+:root { color-scheme: light dark; --page: #fff; --ink: #1b1f24; --muted: #59636e; --grid: #dfe3e8; --card: #f6f8fa;
+  --c1: #0072b2; --c2: #d55e00; --c3: #007f5c; --c4: #a8538a; --c5: #a06f00; --c6: #3a8fc4; --c0: #59636e; }
+@media (prefers-color-scheme: dark) { :root { --page: #14171b; --ink: #e8ebee; --muted: #9ba5b0; --grid: #333a42;
+  --card: #1d2126; --c1: #56b4e9; --c2: #ff8a3d; --c3: #2fc796; --c4: #e29ac6; --c5: #f0b429; --c6: #9ad0f2;
+  --c0: #9ba5b0; } }
+.plot { overflow: visible; }
+.plot text, .legend { font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: var(--muted); }
+.plot text.title { fill: var(--ink); font-weight: 600; font-size: 14px; }
+.plot .grid { stroke: var(--grid); } .plot .axis { stroke: var(--muted); }
+.plot .line { fill: none; stroke-width: 1.75; stroke-linejoin: round; vector-effect: non-scaling-stroke; }
+.plot .faint { stroke-width: 1; opacity: .55; } .plot .dashed { stroke-dasharray: 6 4; }
+.plot .area { stroke: none; opacity: .25; } .plot .mark { fill: var(--page); stroke-width: 2; }
+.plot .span { stroke: none; }
+""" + "".join(
+    f".c{color}, .plot .line.c{color}, .plot .mark.c{color} {{ stroke: var(--c{color}); }} "
+    f".plot .area.c{color}, .plot .span.c{color}, .plot .full.c{color} {{ fill: var(--c{color}); }}\n"
+    for color in range(7)
+)
+
+# Of the grid that paths are drawn on, which is stretched to the plot: fine enough for the widest screen.
+_GRID_X: Final = 2000
+_GRID_Y: Final = 1000
+# Points of a line from which it is thinned: more than a screen has pixels are not seen.
+_MOST_POINTS: Final = 700
+_MOST_TICKS: Final = 6
+_STEPS: Final = (1, 2, 5, 10)
+
+# Of a file with one chart, in pixels.
+_FILE_WIDTH: Final = 760
+_FILE_HEIGHT: Final = 400
+_FILE_MARGINS: Final = (56, 20, 64, 84)  # left, right, top, bottom
+_LETTER_WIDTH: Final = 7  # of the legend's letters, roughly
+_SWATCH_WIDTH: Final = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One axis of a plot: its range, the ticks with their texts, and what it shows, with its unit."""
+
+    low: float
+    high: float
+    ticks: Sequence[tuple[float, str]]
+    label: str
+
+    def share(self, value: float) -> float:
+        """Returns where a value lies, from 0 at the low end to 1; values outside lie at the ends."""
+        span = self.high - self.low
+        return min(max((value - self.low) / span, 0.0), 1.0) if span else 0.5
+
+
+def number_axis(low: float, high: float, label: str, *, unit: float = 1.0, whole: bool = False) -> Axis:
+    """Makes an axis that shows a range of values in a unit, with round ticks.
+
+    Args:
+        low: Smallest value.
+        high: Largest value.
+        label: What is shown, with its unit.
+        unit: Of the ticks' texts, in the values' unit.
+        whole: Whether there is nothing between whole numbers.
+    """
+    high = high if high > low else low + (abs(low) or 1.0) * unit
+    span = (high - low) / unit
+    step = next(one for one in _round_steps(span / _MOST_TICKS) if not whole or one >= 1)
+    digits = max(0, -floor(log10(step)))
+    first, last = ceil(low / unit / step - 1e-9), floor(high / unit / step + 1e-9)
+    ticks = [(index * step * unit, f"{index * step:,.{digits}f}") for index in range(first, last + 1)]
+    return Axis(low=low, high=high, ticks=ticks, label=label)
+
+
+def _round_steps(least: float) -> list[float]:
+    """Returns 1, 2 or 5 times a power of ten, ascending from `least`."""
+    power = 10.0 ** floor(log10(least))
+    steps = [one * power * scale for scale in (1, 10, 100, 1000, 10**4, 10**5, 10**6) for one in _STEPS[:-1]]
+    return [step for step in steps if step >= least * (1 - 1e-9)] + [1.0]
+
+
+def share_axis(label: str, *, high: float = 1.0) -> Axis:
+    """Makes an axis of shares, from 0 % to 100 % or a little more."""
+    ticks = [(tick / 100, f"{tick} %") for tick in (0, 25, 50, 75, 100)]
+    return Axis(low=0.0, high=high, ticks=ticks, label=label)
+
+
+def byte_axis(high: float, label: str) -> Axis:
+    """Makes an axis of bytes from 0, in the largest unit that leaves no small fractions."""
+    unit, name = next(
+        ((size, name) for size, name in ((1024 * MIB, "GiB"), (MIB, "MiB")) if high >= 2 * size), (1024, "KiB")
+    )
+    return number_axis(0.0, high, f"{label} ({name})", unit=unit)
+
+
+Kind = Literal["line", "steps", "area", "dots", "crosses", "level"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """What is drawn for one name of the legend.
+
+    Attributes:
+        name: In the legend; empty: it is not there.
+        color: 0 is grey; the others are told apart with any colour vision.
+        points: A line's places; of an area, those of its upper edge.
+        kind: `steps` is a line without slopes; `level` a line from end to end at the first point's y.
+        base: Of an area: its lower edge.
+        dashed: Whether a line is.
+        faint: Whether a line is thin, for what is noisy.
+        texts: What is shown of a mark when it is pointed at.
+    """
+
+    name: str
+    color: int
+    points: Sequence[Point] = ()
+    kind: Kind = "line"
+    base: Sequence[Point] = ()
+    dashed: bool = False
+    faint: bool = False
+    texts: Sequence[str] = ()
+
+    @property
+    def look(self) -> str:
+        """The names of its style."""
+        return f"c{self.color}" + " dashed" * self.dashed + " faint" * self.faint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A plot with its axes.
+
+    Attributes:
+        title: Above it, and read aloud.
+        description: What is to be seen in a sentence, read aloud.
+        x: The horizontal axis.
+        y: The vertical axis; a chart of strips has none.
+        series: Drawn in this order.
+        strips: Name, colour and stretches of x of each strip, in place of series.
+        height: Of the plot, in pixels.
+    """
+
+    title: str
+    description: str
+    x: Axis
+    y: Axis | None = None
+    series: Sequence[Series] = ()
+    strips: Sequence[tuple[str, int, Sequence[tuple[float, float]]]] = ()
+    height: int = 240
+
+
+def thinned(points: Sequence[Point], choose: Callable[[Sequence[float]], float] = max) -> list[Point]:
+    """Returns a point for each of at most some hundred stretches of a line: its last x, and what `choose` takes of its
+    y.
+    """
+    size = ceil(len(points) / _MOST_POINTS) or 1
+    found: list[Point] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        known = [y for _, y in part if y is not None]
+        found.append((part[-1][0], choose(known) if known else None))
+    return found
+
+
+def mean(values: Sequence[float]) -> float:
+    """Returns the mean of at least one value."""
+    return sum(values) / len(values)
+
+
+# The parts of a chart
+
+
+def plot_svg(chart: Chart, attributes: str) -> str:
+    """Draws a chart; what is around the plot overflows the element."""
+    inner = _strips(chart) if chart.y is None else "".join(_drawn(one, chart.x, chart.y) for one in chart.series)
+    axes = _x_axis(chart.x) + ("" if chart.y is None else _y_axis(chart.y))
+    title = f"<title>{escape(chart.title)}</title><desc>{escape(chart.description)}</desc>"
+    label = escape(f"{chart.title}: {chart.description}", quote=True)
+    return f'<svg class="plot" role="img" aria-label="{label}" {attributes}>{title}{axes}{inner}</svg>'
+
+
+def _x_axis(axis: Axis) -> str:
+    lines = []
+    for value, text in axis.ticks:
+        x = _percent(axis.share(value))
+        lines.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="100%"/>')
+        lines.append(f'<text x="{x}" y="100%" dy="17" text-anchor="middle">{escape(text)}</text>')
+    label = f'<text x="100%" y="100%" dy="35" text-anchor="end">{escape(axis.label)}</text>'
+    return "".join(lines) + '<line class="axis" x1="0" x2="100%" y1="100%" y2="100%"/>' + label
+
+
+def _y_axis(axis: Axis) -> str:
+    lines = []
+    for value, text in axis.ticks:
+        y = _percent(1 - axis.share(value))
+        lines.append(f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>')
+        lines.append(f'<text x="-7" y="{y}" dy="4" text-anchor="end">{escape(text)}</text>')
+    return "".join(lines) + f'<text x="0" y="-11" dx="-44">{escape(axis.label)}</text>'
+
+
+def _drawn(series: Series, x: Axis, y: Axis) -> str:
+    if not series.points:
+        return ""
+    if series.kind == "level":
+        level = _percent(1 - y.share(series.points[0][1] or 0.0))
+        return f'<line class="line {series.look}" x1="0" x2="100%" y1="{level}" y2="{level}"/>'
+    if series.kind in ("dots", "crosses"):
+        return "".join(_marks(series, x, y))
+    if series.kind == "area":
+        edge = [*series.points, *reversed(series.base)]
+        return _stretched(f'<path class="area {series.look}" d="{_path(edge, x, y)}Z"/>')
+    drawn = _path(series.points, x, y, steps=series.kind == "steps")
+    return _stretched(f'<path class="line {series.look}" d="{drawn}"/>')
+
+
+def _marks(series: Series, x: Axis, y: Axis) -> list[str]:
+    texts = [*series.texts, *[""] * len(series.points)]
+    marks = []
+    for (at, value), text in zip(series.points, texts, strict=False):
+        if value is None:
+            continue
+        place = f"{_percent(x.share(at))}", f"{_percent(1 - y.share(value))}"
+        title = f"<title>{escape(text)}</title>" if text else ""
+        if series.kind == "dots":
+            marks.append(f'<circle class="mark {series.look}" cx="{place[0]}" cy="{place[1]}" r="4">{title}</circle>')
+        else:
+            cross = f'<path class="line {series.look}" d="M-4-4L4 4M-4 4L4-4">{title}</path>'
+            marks.append(f'<svg x="{place[0]}" y="{place[1]}" overflow="visible">{cross}</svg>')
+    return marks
+
+
+def _stretched(inner: str) -> str:
+    box = f'viewBox="0 0 {_GRID_X} {_GRID_Y}" preserveAspectRatio="none" width="100%" height="100%"'
+    return f'<svg {box} overflow="visible">{inner}</svg>'
+
+
+def _path(points: Sequence[Point], x: Axis, y: Axis, *, steps: bool = False) -> str:
+    """Writes a line as a path's commands, broken where it has no y."""
+    parts = []
+    for known, part in groupby(points, key=lambda point: point[1] is not None and isfinite(point[1])):
+        if not known:
+            continue
+        places = [(round(_GRID_X * x.share(at)), round(_GRID_Y * (1 - y.share(value or 0.0)))) for at, value in part]
+        first, *others = places
+        # A single point would draw nothing.
+        moves = [(f"H{across}V{down}" if steps else f"L{across} {down}") for across, down in others] or ["h1"]
+        parts.append(f"M{first[0]} {first[1]}" + "".join(moves))
+    return "".join(parts)
+
+
+def _strips(chart: Chart) -> str:
+    """Draws a strip for each name, from top to bottom."""
+    height = 100 / len(chart.strips)
+    drawn = []
+    for row, (name, color, spans) in enumerate(chart.strips):
+        top = row * height
+        drawn.append(f'<text x="-7" y="{top + height / 2:.2f}%" dy="4" text-anchor="end">{escape(name)}</text>')
+        boxes = []
+        for start, stop in spans:
+            left, right = round(_GRID_X * chart.x.share(start)), round(_GRID_X * chart.x.share(stop))
+            # At least as wide as can be seen.
+            boxes.append(f"M{left} 0h{max(right - left, 3)}v{_GRID_Y}H{left}Z")
+        path = f'<path class="span c{color}" d="{"".join(boxes)}"/>'
+        box = f'viewBox="0 0 {_GRID_X} {_GRID_Y}" preserveAspectRatio="none" width="100%"'
+        drawn.append(f'<svg {box} y="{top + height * 0.15:.2f}%" height="{height * 0.7:.2f}%">{path}</svg>')
+    return "".join(drawn)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g}%"
+
+
+# A chart in a page, and in a file of its own
+
+
+def figure_html(chart: Chart) -> str:
+    """Makes a chart of a page, with title and legend."""
+    named = [one for one in chart.series if one.name and one.points]
+    items = "".join(f"<li>{_swatch(one)}{escape(one.name)}</li>" for one in named)
+    legend = f'<ul class="legend">{items}</ul>' if items else ""
+    kind = ' class="strips"' if chart.y is None else ""
+    svg = plot_svg(chart, f'width="100%" height="{chart.height}"')
+    return f"<figure{kind}><figcaption>{escape(chart.title)}</figcaption>{svg}{legend}</figure>"
+
+
+def _swatch(series: Series) -> str:
+    size = f'class="plot" width="{_SWATCH_WIDTH - 4}" height="12" aria-hidden="true"'
+    return f"<svg {size}>{_sample(series)}</svg>"
+
+
+def _sample(series: Series) -> str:
+    """Draws what a series looks like, 20 pixels wide and 12 high."""
+    if series.kind == "dots":
+        return f'<circle class="mark {series.look}" cx="10" cy="6" r="4"/>'
+    if series.kind == "crosses":
+        return f'<path class="line {series.look}" d="M6 2L14 10M6 10L14 2"/>'
+    if series.kind == "area":
+        return f'<rect class="area {series.look}" width="20" height="12"/>'
+    return f'<path class="line {series.look}" d="M0 6H20"/>'
+
+
+def svg_file(chart: Chart) -> str:
+    """Makes the text of an SVG file with one chart that has series."""
+    left, right, top, bottom = _FILE_MARGINS
+    width, height = _FILE_WIDTH - left - right, _FILE_HEIGHT - top - bottom
+    plot = plot_svg(chart, f'x="{left}" y="{top}" width="{width}" height="{height}"')
+    across, items = 0, []
+    for one in chart.series:
+        if one.name and one.points:
+            text = f'<text x="{_SWATCH_WIDTH}" y="10">{escape(one.name)}</text>'
+            items.append(f'<g transform="translate({across})">{_sample(one)}{text}</g>')
+            across += _SWATCH_WIDTH + _LETTER_WIDTH * len(one.name) + 12
+    size = f'viewBox="0 0 {_FILE_WIDTH} {_FILE_HEIGHT}" width="{_FILE_WIDTH}" height="{_FILE_HEIGHT}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" {size}><style>{STYLE}</style>'
+        f'<rect width="100%" height="100%" style="fill: var(--page)"/>'
+        f'<text class="title" x="12" y="24">{escape(chart.title)}</text>{plot}'
+        f'<g transform="translate({left} {_FILE_HEIGHT - 28})">{"".join(items)}</g></svg>\n'
+    )

@@ -1,0 +1,389 @@
+"""`can-train report RUN...`: one HTML file about a run, or about several beside each other, which needs no network."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from can_train import __version__
+from can_train.cli.charts import STYLE, Chart, figure_html
+from can_train.cli.compare import ComparedRun, compared_runs, comparison_tables
+from can_train.cli.output import TextTable, print_wrapped
+from can_train.cli.report_figures import (
+    factor_chart,
+    has_both_classes,
+    loss_chart,
+    losses_chart,
+    memory_charts,
+    precision_recall_chart,
+    roc_chart,
+    timeline_chart,
+)
+from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
+from can_train.cli.show import changed_settings, full_plan_lines, head_facts, memory_lines, read_plan, score_tables
+from can_train.errors import ConfigError, StateError
+from can_train.io.records import parse_object, text_or_nothing, write_text_atomic
+from can_train.slurm.status import run_statuses
+
+if TYPE_CHECKING:
+    from can_train.factors.summary import FactorSummary
+    from can_train.task import Predictions, Table
+    from can_train.training.recording import MemoryLimits, StepRecord
+
+_FILE: Final = "report.html"
+_TEXT: Final = 24  # letters from which a cell is a text, which may be wrapped
+
+_PAGE_STYLE: Final = """
+* { box-sizing: border-box; } html { -webkit-text-size-adjust: 100%; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI",
+  sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 24px 16px 64px; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywhere; }
+h2 { font-size: 1.3rem; margin: 48px 0 8px; padding-top: 16px; border-top: 2px solid var(--grid);
+  overflow-wrap: anywhere; }
+h3 { font-size: 1.05rem; margin: 32px 0 8px; overflow-wrap: anywhere; }
+h4 { margin: 24px 0 4px; overflow-wrap: anywhere; }
+p { margin: 8px 0; max-width: 75ch; } .muted, .notes { color: var(--muted); font-size: .875rem; }
+.missing { border-left: 3px solid var(--c5); padding: 4px 12px; background: var(--card); }
+nav { margin: 12px 0; display: flex; flex-wrap: wrap; gap: 4px 16px; } nav a { color: var(--c1); }
+dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 2px 16px; margin: 8px 0; }
+dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto;
+  background: linear-gradient(to right, transparent calc(100% - 24px), var(--page) calc(100% - 12px)) local,
+  linear-gradient(to left, var(--grid), transparent 12px); }
+.tables { display: flex; flex-wrap: wrap; gap: 8px 48px; } .tables > div { min-width: 0; max-width: 100%; }
+.tables ul.notes { max-width: 60ch; } table { border-collapse: collapse; margin: 8px 0; font-size: .875rem;
+  font-variant-numeric: tabular-nums; }
+h4.table { font-size: .875rem; margin: 12px 0 0; }
+th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
+th { color: var(--muted); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
+td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 8em; }
+ul.notes { padding-left: 1.2em; margin: 4px 0; max-width: 90ch; } ul.notes li { overflow-wrap: anywhere; }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); gap: 0 32px; }
+figure { margin: 12px 0 24px; padding: 0 8px 0 46px; break-inside: avoid; min-width: 0; }
+figure.strips { padding-left: 92px; }
+figcaption { margin: 0 0 32px -46px; font-weight: 600; font-size: .9rem; overflow-wrap: anywhere; }
+figure.strips figcaption { margin: 0 0 8px -92px; }
+figure svg.plot { display: block; } figure.strips { padding-bottom: 44px; }
+.legend { list-style: none; margin: 44px 0 0 -40px; padding: 0; display: flex; flex-wrap: wrap; gap: 2px 16px;
+  color: var(--muted); } .legend li { display: flex; align-items: center; gap: 6px; min-width: 0; }
+.legend svg { flex: none; }
+footer { margin-top: 48px; color: var(--muted); font-size: .875rem; }
+@media (max-width: 640px) { body { font-size: 15px; } h2 { margin-top: 32px; } table { font-size: .8rem; }
+  th, td { padding-right: 6px; } th { white-space: normal; vertical-align: bottom; line-height: 1.25; }
+  th:first-child, td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 4.5em; } }
+@media print { :root { color-scheme: light; --page: #fff; --ink: #000; --muted: #444; --grid: #ccc; --card: #fff;
+  --c1: #0072b2; --c2: #d55e00; --c3: #007f5c; --c4: #a8538a; --c5: #a06f00; --c6: #3a8fc4; --c0: #59636e; }
+  main { max-width: none; padding: 0; } body { font-size: 11pt; } .scroll { overflow: visible; } nav { display: none; }
+  h2, h3, h4 { break-after: avoid; } .set, table { break-inside: avoid; } * { print-color-adjust: exact; } }
+@page { margin: 15mm; }
+"""
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(help="A run or more, each as in can-train show.", metavar="RUN...")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help=f"The file. [{_FILE} in the run's folder; of several runs here]", metavar="FILE"),
+    ] = None,
+    runs_dir: RunsDir = "runs",
+    state_dir: StateDir = None,
+) -> None:
+    """Write an HTML file about runs: scores and curves, loss, memory, factors, settings. It needs no network."""
+    locator = RunLocator(runs_dir, state_dir)
+    known = {one.run_id: one for one in map(locator.find, runs)}
+    reported = [
+        read_run(one, locator.state_folder) for one in compared_runs(run_statuses(known.values(), locator.registry))
+    ]
+    path = output or (Path(_FILE) if len(reported) > 1 else reported[0].run.found.known.folder.path / _FILE)
+    try:
+        write_text_atomic(path, page_html(reported))
+    except OSError as error:
+        raise ConfigError("The report cannot be written", value=f"{path}: {error.strerror}",
+                          remedy="Name a file in a folder that you may write to: --output FILE") from error  # fmt: skip
+    print_wrapped(f"Report: {path}")
+
+
+# What is read
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedRun:
+    """All that a report says of a run.
+
+    Attributes:
+        run: The run, as it is compared with others.
+        config: Its configuration.
+        steps: Its recorded steps.
+        limits: What memory was planned for.
+        validation: Step and loss of each validation.
+        predictions: Of its test sets, by name.
+        damage: Why the predictions cannot be read; empty where they can.
+        history: What is known of its configuration's safety factor; None: nothing.
+    """
+
+    run: ComparedRun
+    config: Mapping[str, Any]
+    steps: Sequence[StepRecord] = ()
+    limits: Sequence[MemoryLimits] = ()
+    validation: Sequence[tuple[int, float]] = ()
+    predictions: Mapping[str, Predictions] = field(default_factory=dict)
+    damage: str = ""
+    history: FactorSummary | None = None
+
+
+def read_run(run: ComparedRun, state_folder: Path) -> ReportedRun:
+    """Reads what a run recorded; what is missing or damaged is left out.
+
+    Raises:
+        RunError: Its configuration cannot be read.
+    """
+    from can_train.io.arrays import FolderDamageError
+    from can_train.training.recording import read_predictions, read_steps
+
+    folder = run.found.known.folder
+    steps, limits = read_steps(folder.path)
+    predictions, damage = {}, ""
+    try:
+        predictions = read_predictions(folder.predictions_path)
+    except FolderDamageError as error:
+        damage = str(error)
+    lines = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
+    validation = [(line["step"], line["validation_loss"]) for line in lines
+                  if isinstance(line.get("validation_loss"), float) and isinstance(line.get("step"), int)]  # fmt: skip
+    return ReportedRun(run=run, config=folder.config(), steps=steps, limits=limits, validation=validation,
+                       predictions=predictions, damage=damage, history=_factor_history(run, state_folder))  # fmt: skip
+
+
+def _factor_history(run: ComparedRun, state_folder: Path) -> FactorSummary | None:
+    """Finds what is known of a run's factor: with its settings where it taught, else what was learned last."""
+    from can_train.factors.store import get_safety_factor_db
+
+    key, run_id = run.found.known.record.key, run.found.known.run_id
+    try:
+        known = [one for one in get_safety_factor_db(str(state_folder)).records() if one.key == key]
+    except StateError:
+        return None
+    every = [other for one in known for other in (*one.other_settings, one)]
+    own = [one for one in every if any(observed.run_id == run_id for observed in one.runs)]
+    return next(iter(own), known[-1] if known else None)
+
+
+# The page
+
+
+def page_html(runs: Sequence[ReportedRun]) -> str:
+    """Makes the page; every text of a user's is escaped."""
+    single = len(runs) == 1
+    title = f"Run {runs[0].run.found.known.run_id}" if single else f"{len(runs)} runs compared"
+    parts = [] if single else [_comparison(runs)]
+    parts += [_run_section(one, alone=single) for one in runs]
+    links = "" if single else "".join(f'<a href="#{_anchor(one)}">{escape(one.run.name)}</a>' for one in runs)
+    written = f"Written by can-train {escape(__version__)} on {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}."
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>{STYLE}{_PAGE_STYLE}</style>
+</head>
+<body>
+<main>
+<h1>{escape(title)}</h1>
+{f"<nav>{links}</nav>" if links else ""}
+{"".join(parts)}
+<footer>{written}</footer>
+</main>
+</body>
+</html>
+"""
+
+
+def _anchor(one: ReportedRun) -> str:
+    return escape(f"run-{one.run.found.known.run_id}")
+
+
+def _comparison(runs: Sequence[ReportedRun]) -> str:
+    tables = comparison_tables([one.run for one in runs])
+    losses = losses_chart({one.run.name: one.validation for one in runs if one.validation})
+    curves = []
+    for name in dict.fromkeys(name for one in runs for name in one.predictions):
+        known = {one.run.name: one.predictions[name] for one in runs
+                 if name in one.predictions and has_both_classes(one.predictions[name])}  # fmt: skip
+        if len(known) > 1:
+            curves.append(precision_recall_chart(name, known))
+    return "\n".join([
+        "<section>",
+        _tables(tables),
+        _figures([losses]) if losses else _missing("None of the runs has a validation loss yet."),
+        f'<h3>Precision and recall by test set</h3><div class="grid">{_figures(curves)}</div>' if curves else "",
+        "</section>",
+    ])  # fmt: skip
+
+
+def _run_section(one: ReportedRun, *, alone: bool) -> str:
+    found = one.run.found
+    heading = "" if alone else f'<h2 id="{_anchor(one)}">Run {escape(found.known.run_id)}</h2>'
+    facts = [(name, text) for name, text in head_facts(found, one.config) if name != "run"]
+    return "\n".join([
+        "<section>",
+        heading,
+        _facts([("configuration", found.known.record.key), *facts]),
+        _part("Verdict", _verdict(one)),
+        _part("Loss", _loss(one)),
+        _part("Memory", _memory(one)),
+        _part("Plan", _plan(one)),
+        _part("Safety factor over runs", _factor(one)),
+        _part("Curves by test set", _curves(one)),
+        _part("Scores in full", _tables(score_tables(one.config, one.run.result))),
+        "" if not alone else _part("Settings that differ from the defaults", _settings(one.config)),
+        "</section>",
+    ])  # fmt: skip
+
+
+def _part(title: str, body: str) -> str:
+    return f"<h3>{escape(title)}</h3>\n{body}" if body else ""
+
+
+def _verdict(one: ReportedRun) -> str:
+    tables = score_tables(one.config, one.run.result, summary=True)
+    if tables:
+        return _tables(tables)
+    if not one.run.result:
+        return _missing(f"The run has not been judged. It is {one.run.found.state}.")
+    return _missing("The run's judgement is empty, or of a task or version that is not installed here.")
+
+
+def _loss(one: ReportedRun) -> str:
+    chart = loss_chart(one.steps, one.validation)
+    return _figures([chart]) if chart else _missing("No step has been recorded yet.")
+
+
+def _memory(one: ReportedRun) -> str:
+    charts = memory_charts(one.steps, one.limits)
+    missing = [] if charts else ["No step has been recorded yet."]
+    if charts and len(charts) == 1:
+        missing = ["No step's memory has been measured: on the CPU only one step in monitor.interval is."]
+    limits = one.limits[-1:]
+    if limits and limits[0].device.startswith("cpu"):
+        missing.append("On the CPU only one step in monitor.interval is measured, and nothing is reserved.")
+    lines = (line.partition("  ") for line in memory_lines(one.run.memory))
+    facts = _facts([(name, text.strip()) for name, _, text in lines])
+    return facts + "".join(map(_missing, missing)) + _figures(charts)
+
+
+def _plan(one: ReportedRun) -> str:
+    lines = full_plan_lines(read_plan(one.run.found.known.folder), _device(one))
+    if not lines:
+        return _missing("No plan has been made yet.")
+    # What a plan rests on is indented.
+    sentences = "".join(f"<p>{escape(line)}</p>" for line in lines if not line.startswith(" "))
+    return sentences + _facts([_named(line.strip()) for line in lines if line.startswith(" ")])
+
+
+def _named(line: str) -> tuple[str, str]:
+    """Splits an aligned line into its name and its text."""
+    for name in ("predicted peak", "tuned limit", "safety factor"):
+        if line.startswith(name):
+            return name, line.removeprefix(name).strip()
+    name, _, text = line.partition(" ")
+    return name, text.strip()
+
+
+def _factor(one: ReportedRun) -> str:
+    history = one.history
+    chart = factor_chart(history, one.run.found.known.run_id) if history else None
+    if history is None or chart is None:
+        return _missing("Nothing is known of this configuration's safety factor in the state folder.")
+    factor = "none" if history.factor is None else f"{history.factor:.3f}"
+    return f"<p>The next run's factor is {factor}: {escape(history.reason)}.</p>" + _figures([chart])
+
+
+def _curves(one: ReportedRun) -> str:
+    if one.damage:
+        return _missing(f"The recorded scores are damaged, so there are no curves: {one.damage}.")
+    if not one.predictions:
+        return _missing("The run has recorded no scores of single samples.")
+    parts = []
+    for name, each in one.predictions.items():
+        sample, positive, negative = each.words
+        count = f"{len(each.score):,} {sample}s, {int(each.positive.sum()):,} of them {positive}s"
+        parts.append(f'<div class="set"><h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>')
+        if has_both_classes(each):
+            label = {"model": each}
+            charts = [precision_recall_chart("Precision and recall", label), roc_chart("ROC", label)]
+            parts.append(f'<div class="grid">{_figures(charts)}</div>')
+        else:
+            parts.append(_missing(f"Curves need both {positive} and {negative} {sample}s."))
+        if chart := timeline_chart(f"Flagged {sample}s over time", each):
+            parts.append(_figures([chart]))
+        parts.append("</div>")
+    return "".join(parts)
+
+
+def _settings(config: Mapping[str, Any]) -> str:
+    changed = changed_settings(config)
+    if changed is None:
+        return _missing("This version has no presets for the run's model, mode and data.")
+    if not changed:
+        return "<p>None.</p>"
+    rows = [(name, _value(one["value"]), _value(one["default"])) for name, one in changed.items()]
+    return _table(TextTable("", ("setting", "value", "default"), rows))
+
+
+def _device(one: ReportedRun) -> str:
+    return str(one.run.result.get("device") or one.config.get("device"))
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None or value == "" else str(value)
+
+
+# Elements
+
+
+def _missing(sentence: str) -> str:
+    return f'<p class="missing">{escape(sentence)}</p>'
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
+    return f"<dl>{items}</dl>" if items else ""
+
+
+def _figures(charts: Iterable[Chart]) -> str:
+    return "".join(map(figure_html, charts))
+
+
+def _tables(tables: Sequence[Table]) -> str:
+    if len(tables) < 2:
+        return "".join(map(_table, tables))
+    return '<div class="tables">' + "".join(f"<div>{_table(table)}</div>" for table in tables) + "</div>"
+
+
+def _table(table: Table) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
+    texts = {index for index in range(1, len(table.columns)) if any(len(row[index]) > _TEXT for row in table.rows)}
+    rows = "".join(f"<tr>{''.join(_cells(row, texts))}</tr>" for row in table.rows)
+    title = f'<h4 class="table">{escape(table.title)}</h4>' if table.title else ""
+    label = escape(table.title, quote=True)
+    body = f'<table aria-label="{label}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>' if rows else ""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
+    return f'{title}<div class="scroll">{body}</div>' + (f'<ul class="notes">{notes}</ul>' if notes else "")
+
+
+def _cells(row: Sequence[str], texts: Container[int]) -> Iterable[str]:
+    for index, cell in enumerate(row):
+        text = escape(cell)
+        if not index:
+            # Names are long on a phone, and have no spaces.
+            text = text.replace("_", "_<wbr>").replace(".", ".<wbr>")
+        yield f"<td class=text>{text}</td>" if index in texts else f"<td>{text}</td>"

@@ -1,0 +1,112 @@
+"""What `can-train resume` may change of a run: its epochs, its device, and the place of its data. Imports no torch: a
+run may go on in a job that is submitted from a login node.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from can_train.config.compose import from_plain, with_changes
+from can_train.config.resolved import ResolvedRun, data_root, load_object, load_task_settings
+from can_train.errors import ConfigError, DeviceError, MissingDataError, RunError
+from can_train.io.records import parse_object, text_or_nothing
+from can_train.io.units import parse_size
+from can_train.reporter import Reporter
+from can_train.training.run_folder import INPUTS, RunFolder, name_to_type
+
+_EPOCHS: Final = "training.epochs"
+_PATH: Final = "dataset.path"
+_DEVICE: Final = re.compile(r"auto|cpu|cuda(:\d+)?|sim:(?P<size>.*)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeRequest:
+    """What is to be different from now on; None: stays as it is."""
+
+    epochs: str | None = None
+    device: str | None = None
+    dataset: str | None = None
+
+    @property
+    def values(self) -> dict[str, str]:
+        """What was given, by the setting's dotted name."""
+        path = None if self.dataset is None else str(Path(self.dataset).expanduser().absolute())
+        given = {_EPOCHS: self.epochs, "device": self.device, _PATH: path}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def change_run(folder: RunFolder, request: ResumeRequest, reporter: Reporter) -> list[str]:
+    """Changes how a run goes on, which its configuration and `RunFolder.changes` say afterwards.
+
+    Everything is checked first: what is refused leaves the run as it was.
+
+    Returns:
+        A sentence for each setting that changed.
+
+    Raises:
+        ConfigError: More epochs are done than asked for, or a value does not fit.
+        RunError: The data are not those that the run began with, or another process trains the run.
+    """
+    if not request.values:
+        return []
+    before = folder.config()
+    run = with_changes(before, (), request.values)
+    with folder.locked():
+        manifest = parse_object(text_or_nothing(folder.checkpoints_path / "manifest.json"))
+        newest = next(iter(manifest.get("checkpoints", ())), {"step": 0, "epochs_begun": 0})
+        result = folder.result()
+        done = newest["epochs_begun"] if result is None else result["epochs"]
+        # One that stopped early, for want of a better loss, may go on for as long as it was to be trained at first.
+        goes_on = request.epochs is not None and run.training.epochs > done
+        if request.epochs is not None and run.training.epochs < done:
+            anew = f"can-train resubmit {name_to_type(folder)} --epochs {request.epochs}"
+            raise ConfigError("A run goes on for no fewer epochs than it has done",
+                              value=f"--epochs {request.epochs}, and {done} are done",
+                              remedy=f"With fewer it is a new run:\n  {anew}\nHere give {done} or more")  # fmt: skip
+        if request.device is not None:
+            _check_device(request.device, is_over=result is not None and not goes_on)
+        if request.dataset is not None:
+            _check_data(folder, run, reporter)
+        values = {name: {"before": _value(before, name), "after": _value(run.config, name)} for name in request.values}
+        is_extended = result is not None and goes_on
+        changed = {name: each for name, each in values.items()
+                   if each["before"] != each["after"] or (name == _EPOCHS and is_extended)}  # fmt: skip
+        if changed:
+            folder.change(run.config, changed, step=newest["step"])
+    return [f"{name} is {each['after']} from here on, in place of {each['before']}" for name, each in changed.items()]
+
+
+def _check_device(device: str, *, is_over: bool) -> None:
+    if is_over:
+        raise ConfigError("A run that has finished trains on no device", value=f"--device {device}",
+                          remedy="Go on for longer with --epochs N, or leave --device out")  # fmt: skip
+    form = _DEVICE.fullmatch(device)
+    if form is None:
+        raise DeviceError("Unknown device", value=repr(device), remedy="Valid: auto, cpu, cuda, cuda:1, sim:2GiB")
+    if form["size"] is not None:
+        parse_size(form["size"])
+
+
+def _check_data(folder: RunFolder, run: ResolvedRun, reporter: Reporter) -> None:
+    """Raises RunError unless the data set at the run's path is the one that the run began with."""
+    task, root = load_task_settings(run.task), data_root(run.paths)
+    with suppress(MissingDataError):
+        if not load_object(task.files)(from_plain(folder.config()).dataset, root):
+            raise ConfigError("The data of this run are simulated, and lie nowhere",
+                              value=f"--dataset {run.dataset.path}", remedy="Leave --dataset out")  # fmt: skip
+    digest = load_object(task.digest)(run.dataset, root, reporter)
+    began_with = parse_object(text_or_nothing(folder.path / INPUTS)).get("data", digest)
+    if digest != began_with:
+        anew = f"can-train resubmit {name_to_type(folder)} --dataset {shlex.quote(run.dataset.path)}"
+        raise RunError("A run goes on with the data that it began with", value=f"{run.dataset.path} has other contents",
+                       remedy=f"On these it is a new run:\n  {anew}\nThis one takes the same logs only")  # fmt: skip
+
+
+def _value(config: Mapping[str, Any], name: str) -> Any:
+    for key in name.split("."):
+        config = config[key]
+    return config

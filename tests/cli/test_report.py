@@ -1,0 +1,282 @@
+"""`can-train report`: one file with what a run recorded, whatever is missing, and nothing that reaches out."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from can_train.cli.main import main
+from can_train.cli.report_figures import (
+    has_both_classes,
+    memory_charts,
+    precision_recall_chart,
+    roc_chart,
+    timeline_chart,
+)
+from can_train.task import Predictions
+from can_train.training.recording import (
+    MemoryLimits,
+    StepLog,
+    StepRecord,
+    read_predictions,
+    steps_path,
+    write_predictions,
+)
+from can_train.training.run_folder import RunFolder
+from fakes.finished_runs import Shelf
+from fakes.trained_runs import finished_run
+
+STEP = StepRecord(step=1, loss=0.5, allocated_bytes=60 << 20, reserved_bytes=80 << 20, micro_batches=2,
+                  micro_batch_size=4)  # fmt: skip
+LIMITS = MemoryLimits(from_step=1, device="sim-100mib", capacity_bytes=100 << 20, safe_bytes=70 << 20,
+                      predicted_bytes=(58 << 20, 62 << 20))  # fmt: skip
+NASTY = "<img src=x onerror=alert(1)>&\"'"
+VOID = ("meta", "link", "img", "wbr")
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    # No SLURM, whichever this machine may have; and several runs' report goes to the folder that one works in.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return Shelf(tmp_path)
+
+
+def predictions(seed: int = 0, **values: Any) -> Predictions:
+    drawn = np.random.default_rng(seed)
+    positive = drawn.random(200) < 0.3
+    score = drawn.normal(size=200) + positive
+    return Predictions(**{"score": score, "positive": positive, "flagged": score > 1, "time_s": np.arange(200) / 4,
+                          "words": ("window", "attack", "benign"), **values})  # fmt: skip
+
+
+def record(folder: RunFolder, sets: dict[str, Predictions] | None = None) -> None:
+    """Writes what a training of 30 steps records, with a rescue in step 7."""
+    log = StepLog(steps_path(folder.path, 0), 30)
+    log.limit(LIMITS)
+    for step in range(1, 31):
+        log.add(replace(STEP, step=step, loss=1 / step, ooms_rescued=2 * (step == 7)))
+    log.flush()
+    folder.metrics_path.write_text(json.dumps({"step": 30, "epoch": 1, "validation_loss": 0.25}) + "\n")
+    write_predictions(folder.predictions_path, {"test_01": predictions()} if sets is None else sets)
+
+
+def reported(shelf: Shelf, *arguments: str) -> Path:
+    """Makes a report, and returns its file where it was announced."""
+    assert main(("report", *arguments, *shelf.flags)) == 0
+    return shelf.folder / "report.html"
+
+
+def page(run: RunFolder, shelf: Shelf) -> str:
+    reported(shelf, run.run_id)
+    return (run.path / "report.html").read_text()
+
+
+class Elements(HTMLParser):
+    """Counts the elements of a page, and makes sure that each is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        self.names.append(tag)
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attributes: list) -> None:
+        self.names.append(tag)
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"<h3>(.*?)</h3>", text)
+
+
+def captions(text: str) -> list[str]:
+    return re.findall(r"<figcaption>(.*?)</figcaption>", text)
+
+
+CHARTS = ["Training and validation loss", "Memory of each step", "Micro-batches and rescues", "Precision and recall",
+          "ROC", "Flagged windows over time"]  # fmt: skip
+
+
+def test_one_run_is_reported_in_its_folder_with_all_charts(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    run = shelf.put(1, shelf.resolved("gat", "normal", sets=("training.lr=0.5",)))
+    record(run)
+    text = page(run, shelf)
+    assert capsys.readouterr().out.split() == ["Report:", str(run.path / "report.html")]
+    assert captions(text) == CHARTS
+    assert "memory ran out 2 times; finished in 2 micro-batches" in text
+    assert "<td>training.<wbr>lr</td><td>0.5</td><td>0.001</td>" in text
+    Elements(text)
+
+
+def test_a_report_reaches_out_to_nothing(shelf: Shelf) -> None:
+    run = shelf.put(1, shelf.resolved("gat", "normal"))
+    record(run)
+    text = page(run, shelf)
+    assert "http" not in text
+    assert not {"script", "img", "iframe", "object"} & {*Elements(text).names}
+    assert re.findall(r"(?:src|href)=\"(?!#)(.*?)\"", text) == ["data:,"]
+    assert not re.search(r"url\(|@import", text)
+
+
+def test_several_runs_are_compared_in_the_folder_one_works_in(shelf: Shelf) -> None:
+    runs = [shelf.put(number, shelf.resolved("gat", "normal", sets=(f"training.lr=0.{number}",))) for number in (1, 2)]
+    for number, run in enumerate(runs):
+        record(run, {"test_01": predictions(number)})
+    text = reported(shelf, *(run.run_id for run in runs)).read_text()
+    assert captions(text) == ["Validation loss", "test_01", *CHARTS, *CHARTS]
+    assert "<td>training.<wbr>lr</td><td>0.1</td><td>0.2</td>" in text
+    assert [f'id="run-{run.run_id}"' in text for run in runs] == [True, True]
+    Elements(text)
+
+
+def test_what_is_missing_is_said_in_a_sentence(shelf: Shelf) -> None:
+    run = shelf.put(1, shelf.resolved("gat", "normal"), None)
+    text = page(run, shelf)
+    assert captions(text) == []
+    for sentence in (
+        "The run has not been judged. It is never started",
+        "No step has been recorded yet.",
+        "No plan has been made yet.",
+        "Nothing is known of this configuration&#x27;s safety factor in the state folder.",
+        "The run has recorded no scores of single samples.",
+    ):
+        assert sentence in text
+    Elements(text)
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "metrics.jsonl", "plan.json", "result.json", "predictions/meta.json"])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '{"judgement": {"test": 1}}', "\x00"])
+def test_a_damaged_file_keeps_no_report_from_being_written(shelf: Shelf, name: str, text: str) -> None:
+    run = shelf.put(1, shelf.resolved("gat", "normal"))
+    record(run)
+    (run.path / name).write_text(text)
+    found = page(run, shelf)
+    Elements(found)
+    if name.startswith("predictions"):
+        assert "The recorded scores are damaged, so there are no curves" in found
+
+
+def test_what_users_wrote_is_escaped(shelf: Shelf) -> None:
+    changed = shelf.resolved("gat", "normal", values={"training.start_from": NASTY})
+    run = shelf.put(1, changed, {"judgement": {"test": {NASTY: {}}}, "device": NASTY, "epochs": 1})
+    record(run, {NASTY: predictions(words=(NASTY, NASTY, NASTY))})
+    moved = RunFolder(run.path.with_name("<script>&"))
+    shutil.copytree(run.path, moved.path)
+    assert main(("report", str(moved.path), "--output", "out.html", *shelf.flags)) == 0
+    text = Path("out.html").read_text()
+    assert "&lt;img src=x" in text
+    assert not {"script", "img"} & {*Elements(text).names}
+
+
+def test_a_file_that_cannot_be_written_is_an_error(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    shelf.put(1, shelf.resolved("gat", "normal"))
+    assert main(("report", "last", "--output", "no/where.html", *shelf.flags)) == 2
+    assert "error: The report cannot be written: no/where.html" in capsys.readouterr().err
+
+
+def test_an_unknown_run_is_an_error(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("report", "nope", *shelf.flags)) == 2
+    assert "There is no such run" in capsys.readouterr().err
+
+
+# The charts
+
+
+def test_the_chosen_threshold_lies_where_the_flags_say() -> None:
+    one = predictions()
+    hits, flagged = int((one.flagged & one.positive).sum()), int(one.flagged.sum())
+    chart = precision_recall_chart("set", {"model": one})
+    assert chart.series[-1].points == [(hits / one.positive.sum(), hits / flagged)]
+    alarms = (flagged - hits) / int((~one.positive).sum())
+    assert roc_chart("set", {"model": one}).series[-1].points == [(alarms, hits / one.positive.sum())]
+
+
+def test_curves_are_those_of_scikit_learn() -> None:
+    from sklearn.metrics import precision_recall_curve, roc_curve
+
+    one = predictions(score=np.round(predictions().score, 1))
+    precision, recall, _ = precision_recall_curve(one.positive, one.score)
+    drawn = precision_recall_chart("set", {"model": one}).series[1].points
+    assert np.allclose(drawn, np.stack([recall, precision], axis=1)[:-1][::-1], atol=1e-4)
+    x, y, _ = roc_curve(one.positive, one.score, drop_intermediate=False)
+    assert np.allclose(roc_chart("set", {"model": one}).series[1].points, np.stack([x, y], axis=1), atol=1e-4)
+
+
+def test_a_curve_of_many_samples_is_thinned_and_keeps_its_ends() -> None:
+    drawn = np.random.default_rng(0)
+    positive = drawn.random(50_000) < 0.1
+    many = Predictions(score=drawn.normal(size=50_000) + positive, positive=positive, flagged=positive,
+                       time_s=np.empty(0))  # fmt: skip
+    points = roc_chart("set", {"model": many}).series[1].points
+    assert len(points) <= 301
+    assert (points[0], points[-1]) == ((0.0, 0.0), (1.0, 1.0))
+    assert timeline_chart("set", many) is None
+
+
+def test_a_set_of_one_class_has_no_curves() -> None:
+    assert not has_both_classes(predictions(positive=np.zeros(200, dtype=bool)))
+    assert has_both_classes(predictions())
+
+
+def test_the_time_of_a_log_is_shared_out_among_what_was_found_missed_and_flagged_wrongly() -> None:
+    positive, flagged = np.array([0, 1, 1, 0, 0], dtype=bool), np.array([0, 1, 0, 0, 1], dtype=bool)
+    chart = timeline_chart("log", Predictions(score=np.zeros(5), positive=positive, flagged=flagged,
+                                              time_s=np.array([0.0, 10.0, 20.0, 30.0, 40.0])))  # fmt: skip
+    spans = {name: found for name, _, found in chart.strips}
+    assert spans == {"positives": [(10, 30)], "found": [(10, 20)], "missed": [(20, 30)], "false alarms": [(40, 50)]}
+
+
+def test_memory_is_drawn_with_limits_only_where_they_are_near() -> None:
+    steps = [STEP, replace(STEP, step=2, ooms_rescued=1)]
+    near, _ = memory_charts(steps, [LIMITS])
+    assert near.y.high == pytest.approx(1.05 * LIMITS.capacity_bytes)
+    drawn = {series.name: series.points for series in near.series}
+    assert drawn["capacity"] == [(0, 100 << 20), (2, 100 << 20)]
+    assert drawn["safe limit"][0] == (0, 70 << 20)
+    assert drawn["out of memory, rescued"] == [(2, near.y.high)]
+    far, _ = memory_charts(steps, [replace(LIMITS, capacity_bytes=100 << 40)])
+    assert far.y.high < 100 << 20
+    [alone] = memory_charts([replace(STEP, allocated_bytes=None)], [])
+    assert alone.title == "Micro-batches and rescues"
+
+
+def test_limits_that_change_are_drawn_from_the_step_where_they_do() -> None:
+    steps = [replace(STEP, step=step) for step in range(1, 21)]
+    later = replace(LIMITS, from_step=11, capacity_bytes=90 << 20, safe_bytes=None)
+    drawn = {series.name: series.points for series in memory_charts(steps, [LIMITS, later])[0].series}
+    assert drawn["capacity"] == [(0, 100 << 20), (11, 100 << 20), (11, 90 << 20), (20, 90 << 20)]
+    assert drawn["safe limit"][2:] == [(11, None), (20, None)]
+
+
+@pytest.mark.slow
+def test_the_recorded_scores_of_a_trained_run_are_those_that_were_judged(tmp_path: Path) -> None:
+    run = finished_run("gat")
+    judgement = json.loads((run / "result.json").read_text())["judgement"]["test"]
+    found = read_predictions(run / "predictions")
+    assert list(found) == list(judgement)
+    for name, one in found.items():
+        model, count = judgement[name]["model"], int((one.flagged & one.positive).sum())
+        assert (len(one.score), int(one.positive.sum())) == (model["windows"], model["attack_windows"])
+        assert count / one.positive.sum() == pytest.approx(model["recall"])
+        assert (np.diff(one.time_s) >= 0).all()
+    assert main(("report", str(run), "--output", str(tmp_path / "r.html"))) == 0
+    text = (tmp_path / "r.html").read_text()
+    assert "How well the model finds attacks in each test folder" in text
+    assert "safety factor" in text
+    assert headings(text) == ["Verdict", "Loss", "Memory", "Plan", "Safety factor over runs", "Curves by test set",
+                              "Scores in full", "Settings that differ from the defaults"]  # fmt: skip

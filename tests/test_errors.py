@@ -1,0 +1,86 @@
+"""What errors say: the command as it can be typed where it was typed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from can_train.cli.main import main
+from can_train.errors import COMMAND_VARIABLE, ConfigError, as_typed
+from can_train.reporter import wrapped
+from fakes.finished_runs import Shelf
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ("See can-train runs --help", "See ./can-train runs --help"),
+        ("Try:\n  can-train --model gat", "Try:\n  ./can-train --model gat"),
+        ("rm a; can-train resume /home/can-train/runs/x", "rm a; ./can-train resume /home/can-train/runs/x"),
+        ("can-train -h", "./can-train -h"),
+        ("./can-train resume x", "./can-train resume x"),
+        ("/opt/can-train resume x", "/opt/can-train resume x"),
+        ("another version of can-train.", "another version of can-train."),
+        ("can-train 0.1", "can-train 0.1"),
+    ],
+)
+def test_command_lines_are_written_as_they_can_be_typed(monkeypatch: pytest.MonkeyPatch, text: str, typed: str) -> None:
+    monkeypatch.delenv(COMMAND_VARIABLE, raising=False)
+    assert as_typed(text) == text
+    monkeypatch.setenv(COMMAND_VARIABLE, "./can-train")
+    assert as_typed(text) == typed
+    assert as_typed(typed) == typed
+
+
+def test_errors_and_notices_write_them_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMMAND_VARIABLE, "./can-train")
+    error = ConfigError("A rule", value="x", remedy="Try: can-train runs")
+    assert str(error) == "A rule: x.\nTry: ./can-train runs."
+    assert error.to_plain() == {"rule": "A rule", "value": "x", "remedy": "Try: ./can-train runs", "exit_code": 2}
+    long = f"can-train resume {'x' * 90} --epochs 3"
+    assert wrapped(f"Go on:\n  {long}", 80) == f"Go on:\n  ./{long}"
+
+
+@pytest.mark.parametrize(("typed", "named"), [("./can-train", "./can-train"), ("here/can-train", "here/can-train"),
+                                              ("can-train", "can-train")])  # fmt: skip
+def test_the_launcher_says_how_it_was_called(tmp_path: Path, repository: Path, typed: str, named: str) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "environment.py").write_text(
+        "import sys\ndef project_python(root): return sys.executable\n"
+    )
+    shutil.copy2(repository / "can-train", tmp_path)
+    (tmp_path / "here" / "can-train").symlink_to(tmp_path / "can-train")
+    on_path = f"{tmp_path}{os.pathsep}" if "/" not in typed else ""
+    variables = {**os.environ, "PATH": f"{on_path}{Path(sys.executable).parent}{os.pathsep}/usr/bin:/bin",
+                 "PYTHONPATH": str(repository / "src")}  # fmt: skip
+    variables.pop(COMMAND_VARIABLE, None)
+    line = [typed, "status"]
+    done = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert re.search(r"^Name one: (\S+) runs lists them", done.stderr, re.MULTILINE)[1] == named, done.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [("--help",), ("runs",), ("runs", "--help"), ("factors",), ("status", "last"), ("show", "last"), ("logs", "last"),
+     ("cancel", "nothing"), ("resume", "last", "--epochs", "0"), ("resubmit", "last", "--epochs", "x"),
+     ("--model", "gat"), ("pipeline",), ("evaluate", "last")],
+)  # fmt: skip
+def test_no_command_names_another_one_in_a_way_that_cannot_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: tuple[str, ...]
+) -> None:
+    for name, value in {COMMAND_VARIABLE: "./can-train", "CAN_TRAIN_HOME": str(tmp_path / "state"),
+                        "PATH": str(tmp_path)}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    if "last" in line:
+        shelf = Shelf(tmp_path)
+        shelf.put(1, shelf.resolved("gat", "normal"), None)
+    main(line)
+    output = capsys.readouterr()
+    lines = f"{output.out}\n{output.err}".splitlines()
+    assert [text for text in lines if re.search(r"(?<![./])can-train (--|-h|[a-z])", text)] == []
