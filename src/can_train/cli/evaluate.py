@@ -99,7 +99,8 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     print()
     for note in evaluated.notes:
         print_wrapped(f"{note}.")
-    seconds, part = document["seconds"], ", its own test part" if document["own_split"] else ""
+    seconds = document["seconds"]
+    part = ", of which only the run's own test part is judged" if document["own_split"] else ""
     print_wrapped(
         f"Run {document['run_id']} on {document['dataset']}{part}: {document['windows']:,} windows of "
         f"{document['frames']:,} frames; reading took {seconds['reading']:.1f} s, scoring {seconds['scoring']:.1f} s"
