@@ -189,6 +189,11 @@ def test_a_file_that_cannot_be_written_is_an_error(shelf: Shelf, capsys: pytest.
     assert "error: The report cannot be written: no/where.html" in capsys.readouterr().err
 
 
+def test_another_kind_of_file_is_refused(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("report", "last", "--output", "report.pdf", *shelf.flags)) == 2
+    assert "error: A report is written as HTML: report.pdf" in capsys.readouterr().err
+
+
 def test_an_unknown_run_is_an_error(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("report", "nope", *shelf.flags)) == 2
     assert "There is no such run" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
 from can_train.cli.show import changed_settings, full_plan_lines, head_facts, memory_lines, read_plan, score_tables
 from can_train.errors import ConfigError, StateError
 from can_train.io.records import parse_object, text_or_nothing, write_text_atomic
+from can_train.io.units import size_text
 from can_train.slurm.status import run_statuses
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from can_train.training.recording import MemoryLimits, StepRecord
 
 _FILE: Final = "report.html"
+_ENDINGS: Final = (".html", ".htm")
 _TEXT: Final = 24  # letters from which a cell is a text, which may be wrapped
 
 _PAGE_STYLE: Final = """
@@ -80,7 +82,8 @@ footer { margin-top: 48px; color: var(--muted); font-size: .875rem; }
   th:first-child, td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 4.5em; } }
 @media print { :root { color-scheme: light; --page: #fff; --ink: #000; --muted: #444; --grid: #ccc; --card: #fff;
   --c1: #0072b2; --c2: #d55e00; --c3: #007f5c; --c4: #a8538a; --c5: #a06f00; --c6: #3a8fc4; --c0: #59636e; }
-  main { max-width: none; padding: 0; } body { font-size: 11pt; } .scroll { overflow: visible; } nav { display: none; }
+  main { max-width: none; padding: 0; } body { font-size: 11pt; }
+  .scroll { overflow: visible; background: none; } nav { display: none; }
   h2, h3, h4 { break-after: avoid; } .set, table { break-inside: avoid; } * { print-color-adjust: exact; } }
 @page { margin: 15mm; }
 """
@@ -96,6 +99,9 @@ def report(
     state_dir: StateDir = None,
 ) -> None:
     """Write an HTML file about runs: scores and curves, loss, memory, factors, settings. It needs no network."""
+    if output is not None and output.suffix.lower() not in _ENDINGS:
+        raise ConfigError("A report is written as HTML", value=str(output),
+                          remedy=f"Name a file that ends in {_ENDINGS[0]}")  # fmt: skip
     locator = RunLocator(runs_dir, state_dir)
     known = {one.run_id: one for one in map(locator.find, runs)}
     reported = [
@@ -275,6 +281,8 @@ def _memory(one: ReportedRun) -> str:
     limits = one.limits[-1:]
     if limits and limits[0].device.startswith("cpu"):
         missing.append("On the CPU only one step in monitor.interval is measured, and nothing is reserved.")
+    if limits and len(charts) > 1 and (axis := charts[0].y) and limits[0].capacity_bytes > axis.high:
+        missing.append(f"The capacity, {size_text(limits[0].capacity_bytes)}, lies far above what was used.")
     lines = (line.partition("  ") for line in memory_lines(one.run.memory))
     facts = _facts([(name, text.strip()) for name, _, text in lines])
     return facts + "".join(map(_missing, missing)) + _figures(charts)
