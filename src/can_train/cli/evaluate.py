@@ -121,5 +121,6 @@ def _print_alarms(alarms: Sequence[Alarm], most: int) -> None:
             if alarm.source == source:
                 print_wrapped(f"  {alarm.place}\n    {alarm.reason}")
     if len(shown) < len(alarms):
-        print_wrapped(f"\nThese are the {len(shown)} highest of {len(alarms):,} alarms; "
+        print()
+        print_wrapped(f"These are the {len(shown)} highest of {len(alarms):,} alarms; "
                       "-v prints all, --scores FILE writes them")  # fmt: skip
