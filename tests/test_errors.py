@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from can_train.cli.main import main
 from can_train.errors import COMMAND_VARIABLE, ConfigError, as_typed
 from can_train.reporter import wrapped
+from fakes.finished_runs import Shelf
 
 
 @pytest.mark.parametrize(
@@ -60,3 +62,25 @@ def test_the_launcher_says_how_it_was_called(tmp_path: Path, repository: Path, t
     line = [typed, "status"]
     done = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert re.search(r"^Name one: (\S+) runs lists them", done.stderr, re.MULTILINE)[1] == named, done.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [("--help",), ("runs",), ("runs", "--help"), ("factors",), ("status", "last"), ("show", "last"), ("logs", "last"),
+     ("cancel", "nothing"), ("resume", "last", "--epochs", "0"), ("resubmit", "last", "--epochs", "x"),
+     ("--model", "gat"), ("pipeline",), ("evaluate", "last")],
+)  # fmt: skip
+def test_no_command_names_another_one_in_a_way_that_cannot_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: tuple[str, ...]
+) -> None:
+    for name, value in {COMMAND_VARIABLE: "./can-train", "CAN_TRAIN_HOME": str(tmp_path / "state"),
+                        "PATH": str(tmp_path)}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    if "last" in line:
+        shelf = Shelf(tmp_path)
+        shelf.put(1, shelf.resolved("gat", "normal"), None)
+    main(line)
+    output = capsys.readouterr()
+    lines = f"{output.out}\n{output.err}".splitlines()
+    assert [text for text in lines if re.search(r"(?<![./])can-train (--|-h|[a-z])", text)] == []

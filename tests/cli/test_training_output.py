@@ -86,7 +86,8 @@ def test_a_quiet_training_prints_its_result_only_and_a_verbose_one_every_detecto
     again, _ = printed(folder, *run, "--quiet")
     assert again == quiet
     verbose, _ = printed(folder, *run, "--verbose")
-    assert verbose[-len(quiet) :] == quiet
+    assert verbose[-len(quiet) - 1 : -1] == quiet
+    assert verbose[-1].startswith("More:   can-train show ")
     assert sum(line.startswith("flag_nothing ") for line in verbose) == 6
     assert any("recall by kind" in line for line in verbose)
     _, planned = printed(folder, *MAIN_JOB[:-2], *small, "-v")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.cli.output import duration
+from can_train.errors import as_typed
 from can_train.reporter import COLUMNS, SilentReporter, wrapped
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def demo() -> None:
              f"{again.factor:.1%} may be used, so this run does: peak {_mib(again.peak_bytes)}.")  # fmt: skip
     print("\n4. What the lack of memory has changed in the trained weights")
     _say(_comparison(whole, split))
-    print(f"\nThat took {duration(time.monotonic() - started)}. {_NEXT}")
+    print(as_typed(f"\nThat took {duration(time.monotonic() - started)}. {_NEXT}"))
 
 
 def _say(text: str) -> None:

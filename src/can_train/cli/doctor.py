@@ -24,7 +24,7 @@ from can_train.cli.output import make_reporter, print_json, print_wrapped
 from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_flags, make_command
 from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
 from can_train.config.settings import split_list
-from can_train.errors import CanTrainError, ConfigError, DeviceError
+from can_train.errors import CanTrainError, ConfigError, DeviceError, as_typed
 from can_train.io.units import size_text
 from can_train.memory.allocator import OWN_SETTINGS, SETTINGS_VARIABLES, segments_expand
 from can_train.memory.catalogue import CARDS, cards_named, find_card, gpu_key, read_gpu_constants, usable
@@ -107,12 +107,12 @@ def _doctor(flags: Flags) -> None:
         findings.append(finding)
         if not flags["json"]:
             # Each at once: a SLURM that does not answer takes half a minute.
-            print(finding_text(finding), flush=True)
+            print(as_typed(finding_text(finding)), flush=True)
     problems = sum(finding.status == PROBLEM for finding in findings)
     if flags["json"]:
         print_json({"problems": problems, "checks": [asdict(finding) for finding in findings]})
     else:
-        print(f"\n{summary(problems)}")
+        print(as_typed(f"\n{summary(problems)}"))
     if problems:
         raise typer.Exit(2)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
-from can_train.errors import RUN_FAILED, RunError
+from can_train.errors import RUN_FAILED, RunError, as_typed
 from can_train.slurm.run_state import FINISHED, RunFacts
 from can_train.slurm.status import KnownRun, RunStatus, run_logs
 
@@ -137,4 +137,4 @@ def _print_new(log: GrowingLog) -> bool:
 
 def _note(text: str) -> None:
     # Not into standard output, which is the log's.
-    print(text, file=sys.stderr, flush=True)
+    print(as_typed(text), file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from can_train.cli.runs import by_test_set
 from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, make_request
 from can_train.config.resolved import state_dir
 from can_train.config.settings import split_list
-from can_train.errors import ConfigError, FailedRunError, RunError
+from can_train.errors import ConfigError, FailedRunError, RunError, as_typed
 from can_train.io.units import shortened
 from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, make_run, short_name
@@ -91,7 +91,7 @@ def _pipeline(flags: Flags) -> None:
         sent = _submit_stages(steps)
         _print([_sent_json(each) for each in sent], _sent_table(sent), as_json=as_json)
         if not as_json:
-            print("Table of what there is: the same line with --show; one stage: can-train status RUN")
+            print(as_typed("Table of what there is: the same line with --show; one stage: can-train status RUN"))
     else:
         # With --json, standard output is for the JSON alone.
         results = _train_stages(steps, sys.stderr if as_json else None, verbosity)

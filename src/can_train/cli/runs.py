@@ -73,7 +73,7 @@ def status(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_
     if as_json:
         print_json(run_json(found))
         return
-    print("\n".join(_status_lines(found)))
+    print(as_typed("\n".join(_status_lines(found))))
     print_tables(_history_tables(found))
 
 
@@ -231,7 +231,7 @@ def _status_lines(found: RunStatus) -> list[str]:
         "after": record.after,
         "sweep": record.sweep,
         "changed": "; ".join(map(change_text, found.known.folder.changes())),
-        "to go on": as_typed(f"can-train resume {name_to_type(found.known.folder)}") if is_resumable else "",
+        "to go on": f"can-train resume {name_to_type(found.known.folder)}" if is_resumable else "",
     }
     width = max(map(len, lines))
     return [f"{name:<{width}}  {text}" for name, text in lines.items() if text]

@@ -6,7 +6,7 @@ from typing import Any, Final
 from can_train.cli.output import duration, finite, print_json, print_tables
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import change_text, run_json
-from can_train.errors import CanTrainError, command_name
+from can_train.errors import CanTrainError, as_typed, command_name
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.reporter import COLUMNS, wrapped
@@ -26,7 +26,7 @@ def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_di
         return
     folder, result = found.known.folder, found.facts.result or {}
     config, commands = folder.config(), next_commands(found)
-    print("\n".join(f"{name:<8}{text}" for name, text in head_facts(found, config)))
+    print(as_typed("\n".join(f"{name:<8}{text}" for name, text in head_facts(found, config))))
     print_tables(score_tables(config, result))
     _print_part("Plan", full_plan_lines(read_plan(folder), str(result.get("device") or config.get("device"))))
     _print_part("Memory", memory_lines(memory_facts(folder, result)))

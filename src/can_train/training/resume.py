@@ -16,7 +16,7 @@ from can_train.errors import ConfigError, DeviceError, MissingDataError, RunErro
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import parse_size
 from can_train.reporter import Reporter
-from can_train.training.run_folder import INPUTS, RunFolder
+from can_train.training.run_folder import INPUTS, RunFolder, name_to_type
 
 _EPOCHS: Final = "training.epochs"
 _PATH: Final = "dataset.path"
@@ -63,10 +63,10 @@ def change_run(folder: RunFolder, request: ResumeRequest, reporter: Reporter) ->
         # One that stopped early, for want of a better loss, may go on for as long as it was to be trained at first.
         goes_on = request.epochs is not None and run.training.epochs > done
         if request.epochs is not None and run.training.epochs < done:
-            again = f"can-train resubmit {folder.run_id} --epochs {request.epochs}"
+            anew = f"can-train resubmit {name_to_type(folder)} --epochs {request.epochs}"
             raise ConfigError("A run goes on for no fewer epochs than it has done",
                               value=f"--epochs {request.epochs}, and {done} are done",
-                              remedy=f"Give {done} or more; with fewer it is a new run: {again}")  # fmt: skip
+                              remedy=f"With fewer it is a new run:\n  {anew}\nHere give {done} or more")  # fmt: skip
         if request.device is not None:
             _check_device(request.device, is_over=result is not None and not goes_on)
         if request.dataset is not None:
@@ -101,9 +101,9 @@ def _check_data(folder: RunFolder, run: ResolvedRun, reporter: Reporter) -> None
     digest = load_object(task.digest)(run.dataset, root, reporter)
     began_with = parse_object(text_or_nothing(folder.path / INPUTS)).get("data", digest)
     if digest != began_with:
+        anew = f"can-train resubmit {name_to_type(folder)} --dataset {shlex.quote(run.dataset.path)}"
         raise RunError("A run goes on with the data that it began with", value=f"{run.dataset.path} has other contents",
-                       remedy="Name the place of the same logs, or start a new run: can-train resubmit "
-                              f"{folder.run_id} --dataset {shlex.quote(run.dataset.path)}")  # fmt: skip
+                       remedy=f"On these it is a new run:\n  {anew}\nThis one takes the same logs only")  # fmt: skip
 
 
 def _value(config: Mapping[str, Any], name: str) -> Any:
