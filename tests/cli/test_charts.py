@@ -14,6 +14,7 @@ from can_train.cli.charts import (
     Series,
     byte_axis,
     figure_html,
+    focused_axis,
     mean,
     number_axis,
     plot_svg,
@@ -65,6 +66,11 @@ def test_bytes_are_shown_in_the_unit_that_suits_them() -> None:
     assert axis.label == "memory (MiB)"
     assert axis.ticks[1] == (20 * 2**20, "20")
     assert byte_axis(1000.0, "memory").label == "memory (KiB)"
+
+
+@pytest.mark.parametrize(("values", "low"), [([0.1, 1.0], 0.0), ([1.5, 2.0], 1.45), ([-1.0, 1.0], -1.2)])
+def test_an_axis_begins_at_zero_where_that_is_near(values: list[float], low: float) -> None:
+    assert focused_axis(values, "loss").low == pytest.approx(low)
 
 
 @pytest.mark.parametrize("low", [0.0, 5.0, -3.0])

@@ -78,7 +78,7 @@ def test_that_nothing_was_flagged_is_said(line: Line, tmp_path: Path) -> None:
     scores = tmp_path / "none.csv"
     out = line(finished_run("gat"), "--threshold", "1e9", "--flagged-only", "--scores", scores, "--device", "cpu")
     assert "Nothing was flagged." in out
-    assert ", its own test part: " in " ".join(out.split())
+    assert ", of which only the run's own test part is judged: " in " ".join(out.split())
     assert len(scores.read_text().splitlines()) == 1
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -309,3 +310,33 @@ def test_nothing_is_reset_on_a_device_that_nobody_knows(tmp_path: Path) -> None:
     done(tmp_path, "--import", str(tmp_path / "file.json"))
     result = run(tmp_path, "--reset", "--device", "nope", "--yes")
     assert "Unknown device: 'nope'" in str(result.exception)
+
+
+def test_a_history_is_drawn_into_an_svg_file(state: Path) -> None:
+    file = state / "history.SVG"
+    line = (KEY, "--plot", str(file), "--device", "v100-16gb")
+    assert f"2 runs of {KEY} on v100-16gb drawn in" in run(state, *line).stdout
+    texts = [text.text for text in ElementTree.parse(file).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    assert f"Safety factor of {KEY} on v100-16gb" in texts
+    assert {"target 90%", "safety factor", "peak", "1", "2"} <= set(texts)
+    assert "out of memory" not in texts
+    assert as_json(state, *line)["runs"] == 2
+    run(state, KEY, "--plot", str(file), "--device", "a100-40gb")
+    assert "out of memory" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        (("--plot", "x.svg"), "--plot needs a KEY"),
+        ((KEY, "--plot", "x.png"), "A plot is written as SVG: x.png"),
+        ((KEY, "--plot", "x"), "A plot is written as SVG: x"),
+        ((KEY, "--plot", "x.svg"), "A plot has the runs of one kind of device: a100-40gb, v100-16gb"),
+        ((KEY, "--plot", "no/where.svg", "--device", "a100-40gb"), "The plot cannot be written: no/where.svg"),
+    ],
+)
+def test_a_drawing_that_cannot_be_made_is_refused(state: Path, line: tuple[str, ...], rule: str) -> None:
+    error = run(state, *line).exception
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(rule)
+    assert list(state.glob("*.svg")) == []

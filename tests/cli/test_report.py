@@ -37,7 +37,7 @@ STEP = StepRecord(step=1, loss=0.5, allocated_bytes=60 << 20, reserved_bytes=80 
 LIMITS = MemoryLimits(from_step=1, device="sim-100mib", capacity_bytes=100 << 20, safe_bytes=70 << 20,
                       predicted_bytes=(58 << 20, 62 << 20))  # fmt: skip
 NASTY = "<img src=x onerror=alert(1)>&\"'"
-VOID = ("meta", "link", "img", "br")
+VOID = ("meta", "link", "img", "wbr")
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_one_run_is_reported_in_its_folder_with_all_charts(shelf: Shelf, capsys:
     assert capsys.readouterr().out.split() == ["Report:", str(run.path / "report.html")]
     assert captions(text) == CHARTS
     assert "memory ran out 2 times; finished in 2 micro-batches" in text
-    assert "<td>training.lr</td><td>0.5</td><td>0.001</td>" in text
+    assert "<td>training.<wbr>lr</td><td>0.5</td><td>0.001</td>" in text
     Elements(text)
 
 
@@ -139,7 +139,7 @@ def test_several_runs_are_compared_in_the_folder_one_works_in(shelf: Shelf) -> N
         record(run, {"test_01": predictions(number)})
     text = reported(shelf, *(run.run_id for run in runs)).read_text()
     assert captions(text) == ["Validation loss", "test_01", *CHARTS, *CHARTS]
-    assert "<td>training.lr</td><td>0.1</td><td>0.2</td>" in text
+    assert "<td>training.<wbr>lr</td><td>0.1</td><td>0.2</td>" in text
     assert [f'id="run-{run.run_id}"' in text for run in runs] == [True, True]
     Elements(text)
 
@@ -187,6 +187,11 @@ def test_a_file_that_cannot_be_written_is_an_error(shelf: Shelf, capsys: pytest.
     shelf.put(1, shelf.resolved("gat", "normal"))
     assert main(("report", "last", "--output", "no/where.html", *shelf.flags)) == 2
     assert "error: The report cannot be written: no/where.html" in capsys.readouterr().err
+
+
+def test_another_kind_of_file_is_refused(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("report", "last", "--output", "report.pdf", *shelf.flags)) == 2
+    assert "error: A report is written as HTML: report.pdf" in capsys.readouterr().err
 
 
 def test_an_unknown_run_is_an_error(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from guards.sources import PACKAGE
 
 FRAMEWORKS = {"torch", "torch_geometric", "hydra", "hydra_zen", "omegaconf", "submitit"}
 LIBRARIES = {"numpy", "polars", "scipy", "sklearn"}
-ABOUT_RUNS = ("runs", "show", "compare", "status", "logs", "cancel", "resume", "resubmit", "pipeline")
+ABOUT_RUNS = ("runs", "show", "compare", "report", "status", "logs", "cancel", "resume", "resubmit", "pipeline")
 
 CALL = """
 import json, sys

@@ -54,6 +54,44 @@ def test_the_example_is_true() -> None:
     assert result.failed == 0
 
 
+def test_each_step_has_a_peak_of_its_own_and_the_run_keeps_the_largest(gpu: SimulatedMeter) -> None:
+    monitor, peaks = MemoryMonitor(meter=gpu), []
+    for mib in (40, 10, 20):
+        steps(monitor, mib)
+        peaks.append(monitor.last_step[0] // MIB)
+    assert peaks == [40, 10, 20]
+    assert monitor.peak_bytes == 40 * MIB
+
+
+def test_what_runs_between_steps_is_the_runs_peak_and_no_steps(gpu: SimulatedMeter) -> None:
+    monitor = MemoryMonitor(meter=gpu)
+    with gpu.active():
+        steps(monitor, 10)
+        take(50)
+        steps(monitor, 20)
+    assert monitor.last_step[0] == 20 * MIB
+    assert monitor.peak_bytes == 50 * MIB
+
+
+def test_a_step_keeps_the_peak_before_its_rescue(gpu: SimulatedMeter) -> None:
+    monitor = MemoryMonitor(meter=gpu)
+    with monitor.step():
+        take(60)
+        monitor.rescued()
+        take(30)
+    assert monitor.last_step[0] == 60 * MIB
+    assert monitor.peak_bytes_after_rescue == 30 * MIB
+
+
+def test_a_step_that_is_not_measured_has_no_peak() -> None:
+    monitor = MemoryMonitor(meter=CPU, interval=2, warmup=0)
+    peaks = []
+    for _ in range(3):
+        steps(monitor, 10)
+        peaks.append(monitor.last_step[0] // MIB)
+    assert peaks == [10, 0, 10]
+
+
 @given(interval=st.integers(1, 60), warmup=st.integers(0, 40), total=st.integers(1, 120), known=st.booleans())
 def test_steps_are_measured_from_the_warm_up_on_at_the_interval(
     interval: int, warmup: int, total: int, known: bool

@@ -89,7 +89,9 @@ def test_a_file_of_what_was_flagged_has_only_that_and_the_reasons(other_log: Pat
     assert len(windows) == 200
     assert windows["reason"].null_count() == 0
     assert windows.filter("flagged")["reason"].to_list() == flagged["reason"].to_list()
-    assert flagged["reason"].str.starts_with(f"ID {INJECTED:03X}, never seen in training: ").sum() > 0.5 * len(flagged)
+    assert flagged["reason"].str.starts_with(f"ID {INJECTED:03X}, not in benign training data: ").sum() > 0.5 * len(
+        flagged
+    )
 
 
 # Three models need more memory than one.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from can_train.factors.observations import read_records
+from can_train.training.recording import read_steps
 from fakes.several_ranks import error_text, run_ranks
 from fakes.training_worlds import fit_line, train_windows
 
@@ -64,6 +65,11 @@ def test_three_ranks_train_the_weights_of_one_process(tmp_path: Path) -> None:
         assert losses(one) == pytest.approx(losses(other), rel=1e-10)
     observed = read_records(tmp_path / "several" / "state").finished
     assert {(one.rank, one.attempt, one.outcome) for one in observed} == {(0, 1, "ok"), (1, 1, "ok"), (2, 1, "ok")}
+    [run], [alone_run] = (list((tmp_path / name / "runs").iterdir()) for name in ("several", "alone"))
+    assert {path.name for path in run.glob("steps*")} == {"steps.jsonl", "steps-rank-1.jsonl", "steps-rank-2.jsonl"}
+    steps, others = read_steps(run)[0], read_steps(alone_run)[0]
+    assert [one.step for one in steps] == [one.step for one in others]
+    assert [one.loss for one in steps] == pytest.approx([one.loss for one in others], abs=1e-6)
 
 
 def test_more_ranks_than_samples_of_a_batch_train_the_same_weights(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_resumed_run_continues_the_record_where_its_checkpoint_was(tmp_path: P
     [folder] = (stopped / "runs").glob("*")
     # What a process that was killed had written after its checkpoint, down to half a line.
     with steps_path(folder, 0).open("a") as file:
-        file.write(json.dumps({**vars(STEP), "step": 8}) + '\n{"step": 9, "st')
+        file.write(json.dumps({**vars(STEP), "step": 99}) + '\n{"step": 100, "st')
     train_line(stopped, LineTask(), **options)
     steps, limits = read_steps(folder)
     assert [one.step for one in steps] == list(range(1, 13))

@@ -87,6 +87,15 @@ def number_axis(low: float, high: float, label: str, *, unit: float = 1.0, whole
     return Axis(low=low, high=high, ticks=ticks, label=label)
 
 
+def focused_axis(values: Sequence[float], label: str) -> Axis:
+    """Makes an axis of values, at least one, that begins at 0 unless all of them are far from it."""
+    low, high = min(values), max(values)
+    if 0 <= low < high / 2:
+        return number_axis(0.0, high, label)
+    margin = (high - low) / 10
+    return number_axis(low - margin, high + margin, label)
+
+
 def _round_steps(least: float) -> list[float]:
     """Returns 1, 2 or 5 times a power of ten, ascending from `least`."""
     power = 10.0 ** floor(log10(least))
@@ -134,6 +143,11 @@ class Series:
     dashed: bool = False
     faint: bool = False
     texts: Sequence[str] = ()
+
+    @property
+    def in_legend(self) -> bool:
+        """Whether it has a name, and anything to be seen."""
+        return bool(self.name) and any(y is not None for _, y in self.points)
 
     @property
     def look(self) -> str:
@@ -290,8 +304,7 @@ def _percent(share: float) -> str:
 
 def figure_html(chart: Chart) -> str:
     """Makes a chart of a page, with title and legend."""
-    named = [one for one in chart.series if one.name and one.points]
-    items = "".join(f"<li>{_swatch(one)}{escape(one.name)}</li>" for one in named)
+    items = "".join(f"<li>{_swatch(one)}{escape(one.name)}</li>" for one in chart.series if one.in_legend)
     legend = f'<ul class="legend">{items}</ul>' if items else ""
     kind = ' class="strips"' if chart.y is None else ""
     svg = plot_svg(chart, f'width="100%" height="{chart.height}"')
@@ -321,7 +334,7 @@ def svg_file(chart: Chart) -> str:
     plot = plot_svg(chart, f'x="{left}" y="{top}" width="{width}" height="{height}"')
     across, items = 0, []
     for one in chart.series:
-        if one.name and one.points:
+        if one.in_legend:
             text = f'<text x="{_SWATCH_WIDTH}" y="10">{escape(one.name)}</text>'
             items.append(f'<g transform="translate({across})">{_sample(one)}{text}</g>')
             across += _SWATCH_WIDTH + _LETTER_WIDTH * len(one.name) + 12

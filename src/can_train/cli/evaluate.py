@@ -99,7 +99,8 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     print()
     for note in evaluated.notes:
         print_wrapped(f"{note}.")
-    seconds, part = document["seconds"], ", its own test part" if document["own_split"] else ""
+    seconds = document["seconds"]
+    part = ", of which only the run's own test part is judged" if document["own_split"] else ""
     print_wrapped(
         f"Run {document['run_id']} on {document['dataset']}{part}: {document['windows']:,} windows of "
         f"{document['frames']:,} frames; reading took {seconds['reading']:.1f} s, scoring {seconds['scoring']:.1f} s"
@@ -120,5 +121,6 @@ def _print_alarms(alarms: Sequence[Alarm], most: int) -> None:
             if alarm.source == source:
                 print_wrapped(f"  {alarm.place}\n    {alarm.reason}")
     if len(shown) < len(alarms):
-        print_wrapped(f"\nThese are the {len(shown)} highest of {len(alarms):,} alarms; "
+        print()
+        print_wrapped(f"These are the {len(shown)} highest of {len(alarms):,} alarms; "
                       "-v prints all, --scores FILE writes them")  # fmt: skip

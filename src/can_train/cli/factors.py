@@ -234,14 +234,15 @@ def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -
         raise ConfigError("--plot needs a KEY", remedy="can-train factors lists keys")
     if file.suffix.lower() != ".svg":
         raise ConfigError("A plot is written as SVG", value=str(file), remedy="Name a file that ends in .svg")
-    found = find_summaries(store.records(), key, device)
+    # A factor that was pinned or imported for any device has no runs.
+    found = [summary for summary in find_summaries(store.records(), key, device) if summary.runs]
     if len(found) > 1:
         devices = ", ".join(summary.device for summary in found)
         remedy = f"Add --device {found[0].device}"
         raise ConfigError("A plot has the runs of one kind of device", value=devices, remedy=remedy)
-    chart = factor_chart(found[0])
+    chart = factor_chart(found[0]) if found else None
     if chart is None:
-        raise ConfigError("No run has taught anything yet", value=found[0].key, remedy="Train first: every run teaches")
+        raise ConfigError("No run has taught anything yet", value=key, remedy="Train first: every run teaches")
     try:
         write_text_atomic(file, svg_file(chart))
     except OSError as error:

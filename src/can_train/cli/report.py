@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from html import escape
@@ -29,6 +29,7 @@ from can_train.cli.run_locator import RunLocator, RunsDir, StateDir
 from can_train.cli.show import changed_settings, full_plan_lines, head_facts, memory_lines, read_plan, score_tables
 from can_train.errors import ConfigError, StateError
 from can_train.io.records import parse_object, text_or_nothing, write_text_atomic
+from can_train.io.units import size_text
 from can_train.slurm.status import run_statuses
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from can_train.training.recording import MemoryLimits, StepRecord
 
 _FILE: Final = "report.html"
+_ENDINGS: Final = (".html", ".htm")
+_TEXT: Final = 24  # letters from which a cell is a text, which may be wrapped
 
 _PAGE_STYLE: Final = """
 * { box-sizing: border-box; } html { -webkit-text-size-adjust: 100%; }
@@ -59,7 +62,7 @@ dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
 .tables { display: flex; flex-wrap: wrap; gap: 8px 48px; } .tables > div { min-width: 0; max-width: 100%; }
 .tables ul.notes { max-width: 60ch; } table { border-collapse: collapse; margin: 8px 0; font-size: .875rem;
   font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding: 4px 0; color: var(--ink); }
+h4.table { font-size: .875rem; margin: 12px 0 0; }
 th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
 th { color: var(--muted); font-weight: 500; } th:first-child, td:first-child { text-align: left; }
 td.text { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 8em; }
@@ -74,11 +77,14 @@ figure svg.plot { display: block; } figure.strips { padding-bottom: 44px; }
   color: var(--muted); } .legend li { display: flex; align-items: center; gap: 6px; min-width: 0; }
 .legend svg { flex: none; }
 footer { margin-top: 48px; color: var(--muted); font-size: .875rem; }
-@media (max-width: 640px) { body { font-size: 15px; } th, td { padding-right: 8px; } h2 { margin-top: 32px; } }
+@media (max-width: 640px) { body { font-size: 15px; } h2 { margin-top: 32px; } table { font-size: .8rem; }
+  th, td { padding-right: 6px; } th { white-space: normal; vertical-align: bottom; line-height: 1.25; }
+  th:first-child, td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 4.5em; } }
 @media print { :root { color-scheme: light; --page: #fff; --ink: #000; --muted: #444; --grid: #ccc; --card: #fff;
   --c1: #0072b2; --c2: #d55e00; --c3: #007f5c; --c4: #a8538a; --c5: #a06f00; --c6: #3a8fc4; --c0: #59636e; }
-  main { max-width: none; padding: 0; } body { font-size: 11pt; } .scroll { overflow: visible; } nav { display: none; }
-  h2, h3, h4 { break-after: avoid; } table { break-inside: avoid; } * { print-color-adjust: exact; } }
+  main { max-width: none; padding: 0; } body { font-size: 11pt; }
+  .scroll { overflow: visible; background: none; } nav { display: none; }
+  h2, h3, h4 { break-after: avoid; } .set, table { break-inside: avoid; } * { print-color-adjust: exact; } }
 @page { margin: 15mm; }
 """
 
@@ -93,6 +99,9 @@ def report(
     state_dir: StateDir = None,
 ) -> None:
     """Write an HTML file about runs: scores and curves, loss, memory, factors, settings. It needs no network."""
+    if output is not None and output.suffix.lower() not in _ENDINGS:
+        raise ConfigError("A report is written as HTML", value=str(output),
+                          remedy=f"Name a file that ends in {_ENDINGS[0]}")  # fmt: skip
     locator = RunLocator(runs_dir, state_dir)
     known = {one.run_id: one for one in map(locator.find, runs)}
     reported = [
@@ -272,6 +281,8 @@ def _memory(one: ReportedRun) -> str:
     limits = one.limits[-1:]
     if limits and limits[0].device.startswith("cpu"):
         missing.append("On the CPU only one step in monitor.interval is measured, and nothing is reserved.")
+    if limits and len(charts) > 1 and (axis := charts[0].y) and limits[0].capacity_bytes > axis.high:
+        missing.append(f"The capacity, {size_text(limits[0].capacity_bytes)}, lies far above what was used.")
     lines = (line.partition("  ") for line in memory_lines(one.run.memory))
     facts = _facts([(name, text.strip()) for name, _, text in lines])
     return facts + "".join(map(_missing, missing)) + _figures(charts)
@@ -313,7 +324,7 @@ def _curves(one: ReportedRun) -> str:
     for name, each in one.predictions.items():
         sample, positive, negative = each.words
         count = f"{len(each.score):,} {sample}s, {int(each.positive.sum()):,} of them {positive}s"
-        parts.append(f'<h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>')
+        parts.append(f'<div class="set"><h4>{escape(name)}</h4><p class="muted">{escape(count)}</p>')
         if has_both_classes(each):
             label = {"model": each}
             charts = [precision_recall_chart("Precision and recall", label), roc_chart("ROC", label)]
@@ -322,6 +333,7 @@ def _curves(one: ReportedRun) -> str:
             parts.append(_missing(f"Curves need both {positive} and {negative} {sample}s."))
         if chart := timeline_chart(f"Flagged {sample}s over time", each):
             parts.append(_figures([chart]))
+        parts.append("</div>")
     return "".join(parts)
 
 
@@ -367,14 +379,19 @@ def _tables(tables: Sequence[Table]) -> str:
 
 def _table(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
-    texts = {index for index in range(1, len(table.columns)) if any(len(row[index]) > 24 for row in table.rows)}
-    rows = "".join(
-        "<tr>" + "".join(f"<td{' class=text' if at in texts else ''}>{escape(cell)}</td>" for at, cell in
-                         enumerate(row)) + "</tr>"
-        for row in table.rows
-    )  # fmt: skip
-    caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
-    body = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if table.rows else ""
+    texts = {index for index in range(1, len(table.columns)) if any(len(row[index]) > _TEXT for row in table.rows)}
+    rows = "".join(f"<tr>{''.join(_cells(row, texts))}</tr>" for row in table.rows)
+    title = f'<h4 class="table">{escape(table.title)}</h4>' if table.title else ""
+    label = escape(table.title, quote=True)
+    body = f'<table aria-label="{label}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>' if rows else ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
-    titled = "" if body else f"<h4>{escape(table.title)}</h4>"
-    return titled + f'<div class="scroll">{body}</div>' + (f'<ul class="notes">{notes}</ul>' if notes else "")
+    return f'{title}<div class="scroll">{body}</div>' + (f'<ul class="notes">{notes}</ul>' if notes else "")
+
+
+def _cells(row: Sequence[str], texts: Container[int]) -> Iterable[str]:
+    for index, cell in enumerate(row):
+        text = escape(cell)
+        if not index:
+            # Names are long on a phone, and have no spaces.
+            text = text.replace("_", "_<wbr>").replace(".", ".<wbr>")
+        yield f"<td class=text>{text}</td>" if index in texts else f"<td>{text}</td>"

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.cli.charts import Axis, Chart, Point, Series, byte_axis, mean, number_axis, share_axis, thinned
+from can_train.cli.charts import (
+    Axis,
+    Chart,
+    Point,
+    Series,
+    byte_axis,
+    focused_axis,
+    mean,
+    number_axis,
+    share_axis,
+    thinned,
+)
 from can_train.io.units import size_text
 
 if TYPE_CHECKING:
@@ -20,6 +31,7 @@ _CURVE_POINTS: Final = 300
 _TIME_BINS: Final = 600
 _HEADROOM: Final = 1.05
 _REACH: Final = 20  # times the peak, up to which limits are drawn beside it
+_FEW: Final = 30  # measured steps, up to which each is marked
 _SMALL: Final = 220  # pixels, the height of charts that stand side by side
 _SECONDS: Final = ((7200.0, 3600.0, "h"), (300.0, 60.0, "min"), (0.0, 1.0, "s"))  # from, unit, its name
 
@@ -42,7 +54,7 @@ def loss_chart(steps: Sequence[StepRecord], validation: Sequence[tuple[int, floa
         title="Training and validation loss",
         description=f"Training and validation over {last} steps{lowest}.",
         x=number_axis(0, last, _STEP, whole=True),
-        y=number_axis(min(0.0, *values), max(values), "loss"),
+        y=focused_axis(values, "loss"),
         series=[
             Series(name="training, each step", color=1, points=thinned(train, mean), faint=True),
             Series(name="training, mean", color=1, points=_smoothed(train)),
@@ -70,7 +82,7 @@ def losses_chart(runs: Mapping[str, Sequence[tuple[int, float]]]) -> Chart | Non
         title="Validation loss",
         description=f"The validation loss of {len(runs)} runs by step.",
         x=number_axis(0, last, _STEP, whole=True),
-        y=number_axis(min(0.0, *values), max(values), "validation loss"),
+        y=focused_axis(values, "validation loss"),
         series=[
             series
             for color, (name, points) in enumerate(runs.items())
@@ -132,6 +144,8 @@ def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x
             Series(name="safe limit", color=5, dashed=True, points=shown["safe limit"]),
             Series(name="reserved", color=6, points=thinned(reserved)),
             Series(name="allocated", color=1, points=thinned(allocated)),
+            # On the CPU few steps are measured.
+            Series(name="", color=1, kind="dots", points=allocated if len(allocated) <= _FEW else ()),
             Series(name="out of memory, rescued", color=2, kind="crosses",
                    points=[(one.step, y.high) for one in rescues], texts=[_rescue_text(one) for one in rescues]),
         ],

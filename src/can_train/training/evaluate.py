@@ -148,10 +148,10 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         seconds = {"reading": round(reading_s, 3), "scoring": round(scorer.seconds, 3)}
         if not (request.flagged_only or request.explain):
             return evaluation, verdict, None, seconds
-        began = time.perf_counter()
+        began, every = time.perf_counter(), request.explain and not request.flagged_only
         with meter.active(), reporter.stage("explaining", unit="samples") as stage:
             scorer.advance = stage.advance
-            explanation = evaluation.explain(scorer.contributions, verdict, every=request.explain)
+            explanation = evaluation.explain(scorer.contributions, verdict, every=every)
         return evaluation, verdict, explanation, {**seconds, "explaining": round(time.perf_counter() - began, 3)}
 
     evaluation, verdict, explanation, seconds = with_cache(paths, reporter, judge)

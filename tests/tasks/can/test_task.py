@@ -130,3 +130,6 @@ def test_judging_never_looks_at_training_windows(tmp_path: Path, frames: Frames,
     judgement = task.judge(score)
     assert not asked & set(task.train_rows.tolist())
     assert len(task.tables(judgement)) == 1
+    for name, one in task.predictions(judgement, score).items():
+        model, hits = judgement["test"][name]["model"], int((one.flagged & one.positive).sum())
+        assert (len(one.score), hits / int(one.positive.sum())) == (model["windows"], model["recall"])

@@ -44,7 +44,7 @@ class WindowModel(ABC):
         finished: The model with its run and its result.
         model: The network, frozen and in evaluation mode, on the CPU.
         error_units: Units of an autoencoder's error terms; None for other models.
-        vocabulary: CAN IDs that training has seen in benign windows.
+        vocabulary: CAN IDs of benign training windows.
     """
 
     error_units: list[float] | None = None

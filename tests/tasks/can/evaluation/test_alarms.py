@@ -14,6 +14,7 @@ from can_train.tasks.can.evaluation.alarms import (
     Cause,
     Explainer,
     FlaggedLog,
+    Property,
     id_text,
     node_value,
     usual_windows,
@@ -52,7 +53,7 @@ def test_an_id_that_training_never_saw_is_not_usual_on_a_bus_that_it_knows() -> 
     flat = windows_of([[A, B, C, NEW, NEW]] * (FEW + 1))
     (causes,) = explainer_of(flat, {A: 1.0, NEW: 1.0}, usual=range(FEW)).causes(np.array([FEW]))
     assert (causes[0].can_id, causes[0].known, causes[0].frames.usual) == (NEW, False, None)
-    assert causes[0].text(decimal=False) == "ID 400, never seen in training: 2 frames in 1 s"
+    assert causes[0].text(decimal=False) == "ID 400, not in benign training data: 2 frames in 1 s"
 
 
 def test_on_a_bus_of_unknown_ids_the_usual_counts() -> None:
@@ -66,6 +67,14 @@ def test_an_id_is_written_as_in_logs_and_in_decimal_beside_it_where_the_log_does
     flat = windows_of([[A, B, B]])
     (causes,) = explainer_of(flat, {B: 1.0}).causes(np.array([0]))
     assert causes[0].text(decimal=True) == f"ID 18F00F03 (in the log: {B}): 2 frames in 1 s"
+
+
+def test_a_property_that_looks_usual_is_not_told() -> None:
+    properties = [Property(name="byte_2", value=255.2, usual=254.9), Property(name=GAP, value=1.2, usual=3.4)]
+    frames = Property(name=FRAMES, value=1, usual=1)
+    cause = Cause(can_id=A, known=True, share=1.0, seconds=0.1, frames=frames, properties=properties)
+    said = "ID 100: 1 frame in 0.1 s (usually 1); 1.2 ms from the frames beside it (usually 3.4 ms)"
+    assert cause.text(decimal=False) == said
 
 
 def test_properties_are_what_the_window_shows() -> None:

@@ -182,6 +182,9 @@ def test_judging_never_looks_at_training_windows(folder: Path) -> None:
     assert not asked & set(task.train_rows.tolist())
     (table,) = task.tables(judgement)
     assert [row[0] for row in table.rows] == ["model", "autoencoder", "classifier", "even_mix", "best_mix"]
+    for name, one in task.predictions(judgement, score).items():
+        model, hits = judgement["test"][name]["model"], int((one.flagged & one.positive).sum())
+        assert (len(one.score), hits / int(one.positive.sum())) == (model["windows"], model["recall"])
 
 
 def test_a_finished_agent_scores_windows_as_it_did_in_training(folder: Path) -> None:

@@ -14,7 +14,7 @@ from can_train.task import Alarm
 from can_train.tasks.can.contributions import BYTES, FRAMES, GAP, IDENTITY, LAST, LATENT, NEIGHBOURS, PROPERTIES
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools, FlatGraphs, Floats, Ints
 
-# Windows of a log without an alarm from which "usual" is taken: seconds on a processor. With fewer than the least,
+# Windows of a log that are not flagged, from which "usual" is taken: seconds on a processor. With fewer than the least,
 # nothing is called usual.
 USUAL_WINDOWS: Final = 256
 LEAST_USUAL_WINDOWS: Final = 20
@@ -28,17 +28,17 @@ LARGEST_SHORT_ID: Final = 0x7FF
 
 USUAL_NOTE: Final = "Usually: the median of this ID over windows of the same log that are not flagged"
 
-# How each property is told. Identity is told as "never seen in training" where that is so.
+# How each property is told. Identity is told as "not in benign training data" where that is so.
 _WORDS: Final = {
     IDENTITY: "the ID itself",
     **{name: f"payload byte {number} averages {{:.0f}}" for number, name in enumerate(BYTES, 1)},
     FRAMES: "{:.0f} frames",
     LAST: "last seen at {:.0%} of the window",
-    GAP: "{:.2g} ms from the frames beside it",
+    GAP: "{:.3g} ms from the frames beside it",
     NEIGHBOURS: "{:.0f} other IDs beside it",
     LATENT: "its pattern as a whole",
 }
-_USUAL_WORDS: Final = {**dict.fromkeys((*BYTES, FRAMES, NEIGHBOURS), "{:.0f}"), LAST: "{:.0%}", GAP: "{:.2g} ms"}
+_USUAL_WORDS: Final = {**dict.fromkeys((*BYTES, FRAMES, NEIGHBOURS), "{:.0f}"), LAST: "{:.0%}", GAP: "{:.3g} ms"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,25 @@ class Property:
     value: float | None
     usual: float | None
 
+    def text(self) -> str:
+        """Tells the property, beside the usual value where one is known."""
+        told = _WORDS[self.name].format(self.value)
+        return told if self.usual is None else f"{told} (usually {_USUAL_WORDS[self.name].format(self.usual)})"
+
+    def looks_usual(self) -> bool:
+        """Returns whether it would be told with the usual value."""
+        if self.value is None or self.usual is None:
+            return False
+        words = _USUAL_WORDS[self.name]
+        return words.format(self.value) == words.format(self.usual)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
     """A CAN ID that drove the score of a window."""
 
     can_id: int
-    known: bool  # whether it was seen in training
+    known: bool  # whether a benign training window has it
     seconds: float  # that the window lasts
     frames: Property  # its frames in the window
     share: float  # of what raised the score above the usual
@@ -65,12 +77,13 @@ class Cause:
         """Tells the cause; `decimal` if the log has decimal IDs."""
         name = f"ID {id_text(self.can_id)}" + (f" (in the log: {self.can_id})" if decimal else "")
         if not self.known:
-            name += ", never seen in training"
+            name += ", not in benign training data"
         # Whoever looks the ID up in the log needs to know how many frames to look for, whatever the reason.
-        told = [each for each in self.properties if each.name != FRAMES and (self.known or each.name != IDENTITY)]
-        frames = _property_text(self.frames).replace("frames", f"frames in {self.seconds:.3g} s", 1)
+        frames = self.frames.text().replace("frames", f"frames in {self.seconds:.3g} s", 1)
         frames = frames.replace("1 frames", "1 frame") if self.frames.value == 1 else frames
-        return f"{name}: " + "; ".join([frames, *map(_property_text, told)])
+        left_out = (FRAMES,) if self.known else (FRAMES, IDENTITY)
+        told = [each.text() for each in self.properties if each.name not in left_out and not each.looks_usual()]
+        return f"{name}: " + "; ".join([frames, *told])
 
     def plain(self) -> dict[str, Any]:
         """Returns the cause as strict JSON."""
@@ -84,11 +97,6 @@ def id_text(can_id: int) -> str:
     return f"{can_id:03X}" if can_id <= LARGEST_SHORT_ID else f"{can_id:08X}"
 
 
-def _property_text(found: Property) -> str:
-    text = _WORDS[found.name].format(found.value)
-    return text if found.usual is None else f"{text} (usually {_USUAL_WORDS[found.name].format(found.usual)})"
-
-
 # Returns [N, P] what raises the scores of windows [R].
 Contribute = Callable[[Ints], Floats]
 
@@ -99,9 +107,9 @@ class Explainer:
 
     flat: FlatGraphs
     contribute: Contribute
-    vocabulary: Ints  # IDs that training has seen
+    vocabulary: Ints  # IDs of benign training windows
     usual_rows: Ints
-    _known: Bools = field(init=False)  # [K] whether training has seen the ID
+    _known: Bools = field(init=False)  # [K] whether the ID is in the vocabulary
     _foreign: Bools = field(init=False)  # [K] IDs of which nothing is usual
     _usual_sums: Floats = field(init=False)  # [K, P] mean contributions of each ID
     _medians: dict[tuple[int, str], float | None] = field(init=False, default_factory=dict)

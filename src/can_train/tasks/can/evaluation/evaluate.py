@@ -223,7 +223,8 @@ class WindowEvaluation(Evaluation):
                 reasons[place] = log.reason(position)
             alarms += log.alarms()
         columns = {"first_line": lines[0], "last_line": lines[1], "reason": reasons}
-        return Explanation(alarms=alarms, columns=columns, notes=[USUAL_NOTE])
+        notes = [USUAL_NOTE] if any("(usually " in reason for reason in reasons if reason) else []
+        return Explanation(alarms=alarms, columns=columns, notes=notes)
 
     def _explain_log(
         self, contribute: Callable[[Ints], Floats], verdict: EvaluatedWindows, own: Ints, *, every: bool
