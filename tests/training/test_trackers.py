@@ -4,18 +4,19 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from shutil import copy
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 
 from can_train.config.resolved import TRACKERS, PathSettings
 from can_train.errors import ConfigError
 from can_train.io.records import parse_object, text_or_nothing
-from can_train.training import trackers
+from can_train.training import trackers, train
 from can_train.training.trackers import (
     Figures,
     TrackedRun,
@@ -25,7 +26,7 @@ from can_train.training.trackers import (
     tracked,
     unseen,
 )
-from fakes.line_fit import Notices
+from fakes.line_fit import LineTask, Notices, fixed, line_parts
 from fakes.tracked_runs import Read, read_back
 from fakes.trained_runs import finished_run
 
@@ -122,6 +123,33 @@ def test_a_resumed_run_goes_on_without_a_step_twice(tmp_path: Path, folder: Path
     assert (read.runs, notices.texts) == (1, [])
     assert stopped.ends in ([], ["KILLED"], ["1"])
     assert read.ends in ([], ["FINISHED"], ["1", "0"])
+
+
+class Kept:
+    """A tracker that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[int, dict[str, float | None]]] = []
+
+    def track(self, step: int, values: Mapping[str, float | None]) -> None:
+        self.points.append((step, dict(values)))
+
+
+def test_a_rescue_is_shown_at_its_step(tmp_path: Path) -> None:
+    kept, parts = Kept(), line_parts(tmp_path, LineTask(fail_above=20), epochs=1, batch_size=30, micro_batch_size=30)
+    parts.trackers = [kept]
+    with parts.stops.installed():
+        train.train(train.make_session(parts, fixed(0.5)))
+    steps = [values for _, values in kept.points if "train/loss" in values]
+    assert [values.get("train/ooms_rescued") for values in steps] == [1, None]
+    assert {values["train/micro_batch_size"] for values in steps} <= {14, 15}
+
+
+def test_of_several_ranks_the_first_one_tracks(tmp_path: Path) -> None:
+    parts = line_parts(tmp_path, settings={"paths.tracker": "tensorboard"})
+    parts.ranks = SimpleNamespace(is_first=False)
+    with train._tracked(parts) as started:
+        assert started == []
 
 
 @pytest.fixture
@@ -231,6 +259,8 @@ def test_names_are_checked_and_each_counts_once() -> None:
     assert PathSettings().trackers == PathSettings(tracker="off").trackers == []
     with pytest.raises(ConfigError, match=r"Unknown tracker: 'tensorbord'.\nValid, nearest first: tensorboard"):
         PathSettings(tracker="mlflow,tensorbord")
+    with pytest.raises(ConfigError, match=r"'wndb'.\nValid, nearest first: wandb, mlflow, off, tensorboard"):
+        PathSettings(tracker="wndb")
 
 
 def test_lines_are_read_in_batches_whatever_pieces_they_come_in() -> None:

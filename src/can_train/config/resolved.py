@@ -168,9 +168,10 @@ class PathSettings:
     """Where else a run is shown: tensorboard, mlflow or wandb, several separated by commas; off: nowhere."""
 
     def __post_init__(self) -> None:
-        for name in self.trackers:
+        names = self.trackers
+        for name in names:
             if name not in TRACKERS:
-                raise unknown_name("tracker", name, (*TRACKERS, NO_TRACKER))
+                raise unknown_name("tracker", name, TRACKERS if len(names) > 1 else (*TRACKERS, NO_TRACKER))
 
     @property
     def trackers(self) -> list[str]:

@@ -56,7 +56,8 @@ def check_packages(names: Sequence[str]) -> None:
     """Raises ConfigError if a tracker's packages are not installed, with the line that installs them."""
     for name in names:
         missing = [module for module in _MODULES[name] if find_spec(module) is None]
-        if name == "mlflow" and os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http"):
+        store = os.environ.get("MLFLOW_TRACKING_URI", "")
+        if name == "mlflow" and store and not store.startswith("sqlite"):
             missing = [module for module in missing if module == "mlflow"]
         if missing:
             raise ConfigError(f"--tracker {name} needs packages that are not installed", value=", ".join(missing),
