@@ -42,6 +42,7 @@ _GRID_X: Final = 2000
 _GRID_Y: Final = 1000
 # Points of a line from which it is thinned: more than a screen has pixels are not seen.
 _MOST_POINTS: Final = 700
+_LEAST_SPAN: Final = 1e-300
 _MOST_TICKS: Final = 6
 _STEPS: Final = (1, 2, 5, 10)
 
@@ -78,7 +79,8 @@ def number_axis(low: float, high: float, label: str, *, unit: float = 1.0, whole
         unit: Of the ticks' texts, in the values' unit.
         whole: Whether there is nothing between whole numbers.
     """
-    high = high if high > low else low + (abs(low) or 1.0) * unit
+    # A difference that floating point hardly resolves has no round ticks.
+    high = high if (high - low) / unit > _LEAST_SPAN else low + (abs(low) or 1.0) * unit
     span = (high - low) / unit
     step = next(one for one in _round_steps(span / _MOST_TICKS) if not whole or one >= 1)
     digits = max(0, -floor(log10(step)))
