@@ -29,7 +29,9 @@ calls: dict[Function | None, set[Function]] = defaultdict(set)
 
 def function_of(code: CodeType) -> Function | None:
     _, inside, path = code.co_filename.partition(PACKAGE)
-    return (path, code.co_qualname) if inside and code.co_flags & CO_OPTIMIZED else None
+    # A comprehension outside any function (`<genexpr>`) runs when its module is imported.
+    is_function = code.co_flags & CO_OPTIMIZED and not code.co_qualname.startswith("<")
+    return (path, code.co_qualname) if inside and is_function else None
 
 
 def callers(frame: FrameType | None) -> Iterable[Function]:

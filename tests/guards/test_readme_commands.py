@@ -38,10 +38,15 @@ def blocks(markdown: str, *languages: str) -> list[str]:
     return re.findall(pattern, markdown, flags=re.MULTILINE | re.DOTALL)
 
 
+def typed(lines: list[str]) -> list[str]:
+    """The lines of a block that a person types: in one with prompts, the others are what is printed."""
+    return [line for line in lines if line.startswith("$ ")] or lines
+
+
 def command_lines(markdown: str) -> list[list[str]]:
     """The arguments of every can-train line in a text's blocks of shell lines, each once."""
     shell = blocks(markdown, "console", "sh", "bash")
-    lines = [line for block in shell for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for block in shell for line in typed(block.replace("\\\n", " ").splitlines())]
     pattern = re.compile(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\./)?can-train(?: (.*))?$")
     matches = [match for line in lines if (match := pattern.match(line))]
     words = [shlex.split(match[1] or "", comments=True) for match in matches]

@@ -79,8 +79,9 @@ def number_axis(low: float, high: float, label: str, *, unit: float = 1.0, whole
         unit: Of the ticks' texts, in the values' unit.
         whole: Whether there is nothing between whole numbers.
     """
-    # A difference that floating point hardly resolves has no round ticks.
-    high = high if (high - low) / unit > _LEAST_SPAN else low + (abs(low) or 1.0) * unit
+    # Below the smallest normal number, a difference has no round ticks.
+    if (high - low) / unit < _LEAST_SPAN:
+        high = low + (abs(low) if abs(low) / unit >= _LEAST_SPAN else unit)
     span = (high - low) / unit
     step = next(one for one in _round_steps(span / _MOST_TICKS) if not whole or one >= 1)
     digits = max(0, -floor(log10(step)))

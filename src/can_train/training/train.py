@@ -10,7 +10,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -72,7 +72,7 @@ def train_new(
         SystemExit: A signal ended it; a checkpoint was saved.
     """
     stops, ranks = StopRequests(), ranks or Ranks()
-    ranks.on_every_rank(lambda: check_packages(run.paths.trackers))
+    ranks.on_rank0(lambda: _check_trackers(run))
     log = LoggedReporter(reporter)
     reporter = log if ranks.is_first else SilentReporter()
     with stops.installed(), ExitStack() as lock:
@@ -104,7 +104,7 @@ def train_on(
         ranks.on_rank0(lambda: lock.enter_context(folder.locked()))
         finished = ranks.on_rank0(folder.result)
         if finished is None:
-            ranks.on_every_rank(lambda: check_packages(run.paths.trackers))
+            ranks.on_rank0(lambda: _check_trackers(run))
             ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
         meter, task = _prepare(run, reporter, ranks)
         if finished is not None:
@@ -171,12 +171,19 @@ def _train_and_judge(parts: Parts) -> Outcome:
                               remedy=remedy, details=replace(details, of_host=details.of_host or of_host))  # fmt: skip
 
 
+def _check_trackers(run: ResolvedRun) -> None:
+    if run.paths.trackers:
+        check_packages(run.paths.trackers)
+
+
 def _tracked(parts: Parts) -> AbstractContextManager[Sequence[Tracker]]:
-    """Shows the block in the trackers that the run has."""
+    """Shows the block in the trackers that the run has, on rank 0."""
     run, folder = parts.run, parts.folder
+    if not (run.paths.trackers and parts.ranks.is_first):
+        return nullcontext(())
     about = TrackedRun(run_id=folder.run_id, folder=str(folder.path.resolve()), dataset=run.dataset.name, key=run.key,
                        settings=run.config)  # fmt: skip
-    return tracked(about, run.paths.trackers if parts.ranks.is_first else (), parts.reporter)
+    return tracked(about, run.paths.trackers, parts.reporter)
 
 
 def _run_attempt(parts: Parts) -> Outcome:
