@@ -81,10 +81,10 @@ def test_a_stage_that_fails_stops_those_that_build_on_it_and_no_others(tmp_path:
         "curriculum": "not trained: it builds on autoencoder",
         "student": None,
     }
-    assert "loss is not finite" in said
+    assert "The loss is no longer finite" in said
     assert said.endswith(
         "error: Some stages have not finished: autoencoder, curriculum.\n"
-        "Their errors stand above; the same line again goes on from there.\n"
+        "Their errors are above; the same line again goes on from there.\n"
     )
 
 

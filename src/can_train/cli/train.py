@@ -127,7 +127,7 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
                 failed.append(number)
     if failed:
         some = FailedRunError("Some runs failed", value=f"{', '.join(map(str, failed))} of {len(runs)}",
-                               remedy="Their errors stand above")  # fmt: skip
+                               remedy="Their errors are above")  # fmt: skip
         some.in_json = as_json
         raise some
 
