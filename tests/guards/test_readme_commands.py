@@ -250,6 +250,7 @@ def test_the_readme_maps_every_folder_of_the_package() -> None:
 
 
 def test_command_lines_are_found_in_blocks_of_shell_lines_only() -> None:
-    block = "$ ./can-train --model gat \\\n  --set a='b c'  # why\ncan-trainer x\n$ CAN_X=1 can-train factors\ncan-train is printed\n"
+    block = "$ ./can-train --model gat \\\n  --set a='b c'  # why\ncan-trainer x\n"
+    block += "$ CAN_X=1 can-train factors\ncan-train is printed\n"
     text = f"can-train no\n```text\ncan-train makes .venv\n```\n```sh\n{block}```\n"
     assert command_lines(text) == [["--model", "gat", "--set", "a=b c"], ["factors"]]
