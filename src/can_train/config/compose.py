@@ -440,7 +440,7 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
     for override in overrides:
         key, is_open = override.key, f"{override.key}.".startswith(f"{_OPEN_GROUP}.")
         if key not in known and not is_open:
-            nearest = ", ".join(nearest_first(key, known)[:_SUGGESTIONS])
+            nearest = ", ".join(_nearest_settings(key, known)[:_SUGGESTIONS])
             raise ConfigError("Unknown setting", value=repr(key), remedy=f"Nearest: {nearest}")
         value = _parsed(override)
         if OmegaConf.is_dict(OmegaConf.select(config, key)) and not isinstance(value, dict):
@@ -456,6 +456,17 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
         except OmegaConfBaseException as error:
             raise _misfit(error, key, value) from error
     return config
+
+
+def _nearest_settings(key: str, known: Sequence[str]) -> list[str]:
+    """Returns the settings most like a key, first those that only their group tells from it: `lr`, `model.lr`."""
+    last = key.rpartition(".")[2]
+    words = {name: name.rpartition(".")[2] for name in known}
+    if "." in key:
+        like = [*(name for name in known if words[name] == last), *nearest_first(key, known)]
+    else:
+        like = [name for word in nearest_first(last, words.values()) for name in known if words[name] == word]
+    return list(dict.fromkeys(like))
 
 
 def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, type]) -> None:
@@ -619,7 +630,7 @@ def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:
         name = kind[1] or kind[2]
         return ConfigError(f"{key} must be {_KINDS.get(name, name)}", value=repr(shown[1] if shown else value))
     if re.search(r"Key '.*' (is )?not in ", str(error)):
-        return ConfigError("Unknown setting", value=repr(key), remedy="can-train --model … --dry-run shows all of them")
+        return ConfigError("Unknown setting", value=repr(key), remedy="--dry-run --show-config prints all of them")
     return ConfigError(f"{key} cannot be {value!r}", value=_reason(error), remedy=_WRITE_IT)
 
 
