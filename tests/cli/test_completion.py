@@ -87,6 +87,11 @@ def test_bash_is_answered_with_the_part_of_the_word_that_it_replaces(
     assert capsys.readouterr().out == f"{expected}\n"
 
 
+def test_a_script_that_passes_no_words_is_answered_with_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("complete-line",)) == 0
+    assert capsys.readouterr().out.startswith("demo\t")
+
+
 def test_a_shell_without_a_script_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("completion", "tcsh")) == 2
     assert "Unknown shell: 'tcsh'" in capsys.readouterr().err

@@ -82,6 +82,8 @@ def test_a_setting_that_makes_no_sense_is_refused_in_words(
         ((*TRAIN, "--json=3"), "--json takes no value"),
         ((*TRAIN, "foo", "bar"), "A word belongs to no flag: foo bar. Leave it out"),
         ((*TRAIN, "-x"), "Unknown flag: -x. Nearest: "),
+        ((*TRAIN, "--tracker", ","), "--tracker names nothing: ','. Name one, or several: a,b."),
+        (("factors", "--export", ""), "--export is empty. Give a value or leave it out; can-train factors lists keys."),
         ((*TRAIN, "--submit", "--cluster", "local", "--partition", "gpu"), "is for SLURM: --partition, with cluster"),
         (("--model", ",", "--dataset", "synthetic"), "--model names nothing: ','"),
         (("status", "x" * 5000), "File name too long. "),

@@ -96,7 +96,7 @@ def complete_line(words: Sequence[str], commands: Mapping[str, str], load: Calla
         commands: What each command does, by name.
         load: Returns the parser of a command.
     """
-    shell, *typed = words
+    shell, *typed = words or ("",)
     if shell == "bash":
         typed = _words(typed[0])[1:]
     typed = typed or [""]

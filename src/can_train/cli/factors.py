@@ -69,7 +69,7 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
     ] = None,
 ) -> None:
     """Show the safety factors that were learned, and from which runs; reset, pin, export or import them."""
-    for name, value in {"KEY": key, "--device": device, "--state-dir": state_dir}.items():
+    for name, value in {"KEY": key, "--device": device, "--state-dir": state_dir, "--export": export}.items():
         if value == "":
             raise ConfigError(f"{name} is empty", remedy="Give a value or leave it out; can-train factors lists keys")
     asked = {"reset": reset, "pin": pin is not None, "unpin": unpin, "export": export is not None,

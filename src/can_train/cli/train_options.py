@@ -205,8 +205,8 @@ def check_flags(flags: Flags) -> None:
         # An unset variable of a script gives an empty value; `--model-args` may well have one.
         if value == "" and name != "model_args":
             raise ConfigError(f"--{name.replace('_', '-')} is empty", remedy="Give a value, or leave the flag out")
-    for name in ("model", "dataset", "mode"):
-        # A comma alone is a list of nothing, and nothing would be trained.
+    for name in ("model", "dataset", "mode", "tracker"):
+        # A comma alone is a list of nothing: nothing would be trained, or shown anywhere.
         if flags.get(name) and not split_names(flags[name]):
             raise ConfigError(f"--{name} names nothing", value=repr(flags[name]), remedy="Name one, or several: a,b")
     for name in _ONLY_WITH_SUBMIT:
