@@ -82,7 +82,7 @@ def test_a_value_that_could_end_its_line_is_refused(place: str, value: str) -> N
     ],
 )
 def test_what_can_train_decides_itself_is_refused_with_the_way_to_it(option: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match="sets this option of sbatch itself") as error:
+    with pytest.raises(ConfigError, match="An option of sbatch is set by can-train") as error:
         written(ClusterSettings(time="90", additional={option: "1"}))
     assert remedy in error.value.remedy
 
