@@ -13,10 +13,11 @@ PLANNED = "/micro_batches/largest_planned"
 
 
 def final_state(run_path: Path) -> dict[str, Any]:
-    """The newest checkpoint."""
+    """The newest checkpoint, without the kind of device that it was written on."""
     manifest = run_path / "checkpoints" / "manifest.json"
     newest = json.loads(manifest.read_text())["checkpoints"][0]["file"]
     state: dict[str, Any] = torch.load(manifest.parent / newest, weights_only=True)
+    del state["device"]
     return state
 
 

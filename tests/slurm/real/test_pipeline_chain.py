@@ -31,10 +31,7 @@ def test_the_second_stage_is_trained_on_what_the_first_has_trained(slurm: Slurm)
 
 
 def test_the_second_stage_never_starts_where_the_first_fails_and_the_same_line_sends_both_again(slurm: Slurm) -> None:
-    unfinished = slurm.folder / "unfinished"
-    unfinished.mkdir()
-    (unfinished / "config.yaml").touch()
-    failing = ("--set", f"normal:training.start_from={unfinished}")
+    failing = ("--set", "normal:training.lr=1e30")
     sent = stages(slurm, *JOB, *failing, *HELD)
     slurm.command("scontrol", "release", sent["normal"]["job_id"])
     assert slurm.ended(sent["normal"]["job_id"]) == "FAILED"
