@@ -74,13 +74,24 @@ def project_python(root: Path, *, tools: bool = False) -> str:
 
 
 def requirements(root: Path, *, tools: bool, building: bool = True) -> list[str]:
-    """Reads from pyproject.toml what to install: with the developers' tools, and with what builds the project."""
+    """Reads from pyproject.toml what is needed: with the developers' tools, and, where it is installed (`building`),
+    with what builds the project and what its tasks need.
+    """
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise SetUpError(f"{root / 'pyproject.toml'} cannot be read: {error}") from error
     builders = project["build-system"]["requires"] if building else []
-    return [*builders, *project["project"]["dependencies"], *(project["dependency-groups"]["dev"] if tools else [])]
+    extras = project["project"].get("optional-dependencies", {})
+    # `all` names the extras of tasks: can-train[one,other].
+    tasks = [one for name in re.findall(r"\w+", " ".join(extras.get("all", []))) for one in extras.get(name, [])]
+    of_tasks = list(dict.fromkeys(tasks)) if building else []
+    return [
+        *builders,
+        *project["project"]["dependencies"],
+        *of_tasks,
+        *(project["dependency-groups"]["dev"] if tools else []),
+    ]
 
 
 # .venv

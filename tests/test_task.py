@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import can_train
 from can_train.fit.planner import epochs_differ
-from can_train.task import LogicalBatch
+from can_train.task import BatchTask, LogicalBatch
 from can_train.tasks.can.modes.windows import WindowTask
 from can_train.training.train import make_session, train
 from fakes.line_fit import LineBatch, fixed, line_parts
@@ -18,7 +17,7 @@ from fakes.line_fit import LineBatch, fixed, line_parts
 X = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 
 
-class Minimal(can_train.Task):
+class Minimal(BatchTask):
     """A line through points, and nothing beyond what every task defines."""
 
     def __init__(self) -> None:
@@ -54,9 +53,9 @@ def test_every_optional_method_has_a_default() -> None:
 
 
 def test_what_has_no_default_must_be_defined() -> None:
-    assert can_train.Task.__abstractmethods__ == {"build_model", "logical_batch"}
-    assert inspect.isabstract(can_train.Task)
+    assert BatchTask.__abstractmethods__ == {"build_model", "logical_batch"}
+    assert inspect.isabstract(BatchTask)
 
 
 def test_the_can_task_is_a_subclass() -> None:
-    assert issubclass(WindowTask, can_train.Task)
+    assert issubclass(WindowTask, BatchTask)

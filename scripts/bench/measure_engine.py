@@ -118,7 +118,7 @@ def engine_loop(run: Any, task: Any, model: nn.Module, rows: Any) -> Callable[[]
     """Returns the same step with can-train's micro-batching."""
     optimizer = make_optimizer(list(model.parameters()), run.training, run.training.lr, CPU)
     batcher = MicroBatcher(model)
-    coefficients = np.ones(len(task.features))
+    coefficients = np.ones(len(task.memory_features))
 
     def step() -> None:
         batch = task.logical_batch(rows, CPU, torch.float32, torch.Generator().manual_seed(0))
@@ -126,7 +126,7 @@ def engine_loop(run: Any, task: Any, model: nn.Module, rows: Any) -> Callable[[]
         def losses_of(start: int, stop: int) -> Losses:
             return dict(batch.losses(model, start, stop))
 
-        costs = BatchCosts(task.batch_features(rows), task.features, coefficients)
+        costs = BatchCosts(task.batch_features(rows), task.memory_features, coefficients)
         batcher.run(losses_of, costs, denominators=batch.denominators, weights=task.loss_weights)
         optimizer.step()
         batcher.stepped()

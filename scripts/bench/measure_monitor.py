@@ -123,7 +123,7 @@ def make_steps(size: str, meter: Meter) -> tuple[tuple[Callable[[], None], Calla
     model = task.build_model().train()
     optimizer = make_optimizer(list(model.parameters()), run.training, run.training.lr, meter.device)
     batcher = MicroBatcher(model, meter=meter)
-    costs = BatchCosts(task.batch_features(rows), task.features, np.ones(len(task.features)))
+    costs = BatchCosts(task.batch_features(rows), task.memory_features, np.ones(len(task.memory_features)))
 
     def step() -> None:
         batch = task.logical_batch(rows, meter.device, torch.float32, torch.Generator().manual_seed(0))

@@ -23,7 +23,7 @@ from can_train.factors.store import factor_rule
 from can_train.fit.packing import BatchCosts, SplitRules, cut
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
-from can_train.task import Task
+from can_train.task import BatchTask
 from can_train.training.dry_run import dry_plans, find_targets
 from can_train.training.loading import load_task
 from can_train.training.run_folder import RunFolder, StopRequests
@@ -113,7 +113,7 @@ def compare(folder: Path, model: str, size: str, batches: Sequence[int]) -> list
     return found
 
 
-def measured_peak(folder: Path, run: ResolvedRun, task: Task) -> int:
+def measured_peak(folder: Path, run: ResolvedRun, task: BatchTask) -> int:
     """Trains on the costliest batch of the first epoch, and returns the peak in bytes."""
     meter, reporter = open_meter(run.device), SilentReporter()
     created = RunFolder.create(folder / "runs", run.key, run.config)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bench.results_file import environment, markdown, write_section
 from can_train.fit.cost_model import EXPLAINED
-from can_train.task import Task
+from can_train.task import BatchTask
 from gpu.configurations import MODELS, SIMULATED, Configuration
 from gpu.measurements import points
 from gpu.trainer import Explored, Trainer, open_trainer
@@ -132,9 +132,9 @@ def hide(trainer: Trainer, explored: Explored) -> None:
             term, (total, denominator) = next(iter(found.items()))
             return found | {term: (total + 0 * held, denominator)}
 
-        return Prepared(losses, batch.denominators)
+        return Prepared(losses, batch.denominators or {})
 
-    trainer.task = cast(Task, Hiding(task, with_hidden))
+    trainer.task = cast(BatchTask, Hiding(task, with_hidden))
 
 
 class Prepared:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from can_train.config.compose import RunRequest, resolve
 from can_train.reporter import SilentReporter
-from can_train.task import Feature, Task
+from can_train.task import BatchTask, Feature
 from can_train.training.loading import load_task
 from gpu.networks import WORDS, SequenceModel, Transformer, UNet
 
@@ -52,7 +52,7 @@ class TensorTask:
     compute: LossSum
 
     @property
-    def features(self) -> tuple[Feature]:
+    def memory_features(self) -> tuple[Feature]:
         """A single entry."""
         return (self.feature,)
 
@@ -90,11 +90,11 @@ class TensorBatch:
         return {"loss": (self._task.compute(model, rows, self._placement), float(self._task.terms[rows].sum()))}
 
 
-def make_task(name: str, *, small: bool) -> Task:
+def make_task(name: str, *, small: bool) -> BatchTask:
     """Makes the task of a model. A small one has a model that is narrow enough for a CPU."""
     if name in OTHER_FIELDS:
-        # It is only a part of a Task: see the module's docstring.
-        return cast(Task, OTHER_FIELDS[name](small))
+        # It is only a part of a BatchTask: see the module's docstring.
+        return cast(BatchTask, OTHER_FIELDS[name](small))
     request = RunRequest(model=name, dataset="synthetic", size="student" if small else "teacher")
     return load_task(resolve(request), SilentReporter())
 

@@ -25,7 +25,7 @@ from can_train.fit.rescue import RescueSettings
 from can_train.memory.allocator import segments_expand
 from can_train.memory.meters import Meter, SimulatedMeter, open_meter
 from can_train.memory.out_of_memory import is_out_of_memory
-from can_train.task import LogicalBatch, Task
+from can_train.task import BatchTask, LogicalBatch
 from gpu.configurations import SIMULATED, Configuration
 from gpu.tasks import make_task
 
@@ -80,22 +80,20 @@ class Trainer:
     """
 
     meter: Meter
-    task: Task
+    task: BatchTask
     model: nn.Module
     training: TrainingSettings
 
     def __post_init__(self) -> None:
         self._precision = Precision.named(self.training.precision)
-        self._optimization = make_optimization(
-            self.model, self.training, lr=self.training.lr, total_steps=1, device=self.meter.device
-        )
+        self._optimization = make_optimization(self.model, self.training, lr=self.training.lr, total_steps=1)
         self._steps = 0
 
     def explore(self) -> Explored:
         """Searches for the limits in the same way as a run."""
         watched = _ProbeWatch(self.task)
         explorer = Explorer(
-            task=cast(Task, watched),
+            task=cast(BatchTask, watched),
             model=self.model,
             training=self.training,
             meter=self.meter,
@@ -228,7 +226,7 @@ class _ProbeWatch:
         probes: The rows of each recorded batch.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: BatchTask) -> None:
         self._task = task
         self._watches = True
         self.probes: list[NDArray[np.int64]] = []

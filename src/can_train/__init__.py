@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from can_train.fit.search import SizeSearch, find_max_size
     from can_train.memory.meters import MemoryMonitor
     from can_train.memory.out_of_memory import is_out_of_memory
-    from can_train.task import Task
+    from can_train.task import Feature, Phase
+    from can_train.tasks.sample_task import Task, TaskContext
     from can_train.training.dry_run import get_effective_safety_factor
     from can_train.training.lightning_callback import MemoryMonitorCallback
 
@@ -24,13 +25,16 @@ __all__ = [
     "BatchResult",
     "CanTrainError",
     "FactorPoint",
+    "Feature",
     "MemoryMonitor",
     "MemoryMonitorCallback",
     "MicroBatcher",
     "MomentumPolicy",
     "PeakPrediction",
+    "Phase",
     "SizeSearch",
     "Task",
+    "TaskContext",
     "find_max_size",
     "get_effective_safety_factor",
     "get_safety_factor_db",
@@ -49,7 +53,8 @@ _HOMES: Final = {
     "fit.search": ("SizeSearch", "find_max_size"),
     "memory.meters": ("MemoryMonitor",),
     "memory.out_of_memory": ("is_out_of_memory",),
-    "task": ("Task",),
+    "tasks.sample_task": ("Task", "TaskContext"),
+    "task": ("Feature", "Phase"),
     "training.dry_run": ("get_effective_safety_factor",),
     "training.lightning_callback": ("MemoryMonitorCallback",),
 }

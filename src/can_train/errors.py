@@ -11,15 +11,19 @@ CanTrainError
 ├── FailedRunError
 ├── StateError
 ├── DeviceError
+├── TaskError
 └── DoesNotFitError
 """
 
 import errno
+import importlib
 import os
 import re
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final
 
 # Similarity (0 to 1) from which a name counts as a likely misspelling; difflib's 0.6 misses swapped short words.
@@ -82,6 +86,11 @@ class CanTrainError(Exception):
         """Returns the error as plain values."""
         return {"rule": self.rule, "value": self.value, "remedy": as_typed(self.remedy), "exit_code": self.exit_code}
 
+    @property
+    def in_short(self) -> str:
+        """The message as a run's record keeps it."""
+        return str(self)
+
     def __str__(self) -> str:
         found = f": {self.value}" if self.value else ""
         remedy = f"\n{self.remedy}." if self.remedy else ""
@@ -137,6 +146,40 @@ class OutOfMemoryDetails:
     capacity_bytes: int | None = None  # what the device has for one process; None where that is unknown
     foreign_bytes: int = 0  # what other processes held of the device
     cards: str = ""  # common GPUs that would hold it, in words; empty where that would not help
+
+
+class TaskError(CanTrainError):
+    """An error in the code of a task.
+
+    Args:
+        rule: What the task was asked for.
+        error: What its code raised.
+    """
+
+    def __init__(self, rule: str, error: BaseException) -> None:
+        super().__init__(rule, value=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        self.traceback = _own_lines(error)
+
+    @property
+    def in_short(self) -> str:
+        """The message without the traceback, in one line."""
+        return " ".join(super().__str__().split())
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns the error as plain values, with the traceback of the task's own lines."""
+        return {**super().to_plain(), "traceback": self.traceback}
+
+    def __str__(self) -> str:
+        return f"{self.in_short}\n{self.traceback}"
+
+
+def _own_lines(error: BaseException) -> str:
+    """Writes the traceback of an error from the first line that is neither can-train's nor Python's import's."""
+    others = (f"{Path(__file__).resolve().parent}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<frozen ")
+    frames = traceback.TracebackException.from_exception(error)
+    while frames.stack and frames.stack[0].filename.startswith(others):
+        del frames.stack[0]
+    return "".join(frames.format(chain=False)).rstrip()
 
 
 class DoesNotFitError(CanTrainError):

@@ -1,11 +1,12 @@
-"""The base class of every task: what training, planning and evaluation ask of a task and its data.
+"""What training, planning and evaluation ask of a task and its data: `BatchTask`. A task that is described by its
+samples derives from `Task` (tasks/sample_task.py), which answers all of it from them.
 
 Shapes: R samples that a call names by their rows, i.e. their indices in the task's data.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,18 +23,45 @@ class Feature:
         name: What is counted, in the plural: `nodes`, `tokens`.
         padding: 0: a batch has the sum over its samples. p ≥ 1: every sample is padded to the largest, and memory grows
             with (number of samples) · (largest count)^p; 1 for padded tokens, 2 for their attention matrix.
+        factors: Names of features of the same samples, for memory that grows with (number of samples) · (largest count
+            of the one) · (largest count of the other): attention from tokens of one text to those of another. The
+            feature's own padding is then 1, and a sample's own count the product of its counts.
     """
 
     name: str
     padding: int = 0
+    factors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One of the optimizations that train a model in turn: the critic's or the generator's, say.
+
+    Each has an optimizer, a schedule and a gradient scaler of its own, and is planned, split and rescued by its own
+    cost. While it is computed, the other phases' parameters are frozen.
+
+    Attributes:
+        name: In messages, plans and checkpoints; empty where a task has one phase.
+        parameters: Names of the model's modules or parameters that it trains, or patterns of them (`critic`, `*.bias`);
+            empty: all.
+        loss: Computes its loss terms, as `Task.loss` does; None: `Task.loss`.
+        steps: Optimizer steps that it takes for each logical batch.
+        training: Training settings that it has otherwise than the run, by name: `{"lr": 1e-4, "betas": (0.0, 0.9)}`.
+    """
+
+    name: str = ""
+    parameters: Sequence[str] = ()
+    loss: Callable[[nn.Module, Any], Mapping[str, tuple[Tensor, float | Tensor]]] | None = None
+    steps: int = 1
+    training: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LogicalBatch(Protocol):
     """What one optimizer step sees."""
 
     @property
-    def denominators(self) -> Mapping[str, float]:
-        """Denominator of each loss term over the whole batch."""
+    def denominators(self) -> Mapping[str, float] | None:
+        """Denominator of each loss term over the whole batch; None: only computing the losses tells them."""
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
         """Computes the sum and the denominator of each loss term over samples `start:stop` of the batch."""
@@ -145,25 +173,22 @@ class TaskInEpoch(Protocol):
         """Prepares a logical batch of the epoch."""
 
 
-class Task(ABC):
-    """One task with its data at hand. A subclass overrides the methods whose defaults do not suit it.
-
-    Today a task hands out logical batches of rows. Two things will be added here, as methods with defaults: `datasets`,
-    `model` and `loss` for tasks whose samples are plain tensors, and phases with one optimizer each.
+class BatchTask(ABC):
+    """A task that prepares its logical batches itself. A subclass overrides the methods whose defaults do not suit it.
 
     Attributes:
         train_rows: Rows of the training samples.
         validation_rows: Rows whose loss decides when to stop and which weights are the best.
-        loss_weights: Weight of each loss term.
-        features: What the memory of a batch grows with, the main feature first.
+        loss_weights: Weight of each loss term; empty: 1 each.
+        memory_features: What the memory of a batch grows with, the main feature first.
         sample_note: Which part of the data this task holds, as a sentence; empty: all of it.
         estimated_train_rows: Training samples of all the data, where this task holds only a part of it.
     """
 
     train_rows: NDArray[np.int64]
     validation_rows: NDArray[np.int64]
-    loss_weights: Mapping[str, float]
-    features: Sequence[Feature] = (Feature("samples"),)
+    loss_weights: Mapping[str, float] = {}
+    memory_features: Sequence[Feature] = (Feature("samples"),)
     sample_note: str = ""
     estimated_train_rows: int = 0
 
@@ -185,8 +210,16 @@ class Task(ABC):
         """
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns [R, len(features)]: each sample's own count of each feature, which a batch sums or pads."""
-        return np.ones((len(rows), len(self.features)))
+        """Returns [R, len(memory_features)]: each sample's own count of each, which a batch sums or pads."""
+        return np.ones((len(rows), len(self.memory_features)))
+
+    def phases(self) -> Sequence[Phase]:
+        """Returns the phases that train the model in turn; the default is one, which trains all of it."""
+        return (Phase(),)
+
+    def in_phase(self, phase: Phase) -> "BatchTask":
+        """Returns the task as it is in a phase: its logical batches have the phase's losses."""
+        return self
 
     def describe(self, row: int) -> str:
         """Names a sample in a message."""
@@ -199,6 +232,13 @@ class Task(ABC):
     def notices(self) -> Sequence[str]:
         """Returns sentences that are printed with the plan."""
         return ()
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns what the task has taken from its training data and its model depends on: a vocabulary, statistics.
+
+        Lists, numbers and text. It is saved with the weights, and an evaluation on other data gets it back.
+        """
+        return {}
 
     def reference_models(self) -> Sequence[ReferenceModel]:
         """Returns the reference models that the task consults."""

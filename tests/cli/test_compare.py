@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from can_train.cli.compare import differences
 from can_train.cli.main import main
+from can_train.config.resolved import differences
 from fakes.finished_runs import Shelf
 
 
@@ -40,7 +40,7 @@ def test_runs_are_shown_side_by_side_with_the_best_of_each_row_marked(
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["training.lr", "0.001", "0.5"] in rows
     assert ["test_01", "0.5000*", "0.2500"] in rows
-    assert ["test_01", "7.0", "3.0*"] in rows
+    assert ["test_01", "7", "3*"] in rows
     assert ["rescues", "3", "3"] in rows
     assert ["setting", "0101-000001-0001", "0101-000002-0002"] in rows
 

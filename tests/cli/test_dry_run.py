@@ -59,7 +59,7 @@ def test_several_targets_share_one_look_at_the_data_and_make_a_table(
 
 
 def test_the_same_line_means_the_same_batch_on_every_card(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    line = ("--target-gpu", "v100-16gb,h100-80gb")
+    line = ("--target-gpu", "v100-16gb,h100-80gb", "--set", "training.min_steps_per_epoch=1")
     plans = planned(capsys, tmp_path, *line)["plans"]
     assert [plan["logical_batch"] for plan in plans] == [64, 64]
     assert {plan["lr_factor"] for plan in plans} == {1.0}

@@ -98,7 +98,7 @@ def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
         (("--dataset", "/no/such.csv"), "must name a file or folder that exists"),
         (("--scores", "scores.xlsx"), "CSV or Parquet"),
         (("--device", "quantum"), "Unknown device"),
-        (("--explain",), "Add --scores windows.csv"),
+        (("--explain",), "Add --scores scores.csv"),
         (("--flagged",), "--flagged-only"),
     ],
 )

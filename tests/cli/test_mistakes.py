@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from can_train.cli.main import Command, main
 from can_train.cli.runs import runs
-from can_train.config import compose, resolved
+from can_train.config import resolved
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import config_folder
 
@@ -138,9 +138,8 @@ def test_a_model_beyond_the_machines_memory_is_refused_in_words(capsys: pytest.C
 def test_a_mode_without_a_preset_has_the_defaults_of_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     presets = tmp_path / "configs"
     shutil.copytree(config_folder(), presets)
-    (presets / "mode" / "curriculum.yaml").unlink()
-    for module in (compose, resolved):
-        monkeypatch.setattr(module, "config_folder", lambda: presets)
+    (presets / "can" / "mode" / "curriculum.yaml").unlink()
+    monkeypatch.setattr(resolved, "config_folder", lambda: presets)
     run = resolve(RunRequest(model="gat", dataset="synthetic", mode="curriculum", model_args="hidden=8,lr=0.5"))
     assert (run.mode.name, run.model.hidden, run.training.lr) == ("curriculum", 8, 0.5)
 
@@ -151,8 +150,7 @@ def test_a_preset_with_an_unknown_setting_is_named_with_its_place(
     presets = tmp_path / "configs"
     shutil.copytree(config_folder(), presets)
     (presets / "memory" / "tight.yaml").write_text("# @package training\nepoch: 3\n")
-    for module in (compose, resolved):
-        monkeypatch.setattr(module, "config_folder", lambda: presets)
+    monkeypatch.setattr(resolved, "config_folder", lambda: presets)
     message = said(capsys, *TRAIN, "--memory", "tight")
     assert "memory/tight.yaml: training.epoch: there is no such setting. Mend it in" in message
     assert "struct" not in message

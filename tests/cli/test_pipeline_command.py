@@ -91,7 +91,7 @@ def test_a_stage_that_fails_stops_those_that_build_on_it_and_no_others(tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--dataset", ""), "--dataset is missing"),
+        (("--dataset", ""), "--dataset is empty"),
         (("--stages", "curiculum"), "Nearest of 7: curriculum"),
         (("--preset", "standart"), "Valid, nearest first: standard"),
         (("--set", "nrmal:training.lr=1"), "Nearest of 7: normal"),

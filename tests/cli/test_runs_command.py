@@ -85,7 +85,7 @@ def test_runs_of_each_data_set_are_a_table_with_score_device_and_what_was_set_fo
         ["0101-000002-0002", "finished", "sim-64mib", "0.350", "vgae", "student", "autoencoder"],
         ["window=50", "hidden=[8]", "lr=0.5"],
         ["0101-000001-0001", "never", "started", "cpu", "gat", "teacher", "normal"],
-        ["mcc,", "the", "mean", "over", "the", "test", "folders:", "higher", "is", "better"],
+        ["mcc,", "the", "mean", "over", "the", "test", "sets:", "higher", "is", "better"],
     ]
     found = strictly(said(capsys, "runs", "--json", *shelf.flags))[1]
     assert [found[name] for name in ("dataset", "model", "size", "mode", "device")] == [

@@ -91,7 +91,7 @@ def test_a_finished_run_is_shown_with_scores_plan_memory_and_the_next_lines(
     parts = [line for line in text.splitlines() if line in ("Plan", "Memory", "To go on")]
     assert parts == ["Plan", "Memory", "To go on"]
     assert "  dataset.window" in text
-    assert f"  can-train evaluate {run} --dataset path/to/log.csv\n" in text
+    assert f"  can-train evaluate {run} --dataset path/to/data\n" in text
     facts = json.loads(shown(capsys, str(run), "--json", *places))
     assert facts["scores"]["test"]
     assert facts["plan"]["plan"]["logical_batch"] > 0

@@ -94,7 +94,7 @@ def test_the_saved_configuration_finds_everything_from_anywhere(
     config = plain_from_yaml((Path(run.path) / "config.yaml").read_text())
     assert config["paths"] == {
         "runs_dir": str(slurm / "my runs"), "data_root": str(slurm / "data"), "state_dir": str(slurm / "state"),
-        "tracker": "tensorboard",
+        "tracker": "tensorboard", "code_dir": "", "config_dir": "",
     }  # fmt: skip
     assert (config["cluster"]["cpus"], config["cluster"]["mem"]) == (1, "2000M")
     assert config["cluster"]["additional"] == {"mail-type": "END"}

@@ -2,15 +2,16 @@
 
 import pytest
 
-from can_train.config.resolved import load_task_settings, presets
+from can_train.config.resolved import preset_folders, presets
+from can_train.config.task_settings import load_task_settings
 from can_train.errors import ConfigError
 from can_train.slurm.pipeline import PipelineStage, load_stages, select_stages, split_sets
 
 
-@pytest.mark.parametrize("preset", presets("pipeline"))
+@pytest.mark.parametrize("preset", presets("pipeline", preset_folders("can")))
 def test_a_preset_has_stages_that_the_task_knows(preset: str) -> None:
     models = load_task_settings("can").models
-    for stage in load_stages(preset):
+    for stage in load_stages(preset, preset_folders("can")):
         spec = models[stage.model]
         assert stage.mode in spec.modes
         assert stage.size in spec.only_sizes.get(stage.mode, spec.sizes)
@@ -19,13 +20,13 @@ def test_a_preset_has_stages_that_the_task_knows(preset: str) -> None:
 
 def test_unknown_presets_and_stages_are_said_nearest_first() -> None:
     with pytest.raises(ConfigError, match="Valid, nearest first: standard"):
-        load_stages("standart")
+        load_stages("standart", preset_folders("can"))
     with pytest.raises(ConfigError, match="Nearest of 7: curriculum"):
-        select_stages(load_stages("standard"), ["curiculum"])
+        select_stages(load_stages("standard", preset_folders("can")), ["curiculum"])
 
 
 def test_stages_are_taken_in_the_order_of_the_pipeline() -> None:
-    stages = select_stages(load_stages("standard"), ["fusion", "normal"])
+    stages = select_stages(load_stages("standard", preset_folders("can")), ["fusion", "normal"])
     assert [stage.name for stage in stages] == ["normal", "fusion"]
     assert stages[0].title == "normal (gat teacher)"
 

@@ -223,7 +223,7 @@ STEPS = 4
 
 def half_precision(model: nn.Module, meter: Meter) -> Optimization:
     settings = TrainingSettings(precision="fp16", grad_clip_norm=0.5)
-    return make_optimization(model, settings, lr=1e-2, total_steps=STEPS, device=meter.device)
+    return make_optimization(model, settings, lr=1e-2, total_steps=STEPS)
 
 
 def half_loss(device: torch.device) -> Callable[[nn.Module, Tensor], Tensor]:

@@ -15,7 +15,7 @@ from can_train.config.resolved import ResolvedRun
 from can_train.fit.factor_rule import Aim, FactorChoice, FactorRule
 from can_train.memory.meters import CpuMeter
 from can_train.reporter import SilentReporter
-from can_train.task import Feature, Task
+from can_train.task import BatchTask, Feature
 from can_train.training.run_folder import RunFolder, StopRequests
 from can_train.training.session import Parts, Session
 from can_train.training.train import make_session, train
@@ -38,7 +38,7 @@ class LineBatch:
         return {"error": ((model(x) - 3 * x[:, :1]).square().sum(), float(stop - start))}
 
 
-class LineTask(Task):
+class LineTask(BatchTask):
     """Points on a line; a batch of more than `fail_above` samples runs out of memory."""
 
     def __init__(self, *, fail_above: int = 10**9) -> None:
@@ -46,7 +46,7 @@ class LineTask(Task):
         self.validation_rows = np.arange(SAMPLES, SAMPLES + 10)
         self.loss_weights: Mapping[str, float] = {"error": 1.0}
         self.fail_above = fail_above
-        self.features = (Feature("positions"), Feature("points"))
+        self.memory_features = (Feature("positions"), Feature("points"))
         self._x = torch.randn(SAMPLES + 10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def build_model(self) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from can_train import Task
 from can_train.config.compose import RunRequest, resolve
 from can_train.fit.optimizer import capture_generators, restore_generators
+from can_train.task import BatchTask
 from can_train.training import train as training_loop
 from can_train.training.distributed import Ranks
 from can_train.training.train import make_session, observe, train_new
@@ -152,6 +154,45 @@ def fit_line(
         "asked in planning": planning,
         "validated": task.validated,
         "drawn": drawn,
+    }
+    torch.save(told, folder / f"rank-{ranks.rank}.pt")
+    ranks.close()
+
+
+class CrampedTask(BatchTask):
+    """A mixin: from the moment it is armed, more than `most` samples at once run out of memory."""
+
+    most = 10**9
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        if len(samples) > self.most and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+        return super().collate(samples)  # type: ignore[misc]
+
+
+def fit_samples(ranks: Ranks, folder: Path, *, kind: type[Task], cramped: int | None = None, **training: Any) -> None:
+    """Trains a task that is described by its samples, as `fit_line` does a line.
+
+    Args:
+        ranks: Who trains.
+        folder: Of the run; what each rank came to is in its `rank-<rank>.pt`.
+        kind: The task's class.
+        cramped: The rank on whose device no more than two samples have room at a time.
+        training: Settings.
+    """
+    torch.use_deterministic_algorithms(True)
+    task = type(kind.__name__, (CrampedTask, kind), {})()
+    parts = ranks.on_rank0_first(lambda: line_parts(folder, task, **training))
+    session = make_session(replace(parts, ranks=ranks), fixed(0.5))
+    # Of the class: each phase has a copy of the task.
+    type(task).most = 2 if cramped == ranks.rank else task.most
+    training_loop.train(session)
+    assert isinstance(parts.reporter, Notices)
+    told = {
+        "weights": torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()]),
+        "ooms": (session.ooms_rescued, session.ooms_elsewhere),
+        "best": session.progress.best_loss,
+        "notices": parts.reporter.texts,
     }
     torch.save(told, folder / f"rank-{ranks.rank}.pt")
     ranks.close()

@@ -17,7 +17,7 @@ def optimization(**training: Any) -> tuple[nn.Linear, Optimization]:
     torch.manual_seed(0)
     model = nn.Linear(3, 1, bias=False)
     settings = TrainingSettings(**{"epochs": 2, "scheduler": "constant", "warmup_share": 0.0} | training)
-    return model, make_optimization(model, settings, lr=0.1, total_steps=20, device=CPU)
+    return model, make_optimization(model, settings, lr=0.1, total_steps=20)
 
 
 def rates(optimizer: Optimization, ticks: int) -> list[float]:

@@ -45,6 +45,7 @@ def test_a_preset_batch_says_what_the_device_would_hold(room: int, max_batch: in
         f"--find-batch-size max trains with {max_batch:,}, {reason}"
     )
     assert spare_room(request(mode="opt"), 64, 32_000, 64) == []
+    assert spare_room(request(mode="opt"), 64, 1_200, room) == []
     assert spare_room(request(mode="opt", requested_batch=64), 64, 32_000, room) == []
     assert spare_room(request(mode="max"), 64, 32_000, room) == []
 

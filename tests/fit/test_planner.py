@@ -44,7 +44,7 @@ class HungryTask(LineTask):
 
     def __init__(self, *, largest: int = 5) -> None:
         super().__init__()
-        self.features = (Feature("units"),)
+        self.memory_features = (Feature("units"),)
         self._units = 1.0 + np.arange(SAMPLES + 10) % 5
         self._units[7] = largest
         self.asked: list[list[int]] = []

@@ -21,7 +21,7 @@ ROOT = PACKAGE.parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
-DATASETS = {file.stem for file in (ROOT / "configs" / "dataset").glob("*.yaml")}
+DATASETS = {file.stem for file in (ROOT / "configs").glob("*/dataset/*.yaml")}
 
 RUN = "RUN"
 """What stands for a run on the pages."""
@@ -54,6 +54,10 @@ def command_lines(markdown: str) -> list[list[str]]:
     return [line for index, line in enumerate(found) if line not in found[:index]]
 
 
+FILES = {match[1]: block for text in TEXTS.values() for block in blocks(text, "python")
+         if (match := re.match(r"# (\w+\.py)\n", block))}  # fmt: skip
+"""The Python files that pages show, by the name in their first line."""
+
 LINES = command_lines("\n".join(TEXTS.values()))
 TRAINING = [line for line in LINES if line and line[0].startswith("-")]
 COMMANDS = [line for line in LINES if line and not line[0].startswith("-")]
@@ -66,6 +70,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "path" / "to" / "folder").mkdir(parents=True)
     for number, name in enumerate(("log.csv", "folder/one.csv", "folder/two.csv")):
         write_log(folder / "path" / "to" / name, random_frames(4_000, number))
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
     log = (folder / "path" / "to" / "log.csv").read_text()
     (folder / "path" / "to" / "other.csv").write_text(log.replace("arbitration_id", "ecu_address", 1))
     once = ["--dataset", "synthetic", *SMALL, "--epochs", "1", "--batch-size", "64"]
@@ -109,7 +115,11 @@ def said(line: list[str]) -> str:
 
 
 def with_known_data(line: list[str]) -> list[str]:
-    """The same line for data that everybody has, and little of it: published sets are not at hand."""
+    """The same line for data that everybody has, and little of it: published sets are not at hand. A line of another
+    task than CAN names small data itself.
+    """
+    if "--task" in line:
+        return line
     at_data = [index + 1 for index, word in enumerate(line) if word == "--dataset"]
     named = [line[index] for index in at_data]
     known = [*line]
@@ -131,7 +141,7 @@ def classifier(folder: Path) -> Path:
 def test_a_training_line_resolves(here: Path, line: list[str]) -> None:
     if "--help" not in line:
         # A student is probed in half the time.
-        size = [] if "--size" in line else ["--size", "student"]
+        size = [] if "--size" in line or "--task" in line else ["--size", "student"]
         line = [*for_run(with_known_data(line), classifier(here)), *size, "--dry-run"]
     assert said(line)
 

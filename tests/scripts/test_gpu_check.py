@@ -144,7 +144,7 @@ def test_the_parts_of_a_batch_have_its_sum_and_its_denominator(name: str) -> Non
     (whole, denominator), *parts = (batch.losses(model, *part)["loss"] for part in ((0, 7), (0, 3), (3, 7)))
     assert denominator == batch.denominators["loss"] == sum(own for _, own in parts)
     assert torch.allclose(sum(total for total, _ in parts), whole, rtol=1e-12)
-    assert task.batch_features(rows).shape == (7, len(task.features))
+    assert task.batch_features(rows).shape == (7, len(task.memory_features))
 
 
 def test_a_simulated_device_has_the_capacity_it_is_given() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from can_train.config.resolved import preset_folders
 from can_train.errors import ConfigError
 from can_train.slurm.past_runs import PastRuns, with_folders
 from can_train.slurm.pipeline import (
@@ -23,7 +24,7 @@ from can_train.slurm.pipeline import (
 from can_train.slurm.run_state import CANCELLED, RUNNING, RunState
 from fakes.finished_runs import RESULT, Shelf
 
-STAGES = {stage.name: stage for stage in load_stages("standard")}
+STAGES = {stage.name: stage for stage in load_stages("standard", preset_folders("can"))}
 ALL = [*STAGES]
 STUDENTS = ("normal", "student", "knowledge_distillation")
 

@@ -9,18 +9,18 @@ from typing import Any, cast
 import pytest
 
 from can_train.errors import RunError
-from can_train.task import Task
+from can_train.task import BatchTask
 from can_train.training.loading import check_inputs_unchanged, load_finished
 from can_train.training.run_folder import RunFolder, relocate_prerequisites, without_missing_prerequisites
 from fakes.finished_runs import Shelf
 
 
-def task_with(data: str = "", **digests: str) -> Task:
+def task_with(data: str = "", **digests: str) -> BatchTask:
     """A task whose data and reference models have digests, those by role."""
     reference_models = [
         SimpleNamespace(role=role, name=f"run-{role}", digest=digest) for role, digest in digests.items()
     ]
-    return cast(Task, SimpleNamespace(reference_models=lambda: reference_models, data_digest=lambda: data))
+    return cast(BatchTask, SimpleNamespace(reference_models=lambda: reference_models, data_digest=lambda: data))
 
 
 def test_a_reference_model_that_is_another_by_now_is_refused_by_name(tmp_path: Path) -> None:

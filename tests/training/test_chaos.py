@@ -21,7 +21,7 @@ from can_train.errors import DoesNotFitError
 from can_train.fit.optimizer import make_optimizer
 from can_train.memory.meters import SimulatedMeter
 from can_train.reporter import SilentReporter
-from can_train.task import Feature, Task
+from can_train.task import BatchTask, Feature
 from can_train.training import train as training_loop
 from can_train.training.run_folder import RunFolder, StopRequests
 from can_train.training.session import Parts, Session
@@ -115,10 +115,10 @@ class HeavyNet(nn.Module):
         return out
 
 
-class HeavyTask(Task):
+class HeavyTask(BatchTask):
     """A regression on ragged samples whose error counts by their nodes."""
 
-    features: Sequence[Feature] = (Feature("nodes"), Feature("edges"))
+    memory_features: Sequence[Feature] = (Feature("nodes"), Feature("edges"))
     loss_weights: Mapping[str, float] = {"error": 1.0}
 
     def __init__(self, world: World, stir: Callable[[], None]) -> None:

@@ -189,7 +189,7 @@ class HeavyAtFirst(GrowingTask):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = (Feature("units"),)
+        self.memory_features = (Feature("units"),)
 
     def batch_features(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         return np.where(rows < EPOCH_ROWS[0], 16.0, 1.0)[:, None]

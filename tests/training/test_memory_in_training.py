@@ -33,7 +33,7 @@ class CostlyTask(LineTask):
 
     def __init__(self, surprises: Mapping[int, int] | None = None) -> None:
         super().__init__()
-        self.features = (Feature("points"),)
+        self.memory_features = (Feature("points"),)
         self.surprises = surprises or {}
         self.thaws_at = 10**9
         self.session: Session | None = None
@@ -186,7 +186,7 @@ def test_a_surprise_is_rescued_said_and_logged(tmp_path: Path) -> None:
     session = session_on(tmp_path, CostlyTask({17: 70}), 200, epochs=1)
     assert session.plan.most_parts == 1
     train(session)
-    assert "memory ran out 1 times; finished in 2 micro-batches, with the same gradient" in notices(session)
+    assert "memory ran out once; finished in 2 micro-batches, with the same gradient" in notices(session)
     assert session.batcher.ooms_rescued == 1
 
 

@@ -32,7 +32,7 @@ class CostlyTask(LineTask):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = (Feature("units"),)
+        self.memory_features = (Feature("units"),)
 
     def build_model(self) -> nn.Module:
         return CostlyNet()

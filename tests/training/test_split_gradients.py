@@ -13,12 +13,13 @@ from torch import nn
 from can_train.cli.main import main
 from can_train.training import split_gradients
 from can_train.training.loading import fresh_model
-from can_train.training.split_gradients import ROUNDING, GradientComparison, comparison_lines, splits
+from can_train.training.split_gradients import ROUNDING, Difference, GradientComparison, comparison_lines, splits
 
 SMALL = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--size", "student", "--device", "cpu")
 GAT = ("--model", "gat", "--model-args", "hidden=4,layers=1,heads=1")
 EQUAL = GradientComparison(key="a_b", device="cpu", samples=8, batch_size=64, parameters=9, drops=True,
-                           errors={(3, 5): 2e-16, (1,) * 8: 4e-16}, averaged_error=0.25)  # fmt: skip
+                           errors={(3, 5): Difference(2e-16, 0.0), (1,) * 8: Difference(4e-16, 1e-16)},
+                           averaged={(3, 5): Difference(0.25, 0.0039), (1,) * 8: Difference(0.125, 0.0)})  # fmt: skip
 
 
 def compared(capsys: pytest.CaptureFixture[str], state: Path, *line: str) -> tuple[int, dict[str, Any]]:
@@ -27,9 +28,9 @@ def compared(capsys: pytest.CaptureFixture[str], state: Path, *line: str) -> tup
     return status, found
 
 
-@given(samples=st.integers(2, 300))
-def test_splits_cover_the_batch_and_some_are_uneven(samples: int) -> None:
-    found = splits(samples)
+@given(samples=st.integers(2, 300), accumulated=st.integers(1, 9))
+def test_splits_cover_the_batch_and_some_are_uneven(samples: int, accumulated: int) -> None:
+    found = splits(samples, accumulated)
     assert all(sum(sizes) == samples and min(sizes) >= 1 for sizes in found)
     assert samples < 4 or any(len(set(sizes)) > 1 for sizes in found)
     assert found[-1] == (1,) * samples
@@ -43,7 +44,9 @@ def test_splits_of_ones_own_configuration_keep_the_gradient(
     status, found = compared(capsys, tmp_path / "state", *line)
     assert (status, found["equal"], found["samples"]) == (0, True, 16)
     assert max(each["relative_error"] for each in found["errors"]) <= ROUNDING
-    assert found["averaged_error"] > 1e-3, "the comparison would show a loop that divides by the number of parts"
+    assert max(each["averaged_relative_error"] for each in found["errors"]) > 1e-3, (
+        "the comparison would show a loop that divides by the number of parts"
+    )
     assert not (tmp_path / "state").exists()
 
 
@@ -68,8 +71,12 @@ def test_a_comparison_says_in_a_sentence_what_it_means() -> None:
     assert "2, of 3, 5" in text
     assert "one batch of 8 samples (of the 64 that a step has)" in text
     assert "Split gradients equal the gradient of the whole batch" in text
-    assert "off by 25.0% of it" in text
-    other = replace(EQUAL, errors={(3, 5): 0.034}, reasons=["Samples depend on each other through norm"])
+    assert "off by up to 25.0% of it" in text
+    assert "3.9e-03" in text, "the difference of the loss stands beside"
+    assert max(map(len, text.splitlines())) <= 80
+    other = replace(
+        EQUAL, errors={(3, 5): Difference(0.034, 0.0)}, reasons=["Samples depend on each other through norm"]
+    )
     text = "\n".join(comparison_lines(other))
     assert "do not equal" in text
     assert "up to 3.4% of its length" in text

@@ -1,4 +1,4 @@
-"""`can-train compare RUN RUN...`: settings that differ, scores by test folder, time and memory, side by side."""
+"""`can-train compare RUN RUN...`: settings that differ, scores by test set, time and memory, side by side."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import typer
 
 from can_train.cli.output import TextTable, duration, print_json, print_tables
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir
-from can_train.cli.runs import by_test_set, higher_is_better, run_json
+from can_train.cli.runs import by_test_set, higher_is_better, is_ranked, run_json, test_scores
 from can_train.cli.show import memory_facts
-from can_train.config.resolved import flat_settings
+from can_train.config.resolved import differences, flat_settings
 from can_train.errors import ConfigError
 from can_train.io.units import size_text
 from can_train.slurm.status import RunStatus, run_statuses
@@ -50,7 +50,7 @@ def compare(
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """Show runs side by side: settings that differ, scores by test folder, time and memory."""
+    """Show runs side by side: settings that differ, scores by test set, time and memory."""
     locator = RunLocator(runs_dir, state_dir)
     known = {one.run_id: one for one in map(locator.find, runs)}
     if len(known) < 2:
@@ -97,13 +97,6 @@ def _json(compared: Sequence[ComparedRun]) -> dict[str, Any]:
     return {"runs": runs, "settings": differences([one.settings for one in compared])}
 
 
-def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Returns the settings in which several configurations differ, with the value of each; None: it has none."""
-    names = dict.fromkeys(name for each in settings for name in each)
-    values = {name: [each.get(name) for each in settings] for name in names}
-    return {name: found for name, found in values.items() if any(one != found[0] for one in found)}
-
-
 def _course_table(compared: Sequence[ComparedRun]) -> TextTable:
     """Makes the table of what the runs are, and what time and memory they took."""
     facts = [run_json(one.found) for one in compared]
@@ -133,26 +126,37 @@ def _settings_table(compared: Sequence[ComparedRun]) -> TextTable:
 
 
 def _score_tables(compared: Sequence[ComparedRun]) -> list[TextTable]:
-    """Makes a table of each metric that a run has: a row for each test folder."""
+    """Makes a table of each metric that a run has: a row for each test set."""
+    by_metric = _scores_by_metric(compared)
     tables = []
-    for metric in _METRICS:
-        scores = [by_test_set(one.result, metric) for one in compared]
+    for metric, scores in by_metric.items():
         rows = {}
-        for folder in dict.fromkeys(folder for each in scores for folder in each):
-            values = [each.get(folder) for each in scores]
-            rows[folder or "validation"] = _score_cells(values, highest=higher_is_better(metric))
-        if rows:
-            tables.append(_table(metric, "test folder", compared, rows, notes=(f"{_BEST} the best of its row",)))
+        for name in dict.fromkeys(name for each in scores for name in each):
+            values = [each.get(name) for each in scores]
+            rows[name or "validation"] = _score_cells(values, metric)
+        notes = (f"{_BEST} the best of its row",) if is_ranked(metric) else ()
+        tables.append(_table(metric, "test set", compared, rows, notes=notes))
     return tables
 
 
-def _score_cells(values: Sequence[float | None], *, highest: bool) -> list[str]:
+def _scores_by_metric(compared: Sequence[ComparedRun]) -> dict[str, list[Mapping[str, float]]]:
+    """Returns the metrics that runs are compared by, each with every run's value by test set."""
+    own: list[Mapping[str, Mapping[str, float]]] = [test_scores(one.result) for one in compared]
+    # Metrics that are known by name say enough; of a task that has none of them, all are shown.
+    has_known = any(metric in each for each in own for metric in _METRICS)
+    others = () if has_known else dict.fromkeys(metric for each in own for metric in each)
+    found: dict[str, list[Mapping[str, float]]] = {metric: [each.get(metric, {}) for each in own] for metric in others}
+    found |= {metric: [by_test_set(one.result, metric) for one in compared] for metric in _METRICS}
+    return {metric: scores for metric, scores in found.items() if any(scores)}
+
+
+def _score_cells(values: Sequence[float | None], metric: str) -> list[str]:
     found = [value for value in values if value is not None]
-    best = (max if highest else min)(found)
+    best = (max if higher_is_better(metric) else min)(found)
     # Of equal scores none is the best.
-    marked = found.count(best) == 1 and len(found) > 1
+    marked = is_ranked(metric) and found.count(best) == 1 and len(found) > 1
     # Most scores are shares; rates an hour run into the thousands.
-    spec = ".4f" if max(found) <= 1 else ",.1f" if max(found) < _MANY else ",.0f"
+    spec = ".4f" if max(found) <= 1 else ".4g" if max(found) < _MANY else ",.0f"
     return [_cell(value, spec) + (_BEST if marked and value == best else "") for value in values]
 
 

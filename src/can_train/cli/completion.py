@@ -10,23 +10,24 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
+from can_train.cli.train_options import named_task
 from can_train.config.resolved import (
     NO_TRACKER,
     TRACKERS,
     PathSettings,
-    installed_sizes,
-    load_task_settings,
+    preset_folders,
     presets,
     state_folder,
-    task_names,
     user_file,
 )
 from can_train.config.settings import CHOICES, ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
+from can_train.config.task_settings import TaskSettings, task_names
 from can_train.errors import unknown_name
 from can_train.factors.policies import POLICIES
 
@@ -87,14 +88,14 @@ def completion(
     print(_SCRIPTS[shell].strip())
 
 
-def complete_line(words: Sequence[str], commands: Mapping[str, str], load: Callable[[str], Any]) -> None:
+def complete_line(words: Sequence[str], commands: Mapping[str, str], load: Callable[[str, Sequence[str]], Any]) -> None:
     """Prints what may stand at the cursor.
 
     Args:
         words: The shell, then the words behind the program's name up to the cursor, the last of which may be empty or
             unfinished; for bash the whole line instead, which it splits at `=` and `:`.
         commands: What each command does, by name.
-        load: Returns the parser of a command.
+        load: Returns the parser of a command, from its name and the words that follow.
     """
     shell, *typed = words or ("",)
     if shell == "bash":
@@ -117,7 +118,7 @@ def _words(line: str) -> list[str]:
 
 
 def _answers(
-    typed: Sequence[str], commands: Mapping[str, str], load: Callable[[str], Any]
+    typed: Sequence[str], commands: Mapping[str, str], load: Callable[[str, Sequence[str]], Any]
 ) -> Iterable[tuple[str, str]]:
     """Returns what may stand at the cursor, each with what it is; nothing where the shell completes files."""
     *before, word = typed
@@ -126,7 +127,7 @@ def _answers(
     name = before[0] if before and not before[0].startswith("-") else "train"
     if name not in commands and name != "train":
         return []
-    parameters = load(name).params
+    parameters = load(name, before).params
     flags = {flag: one for one in parameters for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
     flag, equals, value = word.partition("=")
     if equals and flag in flags:
@@ -153,6 +154,8 @@ def _values(parameter: Any, before: Sequence[str]) -> Iterable[str]:
     name = parameter.name.rstrip("_")
     if "RUN" in (parameter.metavar or "") or name in ("after", "start_from"):
         return _run_ids(before)
+    if name in _OF_TASK:
+        return _OF_TASK[name](*named_task(before))
     return CHOICES[name] if name in CHOICES else _SOURCES.get(name, tuple)()
 
 
@@ -178,22 +181,17 @@ def _cards() -> list[str]:
     return [card.key for card in CARDS]
 
 
-def _models() -> Iterable[str]:
-    return [model for task in task_names() for model in load_task_settings(task).models]
+def _presets(group: str, name: str, task: TaskSettings) -> Iterable[str]:
+    return presets(group, preset_folders(name, task.configs))
 
 
-def _modes() -> Iterable[str]:
-    return dict.fromkeys(mode for task in task_names() for mode in load_task_settings(task).modes)
-
-
-def _settings() -> Iterable[str]:
+def _settings(_: str, task: TaskSettings) -> Iterable[str]:
     """Returns the settings that `--set` takes, each with its equals sign."""
     groups: list[tuple[str, Any]] = [("training", TrainingSettings), ("factor", FactorSettings),
-                                     ("monitor", MonitorSettings), ("cluster", ClusterSettings)]  # fmt: skip
-    for task in map(load_task_settings, task_names()):
-        groups.append(("dataset", task.dataset))
-        groups += [("mode", mode) for mode in task.modes.values()]
-        groups += [("model", model.settings) for model in task.models.values()]
+                                     ("monitor", MonitorSettings), ("cluster", ClusterSettings),
+                                     ("task", task.settings), ("dataset", task.dataset)]  # fmt: skip
+    groups += [("mode", mode) for mode in task.modes.values()]
+    groups += [("model", model.settings) for model in task.models.values()]
     return dict.fromkeys(name for group, settings in groups for name in _fields(group, settings))
 
 
@@ -207,19 +205,23 @@ def _fields(group: str, settings: Any) -> Iterator[str]:
 
 # Where the values of a parameter come from, by its name.
 _SOURCES: Final[Mapping[str, Callable[[], Iterable[str]]]] = {
-    "model": _models,
-    "mode": _modes,
-    "size": lambda: sorted(installed_sizes()),
     "task": task_names,
-    "dataset": lambda: [name for name in presets("dataset") if name != "path"],
     "memory": lambda: presets("memory"),
     "cluster": lambda: presets("cluster"),
-    "preset": lambda: presets("pipeline"),
     "device": lambda: ("auto", "cpu", "cuda", "sim:"),
     "target_gpu": _cards,
     "tracker": lambda: (*TRACKERS, NO_TRACKER),
-    "set": _settings,
     "key": _keys,
     "replay": lambda: POLICIES,
     "shell": lambda: _SCRIPTS,
+}
+
+# The same of those that the task decides which the line names, by its name and description.
+_OF_TASK: Final[Mapping[str, Callable[[str, TaskSettings], Iterable[str]]]] = {
+    "model": lambda _, task: filter(None, task.models),
+    "mode": lambda _, task: filter(None, task.modes),
+    "size": lambda _, task: sorted({size for model in task.models.values() for size in model.sizes}),
+    "dataset": partial(_presets, "dataset"),
+    "preset": partial(_presets, "pipeline"),
+    "set": _settings,
 }

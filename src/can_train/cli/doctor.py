@@ -81,9 +81,9 @@ _GROUPS: Final[Groups] = (
 )  # fmt: skip
 
 
-def make_doctor_command() -> Callable[..., None]:
+def make_doctor_command(words: Sequence[str]) -> Callable[..., None]:
     """Makes the command."""
-    return make_command(_OPTIONS, _doctor, prerequisites=True, groups=_GROUPS)
+    return make_command(_OPTIONS, _doctor, words=words, groups=_GROUPS)
 
 
 def _doctor(flags: Flags) -> None:
@@ -120,11 +120,7 @@ def _doctor(flags: Flags) -> None:
 def _check_gradients(flags: Flags) -> None:
     if flags["target_gpu"]:
         raise ConfigError("--gradients computes here, and --target-gpu names a GPU elsewhere", remedy="Leave one out")
-    for name in ("model", "dataset"):
-        if not flags[name]:
-            remedy = "Try: can-train doctor --gradients --model gat --dataset synthetic"
-            raise ConfigError(f"--{name} is missing", remedy=remedy)
-    # Composition imports Hydra, and computing torch: a line that is wrong does not wait for them.
+    # Composition imports Hydra, and computing torch.
     from can_train.cli.train import resolve_runs
     from can_train.training.dry_run import nothing_left_behind
     from can_train.training.split_gradients import compare_gradients, comparison_json, comparison_lines
@@ -474,16 +470,18 @@ def check_disks(folders: Sequence[Folder]) -> list[Finding]:
 def _examine_data(paths: PathSettings) -> Finding:
     # Composition imports Hydra.
     from can_train.config.compose import RunRequest, resolve
-    from can_train.config.resolved import load_object, load_task_settings, presets, task_names
+    from can_train.config.resolved import preset_folders, presets
+    from can_train.config.task_settings import load_task_settings, task_names
     from can_train.errors import DataError
 
     root, found = data_root(paths), []
     if root.is_dir():
-        for task, name in ((task, name) for task in task_names() for name in presets("dataset")):
+        named = ((task, name) for task in task_names() for name in presets("dataset", preset_folders(task)))
+        for task, name in named:
             settings = load_task_settings(task)
             try:
                 run = resolve(RunRequest(task=task, model=next(iter(settings.models)), dataset=name))
-                found += [name] if load_object(settings.files)(run.dataset, root) else []
+                found += [name] if settings.data_files(run.dataset, root) else []
             except (ConfigError, DataError):
                 # It is not there, or it is no data set of this task.
                 continue
@@ -497,7 +495,7 @@ def check_data(root: Path, given: str, *, exists: bool, found: Sequence[str]) ->
     """Says which published data sets are there; `given` is what names their folder, empty for the default."""
     if found:
         return Finding("data", OK, f"{_listed(found)}, in {root}")
-    alone = "your own logs are given by their path, and --dataset synthetic needs none"
+    alone = "your own data are given by their path"
     if given and not exists:
         return Finding("data", PROBLEM, f"{given} names {root}, which does not exist",
                        f"Correct that, or leave it out: {alone}")  # fmt: skip

@@ -36,10 +36,10 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         bool, typer.Option("--flagged-only", help="List what was flagged, and why; --scores writes only that.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Write into --scores FILE what drove each window's score.")
+        bool, typer.Option("--explain", help="Write into --scores FILE what drove each sample's score.")
     ] = False,
     scores: Annotated[
-        str | None, typer.Option(help="Write each window's score to a .csv or .parquet file.", metavar="FILE")
+        str | None, typer.Option(help="Write each sample's score to a .csv or .parquet file.", metavar="FILE")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, or a simulated GPU: sim:2GiB.")] = "auto",
     set_: Annotated[
@@ -55,7 +55,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     runs_dir: RunsDir = "runs",
     state_dir: StateDir = None,
 ) -> None:
-    """Judge a finished run once more: on its own test data, or on other logs."""
+    """Judge a finished run once more: on its own test data, or on other data."""
     # An unset variable of a script leaves a flag empty.
     for name, value in {"dataset": dataset, "device": device, "scores": scores, "data-root": data_root}.items():
         if value == "":
@@ -63,7 +63,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     if threshold is not None and not math.isfinite(threshold):
         raise ConfigError("--threshold is a finite number", value=str(threshold))
     if explain and not scores and not flagged_only:
-        remedy = "Add --scores windows.csv; --flagged-only prints the reasons of what was flagged"
+        remedy = "Add --scores scores.csv; --flagged-only prints the reasons of what was flagged"
         raise ConfigError("--explain writes reasons into a file of scores", remedy=remedy)
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
     locator = RunLocator(runs_dir, state_dir)
@@ -101,9 +101,10 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         print_wrapped(f"{note}.")
     seconds = document["seconds"]
     part = ", of which only the run's own test part is judged" if document["own_split"] else ""
+    counted = " of ".join(f"{count:,} {what}" for what, count in evaluated.counted.items())
     print_wrapped(
-        f"Run {document['run_id']} on {document['dataset']}{part}: {document['windows']:,} windows of "
-        f"{document['frames']:,} frames; reading took {seconds['reading']:.1f} s, scoring {seconds['scoring']:.1f} s"
+        f"Run {document['run_id']} on {document['dataset']}{part}: {counted}; "
+        f"reading took {seconds['reading']:.1f} s, scoring {seconds['scoring']:.1f} s"
     )
     if document["scores"]:
         print(f"Scores: {document['scores']}")

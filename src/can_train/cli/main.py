@@ -13,7 +13,9 @@ import typer
 from typer.core import TyperCommand
 
 from can_train import __version__
+from can_train.config.resolved import default_task
 from can_train.config.settings import canonical_name
+from can_train.config.task_settings import load_task_settings
 from can_train.errors import (
     CanTrainError,
     ConfigError,
@@ -27,7 +29,8 @@ from can_train.errors import (
 _HELP: Final = """Launches PyTorch training that fits in GPU memory. A command line that starts with an option trains:
 
 \b
-  can-train --model gat --dataset synthetic
+  can-train {example}
+  can-train --task my_file.py:MyTask
 """
 
 _COMMANDS: Final = {
@@ -127,18 +130,21 @@ def _run_command(arguments: Sequence[str]) -> int:
     if name not in ("train", *_COMMANDS, _JOB_COMMAND):
         raise unknown_name("command", name, ("train", *_COMMANDS))
     try:
-        _parser(name)(words, prog_name=command_name() if name == "train" else f"{command_name()} {name}")
+        _parser(name, words)(words, prog_name=command_name() if name == "train" else f"{command_name()} {name}")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
 
 
-def _parser(name: str) -> Any:
-    """Makes the parser of one command, which runs it."""
-    training: dict[str, Any] = {"help": as_typed(_HELP), "epilog": _OTHER_COMMANDS} if name == "train" else {}
+def _parser(name: str, words: Sequence[str] = ()) -> Any:
+    """Makes the parser of one command, which runs it; the words after it may name a task."""
+    training: dict[str, Any] = {}
+    if name == "train":
+        example = load_task_settings(default_task()).example
+        training = {"help": as_typed(_HELP.format(example=example)), "epilog": _OTHER_COMMANDS}
     # Rich's tables cut long flags off at 80 columns, and importing it doubles the time of --help.
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(cls=Command, **training)(_load_command(name))
+    app.command(cls=Command, **training)(_load_command(name, words))
     return typer.main.get_command(app)
 
 
@@ -151,7 +157,7 @@ def _complete(words: Sequence[str]) -> int:
     return 0
 
 
-def _load_command(name: str) -> Callable[..., None]:
+def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
     """Imports one command: importing all of them takes longer than most of them run."""
     match name:
         case "completion":
@@ -165,7 +171,7 @@ def _load_command(name: str) -> Callable[..., None]:
         case "doctor":
             from can_train.cli.doctor import make_doctor_command
 
-            return make_doctor_command()
+            return make_doctor_command(words)
         case "factors":
             from can_train.cli.factors import factors
 
@@ -209,7 +215,7 @@ def _load_command(name: str) -> Callable[..., None]:
         case _:
             from can_train.cli.train import after_job, make_train_command
 
-            return after_job if name == _JOB_COMMAND else make_train_command()
+            return after_job if name == _JOB_COMMAND else make_train_command(words)
 
 
 def _print_error(error: CanTrainError, *, as_json: bool) -> int:

@@ -113,7 +113,8 @@ def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> 
 
 def print_judgement(summary: Sequence[Table], tables: Sequence[Table], verbosity: Verbosity) -> None:
     """Prints a judgement: its summary, after all of its tables if details are wanted."""
-    if verbosity == Verbosity.VERBOSE:
+    # A short judgement is its own summary.
+    if verbosity == Verbosity.VERBOSE and tables != summary:
         print_tables(tables)
     print_tables(summary, pipe_columns=COLUMNS)
 

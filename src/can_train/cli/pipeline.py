@@ -21,6 +21,7 @@ from can_train.cli.output import (
 )
 from can_train.cli.runs import by_test_set
 from can_train.cli.train_options import OPTIONS, Flags, check_flags, make_command, make_request
+from can_train.config.resolved import presets as preset_names
 from can_train.config.resolved import state_dir
 from can_train.config.settings import split_list
 from can_train.errors import ConfigError, FailedRunError, RunError, as_typed
@@ -47,7 +48,7 @@ _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "force": (bool, False, "Train anew also what has been trained already."),
     "dry_run": (bool, False, "Say which stages would be trained and which used again, write nothing, and stop."),
     "json": (bool, False, "Print JSON."),
-    "set": (list[str] | None, None, "Any setting: dataset.window=50; of one stage: STAGE:model.hidden=32. Repeatable."),
+    "set": (list[str] | None, None, "Any setting: training.lr=0.01; of one stage: STAGE:model.hidden=32. Repeatable."),
     "preset": (str, "standard", "Preset of the pipeline."),
     "verbose": (bool, False, "Print also every baseline, and what the plans rest on."),
     "stages": (str | None, None, "Stages by name: autoencoder,normal. [all]"),
@@ -69,14 +70,16 @@ def _pipeline(flags: Flags) -> None:
     What has been trained already is used again, and what was interrupted goes on: the same line again is how to
     continue. Flags hold for every stage.
     """
-    if not flags["dataset"]:
-        raise ConfigError("--dataset is missing", remedy="Try: can-train pipeline --dataset synthetic")
     check_flags({name: value for name, value in flags.items() if name != "force"})
     verbosity = Verbosity.of(quiet=flags["quiet"], verbose=flags["verbose"])
     # Composition imports Hydra: a line that is wrong before it does not pay for it.
+    from can_train.config.compose import RunRequest, folders_of
     from can_train.slurm.pipeline import load_stages
 
-    stages, as_json = load_stages(flags["preset"]), flags["json"]
+    presets = folders_of(RunRequest(task=flags["task"], config_dir=flags["config_dir"] or ""))
+    if not flags["dataset"] and len(names := preset_names("dataset", presets)) > 1:
+        raise ConfigError("--dataset is missing", remedy=f"Its data sets: {', '.join(names)}")
+    stages, as_json = load_stages(flags["preset"], presets), flags["json"]
     steps = _plan(stages, _requests(stages, flags), force=flags["force"])
     for step in () if flags["quiet"] else steps:
         for notice in step.notices:
@@ -255,10 +258,10 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
     from can_train.slurm.client import NoControllerError, read_partitions
     from can_train.slurm.past_runs import with_folders
     from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY
-    from can_train.slurm.snapshot import keep, read_code
+    from can_train.slurm.snapshot import code_of_run, keep
     from can_train.slurm.submission_plan import plan_submission
 
-    state, code = state_dir(steps[0].run.paths), read_code()
+    state, code = state_dir(steps[0].run.paths), code_of_run(steps[0].run)
     try:
         partitions = read_partitions()
     except NoControllerError as error:

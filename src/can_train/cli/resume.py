@@ -110,7 +110,7 @@ def _print_job(job: "JobRecord", found: "RunStatus", *, as_json: bool) -> None:
 
 def make_resubmit_command() -> Callable[..., None]:
     """Makes the command `resubmit`."""
-    return make_command({**OPTIONS, **_AS_BEFORE}, _resubmit, prerequisites=True, run=Run)
+    return make_command({**OPTIONS, **_AS_BEFORE}, _resubmit, words=(), run=Run)
 
 
 def _resubmit(flags: Flags) -> None:

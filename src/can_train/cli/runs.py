@@ -21,6 +21,7 @@ from can_train.cli.output import (
     seconds_between,
 )
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
+from can_train.config.task_settings import key_name
 from can_train.errors import ConfigError, RunError, as_typed, unknown_name
 from can_train.io.records import is_file
 from can_train.reporter import COLUMNS
@@ -101,11 +102,14 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
 
 
 def _by_data_set(statuses: Sequence[RunStatus]) -> dict[str, list[RunStatus]]:
-    """Groups runs by the data set that they were trained on; logs of one name in several places are several."""
+    """Groups runs by the data set that they were trained on; data of one name in several places are several."""
     groups: dict[tuple[str, str], list[RunStatus]] = {}
     for each in statuses:
-        data = _group(_config(each), "dataset")
-        groups.setdefault((str(data.get("name") or _UNKNOWN), str(data.get("path") or "")), []).append(each)
+        config = _config(each)
+        data = _group(config, "dataset")
+        # A task without data sets to choose from stands for its own.
+        name = data.get("name") or key_name(str(config.get("task") or "")) or _UNKNOWN
+        groups.setdefault((str(name), str(data.get("path") or "")), []).append(each)
     names = [name for name, _ in groups]
     return {f"{name} ({path})" if names.count(name) > 1 and path else name: group
             for (name, path), group in groups.items()}  # fmt: skip
@@ -165,7 +169,7 @@ def _device(each: RunStatus) -> str:
 
 
 def score(result: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Returns the metric and the value that stand for a result in a list: the mean over its test folders."""
+    """Returns the metric and the value that stand for a result in a list: the mean over its test sets."""
     values = _values(result)
     found = ((metric, values[metric]) for metric in _SCORES if metric in values)
     return next(((metric, sum(parts.values()) / len(parts)) for metric, parts in found), None)
@@ -175,7 +179,7 @@ def _meaning(metric: str) -> str:
     """Says what the figure of a metric is, and which direction is better."""
     better = "higher" if higher_is_better(metric) else "lower"
     is_of_run = metric == "best_validation_loss" or "." in metric
-    return f"{metric}{'' if is_of_run else ', the mean over the test folders'}: {better} is better"
+    return f"{metric}{'' if is_of_run else ', the mean over the test sets'}: {better} is better"
 
 
 def _listed_json(each: RunStatus) -> dict[str, Any]:
@@ -377,7 +381,7 @@ def _result(each: RunStatus) -> Mapping[str, Any]:
 
 def _best_table(name: str, best: Sequence[tuple[RunStatus, RankedResult]], metric: str) -> TextTable:
     has_parts = max(len(one.parts) for _, one in best) > 1
-    # Of one test folder the table's title has the name.
+    # Of one test set the table's title has the name.
     columns = ("run", metric.rpartition(".")[2], *(("lowest", "highest") if has_parts else ()), "device", "trained")
     rows = []
     for each, one in best:
@@ -419,9 +423,24 @@ def higher_is_better(metric: str) -> bool:
     return metric.rpartition(".")[2] in _HIGHER_IS_BETTER
 
 
+def is_ranked(metric: str) -> bool:
+    """Returns whether one value of a metric, of all test sets, is known to be better than another."""
+    return metric in _HIGHER_IS_BETTER | _LOWER_IS_BETTER
+
+
 def by_test_set(result: Mapping[str, Any], metric: str) -> dict[str, float]:
     """Returns a metric's value for each test set of a result that defines it."""
     return _values(result).get(metric, {})
+
+
+def test_scores(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns the model's scores on test sets, by name, whether or not one can be said to be better."""
+    found: dict[str, dict[str, float]] = {}
+    for set_name, test in _mapping(_mapping(result.get("judgement")).get("test")).items():
+        for name, value in _mapping(_mapping(test).get("model")).items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                found.setdefault(name, {})[set_name] = float(value)
+    return found
 
 
 def _values(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:

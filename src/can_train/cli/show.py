@@ -84,12 +84,12 @@ def head_facts(found: RunStatus, config: Mapping[str, Any]) -> list[tuple[str, s
 
 def score_tables(config: Mapping[str, Any], result: Mapping[str, Any], *, summary: bool = False) -> Sequence[Any]:
     """Returns the tables of a run's scores, in full or in short; none where it has none that this version can show."""
-    from can_train.config.resolved import load_object, load_task_settings
+    from can_train.config.task_settings import load_object, load_task_settings
 
     if not isinstance(result.get("judgement"), Mapping):
         return ()
     try:
-        task = load_task_settings(str(config.get("task")))
+        task = load_task_settings(str(config.get("task")), config["paths"].get("code_dir", ""))
         path = task.summary_tables if summary else task.tables
         tables: Sequence[Any] = load_object(path)(result["judgement"])
     except (CanTrainError, KeyError, TypeError, ValueError, AttributeError):
@@ -120,7 +120,7 @@ def full_plan_lines(plan: Mapping[str, Any], device: str) -> list[str]:
     except (KeyError, TypeError, ValueError):
         return ["of another version of can-train"]
     capacity = 0 if run_plan.limits is None else run_plan.limits.capacity_bytes
-    return [*plan_lines(run_plan, device, capacity), *run_plan.plan.notices, *run_plan.notices]
+    return [*plan_lines(run_plan, device, capacity), *run_plan.all_notices]
 
 
 def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,6 +194,7 @@ def next_commands(found: RunStatus) -> list[str]:
     if found.state.live:
         return [f"{command} logs {name} -f", f"{command} cancel {name}"]
     if found.state.state == FINISHED and found.facts.result is not None:
-        return [f"{command} evaluate {name} --dataset path/to/log.csv",
-                f"{command} resubmit {name} --seed 1"]  # fmt: skip
+        # A task without data sets to choose from is evaluated on its own.
+        data = " --dataset path/to/data" if found.known.folder.config()["dataset"]["name"] else ""
+        return [f"{command} evaluate {name}{data}", f"{command} resubmit {name} --seed 1"]
     return [f"{command} resume {name}", f"{command} logs {name}"] if found.facts.has_folder else []

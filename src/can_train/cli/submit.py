@@ -20,7 +20,7 @@ from can_train.slurm.client import NoControllerError, read_partitions
 from can_train.slurm.job import Entry
 from can_train.slurm.run_state import FINISHED
 from can_train.slurm.script import Submission, parameters, script
-from can_train.slurm.snapshot import Code, describe, keep, read_code
+from can_train.slurm.snapshot import Code, code_of_run, describe, keep, with_code
 from can_train.slurm.submission_plan import PlannedRun, SubmissionPlan, expectation, plan_submission
 from can_train.slurm.submit import run_here, start_jobs, start_process, submission_folder, submit_job
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, new_run_id, register_run
@@ -36,7 +36,7 @@ def submit_runs(
     Raises:
         CanTrainError: A run cannot be submitted; of those that ask for the same, none has been.
     """
-    code, state = read_code(), state_dir(runs[0].paths)
+    code, state = code_of_run(runs[0]), state_dir(runs[0].paths)
     partitions = read_partitions() if any(run.cluster.executor == "slurm" for run in runs) else []
     plan = plan_submission(runs, code.digest, partitions, after=after, force=force)
     print_notices(plan)
@@ -81,7 +81,7 @@ def batch_scripts(runs: Sequence[ResolvedRun], after: Sequence[str], *, quiet: b
     Raises:
         CanTrainError: A run could not be submitted.
     """
-    code, state, partitions = read_code(), state_dir(runs[0].paths), []
+    code, state, partitions = code_of_run(runs[0]), state_dir(runs[0].paths), []
     try:
         partitions = read_partitions() if any(run.cluster.executor == "slurm" for run in runs) else []
     except NoControllerError as error:
@@ -127,7 +127,7 @@ def start_group(
     cluster, waiting, jobs = group[0].run.cluster, [*folders], []
     try:
         for one, folder in zip(group, folders, strict=True):
-            folder.make(one.run.config)
+            folder.make(with_code(one.run, code, state).config)
             describe(code, state, folder.path)
         if cluster.executor == "slurm":
             jobs = start_jobs(entry, folders, cluster, submission)

@@ -40,15 +40,12 @@ if TYPE_CHECKING:
     from can_train.training.train import Outcome
 
 
-def make_train_command() -> Callable[..., None]:
-    """Makes the command."""
-    return make_command(OPTIONS, _train, prerequisites=True)
+def make_train_command(words: Sequence[str]) -> Callable[..., None]:
+    """Makes the command, with the options of the task that its words name."""
+    return make_command(OPTIONS, _train, words=words)
 
 
 def _train(flags: Flags) -> None:
-    for name in ("model", "dataset"):
-        if not flags[name]:
-            raise ConfigError(f"--{name} is missing", remedy="Try: can-train --model gat --dataset synthetic")
     check_train_flags(flags)
     after = split_names(flags["after"]) if flags["after"] else ()
     start_runs(resolve_runs(flags, after), flags, after)
@@ -86,11 +83,12 @@ def resolve_runs(flags: Flags, after: Sequence[str]) -> list["ResolvedRun"]:
     from can_train.config.resolved import state_dir, with_absolute_paths
     from can_train.slurm.past_runs import PastRuns, resolve_prerequisites
 
-    modes = split_names(flags["mode"]) if flags["mode"] else [None]
+    models, datasets, modes = ([*split_names(flags[name])] if flags[name] else [None]
+                               for name in ("model", "dataset", "mode"))  # fmt: skip
     requests: list[RunRequest] = expand(
         [
             make_request(flags, model=model, dataset=dataset, mode=mode, size=flags["size"])
-            for model, dataset, mode in product(split_names(flags["model"]), split_names(flags["dataset"]), modes)
+            for model, dataset, mode in product(models, datasets, modes)
         ]
     )
     runs = [with_absolute_paths(resolve(request)) for request in requests]
@@ -117,7 +115,7 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
     with printer:
         for number, run in enumerate(runs, start=1):
             if len(runs) > 1 and verbosity != Verbosity.QUIET:
-                print(f"run {number} of {len(runs)}: {run.key}", file=sys.stderr)
+                print(f"run {number} of {len(runs)}: {_title(run, runs)}", file=sys.stderr)
             try:
                 printer.print(partial(attempt, run, printer))
             except CanTrainError as error:
@@ -130,6 +128,15 @@ def _train_here(runs: Sequence["ResolvedRun"], verbosity: Verbosity, *, as_json:
                                remedy="Their errors are above")  # fmt: skip
         some.in_json = as_json
         raise some
+
+
+def _title(run: "ResolvedRun", runs: Sequence["ResolvedRun"]) -> str:
+    """Names one of several runs: its key, and the settings in which runs of that key differ."""
+    from can_train.config.resolved import differences, flat_settings
+
+    alike = [flat_settings(one.config) for one in runs if one.key == run.key]
+    own = flat_settings(run.config)
+    return " ".join([run.key, *(f"{name}={own.get(name)}" for name in differences(alike))])
 
 
 class _Printer:

@@ -2,8 +2,8 @@
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -15,12 +15,13 @@ from can_train.config.resolved import (
     CLUSTER_FLAGS,
     PATH_FLAGS,
     UserFile,
-    load_task_settings,
+    default_task,
+    preset_folders,
     presets,
-    task_names,
     user_file,
 )
 from can_train.config.settings import TrainingSettings, split_list
+from can_train.config.task_settings import TaskSettings, load_task_settings, locate, task_names
 from can_train.errors import ConfigError, unknown_name
 
 if TYPE_CHECKING:
@@ -32,13 +33,14 @@ Flags = dict[str, Any]
 _ONLY_WITH_SUBMIT: Final = ("cluster", *CLUSTER_FLAGS, "after", "force")
 
 OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
-    "model": (str | None, None, "gat, vgae or fusion. Several: gat,vgae."),
-    "dataset": (str | None, None, "synthetic, a published data set (hcrl_ch, set_01, ...), a log or a folder of logs."),
+    "model": (str | None, None, "{models}. Several: a,b."),
+    "dataset": (str | None, None, "{datasets}or the path of your data."),
     "mode": (str | None, None, "How the model is trained. [the model's first mode]"),
-    "size": (str | None, None, "Size of the model: teacher or student. [teacher]"),
+    "size": (str | None, None, "Size of the model: {sizes}."),
     "device": (str, "auto", "auto, cpu, cuda, cuda:1; a simulated GPU: sim:2GiB."),
-    "memory": (str | None, None, "Preset of memory settings: tight, muon or tracknet."),
-    "task": (str | None, None, "Task that the model belongs to. [the one in configs/config.yaml]"),
+    "memory": (str | None, None, "Preset of memory settings: {memory}."),
+    "task": (str | None, None, "Installed task, or your own: my_file.py:MyTask. [the one in configs/config.yaml]"),
+    "config_dir": (str | None, None, "Folder of your own presets."),
     "submit": (bool, False, "Train in the background: as a SLURM job, or as --cluster says."),
     "cluster": (str | None, None, "Where --submit sends the run: slurm, local, debug or another preset. [slurm]"),
     "partition": (str | None, None, "With --submit: partition. [the cluster's default]"),
@@ -62,14 +64,14 @@ OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "quiet": (bool, False, "Print only the result, and errors."),
     "verbose": (bool, False, "Print also every baseline, and what the plan rests on."),
     "model_args": (str, "", "Settings of model or training: hidden=32,lr=0.01."),
-    "set": (list[str] | None, None, "Any setting, in Hydra's grammar: dataset.window=50. Repeatable."),
+    "set": (list[str] | None, None, "Any setting, in Hydra's grammar: training.lr=0.01. Repeatable."),
     "baselines": (bool | None, None, "Compare the model with simple detectors. [yes]"),
     "runs_dir": (str | None, None, "Folder of run folders. [runs]"),
     "data_root": (str | None, None, "Folder of the published data sets. [$CAN_TRAIN_DATA, else data]"),
     "tracker": (str | None, None, "Show runs in tensorboard, mlflow or wandb. Several: mlflow,wandb. [off]"),
     "state_dir": (str | None, None, "Folder of observations and caches. [$CAN_TRAIN_HOME, else the user's]"),
 }  # fmt: skip
-"""Type, default and help of each option."""
+"""Type, default and help of each option; of the names in braces, those that the task has are listed."""
 
 Groups = Sequence[tuple[str, str, str]]
 """Title of each group of options in the help: the everyday ones, and those that only --help-all shows."""
@@ -78,13 +80,14 @@ GROUPS: Final[Groups] = (
     (
         "What is trained",
         "model dataset mode size set model_args",
-        "task autoencoder teacher without_teacher classifier start_from baselines",
+        "task config_dir start_from baselines",
     ),
     (
         "How it is trained",
         "epochs batch_size lr precision seed",
-        """lr_batch_size lr_scale optimizer weight_decay grad_clip_norm scheduler scheduler_interval warmup_share
-        patience val_interval checkpoint_every deterministic""",
+        """lr_batch_size lr_scale lr_factors optimizer betas weight_decay no_decay freeze thaw_epoch
+        grad_clip_norm scheduler scheduler_interval warmup_share
+        patience val_interval log_splits checkpoint_every deterministic""",
     ),
     (
         "Device and memory",
@@ -107,7 +110,7 @@ GROUPS: Final[Groups] = (
     ),
 )
 
-_Places = Mapping[str, tuple[int, dict[str, Any]]]  # number of each option's group, and what has Typer show it there
+_Places = dict[str, tuple[int, dict[str, Any]]]  # number of each option's group, and what has Typer show it there
 _OWN_PLACE: Final[tuple[int, dict[str, Any]]] = (0, {})  # of options that only one command has: they come first
 
 
@@ -120,17 +123,29 @@ def _help_places(groups: Groups) -> _Places:
     }
 
 
+_LISTED: Final = 3  # data sets that help names
+_NO_CHOICE: Final = "This task has one."  # of an option that names a part of the task
+_NOT_SETTINGS: Final = {"set_", "run", "stages", "show", "preset", "gradients"}  # parameters that name no setting
+
 _SHORT: Final = {"quiet": ("-q",), "verbose": ("-v",)}
 # What help shows as the value; it is passed on as text, and composition names value and setting if it does not fit.
 _METAVARS: Final = {"set": "GROUP.KEY=VALUE", "model_args": "K=V,K=V", "after": "RUN"}
 _TYPE_METAVARS: Final = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
 
 
+def named_task(words: Sequence[str]) -> tuple[str, TaskSettings]:
+    """Returns the name and the description of the task that a command line names, else of the default one."""
+    given = [words[i + 1] if word == "--task" else word.partition("=")[2] for i, word in enumerate(words)
+             if word.startswith("--task=") or (word == "--task" and len(words) > i + 1)]  # fmt: skip
+    name = given[-1] if given else default_task()
+    return (name, load_task_settings(name)) if name in task_names() else (name, load_task_settings(*locate(name)))
+
+
 def make_command(
     options: Mapping[str, tuple[Any, Any, str]],
     act: Callable[[Flags], None],
     *,
-    prerequisites: bool = False,
+    words: Sequence[str] | None = None,
     run: Any = None,
     groups: Groups = GROUPS,
 ) -> Callable[..., None]:
@@ -139,12 +154,22 @@ def make_command(
     Args:
         options: Its other options: type, default and help by name.
         act: Gets the values by parameter name. Its docstring is the command's help.
-        prerequisites: Whether options name the finished runs that modes build on.
+        words: The command line: the task that it names decides what help says, and what options name the finished runs
+            that modes build on. None: there are no such options.
         run: Annotation of the argument that names a run; None: the command takes none.
         groups: In which its help lists the options.
     """
-    parameters, places = [], _help_places(groups)
+    task_name, task = named_task(words or ())
+    # A command on a run that exists takes the options of every task: which one it is, is not known yet.
+    tasks = [task] if run is None else [load_task_settings(name) for name in task_names()]
+    parameters, places, names = [], _help_places(groups), _names(task_name, task)
+    without_choice = [name for name, there in _choices(task).items() if not there]
+    for name in [name for name in without_choice if name in places]:
+        places[name][1]["hidden"] = True
     for name, (kind, default, text) in options.items():
+        if name == "baselines" and not any(_has_baselines(one) for one in tasks):
+            continue
+        text = _NO_CHOICE if name in without_choice else text.format(**names) if "{" in text else text
         flag = f"--{name.replace('_', '-')}"
         flag = f"{flag}/--no-{name}" if kind == bool | None else flag
         metavar = None if kind in (bool, bool | None) else _METAVARS.get(name, name.upper().replace("_", "-"))
@@ -152,9 +177,10 @@ def make_command(
                               **places.get(name, _OWN_PLACE)[1])  # fmt: skip
         # `set` is a builtin, which the functions that take the flags would hide.
         parameters.append(_parameter("set_" if name == "set" else name, Annotated[kind, option], default))
-    for role, what in _roles().items() if prerequisites else ():
+    for role, what in _roles(tasks).items() if words is not None else ():
         text = f"Run that is {what}, by name or folder. [the newest that fits]"
-        option = typer.Option(help=text, metavar="RUN", **places.get(role, _OWN_PLACE)[1])
+        place: dict[str, Any] = {"rich_help_panel": groups[0][0], "hidden": True}
+        option = typer.Option(help=text, metavar="RUN", **place)
         parameters.append(_parameter(role, Annotated[str | None, option]))
     parameters += training_parameters(places)
     parameters.sort(key=lambda parameter: places.get(parameter.name.rstrip("_"), _OWN_PLACE)[0])
@@ -183,7 +209,9 @@ def training_parameters(places: _Places) -> list[inspect.Parameter]:
     parameters = []
     for field in fields(TrainingSettings):
         kind = field.type if isinstance(field.type, str) else field.type.__name__
-        text = f"{texts[field.name]} [{field.default}]"
+        made: Any = field.default_factory
+        default = field.default if made is MISSING else ",".join(map(str, made())) or "none"
+        text = f"{texts[field.name]} [{default}]"
         option = typer.Option(help=text, metavar=_TYPE_METAVARS.get(kind), show_default=False,
                               **places.get(field.name, _OWN_PLACE)[1])  # fmt: skip
         parameters.append(_parameter(field.name, Annotated[bool | None if kind == "bool" else str | None, option]))
@@ -194,9 +222,37 @@ def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Param
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _roles() -> dict[str, str]:
-    """Lists the roles of finished runs in all tasks, each with its description."""
-    return {one.role: one.what for task in task_names() for one in load_task_settings(task).prerequisites}
+def _roles(tasks: Sequence[TaskSettings]) -> dict[str, str]:
+    """Lists the roles of finished runs in tasks, each with its description."""
+    return {one.role: one.what for task in tasks for one in task.prerequisites}
+
+
+def _has_baselines(task: TaskSettings) -> bool:
+    return any("baselines" in [one.name for one in fields(mode)] for mode in task.modes.values())
+
+
+def _choices(task: TaskSettings) -> dict[str, bool]:
+    """Says of the options that name a part of a task whether there is a choice."""
+    return {"model": any(task.models), "mode": len(task.modes) > 1,
+            "size": any(model.sizes for model in task.models.values())}  # fmt: skip
+
+
+def _names(name: str, task: TaskSettings) -> dict[str, str]:
+    """Lists what a task has by that name, for help."""
+    datasets = presets("dataset", preset_folders(name, task.configs))
+    sizes = dict.fromkeys(size for model in task.models.values() for size in model.sizes)
+    more = ", ..." if len(datasets) > _LISTED else ""
+    return {
+        "models": _listed(task.models),
+        "datasets": f"{', '.join(datasets[:_LISTED])}{more}, " if datasets else "Name of a preset, ",
+        "sizes": _listed(sizes),
+        "memory": _listed(presets("memory")),
+    }
+
+
+def _listed(names: Iterable[str]) -> str:
+    *others, last = [name for name in names if name] or [""]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def check_flags(flags: Flags) -> None:
@@ -218,20 +274,25 @@ def check_flags(flags: Flags) -> None:
                           remedy=f"Leave {name} out")  # fmt: skip
 
 
-def make_request(flags: Flags, *, model: str, dataset: str, mode: str | None, size: str | None) -> "RunRequest":
+def make_request(
+    flags: Flags, *, model: str | None, dataset: str | None, mode: str | None, size: str | None
+) -> "RunRequest":
     """Makes the request for one run; the flags decide what the arguments do not."""
     # Composition imports Hydra, which a command line that is wrong does not wait for.
     from can_train.config.compose import RunRequest
 
     keys = {field.name: "training" for field in fields(TrainingSettings)}
     keys |= dict.fromkeys(("tracker", *PATH_FLAGS), "paths")
-    keys |= dict.fromkeys(CLUSTER_FLAGS, "cluster") | dict.fromkeys(("baselines", *_roles()), "mode")
+    # What is left is a role of a finished run, or a setting of the task's modes.
+    keys |= dict.fromkeys(CLUSTER_FLAGS, "cluster")
+    keys |= dict.fromkeys(flags.keys() - keys.keys() - OPTIONS.keys() - _NOT_SETTINGS | {"baselines"}, "mode")
     own = user_file()
     return RunRequest(
         model=model,
         dataset=dataset,
         mode=mode,
         task=flags["task"],
+        config_dir=flags.get("config_dir") or "",
         size=size,
         cluster=flags["cluster"] or (_user_cluster(own) if flags["submit"] else "local"),
         memory=flags["memory"],

@@ -26,24 +26,25 @@ from omegaconf.errors import OmegaConfBaseException
 
 from can_train.config.resolved import (
     CLUSTER_FLAGS,
-    ModelSpec,
     PathSettings,
     ResolvedRun,
-    TaskSettings,
     UserFile,
-    config_folder,
+    default_task,
     flat_settings,
-    load_task_settings,
+    preset_folders,
     presets,
 )
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
-from can_train.errors import ConfigError, nearest_first, unknown_name
+from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate, task_names
+from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
 
 MOST_RUNS: Final = 1000
 """Runs of one sweep: what a scheduler's array holds by default, and far more than anybody intends."""
 
 _SCALARS: Final = ("task", "model_name", "size", "device")
 _CHOSEN_GROUPS: Final = ("dataset", "model", "mode", "cluster")
+# People name the group `settings` by the task, whose name is the setting `task`.
+_TASK, _SETTINGS = "task.", "settings."
 _OPEN_GROUP: Final = "cluster.additional"  # takes any key: options of sbatch
 _ONLY_SLURM: Final = (*CLUSTER_FLAGS, "exclude")
 _WRONG_FORM: Final = "A value cannot be read"
@@ -62,9 +63,11 @@ _COMMA_OUTSIDE_BRACKETS: Final = re.compile(r",(?![^\[({]*[\])}])")
 class RunRequest:
     """One run as a command line requests it."""
 
-    model: str
-    dataset: str  # name of a preset, or a path
+    model: str | None = None  # None: the task's default
+    dataset: str | None = None  # name of a preset, or a path; None: the task's only one
     task: str | None = None  # None: the one in `configs/config.yaml`
+    code_dir: str | None = None  # folder of the task's code; None: it is looked for
+    config_dir: str = ""  # folder of a person's own presets
     mode: str | None = None  # None: the model's default
     size: str | None = None  # None: the model's default
     cluster: str = "local"  # name of a preset in `configs/cluster/`
@@ -105,31 +108,75 @@ def resolve(request: RunRequest) -> ResolvedRun:
     sets = [from_set(text) for text in request.sets]
     chosen: dict[str, Any] = {choice.key: _chosen(choice) for choice in sets if choice.key in _CHOICES}
     request = replace(request, **chosen)
-    task_name = request.task or str(OmegaConf.load(config_folder() / "config.yaml").task)
-    task = load_task_settings(task_name)
-    spec, mode = _spec_and_mode(task, request.model, request.mode)
-    size = _size(task, request, spec, mode)
-    dataset, named = _dataset(request.dataset)
+    task_name, code_dir, task = _task(request)
+    folders = preset_folders(task_name, task.configs, request.config_dir)
+    if request.config_dir and not Path(request.config_dir).is_dir():
+        raise ConfigError("--config-dir names a folder of presets", value=f"{request.config_dir} is none",
+                          remedy="Make it, with folders such as dataset/ and model/ in it")  # fmt: skip
+    model = request.model or _default(task, "model", [task.default_model] if task.default_model else [*task.models])
+    spec, mode = _spec_and_mode(task, model, request.mode)
+    size = _size(task, replace(request, model=model), spec, mode)
+    dataset, named = _dataset(task, request.dataset, folders)
     for group, name in (("cluster", request.cluster), ("memory", request.memory)):
-        if name is not None and name not in presets(group):
-            raise unknown_name(f"{group} preset", name, presets(group))
+        if name is not None and name not in presets(group, folders):
+            raise unknown_name(f"{group} preset", name, presets(group, folders))
     classes = _classes(task, spec, mode)
-    overrides = [override for override in sets if override.key not in _CHOICES]
-    overrides += from_model_args(request.model_args, {group: classes[group] for group in ("training", "model", "mode")})
-    overrides += _from_flags(request.values)
-    check_contradictions(overrides)
-    _check_roles(task, request.model, mode, overrides)
-    model_preset = f"{request.model}_{size}" if size else request.model
+    overrides = _overrides(task, classes, sets, request)
+    _check_roles(task, model, mode, overrides)
+    model_preset = f"{model}_{size}" if size else model
     named_presets = {"dataset": dataset, "model": model_preset, "mode": mode, "cluster": request.cluster}
-    # A model or mode that differs in nothing from its class's defaults needs no preset.
-    choices = {group: name if name in presets(group) else "schema" for group, name in named_presets.items()}
-    config = _compose(classes, choices | ({"memory": request.memory} if request.memory else {}))
-    scalars = {"task": task_name, "model_name": request.model, "size": size, "device": request.device}
+    # What differs in nothing from its class's defaults needs no preset.
+    choices = {group: name if name in presets(group, folders) else "schema" for group, name in named_presets.items()}
+    config = _compose(task, classes, choices | ({"memory": request.memory} if request.memory else {}), folders)
+    scalars = {"task": task_name, "model_name": model, "size": size, "device": request.device,
+               "paths.code_dir": code_dir, "paths.config_dir": request.config_dir}  # fmt: skip
     for key, value in (scalars | {"mode.name": mode} | named).items():
         OmegaConf.update(config, key, _escaped(value))
     if request.user_file is not None:
         _apply_user_file(config, request.user_file, classes)
     return _make_changed(config, overrides, classes)
+
+
+def folders_of(request: RunRequest) -> list[Path]:
+    """Lists the folders of presets for the task of a request, of which a later one wins."""
+    name, _, task = _task(request)
+    return preset_folders(name, task.configs, request.config_dir)
+
+
+def _task(request: RunRequest) -> tuple[str, str, TaskSettings]:
+    """Returns the task of a request as a run has it: its name, the folder of its code, its description."""
+    name = request.task or default_task()
+    if name in task_names():
+        return name, "", load_task_settings(name)
+    name, code_dir = (name, request.code_dir) if request.code_dir is not None else locate(name)
+    return name, code_dir, load_task_settings(name, code_dir)
+
+
+def _task_of(plain: Mapping[str, Any]) -> TaskSettings:
+    """Returns the description of the task of a run with these plain values."""
+    return load_task_settings(str(plain.get("task")), plain["paths"]["code_dir"])
+
+
+def _overrides(
+    task: TaskSettings, classes: Mapping[str, type], sets: Sequence[Override], request: RunRequest
+) -> list[Override]:
+    """Returns the settings that a request gives, each with the key that it has in this task."""
+    found = [override for override in sets if override.key not in _CHOICES]
+    groups = ("training", "model", "mode", "settings")
+    found += from_model_args(request.model_args, {group: classes[group] for group in groups})
+    found += _from_flags(request.values)
+    return _as_meant(task, classes, found)
+
+
+def _as_meant(task: TaskSettings, classes: Mapping[str, type], overrides: Sequence[Override]) -> list[Override]:
+    own = {one.name for one in fields(classes["settings"])}
+    keys = {f"training.{name}": f"training.{other}" for name, other in task.aliases.items()}
+    if not fields(classes["model"]):
+        # Whoever has one model and gives it no settings of its own has them in the task's.
+        keys |= {f"model.{name}": f"settings.{name}" for name in own}
+    meant = [replace(one, key=keys.get(one.key, one.key)) for one in overrides]
+    check_contradictions(meant)
+    return meant
 
 
 def from_plain(plain: Mapping[str, Any]) -> ResolvedRun:
@@ -152,9 +199,8 @@ def with_changes(plain: Mapping[str, Any], sets: Sequence[str], values: Mapping[
     Raises:
         ConfigError: A setting is unknown (the nearest are listed), has two values, or does not fit.
     """
-    overrides = [*map(from_set, sets), *_from_flags(values)]
-    check_contradictions(overrides)
     config, classes = _load(plain)
+    overrides = _as_meant(_task_of(plain), classes, [*map(from_set, sets), *_from_flags(values)])
     _let_follow(config)
     return _make_changed(config, overrides, classes)
 
@@ -163,7 +209,7 @@ def _let_follow(config: DictConfig) -> None:
     """Lets settings follow others again: a file has resolved values, and where both are equal, a change of the leader
     moves the follower too.
     """
-    for follower, leader in load_task_settings(config.task).follows.items():
+    for follower, leader in _task_of(config).follows.items():
         if config.dataset[follower] == config.dataset[leader]:
             config.dataset[follower] = 0
 
@@ -172,10 +218,12 @@ def preset_request(plain: Mapping[str, Any]) -> RunRequest:
     """Returns the request for a run with the presets of another one, of which `plain` is the configuration."""
     return RunRequest(
         task=plain["task"],
-        model=plain["model_name"],
+        code_dir=plain["paths"]["code_dir"],
+        config_dir=plain["paths"]["config_dir"],
+        model=plain["model_name"] or None,
         size=plain["size"] or None,
-        mode=plain["mode"]["name"],
-        dataset=plain["dataset"].get("path") or plain["dataset"]["name"],
+        mode=plain["mode"]["name"] or None,
+        dataset=plain["dataset"].get("path") or plain["dataset"]["name"] or None,
     )
 
 
@@ -185,23 +233,27 @@ def changed_settings(plain: Mapping[str, Any]) -> dict[str, dict[str, Any]] | No
     """
     try:
         request, mine = preset_request(plain), flat_settings(plain)
-        defaults = _preset_settings(request.task, request.model, request.size, request.mode, request.dataset)
-        follows = load_task_settings(plain["task"]).follows.items()
+        defaults = _preset_settings(request)
+        follows = _task_of(plain).follows.items()
         # One that follows another by itself was not set.
         follow = {f"dataset.{one}" for one, other in follows if mine[f"dataset.{one}"] == mine[f"dataset.{other}"]}
-    except (ConfigError, KeyError, TypeError, AttributeError):
+    except (CanTrainError, KeyError, TypeError, AttributeError):
         return None
     return {name: {"value": value, "default": defaults.get(name)} for name, value in mine.items()
             if value != defaults.get(name) and name not in follow}  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def _preset_settings(
-    task: str | None, model: str, size: str | None, mode: str | None, dataset: str
-) -> Mapping[str, Any]:
+def _preset_settings(request: RunRequest) -> Mapping[str, Any]:
     # A listing asks for the same ones over and over, and a composition takes a tenth of a second.
-    request = RunRequest(task=task, model=model, size=size, mode=mode, dataset=dataset)
-    return flat_settings(resolve(request).config)
+    return _resolved_settings(*(getattr(request, name) for name in _PRESET_FIELDS))
+
+
+_PRESET_FIELDS: Final = ("task", "code_dir", "config_dir", "model", "size", "mode", "dataset")
+
+
+@lru_cache(maxsize=64)
+def _resolved_settings(*values: Any) -> Mapping[str, Any]:
+    return flat_settings(resolve(RunRequest(**dict(zip(_PRESET_FIELDS, values, strict=True)))).config)
 
 
 def resolve_again(plain: Mapping[str, Any], request: RunRequest, chosen: Mapping[str, str]) -> ResolvedRun:
@@ -223,13 +275,16 @@ def resolve_again(plain: Mapping[str, Any], request: RunRequest, chosen: Mapping
     if not chosen.keys() <= {"device"}:
         plain = _on_other_presets(plain, chosen, request.user_file)
     config, classes = _load({**plain, "device": chosen.get("device", plain["device"])})
-    overrides = [override for override in sets if override.key not in _CHOICES]
-    overrides += from_model_args(request.model_args, {group: classes[group] for group in ("training", "model", "mode")})
-    overrides += _from_flags(request.values)
-    check_contradictions(overrides)
-    _check_roles(load_task_settings(config.task), config.model_name, config.mode.name, overrides)
+    task = _task_of(config)
+    overrides = _overrides(task, classes, sets, request)
+    _check_roles(task, config.model_name, config.mode.name, overrides)
     _let_follow(config)
     return _make_changed(config, overrides, classes)
+
+
+def _other_task(chosen: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what another task changes of a request; its code is elsewhere."""
+    return {"task": chosen["task"], "code_dir": None} if "task" in chosen else {}
 
 
 def _on_other_presets(
@@ -239,9 +294,9 @@ def _on_other_presets(
     old = preset_request(plain)
     if chosen.get("model", old.model) != old.model:
         # Another model has modes of its own, and may come in one size.
-        spec = load_task_settings(chosen.get("task", old.task or "")).models.get(chosen["model"])
+        spec = _task(replace(old, **_other_task(chosen)))[2].models.get(chosen["model"])
         old = replace(old, mode=None, size=old.size if spec is not None and old.size in spec.sizes else None)
-    choices: dict[str, Any] = {**chosen, "user_file": user_file}
+    choices: dict[str, Any] = {**chosen, **_other_task(chosen), "user_file": user_file}
     request = replace(old, **choices)
     new, without = resolve(request).config, flat_settings(resolve(replace(request, memory=None)).config)
     by_memory = {name for name, value in flat_settings(new).items() if value != without[name]}
@@ -250,14 +305,14 @@ def _on_other_presets(
         "mode.": bool(chosen.keys() & {"model", "mode", "task"}),
         "dataset.": bool(chosen.keys() & {"dataset", "task"}),
     }
-    inherited = {f"dataset.{name}" for name in load_task_settings(new["task"]).inherited}
+    inherited = {f"dataset.{name}" for name in _task_of(new).inherited}
     gone = tuple(group for group, is_gone in replaced.items() if is_gone)
     kept = {
         name: one["value"] for name, one in (changed_settings(plain) or {}).items()
         if "." in name and name not in by_memory and (name in inherited or not name.startswith(gone))
         and not name.endswith((".name", ".path"))
     }  # fmt: skip
-    places = {"paths": plain["paths"], "device": plain["device"]}
+    places = {"paths": {**plain["paths"], "code_dir": new["paths"]["code_dir"]}, "device": plain["device"]}
     places |= {} if "cluster" in chosen else {"cluster": plain["cluster"]}
     return with_changes({**new, **places}, (), kept).config
 
@@ -279,9 +334,8 @@ def evaluation_dataset(run: ResolvedRun, dataset: str | None, sets: Sequence[str
                               remedy="Give --set dataset.KEY=VALUE")  # fmt: skip
     plain = dict(run.config)
     if dataset is not None:
-        request = RunRequest(task=run.task, model=run.model_name, mode=run.mode.name, size=run.size or None,
-                             dataset=dataset)  # fmt: skip
-        inherited = {name: plain["dataset"][name] for name in load_task_settings(run.task).inherited}
+        request = replace(preset_request(plain), dataset=dataset)
+        inherited = {name: plain["dataset"][name] for name in run.task_settings.inherited}
         plain["dataset"] = {**resolve(request).config["dataset"], **inherited}
     return with_changes(plain, sets, {}).dataset
 
@@ -319,7 +373,7 @@ def from_set(text: str) -> Override:
     group, _, last = key.rpartition(".")
     # The mode decides which settings there are, so its name is a choice, not one of them.
     key = f"training.{canonical_name(last)}" if group == "training" else "mode" if key == "mode.name" else key
-    return Override(key=key, value=value, spelling=f"--set {name}", grammar=True)
+    return Override(key=_as_stored(key), value=value, spelling=f"--set {name}", grammar=True)
 
 
 def from_model_args(text: str, groups: Mapping[str, type]) -> list[Override]:
@@ -345,9 +399,18 @@ def from_model_args(text: str, groups: Mapping[str, type]) -> list[Override]:
     return found
 
 
+def _as_given(key: str) -> str:
+    """Returns the key of a setting as a person writes it."""
+    return f"{_TASK}{key.removeprefix(_SETTINGS)}" if key.startswith(_SETTINGS) else key
+
+
+def _as_stored(key: str) -> str:
+    return f"{_SETTINGS}{key.removeprefix(_TASK)}" if key.startswith(_TASK) else key
+
+
 def _from_flags(values: Mapping[str, Any]) -> list[Override]:
     spellings = {key: f"--{key.rpartition('.')[2].replace('_', '-')}" for key in values}
-    return [Override(key=key, value=values[key], spelling=spellings[key], grammar=False) for key in values]
+    return [Override(key=_as_stored(key), value=values[key], spelling=spellings[key], grammar=False) for key in values]
 
 
 def check_contradictions(overrides: Iterable[Override]) -> None:
@@ -356,7 +419,7 @@ def check_contradictions(overrides: Iterable[Override]) -> None:
     for new in overrides:
         old = first.setdefault(new.key, new)
         if old.spelling != new.spelling and str(old.value) != str(new.value):
-            raise ConfigError(f"{new.key} is given twice, with different values", remedy="Give it once",
+            raise ConfigError(f"{_as_given(new.key)} is given twice, with different values", remedy="Give it once",
                               value=f"{old.spelling} {old.value} and {new.spelling} {new.value}")  # fmt: skip
 
 
@@ -440,13 +503,16 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
     for override in overrides:
         key, is_open = override.key, f"{override.key}.".startswith(f"{_OPEN_GROUP}.")
         if key not in known and not is_open:
-            nearest = ", ".join(_nearest_settings(key, known)[:_SUGGESTIONS])
-            raise ConfigError("Unknown setting", value=repr(key), remedy=f"Nearest: {nearest}")
+            nearest = ", ".join(map(_as_given, _nearest_settings(key, known)[:_SUGGESTIONS]))
+            raise ConfigError("Unknown setting", value=repr(_as_given(key)), remedy=f"Nearest: {nearest}")
         value = _parsed(override)
         if OmegaConf.is_dict(OmegaConf.select(config, key)) and not isinstance(value, dict):
-            raise ConfigError(f"{key} must be {_KINDS['Dict']}", value=repr(value))
+            raise ConfigError(f"{_as_given(key)} must be {_KINDS['Dict']}", value=repr(value))
+        if OmegaConf.is_list(OmegaConf.select(config, key)) and not override.grammar and isinstance(value, str):
+            # A flag lists values as they are: --freeze encoder,head.
+            value = [part.strip() for part in value.split(",") if part.strip()]
         if OmegaConf.is_list(OmegaConf.select(config, key)) and not isinstance(value, list | tuple):
-            raise ConfigError(f"{key} must be {_KINDS['List']}", value=repr(value))
+            raise ConfigError(f"{_as_given(key)} must be {_KINDS['List']}", value=repr(value))
         try:
             # Of a group within a group only the given keys change, as in Hydra.
             OmegaConf.update(config, key, _escaped(value), merge=isinstance(value, dict), force_add=is_open)
@@ -496,22 +562,31 @@ def _keys(node: Any, before: str = "") -> Iterator[str]:
 
 
 def _classes(task: TaskSettings, spec: ModelSpec, mode: str) -> dict[str, type]:
-    return {"dataset": task.dataset, "model": spec.settings, "mode": task.modes[mode], "cluster": ClusterSettings,
-            "training": TrainingSettings, "factor": FactorSettings, "monitor": MonitorSettings,
-            "paths": PathSettings}  # fmt: skip
+    return {"settings": task.settings, "dataset": task.dataset, "model": spec.settings, "mode": task.modes[mode],
+            "cluster": ClusterSettings, "training": TrainingSettings, "factor": FactorSettings,
+            "monitor": MonitorSettings, "paths": PathSettings}  # fmt: skip
 
 
-def _schema(settings: type) -> Any:
+def _schema(settings: type, **defaults: Any) -> Any:
     # ZenStore's own wrapping of a class refuses a frozen instance.
-    return builds(settings, populate_full_signature=True)
+    return builds(settings, populate_full_signature=True, **defaults)
 
 
-def _compose(classes: Mapping[str, type], choices: Mapping[str, str]) -> DictConfig:
+def _compose(
+    task: TaskSettings, classes: Mapping[str, type], choices: Mapping[str, str], folders: Sequence[Path]
+) -> DictConfig:
     """Composes one preset of each group over the defaults of its settings class."""
     store = ZenStore(overwrite_ok=True)
     for group in _CHOSEN_GROUPS:
         store(_schema(classes[group]), group=group, name="schema")
     always = {name: _schema(cls) for name, cls in classes.items() if name not in _CHOSEN_GROUPS}
+    for name in task.training:
+        if name not in (known := [one.name for one in fields(TrainingSettings)]):
+            raise unknown_name("setting among the task's own defaults of training", name, known)
+    always["training"] = _schema(TrainingSettings, **task.training)
+    # The first folder that has a preset wins in Hydra.
+    first, *others = reversed(folders)
+    always["hydra"] = {"searchpath": [f"file://{folder}" for folder in others]}
     # A memory preset changes training settings, so it stands behind them, and there need be none.
     defaults: list[Any] = ["_self_", *({name: "???"} for name in _CHOSEN_GROUPS), {"optional memory": None}]
     values: dict[str, Any] = {**dict.fromkeys(_SCALARS, ""), **dict.fromkeys(_CHOSEN_GROUPS), **always}
@@ -519,16 +594,16 @@ def _compose(classes: Mapping[str, type], choices: Mapping[str, str]) -> DictCon
     store.add_to_hydra_store(overwrite_ok=True)
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        with initialize_config_dir(str(first.absolute()), version_base="1.3"):
             return compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError("A preset does not fit the settings", value=_reason(error.__cause__ or error),
-                          remedy=f"Mend it in {config_folder()}") from error  # fmt: skip
+                          remedy=f"Mend it in {' or '.join(map(str, reversed(folders)))}") from error  # fmt: skip
 
 
 def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
     """Reads the plain values of a run as a typed config; returns it with the settings class of each group."""
-    task, saved_mode = load_task_settings(str(plain.get("task"))), plain.get("mode")
+    task, saved_mode = _task_of(plain), plain.get("mode")
     mode = str(saved_mode.get("name")) if isinstance(saved_mode, Mapping) else None
     classes = _classes(task, *_spec_and_mode(task, str(plain.get("model_name")), mode))
     groups = {group: OmegaConf.structured(_schema(cls)) for group, cls in classes.items()}
@@ -594,17 +669,27 @@ def _size(task: TaskSettings, request: RunRequest, spec: ModelSpec, mode: str) -
     return size
 
 
-def _dataset(text: str) -> tuple[str, dict[str, str]]:
+def _default(task: TaskSettings, what: str, names: Sequence[str]) -> str:
+    """Returns what stands for a flag that is not given: the only name; none where there is no name."""
+    if len(names) > 1:
+        raise ConfigError(f"--{what} is missing", remedy=f"Try: can-train {task.example}" if task.example else
+                          f"Its {what}s: {', '.join(names)}")  # fmt: skip
+    return next(iter(names), "")
+
+
+def _dataset(task: TaskSettings, text: str | None, folders: Sequence[Path]) -> tuple[str, dict[str, str]]:
     """Decides whether a data set is a preset or a path; returns the preset, and the settings that a path decides."""
+    named = presets("dataset", folders)
+    if text is None:
+        return _default(task, "dataset", named), {}
     name = text.replace("-", "_")
-    if name in presets("dataset") and "/" not in text:
+    if name in named and "/" not in text:
         return name, {}
     path = Path(text).expanduser()
     if "/" in text or path.exists():
         stem = path.resolve().name if path.is_dir() else path.resolve().name.split(".")[0]
         slug = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "log"
-        return "path", {"dataset.path": str(path), "dataset.name": slug}
-    named = [name for name in presets("dataset") if name != "path"]
+        return "", {"dataset.path": str(path), "dataset.name": slug}
     raise unknown_name("data set", text, named, more="; or give the path of a log or a folder of logs")
 
 
@@ -624,7 +709,7 @@ def _check_roles(task: TaskSettings, model: str, mode: str, overrides: Sequence[
 def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:
     """Makes the error for a value that a setting does not take."""
     found = re.search(r"full_key: (\S+)", str(error))
-    key = found[1] if found else key
+    key = _as_given(found[1] if found else key)
     if kind := re.search(r"could not be converted to (\w+)|is not a valid (bool)", str(error)):
         shown = re.search(r"Value '(.*)' (of type|is not)", str(error))
         name = kind[1] or kind[2]

@@ -1,18 +1,20 @@
-"""A run with every setting resolved, what its task tells the configuration of itself, without importing torch, and the
-folders that it uses.
-"""
+"""A run with every setting resolved, and the folders that it uses."""
 
 # Postponed annotations: importing the settings' classes only for them would lengthen every import chain by one.
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from can_train.config.task_settings import DatasetSettings as DatasetSettings  # noqa: PLC0414
+from can_train.config.task_settings import ModelSpec as ModelSpec  # noqa: PLC0414
+from can_train.config.task_settings import NoSettings as NoSettings  # noqa: PLC0414
+from can_train.config.task_settings import Prerequisite, TaskSettings, key_name, load_task_settings, task_names
+from can_train.config.task_settings import load_object as load_object  # noqa: PLC0414
 from can_train.errors import ConfigError, StateError, unknown_name
 
 if TYPE_CHECKING:
@@ -34,88 +36,6 @@ USER_SETTINGS: Final = ("cluster", "tracker", *PATH_FLAGS, *CLUSTER_FLAGS)
 _USER_FILE: Final = "CAN_TRAIN_CONFIG"  # variable that names a person's settings file
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prerequisite:
-    """A finished run that a mode builds on."""
-
-    # What it is to the mode: `teacher`. It names a flag, and the setting of the mode that holds the folder.
-    role: str
-    what: str  # the role in words: `a teacher`
-    models: tuple[str, ...]  # that it may have trained
-    modes: tuple[str, ...]  # that it may have trained in; the first is the one that messages propose
-    sizes: tuple[str, ...] = ()  # that it may have; the first is the one that messages propose. Empty: any
-    same_model: bool = False  # whether its model must have the size and settings of the model that builds on it
-    required: bool = True  # whether the mode cannot run without it
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """One model of a task."""
-
-    settings: type  # its settings dataclass
-    modes: tuple[str, ...]  # that it trains in, the default first
-    sizes: tuple[str, ...] = ()  # that it comes in, the default first; empty if it has one
-    needs: Mapping[str, str] = field(default_factory=dict)  # what a mode needs beside data, in words, by mode
-    only_sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by mode, where it does not train all
-    prerequisites: Mapping[str, tuple[Prerequisite, ...]] = field(default_factory=dict)  # by mode
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSettings:
-    """Everything that the configuration needs to know about a task.
-
-    Attributes:
-        dataset: Settings dataclass of its data sets; has the fields `name` and `path`.
-        inputs: Fields of it that decide what a model sees; a run and the runs that it builds on must agree in them.
-        inherited: Fields of it that other data take over from a finished run that is evaluated on them.
-        follows: Fields of it that have the value of another field if they are 0: `{"stride": "window"}`.
-        modes: Settings dataclass of each of its modes; has the field `name`, and one for each prerequisite's folder.
-        models: Its models by name.
-        factory: Import path `module:function`. Makes the task from a resolved run and the finished models that it
-            builds on (by role), and prepares its data.
-        sampler: Import path. Makes the task from a sample of the data, in seconds and without writing. The task also
-            has `sample_note` (what was sampled; empty if nothing had to be) and `estimated_train_rows`.
-        evaluator: Import path. Prepares other data for the evaluation of a finished run.
-        tables: Import path. Writes a run's judgement as tables of text, all of it.
-        summary_tables: Import path. Writes of it what a person sees by default.
-        files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
-            torch; no files if the data are generated. Raises MissingDataError.
-        digest: Import path. Computes the digest of a data set's content from its settings, the data root and a
-            reporter: that of its tasks (`Task.data_digest`), without torch. Raises MissingDataError.
-        experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
-    """
-
-    dataset: type
-    inputs: tuple[str, ...]
-    inherited: tuple[str, ...]
-    follows: Mapping[str, str] = field(default_factory=dict)
-    modes: Mapping[str, type]
-    models: Mapping[str, ModelSpec]
-    factory: str
-    sampler: str
-    evaluator: str
-    tables: str
-    summary_tables: str
-    files: str
-    digest: str
-    experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]]
-
-    def table(self) -> str:
-        """Writes the table of models and modes, one line each, the default mode first."""
-        rows = [("--model", "--mode", "needs")]
-        for name, spec in self.models.items():
-            for mode in spec.modes:
-                default = " (default)" if mode == spec.modes[0] else ""
-                rows.append((name, mode + default, spec.needs.get(mode, "data only")))
-        return "\n".join(f"  {model:<9}{mode:<25}{needs}" for model, mode, needs in rows)
-
-    @property
-    def prerequisites(self) -> list[Prerequisite]:
-        """The finished runs that its modes build on, each role once."""
-        found = [one for spec in self.models.values() for needed in spec.prerequisites.values() for one in needed]
-        return list({one.role: one for one in found}.values())
-
-
 def config_folder() -> Path:
     """Returns the folder of presets: inside the installed package, or at the root of the checkout."""
     package = Path(__file__).resolve().parents[1]
@@ -123,35 +43,28 @@ def config_folder() -> Path:
     return installed if installed.is_dir() else package.parents[1] / "configs"
 
 
-def presets(group: str) -> list[str]:
-    """Lists the presets of a group in `configs/`."""
-    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+def default_task() -> str:
+    """Returns the task of a command line that names none."""
+    return str(plain_from_yaml((config_folder() / "config.yaml").read_text())["task"])
 
 
-def task_names() -> list[str]:
-    """Lists the installed tasks: the folders in `tasks/` that have a settings module."""
-    root = Path(__file__).resolve().parents[1] / "tasks"
-    return sorted(path.parent.name for path in root.glob("*/settings.py"))
+def preset_folders(task: str = "", configs: str = "", config_dir: str = "") -> list[Path]:
+    """Lists the folders of presets, of which a later one wins.
+
+    Args:
+        task: Name of an installed task.
+        configs: Folder beside a task of one's own.
+        config_dir: Folder that a person names.
+    """
+    shared = config_folder()
+    named = [str(shared / task) if task in task_names() else "", configs, config_dir]
+    return [shared, *(Path(folder) for folder in named if folder and Path(folder).is_dir())]
 
 
-def load_task_settings(task: str) -> TaskSettings:
-    """Imports the description of a task; raises ConfigError, which lists the tasks, if there is none."""
-    if task not in task_names():
-        raise unknown_name("task", task, task_names())
-    settings: TaskSettings = importlib.import_module(f"can_train.tasks.{task}.settings").TASK
-    return settings
-
-
-def installed_sizes() -> set[str]:
-    """Returns the sizes of all models of the installed tasks."""
-    tasks = [load_task_settings(name) for name in task_names()]
-    return {size for task in tasks for model in task.models.values() for size in model.sizes}
-
-
-def load_object(path: str) -> Any:
-    """Imports the object that an import path `module:name` names."""
-    module, name = path.split(":")
-    return getattr(importlib.import_module(module), name)
+def presets(group: str, folders: Sequence[Path] = ()) -> list[str]:
+    """Lists the presets of a group, in all the folders or, without any, in `configs/`."""
+    found = (path.stem for folder in folders or preset_folders() for path in (folder / group).glob("*.yaml"))
+    return sorted(set(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +77,10 @@ class PathSettings:
     """Folder of the published data sets; default $CAN_TRAIN_DATA, else ./data."""
     state_dir: str = ""
     """Folder of observations and caches; default $CAN_TRAIN_HOME, else the user's state directory."""
+    code_dir: str = ""
+    """Folder from which the code of a task of one's own is imported; empty: none is."""
+    config_dir: str = ""
+    """Folder of a person's own presets; empty: there is none."""
     tracker: str = NO_TRACKER
     """Where else a run is shown: tensorboard, mlflow or wandb, several separated by commas; off: nowhere."""
 
@@ -188,7 +105,8 @@ class ResolvedRun:
     model_name: str  # in its task
     size: str  # of the model; empty if it has one only
     device: str  # as requested: auto, cpu, cuda[:i], sim:SIZE
-    dataset: Any  # the task's settings, as are the next two
+    settings: Any  # of the task itself: `--set task.name=value`
+    dataset: Any  # the task's, as are the next two
     model: Any
     mode: Any
     cluster: ClusterSettings
@@ -204,8 +122,14 @@ class ResolvedRun:
 
     @property
     def key(self) -> str:
-        """The configuration's name in the factor store: data set, model, size and mode."""
-        return "_".join(part for part in (self.dataset.name, self.model_name, self.size, self.mode.name) if part)
+        """The configuration's name in the factor store: task, data set, model, size and mode."""
+        parts = (_key_prefix(self.task), self.dataset.name, self.model_name, self.size, self.mode.name)
+        return "_".join(filter(None, parts))
+
+    @property
+    def task_settings(self) -> TaskSettings:
+        """The description of its task."""
+        return load_task_settings(self.task, self.paths.code_dir)
 
     @property
     def runs_dir(self) -> Path:
@@ -215,7 +139,7 @@ class ResolvedRun:
     @property
     def prerequisites(self) -> tuple[Prerequisite, ...]:
         """The finished runs that it builds on; the mode's setting named like the role holds the folder of each."""
-        return load_task_settings(self.task).models[self.model_name].prerequisites.get(self.mode.name, ())
+        return self.task_settings.models[self.model_name].prerequisites.get(self.mode.name, ())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -227,6 +151,7 @@ class FinishedModel:
     weights: Mapping[str, Any]  # the best ones by name, on the CPU
     result: Mapping[str, Any]  # the contents of the run's `result.json`
     sha256: str  # digest of the weights
+    state: Mapping[str, Any] = field(default_factory=dict)  # what its task took from the training data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,13 +165,31 @@ class EvaluationData:
     reporter: Reporter
 
 
+def _key_prefix(task: str) -> str:
+    # The code of a task of one's own may be gone.
+    if task not in task_names():
+        return key_name(task)
+    prefix = load_task_settings(task).key_prefix
+    return task if prefix is None else prefix
+
+
 # Groups of settings that say where a run happens, not what it does.
 _LOCATIONS: Final = ("paths", "cluster", "device")
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a configuration by their dotted names, without those that say where a run happens."""
-    return dict(flat({name: value for name, value in config.items() if name not in _LOCATIONS}))
+    # A group without settings says nothing, and those of the task are set as `task.name`.
+    here = {name: value for name, value in config.items() if name not in _LOCATIONS and value != {}}
+    return {name.replace("settings.", "task.", 1) if name.startswith("settings.") else name: value
+            for name, value in flat(here)}  # fmt: skip
+
+
+def differences(settings: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Returns the settings in which several configurations differ, with the value of each; None: it has none."""
+    names = dict.fromkeys(name for each in settings for name in each)
+    values = {name: [each.get(name) for each in settings] for name in names}
+    return {name: found for name, found in values.items() if any(one != found[0] for one in found)}
 
 
 def flat(plain: Mapping[str, Any], *, separator: str = ".", before: str = "") -> Iterator[tuple[str, Any]]:
@@ -392,7 +335,8 @@ def with_absolute_paths(run: ResolvedRun) -> ResolvedRun:
     """
     root = _absolute(str(data_root(run.paths)))
     runs_dir = _absolute(run.paths.runs_dir or ".")
-    paths = replace(run.paths, runs_dir=runs_dir, data_root=root, state_dir=str(state_dir(run.paths)))
+    paths = replace(run.paths, runs_dir=runs_dir, data_root=root, state_dir=str(state_dir(run.paths)),
+                    config_dir=_absolute(run.paths.config_dir))  # fmt: skip
     dataset = replace(run.dataset, path=_absolute(run.dataset.path))
     start = run.training.start_from
     # It may also be the name of a run, which is looked for later.

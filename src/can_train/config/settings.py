@@ -254,6 +254,16 @@ class TrainingSettings:
     """Weight decay of the optimizer."""
     optimizer: str = "adamw"
     """adamw, adam or sgd (with momentum 0.9)."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay of the running means of the gradient and of its square, for adam and adamw."""
+    lr_factors: list[str] = field(default_factory=list)
+    """Modules or parameters with a learning rate of their own, as a multiple of lr: [backbone=0.1]; patterns too."""
+    no_decay: list[str] = field(default_factory=list)
+    """Modules or parameters without weight decay, by name or pattern: ["*.bias","*norm*"]."""
+    freeze: list[str] = field(default_factory=list)
+    """Modules or parameters that are not trained, by name or pattern: [backbone]."""
+    thaw_epoch: int = 0
+    """Epochs after which what is frozen is trained too; 0: never."""
     precision: str = "fp32"
     """fp32, bf16 or fp16 (mixed precision), fp64."""
     grad_clip_norm: float = 0.0
@@ -272,6 +282,8 @@ class TrainingSettings:
     """Epochs without a better validation loss before training stops; 0 never stops early."""
     val_interval: int = 1
     """Epochs between validations."""
+    log_splits: bool = False
+    """Write a line to the log for each batch that is split: its parts, how much they hold, and the peak."""
     checkpoint_every: int = 100
     """Optimizer steps between checkpoints, beside the one after each epoch."""
     start_from: str = ""
@@ -289,15 +301,18 @@ class TrainingSettings:
                      "min_micro_batch_size"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=1)
         for name in ("batch_size", "micro_batch_size", "weight_decay", "grad_clip_norm", "patience",
-                     "accumulation_threshold", "oom_retries", "cuda_empty_cache_interval"):  # fmt: skip
+                     "accumulation_threshold", "oom_retries", "cuda_empty_cache_interval", "thaw_epoch"):  # fmt: skip
             check_range(f"training.{name}", getattr(self, name), low=0)
+        check_range("number of training.betas", len(self.betas), low=2, high=2)
+        for beta in self.betas:
+            check_range("each of training.betas", beta, low=0.0, high=1 - 1e-9)
         check_range("training.seed", self.seed, low=0, high=2**32 - 1)
         check_range("training.backoff_factor", self.backoff_factor, above=1.0, high=1e6)
         check_range("training.lr", self.lr, above=0.0)
         check_range("training.warmup_share", self.warmup_share, low=0.0, high=1.0)
         check_range("training.graph_memory_safety_factor", self.graph_memory_safety_factor, above=0.0, high=1.0)
         # These properties raise if they are not as they should be.
-        _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib)
+        _ = (self.splits, self.target_mib, self.preflight_units, self.free_threshold_mib, self.lr_factor_of)
         self._check_accumulation()
 
     @property
@@ -324,6 +339,20 @@ class TrainingSettings:
     def free_threshold_mib(self) -> float:
         """`cuda_empty_cache_threshold_mib` as a number; infinite if it is off."""
         return number_or_off("training.cuda_empty_cache_threshold_mib", self.cuda_empty_cache_threshold_mib)
+
+    @property
+    def lr_factor_of(self) -> dict[str, float]:
+        """`lr_factors` as numbers by name or pattern."""
+        factors = {}
+        for text in self.lr_factors:
+            name, _, number = text.partition("=")
+            try:
+                factors[name.strip()] = float(number)
+            except ValueError as error:
+                raise ConfigError("training.lr_factors names modules with a number each", value=repr(text),
+                                  remedy="Write it as [backbone=0.1]") from error  # fmt: skip
+            check_range(f"training.lr_factors: {name.strip()}", factors[name.strip()], low=0.0)
+        return factors
 
     def _check_accumulation(self) -> None:
         fixed, least = self.micro_batch_size, self.min_micro_batch_size

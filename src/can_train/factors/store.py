@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from can_train.config.resolved import ResolvedRun, load_task_settings, state_dir, state_folder
+from can_train.config.resolved import ResolvedRun, state_dir, state_folder
 from can_train.errors import ArgumentError, ConfigError, StateError
 from can_train.factors.exchange import make_export, read_import
 from can_train.factors.observations import Event, Observation, active_events, read_records, write_record
@@ -316,7 +316,7 @@ def _first_rule(run: ResolvedRun) -> FactorRule:
     factor = run.factor
     known = None
     if factor.from_table:
-        table = load_task_settings(run.task).experience(run.dataset.name, run.mode.name)
+        table = run.task_settings.experience(run.dataset.name, run.mode.name)
         known = FactorChoice(*experience_factor(*table))
     return FactorRule(known=known, aim=Aim(factor.target), minimum=factor.min, maximum=factor.max)
 

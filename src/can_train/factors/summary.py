@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from math import fsum
 from typing import Any, Final, Literal
 
-from can_train.config.resolved import installed_sizes
+from can_train.config.task_settings import installed_sizes
 from can_train.errors import ConfigError, unknown_name
 from can_train.factors.observations import ANY_DEVICE, ActiveEvents, Event, Observation, active_events, without_size
 from can_train.factors.policies import POLICIES, AimLimit, FactorPoint, FactorPolicy, make_policy

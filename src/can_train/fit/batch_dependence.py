@@ -72,7 +72,7 @@ class BatchDependence:
 def measure_batch_dependence(
     model: nn.Module,
     losses_of: Callable[[int, int], Losses],
-    denominators: Mapping[str, float],
+    denominators: Mapping[str, float] | None,
     *,
     device: torch.device,
     half: bool = False,
@@ -85,6 +85,9 @@ def measure_batch_dependence(
     tolerance = _HALF_TOLERANCE if half else TOLERANCE.get(parameters[0].dtype, _HALF_TOLERANCE)
     try:
         with NoDropout() as no_dropout:
+            if denominators is None:
+                denominators = {term: own for term, (_, own) in losses_of(0, sum(SPLIT)).items()}
+                snapshot.restore()
             whole = _gradients(parameters, losses_of, (sum(SPLIT),), denominators)
             snapshot.restore()
             split = _gradients(parameters, losses_of, SPLIT, denominators)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -29,17 +29,19 @@ from can_train.fit.optimizer import (
     step_generator,
 )
 from can_train.fit.packing import BatchCosts, batch_totals
+from can_train.fit.phases import only_trained
 from can_train.fit.search import Peak, find_phase_limit, pack_worst_case
 from can_train.io.units import size_text
 from can_train.memory.allocator import LARGE_PAGE_BYTES
 from can_train.memory.catalogue import cards_that_hold, predicted_room
 from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.task import Phase
 
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
     from can_train.fit.micro_batcher import Losses
     from can_train.memory.meters import Meter
-    from can_train.task import Feature, LogicalBatch, Task
+    from can_train.task import BatchTask, Feature, LogicalBatch
 
 Positions = NDArray[np.int64]
 Upper = Callable[[BatchCosts], float]
@@ -260,13 +262,15 @@ def left_as_it_was(model: nn.Module, meter: Meter) -> Iterator[list[Tensor]]:
 class Explorer:
     """Runs batches of a task to measure their memory."""
 
-    task: Task
+    task: BatchTask
     model: nn.Module  # Its model, on the meter's device; left as it is
     training: TrainingSettings
     meter: Meter
     rows: NDArray[np.int64]  # [R] the training samples
     verify: bool = True  # Whether limits are tried; otherwise they are predicted, for a device that need not be at hand
     reference_tensors: Sequence[Tensor] = ()  # Tensors of reference models that are on the device
+    phase: Phase = field(default_factory=Phase)  # Whose parameters are trained; the task is as it is in it
+    others_state_bytes: int = 0  # Size of the state of the other phases' optimizers, which is on the device meanwhile
 
     @cached_property
     def _counts(self) -> NDArray[np.float64]:
@@ -285,10 +289,10 @@ class Explorer:
         self, upper: Upper, *, held_bytes: int = 0, on_trial: Callable[[float], object] = lambda cost: None
     ) -> DeviceLimits:
         """Fits the cost models of training and evaluation, and searches for their limits; `held_bytes` of the
-        optimizer's state are on the device already. Raises DoesNotFitError where the model does not fit, or no sample
+        optimizers' state are on the device already. Raises DoesNotFitError where the model does not fit, or no sample
         beside it.
         """
-        with left_as_it_was(self.model, self.meter) as buffer_copies:
+        with self._trained_alone() as buffer_copies:
             optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
             training = find_limit(work, self.meter, upper, on_trial=on_trial, verify=self.verify)
             # Evaluation runs without gradients.
@@ -312,7 +316,7 @@ class Explorer:
 
     def step_cost(self) -> tuple[CostModel, float]:
         """Returns the cost model of training and a step's seconds per sample; raises DoesNotFitError."""
-        with left_as_it_was(self.model, self.meter) as buffer_copies:
+        with self._trained_alone() as buffer_copies:
             _, _, work = self._mid_run(buffer_copies)
             model = probe(work, self.meter).model
             return model, seconds_per_sample(work, model, self.meter)
@@ -320,15 +324,15 @@ class Explorer:
     @contextmanager
     def worst_case(self, training: PhaseLimit, cost: float) -> Iterator[tuple[Callable[[], None], Sequence[Tensor]]]:
         """Yields a function that runs a worst-case batch of training, and the tensors that are resident meanwhile."""
-        with left_as_it_was(self.model, self.meter) as buffer_copies:
+        with self._trained_alone() as buffer_copies:
             _, _, work = self._mid_run(buffer_copies)
             batch = pack_worst_case(BatchCosts.priced(training.model, self._counts), cost)
             yield (lambda: work.run(self.rows[batch]) if len(batch) else None), work.resident
 
     def optimizer_memory(self) -> OptimizerMemory:
-        """Measures, on the host, the memory of the optimizer for the parameters that are trained now."""
+        """Measures, on the host, the memory of the phase's optimizer for the parameters that are trained now."""
         training, device = self.training, self.meter.device
-        with self.meter.host():
+        with self.meter.host(), only_trained(self.model, self.phase):
             return measure_optimizer(
                 self._parameters, lambda shadows: make_optimizer(list(shadows), training, training.lr, device)
             )
@@ -338,7 +342,7 @@ class Explorer:
         # Samples below the middle need little memory; those above the first quarter have some of every feature.
         ranked = self.rows[np.argsort(self._counts[:, 0], kind="stable")]
         batch = self._batch(np.resize(ranked[len(ranked) // 4 :], sum(SPLIT)), coupled=True)
-        with CatchOutOfMemory():
+        with CatchOutOfMemory(), only_trained(self.model, self.phase):
             return measure_batch_dependence(
                 self.model.train(),
                 lambda start, stop: self._losses(batch, start, stop),
@@ -349,6 +353,12 @@ class Explorer:
         self.meter.release()
         return BatchDependence(terms={}, modules=(), drops=False, measured=False)
 
+    @contextmanager
+    def _trained_alone(self) -> Iterator[list[Tensor]]:
+        """Freezes other phases' parameters, and leaves the model as it was; yields copies of its buffers."""
+        with left_as_it_was(self.model, self.meter) as buffer_copies, only_trained(self.model, self.phase):
+            yield buffer_copies
+
     def _mid_run(
         self, buffer_copies: Sequence[Tensor], held_bytes: int = 0
     ) -> tuple[OptimizerMemory, list[Tensor], Workload]:
@@ -357,7 +367,7 @@ class Explorer:
         the gradients.
         """
         optimizer = self.optimizer_memory()
-        missing = max(optimizer.state_bytes - held_bytes, 0)
+        missing = max(optimizer.state_bytes + self.others_state_bytes - held_bytes, 0)
         with CatchOutOfMemory():
             state = torch.empty(missing, dtype=torch.uint8, device=self.meter.device)
             gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
@@ -370,14 +380,14 @@ class Explorer:
         # A step holds copies of the buffers.
         buffers = [*self.model.buffers()] * 2
         model = sum(tensor.nbytes for tensor in [*self.model.parameters(), *buffers, *self.reference_tensors])
-        return model + optimizer.parameter_bytes + optimizer.state_bytes
+        return model + optimizer.parameter_bytes + optimizer.state_bytes + self.others_state_bytes
 
     def _work(self, run: Callable[[NDArray[np.int64]], None], resident: Sequence[Tensor]) -> Workload:
         return Workload(
             run=run,
             rows=self.rows,
             counts=self._counts,
-            features=self.task.features,
+            features=self.task.memory_features,
             steps_per_trial=self.training.find_batch_size_steps_per_trial,
             resident=[*self.model.parameters(), *self.model.buffers(), *self.reference_tensors, *resident],
         )
@@ -390,7 +400,7 @@ class Explorer:
             batch = self._batch(rows, coupled=True)
             losses = self._losses(batch, 0, len(rows))
             weights = self.task.loss_weights
-            parts = [weights[term] * total / (batch.denominators[term] or 1.0) for term, (total, _) in losses.items()]
+            parts = [weights.get(term, 1.0) * total / (own or 1.0) for term, (total, own) in losses.items()]
             sum(parts[1:], start=parts[0]).backward()
         finally:
             del held
@@ -426,4 +436,4 @@ def model_does_not_fit(need_bytes: int, capacity_bytes: int, foreign_bytes: int 
 
 
 def _smaller_model(need_bytes: float) -> str:
-    return f"Choose a smaller model (--size student), or a larger device ({cards_that_hold(need_bytes)})"
+    return f"Choose a smaller model by its settings (--set), or a larger device ({cards_that_hold(need_bytes)})"

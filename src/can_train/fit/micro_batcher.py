@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -22,6 +22,7 @@ from can_train.memory.meters import Meter, open_meter
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
+    from can_train.task import LogicalBatch
 
 # Relative difference of the parts' denominators from the whole batch's that is round-off.
 _DENOMINATOR_TOLERANCE: Final = 1e-6
@@ -50,6 +51,43 @@ class BatchResult:
         """Sum of the means, unweighted: the loss, where there is one term."""
         return sum(self.means.values())
 
+    def scaled(self, factor: float) -> BatchResult:
+        """Returns the result with other means."""
+        return replace(self, means={term: mean * factor for term, mean in self.means.items()})
+
+
+@dataclass
+class Denominators:
+    """The denominators of a whole logical batch, or what they are taken to be until the batch is computed."""
+
+    by_term: dict[str, float]
+    size: int = 0  # Samples of the batch, where the denominators of its terms are taken to be that
+
+    @classmethod
+    def of(cls, batch: LogicalBatch, size: int) -> Denominators:
+        """Asks a batch; one that cannot tell before it is computed is taken to have its number of samples."""
+        known = batch.denominators
+        return cls({}, size) if known is None else cls(dict(known))
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether they are not those of the batch for certain."""
+        return self.size > 0
+
+    def learn(self, losses: Losses, *, is_whole: bool) -> None:
+        """Sees the losses of a part, or of the whole batch, which has the denominators that are needed."""
+        for term, (_, own) in losses.items() if self.is_estimate else ():
+            self.by_term.setdefault(term, float(self.size))
+            if is_whole:
+                self.by_term[term] = own
+
+    def factors(self, actual: Mapping[str, float]) -> dict[str, float]:
+        """Returns, by term, what a gradient that was computed with these must be multiplied by."""
+        # A term without anything in the batch has no gradient.
+        return {
+            term: self.by_term.get(term, float(self.size)) / own if own else 1.0 for term, own in actual.items()
+        } or {"": 1.0}
+
 
 def combine_shares(shares: Sequence[BatchResult]) -> BatchResult:
     """Returns the result of a logical batch from those of its shares, in order."""
@@ -61,6 +99,17 @@ def combine_shares(shares: Sequence[BatchResult]) -> BatchResult:
         cost_after_rescue=max(share.cost_after_rescue for share in shares),
         ooms_rescued=sum(share.ooms_rescued for share in shares),
     )
+
+
+def combine_updates(updates: Sequence[BatchResult]) -> BatchResult:
+    """Returns the result of a step from those of its optimizer updates: means are those over the updates that have the
+    term.
+    """
+    if len(updates) == 1:
+        return updates[0]
+    counts = sum_by_term([dict.fromkeys(update.means, 1.0) for update in updates])
+    combined = combine_shares(updates)
+    return replace(combined, means={term: total / counts[term] for term, total in combined.means.items()})
 
 
 def sum_by_term(terms: Sequence[Mapping[str, float]]) -> dict[str, float]:

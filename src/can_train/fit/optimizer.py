@@ -20,7 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
+from can_train.fit.phases import named_by, phase_parameters
 from can_train.memory.out_of_memory import FIRST_WAIT_S, CatchOutOfMemory, without_others
+from can_train.task import Phase
 
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
@@ -68,11 +70,12 @@ def restore_generators(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-def step_generator(*, seed: int, step: int, before: bool = False) -> torch.Generator:
-    """Returns the generator of a step's randomness that samples share, or of what a task does `before` the step: pure
-    functions of seed and step, and what is drawn from one changes nothing in the other.
+def step_generator(*, seed: int, step: int, update: int = 0, before: bool = False) -> torch.Generator:
+    """Returns the generator of a step's randomness that samples share, in one of its optimizer updates, or of what a
+    task does `before` the step: pure functions of these numbers, and what is drawn from one changes nothing in another.
     """
-    sequence = np.random.SeedSequence([seed, step], spawn_key=(1,) if before else ())
+    key = (1,) if before else (2, update) if update else ()
+    sequence = np.random.SeedSequence([seed, step], spawn_key=key)
     mixed = sequence.generate_state(2, np.uint32)
     return torch.Generator().manual_seed(int(mixed[0]) << 32 | int(mixed[1]))
 
@@ -138,7 +141,7 @@ class Optimization:
     scheduler: LambdaLR
     scaler: torch.amp.GradScaler  # Scales losses under fp16; otherwise disabled
     clip_norm: float  # Largest gradient norm; 0: gradients are not clipped
-    # Of the model. A frozen one has no gradient, so the optimizer passes over it until it is thawed.
+    # Of the phase. A frozen one has no gradient, so the optimizer passes over it until it is thawed.
     parameters: list[nn.Parameter]
 
     def step(self) -> bool:
@@ -206,34 +209,59 @@ class Optimization:
 
 
 def make_optimization(
-    model: nn.Module, training: TrainingSettings, *, lr: float, total_steps: int, device: torch.device
+    model: nn.Module,
+    training: TrainingSettings,
+    *,
+    lr: float,
+    total_steps: int,
+    phase: Phase = Phase(),  # noqa: B008 - frozen
 ) -> Optimization:
-    """Makes optimizer, schedule and scaler for all parameters, also those that are frozen now and thawed later. `lr` is
-    the learning rate at the plan's logical batch, `total_steps` counts optimizer steps, not micro-batches.
+    """Makes optimizer, schedule and scaler for all parameters of a phase, also those that are frozen now and thawed
+    later. `lr` is the learning rate at the plan's logical batch, `total_steps` counts optimizer steps, not
+    micro-batches.
     """
-    # Integers can never be trained, and the fused optimizers refuse them.
-    parameters = [one for one in model.parameters() if one.is_floating_point() or one.is_complex()]
-    optimizer = make_optimizer(parameters, training, lr, device)
+    named = phase_parameters(model, phase)
+    groups, device = parameter_groups(model, named, training, lr), named[0][1].device
+    optimizer = make_optimizer(groups, training, lr, device)
     ticks = total_steps if training.scheduler_interval == "step" else training.epochs
     return Optimization(
         optimizer=optimizer,
         scheduler=LambdaLR(optimizer, _schedule(training.scheduler, ticks, training.warmup_share)),
         scaler=torch.amp.GradScaler(device.type, enabled=training.precision == "fp16"),
         clip_norm=training.grad_clip_norm,
-        parameters=parameters,
+        parameters=[parameter for _, parameter in named],
     )
 
 
-def make_optimizer(
-    parameters: list[nn.Parameter], training: TrainingSettings, lr: float, device: torch.device
-) -> Optimizer:
-    """Makes the optimizer alone."""
+def parameter_groups(
+    model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], training: TrainingSettings, lr: float
+) -> list[dict[str, Any]]:
+    """Groups parameters, given with their names, by learning rate and weight decay, as optimizers take them.
+
+    Where `training.lr_factors` names a parameter more than once, the last one counts.
+    """
+    without_decay = named_by(model, training.no_decay, "training.no_decay")
+    factors: dict[str, float] = {}
+    for pattern, factor in training.lr_factor_of.items():
+        factors |= dict.fromkeys(named_by(model, [pattern], "training.lr_factors"), factor)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in named:
+        decay = 0.0 if name in without_decay else training.weight_decay
+        groups.setdefault((factors.get(name, 1.0), decay), []).append(parameter)
+    # The learning rate that is reported is the first group's.
+    ordered = sorted(groups.items(), key=lambda group: group[0][0] != 1.0)
+    return [{"params": own, "lr": lr * factor, "weight_decay": decay} for (factor, decay), own in ordered]
+
+
+def make_optimizer(parameters: Sequence[Any], training: TrainingSettings, lr: float, device: torch.device) -> Optimizer:
+    """Makes the optimizer alone, for parameters or groups of them."""
     # The default on a GPU (foreach) copies the parameters for a moment in every step, which the batch could have used.
     fused = True if device.type == "cuda" else None
     if training.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr, _SGD_MOMENTUM, weight_decay=training.weight_decay, fused=fused)
     kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, lr=lr, weight_decay=training.weight_decay, fused=fused)
+    first, second = training.betas
+    return kind(parameters, lr=lr, betas=(first, second), weight_decay=training.weight_decay, fused=fused)
 
 
 def _schedule(name: str, ticks: int, warmup_share: float) -> Callable[[int], float]:

@@ -75,11 +75,29 @@ def batch_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> ND
 def growing_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns [R, F], the totals of the batches that hold the first 1, 2, … R samples. No column ever falls."""
     sizes = np.arange(1, len(counts) + 1)
-    columns = [
-        sizes * np.maximum.accumulate(column) ** feature.padding if feature.padding else column.cumsum()
-        for feature, column in zip(features, counts.T, strict=True)
-    ]
+    columns = [column.cumsum() if not feature.padding else sizes * np.maximum.accumulate(column) ** feature.padding
+               for feature, column in zip(features, counts.T, strict=True)]  # fmt: skip
+    names = [feature.name for feature in features]
+    for position, feature in enumerate(features):
+        if feature.factors:
+            largest = [np.maximum.accumulate(counts[:, names.index(name)]) for name in feature.factors]
+            columns[position] = sizes * np.prod(largest, axis=0)
     return np.stack(columns, axis=1)
+
+
+def packing_order(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Returns the positions of samples with counts [R, F] in the order in which a batch of them is cut.
+
+    Where samples are padded, the longest come first: parts then hold samples of like lengths, and the costliest part is
+    computed while there are no gradients yet. The gradient of a batch does not depend on the order of its samples.
+
+    >>> packing_order([Feature("tokens", padding=1)], np.array([[2.0], [5.0], [3.0]])).tolist()
+    [1, 2, 0]
+    >>> packing_order([Feature("nodes")], np.array([[2.0], [5.0], [3.0]])).tolist()
+    [0, 1, 2]
+    """
+    padded = [position for position, feature in enumerate(features) if feature.padding == 1 and not feature.factors]
+    return np.argsort(-counts[:, padded].sum(axis=1), kind="stable")
 
 
 class Members(NamedTuple):
@@ -153,6 +171,12 @@ class BatchCosts:
     def chosen(self, positions: NDArray[np.int64]) -> BatchCosts:
         """Returns the batch that holds the samples at `positions`, in that order."""
         return BatchCosts(self._counts[positions], self._features, self._coefficients)
+
+    def packed(self) -> BatchCosts:
+        """Returns the batch in the order in which it is cut."""
+        if self._sums is not None:
+            return self
+        return self.chosen(packing_order(self._features, self._counts))
 
     def mean_counts(self) -> tuple[float, ...]:
         """Returns [F], the mean sample's counts."""

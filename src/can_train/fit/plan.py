@@ -153,9 +153,9 @@ def resolve_plan(
 def _optimizer_steps(order: BatchCosts, logical: int, preflight_threshold: float) -> list[BatchCosts]:
     """Cuts an epoch into logical batches, and those above the threshold into several steps."""
     batches = [order.part(start, min(start + logical, len(order))) for start in range(0, len(order), logical)]
-    if preflight_threshold == math.inf:
-        return batches
-    return [step for batch in batches for step in batch.parts(optimizer_batches(batch, preflight_threshold))]
+    if preflight_threshold < math.inf:
+        batches = [step for batch in batches for step in batch.parts(optimizer_batches(batch, preflight_threshold))]
+    return [batch.packed() for batch in batches]
 
 
 def _logical_batch(request: PlanRequest, order: BatchCosts, safe_limit: float) -> tuple[int, BindingLimit]:
@@ -213,6 +213,8 @@ def spare_room(request: PlanRequest, logical_batch: int, dataset_size: int, room
         return []
     limits = [*_limits_beside_memory(request, dataset_size), (room, "memory")]
     largest, binding = min(limits, key=lambda limit: limit[0])
+    if largest <= logical_batch:
+        return []
     reasons = {"min_steps": f"as large as {request.min_steps_per_epoch} steps an epoch allow",
                "dataset": "the whole data set", "memory": "as large as fits"}  # fmt: skip
     asked = f"--find-batch-size max trains with {largest:,}, {reasons[binding]}"

@@ -7,7 +7,7 @@ Shapes: R samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,11 +20,13 @@ from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
 from can_train.fit.explore import Explorer
 from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, FactorChoice, FactorRule
 from can_train.fit.optimizer import capture_generators, restore_generators
-from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules, optimizer_batches
+from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules, optimizer_batches, packing_order
+from can_train.fit.phases import phase_training
 from can_train.fit.plan import Plan, PlanRequest, resolve_plan, search_upper, spare_room
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
 from can_train.memory.meters import CpuMeter, Meter
+from can_train.task import Phase
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,11 +35,12 @@ if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
     from can_train.fit.batch_dependence import BatchDependence
     from can_train.reporter import Reporter
-    from can_train.task import Task, TaskInEpoch
+    from can_train.task import BatchTask, TaskInEpoch
 
 Rows = NDArray[np.int64]
 _MIB: Final = 2**20
 _NAMED: Final = 5  # Oversize samples that a message names
+_PADDED_SHARE: Final = 0.02  # Share of a mean sample's cost below which padded lengths do not matter: noise of a fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,23 @@ class RunPlan:
     skipped: tuple[int, ...] = ()  # Rows of training samples that are left out because they do not fit
     ranks: int = 1  # Processes that share the logical batch
     notices: tuple[str, ...] = ()  # What else the user should know, as sentences
+    phase: str = ""  # Name of the phase that it is for; empty where there is one only
+    later: tuple[RunPlan, ...] = ()  # The plans of the phases after the first
+
+    @property
+    def phases(self) -> tuple[RunPlan, ...]:
+        """The plans of all phases, in their order."""
+        return (self, *self.later)
+
+    @property
+    def fullest(self) -> RunPlan:
+        """The plan of the phase with the highest predicted peak, which decides what a run teaches."""
+        return max(self.phases, key=lambda plan: plan.predicted_peak_bytes or 0.0)
+
+    @property
+    def all_notices(self) -> tuple[str, ...]:
+        """The notices of all phases, which have most of them in common, each once."""
+        return tuple(dict.fromkeys(text for one in self.phases for text in (*one.plan.notices, *one.notices)))
 
     def shares_with(self, other: RunPlan) -> bool:
         """Tells whether two ranks' plans are for the same samples and the same logical batch."""
@@ -61,11 +81,11 @@ class RunPlan:
         """The safety factor in force."""
         return FactorChoice(self.plan.safety_factor or UNUSED.factor, self.factor_reason)
 
-    def training_costs(self, task: Task, rows: Rows) -> BatchCosts:
+    def training_costs(self, task: BatchTask, rows: Rows) -> BatchCosts:
         """Prices a batch of training; without a cost model a sample costs its share of the features."""
         return _price(task, rows, None if self.limits is None else self.limits.training)
 
-    def evaluation_costs(self, task: Task, rows: Rows) -> BatchCosts:
+    def evaluation_costs(self, task: BatchTask, rows: Rows) -> BatchCosts:
         """Prices a batch of evaluation."""
         return _price(task, rows, None if self.limits is None else self.limits.evaluation)
 
@@ -105,7 +125,9 @@ class RunPlan:
         """Reads values that `to_plain` made; raises KeyError, TypeError or ValueError where they are not a plan."""
         # An infinite limit is the default.
         rules = {name: value for name, value in plain["plan"]["rules"].items() if value is not None}
-        return msgspec.convert({**plain, "plan": {**plain["plan"], "rules": rules}}, cls)
+        later = tuple(cls.from_plain(one) for one in plain["later"])
+        first = msgspec.convert({**plain, "plan": {**plain["plan"], "rules": rules}, "later": ()}, cls)
+        return replace(first, later=later)
 
 
 def plan_request(training: TrainingSettings, *, ranks: int = 1) -> PlanRequest:
@@ -138,13 +160,20 @@ class Planner:
     """Makes the plan of one run on one device."""
 
     run: ResolvedRun
-    task: Task
+    task: BatchTask
     model: nn.Module  # On the meter's device; left as it is
     meter: Meter
     reporter: Reporter
     verify: bool = True  # Whether limits are tried on the device; otherwise they are predicted
     ranks: int = 1  # Processes that train the run; a plan made here assumes that all of them are alike
     reference_tensors: Sequence[Tensor] = ()  # Tensors of reference models that are on the device
+    phase: Phase = field(default_factory=Phase)  # That is planned; the task is as it is in it
+    others_state_bytes: int = 0  # Size of the state of the other phases' optimizers
+
+    @cached_property
+    def training(self) -> TrainingSettings:
+        """The phase's training settings."""
+        return phase_training(self.run.training, self.phase)
 
     @cached_property
     def explorer(self) -> Explorer:
@@ -152,11 +181,13 @@ class Planner:
         return Explorer(
             task=self.task,
             model=self.model,
-            training=self.run.training,
+            training=self.training,
             meter=self.meter,
             rows=self.task.train_rows,
             verify=self.verify,
             reference_tensors=self.reference_tensors,
+            phase=self.phase,
+            others_state_bytes=self.others_state_bytes,
         )
 
     @cached_property
@@ -165,9 +196,9 @@ class Planner:
         return self.explorer.batch_dependence()
 
     def request(self) -> PlanRequest:
-        """Translates the run's settings into a request."""
-        shares = epoch_shares(self.task, (), epochs=self.run.training.epochs)
-        return replace(plan_request(self.run.training, ranks=self.ranks), epoch_shares=shares)
+        """Translates the settings into a request."""
+        shares = epoch_shares(self.task, (), epochs=self.training.epochs)
+        return replace(plan_request(self.training, ranks=self.ranks), epoch_shares=shares)
 
     def make(self, factor: FactorRule) -> RunPlan:
         """Explores the device where the plan depends on it, and resolves the plan.
@@ -189,13 +220,13 @@ class Planner:
             limits = replace(self, verify=False).explore(request, factor.provisional)
         except DoesNotFitError as error:
             return replace(plan, notices=(*plan.notices, f"{error.rule}: {error.value}"))
-        too_large = _too_large_notices(self._resolved(request, limits, (), factor).plan, limits, self.run.training)
+        too_large = _too_large_notices(self._resolved(request, limits, (), factor).plan, limits, self.training)
         return replace(plan, notices=(*plan.notices, *too_large))
 
     def resolve(self, request: PlanRequest, limits: DeviceLimits, factor: FactorRule) -> RunPlan:
         """Resolves the plan; raises DoesNotFitError where samples do not fit and may not be skipped."""
         oversize = self._oversize(limits.training)
-        if len(oversize) and self.run.training.oversize != "skip":
+        if len(oversize) and self.training.oversize != "skip":
             raise self._oversize_error(oversize, limits)
         return self._resolved(request, limits, tuple(np.sort(oversize).tolist()), factor)
 
@@ -243,7 +274,7 @@ class Planner:
     def _resolved(
         self, request: PlanRequest, limits: DeviceLimits | None, skipped: tuple[int, ...], rule: FactorRule
     ) -> RunPlan:
-        phase, training = None if limits is None else limits.training, self.run.training
+        phase, training = None if limits is None else limits.training, self.training
         orders = planned_orders(self.task, skipped, seed=training.seed, epochs=training.epochs)
         order, *other_epochs = (_price(self.task, one, phase) for one in orders)
         decided = rule.decide(limits if request.searches else None)
@@ -259,9 +290,10 @@ class Planner:
             if request.searches:
                 room = self.ranks * _room(limits, plan, decided.aim) / max(order.total / len(order), 1e-9)
                 notices += spare_room(request, plan.logical_batch, len(order), int(room))
-            notices += _too_large_notices(plan, limits, self.run.training)
+            notices += _too_large_notices(plan, limits, self.training)
             notices += _unexplained_notices("training", limits.training)
             notices += _unexplained_notices("evaluation", limits.evaluation)
+            notices += _fixed_padding_notices(limits.training)
         if skipped:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return RunPlan(
@@ -272,6 +304,7 @@ class Planner:
             skipped=skipped,
             ranks=self.ranks,
             notices=tuple(notices),
+            phase=self.phase.name,
         )
 
     def _oversize(self, phase: PhaseLimit) -> Rows:
@@ -298,21 +331,67 @@ class Planner:
         )
 
 
+@dataclass(frozen=True)
+class Planners:
+    """The planners of a run's phases, in their order; together they make one plan, with one logical batch."""
+
+    phases: tuple[Planner, ...]
+
+    @classmethod
+    def of_phases(cls, planner: Planner) -> Planners:
+        """Makes a planner for each phase of a task, each of which leaves room for the others' optimizers."""
+        phases = planner.task.phases()
+        if len(phases) == 1 and phases[0].loss is None and not phases[0].parameters:
+            return cls((replace(planner, phase=phases[0]),))
+        alone = [replace(planner, task=planner.task.in_phase(one), phase=one) for one in phases]
+        states = [one.explorer.optimizer_memory().state_bytes for one in alone]
+        return cls(tuple(replace(one, others_state_bytes=sum(states) - own)
+                         for one, own in zip(alone, states, strict=True)))  # fmt: skip
+
+    @property
+    def first(self) -> Planner:
+        """The first phase's; all have the same run, model and device."""
+        return self.phases[0]
+
+    def make(self, factor: FactorRule) -> RunPlan:
+        """Makes the plan; raises as `Planner.make` does."""
+        return self.joined([planner.make(factor) for planner in self.phases], factor)
+
+    def joined(self, plans: Sequence[RunPlan], factor: FactorRule) -> RunPlan:
+        """Joins the plans of all phases: with the smallest of their logical batches, and the samples that all keep."""
+        agreed = [planner.common(plans, own, factor) for planner, own in zip(self.phases, plans, strict=True)]
+        return replace(agreed[0], later=tuple(agreed[1:]))
+
+    def make_again(self, frozen: RunPlan, factor: FactorRule, *, held_bytes: int = 0) -> RunPlan:
+        """Plans anew how a plan's logical batch is cut; `held_bytes` of all optimizers' state are there already."""
+        first, *later = (planner.make_again(own, factor, held_bytes=held_bytes)
+                         for planner, own in zip(self.phases, frozen.phases, strict=True))  # fmt: skip
+        return replace(first, later=tuple(later))
+
+    def common(self, plans: Sequence[RunPlan], own: RunPlan, factor: FactorRule) -> RunPlan:
+        """Plans the smallest logical batch of all ranks' plans, without the samples that any of them leaves out."""
+        first, *later = (planner.common([plan.phases[number] for plan in plans], own.phases[number], factor)
+                         for number, planner in enumerate(self.phases))  # fmt: skip
+        return replace(first, later=tuple(later))
+
+
 def still_fits(plan: RunPlan, meter: Meter) -> bool:
     """Tells whether a plan made earlier holds on this device."""
+    if plan.later:
+        return all(still_fits(replace(one, later=()), meter) for one in plan.phases)
     if plan.limits is None:
         return True
     peak = plan.predicted_peak_bytes
     return plan.limits.device_key == meter.key and peak is not None and peak <= meter.capacity_bytes
 
 
-def _price(task: Task, rows: Rows, phase: PhaseLimit | None) -> BatchCosts:
+def _price(task: BatchTask, rows: Rows, phase: PhaseLimit | None) -> BatchCosts:
     counts = task.batch_features(rows)
     if phase is not None and any(phase.model.coefficients):
         return BatchCosts.priced(phase.model, counts)
-    # In units of the mean sample, so that the solver sees uniform data as uniform.
-    means = np.maximum(counts.mean(axis=0), 1e-9) * counts.shape[1]
-    return BatchCosts(counts, task.features, 1 / means)
+    # In units of the mean sample, so that the solver sees uniform data as uniform. A rank's share may have none.
+    means = np.maximum(counts.sum(axis=0) / max(len(counts), 1), 1e-9) * counts.shape[1]
+    return BatchCosts(counts, task.memory_features, 1 / means)
 
 
 def _room(limits: DeviceLimits, plan: Plan, aim: Aim) -> float:
@@ -353,7 +432,19 @@ def _unexplained_notices(what: str, phase: PhaseLimit) -> list[str]:
     return []
 
 
-def epochs_differ(task: Task, epochs: int) -> bool:
+def _fixed_padding_notices(phase: PhaseLimit) -> list[str]:
+    """Says where padded lengths are counted and samples take the same memory whatever their lengths."""
+    shares = [coefficient * mean ** max(feature.padding, 1) for feature, coefficient, mean in
+              zip(phase.model.features, phase.model.coefficients, phase.mean_totals, strict=True)]  # fmt: skip
+    padded = [share for feature, share in zip(phase.model.features, shares, strict=True) if feature.padding]
+    if not padded or sum(padded) > _PADDED_SHARE * sum(shares):
+        return []
+    names = ", ".join(dict.fromkeys(feature.name for feature in phase.model.features if feature.padding))
+    fixed = f"Memory does not grow with the lengths of samples ({names}): they seem to be padded to a fixed length"
+    return [f"{fixed}; padded to the longest of the samples that are collated, short ones would take less"]
+
+
+def epochs_differ(task: BatchTask, epochs: int) -> bool:
     """Tells whether a task changes from epoch to epoch: it then returns another object for the first one."""
     return task.in_epoch(0, epochs) is not task
 
@@ -363,7 +454,7 @@ def kept_rows(task: TaskInEpoch, skipped: Sequence[int]) -> Rows:
     return np.setdiff1d(task.train_rows, skipped) if skipped else task.train_rows
 
 
-def rows_by_epoch(task: Task, skipped: Sequence[int], *, epochs: int) -> Callable[[int], Rows]:
+def rows_by_epoch(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> Callable[[int], Rows]:
     """Makes the function that returns the training samples of an epoch, without the skipped ones."""
     if epochs_differ(task, epochs):
         return lambda epoch: kept_rows(task.in_epoch(epoch, epochs), skipped)
@@ -371,7 +462,7 @@ def rows_by_epoch(task: Task, skipped: Sequence[int], *, epochs: int) -> Callabl
     return lambda epoch: rows
 
 
-def epoch_shares(task: Task, skipped: Sequence[int], *, epochs: int) -> tuple[float, ...]:
+def epoch_shares(task: BatchTask, skipped: Sequence[int], *, epochs: int) -> tuple[float, ...]:
     """Returns the samples of each epoch ÷ those of the last; a single one where epochs are alike."""
     if not epochs_differ(task, epochs):
         return (1.0,)
@@ -384,7 +475,14 @@ def epoch_order(rows: Rows, *, seed: int, epoch: int) -> Rows:
     return rows[np.random.default_rng([seed, epoch]).permutation(len(rows))]
 
 
-def planned_orders(task: Task, skipped: Sequence[int], *, seed: int, epochs: int) -> list[Rows]:
+def packed_rows(task: BatchTask, rows: Rows) -> Rows:
+    """Returns samples that are computed together in the order of `packing_order`."""
+    if not any(feature.padding for feature in task.memory_features):
+        return rows
+    return rows[packing_order(task.memory_features, task.batch_features(rows))]
+
+
+def planned_orders(task: BatchTask, skipped: Sequence[int], *, seed: int, epochs: int) -> list[Rows]:
     """Returns the samples, in order, of the epochs that a plan is made for: of the first one; where epochs differ, of
     the last, which is the fullest, and of the first, which differs most from it.
 
@@ -412,17 +510,18 @@ class Epochs:
     seed: int
     logical_batch: int
     preflight_units: float  # Units of the main feature above which a batch becomes several steps; infinite: never
+    packed: Callable[[Rows], Rows] = lambda rows: rows  # Returns the samples of a step in the order of `packing_order`
 
     def steps(self, epoch: int) -> list[Rows]:
         """Returns the samples of each optimizer step of an epoch, counted from 0."""
         order = epoch_order(self.rows(epoch), seed=self.seed, epoch=epoch)
         batches = [order[start : start + self.logical_batch] for start in range(0, len(order), self.logical_batch)]
         if self.preflight_units == np.inf:
-            return batches
+            return [self.packed(batch) for batch in batches]
         steps: list[Rows] = []
         for batch in batches:
             sizes = optimizer_batches(BatchCosts.of_samples(self.main_feature(batch)), self.preflight_units)
-            steps += np.split(batch, np.cumsum(sizes)[:-1])
+            steps += [self.packed(step) for step in np.split(batch, np.cumsum(sizes)[:-1])]
         return steps
 
     def total_steps(self, epochs: int) -> int:

@@ -20,9 +20,10 @@ from can_train.errors import ArgumentError
 from can_train.fit.explore import Explorer, Workload, left_as_it_was, probe
 from can_train.fit.optimizer import measure_optimizer
 from can_train.fit.packing import BatchCosts, batch_totals
+from can_train.fit.phases import phase_training
 from can_train.memory.meters import CpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory
-from can_train.task import Feature, Task
+from can_train.task import BatchTask, Feature
 
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
 _PROBED: Final = 256
@@ -45,7 +46,7 @@ class PeakPrediction:
 
 
 def predict_peak(
-    task_or_model: Task | nn.Module,
+    task_or_model: BatchTask | nn.Module,
     batch: int | Sequence[float] | NDArray[Any],
     *,
     loss_of: LossOf | None = None,
@@ -62,7 +63,8 @@ def predict_peak(
     200
 
     Args:
-        task_or_model: A model on the CPU, which is left as it was; or a task, whose model is made.
+        task_or_model: A model on the CPU, which is left as it was; or a task, whose model is made. Of a task with
+            several phases, the one with the highest peak is predicted.
         batch: Number of samples; or, for samples that differ, [R] or [R, F] counts of what their memory grows with
             (nodes and edges, tokens). For a task: number of samples, of which the costliest are taken; or [R] rows.
         loss_of: For a model: computes the loss of the samples at some positions of `batch`.
@@ -80,10 +82,21 @@ def predict_peak(
     return _of_model(task_or_model, batch, loss_of, optimizer or torch.optim.AdamW)
 
 
-def _of_task(task: Task, batch: Any, training: TrainingSettings) -> PeakPrediction:
-    explorer = Explorer(
-        task=task, model=task.build_model(), training=training, meter=CpuMeter(), rows=task.train_rows, verify=False
-    )
+def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPrediction:
+    model, meter = task.build_model(), CpuMeter()
+    explorers = [
+        Explorer(task=task.in_phase(phase), model=model, training=phase_training(training, phase), meter=meter,
+                 rows=task.train_rows, verify=False, phase=phase)
+        for phase in task.phases()
+    ]  # fmt: skip
+    states = [explorer.optimizer_memory().state_bytes for explorer in explorers]
+    for explorer, own in zip(explorers, states, strict=True):
+        explorer.others_state_bytes = sum(states) - own
+    return max((_of_phase(explorer, batch) for explorer in explorers), key=lambda found: found.peak_bytes)
+
+
+def _of_phase(explorer: Explorer, batch: Any) -> PeakPrediction:
+    task = explorer.task
     limits = explorer.explore(lambda costs: float(costs.each().sum()))
     phase = limits.training
     if np.ndim(batch) == 0:

@@ -70,6 +70,36 @@ def read_meta(folder: Path) -> dict[str, Any]:
         return meta
 
 
+class StoredArray:
+    """One array of a folder, of which rows are read when they are asked for: `array[start:stop]`.
+
+    It is not mapped: the pages of a map that were touched count as memory of the process, and grow with the data.
+
+    Args:
+        folder: A folder that `read_arrays` has verified.
+        name: The array.
+
+    Raises:
+        FolderDamageError: The folder has no such array.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = folder / f"{name}.npy"
+        with noticing_damage():
+            entry = read_meta(folder)["arrays"][name]
+            self.dtype, self.shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, rows: slice) -> NDArray[Any]:
+        start, stop, _ = rows.indices(len(self))
+        width = int(np.prod(self.shape[1:], dtype=np.int64))
+        count, offset = max(stop - start, 0) * width, _HEADER_BYTES + start * width * self.dtype.itemsize
+        found = np.fromfile(self._path, self.dtype, count, offset=offset)
+        return found.reshape(-1, *self.shape[1:])
+
+
 def discard_folder(folder: Path) -> None:
     """Removes a folder in one step, so that nobody sees it half removed. Processes that have it mapped keep their map.
 

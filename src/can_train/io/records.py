@@ -7,10 +7,11 @@ is checked against the dataclass, or is set aside with the reason. What records 
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -51,6 +52,10 @@ _READ_BYTES: Final = 2**16  # read at a time: most records arrive whole with one
 _CLOCK_SLACK_S: Final = 2.0
 
 _Record = TypeVar("_Record")
+
+
+_SKETCHED: Final = 1000  # files of a folder whose contents are read
+_SKETCH_BYTES: Final = 1 << 20  # that are read at each end of one
 
 
 @contextmanager
@@ -243,6 +248,24 @@ def check_time(name: str, text: str) -> None:
         raise ValueError(f"{name} has no time zone")
     if not _FIRST_YEAR <= time.year <= _LAST_YEAR:
         raise ValueError(f"{name} {text} is not between {_FIRST_YEAR} and {_LAST_YEAR}")
+
+
+def sketch(paths: Sequence[Path]) -> str:
+    """Computes a digest of files and of those in folders, which changes with their names and sizes, and with nearly
+    every change of their contents: of large data, a part is read. It is empty for no files.
+    """
+    files = [(path, one) for path in paths for one in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    files = [(path, one) for path, one in files if one.is_file()]
+    digest, every = hashlib.sha256(), max(1, len(files) // _SKETCHED)
+    for number, (path, one) in enumerate(files):
+        size = one.stat().st_size
+        digest.update(f"{one.relative_to(path)} {size}\n".encode())
+        if number % every == 0:
+            with one.open("rb") as file:
+                digest.update(file.read(_SKETCH_BYTES))
+                file.seek(max(0, size - _SKETCH_BYTES))
+                digest.update(file.read(_SKETCH_BYTES))
+    return digest.hexdigest() if files else ""
 
 
 def write_document(path: Path, record: Any) -> None:

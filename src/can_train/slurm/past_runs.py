@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.config.resolved import Prerequisite, ResolvedRun, data_root, load_object, load_task_settings, state_dir
+from can_train.config.resolved import ResolvedRun, data_root, state_dir
+from can_train.config.task_settings import Prerequisite
 from can_train.errors import CheckpointError, ConfigError, RunError
 from can_train.io.records import is_file
 from can_train.slurm.run_state import FINISHED
@@ -146,7 +147,7 @@ def misfits(config: Mapping[str, Any], run: ResolvedRun, needed: Prerequisite) -
     ]
     if needed.same_model and not found:
         found += _differences("model", _group(config, "model"), run.config["model"])
-    mine = {name: run.config["dataset"][name] for name in load_task_settings(run.task).inputs}
+    mine = {name: run.config["dataset"][name] for name in run.task_settings.inputs}
     return found + _differences("dataset", _group(config, "dataset"), mine)
 
 
@@ -172,7 +173,8 @@ def _differences(name: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) 
 def _may_fit(known: KnownRun, needed: Prerequisite) -> bool:
     """Returns False if the run's key rules it out. A folder that was renamed has its name in place of a key."""
     key, modes = f"_{known.record.key}_", tuple(f"_{mode}_" for mode in needed.modes)
-    right_kind = any(f"_{model}_" in key for model in needed.models) and key.endswith(modes)
+    # The name of a task's only model is empty, and stands in no key.
+    right_kind = any(not model or f"_{model}_" in key for model in needed.models) and key.endswith(modes)
     return right_kind or known.record.key == known.run_id
 
 
@@ -223,7 +225,8 @@ def _remedy(what: str, needed: Prerequisite, run: ResolvedRun, request: "RunRequ
 def _command_for(needed: Prerequisite, run: ResolvedRun, request: "RunRequest") -> str:
     """Returns the command that trains a run which `run` could build on, on the same data and in the same folders."""
     size = needed.sizes[0] if needed.sizes else run.size if needed.same_model else ""
-    words = ["can-train", "--model", needed.models[0], "--dataset", request.dataset, "--mode", needed.modes[0]]
+    dataset = ["--dataset", request.dataset] if request.dataset else []
+    words = ["can-train", "--model", needed.models[0], *dataset, "--mode", needed.modes[0]]
     words += ["--size", size] if size else []
     words += ["--task", request.task] if request.task else []
     groups = ("dataset.", "model.") if needed.same_model else ("dataset.",)
@@ -287,5 +290,4 @@ def data_files(run: ResolvedRun) -> list[Path]:
     Raises:
         MissingDataError: They do not exist.
     """
-    files: list[Path] = load_object(load_task_settings(run.task).files)(run.dataset, data_root(run.paths))
-    return files
+    return run.task_settings.data_files(run.dataset, data_root(run.paths))

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Final
 
 from can_train.config.compose import RunRequest
-from can_train.config.resolved import Prerequisite, ResolvedRun, config_folder, plain_from_yaml, presets
+from can_train.config.resolved import ResolvedRun, plain_from_yaml, presets
+from can_train.config.task_settings import Prerequisite
 from can_train.errors import ConfigError, unknown_name
 from can_train.slurm.past_runs import (
     PastRuns,
@@ -50,15 +52,16 @@ class PipelineStage:
         return f"{self.name} ({' '.join(filter(None, (self.model, self.size)))})"
 
 
-def load_stages(preset: str) -> list[PipelineStage]:
-    """Reads the stages of a preset, in an order in which each follows those that it needs.
+def load_stages(preset: str, folders: Sequence[Path]) -> list[PipelineStage]:
+    """Reads the stages of a preset, which is in one of the folders, in an order in which each follows those that it
+    needs.
 
     Raises:
         ConfigError: The preset does not exist or is malformed.
     """
-    if preset not in presets(_GROUP):
-        raise unknown_name("preset of a pipeline", preset, presets(_GROUP))
-    path = config_folder() / _GROUP / f"{preset}.yaml"
+    if preset not in presets(_GROUP, folders):
+        raise unknown_name("preset of a pipeline", preset, presets(_GROUP, folders))
+    path = next(path for folder in reversed(folders) if (path := folder / _GROUP / f"{preset}.yaml").is_file())
     try:
         stages = [PipelineStage(**plain) for plain in plain_from_yaml(path.read_text())["stages"]]
     except (ValueError, TypeError, KeyError) as error:

@@ -1,5 +1,5 @@
-"""The code that a job runs: a copy of the package and its presets as they were at submission, in a folder named by its
-content in the state folder. Later edits change nothing of it.
+"""The code that a job runs: a copy of the package, its presets and the code of a task of one's own, as they were at
+submission, in a folder named by its content in the state folder. Later edits change nothing of it.
 """
 
 import hashlib
@@ -7,18 +7,26 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
-from can_train.errors import RunError
+from can_train.config.resolved import ResolvedRun
+from can_train.config.task_settings import load_object
+from can_train.errors import ConfigError, RunError
 from can_train.io.records import unusable, write_bytes_atomic, write_json_atomic, write_text_atomic
+from can_train.io.units import size_text
 
 _DESCRIPTION: Final = "code.json"
 _DIFFERENCE: Final = "code.diff"
 _PARTS: Final = ("src", "configs")  # of a checkout: what a job imports and reads
 _DIGITS: Final = 24  # hexadecimal, of a snapshot's name: 96 bits, so that two never meet
+_TASK: Final = "task"  # folder of a snapshot with the code of a task of one's own
+_TASK_SUFFIXES: Final = (".py", ".yaml", ".yml")  # of its code and presets; data stay where they are
+_MOST_FILES, _MOST_BYTES = 2000, 32 * 2**20  # of a task's code: several times what a large package has
 _GIT_S: Final = 20  # that git may take; it answers in hundredths
 
 
@@ -56,18 +64,69 @@ def read_code(package: Path | None = None) -> Code:
     """
     package = package or Path(__file__).resolve().parents[1]
     if (package / "configs").is_dir():
-        return _code(package, {f"src/{package.name}/{name}": package / name for name in _walk(package)})
+        return _code(package, {}, {f"src/{package.name}/{name}": package / name for name in _walk(package)})
     root = package.parents[1]
     names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *_PARTS)
     if names is None:
-        return _code(root, {f"{part}/{name}": root / part / name for part in _PARTS for name in _walk(root / part)})
+        return _code(root, {}, {f"{part}/{name}": root / part / name for part in _PARTS for name in _walk(root / part)})
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", "--", *_PARTS) or ""
     return replace(
-        _code(root, {name: root / name for name in {*names.split("\0")} - {""}}),
+        _code(root, {}, {name: root / name for name in {*names.split("\0")} - {""}}),
         revision=(_git(root, "rev-parse", "HEAD") or "").strip(),
         difference=_git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--", *_PARTS) or "",
         untracked=tuple(sorted({*others.split("\0")} - {""})),
     )
+
+
+def code_of_run(run: ResolvedRun) -> Code:
+    """Reads what a job of a run imports: the running package, and the code of a task of one's own.
+
+    Raises:
+        ConfigError: The task's code is too large to be taken along.
+    """
+    code, folder = read_code(), Path(run.paths.code_dir)
+    # What a task in an installed package needs, a job finds where this process does.
+    if not run.paths.code_dir:
+        return code
+    cls = load_object(run.task_settings.task_class)
+    places = _task_files(folder, sys.modules[cls.__module__])
+    size = sum(place.stat().st_size for place in places.values())
+    if len(places) > _MOST_FILES or size > _MOST_BYTES:
+        raise ConfigError(
+            f"The code of a task travels with its job: at most {_MOST_FILES} files and {size_text(_MOST_BYTES)}",
+            value=f"{folder} has {len(places)} files of {size_text(size)}",
+            remedy="Put the task into a folder of its own, without what it does not import",
+        )
+    return replace(_code(code.root, code.files, {f"{_TASK}/{name}": place for name, place in places.items()}),
+                   revision=code.revision, difference=code.difference, untracked=code.untracked)  # fmt: skip
+
+
+def with_code(run: ResolvedRun, code: Code, state_dir: Path) -> ResolvedRun:
+    """Returns a run whose task is imported from the snapshot."""
+    if not run.paths.code_dir:
+        return run
+    return replace(run, paths=replace(run.paths, code_dir=str(code.folder(state_dir) / _TASK)))
+
+
+def _task_files(folder: Path, module: ModuleType) -> dict[str, Path]:
+    """Finds the code of a task: of a module its top-level package; of a file the Python files and packages beside it,
+    and its presets; and what either has imported from the folder.
+    """
+    top = str(module.__name__).partition(".")[0]
+    package = folder / top
+    if package.is_dir() and Path(str(module.__file__)).is_relative_to(package):
+        found = _code_below(package)
+    else:
+        found = {*folder.glob("*.py"), *_code_below(folder / "configs")}
+        for init in folder.glob("*/__init__.py"):
+            found |= _code_below(init.parent)
+    files = [Path(file) for one in [*sys.modules.values()] if isinstance(file := getattr(one, "__file__", None), str)]
+    found |= {file for file in files if file.suffix == ".py" and file.is_relative_to(folder)}
+    return {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
+
+
+def _code_below(folder: Path) -> set[Path]:
+    return {folder / name for name in _walk(folder) if name.endswith(_TASK_SUFFIXES)}
 
 
 def keep(code: Code, state_dir: Path) -> Path:
@@ -130,9 +189,9 @@ def code_of(run_path: Path) -> Path:
                        value=str(run_path / _DESCRIPTION)) from error  # fmt: skip
 
 
-def _code(root: Path, places: Mapping[str, Path]) -> Code:
+def _code(root: Path, known: Mapping[str, bytes], places: Mapping[str, Path]) -> Code:
     # What git tracks may have been deleted since.
-    files = {name: place.read_bytes() for name, place in sorted(places.items()) if place.is_file()}
+    files = {**known, **{name: place.read_bytes() for name, place in sorted(places.items()) if place.is_file()}}
     digest = hashlib.sha256()
     for name, content in files.items():
         digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)

@@ -22,9 +22,9 @@ from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
 from can_train.errors import ConfigError, DoesNotFitError
 from can_train.factors.store import factor_rule, read_factor_rule
 from can_train.fit.explore import model_does_not_fit
-from can_train.fit.factor_rule import PROVISIONAL
+from can_train.fit.factor_rule import PROVISIONAL, FactorRule
 from can_train.fit.optimizer import capture_generators, restore_generators
-from can_train.fit.planner import Planner, RunPlan
+from can_train.fit.planner import Planner, Planners, RunPlan
 from can_train.io.units import parse_size, size_text
 from can_train.memory import catalogue, meters
 from can_train.memory.catalogue import UsableMemory
@@ -33,7 +33,7 @@ from can_train.training.loading import fresh_model, load_task, sample_task
 from can_train.training.reference_models import ReferenceModelPlan, ReferenceModels
 
 if TYPE_CHECKING:
-    from can_train.task import Task
+    from can_train.task import BatchTask
 
 # Share of an allocator's memory that is in use where it is badly fragmented; on the simulated GPU it was at least 0.83.
 _LITTLE_IN_USE: Final = 0.7
@@ -97,7 +97,7 @@ class DryPlan:
         """What the user should know, as sentences."""
         if self.plan is None:
             return []
-        notices = [*self.plan.plan.notices, *self.plan.notices]
+        notices = [*self.plan.all_notices]
         if any(plan.costs for plan in self.reference_models) and not self.target.key.startswith("cpu-"):
             note = "Samples per second were measured on this machine's CPU; the run measures them on its device"
             notices.append(note)
@@ -129,7 +129,7 @@ def dry_plans(run: ResolvedRun, targets: Sequence[UsableMemory], reporter: Repor
 
 
 def plans_of_sample(
-    run: ResolvedRun, sampled: Task, targets: Sequence[UsableMemory], reporter: Reporter
+    run: ResolvedRun, sampled: BatchTask, targets: Sequence[UsableMemory], reporter: Reporter
 ) -> list[DryPlan]:
     """Plans a run for each of the targets from a task that has read a sample of its data."""
     # A copy: planning gives the task rows and outputs of reference models that are not those of a training.
@@ -151,7 +151,7 @@ def plans_of_sample(
         placements = tuple(plan.placement for plan in here)
         if placements not in explored:
             resident = references.bind_placeholders(here)
-            explored[placements] = _ExploredRun(replace(planner, reference_tensors=resident))
+            explored[placements] = _ExploredRun(Planners.of_phases(replace(planner, reference_tensors=resident)))
         plan, error = explored[placements].plan_for(target)
         plans.append(DryPlan(target=target, plan=plan, error=error, num_samples=num_samples,
                              sample_note=sampled.sample_note, reference_models=here))  # fmt: skip
@@ -161,6 +161,22 @@ def plans_of_sample(
 class _ExploredRun:
     """A run whose memory was explored by probes, for plans on several targets."""
 
+    def __init__(self, planners: Planners) -> None:
+        self._planners = planners
+        self._phases = [_ExploredPhase(planner) for planner in planners.phases]
+
+    def plan_for(self, target: UsableMemory) -> tuple[RunPlan | None, DoesNotFitError | None]:
+        """Resolves the plan for a target, or returns the reason why there is none."""
+        rule = factor_rule(self._planners.first.run, target.key, self._planners.first.reporter)
+        try:
+            return self._planners.joined([phase.plan_for(target, rule) for phase in self._phases], rule), None
+        except DoesNotFitError as error:
+            return None, error
+
+
+class _ExploredPhase:
+    """One phase of it."""
+
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._request = planner.request()
@@ -169,20 +185,16 @@ class _ExploredRun:
         _ = planner.batch_dependence
         self._share: float | None = None
 
-    def plan_for(self, target: UsableMemory) -> tuple[RunPlan | None, DoesNotFitError | None]:
-        """Resolves the plan for a target, or returns the reason why there is none."""
+    def plan_for(self, target: UsableMemory, rule: FactorRule) -> RunPlan:
+        """Resolves the phase's plan for a target; raises DoesNotFitError."""
         capacity = target.capacity_bytes
         limits = self._limits.predicted_on(target.key, capacity, _LITTLE_IN_USE * capacity)
         # Whatever the fragmentation, a capped batch fits.
         room = catalogue.predicted_room(capacity) if limits.training.capped else self._room(capacity)
         limits = self._limits.predicted_on(target.key, capacity, room)
-        rule = factor_rule(self._planner.run, limits.device_key, self._planner.reporter)
-        try:
-            if limits.optimizer_peak_bytes > limits.capacity_bytes:
-                raise model_does_not_fit(limits.optimizer_peak_bytes, limits.capacity_bytes)
-            return self._planner.resolve(self._request, limits, rule), None
-        except DoesNotFitError as error:
-            return None, error
+        if limits.optimizer_peak_bytes > limits.capacity_bytes:
+            raise model_does_not_fit(limits.optimizer_peak_bytes, limits.capacity_bytes)
+        return self._planner.resolve(self._request, limits, rule)
 
     def _room(self, capacity_bytes: int) -> float:
         """Returns how much may be allocated before the allocator needs to reserve more than a capacity."""
@@ -224,6 +236,7 @@ def get_effective_safety_factor(config: ResolvedRun | Mapping[str, Any]) -> floa
     task, generators = load_task(run, reporter), capture_generators()
     with meter.active():
         model = fresh_model(run, task, meter)
-        plan = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter).make(rule)
+        planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter)
+        plan = Planners.of_phases(planner).make(rule)
     restore_generators(generators)
     return plan.factor.factor

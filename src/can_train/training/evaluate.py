@@ -1,12 +1,15 @@
 """Judges a finished run on its own data or on others, and writes the scores of single samples."""
 
+import csv
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +17,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.compose import evaluation_dataset
-from can_train.config.resolved import EvaluationData, PathSettings, data_root, load_object, load_task_settings
+from can_train.config.resolved import EvaluationData, PathSettings, data_root
 from can_train.config.settings import TrainingSettings
+from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, StateError
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision
@@ -26,6 +30,8 @@ from can_train.task import Alarm, Evaluation, Explanation, Table, Verdict
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, copy_to_device, rescue_settings
 from can_train.training.loading import finished_model, load_finished, with_cache
 
+T = TypeVar("T")
+
 _ENDINGS: Final = (".csv", ".parquet")
 
 
@@ -34,6 +40,9 @@ def check_score_file(path: Path, data: Iterable[Path] = ()) -> None:
     if path.suffix.lower() not in _ENDINGS:
         raise ConfigError("Scores are written as CSV or Parquet, by the file's ending", value=str(path),
                           remedy=f"Name a file that ends in {' or '.join(_ENDINGS)}")  # fmt: skip
+    if path.suffix.lower() == ".parquet" and find_spec("polars") is None:
+        raise ConfigError("Parquet is written by polars, which is not installed", value=str(path),
+                          remedy="Name a file that ends in .csv, or: pip install polars")  # fmt: skip
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         why = "is a folder" if path.is_dir() else "cannot be written" if folder.is_dir() else "is not there"
@@ -47,17 +56,33 @@ def check_score_file(path: Path, data: Iterable[Path] = ()) -> None:
 
 def write_score_file(path: Path, columns: Mapping[str, Any]) -> None:
     """Writes cells by the column's name to a CSV or Parquet file, whole or not at all; None is an empty cell."""
-    # Imported here: without --scores nobody needs it.
-    import polars as pl
-
-    table = pl.DataFrame(columns)
+    write = _write_parquet if path.suffix.lower() == ".parquet" else _write_csv
     try:
         with open_atomic(path) as file:
-            table.write_parquet(file) if path.suffix.lower() == ".parquet" else table.write_csv(file)
-    # Polars has errors of its own for what the system refuses.
-    except (OSError, pl.exceptions.PolarsError) as error:
-        raise StateError("The scores cannot be written", value=f"{path}: {getattr(error, 'strerror', None) or error}",
+            write(file, columns)
+    except OSError as error:
+        raise StateError("The scores cannot be written", value=f"{path}: {error.strerror or error}",
                          remedy="Make room there, or name another file with --scores") from error  # fmt: skip
+
+
+def _write_csv(file: BinaryIO, columns: Mapping[str, Any]) -> None:
+    text = TextIOWrapper(file, encoding="utf-8", newline="")
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(columns)
+    for cells in zip(*columns.values(), strict=True):
+        lines.writerow([str(cell).lower() if isinstance(cell, bool | np.bool_) else cell for cell in cells])
+    # The caller closes the file, after it has reached the disk.
+    text.detach()
+
+
+def _write_parquet(file: BinaryIO, columns: Mapping[str, Any]) -> None:
+    import polars as pl
+
+    try:
+        pl.DataFrame(columns).write_parquet(file)
+    except pl.exceptions.PolarsError as error:
+        # Polars has errors of its own for what the system refuses.
+        raise OSError(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +108,7 @@ class Evaluated:
     summary_tables: Sequence[Table]
     tables: Sequence[Table]
     notes: Sequence[str]
+    counted: Mapping[str, int]
     alarms: Sequence[Alarm] = ()
 
 
@@ -104,9 +130,11 @@ class Scorer:
         """Returns what the parts of some samples contribute to their scores (see `Evaluation.explain`)."""
         return self._timed(BatchedInference.contributions, samples, rows)
 
-    def _timed(
-        self, compute: Callable[[BatchedInference, Any, Rows], NDArray[np.float64]], samples: Any, rows: Rows
-    ) -> NDArray[np.float64]:
+    def parts(self, samples: Any, rows: Rows) -> list[Any]:
+        """Returns what `samples.outcome` computes of each part of some samples."""
+        return self._timed(BatchedInference.parts, samples, rows)
+
+    def _timed(self, compute: Callable[[BatchedInference, Any, Rows], T], samples: Any, rows: Rows) -> T:
         began = time.perf_counter()
         if samples.model not in self._inference:
             model = copy_to_device(samples.model, self.device)
@@ -124,14 +152,14 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
     if request.scores is not None:
         check_score_file(request.scores)
     finished, meter = load_finished(request.run), open_meter(request.device)
-    run, task = finished.run, load_task_settings(finished.run.task)
+    run, task = finished.run, finished.run.task_settings
     # Folders that are not given are those of the run that are on this machine.
     known = {"data_root": run.paths.data_root, "state_dir": run.paths.state_dir}
     paths = replace(request.paths, **{name: path for name, path in known.items()
                                       if not getattr(request.paths, name) and Path(path).is_dir()})  # fmt: skip
     dataset = evaluation_dataset(run, request.dataset, request.sets)
     if request.scores is not None:
-        check_score_file(request.scores, load_object(task.files)(dataset, data_root(paths)))
+        check_score_file(request.scores, task.data_files(dataset, data_root(paths)))
     # As in training, so that scores of the same samples are the same bits.
     torch.use_deterministic_algorithms(run.training.deterministic)
 
@@ -156,6 +184,11 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
 
     evaluation, verdict, explanation, seconds = with_cache(paths, reporter, judge)
     notes = [*verdict.notes, *(_no_explanation(request) if explanation is None else explanation.notes)]
+    if request.flagged_only and "flagged" not in verdict.samples:
+        raise ConfigError("This task flags no samples", value="--flagged-only", remedy="Leave it out")
+    if request.scores is not None and not verdict.samples:
+        raise ConfigError("This task predicts nothing of single samples", value=f"--scores {request.scores}",
+                          remedy="Leave it out; a task of your own predicts with Task.predict")  # fmt: skip
     if request.scores is not None:
         columns = {**verdict.samples, **({} if explanation is None else explanation.columns)}
         write_score_file(request.scores, _flagged(columns) if request.flagged_only else columns)
@@ -164,8 +197,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         "key": run.key,
         "dataset": evaluation.dataset,
         "own_split": evaluation.own_split,
-        "threshold": verdict.judgement["threshold"],
-        "threshold_rule": verdict.judgement["threshold_rule"],
+        **{name: verdict.judgement[name] for name in ("threshold", "threshold_rule") if name in verdict.judgement},
         **evaluation.counted,
         "seconds": seconds,
         "scores": None if request.scores is None else str(request.scores),
@@ -179,6 +211,7 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         summary_tables=evaluation.summary_tables(verdict.judgement),
         tables=evaluation.tables(verdict.judgement),
         notes=notes,
+        counted=evaluation.counted,
         alarms=() if explanation is None else explanation.alarms,
     )
 

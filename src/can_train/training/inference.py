@@ -89,6 +89,16 @@ class BatchedInference:
 
         return np.concatenate(self.run(rows, compute))
 
+    def parts(self, samples: Any, rows: Rows) -> list[Any]:
+        """Returns what `samples.outcome` computes of each part of some samples, in their order."""
+        device = self.device.meter.device
+
+        def compute(part: Rows) -> Any:
+            with torch.inference_mode(), self.device.precision.context(device):
+                return samples.outcome(self.model, part, device, self.device.precision.dtype)
+
+        return self.run(rows, compute)
+
     def contributions(self, samples: Any, rows: Rows) -> NDArray[np.float64]:
         """Returns what the parts of some samples contribute to their scores, by `samples.contributions`."""
 

@@ -15,16 +15,17 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor, nn
 
-from can_train.config import resolved
 from can_train.config.compose import from_plain
 from can_train.config.resolved import FinishedModel, PathSettings, ResolvedRun, cache_folder, data_root
+from can_train.config.task_settings import load_object
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemoryDetails, RunError, StateError
 from can_train.fit.optimizer import Precision, seed_everything
+from can_train.fit.phases import freeze
 from can_train.io.records import write_bytes_atomic, write_json_atomic
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
-from can_train.task import Task
+from can_train.task import BatchTask
 from can_train.training.run_folder import CONFIG, INPUTS, RunFolder, relocate_prerequisites
 
 _MAX_NAMED: Final = 5  # weights that an error names before it stops
@@ -39,16 +40,16 @@ _REMEDY: Final = "Copy the run once more from where it was trained, or train ane
 T = TypeVar("T")
 
 
-def load_task(run: ResolvedRun, reporter: Reporter) -> Task:
+def load_task(run: ResolvedRun, reporter: Reporter) -> BatchTask:
     """Makes the task of a run with all of its data prepared."""
-    factory: Callable[..., Task] = resolved.load_object(resolved.load_task_settings(run.task).factory)
+    factory: Callable[..., BatchTask] = load_object(run.task_settings.factory)
     finished = finished_models(run)
     return with_cache(run.paths, reporter, lambda cache: factory(run, finished, data_root(run.paths), cache, reporter))
 
 
-def sample_task(run: ResolvedRun, reporter: Reporter) -> Task:
+def sample_task(run: ResolvedRun, reporter: Reporter) -> BatchTask:
     """Makes the task of a run from a bounded sample of its data, for a plan; writes nothing."""
-    sampler: Callable[..., Task] = resolved.load_object(resolved.load_task_settings(run.task).sampler)
+    sampler: Callable[..., BatchTask] = load_object(run.task_settings.sampler)
     return sampler(run, finished_models(run), data_root(run.paths), cache_folder(run.paths), reporter)
 
 
@@ -67,7 +68,7 @@ def with_cache(paths: PathSettings, reporter: Reporter, make: Callable[[Path], T
         return make(Path(folder))
 
 
-def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
+def check_inputs_unchanged(folder: RunFolder, task: BatchTask) -> None:
     """Writes the digests of a run's inputs; in a later attempt, makes sure that they are the same.
 
     A log that grew, or a teacher that was trained on meanwhile, would change the run between two steps.
@@ -94,21 +95,23 @@ def check_inputs_unchanged(folder: RunFolder, task: Task) -> None:
         named = ", ".join(f"the {model.role.replace('_', ' ')} {model.name}" for model in models
                           if model.role in changed)  # fmt: skip
         raise RunError("A run goes on with the models that it began with",
-                       value=f"{named} has other weights by now, or is asked about other windows",
+                       value=f"{named} has other weights by now, or is asked about other samples",
                        remedy="Bring back what was there, or train anew")  # fmt: skip
 
 
-def fresh_model(run: ResolvedRun, task: Task, meter: Meter) -> nn.Module:
+def fresh_model(run: ResolvedRun, task: BatchTask, meter: Meter) -> nn.Module:
     """Makes the model of a run on its device; generators start from the run's seed."""
     # Preparing data may or may not have drawn random numbers (a cache): weights start from here.
     seed_everything(run.training.seed)
     try:
-        return task.build_model().to(meter.device, Precision.named(run.training.precision).dtype)
+        model = task.build_model().to(meter.device, Precision.named(run.training.precision).dtype)
+        freeze(model, run.training, epoch=0)
+        return model
     except RuntimeError as error:
         if not is_host_memory(error):
             raise
         raise DoesNotFitError("The model must fit into memory", value=headline(error),
-                              remedy="Choose a smaller model: --size student, or smaller --model-args",
+                              remedy="Choose a smaller model by its settings (--set)",
                               details=OutOfMemoryDetails(of_host=True)) from error  # fmt: skip
 
 
@@ -261,7 +264,8 @@ def load_finished(path: Path) -> FinishedModel:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.contiguous().view(-1).numpy().tobytes() if value.numel() else b"")
     run = relocate_prerequisites(from_plain(config), path)
-    return FinishedModel(run_id=folder.run_id, run=run, weights=weights, result=result, sha256=digest.hexdigest())
+    return FinishedModel(run_id=folder.run_id, run=run, weights=weights, result=result, sha256=digest.hexdigest(),
+                         state=(state or {}).get("task", {}))  # fmt: skip
 
 
 def finished_models(run: ResolvedRun) -> dict[str, FinishedModel]:

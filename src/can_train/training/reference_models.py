@@ -26,7 +26,7 @@ from can_train.io.records import write_json_atomic
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter
-from can_train.task import ReferenceModel, Task
+from can_train.task import BatchTask, ReferenceModel
 from can_train.training import inference
 from can_train.training.distributed import Ranks
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows
@@ -103,7 +103,7 @@ def write_plans(path: Path, plans: Sequence[ReferenceModelPlan]) -> None:
     write_json_atomic(path, [asdict(plan) for plan in plans])
 
 
-def read_plans(path: Path, task: Task) -> list[ReferenceModelPlan] | None:
+def read_plans(path: Path, task: BatchTask) -> list[ReferenceModelPlan] | None:
     """Reads the plans of an earlier attempt; None where there are none, or of other reference models."""
     try:
         plans = [
@@ -210,7 +210,7 @@ OutputSource = ComputedOutputs | CachedOutputs
 class ReferenceModels:
     """The reference models of a task on one device."""
 
-    task: Task  # receives their outputs
+    task: BatchTask  # receives their outputs
     training: TrainingSettings
     meter: Meter
     reporter: Reporter

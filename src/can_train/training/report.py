@@ -37,29 +37,43 @@ _COLUMNS: Final = ("device", "usable", _FACTOR, "batch", "micro-batches", "steps
 
 def plan_summary(run_plan: RunPlan, device_key: str, capacity_bytes: int) -> list[str]:
     """Writes what everybody should know of a plan: batch, micro-batches and memory, a sentence each."""
-    plan, peak = run_plan.plan, run_plan.predicted_peak_bytes
+    plan, peak = run_plan.plan, run_plan.fullest.predicted_peak_bytes
     steps = spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch)
     unit = "step" if plan.steps_per_epoch == 1 else "steps"
     batch = f"{_counted(plan.logical_batch, 'sample')} a step ({_REASONS[plan.binding_limit]}), {steps} {unit} an epoch"
     lines = [f"Plan: {batch}."]
     if plan.lr_factor != 1:
         lines.append(f"The learning rate is the preset's × {plan.lr_factor:.3g}, because the batch is another one.")
-    owner = f"The share of each of {run_plan.ranks} processes" if run_plan.ranks > 1 else "A step"
-    if plan.most_parts == 1:
-        lines.append(f"{owner} is computed at once, in one micro-batch.")
-    else:
-        parts = f"{spread(plan.fewest_parts, plan.most_parts)} micro-batches"
-        splits = f" (accumulation_splits {plan.rules.splits})" if plan.rules.splits > 1 else ""
-        size = _counted(plan.largest_micro_batch, "sample")
-        lines.append(f"{owner} is computed in {parts} of up to {size}{splits}.")
+    lines += [_parts_text(one) for one in run_plan.phases]
     if peak is not None:
         share = f"{peak / capacity_bytes:.0%} of the {size_text(capacity_bytes)} of {device_key}"
         lines.append(f"Memory is predicted to peak at {size_text(peak)}, {share}.")
     return lines
 
 
+def _parts_text(run_plan: RunPlan) -> str:
+    """Says in how many micro-batches a step is computed, or a phase of it."""
+    plan = run_plan.plan
+    owner = f"The share of each of {run_plan.ranks} processes" if run_plan.ranks > 1 else "A step"
+    if run_plan.phase:
+        owner = f"Phase {run_plan.phase}: {owner[0].lower()}{owner[1:]}"
+    if plan.most_parts == 1:
+        return f"{owner} is computed at once, in one micro-batch."
+    parts = f"{spread(plan.fewest_parts, plan.most_parts)} micro-batches"
+    splits = f" (accumulation_splits {plan.rules.splits})" if plan.rules.splits > 1 else ""
+    return f"{owner} is computed in {parts} of up to {_counted(plan.largest_micro_batch, 'sample')}{splits}."
+
+
 def plan_details(run_plan: RunPlan) -> list[str]:
-    """Writes what a plan rests on as aligned lines; none where nothing was measured."""
+    """Writes what a plan rests on as aligned lines, phase by phase; none where nothing was measured."""
+    lines = []
+    for one in run_plan.phases:
+        own = _phase_details(one)
+        lines += [f"  phase          {one.phase}", *own] if one.phase and own else own
+    return lines
+
+
+def _phase_details(run_plan: RunPlan) -> list[str]:
     plan, limits, peak = run_plan.plan, run_plan.limits, run_plan.predicted_peak_bytes
     if limits is None or peak is None:
         return []
@@ -128,13 +142,14 @@ def _dry_row(dry: DryPlan) -> tuple[str, ...]:
     usable = size_text(dry.target.capacity_bytes)
     if dry.plan is None:
         return (dry.target.key, usable, "–", "–", "–", "–", "–", "does not fit")
-    plan, peak = dry.plan.plan, dry.plan.predicted_peak_bytes
+    fullest, parts = dry.plan.fullest, [one.plan for one in dry.plan.phases]
+    plan, peak = fullest.plan, fullest.predicted_peak_bytes
     return (
         dry.target.key,
         usable,
         "–" if plan.safety_factor is None else f"{plan.safety_factor:.3f}",
         str(plan.logical_batch),
-        spread(plan.fewest_parts, plan.most_parts, "-"),
+        spread(min(one.fewest_parts for one in parts), max(one.most_parts for one in parts), "-"),
         spread(plan.fewest_steps_per_epoch, plan.steps_per_epoch, "-"),
         "–" if peak is None else f"{peak / dry.target.capacity_bytes:.1%}",
         plan.binding_limit,
@@ -164,7 +179,12 @@ def _dry_json(dry: DryPlan) -> dict[str, Any]:
         "warnings": dry.warnings,
         "reference_models": [asdict(plan) for plan in dry.reference_models],
         **({} if dry.plan is None else _plan_json(dry.plan)),
+        **({} if dry.plan is None or not dry.plan.later else _phases_json(dry.plan)),
     }
+
+
+def _phases_json(run_plan: RunPlan) -> dict[str, Any]:
+    return {"phases": [{"phase": one.phase, **_plan_json(one)} for one in run_plan.phases]}
 
 
 def _plan_json(run_plan: RunPlan) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.compose import from_plain, with_changes
-from can_train.config.resolved import ResolvedRun, data_root, load_object, load_task_settings
+from can_train.config.resolved import ResolvedRun, data_root
+from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, DeviceError, MissingDataError, RunError
-from can_train.io.records import parse_object, text_or_nothing
+from can_train.io.records import parse_object, sketch, text_or_nothing
 from can_train.io.units import parse_size
 from can_train.reporter import Reporter
 from can_train.training.run_folder import INPUTS, RunFolder, name_to_type
@@ -93,12 +94,13 @@ def _check_device(device: str, *, is_over: bool) -> None:
 
 def _check_data(folder: RunFolder, run: ResolvedRun, reporter: Reporter) -> None:
     """Raises RunError unless the data set at the run's path is the one that the run began with."""
-    task, root = load_task_settings(run.task), data_root(run.paths)
+    task, root = run.task_settings, data_root(run.paths)
     with suppress(MissingDataError):
-        if not load_object(task.files)(from_plain(folder.config()).dataset, root):
+        if not task.data_files(from_plain(folder.config()).dataset, root):
             raise ConfigError("The data of this run are simulated, and lie nowhere",
                               value=f"--dataset {run.dataset.path}", remedy="Leave --dataset out")  # fmt: skip
-    digest = load_object(task.digest)(run.dataset, root, reporter)
+    files = task.data_files(run.dataset, root)
+    digest = load_object(task.digest)(run.dataset, root, reporter) if task.digest else sketch(files)
     began_with = parse_object(text_or_nothing(folder.path / INPUTS)).get("data", digest)
     if digest != began_with:
         anew = f"can-train resubmit {name_to_type(folder)} --dataset {shlex.quote(run.dataset.path)}"

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import secrets
 import shlex
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeVar
@@ -61,7 +62,8 @@ _EPOCHS: Final = "training.epochs"
 
 _MESSAGE_LENGTH: Final = 500  # characters of an error that are kept; some of torch's fill pages
 _MAX_ENTRY_BYTES: Final = 2**20  # largest file that is read as an entry of the registry
-_LIBRARIES: Final = ("can-train", "torch", "torch_geometric", "numpy", "polars", "scikit-learn", "hydra-core")
+_LIBRARIES: Final = ("can-train", "torch", "numpy", "hydra-core")
+"""Packages whose versions a run notes, beside those of tasks."""
 
 
 class StopRequests:
@@ -245,6 +247,15 @@ class Attempts:
             return attempt
 
 
+def _packages_of_tasks() -> list[str]:
+    """Lists the packages in the extras of can-train, as `polars>=1.34 ; extra == 'all'` names them."""
+    try:
+        needed = requires("can-train") or []
+    except PackageNotFoundError:
+        return []
+    return sorted({re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in needed if "extra ==" in one} - {*_LIBRARIES})
+
+
 def slurm_node_name() -> str:
     """Returns this machine's name as SLURM has it, else its own: `exclude` of the next job must name the node."""
     return os.environ.get("SLURMD_NODENAME") or this_host()
@@ -271,7 +282,8 @@ def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]
         ending, details = "host_oom" if error.details.of_host else "gpu_oom", asdict(error.details)
     elif is_out_of_memory(error):
         ending = "host_oom" if is_host_memory(error) else "gpu_oom"
-    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    text = error.in_short if isinstance(error, CanTrainError) else str(error)
+    text = " ".join(line.strip() for line in text.splitlines() if line.strip())
     # The text of a CanTrainError is written for users; any other needs its type.
     if not isinstance(error, CanTrainError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -307,7 +319,7 @@ class RunFolder:
             RunError: It cannot be written.
         """
         libraries = dict.fromkeys(_LIBRARIES, "")
-        for name in _LIBRARIES:
+        for name in (*_LIBRARIES, *_packages_of_tasks()):
             with suppress(PackageNotFoundError):
                 libraries[name] = version(name)
         environment = {"python": platform.python_version(), "platform": platform.platform(),

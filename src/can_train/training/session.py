@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
 from can_train.errors import CheckpointError
-from can_train.fit.factor_rule import FactorRule
+from can_train.fit.factor_rule import FactorChoice, FactorRule
 from can_train.fit.micro_batcher import BatchResult, MicroBatcher
 from can_train.fit.optimizer import (
+    Optimization,
     OptimizerReserve,
     Precision,
     capture_generators,
@@ -24,12 +26,13 @@ from can_train.fit.optimizer import (
     restore_generators,
     seed_rank,
 )
+from can_train.fit.phases import only_trained
 from can_train.fit.plan import Plan
-from can_train.fit.planner import Epochs, Planner, RunPlan, rows_by_epoch, still_fits
+from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, packed_rows, rows_by_epoch, still_fits
 from can_train.io.records import write_json_atomic
 from can_train.memory.meters import LeakWatch, MemoryMonitor, Meter
 from can_train.reporter import Reporter
-from can_train.task import Task
+from can_train.task import BatchTask, Phase, TaskInEpoch
 from can_train.training.distributed import Ranks
 from can_train.training.inference import rescue_settings
 from can_train.training.loading import Checkpoints
@@ -47,7 +50,7 @@ class Parts:
 
     run: ResolvedRun
     folder: RunFolder
-    task: Task
+    task: BatchTask
     meter: Meter
     reporter: Reporter
     stops: StopRequests
@@ -67,6 +70,7 @@ class Progress:
     epoch: int = 0
     step_in_epoch: int = 0
     step: int = 0
+    updates: int = 0  # optimizer steps of the current step that are done, where it has several
     best_loss: float = math.inf
     best_epoch: int = 0
     epochs_without_gain: int = 0  # in validations
@@ -89,12 +93,54 @@ class Progress:
         self.epoch_ooms += result.ooms_rescued
         self.step_in_epoch += 1
         self.step += 1
+        self.updates = 0
 
     def end_epoch(self) -> None:
         """Counts an epoch; its sums begin anew."""
         self.epoch += 1
         self.step_in_epoch, self.epoch_sums, self.epoch_samples = 0, {}, 0
         self.epoch_parts, self.epoch_largest, self.epoch_ooms = 0, 0, 0
+
+
+@dataclass(kw_only=True)
+class PhaseState:
+    """What one phase trains with; most tasks have one phase.
+
+    Attributes:
+        task: As it is in the phase.
+        planner: Makes another plan where other parameters are trained.
+        run_plan: Of this rank.
+        shared_plan: Rank 0's, by whose prices all ranks share samples out alike.
+        largest_cost: Of the costliest micro-batch whose memory was counted, in bytes; the monitor's peak belongs to it.
+        cost_after_rescue: The same of those after the last out-of-memory; of all, where there was none.
+        planned_for: Which parameters were trained when the plan was made.
+    """
+
+    phase: Phase
+    task: BatchTask
+    planner: Planner
+    run_plan: RunPlan
+    shared_plan: RunPlan
+    optimization: Optimization
+    batcher: MicroBatcher
+    reserve: OptimizerReserve
+    largest_cost: float = 0.0
+    cost_after_rescue: float = 0.0
+    planned_for: tuple[bool, ...] = ()
+    _in_epoch: tuple[int, TaskInEpoch] | None = None
+
+    def in_epoch(self, epoch: int, epochs: int) -> TaskInEpoch:
+        """Returns the task as it is in an epoch of the phase."""
+        if self._in_epoch is None or self._in_epoch[0] != epoch:
+            self._in_epoch = epoch, self.task.in_epoch(epoch, epochs)
+        return self._in_epoch[1]
+
+    def use(self, run_plan: RunPlan, shared_plan: RunPlan) -> None:
+        """Trains by other plans from now on."""
+        self.run_plan, self.shared_plan = run_plan, shared_plan
+        self.batcher.use(run_plan.plan.rules, run_plan.limits)
+        # Costs are in bytes of another tuned limit now.
+        self.largest_cost = self.cost_after_rescue = 0.0
 
 
 @dataclass(kw_only=True)
@@ -106,20 +152,18 @@ class Session(Parts):
         steps_done: Optimizer steps of earlier attempts.
 
     Attributes:
-        planner: Has the model; makes another plan where other parameters are trained.
-        run_plan: Of this rank.
-        shared_plan: Rank 0's, by whose prices all ranks share samples out alike.
-        total_steps: Optimizer steps of the whole run, unless it stops early.
+        planners: Of all phases; they have the model.
+        phases: State of each phase.
+        phase: The one that trains now.
+        total_steps: Steps of the whole run, unless it stops early.
         best: Weights of the lowest validation loss; on rank 0 alone.
         stop_signal: A signal that some rank has received, known to all of them; None: none.
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
-        largest_cost: Of the costliest micro-batch whose memory was counted, in bytes; the monitor's peak belongs to it.
-        cost_after_rescue: The same of those after the last out-of-memory; of all, where there was none.
         largest_micro_batch: Of all that ran, in samples.
         foreign_bytes: Most memory that other processes were seen to take.
     """
 
-    planner: Planner
+    planners: Planners
     plans: InitVar[Sequence[RunPlan]]
     steps_done: InitVar[int]
     reference_models: ReferenceModels
@@ -128,81 +172,165 @@ class Session(Parts):
     stop_signal: int | None = None
     ooms_elsewhere: int = 0
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
-    largest_cost: float = 0.0
-    cost_after_rescue: float = 0.0
     largest_micro_batch: int = 0
     foreign_bytes: int = 0
 
     def __post_init__(self, plans: Sequence[RunPlan], steps_done: int) -> None:
-        training, meter, task, measured = self.training, self.meter, self.task, self.run.monitor
-        self.run_plan, self.shared_plan, self.model = plans[self.ranks.rank], plans[0], self.planner.model
+        training, task, measured = self.training, self.task, self.run.monitor
+        own = plans[self.ranks.rank]
+        self.model = self.planners.first.model
         self.epochs = Epochs(
-            rows_by_epoch(task, self.run_plan.skipped, epochs=training.epochs),
+            rows_by_epoch(task, own.skipped, epochs=training.epochs),
             lambda rows: task.batch_features(rows)[:, 0],
             seed=training.seed,
-            logical_batch=self.plan.logical_batch,
+            logical_batch=own.plan.logical_batch,
             preflight_units=training.preflight_units,
+            packed=lambda rows: packed_rows(task, rows),
         )
         self.total_steps = self.epochs.total_steps(training.epochs)
         self.precision = Precision.named(training.precision)
-        lr, total_steps = training.lr * self.plan.lr_factor, self.total_steps
-        self.optimization = make_optimization(self.model, training, lr=lr, total_steps=total_steps, device=meter.device)
-        self._planned_for = self.optimization.trainable
-        self.monitor = MemoryMonitor(meter=meter, interval=measured.interval, warmup=measured.warmup,
-                                     total_steps=total_steps - steps_done)  # fmt: skip
-        rescue = replace(rescue_settings(training), adaptive=training.adaptive_micro_batch, regrow=training.regrow)
-        limits = self.run_plan.limits
-        self.batcher = MicroBatcher(self.model, meter=meter, rules=self.plan.rules, rescue=rescue, limits=limits)
-        self.batcher.watch(self.note_rescue)
-        needed = self.planner.explorer.optimizer_memory()
-        self.reserve = OptimizerReserve(needed, meter, retries=training.oom_retries)
+        self.monitor = MemoryMonitor(meter=self.meter, interval=measured.interval, warmup=measured.warmup,
+                                     total_steps=self.total_steps - steps_done)  # fmt: skip
+        self.phases = [self._phase_state(*state) for state in
+                       zip(self.planners.phases, own.phases, plans[0].phases, strict=True)]  # fmt: skip
+        self.phase = self.phases[0]
         self.checkpoints = Checkpoints(self.folder.checkpoints_path)
         self.metrics = MetricsLog(self.folder.metrics_path)
-        self.steps = StepLog(steps_path(self.folder.path, self.ranks.rank), total_steps)
+        self.steps = StepLog(steps_path(self.folder.path, self.ranks.rank), self.total_steps)
         self._recorded_plan: RunPlan | None = None
+
+    def _phase_state(self, planner: Planner, run_plan: RunPlan, shared_plan: RunPlan) -> PhaseState:
+        training, meter, phase, plan = planner.training, self.meter, planner.phase, run_plan.plan
+        optimization = make_optimization(
+            self.model, training, lr=training.lr * plan.lr_factor, total_steps=self.total_steps * phase.steps,
+            phase=phase,
+        )  # fmt: skip
+        rescue = replace(rescue_settings(training), adaptive=training.adaptive_micro_batch, regrow=training.regrow)
+        batcher = MicroBatcher(self.model, meter=meter, rules=plan.rules, rescue=rescue, limits=run_plan.limits)
+        batcher.watch(self.note_rescue)
+        reserve = OptimizerReserve(planner.explorer.optimizer_memory(), meter, retries=training.oom_retries)
+        return PhaseState(
+            phase=phase, task=planner.task, planner=planner, run_plan=run_plan, shared_plan=shared_plan,
+            optimization=optimization, batcher=batcher, reserve=reserve, planned_for=optimization.trainable,
+        )  # fmt: skip
+
+    @property
+    def run_plan(self) -> RunPlan:
+        """The plan of the phase that trains now."""
+        return self.phase.run_plan
+
+    @property
+    def shared_plan(self) -> RunPlan:
+        """Rank 0's plan of that phase."""
+        return self.phase.shared_plan
 
     @property
     def plan(self) -> Plan:
-        """The decision that the attempt trains by."""
+        """The decision that the phase trains by."""
         return self.run_plan.plan
+
+    @property
+    def optimization(self) -> Optimization:
+        """The phase's optimizer, schedule and scaler."""
+        return self.phase.optimization
+
+    @property
+    def batcher(self) -> MicroBatcher:
+        """What splits and rescues the phase's batches."""
+        return self.phase.batcher
+
+    @property
+    def reserve(self) -> OptimizerReserve:
+        """The memory that is kept for the phase's optimizer."""
+        return self.phase.reserve
+
+    @property
+    def fullest(self) -> PhaseState:
+        """The phase with the highest predicted peak, by which the run teaches."""
+        return max(self.phases, key=lambda state: state.run_plan.predicted_peak_bytes or 0.0)
+
+    @property
+    def own_plan(self) -> RunPlan:
+        """This rank's plans of all phases as one."""
+        first, *later = (state.run_plan for state in self.phases)
+        return replace(first, later=tuple(later))
+
+    @property
+    def trainable(self) -> list[tuple[bool, ...]]:
+        """Which parameters of each phase are trained now, outside of the phases themselves."""
+        return [state.optimization.trainable for state in self.phases]
+
+    @property
+    def ooms_rescued(self) -> int:
+        """Out-of-memories survived so far, in all phases."""
+        return sum(state.batcher.ooms_rescued for state in self.phases)
+
+    @property
+    def cost_after_rescue(self) -> float:
+        """Of the costliest micro-batch that was counted after the last out-of-memory, in the fullest phase."""
+        return self.fullest.cost_after_rescue
+
+    @property
+    def largest_cost(self) -> float:
+        """Of the costliest micro-batch that was counted, in the fullest phase."""
+        return self.fullest.largest_cost
 
     @property
     def peak_bytes_after_rescue(self) -> int:
         """Peak of what ran after the last out-of-memory; 0 where nothing that was counted did."""
         return self.monitor.peak_bytes_after_rescue if self.cost_after_rescue else 0
 
+    @contextmanager
+    def in_phase(self, state: PhaseState) -> Iterator[None]:
+        """Trains a phase in the block, with the other phases' parameters frozen."""
+        before, self.phase = self.phase, state
+        with only_trained(self.model, state.phase):
+            try:
+                yield
+            finally:
+                self.phase = before
+
     def note_run(self, result: BatchResult, *, counted: bool) -> None:
-        """Remembers what this rank ran, and what it cost where its memory was counted."""
+        """Remembers what this rank ran of the phase, and what it cost where its memory was counted."""
         self.largest_micro_batch = max((self.largest_micro_batch, *result.micro_batches))
         if counted:
-            self.largest_cost = max(self.largest_cost, result.largest_cost)
-            self.cost_after_rescue = max(self.cost_after_rescue, result.cost_after_rescue)
+            state = self.phase
+            state.largest_cost = max(state.largest_cost, result.largest_cost)
+            state.cost_after_rescue = max(state.cost_after_rescue, result.cost_after_rescue)
 
     def note_rescue(self) -> None:
         """Separates what runs from now on from what ran before: memory ran out, and is free again."""
         self.monitor.rescued()
-        self.cost_after_rescue = 0.0
+        for state in self.phases:
+            state.cost_after_rescue = 0.0
         self.foreign_bytes = max(self.foreign_bytes, self.meter.foreign_bytes())
 
     def replan_if_thawed(self) -> None:
-        """Plans anew where other parameters are trained than the plan counts; the logical batch stays."""
-        if self.optimization.trainable == self._planned_for:
+        """Plans anew where other parameters are trained than the plans count; the logical batch stays."""
+        changed = [state for state in self.phases if state.optimization.trainable != state.planned_for]
+        if not changed:
             return
-        self._planned_for = self.optimization.trainable
-        self.optimization.drop_stale_state()
-        held_bytes = self.optimization.state_bytes
+        for state in changed:
+            state.planned_for = state.optimization.trainable
+            state.optimization.drop_stale_state()
+        if len(self.phases) > 1:
+            # Each phase leaves room for what the others' optimizers keep by now.
+            self.planners = Planners.of_phases(self.planners.first)
+            for state, planner in zip(self.phases, self.planners.phases, strict=True):
+                state.planner = planner
+        held_bytes = sum(state.optimization.state_bytes for state in self.phases)
         # Probes have peaks of their own, and reset the meter.
         self.monitor.pause()
+        own = self.own_plan
         # A micro-batch size that was given stays as it is: there is no factor to plan with.
-        if self.plan.safety_factor is not None:
-            rule = FactorRule(known=self.run_plan.factor, aim=self.run_plan.aim)
-            plans = self.ranks.gather(lambda: self.planner.make_again(self.run_plan, rule, held_bytes=held_bytes))
-            self.run_plan, self.shared_plan = plans[self.ranks.rank], plans[0]
-            self.batcher.use(self.plan.rules, self.run_plan.limits)
-            # Costs are in bytes of another tuned limit now.
-            self.largest_cost = self.cost_after_rescue = 0.0
-        self.reserve.expect(self.planner.explorer.optimizer_memory(), held_bytes=held_bytes)
-        self.reserve.hold()
+        if own.plan.safety_factor is not None:
+            rule = FactorRule(known=own.factor, aim=own.aim)
+            plans = self.ranks.gather(lambda: self.planners.make_again(own, rule, held_bytes=held_bytes))
+            for state, mine, first in zip(self.phases, plans[self.ranks.rank].phases, plans[0].phases, strict=True):
+                state.use(mine, first)
+        for state in self.phases:
+            state.reserve.expect(state.planner.explorer.optimizer_memory(), held_bytes=state.optimization.state_bytes)
+            state.reserve.hold()
 
     def log(self, **record: Any) -> None:
         """Adds a line about the last step to the metrics, which rank 0 writes, and shows it in the trackers."""
@@ -226,10 +354,11 @@ class Session(Parts):
             loss: Weighted, of the whole logical batch.
         """
         step, (allocated, reserved) = self.progress.step, self.monitor.last_step
-        if self._recorded_plan is not self.run_plan:
-            self._recorded_plan = self.run_plan
+        run_plan = self.fullest.run_plan
+        if self._recorded_plan is not run_plan:
+            self._recorded_plan = run_plan
             device, capacity_bytes = self.meter.key, self.meter.capacity_bytes
-            limits = memory_limits(self.run_plan, device=device, capacity_bytes=capacity_bytes, from_step=step)
+            limits = memory_limits(run_plan, device=device, capacity_bytes=capacity_bytes, from_step=step)
             self.steps.limit(limits)
         self.steps.add(
             StepRecord(
@@ -250,15 +379,19 @@ class Session(Parts):
         self.steps.flush()
         # These differ from rank to rank; all else is the same on all of them, so rank 0 writes it alone.
         of_ranks = self.ranks.gather(
-            lambda: {"randomness": capture_generators(), "micro_batches": self.batcher.state_dict()}
+            lambda: {
+                "randomness": capture_generators(),
+                "micro_batches": [state.batcher.state_dict() for state in self.phases],
+            }
         )
 
         def write() -> None:
             state = {
                 "model": self.model.state_dict(),
-                "trainable": list(self.optimization.trainable),
+                "trainable": [list(flags) for flags in self.trainable],
                 "best": self.best,
-                "optimization": self.optimization.state_dict(),
+                "task": dict(self.task.state()),
+                "optimization": [state.optimization.state_dict() for state in self.phases],
                 "progress": asdict(self.progress),
                 "metrics_lines": self.metrics.lines,
                 "logical_batch": self.plan.logical_batch,
@@ -274,21 +407,25 @@ class Session(Parts):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint's state, bit by bit."""
         self.model.load_state_dict(state["model"])
+        self.best = state["best"] if self.ranks.is_first else {}
         # The plan is the one for the parameters that are trained at first: the next step makes another where these
         # differ.
-        self.optimization.set_trainable(state["trainable"])
-        self.best = state["best"] if self.ranks.is_first else {}
-        self.optimization.load_state_dict(state["optimization"])
-        # `resume --epochs` may have made the schedule longer since.
-        self.optimization.follow_schedule()
-        self.reserve.expect(self.planner.explorer.optimizer_memory(), held_bytes=self.optimization.state_bytes)
+        saved = zip(self.phases, state["trainable"], state["optimization"], strict=True)
+        for phase, trainable, optimization in saved:
+            phase.optimization.set_trainable(trainable)
+            phase.optimization.load_state_dict(optimization)
+            # `resume --epochs` may have made the schedule longer since.
+            phase.optimization.follow_schedule()
+            needed = phase.planner.explorer.optimizer_memory()
+            phase.reserve.expect(needed, held_bytes=phase.optimization.state_bytes)
         self.progress = Progress(**state["progress"])
         if self.folder.goes_on_for_longer(self.progress.step):
             self.progress.trained, self.progress.epochs_without_gain = False, 0
         of_ranks, rank = [state, *state["other_ranks"]], self.ranks.rank
         if len(of_ranks) == self.ranks.size:
             same_device = state["device"] == self.meter.key
-            self.batcher.load_state_dict(of_ranks[rank]["micro_batches"], same_device=same_device)
+            for phase, micro_batches in zip(self.phases, of_ranks[rank]["micro_batches"], strict=True):
+                phase.batcher.load_state_dict(micro_batches, same_device=same_device)
             restore_generators(of_ranks[rank]["randomness"])
         elif self.ranks.is_first:
             restore_generators(state["randomness"])
@@ -312,11 +449,11 @@ def load_checkpoint(parts: Parts) -> dict[str, Any] | None:
     return saved
 
 
-def resolve_plans(planner: Planner, ranks: Ranks, factor: FactorRule, first_path: Path) -> list[RunPlan]:
+def resolve_plans(planners: Planners, ranks: Ranks, factor: FactorRule, first_path: Path) -> list[RunPlan]:
     """Reads the plans of an earlier attempt, or makes them, and writes them.
 
     Args:
-        planner: Of this rank.
+        planners: Of this rank.
         ranks: Those that train the run.
         factor: How the safety factor of a plan that is made here is decided.
         first_path: Where rank 0's plan is; the others' are beside it.
@@ -329,10 +466,10 @@ def resolve_plans(planner: Planner, ranks: Ranks, factor: FactorRule, first_path
     first, mine = earlier[0], earlier[ranks.rank]
     # Without rank 0's plan the logical batch is not decided, whatever the other ranks have.
     if first is None:
-        plans = ranks.gather(lambda: planner.make(factor))
-        plans = ranks.gather(lambda: planner.common(plans, plans[ranks.rank], factor))
+        plans = ranks.gather(lambda: planners.make(factor))
+        plans = ranks.gather(lambda: planners.common(plans, plans[ranks.rank], factor))
     else:
-        plans = ranks.gather(lambda: _adopt(planner, factor, first, mine))
+        plans = ranks.gather(lambda: _adopt(planners, factor, first, mine))
 
     def finish() -> RunPlan:
         plan = plans[ranks.rank]
@@ -344,15 +481,21 @@ def resolve_plans(planner: Planner, ranks: Ranks, factor: FactorRule, first_path
         if not factor.after_oom or known is None or old is None or known.factor >= old:
             return plan
         # The attempt before ran out of memory and lowered the factor: the same logical batch is split finer.
-        rules = replace(plan.plan.rules, safe_limit=known.factor * plan.plan.rules.tuned_limit)
-        finer = replace(plan.plan, rules=rules, safety_factor=known.factor)
-        return replace(plan, plan=finer, factor_reason=known.reason)
+        first, *later = (_split_finer(one, known) for one in plan.phases)
+        return replace(first, later=tuple(later))
 
     return ranks.gather(finish)
 
 
-def _adopt(planner: Planner, factor: FactorRule, first: RunPlan, own: RunPlan | None) -> RunPlan:
+def _split_finer(run_plan: RunPlan, factor: FactorChoice) -> RunPlan:
+    rules = replace(run_plan.plan.rules, safe_limit=factor.factor * run_plan.plan.rules.tuned_limit)
+    finer = replace(run_plan.plan, rules=rules, safety_factor=factor.factor)
+    return replace(run_plan, plan=finer, factor_reason=factor.reason, later=())
+
+
+def _adopt(planners: Planners, factor: FactorRule, first: RunPlan, own: RunPlan | None) -> RunPlan:
     """Takes over this rank's earlier plan, or makes one with the same logical batch."""
+    planner = planners.first
     same_ranks = first.ranks == planner.ranks
     if not same_ranks:
         now = f"{planner.ranks} processes in place of {first.ranks}"
@@ -362,7 +505,7 @@ def _adopt(planner: Planner, factor: FactorRule, first: RunPlan, own: RunPlan | 
         if still_fits(own, planner.meter):
             return own
         planner.reporter.notice("The plan was made for another device: its batch is kept, and cut as this one needs")
-    return planner.make(factor) if first.limits is None else planner.make_again(first, factor)
+    return planners.make(factor) if first.limits is None else planners.make_again(first, factor)
 
 
 def _read_plan(path: Path) -> RunPlan | None:

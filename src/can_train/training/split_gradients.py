@@ -24,7 +24,7 @@ from can_train.fit.packing import BatchCosts, SplitRules
 from can_train.fit.rescue import RescueSettings
 from can_train.memory.meters import Meter, is_simulated, open_meter
 from can_train.reporter import Reporter
-from can_train.task import LogicalBatch, Task
+from can_train.task import BatchTask, LogicalBatch
 from can_train.training.loading import fresh_model, sample_task
 from can_train.training.reference_models import ComputedOutputs
 
@@ -33,24 +33,32 @@ MOST_SAMPLES: Final = 256  # of the batch: more take longer, and show nothing el
 ROUNDING: Final = 1e-12
 
 
+@dataclass(frozen=True)
+class Difference:
+    """How far a batch that was computed in parts lies from the same batch computed whole."""
+
+    gradient: float  # relative L2 error
+    loss: float  # absolute
+
+
 @dataclass(frozen=True, kw_only=True)
 class GradientComparison:
-    """How far gradients of the same batch lie from each other, as relative L2 errors."""
+    """How far gradients and losses of the same batch lie from each other, by the sizes of the micro-batches."""
 
     key: str  # of the configuration
     device: str  # where they were computed
     samples: int  # of the batch
     batch_size: int  # of the configuration
     parameters: int  # numbers in a gradient
-    errors: Mapping[tuple[int, ...], float]  # by the sizes of the micro-batches
-    averaged_error: float  # where each micro-batch's mean counts alike, as in many training loops
+    errors: Mapping[tuple[int, ...], Difference]
+    averaged: Mapping[tuple[int, ...], Difference]  # where each micro-batch's mean counts alike, as in many loops
     drops: bool  # whether the model has dropout, which was off
     reasons: Sequence[str] = ()  # why they differ, as sentences; empty where they do not, or nobody knows
 
     @property
     def equal(self) -> bool:
         """Whether all errors are rounding."""
-        return max(self.errors.values()) <= ROUNDING
+        return max(one.gradient for one in self.errors.values()) <= ROUNDING
 
 
 def compare_gradients(run: ResolvedRun, reporter: Reporter) -> GradientComparison:
@@ -72,13 +80,17 @@ def compare_gradients(run: ResolvedRun, reporter: Reporter) -> GradientCompariso
     task.before_step(model, rows, 0.0, step_generator(seed=seed, step=0, before=True))
     epoch, generator = task.in_epoch(0, training.epochs), step_generator(seed=seed, step=0)
     batch = epoch.logical_batch(rows, meter.device, torch.float64, generator)
-    work = _Batch(model, batch, task.loss_weights, meter)
     with NoDropout() as no_dropout:
-        whole = work.gradient((len(rows),))
-        errors = {sizes: _relative_error(work.gradient(sizes), whole) for sizes in splits(len(rows))}
-        averaged = _relative_error(work.averaged_gradient(next(iter(errors))), whole)
+        denominators = batch.denominators
+        if denominators is None:
+            denominators = {term: own for term, (_, own) in batch.losses(model, 0, len(rows)).items()}
+        work = _Batch(model, batch, task.loss_weights, meter, denominators)
+        whole = work.accumulate((len(rows),))
+        ways = splits(len(rows), training.gradient_accumulation_steps)
+        errors = {sizes: _difference(work.accumulate(sizes), whole) for sizes in ways}
+        averaged = {sizes: _difference(work.average(sizes), whole) for sizes in ways}
     comparison = GradientComparison(key=run.key, device=meter.name, samples=len(rows), batch_size=batch_size,
-                                    parameters=whole.numel(), errors=errors, averaged_error=averaged,
+                                    parameters=whole[1].numel(), errors=errors, averaged=averaged,
                                     drops=no_dropout.seen)  # fmt: skip
     if comparison.equal:
         return comparison
@@ -86,13 +98,14 @@ def compare_gradients(run: ResolvedRun, reporter: Reporter) -> GradientCompariso
     return replace(comparison, reasons=explorer.batch_dependence().sentences(split=False))
 
 
-def splits(samples: int) -> list[tuple[int, ...]]:
-    """Returns the sizes of micro-batches to try: two unequal ones, ever larger ones, and single samples.
+def splits(samples: int, accumulated: int = 1) -> list[tuple[int, ...]]:
+    """Returns the sizes of micro-batches to try: the loader batches that are accumulated, where they are; two unequal
+    ones, ever larger ones, and single samples.
 
-    Equal parts would hide a mean that is taken over each part.
+    Equal parts alone would hide a mean that is taken over each part.
 
-    >>> splits(8)
-    [(3, 5), (1, 2, 5), (1, 1, 1, 1, 1, 1, 1, 1)]
+    >>> splits(8, 4)
+    [(2, 2, 2, 2), (3, 5), (1, 2, 5), (1, 1, 1, 1, 1, 1, 1, 1)]
     """
     first = max(1, 3 * samples // 8)
     growing: list[int] = []
@@ -100,18 +113,20 @@ def splits(samples: int) -> list[tuple[int, ...]]:
         size = 2 ** len(growing)
         # The last one takes what would be smaller than the one before it.
         growing.append(size if rest >= 3 * size else rest)
-    found = [(first, samples - first), tuple(growing), (1,) * samples]
+    each = -(-samples // accumulated)
+    loaded = tuple(min(each, samples - start) for start in range(0, samples, each))
+    found = [loaded if each > 1 else (), (first, samples - first), tuple(growing), (1,) * samples]
     # A pair cannot be split in different ways.
     return list(dict.fromkeys(sizes for sizes in found if len(sizes) > 1))
 
 
-def _consult_reference_models(task: Task, meter: Meter) -> None:
+def _consult_reference_models(task: BatchTask, meter: Meter) -> None:
     for one in task.reference_models():
         if one.placements:
             task.bind_outputs(one.role, ComputedOutputs(one, meter, Precision.named("fp64")))
 
 
-def _rows(task: Task, run: ResolvedRun, size: int) -> NDArray[np.int64]:
+def _rows(task: BatchTask, run: ResolvedRun, size: int) -> NDArray[np.int64]:
     rows = task.in_epoch(0, run.training.epochs).train_rows
     if len(rows) < 2 or size < 2:
         raise ConfigError("A batch of one sample cannot be split", value=f"batch size {size}, {len(rows)} samples",
@@ -128,38 +143,41 @@ class _Batch:
     batch: LogicalBatch
     weights: Mapping[str, float]
     meter: Meter
+    denominators: Mapping[str, float]
 
-    def gradient(self, sizes: tuple[int, ...]) -> Tensor:
-        """Returns the gradient as training accumulates it in micro-batches of these sizes."""
+    def accumulate(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
+        """Returns the loss, and the gradient as training accumulates it, in micro-batches of these sizes."""
         # Every micro-batch costs 1 and may cost no more, so that the batch is cut between them.
         costs = BatchCosts.of_samples([1 / size for size in sizes for _ in range(size)])
         batcher = MicroBatcher(self.model, meter=self.meter, rules=SplitRules(safe_limit=1.0),
                                rescue=RescueSettings(adaptive=False))  # fmt: skip
         snapshot = Snapshot(self.model, self.meter.device)
         self.model.zero_grad()
-        batcher.run(lambda start, stop: self.batch.losses(self.model, start, stop), costs,
-                    denominators=self.batch.denominators, weights=self.weights)  # fmt: skip
+        result = batcher.run(lambda start, stop: self.batch.losses(self.model, start, stop), costs,
+                             denominators=self.denominators, weights=self.weights or None)  # fmt: skip
         snapshot.restore()
-        return self._flat()
+        return sum(self.weights.get(term, 1.0) * mean for term, mean in result.means.items()), self._flat()
 
-    def averaged_gradient(self, sizes: tuple[int, ...]) -> Tensor:
-        """Returns the mean of the micro-batches' own gradients, each with its own denominators."""
-        snapshot, start = Snapshot(self.model, self.meter.device), 0
+    def average(self, sizes: tuple[int, ...]) -> tuple[float, Tensor]:
+        """Returns the means of the micro-batches' own losses and gradients, each with its own denominators."""
+        snapshot, start, loss = Snapshot(self.model, self.meter.device), 0, 0.0
         self.model.zero_grad()
         for size in sizes:
             losses = self.batch.losses(self.model, start, start + size)
-            means = [self.weights[term] * total / (own or 1.0) for term, (total, own) in losses.items()]
-            (torch.stack(means).sum() / len(sizes)).backward()
-            start += size
+            means = [self.weights.get(term, 1.0) * total / (own or 1.0) for term, (total, own) in losses.items()]
+            share = torch.stack(means).sum() / len(sizes)
+            share.backward()
+            start, loss = start + size, loss + float(share.detach())
         snapshot.restore()
-        return self._flat()
+        return loss, self._flat()
 
     def _flat(self) -> Tensor:
         return torch.cat([one.grad.flatten() for one in self.model.parameters() if one.grad is not None])
 
 
-def _relative_error(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm().clamp_min(torch.finfo(other.dtype).tiny))
+def _difference(one: tuple[float, Tensor], whole: tuple[float, Tensor]) -> Difference:
+    length = whole[1].norm().clamp_min(torch.finfo(whole[1].dtype).tiny)
+    return Difference(float((one[1] - whole[1]).norm() / length), abs(one[0] - whole[0]))
 
 
 def comparison_lines(comparison: GradientComparison) -> list[str]:
@@ -170,27 +188,39 @@ def comparison_lines(comparison: GradientComparison) -> list[str]:
         f"{comparison.key}: one batch of {comparison.samples:,} samples{of}",
         f"on {comparison.device}, in float64, {dropout}; {comparison.parameters:,} parameters",
         "",
-        "  micro-batches                      relative L2 error of the gradient",
+        "                                 as trained here       mean of their means",
+        "  micro-batches                  gradient      loss     gradient      loss",
     ]
-    lines += [f"  {_sizes_text(sizes):<35}{error:.1e}" for sizes, error in comparison.errors.items()]
-    largest = max(comparison.errors.values())
+    for sizes, error in comparison.errors.items():
+        mean = comparison.averaged[sizes]
+        lines.append(f"  {_sizes_text(sizes):<31}{error.gradient:>8.1e}{error.loss:>10.1e}"
+                     f"{mean.gradient:>13.1e}{mean.loss:>10.1e}")  # fmt: skip
+    lines += ["", "Gradients: relative L2 error; losses: difference; both from the whole batch.", ""]
+    largest = max(error.gradient for error in comparison.errors.values())
     if comparison.equal:
-        averaged = f"{comparison.averaged_error:.1%}"
-        return [*lines, "", "Split gradients equal the gradient of the whole batch: the largest difference,",
+        averaged = max(error.gradient for error in comparison.averaged.values())
+        return [*lines, "Split gradients equal the gradient of the whole batch: the largest difference,",
                 f"{largest:.0e} of its length, is rounding. A loop that averages the micro-batches'",
-                f"means would be off by {averaged} of it."]  # fmt: skip
-    return [*lines, "", "Split gradients do not equal the gradient of the whole batch: they are off by",
+                f"means would be off by up to {averaged:.1%} of it."]  # fmt: skip
+    return [*lines, "Split gradients do not equal the gradient of the whole batch: they are off by",
             f"up to {largest:.1%} of its length.", *(f"{reason}." for reason in comparison.reasons)]  # fmt: skip
 
 
 def comparison_json(comparison: GradientComparison) -> dict[str, Any]:
     """Writes a comparison as plain values."""
-    errors = [{"micro_batches": list(sizes), "relative_error": error} for sizes, error in comparison.errors.items()]
-    return {**asdict(comparison), "errors": errors, "equal": comparison.equal}
+    errors = [{"micro_batches": list(sizes), "relative_error": error.gradient, "loss_difference": error.loss,
+               "averaged_relative_error": comparison.averaged[sizes].gradient,
+               "averaged_loss_difference": comparison.averaged[sizes].loss}
+              for sizes, error in comparison.errors.items()]  # fmt: skip
+    plain = {name: value for name, value in asdict(replace(comparison, errors={}, averaged={})).items()
+             if name != "averaged"}  # fmt: skip
+    return {**plain, "errors": errors, "equal": comparison.equal}
 
 
 def _sizes_text(sizes: tuple[int, ...]) -> str:
     if set(sizes) == {1}:
         return f"{len(sizes)} of one sample"
+    if len(set(sizes)) == 1:
+        return f"{len(sizes)} of {sizes[0]}"
     listed = ", ".join(map(str, sizes))
     return f"{len(sizes)}, of {listed}"

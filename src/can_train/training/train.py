@@ -27,15 +27,25 @@ from can_train.factors.observations import Device, Observation, Started, write_r
 from can_train.factors.observations import Outcome as AttemptOutcome
 from can_train.factors.store import factor_rule, memory_fingerprint, next_time, policy_options, store_of
 from can_train.fit.factor_rule import FactorRule
-from can_train.fit.micro_batcher import BatchResult, Losses, check_denominators, combine_shares, sum_by_term
+from can_train.fit.micro_batcher import (
+    BatchResult,
+    Denominators,
+    Losses,
+    check_denominators,
+    combine_shares,
+    combine_updates,
+    sum_by_term,
+)
 from can_train.fit.optimizer import Snapshot, seed_rank, step_generator
-from can_train.fit.planner import Planner, RunPlan
+from can_train.fit.phases import freeze
+from can_train.fit.planner import Planner, Planners, RunPlan, packed_rows
 from can_train.fit.rescue import describe_out_of_memory
 from can_train.io.records import this_host, write_json_atomic
+from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory, without_others
 from can_train.reporter import LoggedReporter, Reporter, SilentReporter
-from can_train.task import Table, Task, TaskInEpoch
+from can_train.task import BatchTask, Table
 from can_train.training.distributed import RankFailedError, RankGoneError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
 from can_train.training.loading import check_inputs_unchanged, fresh_model, load_task, start_from
@@ -137,7 +147,7 @@ def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests) -> Itera
             raise
 
 
-def _prepare(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> tuple[Meter, Task]:
+def _prepare(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> tuple[Meter, BatchTask]:
     """Opens the device and reads the data."""
     meter = ranks.on_every_rank(lambda: open_meter(rank_device(run.device, ranks)))
     if meter.is_host:
@@ -165,7 +175,7 @@ def _train_and_judge(parts: Parts) -> Outcome:
             message, of_host = headline(error), is_host_memory(error)
         # After the except clause, which keeps the tensors of what failed alive.
         details = describe_out_of_memory(parts.meter, None)
-        smaller = "choose a smaller model (--size student) or a larger device"
+        smaller = "choose a smaller model by its settings (--set), or a larger device"
         remedy = without_others(details.foreign_bytes, smaller)
         raise DoesNotFitError("What a run keeps on the device must fit beside its micro-batches", value=message,
                               remedy=remedy, details=replace(details, of_host=details.of_host or of_host))  # fmt: skip
@@ -229,13 +239,13 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     references = ReferenceModels(task=task, training=run.training, meter=meter, reporter=reporter,
                                  cache=cache_folder(run.paths), ranks=ranks)  # fmt: skip
     resident = references.prepare(model, parts.folder.reference_models_path)
-    planner = Planner(run=run, task=task, model=model, meter=meter, reporter=reporter, ranks=ranks.size,
-                      reference_tensors=resident)  # fmt: skip
-    plans = resolve_plans(planner, ranks, factor, parts.folder.plan_path)
+    planners = Planners.of_phases(Planner(run=run, task=task, model=model, meter=meter, reporter=reporter,
+                                          ranks=ranks.size, reference_tensors=resident))  # fmt: skip
+    plans = resolve_plans(planners, ranks, factor, parts.folder.plan_path)
     _show_plan(parts, plans[ranks.rank], references)
     seed_rank(seed=run.training.seed, rank=ranks.rank, step=0)
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
-    session = Session(**vars(parts), planner=planner, plans=plans, steps_done=steps_done, reference_models=references)
+    session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references)
     if checkpoint is not None:
         session.restore(checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
@@ -254,7 +264,7 @@ def _show_plan(parts: Parts, plan: RunPlan, references: ReferenceModels) -> None
     meter, reporter = parts.meter, parts.reporter
     reporter.notice("\n".join(plan_summary(plan, meter.key, meter.capacity_bytes)))
     reporter.detail("\n".join([*plan_details(plan), *reference_model_lines(references.plans)]))
-    for notice in (*plan.plan.notices, *plan.notices):
+    for notice in plan.all_notices:
         reporter.notice(notice)
 
 
@@ -266,7 +276,8 @@ def train(session: Session) -> None:
     """
     progress, ranks = session.progress, session.ranks
     epochs, patience = session.training.epochs, session.training.patience
-    ranks.on_every_rank(session.reserve.hold)
+    for state in session.phases:
+        ranks.on_every_rank(state.reserve.hold)
     # A signal inside the block is only noted: the step ends and is saved before the process does.
     with session.stops.deferred(), session.reporter.stage("training", total=session.total_steps, unit="steps") as stage:
         stage.advance(progress.step)
@@ -286,18 +297,18 @@ def train(session: Session) -> None:
                 session.reporter.notice(text)
     # Judging has a peak of its own, from which nothing is learned.
     session.monitor.pause()
-    session.ooms_elsewhere = sum(ranks.gather(lambda: session.batcher.ooms_rescued)) - session.batcher.ooms_rescued
+    session.ooms_elsewhere = sum(ranks.gather(lambda: session.ooms_rescued)) - session.ooms_rescued
 
 
 def _train_epoch(session: Session, stage: Any) -> None:
     progress, training = session.progress, session.training
-    task = session.task.in_epoch(progress.epoch, training.epochs)
+    freeze(session.model, training, epoch=progress.epoch)
     steps = session.epochs.steps(progress.epoch)
     started, samples_before = time.perf_counter(), progress.epoch_samples
     session.model.train()
     while progress.step_in_epoch < len(steps):
         ends_epoch = progress.step_in_epoch + 1 == len(steps)
-        means = take_step(session, steps[progress.step_in_epoch], ends_epoch=ends_epoch, task=task)
+        means = take_step(session, steps[progress.step_in_epoch], ends_epoch=ends_epoch)
         stage.advance(1, loss=_weighted(means, session.task.loss_weights))
         if session.stop_signal or progress.step % training.checkpoint_every == 0:
             session.save()
@@ -329,45 +340,82 @@ def _first_signal(received: Sequence[int | None]) -> int | None:
     return next(filter(None, received), None)
 
 
-def take_step(session: Session, rows: Rows, *, ends_epoch: bool, task: TaskInEpoch | None = None) -> dict[str, float]:
-    """Takes one optimizer step on one logical batch; returns the means of the loss terms.
+def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> dict[str, float]:
+    """Takes the optimizer steps of all phases on one logical batch; returns the means of the loss terms.
 
     Args:
         session: The session.
         rows: [R] samples of the batch.
         ends_epoch: Whether it is the last step of its epoch.
-        task: As it is in the epoch; None: the session's task.
     """
-    progress = session.progress
-    snapshot, trainable = Snapshot(session.model, session.meter.device), session.optimization.trainable
+    progress, phases = session.progress, session.phases
+    snapshot, trainable = Snapshot(session.model, session.meter.device), session.trainable
+    updates = [(state, repetition) for state in phases for repetition in range(1, state.phase.steps + 1)]
+    results = []
     try:
-        share, seed = progress.step / session.total_steps, session.training.seed
-        generator = step_generator(seed=seed, step=progress.step, before=True)
-        # On all ranks or on none: an error on one must not leave the others waiting in a later exchange.
-        session.ranks.on_every_rank(lambda: session.task.before_step(session.model, rows, share, generator))
-        # Before the monitored step: planning runs probes, whose memory is not the step's.
-        session.replan_if_thawed()
-        # The reserve's own list, not a copy: it is emptied within the step, and nobody else may keep what was in it.
-        held = session.reserve.tensors, session.planner.reference_tensors, snapshot.copies
-        with session.monitor.step(session.model, session.optimization.optimizer, *held) as counted:
-            own, result = _optimizer_step(session, task or session.task, rows, ends_epoch=ends_epoch)
+        _before_step(session, rows)
+        # A run that is resumed within a step goes on after the updates that are done.
+        for number, (state, repetition) in list(enumerate(updates))[progress.updates :]:
+            ends = ends_epoch and repetition == state.phase.steps
+            with session.in_phase(state):
+                results.append(_update(session, rows, snapshot, ends_epoch=ends))
+            progress.updates = number + 1
+            if progress.updates < len(updates):
+                snapshot = Snapshot(session.model, session.meter.device)
     except (DoesNotFitError, RankFailedError) as error:
         if isinstance(error, DoesNotFitError) or error.did_not_fit:
             # A later attempt takes the step again, perhaps with more memory.
-            session.optimization.optimizer.zero_grad(set_to_none=True)
+            for state, flags in zip(phases, trainable, strict=True):
+                state.optimization.optimizer.zero_grad(set_to_none=True)
+                state.optimization.set_trainable(flags)
             snapshot.restore()
-            session.optimization.set_trainable(trainable)
             session.save()
         raise
+    result = combine_updates(results)
     progress.add_step(result, len(rows))
-    session.note_run(own, counted=counted)
     session.record_step(result, loss=_weighted(result.means, session.task.loss_weights))
     _release_and_report(session, result)
     return result.means
 
 
+def _before_step(session: Session, rows: Rows) -> None:
+    """Lets the task freeze and thaw parameters, and plans for what is trained then."""
+    step, seed = session.progress.step, session.training.seed
+    generator = step_generator(seed=seed, step=step, before=True)
+    share = step / session.total_steps
+    # On all ranks or on none: an error on one must not leave the others waiting in a later exchange.
+    session.ranks.on_every_rank(lambda: session.task.before_step(session.model, rows, share, generator))
+    # Before the monitored step: planning runs probes, whose memory is not the step's.
+    session.replan_if_thawed()
+
+
+def _update(session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: bool) -> BatchResult:
+    """Takes one optimizer step of the current phase; `snapshot` was taken before it."""
+    # The reserves' own lists, not copies: one is emptied within the step, and nobody else may keep what was in it.
+    reserved = [state.reserve.tensors for state in session.phases]
+    held = *reserved, session.planners.first.reference_tensors, snapshot.copies
+    optimizers = [state.optimization.optimizer for state in session.phases]
+    with session.monitor.step(session.model, *optimizers, *held) as counted:
+        own, result = _optimizer_step(session, rows, snapshot, ends_epoch=ends_epoch)
+    session.note_run(own, counted=counted)
+    if session.training.log_splits and len(result.micro_batches) > 1:
+        session.reporter.detail(_split_text(session, rows, result))
+    return result
+
+
+def _split_text(session: Session, rows: Rows, result: BatchResult) -> str:
+    """Says how a batch was split: into how many parts, of how much, and with what peak."""
+    task, (allocated, _) = session.task, session.monitor.last_step
+    units, stops = task.batch_features(rows)[:, 0], np.cumsum(result.micro_batches)
+    largest = max(float(part.sum()) for part in np.split(units, stops[:-1]))
+    phase = f", {session.phase.phase.name}" if session.phase.phase.name else ""
+    total = f"{units.sum():,.0f} {task.memory_features[0].name}, the largest part {largest:,.0f}"
+    peak = f", peak {size_text(allocated)}" if allocated else ""
+    return f"step {session.progress.step}{phase}: {len(stops)} micro-batches, {total}{peak}"
+
+
 def _optimizer_step(
-    session: Session, task: TaskInEpoch, rows: Rows, *, ends_epoch: bool
+    session: Session, rows: Rows, snapshot: Snapshot, *, ends_epoch: bool
 ) -> tuple[BatchResult, BatchResult]:
     """Accumulates the gradient of a logical batch and updates the weights.
 
@@ -375,17 +423,45 @@ def _optimizer_step(
         What this rank computed of the batch, and the whole.
     """
     ranks = session.ranks
-    shares = ranks.gather(lambda: _accumulate(session, task, rows))
-    own, denominators = shares[ranks.rank]
-    result = combine_shares([share for share, _ in shares])
-    # Parts whose denominators do not add up to the batch's would silently train with another gradient.
-    check_denominators(result, denominators, size=len(rows))
+    own, result = _gradient(session, rows, snapshot)
     if not all(math.isfinite(mean) for mean in result.means.values()):
         raise _no_longer_finite(session, f"step {session.progress.step}", result.means)
     ranks.reduce_gradients(session.optimization.parameters)
     session.stop_signal = _first_signal(ranks.gather(lambda: _update_weights(session, ends_epoch=ends_epoch)))
     ranks.broadcast_buffers(session.model)
     return own, result
+
+
+def _gradient(session: Session, rows: Rows, snapshot: Snapshot) -> tuple[BatchResult, BatchResult]:
+    """Accumulates the gradient of a logical batch, of which each rank computes a share; returns its own result and the
+    whole's.
+    """
+    ranks, parameters = session.ranks, session.optimization.parameters
+    shares = ranks.gather(lambda: _accumulate(session, rows))
+    own, result = shares[ranks.rank][0], combine_shares([share for share, _ in shares])
+    expected = shares[ranks.rank][1]
+    if not expected.is_estimate:
+        # Parts whose denominators do not add up to the batch's would silently train with another gradient.
+        check_denominators(result, expected.by_term, size=len(rows))
+        return own, result
+    factors = expected.factors(result.denominators)
+    if len(set(factors.values())) > 1:
+        # Each term needs a factor of its own, and their gradients have been added up: once more, by what is known now.
+        session.optimization.optimizer.zero_grad(set_to_none=True)
+        snapshot.restore()
+        known = Denominators(result.denominators)
+        again = ranks.gather(lambda: _accumulate(session, rows, known))
+        # What ran out of memory did so in the first pass mostly; the second begins with smaller parts.
+        repeated = [
+            replace(second, ooms_rescued=first.ooms_rescued + second.ooms_rescued)
+            for (first, _), (second, _) in zip(shares, again, strict=True)
+        ]
+        return repeated[ranks.rank], combine_shares(repeated)
+    factor = next(iter(factors.values()))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
+    return own.scaled(factor), result.scaled(factor)
 
 
 def _no_longer_finite(session: Session, where: str, losses: Mapping[str, float]) -> FailedRunError:
@@ -399,38 +475,48 @@ def _no_longer_finite(session: Session, where: str, losses: Mapping[str, float])
     )
 
 
-def _accumulate(session: Session, task: TaskInEpoch, rows: Rows) -> tuple[BatchResult, dict[str, float]]:
+def _accumulate(session: Session, rows: Rows, known: Denominators | None = None) -> tuple[BatchResult, Denominators]:
     """Accumulates the gradient of this rank's share of a logical batch, and makes room for the optimizer.
 
+    Args:
+        session: The session.
+        rows: [R] samples of the batch.
+        known: Denominators of the whole batch, where they are known.
+
     Returns:
-        The result of the share, and the denominators of the whole logical batch.
+        The result of the share, and the denominators of the whole logical batch that it was computed with.
     """
-    optimization, device = session.optimization, session.meter.device
-    # A function of seed and step: a resumed or repeated step draws the same numbers.
-    generator = step_generator(seed=session.training.seed, step=session.progress.step)
+    state, device, progress = session.phase, session.meter.device, session.progress
+    # A function of seed, step and update: a resumed or repeated step draws the same numbers.
+    generator = step_generator(seed=session.training.seed, step=progress.step, update=progress.updates)
+    task = state.in_epoch(progress.epoch, session.training.epochs)
     # The whole batch, so that what couples its samples is drawn alike on all ranks; it computes what is asked of it.
     batch = task.logical_batch(rows, device, session.precision.dtype, generator)
-    share = session.ranks.share(len(rows), lambda: session.shared_plan.training_costs(session.task, rows))
+    share = session.ranks.share(len(rows), lambda: state.shared_plan.training_costs(state.task, rows))
+    denominators = known or Denominators.of(batch, len(rows))
 
     def losses_of(start: int, stop: int) -> Losses:
         with session.precision.context(device):
-            return batch.losses(session.model, share.start + start, share.start + stop)
+            losses = batch.losses(session.model, share.start + start, share.start + stop)
+        # Of several ranks, all must take the batch to have the same denominators.
+        denominators.learn(losses, is_whole=session.ranks.size == 1 and stop - start == len(rows))
+        return losses
 
     if share.start == share.stop:
         # A scaler that has never scaled refuses to step.
-        optimization.scaler.scale(torch.zeros((), device=device))
+        state.optimization.scaler.scale(torch.zeros((), device=device))
     try:
-        result = session.batcher.run_share(
+        result = state.batcher.run_share(
             losses_of,
-            session.run_plan.training_costs(session.task, rows[share]),
-            denominators=batch.denominators,
-            weights=session.task.loss_weights,
-            scale=optimization.scaler.scale,
+            state.run_plan.training_costs(state.task, rows[share]),
+            denominators=denominators.by_term,
+            weights=session.task.loss_weights or None,
+            scale=state.optimization.scaler.scale,
         )
     except DoesNotFitError as error:
         raise with_samples(error, session.task.describe, rows[share]) from None
-    session.reserve.before_step()
-    return result, dict(batch.denominators)
+    state.reserve.before_step()
+    return result, denominators
 
 
 def _update_weights(session: Session, *, ends_epoch: bool) -> int | None:
@@ -451,7 +537,8 @@ def _release_and_report(session: Session, result: BatchResult) -> None:
     if too_full or (interval and step % interval == 0):
         meter.release()
     if result.ooms_rescued:
-        splits = f"memory ran out {result.ooms_rescued} times; finished in {len(result.micro_batches)} micro-batches"
+        times = "once" if result.ooms_rescued == 1 else f"{result.ooms_rescued} times"
+        splits = f"memory ran out {times}; finished in {len(result.micro_batches)} micro-batches"
         session.reporter.notice(f"step {step}: {splits}, with the same gradient")
     rise = session.leak_watch.after_step(meter.allocated_bytes())
     if rise:
@@ -480,7 +567,7 @@ def _validate(session: Session) -> None:
 def validation_loss(session: Session) -> float:
     """Returns the weighted loss over the validation samples, of which each rank computes a share."""
     task, device = session.task, session.meter.device
-    rows = task.validation_rows
+    rows = packed_rows(task, task.validation_rows)
     share = session.ranks.share(len(rows), lambda: session.shared_plan.evaluation_costs(task, rows))
     session.model.eval()
 
@@ -513,33 +600,45 @@ def _inference(session: Session) -> BatchedInference:
 
 
 def _weighted(means: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    return sum(weights[term] * mean for term, mean in means.items())
+    return sum(weights.get(term, 1.0) * mean for term, mean in means.items())
+
+
+class _Scores:
+    """Scores samples for a judgement, the same ones only once."""
+
+    def __init__(self, session: Session, advance: Callable[[int], object]) -> None:
+        self._session, self._advance, self._inference = session, advance, _inference(session)
+        self._known: dict[tuple[str, bytes], NDArray[np.float64]] = {}
+
+    def __call__(self, rows: Rows, role: str = "") -> NDArray[np.float64]:
+        """Returns the model's scores, or those of a reference model."""
+        key = role, rows.tobytes()
+        if key not in self._known:
+            task, references = self._session.task, self._session.reference_models
+            self._known[key] = references.score(role, rows) if role else self._inference.scores(task, rows)
+            self._advance(len(rows))
+        return self._known[key]
+
+    def parts(self, rows: Rows) -> list[Any]:
+        """Returns what the task computes of each part of some samples."""
+        found = self._inference.parts(self._session.task, rows)
+        self._advance(len(rows))
+        return found
 
 
 def _result(session: Session) -> dict[str, Any]:
     """Judges the best weights; returns what `result.json` holds."""
     # Judging needs neither optimizer state nor gradients.
-    session.optimization.optimizer.state.clear()
-    session.optimization.optimizer.zero_grad(set_to_none=True)
+    for state in session.phases:
+        state.optimization.optimizer.state.clear()
+        state.optimization.optimizer.zero_grad(set_to_none=True)
     session.meter.release()
     session.model.load_state_dict(session.best)
     session.model.eval()
-    inference = _inference(session)
-    known: dict[tuple[str, bytes], NDArray[np.float64]] = {}
     with session.reporter.stage("judging", unit="samples") as stage:
-
-        def score(rows: Rows, role: str = "") -> NDArray[np.float64]:
-            scores = session.reference_models.score(role, rows) if role else inference.scores(session.task, rows)
-            stage.advance(len(rows))
-            known[role, rows.tobytes()] = scores
-            return scores
-
-        def known_score(rows: Rows, role: str = "") -> NDArray[np.float64]:
-            scores = known.get((role, rows.tobytes()))
-            return score(rows, role) if scores is None else scores
-
+        score = _Scores(session, stage.advance)
         judgement = session.task.judge(score)
-        predictions = session.task.predictions(judgement, known_score)
+        predictions = session.task.predictions(judgement, score)
     try:
         write_predictions(session.folder.predictions_path, predictions)
     except StateError as error:
@@ -555,18 +654,18 @@ def _result(session: Session) -> dict[str, Any]:
         "best_validation_loss": progress.best_loss,
         "parameters": sum(parameter.numel() for parameter in session.model.parameters() if parameter.requires_grad),
         "device": session.meter.key,
-        "plan": session.run_plan.to_plain(),
+        "plan": session.own_plan.to_plain(),
         "reference_models": [asdict(plan) for plan in session.reference_models.plans],
-        "ooms_rescued": session.batcher.ooms_rescued + session.ooms_elsewhere,
+        "ooms_rescued": session.ooms_rescued + session.ooms_elsewhere,
         "micro_batch_size": session.largest_micro_batch or None,
-        "predicted_peak_bytes": session.run_plan.predicted_peak_bytes,
+        "predicted_peak_bytes": session.fullest.run_plan.predicted_peak_bytes,
         "peak_memory_bytes": monitor.peak_bytes or None,
         "peak_memory_pct": monitor.peak_share,
         "judgement": judgement,
     }
 
 
-def _outcome(task: Task, folder: RunFolder, result: Mapping[str, Any]) -> Outcome:
+def _outcome(task: BatchTask, folder: RunFolder, result: Mapping[str, Any]) -> Outcome:
     counts = ((result["epochs"], "epoch"), (result["steps"], "step"), (result["parameters"], "parameter"))
     done = ", ".join(f"{count:,} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
     best = f"best validation loss {result['best_validation_loss']:.4g} after epoch {result['best_epoch']}"
@@ -582,7 +681,7 @@ def observe(session: Session) -> Iterator[None]:
     """
     run, meter, state = session.run, session.meter, state_dir(session.run.paths)
     # The batcher of a resumed run also counts those of earlier attempts.
-    ooms_before = session.batcher.ooms_rescued
+    ooms_before = session.ooms_rescued
     begun: dict[str, Any] = {
         "run_id": session.folder.run_id,
         "attempt": session.ranks.on_rank0(lambda: session.folder.attempts.current),
@@ -596,7 +695,7 @@ def observe(session: Session) -> Iterator[None]:
     outcome: AttemptOutcome = "error"
     try:
         yield
-        outcome = "rescued" if session.batcher.ooms_rescued > ooms_before else "ok"
+        outcome = "rescued" if session.ooms_rescued > ooms_before else "ok"
     except (SystemExit, KeyboardInterrupt, RankFailedError, RankGoneError):
         # A failure of another rank says nothing of the device here.
         outcome = "interrupted"
@@ -621,15 +720,16 @@ def observe(session: Session) -> Iterator[None]:
             session.steps.flush()
 
         def write() -> None:
-            write_record(state, _observation(session, begun, outcome, session.batcher.ooms_rescued - ooms_before))
+            write_record(state, _observation(session, begun, outcome, session.ooms_rescued - ooms_before))
             store_of(run).refresh_export()
 
         _try_to_write(session, write)
 
 
 def _observation(session: Session, begun: Mapping[str, Any], outcome: AttemptOutcome, ooms: int) -> Observation:
-    run, run_plan, plan, monitor = session.run, session.run_plan, session.plan, session.monitor
-    predicted, oom_cost = run_plan.predicted_peak_bytes, session.batcher.oom_cost
+    run, fullest, monitor = session.run, session.fullest, session.monitor
+    run_plan, plan = fullest.run_plan, fullest.run_plan.plan
+    predicted, oom_cost = run_plan.predicted_peak_bytes, fullest.batcher.oom_cost
     cost_after_oom = 0.0 if oom_cost is None else session.cost_after_rescue
     searched = run_plan.limits.training if run_plan.limits is not None and plan.safety_factor is not None else None
     # A capped search does not know where a share of its limit leads.

@@ -13,6 +13,7 @@ import pytest
 
 from can_train.factors.observations import read_records
 from fakes.bitwise import assert_same, final_state
+from fakes.own_tasks import write_task
 from slurm.real.on_slurm import Slurm
 
 TRAIN = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
@@ -191,3 +192,12 @@ def test_where_no_controller_answers_it_says_so_and_names_the_alternatives(slurm
     assert "No SLURM answers on this machine" in refused.stderr
     assert "--cluster local" in refused.stderr
     assert [path.name for path in slurm.folder.iterdir()] == ["slurm.conf"]
+
+
+def test_a_job_trains_a_task_of_ones_own_as_it_was(slurm: Slurm) -> None:
+    task = write_task(slurm.folder / "mine")
+    words = ("--task", f"{task}:MyTask", "--epochs", "1", "--device", "cpu")
+    (run,) = submitted(slurm, *words, *JOB, "--set", "cluster.additional.hold=true")
+    task.write_text("raise SystemExit('edited')\n")
+    slurm.command("scontrol", "release", run["job_id"])
+    assert slurm.ended(run["job_id"]) == "COMPLETED", Path(run["log"]).read_text()

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from can_train.config.resolved import ModelSpec, Prerequisite, TaskSettings
 from can_train.config.settings import check_choice, check_range
+from can_train.config.task_settings import ModelSpec, Prerequisite, TaskSettings
 from can_train.errors import ConfigError
 
 # (names, share of the tuned limit, reason). Larger data sets have larger graphs.
@@ -311,6 +311,8 @@ _CLASSIFIER = Prerequisite(role="classifier", what="a classifier", models=("gat"
 
 TASK = TaskSettings(
     dataset=CanDatasetSettings,
+    key_prefix="",
+    example="--model gat --dataset synthetic",
     inputs=("name", "window", "identity", "validation_share", "test_share", "synthetic"),
     follows={"stride": "window"},
     inherited=("window", "stride", "identity", "validation_share", "test_share"),

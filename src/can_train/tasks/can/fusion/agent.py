@@ -278,7 +278,7 @@ class FusionTask(WindowTask):
         ConfigError: The run is to start from the weights of another one.
     """
 
-    features = (Feature("windows"),)
+    memory_features = (Feature("windows"),)
     loss_weights: Mapping[str, float] = {"value": 1.0}
 
     def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:

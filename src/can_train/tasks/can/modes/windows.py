@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from can_train.errors import DataError
-from can_train.task import Feature, Predictions, Task
+from can_train.task import BatchTask, Feature, Predictions
 from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train.tasks.can.data.layout import TEST, digest_of_logs
@@ -32,7 +32,7 @@ _REMEDY: Final = "Use a log with labelled attacks, or train an autoencoder: --mo
 _BENIGN_REMEDY: Final = "Use a log that also has attack-free driving, before and after the attacks"
 
 
-class WindowTask(Task):
+class WindowTask(BatchTask):
     """A task on the windows of a CAN data set.
 
     Attributes:
@@ -40,7 +40,7 @@ class WindowTask(Task):
         reference_roles: Roles of the reference models that the trained model is compared with.
     """
 
-    features: Sequence[Feature] = GRAPH_FEATURES
+    memory_features: Sequence[Feature] = GRAPH_FEATURES
     supervised = True
     reference_roles: Sequence[str] = ()
 

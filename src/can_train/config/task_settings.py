@@ -1,0 +1,375 @@
+"""What a task tells the configuration of itself, and where its class is found. Of an installed task the description is
+read without importing torch.
+"""
+
+import hashlib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, get_type_hints
+
+from can_train.errors import ConfigError, MissingDataError, TaskError, unknown_name
+
+_GROUP: Final = "can_train.tasks"  # of entry points
+_BASE: Final = "can_train.tasks.sample_task:Task"
+_INSTALLED: Final = ("site-packages", "dist-packages")  # folders of packages that every job finds, too
+_HOW: Final = "A task is installed, or it is file.py:Class, or package.module:Class"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prerequisite:
+    """A finished run that a mode builds on."""
+
+    # What it is to the mode: `teacher`. It names a flag, and the setting of the mode that holds the folder.
+    role: str
+    what: str  # the role in words: `a teacher`
+    models: tuple[str, ...]  # that it may have trained
+    modes: tuple[str, ...]  # that it may have trained in; the first is the one that messages propose
+    sizes: tuple[str, ...] = ()  # that it may have; the first is the one that messages propose. Empty: any
+    same_model: bool = False  # whether its model must have the size and settings of the model that builds on it
+    required: bool = True  # whether the mode cannot run without it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One model of a task."""
+
+    settings: type  # its settings dataclass
+    modes: tuple[str, ...]  # that it trains in, the default first
+    sizes: tuple[str, ...] = ()  # that it comes in, the default first; empty if it has one
+    needs: Mapping[str, str] = field(default_factory=dict)  # what a mode needs beside data, in words, by mode
+    only_sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by mode, where it does not train all
+    prerequisites: Mapping[str, tuple[Prerequisite, ...]] = field(default_factory=dict)  # by mode
+
+
+def _no_experience(dataset: str, mode: str) -> tuple[float, str, Sequence[tuple[float, str]]]:
+    return 0.60, "other dataset", ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSettings:
+    """Settings of a task or model that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeSettings:
+    """Settings of a mode that has none of its own."""
+
+    name: str = ""
+    """Its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSettings:
+    """Settings of a data set that has none of its own."""
+
+    name: str = ""
+    """Name in keys and run ids."""
+    path: str = ""
+    """File or folder of the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """Everything that the configuration needs to know about a task.
+
+    What is an import path `module:name` may also be the object itself.
+
+    Attributes:
+        task_class: Import path of the task's class, a `can_train.Task`; empty where `factory` and the other functions
+            stand in for it.
+        settings: Settings dataclass of the task itself.
+        dataset: Settings dataclass of its data sets; has the fields `name` and `path`.
+        training: Its own defaults of training settings, by name.
+        aliases: Training settings that mean another one with this task, by name.
+        configs: Folder of presets that lies beside a task of one's own.
+        key_prefix: What the keys of its runs begin with; None: the task's name.
+        example: The flags of a first training line, where there must be some.
+        inputs: Fields of it that decide what a model sees; a run and the runs that it builds on must agree in them.
+        inherited: Fields of it that other data take over from a finished run that is evaluated on them.
+        follows: Fields of it that have the value of another field if they are 0: `{"stride": "window"}`.
+        modes: Settings dataclass of each of its modes; has the field `name`, and one for each prerequisite's folder.
+        models: Its models by name; the name of a single one may be empty.
+        default_model: The model of a command line that names none; empty: it must name one, if there are several.
+        factory: Import path `module:function`. Makes the task from a resolved run and the finished models that it
+            builds on (by role), and prepares its data.
+        sampler: Import path. Makes the task from a sample of the data, in seconds and without writing. The task also
+            has `sample_note` (what was sampled; empty if nothing had to be) and `estimated_train_rows`.
+        evaluator: Import path. Prepares other data for the evaluation of a finished run.
+        tables: Import path. Writes a run's judgement as tables of text, all of it.
+        summary_tables: Import path. Writes of it what a person sees by default.
+        files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
+            torch; no files if the data are generated. Raises MissingDataError. Empty: `Task.files` lists them.
+        digest: Import path. Computes the digest of a data set's content from its settings, the data root and a
+            reporter: that of its tasks (`BatchTask.data_digest`), without torch. Raises MissingDataError. Empty: a
+            digest of the files.
+        experience: From data set and mode: the first safety factor, why, and (multiplier, why) adjustments.
+    """
+
+    task_class: Any = ""
+    settings: type = NoSettings
+    dataset: type = DatasetSettings
+    training: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    configs: str = ""
+    key_prefix: str | None = None
+    example: str = ""
+    inputs: tuple[str, ...] = ()
+    inherited: tuple[str, ...] = ()
+    follows: Mapping[str, str] = field(default_factory=dict)
+    modes: Mapping[str, type] = field(default_factory=lambda: {"": ModeSettings})
+    models: Mapping[str, ModelSpec] = field(default_factory=lambda: {"": ModelSpec(settings=NoSettings, modes=("",))})
+    default_model: str = ""
+    factory: Any = "can_train.tasks.sample_task:make_task"
+    sampler: Any = "can_train.tasks.sample_task:make_sample_task"
+    evaluator: Any = "can_train.tasks.sample_evaluation:evaluator"
+    tables: Any = "can_train.tasks.sample_judging:tables"
+    summary_tables: Any = "can_train.tasks.sample_judging:tables"
+    files: Any = ""
+    digest: Any = ""
+    experience: Callable[[str, str], tuple[float, str, Sequence[tuple[float, str]]]] = _no_experience
+
+    def table(self) -> str:
+        """Writes the table of models and modes, one line each, the default mode first."""
+        rows = [("--model", "--mode", "needs")]
+        for name, spec in self.models.items():
+            for mode in spec.modes:
+                default = " (default)" if mode == spec.modes[0] else ""
+                rows.append((name, mode + default, spec.needs.get(mode, "data only")))
+        return "\n".join(f"  {model:<9}{mode:<25}{needs}" for model, mode, needs in rows)
+
+    def data_files(self, dataset: Any, root: Path) -> list[Path]:
+        """Lists the files of a data set; raises MissingDataError if they are not there."""
+        if self.files:
+            return list(load_object(self.files)(dataset, root))
+        files = [Path(path) for path in load_object(self.task_class).files(dataset, root)]
+        if missing := [path for path in files if not path.exists()]:
+            raise MissingDataError("There is no such data set", value=f"{missing[0]} does not exist",
+                                   remedy="Check --dataset, and --data-root where the data set has a name")  # fmt: skip
+        return files
+
+    @property
+    def prerequisites(self) -> list[Prerequisite]:
+        """The finished runs that its modes build on, each role once."""
+        found = [one for spec in self.models.values() for needed in spec.prerequisites.values() for one in needed]
+        return list({one.role: one for one in found}.values())
+
+
+def task_names() -> list[str]:
+    """Lists the installed tasks: the folders in `tasks/` that have a settings module."""
+    root = Path(__file__).resolve().parents[1] / "tasks"
+    return sorted(path.parent.name for path in root.glob("*/settings.py"))
+
+
+def load_task_settings(task: str, code_dir: str = "") -> TaskSettings:
+    """Imports the description of a task.
+
+    Args:
+        task: An installed one, the name of an entry point, `file.py:Class` or `package.module:Class`.
+        code_dir: The folder from which the last ones are imported.
+
+    Raises:
+        ConfigError: There is no such task; the message lists the installed ones.
+        TaskError: Its code cannot be imported.
+    """
+    if task in task_names():
+        settings: TaskSettings = importlib.import_module(f"can_train.tasks.{task}.settings").TASK
+        return settings
+    return describe(load_class(task, code_dir))
+
+
+def installed_sizes() -> set[str]:
+    """Returns the sizes of all models of the installed tasks."""
+    tasks = [load_task_settings(name) for name in task_names()]
+    return {size for task in tasks for model in task.models.values() for size in model.sizes}
+
+
+def load_object(path: Any) -> Any:
+    """Imports the object that an import path `module:name` names; anything else is the object itself."""
+    if not isinstance(path, str):
+        return path
+    module, name = path.split(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra(module, error)) is None:
+            raise
+        raise missing from error
+
+
+def missing_extra(module: str, error: ModuleNotFoundError) -> ConfigError | None:
+    """Makes the error for a package that an installed task needs; None: it is not a task's module that lacks one."""
+    inside, missing = re.match(r"can_train\.tasks\.(\w+)\.", module), str(error.name).partition(".")[0]
+    if inside is None or missing == "can_train":
+        return None
+    return ConfigError(f"Task {inside[1]} needs a package that is not installed", value=missing,
+                       remedy=f"Install what it needs: pip install 'can-train[{inside[1]}]'")  # fmt: skip
+
+
+# A task of one's own: `file.py:Class`, `package.module:Class`, or a name of the entry-point group `can_train.tasks`
+
+
+def locate(task: str) -> tuple[str, str]:
+    """Finds where the code of a task of one's own is.
+
+    Args:
+        task: As a person writes it.
+
+    Returns:
+        The task's name, as runs have it, and the folder from which it is imported; empty for an installed package.
+
+    Raises:
+        ConfigError: There is no such task.
+    """
+    where, _, name = _import_path(task).rpartition(":")
+    if not _is_file(where):
+        return task, _folder_of(where)
+    path = Path(where).expanduser().absolute()
+    return f"{path.name}:{name}", str(path.parent)
+
+
+def load_class(task: str, code_dir: str) -> type:
+    """Imports the class of a task.
+
+    Args:
+        task: Its name, as `locate` returns it.
+        code_dir: The folder that belongs to it.
+
+    Raises:
+        ConfigError: There is no such file, module or class, or it is not a task.
+        TaskError: The code raised an error.
+    """
+    where, _, name = _import_path(task).rpartition(":")
+    if code_dir and code_dir not in sys.path:
+        sys.path.insert(0, code_dir)
+    module = _load_file(Path(code_dir, where)) if _is_file(where) else _load_module(where)
+    base = load_object(_BASE)
+    classes = {key: one for key, one in vars(module).items()
+               if isinstance(one, type) and issubclass(one, base) and one is not base}  # fmt: skip
+    if name not in classes:
+        if hasattr(module, name):
+            raise ConfigError("A task is a class that derives from can_train.Task", value=f"{name} of {where} does not",
+                              remedy=f"Write class {name}(can_train.Task)")  # fmt: skip
+        raise unknown_name(f"class of {where}", name, classes)
+    return classes[name]
+
+
+def key_name(task: str) -> str:
+    """Returns the name of a task in keys: its class's in snake case, or that of its entry point."""
+    name = task.rpartition(":")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+@lru_cache(maxsize=64)
+def describe(cls: Any) -> TaskSettings:
+    """Describes a task to the configuration by the attributes of its class.
+
+    Raises:
+        ConfigError: The class lacks a method, or settings are not as they must be.
+    """
+    base, name = load_object(_BASE), cls.__name__
+    needed = ["datasets", "model", *([] if cls.phases is not base.phases else ["loss"])]
+    lacking = [method for method in needed if getattr(cls, method) is getattr(base, method)]
+    if lacking or inspect.isabstract(cls):
+        lacking = lacking or sorted(cls.__abstractmethods__)
+        raise ConfigError(f"{name} lacks what every task has", value=", ".join(lacking),
+                          remedy=f"Write {name}.{lacking[0]}; see docs/tasks.md")  # fmt: skip
+    _check_settings(f"{name}.Settings", cls.Settings)
+    _check_settings(f"{name}.DatasetSettings", cls.DatasetSettings, ("name", "path"))
+    for model, settings in cls.models.items():
+        _check_settings(f"{name}.models[{model!r}]", settings)
+    for mode, settings in cls.modes.items():
+        _check_settings(f"{name}.modes[{mode!r}]", settings, ("name",))
+    modes = dict(cls.modes) or TaskSettings().modes
+    models = dict(cls.models) or {"": TaskSettings().models[""].settings}
+    return TaskSettings(
+        task_class=cls, settings=cls.Settings, dataset=cls.DatasetSettings, modes=modes, training=cls.training,
+        models={model: ModelSpec(settings=settings, modes=tuple(modes)) for model, settings in models.items()},
+        default_model=next(iter(models)), configs=str(Path(inspect.getfile(cls)).parent / "configs"),
+    )  # fmt: skip
+
+
+def _check_settings(where: str, cls: Any, needed: tuple[str, ...] = ()) -> None:
+    frozen = '@dataclass(frozen=True, kw_only=True), and a default for each field, as in "hidden: int = 32"'
+    if not (isinstance(cls, type) and is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+        raise ConfigError(f"{where} must be a frozen dataclass", remedy=f"Write {frozen}")
+    for one in fields(cls):
+        if one.default is MISSING and one.default_factory is MISSING:
+            raise ConfigError(f"Every field of {where} must have a default", value=one.name, remedy=f"Write {frozen}")
+    lacking = [name for name in needed if name not in [one.name for one in fields(cls)]]
+    if lacking:
+        raise ConfigError(f"{where} must have the fields {' and '.join(needed)}", value=f"{', '.join(lacking)} lacks",
+                          remedy=f'Add {lacking[0]}: str = ""')  # fmt: skip
+    try:
+        get_type_hints(cls)
+    except NameError as error:
+        raise ConfigError(f"The types of {where} must be known where the class is", value=str(error)) from error
+
+
+def _import_path(task: str) -> str:
+    """Returns `file.py:Class` or `module:Class`."""
+    if ":" in task:
+        return task
+    if _is_file(task):
+        raise ConfigError("A task in a file is named with its class", value=task, remedy=f"Write {task}:MyTask")
+    # Its import takes as long as all the others here.
+    from importlib.metadata import entry_points
+
+    named = {one.name: one.value for one in entry_points(group=_GROUP)}
+    if task not in named:
+        raise unknown_name("task", task, [*task_names(), *named], more=f". {_HOW}")
+    return named[task]
+
+
+def _is_file(where: str) -> bool:
+    return where.endswith(".py") or "/" in where
+
+
+def _folder_of(module: str) -> str:
+    """Returns the folder on whose path a module's top-level package was found, the current one included."""
+    spec = PathFinder.find_spec(top := module.partition(".")[0], [str(Path.cwd()), *sys.path])
+    places = list(spec.submodule_search_locations or [spec.origin or ""]) if spec is not None else []
+    if not places:
+        raise ConfigError("There is no such module", value=repr(top), remedy=f"Name one that Python can import. {_HOW}")
+    folder = Path(places[0]).absolute().parent
+    return "" if set(_INSTALLED) & set(folder.parts) else str(folder)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        near = sorted(str(one.name) for one in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        if near:
+            raise unknown_name(f"file in {path.parent}", path.name, near)
+        raise ConfigError(
+            "There is no such file", value=str(path), remedy="Name the file of the task: my_file.py:MyTask"
+        )
+    # Its own name, by which what it defines is found when it is unpickled; another one for another file of that name.
+    taken = getattr(sys.modules.get(path.stem), "__file__", None) if path.stem in sys.modules else str(path)
+    name = path.stem if taken == str(path) else f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise TaskError(f"{path.name} failed when it was imported", error) from error
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise TaskError(f"{name} failed when it was imported", error) from error

@@ -1,0 +1,87 @@
+"""Makes batches of samples, and moves them to a device."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from can_train.errors import DataError
+
+
+def leaves(sample: Any) -> Iterator[Tensor]:
+    """Yields the tensors and arrays of a sample, in order."""
+    if isinstance(sample, Tensor):
+        yield sample
+    elif isinstance(sample, np.ndarray):
+        yield torch.from_numpy(sample)
+    elif isinstance(sample, Mapping):
+        for value in sample.values():
+            yield from leaves(value)
+    elif isinstance(sample, tuple | list):
+        for value in sample:
+            yield from leaves(value)
+    elif is_dataclass(sample) and not isinstance(sample, type):
+        for one in fields(sample):
+            yield from leaves(getattr(sample, one.name))
+
+
+def pad_and_stack(samples: Sequence[Any]) -> Any:
+    """Makes a batch of samples that are built alike.
+
+    Tensors are stacked along a new first dimension; where they differ in their first dimension they are padded with
+    zeros at the end, to the longest. Numbers become a tensor, text and anything else a list. Of tuples, lists, dicts
+    and dataclasses each member is collated by itself.
+
+    >>> pad_and_stack([(torch.tensor([1, 2]), 0), (torch.tensor([3]), 1)])
+    (tensor([[1, 2],
+            [3, 0]]), tensor([0, 1]))
+
+    Raises:
+        DataError: Tensors differ in more than their length.
+    """
+    first = samples[0]
+    if isinstance(first, np.ndarray):
+        return pad_and_stack([torch.from_numpy(sample) for sample in samples])
+    if isinstance(first, Tensor):
+        if len({sample.shape for sample in samples}) == 1:
+            return torch.stack(list(samples))
+        if len({sample.shape[1:] for sample in samples}) == 1 and first.ndim:
+            return pad_sequence(list(samples), batch_first=True)
+        shapes = ", ".join(str(tuple(shape)) for shape in sorted({sample.shape for sample in samples})[:3])
+        raise DataError("Samples of a batch differ in their first dimension at most", value=f"shapes {shapes}",
+                        remedy="Write Task.collate, which makes a batch of samples")  # fmt: skip
+    if isinstance(first, bool | np.bool_):
+        return torch.tensor([bool(sample) for sample in samples])
+    if isinstance(first, int | np.integer):
+        return torch.tensor([int(sample) for sample in samples])
+    if isinstance(first, float | np.floating):
+        return torch.tensor([float(sample) for sample in samples])
+    if isinstance(first, Mapping):
+        return {name: pad_and_stack([sample[name] for sample in samples]) for name in first}
+    if isinstance(first, tuple | list):
+        members = [pad_and_stack(list(values)) for values in zip(*samples, strict=True)]
+        return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
+    if is_dataclass(first) and not isinstance(first, type):
+        return replace(first, **{one.name: pad_and_stack([getattr(sample, one.name) for sample in samples])
+                                 for one in fields(first)})  # fmt: skip
+    return list(samples)
+
+
+def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Moves the tensors of a batch to a device, floating-point ones in a number format."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, dtype) if batch.is_floating_point() else batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: to_device(value, device, dtype) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        members = [to_device(value, device, dtype) for value in batch]
+        return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return replace(batch, **{one.name: to_device(getattr(batch, one.name), device, dtype)
+                                 for one in fields(batch)})  # fmt: skip
+    # An object of the task's own may know by itself how to move (torch_geometric's batches do).
+    return batch.to(device) if hasattr(batch, "to") else batch

@@ -1,0 +1,165 @@
+"""A task of one's own, in a folder outside the checkout: named on the command line, trained, and its errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from can_train.cli.main import main
+from can_train.config.resolved import plain_from_yaml
+from fakes.own_tasks import CLASSIFIER, write_task
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
+    return write_task(tmp_path / "mine")
+
+
+def only_config(folder: Path) -> dict:
+    (run,) = (folder / "runs").iterdir()
+    return plain_from_yaml((run / "config.yaml").read_text())
+
+
+LINE = ("--device", "sim:512MiB", "--epochs", "1")
+
+
+def test_a_class_in_a_file_trains_under_a_key_of_its_own(own: Path, tmp_path: Path, capsys) -> None:
+    assert main(("--task", "mine/my_file.py:MyTask", *LINE, "--set", "model.hidden=8", "--json")) == 0
+    result = json.loads(capsys.readouterr().out)
+    config = only_config(tmp_path)
+    assert config["task"] == "my_file.py:MyTask"
+    assert config["paths"]["code_dir"] == str(tmp_path / "mine")
+    assert (config["settings"], config["training"]["lr_batch_size"]) == ({"hidden": 8}, 32)
+    assert "-my_task-" in result["run_id"]
+    assert main(("show", "last")) == 0
+    assert "accuracy" in capsys.readouterr().out
+
+
+def test_a_plan_of_it_names_no_model_and_no_data_set(own: Path, tmp_path: Path, capsys) -> None:
+    assert main(("--task", f"{own}:MyTask", "--device", "sim:512MiB", "--dry-run", "--target-gpu", "t4")) == 0
+    assert "my_task: 200 training samples" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_whose_code_is_gone_is_still_listed_and_shown(own: Path, tmp_path: Path, capsys) -> None:
+    assert main(("--task", f"{own}:MyTask", *LINE)) == 0
+    own.unlink()
+    (tmp_path / "mine" / "helpers.py").unlink()
+    capsys.readouterr()
+    for words in (("runs",), ("show", "last"), ("status", "last")):
+        assert main(words) == 0, capsys.readouterr().err
+    assert "my_task" in capsys.readouterr().out
+    assert main(("resume", "last", "--epochs", "3")) == 2
+    assert "error: There is no such file: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "before", "after", "status"),
+    [
+        ("datasets", "points = torch.randn(300, ", "points = torch.rondn(300, ", 2),
+        ("model", "return nn.Sequential(", "return nn.Sequentiel(", 2),
+        ("loss", "reduction=", "reduktion=", 2),
+    ],
+)
+def test_an_error_in_it_comes_with_its_own_lines(
+    own: Path, capsys, method: str, before: str, after: str, status: int
+) -> None:
+    own.write_text(CLASSIFIER.replace(before, after))
+    assert main(("--task", f"{own}:MyTask", *LINE)) == status
+    said = capsys.readouterr().err
+    first, *others = said[said.index("error: ") :].splitlines()
+    assert first.startswith(f"error: MyTask failed when it was asked for: {method}: ")
+    assert others[0] == "Traceback (most recent call last):"
+    assert (
+        f'my_file.py", line {1 + own.read_text()[: own.read_text().index(after)].count(chr(10))}, in {method}' in said
+    )
+    assert "can_train" not in "".join(others).replace(str(own.parent), "")
+
+
+LATE = """
+        MyTask.calls += 1
+        assert MyTask.calls < 200, "too late"
+"""
+
+
+def test_an_error_while_it_trains_ends_a_run_with_three_and_is_told(own: Path, tmp_path: Path, capsys) -> None:
+    text = CLASSIFIER.replace('labels = batch\n        return {"class', f'labels = batch{LATE}        return {{"class')
+    own.write_text(text + "\n    calls = 0\n")
+    assert main(("--task", f"{own}:MyTask", "--device", "cpu", "--epochs", "60", "--json")) == 3
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["exit_code"] == 3
+    assert "AssertionError: too late" in error["traceback"]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert "AssertionError: too late" in (run / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "message"),
+    [
+        ("my_fil.py:MyTask", "", "Unknown file in"),
+        ("my_file.py", "", "Write my_file.py:MyTask"),
+        ("my_file.py:MyTsk", CLASSIFIER, "Valid, nearest first: MyTask"),
+        ("my_file.py:MyTask", "class MyTask: pass", "derives from can_train.Task"),
+        ("my_file.py:MyTask", "import nothing_of_this_name", "my_file.py failed when it was imported: ModuleNotFound"),
+        ("my_file.py:MyTask", "def broken(:\n    pass", "my_file.py failed when it was imported: SyntaxError"),
+        ("my_file.py:MyTask", "raise SystemExit(0)", "my_file.py failed when it was imported: SystemExit"),
+        ("my_file.py:MyTask", CLASSIFIER.replace("def loss", "def los"), "MyTask lacks what every task has: loss"),
+        ("my_file.py:MyTask", CLASSIFIER.replace("(frozen=True, kw_only=True)", ""), "Settings must be a frozen"),
+        ("my_file.py:MyTask", CLASSIFIER.replace("hidden: int = 32", "hidden: int"), "must have a default: hidden"),
+        ("my_file.py:MyTask", CLASSIFIER.replace('"lr"', '"lrr"'), "'lrr'. Nearest of"),
+        ("mine.my_fil:MyTask", "", "mine.my_fil failed when it was imported: ModuleNotFoundError"),
+        ("no_such_package.module:MyTask", "", "There is no such module: 'no_such_package'"),
+        ("cann", "", "Unknown task: 'cann'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_task_is_said(own: Path, capsys, monkeypatch, task: str, text: str, message: str) -> None:
+    if text:
+        own.write_text(text)
+    if ".py" in task:
+        monkeypatch.chdir(own.parent)
+    assert main(("--task", task, "--device", "cpu", "--dry-run")) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_presets_beside_the_file_and_in_a_folder_of_ones_own_are_found(own: Path, tmp_path: Path, capsys) -> None:
+    preset = "# @package _global_\ndefaults: [schema@dataset, _self_]\ndataset: {{name: {}}}\ntraining: {{seed: {}}}\n"
+    for folder, seed in ((own.parent / "configs", 7), (tmp_path / "others", 8)):
+        for name in ("small", "large"):
+            (folder / "dataset").mkdir(parents=True, exist_ok=True)
+            (folder / "dataset" / f"{name}.yaml").write_text(preset.format(name, seed))
+    line = ("--task", f"{own}:MyTask", "--device", "cpu", "--dry-run", "--show-config", "--json")
+    assert main(line) == 2
+    assert "--dataset is missing" in capsys.readouterr().err
+    assert main((*line, "--dataset", "small")) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["config"]["dataset"]["name"], plan["config"]["training"]["seed"]) == ("small", 7)
+    assert main((*line, "--dataset", "large", "--config-dir", str(tmp_path / "others"))) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["training"]["seed"] == 8
+    assert main((*line, "--dataset", "small", "--config-dir", "nowhere")) == 2
+
+
+def test_a_setting_of_the_task_is_named_with_task(own: Path, capsys) -> None:
+    line = ("--task", f"{own}:MyTask", "--device", "cpu", "--dry-run", "--json")
+    for words in (("--set", "task.hidden=8"), ("--model-args", "hidden=8"), ("--set", "model.hidden=8")):
+        assert main((*line, *words)) == 0
+        assert json.loads(capsys.readouterr().out)["config"]["settings"] == {"hidden": 8}
+    for words in (("--set", "task.hiden=8"), ("--set", "task.hidden=many")):
+        assert main((*line, *words)) == 2
+        assert "task.hidden" in capsys.readouterr().err
+
+
+def test_a_sweep_of_its_settings_is_several_runs(own: Path, tmp_path: Path, capsys) -> None:
+    assert main(("--task", f"{own}:MyTask", *LINE, "--set", "task.hidden=4,8", "--quiet")) == 0
+    hidden = sorted(plain_from_yaml((run / "config.yaml").read_text())["settings"]["hidden"]
+                    for run in (tmp_path / "runs").iterdir())  # fmt: skip
+    assert hidden == [4, 8]
+    capsys.readouterr()
+    assert main(("runs",)) == 0
+    assert "hidden=4" in capsys.readouterr().out
+
+
+def test_a_task_with_one_model_is_not_asked_for_it_and_can_is(capsys) -> None:
+    assert main(("--dataset", "synthetic")) == 2
+    assert "--model is missing" in capsys.readouterr().err

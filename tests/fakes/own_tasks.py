@@ -1,0 +1,46 @@
+"""A task as a person writes it, in a folder of their own."""
+
+from pathlib import Path
+
+CLASSIFIER = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import can_train
+from helpers import WIDTH
+
+
+class MyTask(can_train.Task):
+    training = {"lr": 0.01, "lr_batch_size": 32, "epochs": 2}
+
+    @dataclass(frozen=True, kw_only=True)
+    class Settings:
+        hidden: int = 32
+
+    def datasets(self):
+        points = torch.randn(300, WIDTH, generator=torch.Generator().manual_seed(0))
+        samples = [(point, int(point[0] > 0)) for point in points]
+        return {"train": samples[:200], "validation": samples[200:250], "test": samples[250:]}
+
+    def model(self):
+        return nn.Sequential(nn.Linear(WIDTH, self.settings.hidden), nn.ReLU(), nn.Linear(self.settings.hidden, 2))
+
+    def loss(self, model, batch):
+        points, labels = batch
+        return {"class": (nn.functional.cross_entropy(model(points), labels, reduction="sum"), len(labels))}
+
+    def metrics(self, model, batch):
+        points, labels = batch
+        return {"accuracy": ((model(points).argmax(1) == labels).sum(), len(labels))}
+"""
+"""At most 40 lines: a classifier whose width is a module's beside it."""
+
+
+def write_task(folder: Path, text: str = CLASSIFIER) -> Path:
+    """Writes the task and the module that it imports; returns its file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "helpers.py").write_text("WIDTH = 16\n")
+    (folder / "my_file.py").write_text(text)
+    return folder / "my_file.py"

@@ -1,0 +1,83 @@
+"""Tasks that are described by their samples, for tests of what trains them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from can_train import Phase, Task
+
+Losses = Mapping[str, tuple[Tensor, float | Tensor]]
+
+
+class Words(Task):
+    """Sums of the numbers in lists of different lengths; the loss is a mean over all positions."""
+
+    def datasets(self) -> Mapping[str, Sequence[Any]]:
+        drawn = np.random.default_rng(0)
+        samples = [torch.from_numpy(drawn.normal(size=(int(drawn.integers(1, 9)), 2))) for _ in range(60)]
+        return {"train": samples[:40], "validation": samples[40:50], "test": samples[50:]}
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return super().collate(samples), torch.tensor([len(sample) for sample in samples])
+
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        values, lengths = batch
+        there = torch.arange(values.shape[1]) < lengths[:, None]
+        error = (model(values)[..., 0] - values.sum(-1)).square()
+        return {"error": ((error * there).sum(), there.sum())}
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, tuple[Any, Any]]:
+        return {"values": (batch[1].sum(), 1)}
+
+
+class TwoTerms(Words):
+    """Its two terms have different denominators, which only the loss tells."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Losses:
+        size = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+        return {**super().loss(model, batch), "size": (size * len(batch[1]), len(batch[1]))}
+
+
+class Noisy(Words):
+    """Adds noise, which is drawn for the whole batch."""
+
+    def draw(self, samples: Sequence[Any], generator: torch.Generator) -> Sequence[Any]:
+        noise = torch.randn(len(samples), generator=generator, dtype=torch.float64)
+        return [sample + noise[number] for number, sample in enumerate(samples)]
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic, self.generator = nn.Linear(2, 4), nn.Linear(2, 2)
+
+
+class TwoPhases(Noisy):
+    """A generator against a critic, which takes two steps for each of its."""
+
+    def model(self) -> nn.Module:
+        return Pair()
+
+    def phases(self) -> Sequence[Phase]:
+        return (
+            Phase(name="critic", parameters=["critic"], loss=self.critic_loss, steps=2, training={"lr": 1e-2}),
+            Phase(name="generator", parameters=["generator"], loss=self.generator_loss, training={"optimizer": "sgd"}),
+        )
+
+    def critic_loss(self, model: Any, batch: Any) -> Losses:
+        values, lengths = batch
+        real, made = model.critic(values), model.critic(model.generator(values))
+        there = (torch.arange(values.shape[1]) < lengths[:, None])[..., None]
+        return {"critic": (((made - real).square() * there).sum(), there.sum())}
+
+    def generator_loss(self, model: Any, batch: Any) -> Losses:
+        return {"generator": (-self.critic_loss(model, batch)["critic"][0], len(batch[1]))}
+
+    def validation_loss(self, model: Any, batch: Any) -> Losses:
+        return self.critic_loss(model, batch)

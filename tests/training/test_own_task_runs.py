@@ -1,0 +1,60 @@
+"""A task of one's own in processes of their own: killed and resumed, submitted, evaluated."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from can_train.config.resolved import plain_from_yaml
+from fakes.bitwise import assert_same, final_state, losses
+from fakes.killed_runs import TIMEOUT_S, finish, finish_killed, only_run
+from fakes.own_tasks import write_task
+
+pytestmark = pytest.mark.slow
+
+
+def line(task: Path) -> tuple[str, ...]:
+    return ("--task", f"{task}:MyTask", "--device", "sim:512MiB", "--epochs", "4", "--checkpoint-every", "5")
+
+
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "mine")
+    finish(tmp_path / "whole", tmp_path / "state", *line(task))
+    finish_killed(tmp_path / "killed", tmp_path / "other", line(task), at=(5, 15))
+    whole, killed = only_run(tmp_path / "whole"), only_run(tmp_path / "killed")
+    assert_same(final_state(whole), final_state(killed))
+    assert losses(whole) == losses(killed)
+
+
+def test_a_submitted_run_has_the_code_as_it_was_and_is_evaluated_with_it(tmp_path: Path) -> None:
+    task, state = write_task(tmp_path / "mine"), tmp_path / "state"
+    (task.parent / "data.csv").write_text("1,2,3\n")
+    finish(tmp_path, state, *line(task), "--submit", "--cluster", "local")
+    # The job has not imported it yet: it would fail.
+    task.write_text("raise RuntimeError('edited')\n")
+    run = only_run(tmp_path)
+    limit = time.monotonic() + TIMEOUT_S
+    while not (run / "result.json").exists():
+        assert time.monotonic() < limit
+        time.sleep(0.2)
+    code = Path(plain_from_yaml((run / "config.yaml").read_text())["paths"]["code_dir"])
+    assert sorted(path.name for path in code.iterdir() if path.is_file()) == ["helpers.py", "my_file.py"]
+    finish(tmp_path, state, "evaluate", run.name)
+    finish(tmp_path, state, "resubmit", run.name, "--set", "task.hidden=8", "--cluster", "debug")
+    configs = [plain_from_yaml(path.read_text()) for path in (tmp_path / "runs").glob("*/config.yaml")]
+    assert sorted(config["settings"]["hidden"] for config in configs) == [8, 32]
+
+
+def test_a_module_travels_as_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = write_task(tmp_path / "package" / "inside")
+    task.write_text(task.read_text().replace("from helpers", "from package.inside.helpers"))
+    for folder in (task.parent, task.parent.parent):
+        (folder / "__init__.py").touch()
+    (tmp_path / "beside.py").write_text("raise RuntimeError\n")
+    monkeypatch.chdir(tmp_path)
+    words = ("--task", "package.inside.my_file:MyTask", "--device", "cpu", "--epochs", "1")
+    finish(tmp_path, tmp_path / "state", *words, "--submit", "--cluster", "debug")
+    config = plain_from_yaml((only_run(tmp_path) / "config.yaml").read_text())
+    assert sorted(path.name for path in Path(config["paths"]["code_dir"]).iterdir()) == ["package"]
+    assert json.loads((only_run(tmp_path) / "result.json").read_text())["status"] == "finished"

@@ -1,0 +1,255 @@
+"""A task that is described by its samples is trained, split, resumed and judged as every other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from can_train import Feature, Phase, Task, predict_peak
+from can_train.errors import DataError, DoesNotFitError, TaskError
+from can_train.tasks.sample_judging import tables
+from can_train.training.session import Session
+from can_train.training.train import make_session, train
+from fakes.line_fit import fixed, line_parts
+from fakes.sample_tasks import Losses, TwoPhases, TwoTerms, Words
+
+
+def trained(folder: Path, task: Task, **training: Any) -> Session:
+    settings = {"precision": "fp64", "batch_size": 16, "find_batch_size": "off", **training}
+    session = make_session(line_parts(folder, task, **settings), fixed(0.5))  # type: ignore[arg-type]
+    train(session)
+    return session
+
+
+def weights(session: Session) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in session.model.parameters()])
+
+
+@pytest.mark.parametrize("kind", [Words, TwoTerms])
+def test_a_split_batch_has_the_gradient_of_the_whole_though_only_the_loss_knows_its_denominators(
+    kind: type[Task], tmp_path: Path
+) -> None:
+    whole = trained(tmp_path / "whole", kind())
+    split = trained(tmp_path / "split", kind(), micro_batch_size=3)
+    torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
+    assert split.plan.most_parts == 6
+
+
+def test_its_gradient_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    session = trained(tmp_path, Words(), epochs=1, optimizer="sgd", scheduler="constant", warmup_share=0.0)
+    task = Words()
+    torch.manual_seed(session.training.seed)
+    model = task.build_model().double()
+    optimizer = torch.optim.SGD(
+        model.parameters(), session.training.lr, 0.9, weight_decay=session.training.weight_decay
+    )
+    for rows in session.epochs.steps(0):
+        total, count = task.loss(model, task.collate([task.sample(int(row)) for row in rows]))["error"]
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+    plain = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    torch.testing.assert_close(weights(session), plain, rtol=1e-12, atol=1e-13)
+
+
+def test_samples_of_different_length_count_their_padded_lengths() -> None:
+    task = Words()
+    assert task.memory_features == (Feature("length", 1), Feature("length", 2), Feature("samples"))
+    lengths = [len(task.sample(row)) for row in range(5)]
+    assert task.batch_features(np.arange(5))[:, 0].tolist() == lengths
+
+
+def test_a_micro_batch_is_padded_to_its_own_longest_sample() -> None:
+    task = Words()
+    rows = task.train_rows
+    batch = task.logical_batch(rows, torch.device("cpu"), torch.float64, torch.Generator())
+    for row in range(4):
+        assert batch.collated(row, row + 1)[0].shape[1] == len(task.sample(int(rows[row])))  # type: ignore[attr-defined]
+
+
+def test_a_tenth_of_the_training_samples_validates_where_a_task_names_no_set_for_it() -> None:
+    class Single(Words):
+        def datasets(self) -> Mapping[str, Sequence[Any]]:
+            return {"train": super().datasets()["train"]}
+
+    task = Single()
+    assert len(task.train_rows) == 36
+    assert sorted([*task.train_rows, *task.validation_rows]) == list(range(40))
+    assert "4 of 40" in task.notices()[0]
+
+
+def test_an_error_of_the_task_says_what_it_was_asked_for_and_shows_its_own_lines() -> None:
+    class Broken(Words):
+        def loss(self, model: nn.Module, batch: Any) -> Losses:
+            raise ValueError("no labels")
+
+    task = Broken()
+    batch = task.logical_batch(task.train_rows[:2], torch.device("cpu"), torch.float64, torch.Generator())
+    with pytest.raises(TaskError, match=r"Broken.*loss: ValueError: no labels") as caught:
+        batch.losses(task.build_model(), 0, 2)
+    assert caught.value.traceback.splitlines()[0].startswith("Traceback")
+    assert "test_sample_task.py" in caught.value.traceback.splitlines()[1]
+
+
+@pytest.mark.parametrize("returned", [{}, {"error": 3.0}, {"error": (torch.zeros(2), 2)}, torch.zeros(())])
+def test_a_loss_that_is_no_sum_with_its_denominator_is_refused(returned: Any) -> None:
+    class Wrong(Words):
+        def loss(self, model: nn.Module, batch: Any) -> Losses:
+            return returned  # type: ignore[no-any-return]
+
+    task = Wrong()
+    batch = task.logical_batch(task.train_rows[:2], torch.device("cpu"), torch.float64, torch.Generator())
+    with pytest.raises(DataError, match="sum, denominator"):
+        batch.losses(task.build_model(), 0, 2)
+
+
+def test_phases_are_split_without_changing_what_any_of_them_sees(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", TwoPhases())
+    split = trained(tmp_path / "split", TwoPhases(), micro_batch_size=5)
+    torch.testing.assert_close(weights(split), weights(whole), rtol=1e-12, atol=1e-13)
+    assert [state.optimization.scheduler.last_epoch for state in split.phases] == [12, 6]
+    assert [state.optimization.optimizer.__class__.__name__ for state in split.phases] == ["AdamW", "SGD"]
+
+
+def test_phases_that_redraw_or_average_by_part_would_not_pass_that_test(tmp_path: Path) -> None:
+    class Averaged(TwoPhases):
+        def generator_loss(self, model: Any, batch: Any) -> Losses:
+            total, size = super().generator_loss(model, batch)["generator"]
+            return {"generator": (total / size, 1.0)}
+
+        def denominators(self, samples: Sequence[Any]) -> Mapping[str, float] | None:
+            return None
+
+    whole = trained(tmp_path / "whole", Averaged())
+    split = trained(tmp_path / "split", Averaged(), micro_batch_size=5)
+    assert float((weights(split) - weights(whole)).norm()) > 1e-6
+
+
+def test_each_phase_is_planned_by_its_own_cost_with_room_for_the_others_optimizers(tmp_path: Path) -> None:
+    session = trained(tmp_path, TwoPhases(), find_batch_size="opt", epochs=1)
+    assert [plan.phase for plan in session.own_plan.phases] == ["critic", "generator"]
+    assert len({plan.plan.logical_batch for plan in session.own_plan.phases}) == 1
+    states = [planner.explorer.optimizer_memory().state_bytes for planner in session.planners.phases]
+    assert [planner.others_state_bytes for planner in session.planners.phases] == [states[1], states[0]]
+
+
+def test_a_plan_with_phases_is_read_back(tmp_path: Path) -> None:
+    session = trained(tmp_path, TwoPhases(), find_batch_size="opt", epochs=1)
+    plan = session.own_plan
+    assert type(plan).from_plain(plan.to_plain()) == plan
+
+
+def test_a_run_that_fails_between_two_phases_goes_on_there_bitwise(tmp_path: Path) -> None:
+    undisturbed = trained(tmp_path / "one", TwoPhases())
+    parts = line_parts(tmp_path / "two", TwoPhases(), precision="fp64", batch_size=16, find_batch_size="off")  # type: ignore[arg-type]
+    session = make_session(parts, fixed(0.5))
+
+    def fail() -> None:
+        if session.progress.step == 2:
+            raise DoesNotFitError("There is no room for the optimizer")
+
+    session.phases[1].reserve.before_step = fail  # type: ignore[method-assign]
+    with pytest.raises(DoesNotFitError):
+        train(session)
+    again = make_session(replace(parts), fixed(0.5))
+    assert (again.progress.step, again.progress.updates) == (2, 2)
+    train(again)
+    assert torch.equal(weights(again), weights(undisturbed))
+
+
+def test_frozen_parts_are_thawed_and_train_with_rates_of_their_own(tmp_path: Path) -> None:
+    seen: list[tuple[bool, ...]] = []
+
+    class Watched(Words):
+        def loss(self, model: nn.Module, batch: Any) -> Losses:
+            if torch.is_grad_enabled():
+                seen.append(tuple(parameter.requires_grad for parameter in model.parameters()))
+            return super().loss(model, batch)
+
+    session = trained(tmp_path, Watched(), freeze=["0"], thaw_epoch=1, lr_factors=["2=0.5"], no_decay=["*.bias"])
+    assert seen[0] == (False, False, True, True)
+    assert seen[-1] == (True,) * 4
+    groups = session.optimization.optimizer.param_groups
+    rates = {(round(group["initial_lr"] / session.training.lr, 6), group["weight_decay"]) for group in groups}
+    assert rates == {(1.0, 1e-4), (1.0, 0.0), (0.5, 1e-4), (0.5, 0.0)}
+
+
+def test_a_frozen_part_that_the_model_does_not_have_is_an_error_with_the_nearest_names(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"training\.freeze.*'3'"):
+        trained(tmp_path, Words(), freeze=["3"])
+
+
+def test_scores_are_a_table_of_sets_or_one_a_set_where_there_are_many_metrics() -> None:
+    judgement = {"validation": {"a": 1.0}, "test": {"test": {"model": {"a": 2.0}, "baselines": {"mean": {"a": 0.5}}}}}
+    (one,) = tables(judgement)
+    assert one.rows == [("validation", "model", "1"), ("test", "model", "2"), ("test", "mean", "0.5")]
+    many = dict.fromkeys("abcdef", 1.0)
+    by_set = tables({"validation": many, "test": {"test": {"model": many, "baselines": {"mean": {"a": 0.5}}}}})
+    assert [table.title for table in by_set] == ["Scores on validation", "Scores on test"]
+    assert by_set[1].columns == ("", "model", "mean")
+    assert by_set[1].rows[:2] == [("a", "1", "0.5"), ("b", "1", "–")]
+
+
+def test_what_a_task_took_from_its_training_data_is_saved_with_the_weights(tmp_path: Path) -> None:
+    class Counting(Words):
+        def state(self) -> Mapping[str, Any]:
+            return {"samples": len(self.train_rows)}
+
+    session = trained(tmp_path, Counting())
+    saved = session.checkpoints.newest()
+    assert saved is not None
+    assert saved["task"] == {"samples": 40}
+
+
+class FixedLength(Words):
+    """Pads every batch to the longest sample of all, so that short samples gain nothing."""
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        values, lengths = super().collate(samples)
+        return nn.functional.pad(values, (0, 0, 0, 400 - values.shape[1])), lengths
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Words, False), (FixedLength, True)])
+def test_padding_to_a_fixed_length_is_noticed_by_the_probes_and_told(
+    kind: type[Task], told: bool, tmp_path: Path
+) -> None:
+    session = trained(tmp_path, kind(), find_batch_size="opt", epochs=1)
+    assert any("padded to a fixed length" in notice for notice in session.own_plan.all_notices) == told
+
+
+def test_the_peak_of_a_task_with_phases_is_that_of_the_phase_which_takes_most() -> None:
+    class First(TwoPhases):
+        def phases(self) -> Sequence[Phase]:
+            return super().phases()[:1]
+
+    class Second(TwoPhases):
+        def phases(self) -> Sequence[Phase]:
+            return super().phases()[1:]
+
+    both, *each = (predict_peak(task(), 2_000).peak_bytes for task in (TwoPhases, First, Second))
+    assert both >= max(each)
+    assert both == pytest.approx(max(each), rel=0.05)
+
+
+def test_data_that_are_drawn_at_random_are_the_same_each_time() -> None:
+    class Drawn(Words):
+        def datasets(self) -> Mapping[str, Sequence[Any]]:
+            return {"train": list(torch.rand(4)), "test": list(np.random.rand(2))}  # noqa: NPY002
+
+    one, other = Drawn(), Drawn()
+    torch.manual_seed(1)
+    assert [one.sample(row) for row in range(6)] == [other.sample(row) for row in range(6)]
+
+
+def test_a_single_sample_cannot_train_and_validate() -> None:
+    class Single(Words):
+        def datasets(self) -> Mapping[str, Sequence[Any]]:
+            return {"train": super().datasets()["train"][:1]}
+
+    with pytest.raises(DataError, match="two samples"):
+        _ = Single().train_rows
