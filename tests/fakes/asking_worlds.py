@@ -26,7 +26,7 @@ class Oracle(ReferenceModel):
     """
 
     name = "20260101-000000-oracle-0000"
-    memory_features = (Feature("rows"), Feature("samples"))
+    features = (Feature("rows"), Feature("samples"))
 
     def __init__(self, role: str = "oracle", placements: Sequence[str] = ("cache",), hunger: int = HUNGER) -> None:
         self.role = role
