@@ -1,61 +1,93 @@
-"""What holds for a task of any kind: it dies of its batch where nothing rescues it, and ends with the weights of an
-unlimited device where it is split.
+"""What holds for a task of any kind. It dies of its batch where nothing rescues it. Where it is split, it ends with the
+weights of an unlimited device, and with the same to the last bit where it is killed on the way.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from can_train.cli.main import main
-from fakes.bitwise import final_state
-from fakes.killed_runs import only_run
+from fakes.bitwise import assert_ends_like, final_state
+from fakes.killed_runs import finish_killed, only_run
 
-TASKS = {
-    "seq2seq": (
-        "sim:4MiB",
-        ["--epochs", "13", "--batch-size", "64", "--set", "dataset.synthetic.words=220"],
-        ["hidden=24", "embedding=16", "dropout=0"],
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A small training of a task on simulated data, of 50 steps or more."""
+
+    words: str
+    gpu: str  # Too small for a logical batch
+    settings: tuple[str, ...]
+    killed_at: tuple[int, ...]  # Steps
+
+    @property
+    def line(self) -> list[str]:
+        settings = [word for setting in self.settings for word in ("--set", setting)]
+        return [*self.words.split(), "--dataset", "synthetic", *settings, "--precision", "fp64",
+                "--checkpoint-every", "5"]  # fmt: skip
+
+
+CASES = {
+    "seq2seq": Case(
+        words="--task seq2seq --epochs 13 --batch-size 64",
+        gpu="sim:4MiB",
+        settings=("dataset.synthetic.words=220", "model.hidden=24", "model.embedding=16", "model.dropout=0"),
+        killed_at=(5, 30),
     ),
-    "transformer": (
-        "sim:3MiB",
-        ["--epochs", "13", "--batch-size", "64", "--set", "dataset.synthetic.words=220", "--model", "transformer"],
-        ["hidden=32", "embedding=16", "layers=1", "heads=2", "dropout=0"],
+    "transformer": Case(
+        words="--task seq2seq --model transformer --epochs 13 --batch-size 64",
+        gpu="sim:3MiB",
+        settings=("dataset.synthetic.words=220", "model.hidden=32", "model.embedding=16", "model.layers=1",
+                  "model.heads=2", "model.dropout=0"),
+        killed_at=(20,),
     ),
-    "muon": (
-        "sim:6MiB",
-        ["--epochs", "20", "--batch-size", "32", "--set", "dataset.synthetic.showers=120"],
-        [],
+    "bendr": Case(
+        words="--task bendr --epochs 17 --batch-size 16 --gradient-accumulation-steps 1",
+        gpu="sim:2MiB",
+        settings=("dataset.synthetic.seconds=40", "dataset.synthetic.recordings=2", "model.hidden=16",
+                  "model.layers=1", "model.feedforward=32", "model.dropout=0"),
+        killed_at=(20,),
+    ),
+    # The encoder is frozen for three epochs, and thawed between the two ends.
+    "tracknet": Case(
+        words="--task tracknet --epochs 6 --batch-size 8",
+        gpu="sim:9MiB",
+        settings=("dataset.synthetic.games=4", "dataset.synthetic.frames=20", "dataset.synthetic.width=64",
+                  "dataset.width=64", "dataset.height=36", "model.width=4", "model.levels=2", "model.groups=2",
+                  "training.thaw_epoch=3"),
+        killed_at=(5, 40),
+    ),
+    "muon": Case(
+        words="--task muon --epochs 20 --batch-size 32",
+        gpu="sim:6MiB",
+        settings=("dataset.synthetic.showers=120",),
+        killed_at=(20,),
     ),
 }  # fmt: skip
-"""By name: a simulated GPU that is too small for a batch, a training of 50 steps or more, settings of a small model."""
 
 TOLERANCE = 1e-10  # of weights after 50 steps in float64
 
 
-def words(name: str) -> list[str]:
-    _, options, model = TASKS[name]
-    task = "seq2seq" if name == "transformer" else name
-    settings = [word for setting in model for word in ("--set", f"model.{setting}")]
-    return ["--task", task, "--dataset", "synthetic", *options, *settings, "--precision", "fp64"]
+def place(folder: Path) -> list[str]:
+    return ["--runs-dir", str(folder / "runs"), "--state-dir", str(folder / "state")]
 
 
-def trained(folder: Path, name: str, *more: str) -> Path:
-    place = ["--runs-dir", str(folder / "runs"), "--state-dir", str(folder / "state")]
-    assert main([*words(name), *more, *place]) == 0
+def trained(folder: Path, *line: str) -> Path:
+    assert main([*line, *place(folder)]) == 0
     return only_run(folder)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TASKS)
-def test_a_gpu_too_small_for_the_batch_ends_a_plain_training_and_not_this_one(name: str, tmp_path: Path) -> None:
-    small = ["--device", TASKS[name][0]]
-    place = ["--runs-dir", str(tmp_path / "off"), "--state-dir", str(tmp_path / "off-state")]
-    plain = ["--set", "training.micro_batch_size=1000", "--set", "training.adaptive_micro_batch=false"]
-    assert main([*words(name), *plain, *small, *place]) == 3
-    whole = trained(tmp_path / "whole", name, "--device", "cpu", "--micro-batch-size", "1000")
-    split = trained(tmp_path / "split", name, *small)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_gpu_too_small_for_the_batch_ends_a_plain_training_and_not_this_one(case: Case, tmp_path: Path) -> None:
+    small = (*case.line, "--device", case.gpu)
+    plain = ("--set", "training.micro_batch_size=1000", "--set", "training.adaptive_micro_batch=false")
+    assert main([*small, *plain, *place(tmp_path / "off")]) == 3
+    whole = trained(tmp_path / "whole", *case.line, "--device", "cpu", "--micro-batch-size", "1000")
+    split = trained(tmp_path / "split", *small)
     result = json.loads((split / "result.json").read_text())
     plans = [result["plan"], *result["plan"]["later"]]
     assert result["steps"] >= 50
@@ -63,3 +95,5 @@ def test_a_gpu_too_small_for_the_batch_ends_a_plain_training_and_not_this_one(na
     own, other = (final_state(run)["model"] for run in (split, whole))
     for weight in own:
         torch.testing.assert_close(own[weight], other[weight], rtol=TOLERANCE, atol=TOLERANCE)
+    finish_killed(tmp_path / "killed", tmp_path / "killed" / "state", small, at=case.killed_at)
+    assert_ends_like(only_run(tmp_path / "killed"), split)

@@ -315,13 +315,17 @@ class MicroBatcher:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the limits in force, for a checkpoint."""
-        backoff, rescued = asdict(self._rescue.backoff), self._rescue.ooms_rescued
-        return {"backoff": backoff, "largest_planned": self._largest_planned, "ooms_rescued": rescued}
+        return {
+            "backoff": asdict(self._rescue.backoff), "largest_planned": self._largest_planned,
+            "trainable": list(self._trainable), "ooms_rescued": self._rescue.ooms_rescued,
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_device: bool = True) -> None:
         """Restores what `state_dict` returned; what another device ran out of memory at limits nothing on this one."""
         self._rescue.backoff = Backoff(**state["backoff"]) if same_device else Backoff()
         self._largest_planned = state["largest_planned"]
+        # Those that the limits belong to: the model may have been made with others, of an earlier epoch.
+        self._trainable = list(state["trainable"])
         self._rescue.ooms_rescued = state["ooms_rescued"]
 
     def use(self, rules: SplitRules, limits: DeviceLimits | None) -> None:

@@ -123,8 +123,7 @@ class RunPlan:
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> RunPlan:
         """Reads values that `to_plain` made; raises KeyError, TypeError or ValueError where they are not a plan."""
-        # An infinite limit is the default.
-        rules = {name: value for name, value in plain["plan"]["rules"].items() if value is not None}
+        rules = {name: np.inf if value is None else value for name, value in plain["plan"]["rules"].items()}
         later = tuple(cls.from_plain(one) for one in plain["later"])
         first = msgspec.convert({**plain, "plan": {**plain["plan"], "rules": rules}, "later": ()}, cls)
         return replace(first, later=later)

@@ -161,6 +161,7 @@ class Session(Parts):
         ooms_elsewhere: Out-of-memories that other ranks survived, once training has ended.
         largest_micro_batch: Of all that ran, in samples.
         foreign_bytes: Most memory that other processes were seen to take.
+        is_thawed: Whether other parameters are trained than at first, by other plans than those in the run folder.
     """
 
     planners: Planners
@@ -174,6 +175,7 @@ class Session(Parts):
     leak_watch: LeakWatch = field(default_factory=LeakWatch)
     largest_micro_batch: int = 0
     foreign_bytes: int = 0
+    is_thawed: bool = False
 
     def __post_init__(self, plans: Sequence[RunPlan], steps_done: int) -> None:
         training, task, measured = self.training, self.task, self.run.monitor
@@ -326,11 +328,16 @@ class Session(Parts):
         if own.plan.safety_factor is not None:
             rule = FactorRule(known=own.factor, aim=own.aim)
             plans = self.ranks.gather(lambda: self.planners.make_again(own, rule, held_bytes=held_bytes))
-            for state, mine, first in zip(self.phases, plans[self.ranks.rank].phases, plans[0].phases, strict=True):
-                state.use(mine, first)
+            self._use_thawed(plans)
         for state in self.phases:
             state.reserve.expect(state.planner.explorer.optimizer_memory(), held_bytes=state.optimization.state_bytes)
             state.reserve.hold()
+
+    def _use_thawed(self, plans: Sequence[RunPlan]) -> None:
+        """Trains by all ranks' plans for the parameters that are trained now, which are not those trained at first."""
+        self.is_thawed = True
+        for state, mine, first in zip(self.phases, plans[self.ranks.rank].phases, plans[0].phases, strict=True):
+            state.use(mine, first)
 
     def log(self, **record: Any) -> None:
         """Adds a line about the last step to the metrics, which rank 0 writes, and shows it in the trackers."""
@@ -382,6 +389,7 @@ class Session(Parts):
             lambda: {
                 "randomness": capture_generators(),
                 "micro_batches": [state.batcher.state_dict() for state in self.phases],
+                "thawed_plan": self.own_plan.to_plain() if self.is_thawed else None,
             }
         )
 
@@ -408,8 +416,6 @@ class Session(Parts):
         """Continues from a checkpoint's state, bit by bit."""
         self.model.load_state_dict(state["model"])
         self.best = state["best"] if self.ranks.is_first else {}
-        # The plan is the one for the parameters that are trained at first: the next step makes another where these
-        # differ.
         saved = zip(self.phases, state["trainable"], state["optimization"], strict=True)
         for phase, trainable, optimization in saved:
             phase.optimization.set_trainable(trainable)
@@ -424,6 +430,7 @@ class Session(Parts):
         of_ranks, rank = [state, *state["other_ranks"]], self.ranks.rank
         if len(of_ranks) == self.ranks.size:
             same_device = state["device"] == self.meter.key
+            self._restore_thawed([one["thawed_plan"] for one in of_ranks])
             for phase, micro_batches in zip(self.phases, of_ranks[rank]["micro_batches"], strict=True):
                 phase.batcher.load_state_dict(micro_batches, same_device=same_device)
             restore_generators(of_ranks[rank]["randomness"])
@@ -432,6 +439,18 @@ class Session(Parts):
         else:
             # Of a rank that the run did not have: its randomness begins here.
             seed_rank(seed=self.training.seed, rank=rank, step=self.progress.step)
+
+    def _restore_thawed(self, saved: Sequence[dict[str, Any] | None]) -> None:
+        """Goes on by all ranks' plans of the attempt before. Limits that are found once more may differ a little, and
+        batches would be cut elsewhere. Where these plans do not fit, the next step makes others.
+        """
+        plans = [_split_finer(RunPlan.from_plain(one), self.own_plan.factor) for one in saved if one]
+        rank = self.ranks.rank
+        if not plans or not all(self.ranks.gather(lambda: still_fits(plans[rank], self.meter))):
+            return
+        self._use_thawed(plans)
+        for state in self.phases:
+            state.planned_for = state.optimization.trainable
 
 
 def load_checkpoint(parts: Parts) -> dict[str, Any] | None:
@@ -477,20 +496,26 @@ def resolve_plans(planners: Planners, ranks: Ranks, factor: FactorRule, first_pa
             # An attempt that is killed here leaves some of them: the next one makes the others again.
             write_json_atomic(path, plan.to_plain())
             return plan
-        known, old = factor.known, plan.plan.safety_factor
-        if not factor.after_oom or known is None or old is None or known.factor >= old:
+        if not factor.after_oom or factor.known is None:
             return plan
         # The attempt before ran out of memory and lowered the factor: the same logical batch is split finer.
-        first, *later = (_split_finer(one, known) for one in plan.phases)
-        return replace(first, later=tuple(later))
+        return _split_finer(plan, factor.known)
 
     return ranks.gather(finish)
 
 
 def _split_finer(run_plan: RunPlan, factor: FactorChoice) -> RunPlan:
-    rules = replace(run_plan.plan.rules, safe_limit=factor.factor * run_plan.plan.rules.tuned_limit)
-    finer = replace(run_plan.plan, rules=rules, safety_factor=factor.factor)
-    return replace(run_plan, plan=finer, factor_reason=factor.reason, later=())
+    """Splits as a lower factor asks; a plan that is as fine is returned as it is."""
+
+    def finer(one: RunPlan) -> RunPlan:
+        if one.plan.safety_factor is None or one.plan.safety_factor <= factor.factor:
+            return one
+        rules = replace(one.plan.rules, safe_limit=factor.factor * one.plan.rules.tuned_limit)
+        plan = replace(one.plan, rules=rules, safety_factor=factor.factor)
+        return replace(one, plan=plan, factor_reason=factor.reason)
+
+    first, *later = map(finer, run_plan.phases)
+    return replace(first, later=tuple(later))
 
 
 def _adopt(planners: Planners, factor: FactorRule, first: RunPlan, own: RunPlan | None) -> RunPlan:
