@@ -346,6 +346,17 @@ def test_the_limit_in_force_is_in_the_state() -> None:
     assert resumed.batcher.ooms_rescued == gpu.batcher.ooms_rescued
 
 
+def test_the_limit_in_force_is_that_of_the_parameters_that_were_trained_whatever_the_model_began_with() -> None:
+    gpu = SmallGpu(64)
+    gpu.model.second.requires_grad_(False)
+    split = gpu.step()
+    resumed = SmallGpu(64)  # All of its parameters are trained when the batcher is made
+    resumed.model.second.requires_grad_(False)
+    resumed.batcher.load_state_dict(gpu.batcher.state_dict())
+    assert resumed.step() == split
+    assert resumed.batcher.ooms_rescued == gpu.batcher.ooms_rescued
+
+
 def test_a_plan_is_rescued_beyond_its_number_of_splits() -> None:
     gpu = SmallGpu(64)
     gpu.batcher.rules = SplitRules(target=8.0, max_splits=2)
