@@ -10,11 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.config.task_settings import DatasetSettings as DatasetSettings  # noqa: PLC0414
-from can_train.config.task_settings import ModelSpec as ModelSpec  # noqa: PLC0414
-from can_train.config.task_settings import NoSettings as NoSettings  # noqa: PLC0414
 from can_train.config.task_settings import Prerequisite, TaskSettings, key_name, load_task_settings, task_names
-from can_train.config.task_settings import load_object as load_object  # noqa: PLC0414
 from can_train.errors import ConfigError, StateError, unknown_name
 
 if TYPE_CHECKING:

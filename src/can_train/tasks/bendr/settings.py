@@ -170,7 +170,6 @@ _PRETRAINED: Final = Prerequisite(
 
 TASK = TaskSettings(
     task_class="can_train.tasks.bendr.task:Bendr",
-    example="--task bendr --dataset synthetic",
     # A batch of 32 in four loader batches, and a learning rate for fine-tuning, as published.
     training={
         "batch_size": 8,

@@ -132,7 +132,6 @@ TASK = TaskSettings(
     training={"optimizer": "adam", "lr": 1e-4, "betas": [0.0, 0.9], "weight_decay": 0.0, "scheduler": "constant",
               "warmup_share": 0.0, "epochs": 100, "lr_batch_size": 32},
     aliases={"gradient_accumulation_steps": "accumulation_splits"},
-    example="--dataset synthetic",
     inputs=("name", "variables", "depth_g_cm2", "parts", "validation_share", "test_share", "synthetic"),
     inherited=("variables", "depth_g_cm2", "parts", "validation_share", "test_share"),
     models={"": ModelSpec(settings=MuonGanSettings, modes=("",))},

@@ -127,7 +127,6 @@ TASK = TaskSettings(
     settings=DecodingSettings,
     dataset=Seq2seqDatasetSettings,
     training={"lr_batch_size": 32, "lr": 1e-3, "epochs": 30},
-    example="--dataset synthetic",
     inputs=(
         "name",
         "source_col",
