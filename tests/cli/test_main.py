@@ -168,7 +168,7 @@ def test_a_log_that_is_none_leaves_nothing_behind(
 def test_a_full_disk_is_said_in_words_with_exit_code_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "can_train", "runs", "--json", "--state-dir", str(tmp_path)]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr.splitlines()[0]) == (
         2,
         "error: A file cannot be written for lack of space: No space left on device.",

@@ -25,7 +25,7 @@ WANTED = os.environ.get("CAN_TRAIN_CHROMIUM") == "1"
 """Read before each test is kept from the settings of who runs it."""
 
 WIDTHS = {"phone": 390, "desk": 1280}
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 MEASURE = """
 function measured(frame) {

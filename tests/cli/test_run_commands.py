@@ -18,7 +18,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 180
+TIMEOUT_S = 300
 
 
 class Line:

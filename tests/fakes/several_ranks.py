@@ -16,7 +16,7 @@ _COSTLY = ["torch.distributed", "torch_geometric.nn", "sklearn.pipeline", "can_t
            "can_train.training.train"]  # fmt: skip
 """What takes seconds to import."""
 
-TIMEOUT_S = 180
+TIMEOUT_S = 300
 """After which whoever still waits is stuck."""
 
 World = Callable[..., None]

@@ -14,7 +14,7 @@ from can_train.training.run_folder import WARNED, AttemptEnd, Attempts, SlurmCon
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 ENTRIES = """
 import signal, sys, time

@@ -12,7 +12,7 @@ from can_train.training.run_folder import Registry
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 SYNTHETIC = ("synthetic", "--set", "dataset.synthetic.seconds=5")
 
 

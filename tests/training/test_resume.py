@@ -16,7 +16,7 @@ from fakes.bitwise import assert_ends_like
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 TRAINING = ("--epochs", "2", "--checkpoint-every", "4", "--min-steps-per-epoch", "12")
 DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5")
 SETTINGS = (*TRAINING, *DATA, "--size", "student", "--device", "cpu", "--no-baselines")
