@@ -1,7 +1,9 @@
 """What every test shares: none sees the settings of the person who runs it, and Hypothesis does not time it."""
 
+import gc
 import os
 import signal
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -44,6 +46,24 @@ def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
     # Else a person's own settings file would be read.
     monkeypatch.setenv("CAN_TRAIN_CONFIG", os.devnull)
+
+
+_MANY_MODULES = 300
+"""Imported by one of the large libraries."""
+
+_frozen_modules = 0
+
+
+@pytest.fixture(autouse=True)
+def imports_are_no_garbage() -> None:
+    """Keeps what was imported out of the garbage collection that follows an out-of-memory, which else takes a second in
+    a process of many tests.
+    """
+    global _frozen_modules  # noqa: PLW0603
+    if len(sys.modules) > _frozen_modules + _MANY_MODULES:
+        _frozen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

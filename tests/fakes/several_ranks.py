@@ -1,6 +1,5 @@
 """Several real processes on this machine that train together, connected by gloo over loopback."""
 
-import multiprocessing
 import socket
 import sys
 import time
@@ -11,13 +10,7 @@ from typing import Any
 
 from can_train.errors import CanTrainError
 from can_train.training.distributed import RankPlace, Ranks, join_ranks
-
-_COSTLY = ["torch.distributed", "torch_geometric.nn", "sklearn.pipeline", "can_train.config.compose",
-           "can_train.training.train"]  # fmt: skip
-"""What takes seconds to import."""
-
-TIMEOUT_S = 300
-"""After which whoever still waits is stuck."""
+from fakes.processes import TIMEOUT_S, quick_context
 
 World = Callable[..., None]
 """What a rank does, given its ranks and a folder."""
@@ -38,8 +31,7 @@ def run_ranks(size: int, world: World, folder: Path, **options: Any) -> list[int
 
 def start_ranks(size: int, world: World, folder: Path, **options: Any) -> list[BaseProcess]:
     """Starts them. They come from a process that has imported torch already, which takes seconds."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_COSTLY)
+    context = quick_context()
     port = _free_port()
     processes = []
     for rank in range(size):

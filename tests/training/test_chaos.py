@@ -4,8 +4,7 @@ computes another gradient, and what memory there is gets used.
 Shapes: R samples of a batch, F inputs.
 """
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from fakes.costly import Costly
 from fakes.line_fit import fixed, line_run
 
 MIB = 2**20
-RUNS, BLOCKS = 1000, 8
+RUNS, BLOCKS = 240, 4
 SAMPLES, BATCH, EPOCHS = 600, 200, 2
 EXACT = 1e-10
 """Relative L2 distance of the weights after all steps, in float64."""
@@ -275,15 +274,6 @@ def distance(session: Session, task: HeavyTask) -> float:
             optimizer.step()
     reached, exact = (torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (session.model, model))
     return float((reached - exact).norm() / exact.norm())
-
-
-@pytest.fixture(autouse=True)
-def light_garbage() -> Iterator[None]:
-    """Rescues collect garbage, and what the interpreter has imported is none."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.slow

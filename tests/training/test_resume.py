@@ -2,21 +2,18 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from fakes.bitwise import assert_ends_like
+from fakes.processes import TIMEOUT_S, Command
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 300
 TRAINING = ("--epochs", "2", "--checkpoint-every", "4", "--min-steps-per-epoch", "12")
 DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5")
 SETTINGS = (*TRAINING, *DATA, "--size", "student", "--device", "cpu", "--no-baselines")
@@ -32,34 +29,21 @@ Undisturbed = Callable[[str], Path]
 """Model → the runs folder of one that nobody disturbed."""
 
 
-def command(folder: Path, state: Path, *arguments: str) -> list[str]:
+def started(folder: Path, state: Path, *arguments: str) -> Command:
     settings = [] if arguments[0] == "resume" else ["--state-dir", str(state), *SETTINGS]
-    return [sys.executable, "-m", "can_train", *arguments, "--runs-dir", str(folder), *settings]
+    return Command(*arguments, "--runs-dir", str(folder), *settings)
 
 
 def finish(folder: Path, state: Path, *arguments: str) -> None:
-    words = command(folder, state, *arguments)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    assert done.returncode == 0, done.stderr
+    with started(folder, state, *arguments) as process:
+        assert process.wait() == 0, process.stderr
 
 
-@contextmanager
-def started(folder: Path, state: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        command(folder, state, *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(condition: Callable[[], bool], process: Command) -> None:
     limit = time.monotonic() + TIMEOUT_S
     while not condition():
-        ended = process.poll() is not None
-        assert condition() or not ended, process.stderr.read() if process.stderr else ""
+        ended = not process.is_alive
+        assert condition() or not ended, process.stderr
         assert time.monotonic() < limit, "what was waited for did not happen"
         time.sleep(0.005)
 
@@ -130,7 +114,7 @@ def test_a_run_ended_again_and_again_ends_with_the_same_weights(
         with started(tmp_path, state, *arguments) as process:
             wait_until(lambda step=step: checkpoint_step(tmp_path) >= step, process)
             process.send_signal(sent)
-            assert process.wait(TIMEOUT_S) == status
+            assert process.wait() == status
         arguments = ["resume", run_id(tmp_path)]
     finish(tmp_path, state, *arguments)
     assert_folder_ends_like(tmp_path, left_alone(model))
