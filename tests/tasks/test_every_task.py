@@ -19,7 +19,7 @@ class Case:
     """A small training of a task on simulated data, of 50 steps or more."""
 
     words: str
-    gpu: str  # Too small for a logical batch
+    gpu: str  # Too small for a logical batch; what is planned fits, since where memory runs out a process may differ
     settings: tuple[str, ...]
     killed_at: tuple[int, ...]  # Steps
 
@@ -27,7 +27,7 @@ class Case:
     def line(self) -> list[str]:
         settings = [word for setting in self.settings for word in ("--set", setting)]
         return [*self.words.split(), "--dataset", "synthetic", *settings, "--precision", "fp64",
-                "--checkpoint-every", "5"]  # fmt: skip
+                "--checkpoint-every", "5", "--val-interval", "10"]  # fmt: skip
 
 
 CASES = {
@@ -35,7 +35,7 @@ CASES = {
         words="--task seq2seq --epochs 13 --batch-size 64",
         gpu="sim:4MiB",
         settings=("dataset.synthetic.words=220", "model.hidden=24", "model.embedding=16", "model.dropout=0"),
-        killed_at=(5, 30),
+        killed_at=(20,),
     ),
     "transformer": Case(
         words="--task seq2seq --model transformer --epochs 13 --batch-size 64",
@@ -63,7 +63,7 @@ CASES = {
     "muon": Case(
         words="--task muon --epochs 20 --batch-size 32",
         gpu="sim:6MiB",
-        settings=("dataset.synthetic.showers=120",),
+        settings=("dataset.synthetic.showers=120", "dataset.synthetic.muons_per_pev=100", "model.hidden=16"),
         killed_at=(20,),
     ),
 }  # fmt: skip
