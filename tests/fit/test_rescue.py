@@ -357,6 +357,30 @@ def test_the_limit_in_force_is_that_of_the_parameters_that_were_trained_whatever
     assert resumed.batcher.ooms_rescued == gpu.batcher.ooms_rescued
 
 
+def test_a_neighbour_that_has_left_before_anything_is_undone_is_to_blame_all_the_same() -> None:
+    gpu = tuned_gpu()
+    visits = iter([150])
+    whole = gpu.step()
+    gpu.meter.release()  # The neighbour can take what is cached only once it is given back
+
+    def losses_of(start: int, stop: int) -> Losses:
+        gpu.others_take(next(visits, 0))
+        try:
+            loss = gpu.model(torch.ones(stop - start)).sum()
+        finally:
+            gpu.others_take(0)
+        return {"loss": (loss, float(stop - start))}
+
+    with gpu.meter.active():
+        split = gpu.batcher.run(losses_of, gpu.cost).micro_batches
+        gpu.model.zero_grad()
+    assert len(split) > len(whole)
+    assert gpu.batcher.ooms_rescued == 1
+    assert gpu.batcher.oom_cost is None, "booked as its own out-of-memory"
+    assert gpu.batcher.foreign_bytes == pytest.approx(150 * MIB, abs=MIB)
+    assert gpu.step() == whole
+
+
 def test_a_plan_is_rescued_beyond_its_number_of_splits() -> None:
     gpu = SmallGpu(64)
     gpu.batcher.rules = SplitRules(target=8.0, max_splits=2)

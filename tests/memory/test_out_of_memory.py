@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 
@@ -5,7 +6,13 @@ import pytest
 import torch
 
 from can_train.errors import DoesNotFitError
-from can_train.memory.out_of_memory import CatchOutOfMemory, headline, is_out_of_memory, without_others
+from can_train.memory.out_of_memory import (
+    CatchOutOfMemory,
+    headline,
+    is_out_of_memory,
+    obtainable_bytes,
+    without_others,
+)
 
 REAL = {
     "pytorch 16417": "CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; 8.57 MiB "
@@ -192,3 +199,20 @@ def test_a_block_ends_quietly_at_an_out_of_memory_and_at_nothing_else() -> None:
 )
 def test_other_processes_are_blamed_only_where_they_hold_memory(foreign_mib: int, remedy: str) -> None:
     assert without_others(foreign_mib * 2**20, "take less") == remedy
+
+
+CUDA_TEXT = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.50 GiB is "
+    "free. Process 12 has 60.00 GiB memory in use. Process 7 has 17.60 GiB memory in use. Of the allocated memory "
+    "16.00 GiB is allocated by PyTorch, with 32.00 MiB allocated in private pools (e.g., CUDA Graphs), and 512.00 MiB "
+    "is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting"
+)
+
+
+def test_what_could_be_had_when_memory_ran_out_is_read_from_the_text() -> None:
+    wrapped = RuntimeError("a compiler's")
+    wrapped.__cause__ = torch.OutOfMemoryError(CUDA_TEXT)
+    for error in (torch.OutOfMemoryError(CUDA_TEXT), wrapped):
+        # The text is rounded: it may have been some MiB more, and never less.
+        assert 18 * 2**30 <= obtainable_bytes(error) <= 18 * 2**30 + 2**24
+    assert obtainable_bytes(MemoryError()) == math.inf

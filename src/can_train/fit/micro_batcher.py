@@ -309,6 +309,11 @@ class MicroBatcher:
         return self._rescue.oom_cost if self._rescue.oom_cost < math.inf else None
 
     @property
+    def foreign_bytes(self) -> int:
+        """Most memory that other processes held when training ran out of it."""
+        return self._rescue.foreign_bytes
+
+    @property
     def ooms_rescued(self) -> int:
         """Out-of-memories survived so far, in training and evaluation."""
         return self._rescue.ooms_rescued + self._evaluation.ooms_rescued

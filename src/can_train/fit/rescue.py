@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -13,7 +13,13 @@ from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, cut
 from can_train.io.units import size_text
 from can_train.memory.catalogue import cards_that_hold
-from can_train.memory.out_of_memory import FIRST_WAIT_S, CatchOutOfMemory, without_others
+from can_train.memory.out_of_memory import (
+    FIRST_WAIT_S,
+    CatchOutOfMemory,
+    is_out_of_memory,
+    obtainable_bytes,
+    without_others,
+)
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import PhaseLimit
@@ -119,6 +125,10 @@ class Rescue:
     oom_cost: float = math.inf
     # Called after each out-of-memory, once the part is undone and its memory released.
     on_oom: Callable[[], object] = lambda: None
+    # Most memory that other processes held when this one ran out of it, though they may have left since.
+    foreign_bytes: int = 0
+    # What this process could have in use when memory ran out last.
+    _obtainable_bytes: float = math.inf
     # Number of ROOM_SHARES tried since other processes were noticed; 0: there are none, as far as is known.
     contention_level: int = 0
 
@@ -139,7 +149,7 @@ class Rescue:
         sizes = self._cut(batch, 0, limit)
         while sizes:
             stop = start + sizes[0]
-            with CatchOutOfMemory() as caught, undone_on_error():
+            with CatchOutOfMemory() as caught, undone_on_error(), self._others_noted():
                 result = attempt(start, stop)
             # The retry stands outside of any `except`: there, the error would keep the failed pass's tensors alive.
             if not caught.message:
@@ -147,7 +157,6 @@ class Rescue:
                 start, retries = stop, 0
                 sizes = self._cut(batch, start, limit) if self._recheck_contention(limit) else sizes[1:]
                 continue
-            # Before anything is split: what other processes hold can only be told once this process's cache is gone.
             self.meter.release()
             self.on_oom()
             sizes = self._split_after_oom(batch, start, stop, limit)
@@ -158,6 +167,20 @@ class Rescue:
                 self.wait(FIRST_WAIT_S * 2 ** (retries - 1))
                 self.meter.release()
         self.ooms_rescued += self.ooms - ooms_before
+
+    @contextmanager
+    def _others_noted(self) -> Iterator[None]:
+        """Reads what other processes hold at the moment at which memory runs out: one that leaves again before anything
+        is undone is to blame, too.
+        """
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._obtainable_bytes = min(obtainable_bytes(error), self.meter.available_bytes())
+                foreign = self.meter.capacity_bytes - self._obtainable_bytes
+                self.foreign_bytes = max(self.foreign_bytes, round(foreign))
+            raise
 
     def _cut(self, batch: BatchCosts, start: int, limit: PartLimit) -> tuple[int, ...]:
         """Cuts the samples from `start` on into parts within the limits in force."""
@@ -174,8 +197,10 @@ class Rescue:
         # What is left need not have a divisor that fits.
         limit = replace(limit, equal=False)
         cost = batch.cost(start, stop)
-        if self.settings.adaptive and self._is_contention(cost, limit):
-            return self._cut(batch, start, limit)
+        if self.settings.adaptive and (room := self._contended_room(cost, limit)):
+            # Others may have left already: this part is cut by what they had left.
+            first, *_ = self._cut(batch.part(0, stop), start, replace(limit, cost=min(limit.cost, room)))
+            return (first, *self._cut(batch, start + first, limit))
         if cost <= limit.cost * (1 + ROUNDING):
             self.oom_cost = min(self.oom_cost, cost)
         if not self.settings.adaptive:
@@ -187,18 +212,18 @@ class Rescue:
         first, *_ = self._cut(batch.part(0, stop), start, narrow)
         return (first, *self._cut(batch, start + first, limit))
 
-    def _is_contention(self, cost: float, limit: PartLimit) -> bool:
-        """Tells whether a part failed because other processes hold memory that was free before."""
+    def _contended_room(self, cost: float, limit: PartLimit) -> float:
+        """Returns what a part may cost that failed because other processes held memory; 0 where that is not why."""
         # Parts then keep to what is left for as long as that lasts. The backoff must not learn from it: it says nothing
         # of what fits without contention.
-        room = self._room()
+        room = 0.0 if self.phase is None else self.phase.cost_within(self._obtainable_bytes)
         if room <= 0 or room >= max(cost, min(limit.cost, self.backoff.limit)):
-            return False
+            return 0.0
         while self.contention_level < len(ROOM_SHARES):
             self.contention_level += 1
-            if ROOM_SHARES[self.contention_level - 1] * room < cost:
-                return True
-        return False
+            if (share := ROOM_SHARES[self.contention_level - 1] * room) < cost:
+                return share
+        return 0.0
 
     def _recheck_contention(self, limit: PartLimit) -> bool:
         """Ends the contention once others have left; tells whether there was any, so that the room may have changed."""
@@ -214,7 +239,7 @@ class Rescue:
     def _does_not_fit(self, batch: BatchCosts, start: int, stop: int, message: str) -> PartDoesNotFitError:
         settings, samples = self.settings, stop - start
         need_bytes = None if self.phase is None else self.phase.peak_bytes(batch.cost(start, stop))
-        details = describe_out_of_memory(self.meter, need_bytes)
+        details = describe_out_of_memory(self.meter, need_bytes, available_bytes=self._obtainable_bytes)
         if settings.adaptive:
             times = f" {settings.retries + 1} times in a row" if settings.retries else ""
             rule = f"Memory ran out{times} for samples that may not be split further"
@@ -239,7 +264,8 @@ class Rescue:
         if samples > 1:
             floor = f"which forbids fewer than {self.settings.floor} samples"
             return f"Lower --min-micro-batch-size, {floor}, or {smaller}"
-        if (foreign_bytes := self.meter.foreign_bytes()) > 0:
+        foreign_bytes = round(capacity - min(self._obtainable_bytes, self.meter.available_bytes()))
+        if foreign_bytes > 0:
             return without_others(foreign_bytes, smaller)
         if need_bytes is None or need_bytes <= capacity:
             return f"Take a device of more than {size_text(capacity)} ({cards_that_hold(capacity)}), or {smaller}"
@@ -248,11 +274,18 @@ class Rescue:
 
 
 def describe_out_of_memory(
-    meter: Meter, need_bytes: float | None, *, known: OutOfMemoryDetails | None = None
+    meter: Meter,
+    need_bytes: float | None,
+    *,
+    known: OutOfMemoryDetails | None = None,
+    available_bytes: float = math.inf,
 ) -> OutOfMemoryDetails:
-    """Reads from a device why something that needs so many bytes (None: unknown) did not fit; completes `known`."""
+    """Reads from a device why something that needs so many bytes (None: unknown) did not fit; completes `known`. When
+    memory ran out `available_bytes` were there: other processes may have left since.
+    """
     known = known or OutOfMemoryDetails()
-    foreign = meter.taken_bytes + meter.foreign_bytes()
+    available = min(available_bytes, meter.available_bytes())
+    foreign = max(known.foreign_bytes, meter.taken_bytes + round(meter.capacity_bytes - available))
     alone = meter.capacity_bytes + meter.taken_bytes
     # A failure without other processes on the device proves that more is needed than it has.
     never_fits = not known.should_fit and (not foreign if need_bytes is None else need_bytes > alone)

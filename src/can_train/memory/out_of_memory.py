@@ -1,5 +1,6 @@
 """Decides whether an error means that memory ran out, on whichever device and behind whichever wrapper."""
 
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,14 @@ _HOST: Final = re.compile(
 
 # Pause before the first retry of what cannot be split; it doubles with each one. Another process may free memory.
 FIRST_WAIT_S: Final = 0.1
+# What the allocator of CUDA writes of the device's memory, at the moment at which it ran out.
+_SIZE: Final = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+_OBTAINABLE: Final = re.compile(
+    rf"of which {_SIZE} is free\..* {_SIZE} is allocated by PyTorch,.* {_SIZE} is reserved by PyTorch but unallocated",
+    re.DOTALL,
+)
+_UNITS: Final = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_HALF_DIGIT: Final = 0.005  # of a number with two decimals
 _TRIED: Final = re.compile(r".*?Tried to allocate [\d.]+ (?:[KMGTP]iB|bytes)")
 _LONGEST: Final = 160  # characters that are quoted of a message that does not say how much it tried to allocate
 
@@ -74,6 +83,17 @@ def headline(error: BaseException) -> str:
     line = next(iter(str(error).splitlines()), "") or type(error).__name__
     tried = _TRIED.match(line)
     return tried[0] if tried else line[:_LONGEST]
+
+
+def obtainable_bytes(error: BaseException) -> float:
+    """Returns the most that this process could have had when memory ran out, as the error's text says: what it had
+    reserved, and what was free. The text has two decimals; infinite where it does not say it.
+    """
+    found = next((match for link in _chain(error) if (match := _OBTAINABLE.search(str(link)))), None)
+    if found is None:
+        return math.inf
+    numbers, units = found.groups()[::2], found.groups()[1::2]
+    return sum((float(number) + _HALF_DIGIT) * _UNITS[unit] for number, unit in zip(numbers, units, strict=True))
 
 
 class CatchOutOfMemory(AbstractContextManager["CatchOutOfMemory"]):

@@ -305,7 +305,7 @@ class Session(Parts):
         self.monitor.rescued()
         for state in self.phases:
             state.cost_after_rescue = 0.0
-        self.foreign_bytes = max(self.foreign_bytes, self.meter.foreign_bytes())
+        self.foreign_bytes = max(state.batcher.foreign_bytes for state in self.phases)
 
     def replan_if_thawed(self) -> None:
         """Plans anew where other parameters are trained than the plans count; the logical batch stays."""
