@@ -165,6 +165,7 @@ class MicroBatcher:
         rescue: RescueSettings | None = None,
         limits: DeviceLimits | None = None,
     ) -> None:
+        _refuse_wrapped(model)
         self._model = model
         self._parameters = list(model.parameters())
         if not self._parameters:
@@ -211,17 +212,18 @@ class MicroBatcher:
     def run_share(
         self,
         losses_of: Callable[[int, int], Losses],
-        costs: BatchCosts,
+        batch: BatchCosts | Sequence[float] | int,
         *,
         denominators: Mapping[str, float] | None,
         weights: Mapping[str, float] | None = None,
         scale: Callable[[Tensor], Tensor] = lambda loss: loss,
     ) -> BatchResult:
-        """Adds the gradient of one rank's share of a logical batch to `.grad`, as `run` does.
+        """Adds the gradient of one rank's share of a logical batch to `.grad`, as `run` does; a share may be empty.
 
-        Sample 0 is the share's first, but `denominators` are the whole batch's: once the results of all shares are
-        there, `combine_shares` and `check_denominators` compare them.
+        Sample 0 is the share's first, but `denominators` are the whole batch's: the gradients of all ranks add up to
+        that of the batch. They are added up once a batch, by the caller, since ranks need not have as many parts.
         """
+        costs = _as_costs(batch)
         if not len(costs):
             return BatchResult()
         # Once a batch, for the attempts too: walking a model's modules is what the engine takes most time for.
@@ -339,6 +341,21 @@ class MicroBatcher:
         self._rescue.phase = None if limits is None else limits.training
         self._rescue.oom_cost = math.inf
         self._evaluation.phase = None if limits is None else limits.evaluation
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raises ArgumentError for a model whose passes wait for those of other ranks, which may have fewer parts."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    rule = (
+        "Each rank cuts its share of a batch into parts of its own, so that no pass may wait for those of other ranks"
+    )
+    if "DistributedDataParallel" in kinds:
+        lines = "call run_share with the whole batch's denominators, and add up gradients once a batch (docs/python.md)"
+        raise ArgumentError(
+            rule, value="DistributedDataParallel", remedy=f"Give the module inside (model.module), {lines}"
+        )
+    if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
+        raise ArgumentError(rule, value="FSDP", remedy="Keep the whole model on each rank (docs/python.md)")
 
 
 @contextmanager
