@@ -121,9 +121,12 @@ def muon(folder: Path, scale: Scale) -> str:
         f"generator, "
         "too few for a good generator and enough to see whether splitting changes it."
     )
-    return "\n\n".join(
-        [markdown(rows), fill(notes, 120), markdown(outcomes), muon_oom(counts, done["adaptive"], middle, scale)]
+    of_card = (
+        f"The small card is {SMALL_CARD:.0%} of the largest peak. The allocator takes memory in pages of 20 MiB, of which "
+        "it holds one: less than half of the batch may run at once, and plans that count bytes are rescued."
     )
+    tables = [markdown(rows), fill(notes, 120), markdown(outcomes), fill(of_card, 120)]
+    return "\n\n".join([*tables, muon_oom(counts, done["adaptive"], middle, scale)])
 
 
 def muon_cells(one: Trained, whole: Trained, speed: float, whole_speed: float) -> list[str]:

@@ -2,6 +2,7 @@
 processes and signals.
 """
 
+import io
 import json
 import os
 import re
@@ -11,10 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from can_train.cli.main import main
 
 pytestmark = pytest.mark.slow
 
@@ -32,15 +36,15 @@ class Line:
         return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
-        with self.start(*arguments) as process:
-            out, err = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == code, out + err
-        return out + err
+        """Runs a command in this process; returns what it prints."""
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            status = main([*arguments, *self.flags])
+        assert status == code, out.getvalue() + err.getvalue()
+        return out.getvalue() + err.getvalue()
 
     def status(self, run: str) -> dict[str, Any]:
-        with self.start("status", run, "--json") as process:
-            out, _ = process.communicate(timeout=TIMEOUT_S)
-        found: dict[str, Any] = json.loads(out)
+        found: dict[str, Any] = json.loads(self("status", run, "--json"))
         return found
 
     def wait(self, run: str, found: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -119,6 +123,7 @@ def test_ctrl_c_prints_the_line_that_continues_the_run_whose_log_has_all_of_it(l
         limit = time.monotonic() + TIMEOUT_S
         while not (found := json.loads(line("runs", "--json"))) or not found[0]["step"]:
             assert time.monotonic() < limit
+            time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 128 + signal.SIGINT
