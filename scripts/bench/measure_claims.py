@@ -122,8 +122,8 @@ def muon(folder: Path, scale: Scale) -> str:
         "too few for a good generator and enough to see whether splitting changes it."
     )
     of_card = (
-        f"The small card is {SMALL_CARD:.0%} of the largest peak. The allocator takes memory in pages of 20 MiB, of which "
-        "it holds one: less than half of the batch may run at once, and plans that count bytes are rescued."
+        f"The small card is {SMALL_CARD:.0%} of the largest peak. The allocator takes memory in pages of 20 MiB, of "
+        "which it holds one: less than half of the batch may run at once, and plans that count bytes are rescued."
     )
     tables = [markdown(rows), fill(notes, 120), markdown(outcomes), fill(of_card, 120)]
     return "\n\n".join([*tables, muon_oom(counts, done["adaptive"], middle, scale)])
