@@ -1,3 +1,4 @@
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -5,10 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
+from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import SPLIT, BatchDependence, NoDropout, measure_batch_dependence
+from can_train.fit.micro_batcher import Losses, MicroBatcher
+from can_train.fit.packing import SplitRules
 
-CPU = torch.device("cpu")
 SAMPLES = sum(SPLIT)
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 X = torch.randn(SAMPLES, 4, 6, generator=torch.Generator().manual_seed(0))
@@ -58,7 +62,7 @@ def measured(model: nn.Module, *, half: bool = False) -> BatchDependence:
     def losses(start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
         return {"square": (model(X[start:stop]).square().sum(), float(stop - start))}
 
-    return measure_batch_dependence(model, losses, {"square": float(SAMPLES)}, device=CPU, half=half)
+    return measure_batch_dependence(model, losses, {"square": float(SAMPLES)}, half=half)
 
 
 def mlp(*layers: nn.Module) -> nn.Module:
@@ -109,7 +113,7 @@ def test_only_the_terms_with_a_batch_dependence_are_named() -> None:
         mean_of_means = y.square().mean() * 1.0
         return {"sum": (y.square().sum(), 4.0 * (stop - start)), "mean": (mean_of_means, 1.0)}
 
-    found = measure_batch_dependence(model, losses, {"sum": 4.0 * SAMPLES, "mean": 1.0}, device=CPU)
+    found = measure_batch_dependence(model, losses, {"sum": 4.0 * SAMPLES, "mean": 1.0})
     assert set(found.terms) == {"mean"}
 
 
@@ -218,5 +222,86 @@ def test_frozen_parameters_and_terms_without_gradient_are_passed_over() -> None:
         hidden = model[1](model[0](X[start:stop]))
         return {"square": (hidden.square().sum(), 1.0), "constant": (torch.ones(()), 0.0)}
 
-    found = measure_batch_dependence(model, losses, {"square": 1.0, "constant": 0.0}, device=CPU)
+    found = measure_batch_dependence(model, losses, {"square": 1.0, "constant": 0.0})
     assert found.terms == {}
+
+
+def contrastive(model: nn.Module, start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
+    """InfoNCE: each sample against the others of its micro-batch."""
+    codes = F.normalize(model(X[start:stop]), dim=1)
+    pairs = codes @ F.normalize(X[start:stop, 0, :2], dim=1).T
+    return {"contrast": (F.cross_entropy(pairs / 0.1, torch.arange(stop - start), reduction="sum"), stop - start)}
+
+
+def squares(model: nn.Module, start: int, stop: int) -> dict[str, tuple[Tensor, float]]:
+    return {"square": (model(X[start:stop]).square().sum(), stop - start)}
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize(
+    ("model", "losses", "term"),
+    [(mlp(nn.BatchNorm1d(8)), squares, "square"), (mlp(), contrastive, "contrast")],
+    ids=["BatchNorm", "InfoNCE"],
+)
+def test_the_first_batch_that_is_split_in_ones_own_loop_is_measured_and_warned_of(
+    model: nn.Module, losses: Callable[..., Losses], term: str, size: int
+) -> None:
+    batcher = MicroBatcher(model, rules=SplitRules(samples=size))
+    with pytest.warns(UserWarning, match=f"Samples depend on the rest of their batch.*gradient of {term} [1-9]"):
+        batcher.run(lambda start, stop: losses(model, start, stop), SAMPLES)
+    assert batcher.batch_dependence is not None
+    assert batcher.batch_dependence.terms[term] > 0.01
+    batcher.run(lambda start, stop: losses(model, start, stop), SAMPLES)  # A second warning would be an error
+
+
+def test_measuring_leaves_gradients_buffers_and_random_numbers_as_the_parts_left_them() -> None:
+    found = []
+    for is_known in (False, True):
+        torch.manual_seed(0)
+        model = mlp(nn.BatchNorm1d(8), nn.Dropout(0.5))
+        batcher = MicroBatcher(model, rules=SplitRules(samples=3))
+        if is_known:
+            batcher.batch_dependence = BatchDependence(terms={}, modules=(), drops=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            batcher.run(lambda start, stop, model=model: squares(model, start, stop), SAMPLES)
+        found.append([*(one.grad for one in model.parameters()), *model.buffers(), torch.rand(3)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_nothing_is_measured_before_a_batch_is_split_and_nothing_said_where_samples_are_independent() -> None:
+    model = mlp(nn.Dropout(0.5))
+    batcher = MicroBatcher(model)
+    batcher.run(lambda start, stop: squares(model, start, stop), SAMPLES)
+    assert batcher.batch_dependence is None
+    batcher.rules = SplitRules(samples=3)
+    batcher.run(lambda start, stop: squares(model, start, stop), SAMPLES)
+    assert batcher.batch_dependence == BatchDependence(terms={}, modules=(), drops=True)
+
+
+def test_what_cannot_be_measured_is_said() -> None:
+    model = mlp()
+
+    def losses(start: int, stop: int) -> Losses:
+        if stop - start > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return squares(model, start, stop)
+
+    with pytest.warns(UserWarning, match="is not known"):
+        MicroBatcher(model, rules=SplitRules(samples=3)).run(losses, SAMPLES)
+
+
+def test_the_gradient_of_a_reentrant_checkpoint_is_seen() -> None:
+    model, x = mlp(nn.BatchNorm1d(8)), X.clone().requires_grad_()
+
+    def losses(start: int, stop: int) -> Losses:
+        return {"square": (checkpoint(model, x[start:stop], use_reentrant=True).square().sum(), stop - start)}
+
+    assert measure_batch_dependence(model, losses, None).terms["square"] > 0.01
+
+
+def test_a_hook_that_steps_in_each_backward_pass_is_refused() -> None:
+    model = mlp()
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ArgumentError, match=r"a hook of 1\.weight"):
+        MicroBatcher(model)

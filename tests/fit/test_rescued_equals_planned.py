@@ -20,6 +20,8 @@ from can_train.memory.meters import Meter, SimulatedMeter
 from fakes.costly import Costly
 from fakes.ragged import cut_at
 
+pytestmark = pytest.mark.filterwarnings("ignore:Samples depend on the rest of their batch")
+
 STEPS = 6
 SAMPLES = 48
 INPUTS = 16

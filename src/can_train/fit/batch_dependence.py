@@ -48,14 +48,14 @@ class BatchDependence:
     terms: Mapping[str, float]  # Loss terms whose gradient a split changes, with the relative L2 difference
     modules: tuple[str, ...]  # Names of the normalising layers that make samples depend on each other
     drops: bool  # Whether the model drops activations: the masks depend on the split
-    measured: bool = True  # Whether there was enough memory to measure it; if not, nothing is known
+    measured: bool = True  # Whether it could be measured, which takes memory; if not, nothing is known
 
     def sentences(self, *, split: bool) -> list[str]:
         """Returns what a plan says about it; `split` tells whether its batches are split, as most never are."""
         sentences = []
         if not self.measured:
-            unknown = "whether they depend on each other is not known"
-            sentences.append(f"Not enough memory for {sum(SPLIT)} samples at once: {unknown}")
+            unknown = "whether samples of a batch depend on each other is not known"
+            sentences.append(f"A few samples could not be computed both at once and split: {unknown}")
         if self.terms:
             through = f" through {', '.join(self.modules)}" if self.modules else ""
             largest = ", ".join(f"{term} {difference:.1%}" for term, difference in self.terms.items())
@@ -69,28 +69,32 @@ class BatchDependence:
         return sentences
 
 
+UNKNOWN: Final = BatchDependence(terms={}, modules=(), drops=False, measured=False)
+
+
 def measure_batch_dependence(
     model: nn.Module,
     losses_of: Callable[[int, int], Losses],
     denominators: Mapping[str, float] | None,
     *,
-    device: torch.device,
     half: bool = False,
+    sizes: Sequence[int] = SPLIT,
 ) -> BatchDependence:
-    """Compares the gradients of a batch of `sum(SPLIT)` samples computed whole and in parts; leaves the model, which is
-    in training mode, as it was. `half` tells whether matrix products run in half precision.
+    """Compares the gradients of the first `sum(sizes)` samples of a batch, computed whole and in parts of these sizes;
+    leaves the model, which is in training mode, as it was. `denominators` are theirs; `half` tells whether matrix
+    products run in half precision.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    snapshot = Snapshot(model, device)
+    snapshot = Snapshot(model, parameters[0].device)
     tolerance = _HALF_TOLERANCE if half else TOLERANCE.get(parameters[0].dtype, _HALF_TOLERANCE)
     try:
         with NoDropout() as no_dropout:
             if denominators is None:
-                denominators = {term: own for term, (_, own) in losses_of(0, sum(SPLIT)).items()}
+                denominators = {term: own for term, (_, own) in losses_of(0, sum(sizes)).items()}
                 snapshot.restore()
-            whole = _gradients(parameters, losses_of, (sum(SPLIT),), denominators)
+            whole = _gradients(parameters, losses_of, (sum(sizes),), denominators)
             snapshot.restore()
-            split = _gradients(parameters, losses_of, SPLIT, denominators)
+            split = _gradients(parameters, losses_of, sizes, denominators)
     finally:
         snapshot.restore()
     terms = {}
@@ -152,12 +156,26 @@ def _gradients(
     """Returns each term's own gradient, added up over the parts."""
     sums: dict[str, list[Tensor]] = {}
     start = 0
-    for size in sizes:
-        for term, (total, _) in losses_of(start, start + size).items():
-            loss = total / (denominators[term] or 1.0)
-            known = sums.setdefault(term, [torch.zeros_like(parameter) for parameter in parameters])
-            if loss.requires_grad:
-                found = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-                torch._foreach_add_(known, found)
-        start += size
+    earlier = [parameter.grad for parameter in parameters]
+    try:
+        for size in sizes:
+            for term, (total, _) in losses_of(start, start + size).items():
+                loss = total / (denominators[term] or 1.0)
+                known = sums.setdefault(term, [torch.zeros_like(parameter) for parameter in parameters])
+                if loss.requires_grad:
+                    _drop_gradients(parameters)
+                    # Not `autograd.grad`, for which reentrant checkpoints have no gradient, without a word.
+                    loss.backward(retain_graph=True)
+                    found = [(one, parameter.grad) for one, parameter in zip(known, parameters, strict=True)
+                             if parameter.grad is not None]  # fmt: skip
+                    torch._foreach_add_([one for one, _ in found], [own for _, own in found])
+            start += size
+    finally:
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            parameter.grad = gradient
     return sums
+
+
+def _drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
-from can_train.fit.batch_dependence import SPLIT, BatchDependence, measure_batch_dependence
+from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.cost_model import AGREED, CostModel, DeviceLimits, PhaseLimit, ProbeFit, ProbeReading, fit_to_probes
 from can_train.fit.optimizer import (
     OptimizerMemory,
@@ -347,11 +347,10 @@ class Explorer:
                 self.model.train(),
                 lambda start, stop: self._losses(batch, start, stop),
                 batch.denominators,
-                device=self.meter.device,
                 half=self._precision.autocast is not None,
             )
         self.meter.release()
-        return BatchDependence(terms={}, modules=(), drops=False, measured=False)
+        return UNKNOWN
 
     @contextmanager
     def _trained_alone(self) -> Iterator[list[Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from can_train.errors import ArgumentError
+from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.optimizer import Snapshot
 from can_train.fit.packing import BatchCosts, PartLimit, SplitRules
 from can_train.fit.rescue import Backoff, Rescue, RescueSettings
 from can_train.memory.meters import Meter, open_meter
+from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
     from can_train.fit.cost_model import DeviceLimits
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 # Relative difference of the parts' denominators from the whole batch's that is round-off.
 _DENOMINATOR_TOLERANCE: Final = 1e-6
+# Samples of the two parts of the smallest batch that is measured both whole and split.
+_SMALLEST_SPLIT: Final = (2, 3)
 # Loss terms of a part: the sum over the part, and the part's own denominator.
 Losses = Mapping[str, tuple[Tensor, float]]
 T = TypeVar("T")
@@ -154,6 +159,11 @@ class MicroBatcher:
         rules: How batches are cut; without rules, nothing is cut before memory runs out.
         rescue: What may be done about an out-of-memory.
         limits: What a search found of batches on the device; None where there was none.
+
+    Attributes:
+        batch_dependence: Whether samples depend on the rest of their batch, so that no split has the batch's gradient
+            (BatchNorm, contrastive losses). Measured, and warned of, when `run` splits a batch for the first time; None
+            until then.
     """
 
     def __init__(
@@ -165,7 +175,7 @@ class MicroBatcher:
         rescue: RescueSettings | None = None,
         limits: DeviceLimits | None = None,
     ) -> None:
-        _refuse_wrapped(model)
+        _refuse_unsplittable(model)
         self._model = model
         self._parameters = list(model.parameters())
         if not self._parameters:
@@ -179,6 +189,7 @@ class MicroBatcher:
         self._largest_planned = 0.0
         self._retries, self._retries_rose = self._meter.retries(), False
         self._last_largest_cost = math.inf
+        self.batch_dependence: BatchDependence | None = None
         self.use(rules or SplitRules(), limits)
 
     def run(
@@ -207,7 +218,27 @@ class MicroBatcher:
         costs = _as_costs(batch)
         result = self.run_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
         check_denominators(result, denominators, size=len(costs))
+        if len(result.micro_batches) > 1 and self.batch_dependence is None:
+            self.batch_dependence = self._measure_dependence(losses_of, result.micro_batches)
+            # Without the sentence about dropout, which is true of most models.
+            for sentence in self.batch_dependence.sentences(split=False):
+                warnings.warn(f"{sentence}.", stacklevel=2)
         return result
+
+    def _measure_dependence(
+        self, losses_of: Callable[[int, int], Losses], micro_batches: tuple[int, ...]
+    ) -> BatchDependence:
+        # Not more samples than have fitted at once, but enough for two parts of two: a single sample has no variance.
+        samples = min(max(*micro_batches, sum(_SMALLEST_SPLIT)), sum(SPLIT), sum(micro_batches))
+        first = max(samples * SPLIT[0] // sum(SPLIT), min(_SMALLEST_SPLIT[0], samples - 1))
+        half = torch.is_autocast_enabled(self._meter.device.type)
+        try:
+            with CatchOutOfMemory():
+                return measure_batch_dependence(self._model, losses_of, None, half=half, sizes=(first, samples - first))
+        except Exception:  # noqa: BLE001 - a look at the loop must not end it
+            return UNKNOWN
+        self._meter.release()
+        return UNKNOWN
 
     def run_share(
         self,
@@ -343,8 +374,10 @@ class MicroBatcher:
         self._evaluation.phase = None if limits is None else limits.evaluation
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    """Raises ArgumentError for a model whose passes wait for those of other ranks, which may have fewer parts."""
+def _refuse_unsplittable(model: nn.Module) -> None:
+    """Raises ArgumentError for a model whose passes wait for those of other ranks, which may have fewer parts, or do
+    what must be done once a batch.
+    """
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     rule = (
         "Each rank cuts its share of a batch into parts of its own, so that no pass may wait for those of other ranks"
@@ -356,6 +389,12 @@ def _refuse_wrapped(model: nn.Module) -> None:
         )
     if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
         raise ArgumentError(rule, value="FSDP", remedy="Keep the whole model on each rank (docs/python.md)")
+    if hooked := [name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks]:
+        raise ArgumentError(
+            "A hook that sees gradients as they accumulate would run in each micro-batch, and an optimizer in it would "
+            "step in each of them",
+            value=f"a hook of {hooked[0]}", remedy="Step once the batch's gradient is there, after `run`",
+        )  # fmt: skip
 
 
 @contextmanager

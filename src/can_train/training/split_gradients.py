@@ -153,8 +153,8 @@ class _Batch:
                                rescue=RescueSettings(adaptive=False))  # fmt: skip
         snapshot = Snapshot(self.model, self.meter.device)
         self.model.zero_grad()
-        result = batcher.run(lambda start, stop: self.batch.losses(self.model, start, stop), costs,
-                             denominators=self.denominators, weights=self.weights or None)  # fmt: skip
+        result = batcher.run_share(lambda start, stop: self.batch.losses(self.model, start, stop), costs,
+                                  denominators=self.denominators, weights=self.weights or None)  # fmt: skip
         snapshot.restore()
         return sum(self.weights.get(term, 1.0) * mean for term, mean in result.means.items()), self._flat()
 
