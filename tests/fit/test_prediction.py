@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from can_train.errors import ArgumentError
 from can_train.fit.prediction import LossOf, predict_peak
 from can_train.memory.simulated_gpu import LiveStorageTracker
+from can_train.task import Feature
 from fakes.line_fit import LineTask
 
 ENDLESS = 2**62
@@ -20,6 +21,8 @@ ENDLESS = 2**62
 def measured(model: nn.Module, loss_of: LossOf, rows: NDArray[np.int64], make: Callable[..., Any]) -> int:
     """The peak of a warm training step on the whole batch."""
     optimizer = make(list(model.parameters()))
+    for group in optimizer.param_groups:
+        group["foreach"] = True  # As on a GPU
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -106,6 +109,48 @@ def test_a_ragged_batch_is_predicted_from_its_counts() -> None:
     assert not found.fits(peak * 0.9)
 
 
+class Sentences(nn.Module):
+    """A transformer's layer on padded sentences, of whose tokens every one attends to all of its sentence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(50, 32), nn.Linear(32, 64)
+
+    def forward(self, lengths: NDArray[np.int64]) -> Tensor:
+        hidden = self.inner(self.embedding(torch.zeros(len(lengths), int(lengths.max()), dtype=torch.int64)))
+        return (torch.softmax(hidden @ hidden.transpose(1, 2), dim=2) @ hidden).square().sum()
+
+
+LENGTHS = np.random.default_rng(0).integers(2, 60, size=2_000)
+PADDED = {Feature("tokens", padding=1): LENGTHS, Feature("pairs", padding=2): LENGTHS}
+
+
+def test_padded_sentences_are_predicted_by_padded_features() -> None:
+    model = Sentences()
+    found = predict_peak(model, PADDED, loss_of=lambda rows: model(LENGTHS[rows]))
+    peak = measured(model, lambda rows: model(LENGTHS[rows]), np.arange(len(LENGTHS)), torch.optim.AdamW)
+    assert found.explains
+    assert found.peak_bytes == pytest.approx(peak, rel=0.03)
+    assert found.fits(1.1 * peak) is True
+
+
+def test_sums_do_not_explain_padded_sentences_and_say_so() -> None:
+    model = Sentences()
+    found = predict_peak(model, LENGTHS, loss_of=lambda rows: model(LENGTHS[rows]))
+    assert not found.explains
+    assert found.fits(2**50) is None
+
+
+def test_a_loss_that_compares_all_pairs_of_a_batch_is_noticed() -> None:
+    model, x = perceptron(), torch.randn(64, 64)
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        codes = model(x[rows % 64])
+        return torch.logsumexp(codes @ codes.T, dim=1).sum()
+
+    assert predict_peak(model, 10_000, loss_of=loss_of).fits(2**50) is None
+
+
 def test_where_the_optimizer_takes_most_its_step_is_the_peak() -> None:
     model = nn.Linear(1000, 1000)
     found = predict_peak(model, 1, loss_of=lambda rows: model(torch.zeros(len(rows), 1000)).sum())
@@ -130,7 +175,9 @@ def test_a_task_is_predicted_from_its_own_samples() -> None:
     assert predict_peak(task, task.train_rows[:10]).base_bytes == few.base_bytes
 
 
-@pytest.mark.parametrize("batch", [0, -1, True, 2.5, "many", [], [[1.0, float("nan")]], [-1.0]])
+@pytest.mark.parametrize(
+    "batch", [0, -1, True, 2.5, "many", [], [[1.0, float("nan")]], [-1.0], {}, {"nodes": []}, {"a": [1], "b": [1, 2]}]
+)
 def test_a_batch_that_is_none_is_refused(batch: Any) -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ArgumentError, match=r"A batch is a number|Counts of samples"):

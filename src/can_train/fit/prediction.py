@@ -5,7 +5,7 @@ Shapes: R samples, F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError
+from can_train.fit.cost_model import EXPLAINED
 from can_train.fit.explore import Explorer, Workload, left_as_it_was, probe
 from can_train.fit.optimizer import measure_optimizer
-from can_train.fit.packing import BatchCosts, batch_totals
+from can_train.fit.packing import BatchCosts, batch_totals, growing_totals
 from can_train.fit.phases import phase_training
 from can_train.memory.meters import CpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory
@@ -27,6 +28,7 @@ from can_train.task import BatchTask, Feature
 
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
 _PROBED: Final = 256
+_CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
 LossOf = Callable[[NDArray[np.int64]], Tensor]
 """Computes the loss of the samples at some positions."""
 
@@ -38,16 +40,16 @@ class PeakPrediction:
     peak_bytes: float  # Peak of forward and backward, or of the optimizer's step where that is higher
     half_width_bytes: float  # Half-width of the interval around it
     base_bytes: float  # Weights, gradients and optimizer state
-    explains: bool  # Whether the features explain the memory of the probes; if not, the interval means little
+    explains: bool  # Whether the features explain the memory of the batches that were run; if not, it says little
 
-    def fits(self, capacity_bytes: float) -> bool:
-        """Tells whether the upper end of the interval fits."""
-        return self.peak_bytes + self.half_width_bytes <= capacity_bytes
+    def fits(self, capacity_bytes: float) -> bool | None:
+        """Tells whether the upper end of the interval fits; None where the features do not explain the memory."""
+        return self.peak_bytes + self.half_width_bytes <= capacity_bytes if self.explains else None
 
 
 def predict_peak(
     task_or_model: BatchTask | nn.Module,
-    batch: int | Sequence[float] | NDArray[Any],
+    batch: int | Sequence[float] | NDArray[Any] | Mapping[str | Feature, Sequence[float] | NDArray[Any]],
     *,
     loss_of: LossOf | None = None,
     optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
@@ -66,9 +68,11 @@ def predict_peak(
         task_or_model: A model on the CPU, which is left as it was; or a task, whose model is made. Of a task with
             several phases, the one with the highest peak is predicted.
         batch: Number of samples; or, for samples that differ, [R] or [R, F] counts of what their memory grows with
-            (nodes and edges, tokens). For a task: number of samples, of which the costliest are taken; or [R] rows.
+            (nodes and edges, tokens); or such counts [R] by feature, where samples are padded: `{Feature("tokens",
+            padding=1): lengths}`. For a task: number of samples, of which the costliest are taken; or [R] rows.
         loss_of: For a model: computes the loss of the samples at some positions of `batch`.
-        optimizer: For a model: makes its optimizer; None: AdamW.
+        optimizer: For a model: makes its optimizer; None: AdamW. It is measured as it runs on a GPU, where most
+            optimizers update many parameters at once (`foreach`).
         training: For a task: precision and optimizer; None: the defaults.
 
     Raises:
@@ -79,7 +83,7 @@ def predict_peak(
         return _of_task(task_or_model, batch, training or TrainingSettings())
     if loss_of is None:
         raise ArgumentError("A model's peak needs loss_of(rows), which computes the loss of some samples", value="None")
-    return _of_model(task_or_model, batch, loss_of, optimizer or torch.optim.AdamW)
+    return _of_model(task_or_model, _counted(batch), loss_of, optimizer or torch.optim.AdamW)
 
 
 def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPrediction:
@@ -113,13 +117,29 @@ def _of_phase(explorer: Explorer, batch: Any) -> PeakPrediction:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """The batch that is predicted."""
+
+    counts: NDArray[np.float64]  # [R, F] of samples that probes choose from; the last feature counts samples
+    features: Sequence[Feature]
+    totals: NDArray[np.float64]  # [F] of the whole batch
+
+    def unlike_probes(self, cost_of: NDArray[np.float64], cost: float) -> NDArray[np.int64]:
+        """Returns positions of samples that cost about as much: the smallest and the largest in turn, as no probe has
+        them, each of which holds samples alike or in order.
+        """
+        ranked = np.argsort(self.counts[:, 0], kind="stable")
+        mixed = np.stack([ranked, ranked[::-1]], axis=1).ravel()[: len(ranked)]
+        within = growing_totals(self.features, self.counts[mixed]) @ cost_of <= cost
+        return mixed[: max(int(within.sum()), 1)]
+
+
 def _of_model(
-    model: nn.Module, batch: Any, loss_of: LossOf, make: Callable[[Sequence[nn.Parameter]], Optimizer]
+    model: nn.Module, batch: _Batch, loss_of: LossOf, make: Callable[[Sequence[nn.Parameter]], Optimizer]
 ) -> PeakPrediction:
-    counts, totals_for = _counted(batch)
-    features = [Feature(f"feature {i}") for i in range(counts.shape[1])]
-    totals, meter = totals_for(features), CpuMeter()
-    optimizer = measure_optimizer([one for one in model.parameters() if one.requires_grad], make)
+    meter = CpuMeter()
+    optimizer = measure_optimizer([one for one in model.parameters() if one.requires_grad], _as_on_a_gpu(make))
 
     def step(rows: NDArray[np.int64]) -> None:
         try:
@@ -132,42 +152,72 @@ def _of_model(
     resident_bytes = sum(tensor.nbytes for tensor in resident)
     work = Workload(
         run=step,
-        rows=np.arange(len(counts)),
-        counts=counts,
-        features=features,
+        rows=np.arange(len(batch.counts)),
+        counts=batch.counts,
+        features=batch.features,
         # As in the middle of a run: the optimizer's state is there.
         resident=[*resident, torch.empty(optimizer.state_bytes, dtype=torch.uint8)],
         gradient_bytes=optimizer.parameter_bytes,
     )
+    explains = False
     with left_as_it_was(model, meter):
         fit = probe(work, meter)
-        cost = float(totals @ np.asarray(fit.model.coefficients))
+        cost_of = np.asarray(fit.model.coefficients)
+        cost = float(batch.totals @ cost_of)
         peak = fit.model.base_bytes + cost
         if cost <= fit.largest_cost:
             # Gradients decide the peak of a batch no larger than the probes, which no line tells: it is run. The last
             # feature counts samples.
-            positions = np.arange(round(totals[-1]))
+            positions = np.arange(round(batch.totals[-1]))
             with CatchOutOfMemory():
                 peak = float(replace(work, rows=positions).peak(meter, positions).allocated)
+                explains = fit.model.explains
+        else:
+            positions = batch.unlike_probes(cost_of, min(_CHECKED * fit.largest_cost, cost))
+            checked = float(batch_totals(batch.features, batch.counts[positions]) @ cost_of)
+            with CatchOutOfMemory():
+                found = work.peak(meter, positions).allocated - fit.model.base_bytes
+                agrees = abs(found - checked) <= EXPLAINED * max(found, checked)
+                explains = fit.model.explains and (agrees or checked <= fit.largest_cost)
     optimizer_step = resident_bytes + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
     return PeakPrediction(
         peak_bytes=max(peak, float(optimizer_step)),
-        half_width_bytes=fit.model.half_width(totals),
+        half_width_bytes=fit.model.half_width(batch.totals),
         base_bytes=fit.model.base_bytes,
-        explains=fit.model.explains,
+        explains=explains,
     )
 
 
-def _counted(batch: Any) -> tuple[NDArray[np.float64], Callable[[Sequence[Feature]], NDArray[np.float64]]]:
-    """Returns counts [R, F] for the probes to choose from, and a function that returns the whole batch's totals [F]."""
-    if np.ndim(batch) == 0:
+def _as_on_a_gpu(make: Callable[[Sequence[nn.Parameter]], Optimizer]) -> Callable[[Sequence[nn.Parameter]], Optimizer]:
+    def made(parameters: Sequence[nn.Parameter]) -> Optimizer:
+        optimizer = make(parameters)
+        for group in optimizer.param_groups:
+            # PyTorch's own default for parameters on a GPU; on a CPU it is a loop, which takes less.
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
+        return optimizer
+
+    return made
+
+
+def _counted(batch: Any) -> _Batch:
+    samples = Feature("samples")
+    if np.ndim(batch) == 0 and not isinstance(batch, Mapping):
         size = _size(batch)
-        return np.ones((min(size, _PROBED), 1)), lambda features: np.array([float(size)])
-    given = np.asarray(batch, dtype=np.float64)
-    if given.ndim > 2 or given.size == 0 or not (np.isfinite(given) & (given >= 0)).all():
+        counts = np.ones((min(size, _PROBED), 1))
+        return _Batch(counts=counts, features=[samples], totals=np.array([float(size)]))
+    if isinstance(batch, Mapping):
+        columns = [np.asarray(column, dtype=np.float64).ravel() for column in batch.values()]
+        given = np.stack(columns, axis=1) if len({len(column) for column in columns}) == 1 else np.empty((0, 0))
+        named = [name if isinstance(name, Feature) else Feature(name) for name in batch]
+    else:
+        given = np.asarray(batch, dtype=np.float64)
+        given = given[:, None] if given.ndim == 1 else given
+        named = [Feature(f"feature {column}") for column in range(given.shape[1])] if given.ndim == 2 else []
+    if given.ndim != 2 or given.size == 0 or not (np.isfinite(given) & (given >= 0)).all():
         raise ArgumentError("Counts of samples are finite, not negative, and one row a sample", value=f"{batch!r:.80}")
-    counts = np.column_stack([given, np.ones(len(given))])
-    return counts, lambda features: batch_totals(features, counts)
+    counts, features = np.column_stack([given, np.ones(len(given))]), [*named, samples]
+    return _Batch(counts=counts, features=features, totals=batch_totals(features, counts))
 
 
 def _size(batch: Any) -> int:
