@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from can_train.errors import ArgumentError
+from can_train.errors import ArgumentError, DoesNotFitError
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.packing import SplitRules
 from can_train.memory.meters import SimulatedMeter
@@ -115,3 +116,44 @@ def test_setting_buffers_aside_may_run_out_of_memory_too() -> None:
         result = made.run(losses_of, 1)
     assert result.ooms_rescued == 1
     assert result.micro_batches == (1,)
+
+
+class FullWhileAdding(TorchDispatchMode):
+    """Memory runs out some times where sparse gradients are added up, which takes memory."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.left = times
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.left and func is torch.ops.aten.add_.Tensor and args[0].is_sparse:
+            self.left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return func(*args, **(kwargs or {}))
+
+
+def sparse_batcher() -> MicroBatcher:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 3, sparse=True), nn.Linear(3, 1))
+    return MicroBatcher(model, rules=SplitRules(samples=4))
+
+
+def sparse_losses(made: MicroBatcher, start: int, stop: int) -> Losses:
+    return {"loss": (made._model(torch.arange(start, stop)).square().sum(), float(stop - start))}
+
+
+def test_memory_that_runs_out_between_two_gradients_has_each_added_once() -> None:
+    gradients = []
+    for times in (0, 1):
+        made = sparse_batcher()
+        with FullWhileAdding(times) as full:
+            made.run(lambda start, stop, made=made: sparse_losses(made, start, stop), 16)
+        assert not full.left
+        gradients.append([one.grad.to_dense() for one in made._parameters if one.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_gradients_that_cannot_be_added_end_the_step() -> None:
+    made = sparse_batcher()
+    with FullWhileAdding(2), pytest.raises(DoesNotFitError, match="wholly or not at all"):
+        made.run(lambda start, stop: sparse_losses(made, start, stop), 16)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from can_train.errors import ArgumentError
+from can_train.errors import ArgumentError, DoesNotFitError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
 from can_train.fit.optimizer import Snapshot
 from can_train.fit.packing import BatchCosts, PartLimit, SplitRules
@@ -286,7 +286,8 @@ class MicroBatcher:
         undone = partial(_undone_on_error, self._model, self._meter, self._parameters)
         for start, stop, losses in rescue.run(costs, limit, attempt, undone):
             for term, (mean, denominator) in losses.items():
-                means[term] = means[term] + mean if term in means else mean
+                # In place: nothing undoes an out-of-memory here.
+                means[term] = means[term].add_(mean) if term in means else mean
                 denominators[term] = denominators.get(term, 0.0) + denominator
             sizes.append(stop - start)
             cost = costs.cost(start, stop)
@@ -415,13 +416,39 @@ def _undone_on_error(model: nn.Module, meter: Meter, parameters: Sequence[nn.Par
                     pairs.append((earlier, parameter.grad))
                 parameter.grad = earlier
         if pairs:
-            # Into the earlier sum, as autograd accumulates: the same bits, and no memory beside the two of them.
-            torch._foreach_add_([earlier for earlier, _ in pairs], [own for _, own in pairs])
+            _add_gradients([earlier for earlier, _ in pairs], [own for _, own in pairs], meter)
     except BaseException:
         for parameter, earlier in zip(trained, gradients, strict=True):
             parameter.grad = earlier
         snapshot.restore()
         raise
+
+
+def _add_gradients(earlier: list[Tensor], own: list[Tensor], meter: Meter) -> None:
+    """Adds gradients into the earlier sums, as autograd accumulates: the same bits, and no memory beside the two."""
+    pairs = list(zip(earlier, own, strict=True))
+    plain = [pair for pair in pairs if _adds_in_place(*pair)]
+    if plain:
+        torch._foreach_add_([into for into, _ in plain], [more for _, more in plain])
+    for into, more in pairs if len(plain) < len(pairs) else ():
+        if _adds_in_place(into, more):
+            continue
+        # Sums of sparse gradients take memory. Undoing the part would leave those that are added already.
+        with CatchOutOfMemory() as caught:
+            into.add_(more)
+        if caught.message:
+            meter.release()
+            with CatchOutOfMemory() as caught:
+                into.add_(more)
+        if caught.message:
+            raise DoesNotFitError(
+                "Gradients of micro-batches are added up wholly or not at all",
+                value=f"the device said: {caught.message}", remedy="Take the step again, with more memory",
+            )  # fmt: skip
+
+
+def _adds_in_place(into: Tensor, more: Tensor) -> bool:
+    return into.layout == more.layout == torch.strided and into.dtype == more.dtype and type(more) is Tensor
 
 
 def _check_losses(losses: Any, denominators: Mapping[str, float] | None, weights: Mapping[str, float] | None) -> Losses:
