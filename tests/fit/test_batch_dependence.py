@@ -300,6 +300,16 @@ def test_the_gradient_of_a_reentrant_checkpoint_is_seen() -> None:
     assert measure_batch_dependence(model, losses, None).terms["square"] > 0.01
 
 
+def test_the_rounding_of_a_loss_in_half_precision_is_no_dependence() -> None:
+    model = mlp(nn.LayerNorm(8))
+
+    def losses(start: int, stop: int) -> Losses:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return squares(model, start, stop)
+
+    MicroBatcher(model, rules=SplitRules(samples=3)).run(losses, SAMPLES)
+
+
 def test_a_hook_that_steps_in_each_backward_pass_is_refused() -> None:
     model = mlp()
     next(model.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)

@@ -86,7 +86,6 @@ def measure_batch_dependence(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     snapshot = Snapshot(model, parameters[0].device)
-    tolerance = _HALF_TOLERANCE if half else TOLERANCE.get(parameters[0].dtype, _HALF_TOLERANCE)
     try:
         with NoDropout() as no_dropout:
             if denominators is None:
@@ -97,6 +96,9 @@ def measure_batch_dependence(
             split = _gradients(parameters, losses_of, sizes, denominators)
     finally:
         snapshot.restore()
+    # A loss may switch to half precision by itself.
+    half = half or no_dropout.half
+    tolerance = _HALF_TOLERANCE if half else TOLERANCE.get(parameters[0].dtype, _HALF_TOLERANCE)
     terms = {}
     for term, gradients in whole.items():
         pairs = list(zip(split[term], gradients, strict=True))
@@ -119,11 +121,12 @@ class NoDropout(TorchFunctionMode):
 
     Attributes:
         seen: Whether any activation would have been dropped.
+        half: Whether anything was computed in half precision.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = False
+        self.seen = self.half = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -144,7 +147,9 @@ class NoDropout(TorchFunctionMode):
             places = [i for i, value in enumerate(args) if isinstance(value, float) and i >= position - 2]
             self.seen |= any(args[i] for i in places)
             args = tuple(0.0 if i in places else value for i, value in enumerate(args))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.half |= isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16)
+        return result
 
 
 def _gradients(
