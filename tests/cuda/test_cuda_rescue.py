@@ -18,6 +18,8 @@ from can_train.fit.optimizer import Optimization, Precision, make_optimization
 from can_train.memory.meters import Meter
 from gpu.trainer import limited_device
 
+pytestmark = pytest.mark.filterwarnings("ignore:Samples depend on the rest of their batch")
+
 MIB = 2**20
 CAPACITIES = {"cuda": 1024 * MIB, "sim": 160 * MIB}
 SAMPLES = 32

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from can_train.fit.micro_batcher import Losses, MicroBatcher
+from can_train.fit.micro_batcher import Losses, MicroBatcher, check_denominators
 from fakes.ragged import cut_at
 
 
@@ -21,7 +21,10 @@ def gradient(
         return computed
 
     costs, rules = cut_at(sizes)
-    result = MicroBatcher(model, rules=rules).run(losses, costs, denominators=batch.denominators, weights=weights)
+    # Not `run`, which warns of mutants whose samples depend on each other.
+    batcher = MicroBatcher(model, rules=rules)
+    result = batcher.run_share(losses, costs, denominators=batch.denominators, weights=weights)
+    check_denominators(result, batch.denominators, size=sum(sizes))
     assert result.micro_batches == sizes
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
 
