@@ -46,6 +46,13 @@ def test_a_batch_has_a_sample(batch: Any) -> None:
         made.run(lambda start, stop: losses(made, start, stop), batch)
 
 
+@pytest.mark.parametrize("share", [0, [], np.ones(0)])
+def test_a_ranks_share_may_have_none(share: Any) -> None:
+    made = batcher()
+    result = made.run_share(lambda start, stop: losses(made, start, stop), share, denominators={"loss": 16.0})
+    assert result.micro_batches == ()
+
+
 @pytest.mark.parametrize("cost", [float("nan"), -1.0, float("inf")])
 def test_costs_are_finite_and_not_negative(cost: float) -> None:
     made = batcher()

@@ -164,13 +164,15 @@ def _gradients(
     earlier = [parameter.grad for parameter in parameters]
     try:
         for size in sizes:
-            for term, (total, _) in losses_of(start, start + size).items():
+            losses = losses_of(start, start + size)
+            for left, (term, (total, _)) in enumerate(losses.items(), 1 - len(losses)):
                 loss = total / (denominators[term] or 1.0)
                 known = sums.setdefault(term, [torch.zeros_like(parameter) for parameter in parameters])
                 if loss.requires_grad:
                     _drop_gradients(parameters)
                     # Not `autograd.grad`, for which reentrant checkpoints have no gradient, without a word.
-                    loss.backward(retain_graph=True)
+                    # A compiled model's graph cannot be kept.
+                    loss.backward(retain_graph=left < 0)
                     found = [(one, parameter.grad) for one, parameter in zip(known, parameters, strict=True)
                              if parameter.grad is not None]  # fmt: skip
                     torch._foreach_add_([one for one, _ in found], [own for _, own in found])

@@ -215,7 +215,7 @@ class MicroBatcher:
             ArgumentError: The parts' denominators do not add up to the whole batch's, or an argument has the wrong
                 shape. After any error `.grad` holds, beside what was there, the parts that were computed before it.
         """
-        costs = _as_costs(batch)
+        costs = _whole_batch(batch)
         result = self.run_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
         check_denominators(result, denominators, size=len(costs))
         if len(result.micro_batches) > 1 and self.batch_dependence is None:
@@ -313,7 +313,7 @@ class MicroBatcher:
         """Computes something of samples `start:stop` without gradients, and returns the results of the parts in order.
         Without a limit, a part may hold anything until memory runs out.
         """
-        costs, limit, rescue = _as_costs(batch), limit or PartLimit(), self._evaluation
+        costs, limit, rescue = _whole_batch(batch), limit or PartLimit(), self._evaluation
         parts = list(rescue.run(costs, limit, compute, partial(_undone_on_error, self._model, self._meter)))
         if self._settings.regrow:
             planned = min(limit.cost, costs.cost(0, len(costs)))
@@ -481,7 +481,12 @@ def _as_costs(batch: Any) -> BatchCosts:
             except TypeError:
                 rule = "A batch is a number of samples, or a cost for each of them"
                 raise ArgumentError(rule, value=f"{batch!r:.80}") from None
-    if len(batch) < 1:
+    costs: BatchCosts = batch
+    return costs
+
+
+def _whole_batch(batch: Any) -> BatchCosts:
+    costs = _as_costs(batch)
+    if len(costs) < 1:
         raise ArgumentError("A logical batch has at least one sample", value="it has none")
-    checked: BatchCosts = batch
-    return checked
+    return costs
