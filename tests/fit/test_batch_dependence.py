@@ -307,7 +307,9 @@ def test_the_rounding_of_a_loss_in_half_precision_is_no_dependence() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return squares(model, start, stop)
 
-    MicroBatcher(model, rules=SplitRules(samples=3)).run(losses, SAMPLES)
+    batcher = MicroBatcher(model, rules=SplitRules(samples=3))
+    batcher.run(losses, SAMPLES)
+    assert batcher.batch_dependence == BatchDependence(terms={}, modules=(), drops=False)
 
 
 def test_a_hook_that_steps_in_each_backward_pass_is_refused() -> None:

@@ -161,28 +161,26 @@ def _gradients(
     """Returns each term's own gradient, added up over the parts."""
     sums: dict[str, list[Tensor]] = {}
     start = 0
-    earlier = [parameter.grad for parameter in parameters]
-    try:
-        for size in sizes:
-            losses = losses_of(start, start + size)
-            for left, (term, (total, _)) in enumerate(losses.items(), 1 - len(losses)):
-                loss = total / (denominators[term] or 1.0)
-                known = sums.setdefault(term, [torch.zeros_like(parameter) for parameter in parameters])
-                if loss.requires_grad:
-                    _drop_gradients(parameters)
-                    # Not `autograd.grad`, for which reentrant checkpoints have no gradient, without a word.
-                    # A compiled model's graph cannot be kept.
-                    loss.backward(retain_graph=left < 0)
-                    found = [(one, parameter.grad) for one, parameter in zip(known, parameters, strict=True)
-                             if parameter.grad is not None]  # fmt: skip
-                    torch._foreach_add_([one for one, _ in found], [own for _, own in found])
-            start += size
-    finally:
-        for parameter, gradient in zip(parameters, earlier, strict=True):
-            parameter.grad = gradient
+    for size in sizes:
+        losses = losses_of(start, start + size)
+        for left, (term, (total, _)) in enumerate(losses.items(), 1 - len(losses)):
+            loss = total / (denominators[term] or 1.0)
+            known = sums.setdefault(term, [torch.zeros_like(parameter) for parameter in parameters])
+            if loss.requires_grad:
+                # A compiled model's graph cannot be kept.
+                torch._foreach_add_(known, _gradient(loss, parameters, retain_graph=left < 0))
+        start += size
     return sums
 
 
-def _drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
+def _gradient(loss: Tensor, parameters: list[nn.Parameter], *, retain_graph: bool) -> list[Tensor]:
+    """Computes what `autograd.grad` does, for which reentrant checkpoints have no gradient, without a word."""
+    earlier = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
+    try:
+        loss.backward(retain_graph=retain_graph)
+        return [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    finally:
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            parameter.grad = gradient

@@ -436,3 +436,9 @@ def model_does_not_fit(need_bytes: int, capacity_bytes: int, foreign_bytes: int 
 
 def _smaller_model(need_bytes: float) -> str:
     return f"Choose a smaller model by its settings (--set), or a larger device ({cards_that_hold(need_bytes)})"
+
+
+def bytes_of_others(explorers: Sequence[Explorer]) -> list[int]:
+    """Returns for each of a task's phases the size of the state that the other phases' optimizers keep."""
+    states = [explorer.optimizer_memory().state_bytes for explorer in explorers]
+    return [sum(states) - own for own in states]

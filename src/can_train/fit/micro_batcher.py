@@ -415,8 +415,7 @@ def _undone_on_error(model: nn.Module, meter: Meter, parameters: Sequence[nn.Par
                 if parameter.grad is not None:
                     pairs.append((earlier, parameter.grad))
                 parameter.grad = earlier
-        if pairs:
-            _add_gradients([earlier for earlier, _ in pairs], [own for _, own in pairs], meter)
+        _add_gradients(pairs, meter)
     except BaseException:
         for parameter, earlier in zip(trained, gradients, strict=True):
             parameter.grad = earlier
@@ -424,22 +423,23 @@ def _undone_on_error(model: nn.Module, meter: Meter, parameters: Sequence[nn.Par
         raise
 
 
-def _add_gradients(earlier: list[Tensor], own: list[Tensor], meter: Meter) -> None:
-    """Adds gradients into the earlier sums, as autograd accumulates: the same bits, and no memory beside the two."""
-    pairs = list(zip(earlier, own, strict=True))
+def _add_gradients(pairs: list[tuple[Tensor, Tensor]], meter: Meter) -> None:
+    """Adds gradients into the earlier sums, the first of each pair, as autograd accumulates: the same bits, and no
+    memory beside the two.
+    """
     plain = [pair for pair in pairs if _adds_in_place(*pair)]
+    others = [pair for pair in pairs if not _adds_in_place(*pair)]
     if plain:
-        torch._foreach_add_([into for into, _ in plain], [more for _, more in plain])
-    for into, more in pairs if len(plain) < len(pairs) else ():
-        if _adds_in_place(into, more):
-            continue
+        torch._foreach_add_([earlier for earlier, _ in plain], [own for _, own in plain])
+    for earlier, own in others:
         # Sums of sparse gradients take memory. Undoing the part would leave those that are added already.
         with CatchOutOfMemory() as caught:
-            into.add_(more)
-        if caught.message:
-            meter.release()
-            with CatchOutOfMemory() as caught:
-                into.add_(more)
+            earlier.add_(own)
+        if not caught.message:
+            continue
+        meter.release()
+        with CatchOutOfMemory() as caught:
+            earlier.add_(own)
         if caught.message:
             raise DoesNotFitError(
                 "Gradients of micro-batches are added up wholly or not at all",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
-from can_train.fit.explore import Explorer
+from can_train.fit.explore import Explorer, bytes_of_others
 from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, FactorChoice, FactorRule
 from can_train.fit.optimizer import capture_generators, restore_generators
 from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules, optimizer_batches, packing_order
@@ -343,9 +343,8 @@ class Planners:
         if len(phases) == 1 and phases[0].loss is None and not phases[0].parameters:
             return cls((replace(planner, phase=phases[0]),))
         alone = [replace(planner, task=planner.task.in_phase(one), phase=one) for one in phases]
-        states = [one.explorer.optimizer_memory().state_bytes for one in alone]
-        return cls(tuple(replace(one, others_state_bytes=sum(states) - own)
-                         for one, own in zip(alone, states, strict=True)))  # fmt: skip
+        others = bytes_of_others([one.explorer for one in alone])
+        return cls(tuple(replace(one, others_state_bytes=size) for one, size in zip(alone, others, strict=True)))
 
     @property
     def first(self) -> Planner:

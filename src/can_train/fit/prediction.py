@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError
 from can_train.fit.cost_model import EXPLAINED
-from can_train.fit.explore import Explorer, Workload, left_as_it_was, probe
+from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_it_was, probe
 from can_train.fit.optimizer import measure_optimizer
 from can_train.fit.packing import BatchCosts, batch_totals, growing_totals
 from can_train.fit.phases import phase_training
@@ -93,9 +93,8 @@ def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPre
                  rows=task.train_rows, verify=False, phase=phase)
         for phase in task.phases()
     ]  # fmt: skip
-    states = [explorer.optimizer_memory().state_bytes for explorer in explorers]
-    for explorer, own in zip(explorers, states, strict=True):
-        explorer.others_state_bytes = sum(states) - own
+    for explorer, others in zip(explorers, bytes_of_others(explorers), strict=True):
+        explorer.others_state_bytes = others
     return max((_of_phase(explorer, batch) for explorer in explorers), key=lambda found: found.peak_bytes)
 
 
