@@ -2,11 +2,13 @@
 the environment of the other tools, so it needs nothing but torch.
 """
 
+import math
 import random
 import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Final, NamedTuple, NoReturn
 
 import torch
@@ -70,11 +72,14 @@ class Outcome(NamedTuple):
 
 
 class Results(NamedTuple):
-    """A tool's outcomes for the spread cases and for the edge cases, in order, and the seconds of the spread cases."""
+    """A tool's outcomes for the spread cases and for the edge cases, in order, the seconds of the spread cases, and its
+    outcomes for the scattering cases under each of `SCATTERING`.
+    """
 
     seconds: float
     spread: list[Outcome]
     edges: list[Outcome]
+    scattering: dict[str, list[Outcome]]
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,38 @@ class Law:
     Attributes:
         bend: Share of the quadratic term in the growth.
         noise: Relative standard deviation of a measured peak.
+        scatter: Relative standard deviation of the peak itself, so that a size may fit once and fail later.
+        steps: Steps up to the capacity in which the peak rises; 0: evenly.
     """
 
     bend: float = 0.0
     noise: float = 0.0
+    scatter: float = 0.0
+    steps: int = 0
+
+    def peak(self, base: float, size: int, limit: int) -> float:
+        """Returns the mean peak of a size, as a share of the capacity."""
+        share = size / (limit + 0.5)  # the limit just fits, and one more just does not
+        peak = base + (1 - base) * ((1 - self.bend) * share + self.bend * share**2)
+        return math.ceil(peak * self.steps) / self.steps if self.steps else peak
+
+    def failing_share(self, base: float, size: int, limit: int) -> float:
+        """Returns the share of runs of a size that run out of memory."""
+        peak = self.peak(base, size, limit)
+        if not self.scatter:
+            return float(peak > CAPACITY)
+        return 1 - NormalDist().cdf((CAPACITY / peak - 1) / self.scatter)
+
+
+SCATTERING: Final = {
+    "2 %": Law(scatter=0.02),
+    "5 %": Law(scatter=0.05),
+    "8 %": Law(scatter=0.08),
+    "32 steps": Law(steps=32),
+    "32 steps, 5 %": Law(scatter=0.05, steps=32),
+}
+SMALLEST_SCATTERING: Final = 20
+"""Smallest limit of the scattering cases: in smaller ones, 5 % are less than a sample."""
 
 
 @dataclass
@@ -103,8 +136,8 @@ class Trial:
     base: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.chance = random.Random(self.case.limit)  # the same base for every tool
-        self.base = self.chance.uniform(*BASES)
+        self.chance = random.Random(self.case.limit)
+        self.base = self.chance.uniform(*BASES)  # the same for every tool
 
     def __call__(self, size: int) -> float:
         """Runs a batch of `size`, or of the whole data set if that is smaller.
@@ -117,12 +150,12 @@ class Trial:
         self.trials += 1
         if self.trials > MAX_TRIALS:
             raise HangError
-        if size > self.case.limit:
+        peak = self.law.peak(self.base, size, self.case.limit)
+        peak *= 1 + (self.chance.gauss(0, self.law.scatter) if self.law.scatter else 0)
+        if peak > CAPACITY:
             self.ooms += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         self.fitted = max(self.fitted, size)
-        share = size / (self.case.limit + 0.5)  # the limit just fits, and one more just does not
-        peak = self.base + (1 - self.base) * ((1 - self.law.bend) * share + self.law.bend * share**2)
         return min(CAPACITY, peak * (1 + self.chance.gauss(0, self.law.noise)))
 
 
@@ -140,6 +173,11 @@ def spread_cases() -> list[Case]:
     while len(limits := sorted({round(LARGEST_LIMIT ** (i / (points - 1))) for i in range(points)})) < LIMITS:
         points += 1
     return [Case(limit) for limit in limits]
+
+
+def scattering_cases() -> list[Case]:
+    """Returns the spread cases whose limit is large enough to tell a size from one with 5 % less."""
+    return [case for case in spread_cases() if case.limit >= SMALLEST_SCATTERING]
 
 
 def edge_cases() -> dict[str, Case]:
@@ -165,7 +203,8 @@ def measure(search: Search, law: Law) -> Results:
     errors = [outcome.error for outcome in spread if outcome.error]
     if errors:
         raise RuntimeError(f"A search failed {len(errors)} times, first with {errors[0]}")
-    return Results(seconds, spread, outcomes(search, edge_cases().values(), law))
+    scattering = {name: outcomes(search, scattering_cases(), scattered) for name, scattered in SCATTERING.items()}
+    return Results(seconds, spread, outcomes(search, edge_cases().values(), law), scattering)
 
 
 def outcomes(search: Search, cases: Iterable[Case], law: Law) -> list[Outcome]:

@@ -5,7 +5,8 @@ every batch that is larger than a probe takes another 12 % of the GPU, which no 
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
 from statistics import median
 from typing import Any, Final, cast
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.results_file import environment, markdown, write_section
+from can_train import Feature, predict_peak, simulated_gpu
 from can_train.fit.cost_model import EXPLAINED
 from can_train.task import BatchTask
 from gpu.configurations import MODELS, SIMULATED, Configuration
@@ -38,6 +40,15 @@ takes another {HIDDEN:.0%} of the GPU, and this is the measured over the predict
 plan reports more than {1 + EXPLAINED:.2f}. *Its fill*: the peak at the limit found then, over the capacity. Models are
 small, because teachers are too slow on a CPU; see `scripts/gpu-check` for real GPUs."""
 
+SENTENCES: Final = 3000
+WORDS: Final = 2000
+WIDTH: Final = 64
+
+OWN_NOTES: Final = f"""\
+`predict_peak` on models of one's own: {SENTENCES:,} sentences of 2 to 80 words in random order, in batches padded to
+the longest, and a contrastive loss over all pairs of a batch. *Explained*: what the prediction says of itself; where it
+says no, `fits()` returns None. Measured on a simulated GPU without a limit, with AdamW's state, from the same batch."""
+
 
 def main() -> None:
     """Measures, prints the table and writes it into RESULTS.md; exit status 1 if a goal is missed."""
@@ -57,8 +68,12 @@ def main() -> None:
     table = markdown([["model", "GPU", "beyond probes", "error", "largest", "hidden", "its fill"], *rows])
     head = environment({"torch": version("torch"), "torch_geometric": version("torch_geometric")})
     print(total)
+    own = list(own_rows())
+    for row in own:
+        print(" | ".join(row), flush=True)
+    own_table = markdown([["model", "counts given", "predicted", "measured", "error", "explained"], *own])
     if chosen == MODELS:
-        text = "\n\n".join([head, table, total, NOTES])
+        text = "\n\n".join([head, table, total, NOTES, own_table, OWN_NOTES])
         write_section("prediction", "Predicted against simulated peaks (`scripts/bench/prediction`)", text)
     if median(errors) > GOAL or unnoticed:
         sys.exit(f"missed: median error {median(errors):.2%}; not noticed: {unnoticed}")
@@ -95,6 +110,55 @@ def cells(model: str, capacity: int, found: Mapping[str, Any]) -> list[str]:
         f"{found['hidden_ratio']:.2f}",
         f"{found['hidden_fill']:.2f}",
     ]
+
+
+class Sentences(nn.Module):
+    """Self-attention over words, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Returns [N, T, C] features of N sentences of T words, [N, T]."""
+        hidden = self.drop(self.words(words))
+        attention = torch.softmax(self.query(hidden) @ hidden.transpose(1, 2), dim=2)
+        features: Tensor = torch.relu(self.drop(attention @ self.value(hidden)))
+        return features
+
+
+def own_rows() -> Iterator[list[str]]:
+    """Predicts and measures models of one's own; yields the rows of their table."""
+    lengths = torch.randint(2, 81, (SENTENCES,), generator=torch.Generator().manual_seed(0))
+
+    def of_sentences(model: nn.Module, rows: Any) -> Tensor:
+        own = lengths[rows]
+        total: Tensor = model(torch.zeros(len(own), int(own.max()), dtype=torch.int64)).square().sum()
+        return total
+
+    def of_pairs(model: nn.Module, rows: Any) -> Tensor:
+        first, second = model(torch.zeros(2, len(rows), WIDTH))
+        return torch.softmax(first @ second.T, dim=1).square().sum()
+
+    tokens, pairs = Feature("tokens", padding=1), Feature("pairs", padding=2)
+    cases = (
+        ("sentences", "words of each", Sentences, of_sentences, lengths),
+        ("sentences", "padded words", Sentences, of_sentences, {tokens: lengths}),
+        ("sentences", "padded words and pairs", Sentences, of_sentences, {tokens: lengths, pairs: lengths}),
+        ("contrastive", "a number", lambda: nn.Linear(WIDTH, WIDTH), of_pairs, SENTENCES),
+    )
+    for name, given, make, loss_of, batch in cases:
+        torch.manual_seed(0)
+        model = make()
+        predicted = predict_peak(model, cast(Any, batch), loss_of=partial(loss_of, model))
+        state = [torch.zeros_like(parameter) for parameter in model.parameters() for _ in range(2)]
+        with simulated_gpu("1TiB", model, state) as gpu:
+            loss_of(model, range(SENTENCES)).backward()
+        error = predicted.peak_bytes / gpu.peak_bytes() - 1
+        sizes = [f"{num_bytes / MIB:,.0f} MiB" for num_bytes in (predicted.peak_bytes, gpu.peak_bytes())]
+        yield [name, given, *sizes, f"{error:+.1%}", "yes" if predicted.explains else "no"]
 
 
 class Held(torch.autograd.Function):

@@ -1,19 +1,37 @@
-"""Random laws of peak memory, and the runs that a factor policy leads to under them, one after another."""
+"""Random laws of peak memory, the runs that a factor policy leads to under them, one after another, and an oracle that
+knows the law.
+"""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from can_train.factors.policies import FactorPoint
 
-TABLE = (0.34, 0.38, 0.45, 0.489, 0.55, 0.65)
+Array = NDArray[np.float64]
+
+TABLE: Final = (0.34, 0.38, 0.45, 0.489, 0.55, 0.65)
 """First factors, as in tables of experience."""
 
-
-UNCHANGED_RUNS = 20
+UNCHANGED_RUNS: Final = 20
 """Runs before a law that changes does so."""
+
+FOREIGN_RUNS: Final = 0.1
+"""Share of runs in which another process holds memory."""
+
+TARGET: Final = 0.90
+
+ORACLE_DRAWS: Final = 8192
+"""Draws of a run's noise and ceiling from which the oracle takes its risk."""
+
+
+ORACLE_FACTORS: Final = 1024
+"""Factors from which the oracle chooses."""
 
 
 class NextFactor(Protocol):
@@ -31,12 +49,21 @@ class Law:
         base: Peak of a run whose micro-batches are empty.
         fill: Share of the rest of the capacity that micro-batches at the tuned limit take.
         bend: Curvature.
-        noise: Relative standard deviation of a run's peak.
+        noise: Relative scale of a run's peak around the law; its standard deviation where the noise is normal.
         first: Factor of the first run.
         hidden: Peak that predictions do not include.
         ceiling: Share of the capacity at which memory runs out; less than 1 if it is fragmented.
         rescued: Whether a run that runs out of memory goes on with half as much.
         change: Share of the capacity by which every peak shifts after `UNCHANGED_RUNS` runs.
+        tails: Degrees of freedom of the noise, which is Student's; infinite for normal noise.
+        drift: Share of the capacity by which every peak shifts from each run to the next.
+        other: Share of the capacity by which the peaks of one of the key's two populations lie above the other's.
+        other_share: Share of runs that belong to it.
+        foreign: Most that another process holds, unseen, in `FOREIGN_RUNS` of the runs; a share of the capacity.
+        batch: Logical batch ÷ tuned limit, if it is cut into equal micro-batches; 0 if the factor is used exactly.
+        ceiling_sd: Standard deviation of the ceiling from run to run.
+        overstated: Relative amount by which allocated ÷ reserved of a run that fits is below the ceiling. Segments that
+            expand hold pages that could be released.
     """
 
     base: float
@@ -48,10 +75,52 @@ class Law:
     ceiling: float = 1.0
     rescued: bool = False
     change: float = 0.0
+    tails: float = math.inf
+    drift: float = 0.0
+    other: float = 0.0
+    other_share: float = 0.0
+    foreign: float = 0.0
+    batch: float = 0.0
+    ceiling_sd: float = 0.0
+    overstated: float = 0.0
 
     def peak(self, used: float) -> float:
-        """Returns the noise-free peak."""
+        """Returns the noise-free peak before any change, the mean over both populations."""
         return self.base + self.hidden + (1 - self.base) * self.fill * ((1 - self.bend) * used + self.bend * used**2)
+
+    def used(self, factor: float) -> float:
+        """Returns what a run uses that may use a factor: the fewest equal parts of the logical batch decide."""
+        return self.batch / math.ceil(self.batch / factor) if self.batch else factor
+
+    def shift(self, run: int) -> float:
+        """Returns by how much the peaks of a run, counted from 0, lie above those of the first one."""
+        return self.drift * run + self.change * (run >= UNCHANGED_RUNS)
+
+    def draw(self, runs: int, seed: int) -> "Draws":
+        """Draws what differs from run to run."""
+        draw = np.random.default_rng(seed)
+        noise = draw.normal(0, self.noise, runs)
+        if not math.isinf(self.tails):
+            noise = noise / np.sqrt(draw.chisquare(self.tails, runs) / self.tails)
+        is_other = (draw.random(runs) < self.other_share).astype(np.float64)
+        held = np.where(draw.random(runs) < FOREIGN_RUNS, draw.uniform(0, 1, runs) * self.foreign, 0.0)
+        ceiling = np.minimum(self.ceiling + draw.normal(0, 1, runs) * self.ceiling_sd, 1.0)
+        return Draws(1 + noise, self.other * (is_other - self.other_share), ceiling, held)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What differs from run to run: factors of the noise, populations' shifts, ceilings, and foreign memory."""
+
+    noise: Array
+    shift: Array
+    ceiling: Array
+    foreign: Array
+
+    @property
+    def limits(self) -> Array:
+        """Noise-free peaks above which each run runs out of memory."""
+        return (self.ceiling - self.foreign) / np.maximum(self.noise, 1e-3) - self.shift
 
 
 def draw_laws(count: int, *, noise: float, bend: float, seed: int = 0) -> list[Law]:
@@ -69,18 +138,19 @@ def draw_laws(count: int, *, noise: float, bend: float, seed: int = 0) -> list[L
     ]
 
 
-def changed(laws: Sequence[Law], *, change: float) -> list[Law]:
-    """Shifts every peak by a share of the capacity, as a new version of a library may, after `UNCHANGED_RUNS` runs."""
-    return [replace(law, change=change) for law in laws]
+def varied(laws: Sequence[Law], *, seed: int = 0, **ranges: tuple[float, float]) -> list[Law]:
+    """Returns the laws with attributes drawn between two values each, and the same for each attribute and seed."""
+    draw = np.random.default_rng(seed)
+    drawn: list[dict[str, Any]] = [{name: float(draw.uniform(*ends)) for name, ends in ranges.items()} for _ in laws]
+    return [replace(law, **values) for law, values in zip(laws, drawn, strict=True)]
 
 
 def fragmented(laws: Sequence[Law], *, ceilings: tuple[float, float], seed: int = 0) -> list[Law]:
     """Returns the laws with ceilings between two shares of the capacity."""
-    draw = np.random.default_rng(seed)
-    return [replace(law, ceiling=float(draw.uniform(*ceilings))) for law in laws]
+    return varied(laws, ceiling=ceilings, seed=seed)
 
 
-def with_hidden(laws: Sequence[Law], *, hidden: float, target: float = 0.90) -> list[Law]:
+def with_hidden(laws: Sequence[Law], *, hidden: float, target: float = TARGET) -> list[Law]:
     """Returns the laws with a hidden allocation and with rescue. First factors would meet the target without it."""
     return [replace(law, first=_meets(law, target), hidden=hidden, rescued=True) for law in laws]
 
@@ -118,23 +188,74 @@ class SimulatedRuns:
 
 def simulate(policy: NextFactor, law: Law, *, runs: int = 60, seed: int = 0) -> SimulatedRuns:
     """Runs a configuration many times. The policy chooses each run's factor from the history of those before it."""
-    draw, peaks = np.random.default_rng(seed), []
+    drawn, peaks = law.draw(runs, seed), []
+    limits = drawn.limits
     history: list[FactorPoint] = []
     for run in range(runs):
-        if run == UNCHANGED_RUNS:
-            law = replace(law, hidden=law.hidden + law.change)
-        used = policy.next_factor(history, first=law.first)
-        peaks.append(law.peak(used))
-        noise = 1 + draw.normal(0, law.noise)
-        if peaks[-1] * noise <= law.ceiling:
-            history.append(FactorPoint(used, peaks[-1] * noise))
+        used = law.used(policy.next_factor(history, first=law.first))
+        shift, noise = law.shift(run), float(drawn.noise[run])
+        peaks.append(law.peak(used) + shift)
+        if peaks[-1] <= limits[run]:
+            peak = (peaks[-1] + float(drawn.shift[run])) * noise
+            reserved = peak / (float(drawn.ceiling[run]) * (1 - law.overstated))
+            history.append(FactorPoint(used, peak, None, min(reserved, 1.0)))
         elif law.rescued:
-            history.append(FactorPoint(used, None, (used / 2, law.peak(used / 2) * noise)))
+            history.append(FactorPoint(used, None, (used / 2, (law.peak(used / 2) + shift) * noise)))
         else:
             history.append(FactorPoint(used, None))
     return SimulatedRuns(tuple(peaks), sum(point.peak is None for point in history))
 
 
-def simulate_all(policy: NextFactor, laws: Sequence[Law]) -> list[SimulatedRuns]:
+def simulate_all(policy: NextFactor, laws: Sequence[Law], *, runs: int = 60) -> list[SimulatedRuns]:
     """Runs one configuration for each law."""
-    return [simulate(policy, law, seed=index) for index, law in enumerate(laws)]
+    return [simulate(policy, law, runs=runs, seed=index) for index, law in enumerate(laws)]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """Knows the laws: lines, noise, ceilings and changes, but no run's draws. It uses what brings the noise-free peak
+    to the target, or less where more than a share `risk` of the runs would run out of memory.
+    """
+
+    laws: Sequence[Law]
+    runs: int
+
+    @cached_property
+    def _limits(self) -> Array:  # [laws, draws], sorted
+        drawn = [law.draw(ORACLE_DRAWS, seed=ORACLE_DRAWS + index).limits for index, law in enumerate(self.laws)]
+        return np.sort(drawn, axis=1)
+
+    @cached_property
+    def _shifts(self) -> Array:  # [laws, runs]
+        return np.array([[law.shift(run) for run in range(self.runs)] for law in self.laws])
+
+    @cached_property
+    def _levels(self) -> list[Array]:
+        """Peaks that each law's factors lead to."""
+        factors = np.linspace(0.05, 1.0, ORACLE_FACTORS).tolist()
+        return [np.unique([law.peak(law.used(factor)) for factor in factors]) for law in self.laws]
+
+    def peaks(self, risk: float) -> Array:
+        """Returns the noise-free peak [laws, runs] of each run."""
+        index = risk * (ORACLE_DRAWS - 2)
+        low = int(index)
+        limits = self._limits[:, low] + (index - low) * (self._limits[:, low + 1] - self._limits[:, low])
+        aims = np.minimum(TARGET, limits[:, None]) - self._shifts
+        found = [
+            levels[np.maximum(np.searchsorted(levels, own, side="right") - 1, 0)]
+            for levels, own in zip(self._levels, aims, strict=True)
+        ]
+        return np.array(found) + self._shifts
+
+    def ooms(self, peaks: Array) -> float:
+        """Returns the out-of-memories of a configuration's runs that are to be expected at those peaks."""
+        failing = [np.searchsorted(limits, own) for limits, own in zip(self._limits, peaks, strict=True)]
+        return float(np.sum(failing)) / ORACLE_DRAWS / len(self.laws)
+
+    def risk_of(self, ooms: float) -> float:
+        """Returns the risk at which the oracle has as many out-of-memories, or the nearest to them."""
+        low, high = 0.0, 0.3
+        for _ in range(20):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.ooms(self.peaks(middle)) < ooms else (low, middle)
+        return high

@@ -54,11 +54,13 @@ def measure(configuration: Configuration) -> Iterator[dict[str, Any]]:
     with open_trainer(configuration) as trainer:
         explored = trainer.explore()
         shares = SHARES[-1:] if configuration.quick else SHARES
+        at_shares, limit = points(trainer, explored, shares), true_limit(trainer, explored)
         row = {
             "configuration": asdict(configuration),
             **_found(explored),
-            "points": points(trainer, explored, shares),
-            "true_limit_bytes": true_limit(trainer, explored),
+            "points": at_shares,
+            "true_limit_bytes": limit,
+            "ceiling_bytes": None if limit is None else _ceiling(trainer, explored, limit),
         }
         if configuration.swept:
             row["speeds"] = _speeds(trainer, explored, SWEEP[-3:] if configuration.quick else SWEEP)
@@ -91,6 +93,12 @@ def true_limit(trainer: Trainer, explored: Explored) -> float | None:
         middle = (low + high) / 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _ceiling(trainer: Trainer, explored: Explored, limit: float) -> int | None:
+    """Measures the peak of the largest worst-case batch that fits. Returns None if it does not fit again."""
+    peak = trainer.peak(trainer.task.train_rows[pack_worst_case(explored.costs, limit)])
+    return None if peak is None else max(peak.passes, peak.optimizer)
 
 
 def _found(explored: Explored) -> dict[str, Any]:

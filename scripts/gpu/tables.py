@@ -16,6 +16,10 @@ Batches cost at least 5 times as much as the largest probe; each optimizer step 
 predicted over measured peak, minus 1: first from the probes alone, then as corrected by the finder's trials."""
 FINDER: Final = """\
 Fill is the tuned limit over the true limit, which was found by whole optimizer steps on worst-case batches."""
+FRAGMENTATION: Final = """\
+A factor policy takes allocated ÷ reserved at the peak of a step that fits for the ceiling, the share of the capacity at
+which memory really ends: the peak of the largest worst-case batch that fits, over the capacity. Too low a ratio wastes
+memory; one above the ceiling risks an out-of-memory error."""
 THROUGHPUT: Final = """\
 Samples per second in steps of one micro-batch, by its share of the tuned limit. The last column is relative to the best
 of the sweep."""
@@ -33,6 +37,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         measured = [row for row in results["models"].values() if "points" in row]
         lines += ["", "## Predicted and measured peaks", "", *_peaks(measured)]
         lines += ["", "## Finder", "", *_finder(measured)]
+        lines += ["", "## Fragmentation", "", *_fragmentation(measured)]
         lines += ["", "## Throughput", "", *_throughput(measured)]
         lines += _failures(results["models"])
     if "constants" in results:
@@ -125,6 +130,26 @@ def _finder(rows: Sequence[Row]) -> list[str]:
 def _fill_cells(row: Row) -> list[str]:
     true = row["true_limit_bytes"]
     return ["not met", ""] if true is None else [_mib(true), f"{row['tuned_limit_bytes'] / true:.3f}"]
+
+
+def _fragmentation(rows: Sequence[Row]) -> list[str]:
+    known = [row for row in rows if row.get("ceiling_bytes")]
+    points = [(row, point) for row in known for point in row["points"] if point["measured_bytes"]]
+    shown = [(row, point) for row, point in points if point["reserved_bytes"]]
+    return [
+        FRAGMENTATION,
+        "",
+        *_table(
+            ("model", "GiB", "precision", "peak ÷ capacity", "allocated ÷ reserved", "ceiling", "too low by"),
+            ([*_names(row), *_fragmentation_cells(row, point)] for row, point in shown),
+        ),
+    ]
+
+
+def _fragmentation_cells(row: Row, point: Row) -> list[str]:
+    ratio, ceiling = point["measured_bytes"] / point["reserved_bytes"], row["ceiling_bytes"] / row["capacity_bytes"]
+    return [f"{point['measured_bytes'] / row['capacity_bytes']:.1%}", f"{ratio:.1%}", f"{ceiling:.1%}",
+            f"{ceiling - ratio:+.1%}"]  # fmt: skip
 
 
 def _throughput(rows: Sequence[Row]) -> list[str]:

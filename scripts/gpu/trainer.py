@@ -22,7 +22,7 @@ from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import Precision, make_optimization, seed_everything, step_generator
 from can_train.fit.packing import BatchCosts, SplitRules
 from can_train.fit.rescue import RescueSettings
-from can_train.memory.allocator import segments_expand
+from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.meters import Meter, SimulatedMeter, open_meter
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.task import BatchTask, LogicalBatch
@@ -197,7 +197,7 @@ def limited_device(device: str, capacity_bytes: int) -> Iterator[Meter]:
         DeviceError: The device has less memory free.
     """
     if device == SIMULATED:
-        simulated = SimulatedMeter(capacity_bytes, expandable=segments_expand())
+        simulated = SimulatedMeter(capacity_bytes, settings=read_allocator_settings())
         with simulated.active():
             yield simulated
         return

@@ -7,11 +7,12 @@ if TYPE_CHECKING:
     from can_train.errors import CanTrainError
     from can_train.factors.policies import AffinePolicy, FactorPoint, MomentumPolicy
     from can_train.factors.store import get_safety_factor_db
+    from can_train.fit.cost_model import PeakPrediction
     from can_train.fit.micro_batcher import BatchResult, MicroBatcher
     from can_train.fit.packing import solve_accumulation
-    from can_train.fit.prediction import PeakPrediction, predict_peak
+    from can_train.fit.prediction import predict_peak
     from can_train.fit.search import SizeSearch, find_max_size
-    from can_train.memory.meters import MemoryMonitor
+    from can_train.memory.meters import MemoryMonitor, simulated_gpu
     from can_train.memory.out_of_memory import is_out_of_memory
     from can_train.task import Feature, Phase
     from can_train.tasks.sample_task import Task, TaskContext
@@ -40,6 +41,7 @@ __all__ = [
     "get_safety_factor_db",
     "is_out_of_memory",
     "predict_peak",
+    "simulated_gpu",
     "solve_accumulation",
 ]
 
@@ -47,11 +49,12 @@ _HOMES: Final = {
     "errors": ("CanTrainError",),
     "factors.policies": ("AffinePolicy", "FactorPoint", "MomentumPolicy"),
     "factors.store": ("get_safety_factor_db",),
+    "fit.cost_model": ("PeakPrediction",),
     "fit.micro_batcher": ("BatchResult", "MicroBatcher"),
     "fit.packing": ("solve_accumulation",),
-    "fit.prediction": ("PeakPrediction", "predict_peak"),
+    "fit.prediction": ("predict_peak",),
     "fit.search": ("SizeSearch", "find_max_size"),
-    "memory.meters": ("MemoryMonitor",),
+    "memory.meters": ("MemoryMonitor", "simulated_gpu"),
     "memory.out_of_memory": ("is_out_of_memory",),
     "tasks.sample_task": ("Task", "TaskContext"),
     "task": ("Feature", "Phase"),

@@ -5,7 +5,7 @@ Shapes: R samples that a call names by their rows, i.e. their indices in the tas
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -300,6 +300,50 @@ class BatchTask(ABC):
         return self.tables(judgement)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AlarmRule:
+    """When samples are flagged and alarms raised; None leaves it to what the run found in its validation.
+
+    Attributes:
+        threshold: Score above which a sample is flagged.
+        calibrate_s: Seconds at the beginning of each recording that are taken for benign: the scores are adapted to
+            them, and they are not judged.
+        alarms_per_hour: False alarms an hour for which the threshold is chosen.
+        hold: (M, N): an alarm is raised when M of the last N samples are flagged; 1 ≤ M ≤ N.
+    """
+
+    threshold: float | None = None
+    calibrate_s: float | None = None
+    alarms_per_hour: float | None = None
+    hold: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveEvent:
+    """Something that live detection tells."""
+
+    text: str  # for a person
+    record: Mapping[str, Any]  # the same as strict JSON; `event` is its kind
+
+
+class LiveDetection(ABC):
+    """A finished model that watches samples as they arrive."""
+
+    @abstractmethod
+    def events(
+        self, score: Callable[..., NDArray[np.float64]], contribute: Callable[..., NDArray[np.float64]]
+    ) -> Iterator[LiveEvent]:
+        """Yields what happens, soon after it did, until the input ends. The arguments are as in `Evaluation`."""
+
+    @abstractmethod
+    def summary(self) -> Sequence[str]:
+        """Tells, after the last event or an interruption, what was seen, in sentences."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives the input back."""
+
+
 class Verdict(Protocol):
     """What a task concludes about the samples of an evaluation."""
 
@@ -350,13 +394,13 @@ class Evaluation(ABC):
     counted: Mapping[str, int]
 
     @abstractmethod
-    def judge(self, score: Callable[..., NDArray[np.float64]], threshold: float | None) -> Verdict:
+    def judge(self, score: Callable[..., NDArray[np.float64]], rule: AlarmRule) -> Verdict:
         """Judges a model by its scores.
 
         Args:
             score: `score(samples, rows)` returns raw scores. Samples have `model`, in evaluation mode and on the CPU,
                 `scores`, as a task has it, and `describe`, which names one in a message.
-            threshold: Above which samples are flagged; None: the run's own.
+            rule: When samples are flagged; by default, as the run has found.
         """
 
     def explain(

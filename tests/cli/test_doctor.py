@@ -108,12 +108,13 @@ def test_code_runs_on_later_cards_of_the_same_generation(
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "note"),
         ({"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, "note"),
         ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "note"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:many"}, "problem"),
     ],
 )
 def test_allocator_settings_that_cost_memory_are_noted(environment: dict[str, str], status: str) -> None:
     found = check_allocator(environment)
     assert found.status == status
-    assert bool(found.remedy) == (status == "note")
+    assert bool(found.remedy) == (status != "ok")
 
 
 def test_the_remedy_for_segments_keeps_what_was_set() -> None:

@@ -42,6 +42,19 @@ def test_json_names_every_figure_and_the_figures_add_up(capsys: pytest.CaptureFi
     assert set(plan["cost_model"]["bytes_per_unit"]) == {"nodes", "edges", "graphs"}
 
 
+def test_the_allocators_settings_hold_for_the_plan_of_a_simulated_gpu(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync,per_process_memory_fraction:0.5")
+    assert main((*LINE, "--state-dir", str(tmp_path), "--device", "sim:1GiB", "--json")) == 0
+    shown = capsys.readouterr()
+    (plan,) = json.loads(shown.out)["plans"]
+    assert (plan["target"]["total_bytes"], plan["target"]["capacity_bytes"]) == (GIB, GIB // 2)
+    assert "leaves out what these allocator settings do to memory: backend:cudaMallocAsync" in " ".join(
+        shown.err.split()
+    )
+
+
 def test_several_targets_share_one_look_at_the_data_and_make_a_table(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -33,7 +33,7 @@ def test_another_log_is_judged_and_its_windows_are_kept(line: Line, tmp_path: Pa
     out = " ".join(out.split())
     assert "other.csv: 200 windows" in out
     assert "max F1 on validation, in drive." in out
-    assert "Missing from the tables: id_lookup, random_forest" in out
+    assert "Missing from the tables: gap_lookup, silence, random_forest" in out
     assert f"Scores: {scores}" in out
     assert scores.stat().st_size > 0
 
@@ -74,6 +74,41 @@ def test_the_highest_of_many_alarms_are_printed_and_verbose_prints_all(line: Lin
     assert len(json.loads(line(*asked, "--json"))["alarms"]) == MOST_ALARMS + 3
 
 
+def test_explain_lists_alarms_below_the_table_and_a_hold_only_those_that_it_raises(line: Line, tmp_path: Path) -> None:
+    other = bus_log(tmp_path / "other.csv", seed=1)
+    asked = (finished_run("gat"), "--dataset", other, "--device", "cpu", "--explain")
+    out = line(*asked, "--threshold", "-1e9", "--hold", "3/3")
+    assert "MCC" in out
+    assert "An alarm is raised when 3 of the last 3 windows are flagged (--hold 3/3)" in out
+    assert " 200 windows, score " in " ".join(out.split())
+    each, held = (json.loads(line(*asked, "--json", *more)) for more in ((), ("--hold", "201/201")))
+    assert each["alarms"]
+    assert held["alarms"] == []
+    assert held["judgement"]["test"]["other.csv"]["bursts"]["model"]["hold"] == "201/201"
+
+
+def test_a_calibration_is_said_and_its_windows_are_not_judged(line: Line, tmp_path: Path) -> None:
+    other, scores = bus_log(tmp_path / "other.csv", seed=1), tmp_path / "scores.csv"
+    asked = (finished_run("vgae"), "--dataset", other, "--device", "cpu", "--calibrate", "0.5s", "--scores", scores)
+    document = json.loads(line(*asked, "--json"))
+    taken = 200 - document["windows"]
+    assert 40 < taken < 60
+    assert f"The first 0.5 s of each log are taken for benign: {taken} windows" in document["notes"][0]
+    assert document["judgement"]["test"]["other.csv"]["model"]["windows"] == document["windows"]
+    assert len(scores.read_text().splitlines()) == 1 + document["windows"]
+
+
+def test_alarms_an_hour_choose_the_threshold_and_say_from_what(line: Line, tmp_path: Path) -> None:
+    other = bus_log(tmp_path / "other.csv", seed=1)
+    few, many = (
+        json.loads(line(finished_run("vgae"), "--dataset", other, "--alarms-per-hour", count, "--json"))
+        for count in ("1", "100000")
+    )
+    assert few["threshold"] > many["threshold"]
+    assert "1 false events an hour expected with --hold 2/3, by " in few["threshold_rule"]
+    assert "extrapolated" in few["threshold_rule"]
+
+
 def test_that_nothing_was_flagged_is_said(line: Line, tmp_path: Path) -> None:
     scores = tmp_path / "none.csv"
     out = line(finished_run("gat"), "--threshold", "1e9", "--flagged-only", "--scores", scores, "--device", "cpu")
@@ -98,7 +133,15 @@ def test_a_run_is_found_by_the_beginning_of_its_name(line: Line) -> None:
         (("--dataset", "/no/such.csv"), "must name a file or folder that exists"),
         (("--scores", "scores.xlsx"), "CSV or Parquet"),
         (("--device", "quantum"), "Unknown device"),
-        (("--explain",), "Add --scores scores.csv"),
+        (("--calibrate", "soon"), "Write it like --calibrate 10s"),
+        (("--calibrate", "0s"), "--calibrate is more than 0"),
+        (("--calibrate", "9s"), "A log is longer than what it is calibrated on"),
+        (("--calibrate", "0.01s"), "A calibration needs at least 20 windows"),
+        (("--hold", "2"), "Write it like --hold 2/3"),
+        (("--hold", "3/2"), "with M ≤ N"),
+        (("--alarms-per-hour", "nan"), "--alarms-per-hour is more than 0"),
+        (("--alarms-per-hour", "6", "--threshold", "1"), "both choose the threshold"),
+        (("--alarms-per-hour", "6", "--hold", "3/9"), "Use --hold 2/3"),
         (("--flagged",), "--flagged-only"),
     ],
 )

@@ -77,7 +77,7 @@ def test_json_has_every_figure_by_name(state: Path) -> None:
     assert record == {
         "config_key": KEY, "device": "v100-16gb", "state": "learned", "target": 0.9, "aim": 0.9, "aim_reason": "",
         "safety_factor": pytest.approx(0.5172, abs=5e-5), "learned_factor": record["safety_factor"],
-        "interval": pytest.approx(0.168, abs=1e-3), "reason": "learned from 2 runs",
+        "interval": pytest.approx(0.169, abs=1e-3), "reason": "learned from 2 runs",
         "runs_before_reset": 0, "runs_with_other_settings": 0,
         "initial_factor_reason": "small dataset (hcrl_ch/set_01) 0.65", "num_runs": 2,
         "avg_memory_pct": pytest.approx(0.71), "max_memory_pct": 0.8, "last_memory_pct": 0.8, "ooms": 0,

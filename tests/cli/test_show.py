@@ -30,7 +30,7 @@ def test_the_settings_that_differ_from_the_presets_are_shown_with_the_default(sh
     other = shelf.resolved("gat", "normal", sets=("training.lr=0.5", "dataset.synthetic.seconds=5"), device="cpu")
     assert changed_settings(other.config) == {
         "training.lr": {"value": 0.5, "default": preset.training.lr},
-        "dataset.synthetic.seconds": {"value": 5.0, "default": 20.0},
+        "dataset.synthetic.seconds": {"value": 5.0, "default": 0.0},
     }
 
 

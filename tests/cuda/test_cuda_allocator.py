@@ -40,22 +40,29 @@ def test_segments_expand_unless_the_user_has_settings(environment: dict[str, str
 REPLAY = """
 import random
 import torch
-from can_train.memory.allocator import segments_expand
+from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.allocator import CachingAllocator
 from can_train.memory.meters import open_meter
 
 meter = open_meter("cuda")
-model = CachingAllocator(meter.capacity_bytes, expandable=segments_expand())
+model = CachingAllocator(meter.total_bytes, settings=read_allocator_settings())
 choose = random.Random(0)
 live = []
 for step in range(3000):
     if live and choose.random() < 0.49:
         tensor, block = live.pop(choose.randrange(len(live)))
-        del tensor
+        tensor = None
         model.free(block)
     else:
         size = choose.randint(1, choose.choice((4096, 3 * 2**20, 60 * 2**20)))
-        live.append((torch.empty(size, dtype=torch.uint8, device=meter.device), model.malloc(size)))
+        try:
+            tensor = torch.empty(size, dtype=torch.uint8, device=meter.device)
+        except torch.OutOfMemoryError:
+            tensor = None
+        block = model.malloc(size)
+        assert (block is None) == (tensor is None), step
+        if block is not None:
+            live.append((tensor, block))
     if step % 700 == 699:
         meter.release()
         model.release_cached()
@@ -65,6 +72,25 @@ print("agree")
 """
 
 
-@pytest.mark.parametrize("environment", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}])
-def test_the_model_of_the_allocator_reserves_what_the_allocator_does(environment: dict[str, str]) -> None:
-    assert in_a_new_process(REPLAY, environment) == "agree"
+ROUNDED = "roundup_power2_divisions:[16:8,32:4,>:2]"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "expandable_segments:True",
+        "expandable_segments:False",
+        "large_segment_size_mb:64",
+        "large_segment_size_mb:32,expandable_segments:True",
+        "max_split_size_mb:20",
+        "max_split_size_mb:40,max_non_split_rounding_mb:30",
+        "max_split_size_mb:40,expandable_segments:True",
+        ROUNDED,
+        f"{ROUNDED},expandable_segments:True",
+        "per_process_memory_fraction:0.03,garbage_collection_threshold:0.6",
+        "per_process_memory_fraction:0.03,max_split_size_mb:30",
+        "per_process_memory_fraction:0.03,expandable_segments:True",
+    ],
+)
+def test_the_model_of_the_allocator_reserves_what_the_allocator_does(settings: str) -> None:
+    assert in_a_new_process(REPLAY, {"PYTORCH_CUDA_ALLOC_CONF": settings}) == "agree"

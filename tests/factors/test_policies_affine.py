@@ -23,7 +23,7 @@ def along(base: float, slope: float, *used: float) -> list[FactorPoint]:
 
 def test_the_worked_examples_in_the_docstring_hold() -> None:
     result = doctest.testmod(policies)
-    assert (result.attempted, result.failed) == (16, 0)
+    assert (result.attempted, result.failed) == (19, 0)
 
 
 def test_without_a_past_the_first_factor_stands() -> None:
@@ -108,7 +108,7 @@ def test_what_was_seen_to_fit_may_be_used_again_at_once() -> None:
     fitted = along(0.12, 1.0, 0.6, 0.7, 0.75)
     assert POLICY.next_factor([*fitted, FactorPoint(0.8, None)], first=0.6) <= 0.85 * 0.8
     rescued = FactorPoint(0.8, None, after_rescue=(0.77, 0.89))
-    assert POLICY.next_factor([*fitted, rescued], first=0.6) > 0.74
+    assert POLICY.next_factor([*fitted, rescued], first=0.6) > 0.71
 
 
 @pytest.mark.parametrize("base", [0.17, 0.3, 0.4])
@@ -190,5 +190,5 @@ def test_a_lower_peak_of_the_first_run_never_lowers_the_factor(
 @given(history=st.lists(POINTS, min_size=1, max_size=40), first=FIRSTS)
 def test_the_past_is_a_pure_function_of_its_last_half_lives(history: list[FactorPoint], first: float) -> None:
     long_ago = [FactorPoint(1.0, None)] * 200
-    recent = history * 160
+    recent = history * 240
     assert POLICY.next_factor(long_ago + recent, first=first) == POLICY.next_factor(recent, first=first)

@@ -16,8 +16,10 @@ from can_train.factors.observations import Observation, write_record
 from can_train.factors.policies import Decision, FactorPoint, MomentumPolicy
 from can_train.factors.store import Known, experience_factor, get_safety_factor_db
 from can_train.factors.summary import history_of, summarize
-from can_train.fit.factor_rule import OtherDevice
+from can_train.fit.factor_rule import EarlierSearch, KnownLimit, KnownLimits, OtherDevice
 from fakes.samples import A100, KEY, at, observation, out_of_memory
+
+MIB = 2**20
 
 
 def remember(state: Path, *observations: Observation) -> None:
@@ -219,6 +221,40 @@ def test_some_runs_teach_nothing(silent: Observation) -> None:
     assert history_of([silent]) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "reserved"),
+    [
+        ("expandable_segments:True", 0.7),
+        ("expandable_segments:False", None),
+        ("max_split_size_mb:64", None),
+        (None, None),
+    ],
+)
+def test_reserved_memory_teaches_where_segments_expand(settings: str | None, reserved: float | None) -> None:
+    fingerprint = {} if settings is None else {"allocator": settings}
+    measured = {"capacity_bytes": 10_000 * MIB, "peak_allocated_bytes": 6_200 * MIB}
+    run = observation(1, **measured, peak_reserved_bytes=7_020 * MIB, fingerprint=fingerprint)
+    assert history_of([run]) == [FactorPoint(0.489, 0.62, reserved=reserved)]
+    # Less than a page beyond what is in use shows nothing.
+    for shows_nothing in (None, 6_220 * MIB):
+        assert history_of([replace(run, peak_reserved_bytes=shows_nothing)]) == [FactorPoint(0.489, 0.62)]
+
+
+def test_a_fragmented_configuration_tells_why_its_aim_is_lower() -> None:
+    runs = [
+        observation(
+            n, used=used, capacity_bytes=10**11, peak_allocated_bytes=round(1e11 * (0.1 + used)),
+            policy={"name": "affine"}, peak_reserved_bytes=round(1e11 * (0.1 + used) / 0.86),
+            fingerprint={"allocator": "expandable_segments:True"},
+        )
+        for n, used in enumerate((0.5, 0.65, 0.7), start=1)
+    ]  # fmt: skip
+    (summary,) = summarize(runs)
+    assert summary.aim_reason == "part of the memory that PyTorch reserves is not in use"
+    (blind,) = summarize([replace(run, peak_reserved_bytes=None) for run in runs])
+    assert blind.aim_reason == ""
+
+
 def test_an_out_of_memory_tells_what_ran_out_and_what_ran_after_it() -> None:
     rescued = observation(
         outcome="rescued", ooms_rescued=1, oom_used=0.7, used_after_rescue=0.35, peak_bytes_after_rescue=5_000
@@ -260,6 +296,41 @@ def test_no_point_of_the_history_overlaps_an_out_of_memory(spans: list[tuple[flo
     for run in runs:
         overlapping = [lesson for lesson in lessons if run.started < lesson.ended and lesson.started < run.ended]
         assert (run.used in counted) == (overlapping in ([], [run]))
+
+
+LIMIT = KnownLimit(tuned_limit=1_000.0, capped=False, base_bytes=500.0, measured_ratio=1.02)
+LIMITS = {"": KnownLimits(training=LIMIT, evaluation=replace(LIMIT, capped=True))}
+
+
+def earlier(state: Path) -> EarlierSearch | None:
+    return get_safety_factor_db(state).known(KEY, "v100-16gb").earlier
+
+
+def test_the_limits_of_the_last_run_are_known(tmp_path: Path) -> None:
+    remember(tmp_path, observation(2, limits=LIMITS, torch_version="2.13.0"), observation(1, limits={}))
+    assert earlier(tmp_path) == EarlierSearch(run_id="run-2", capacity_bytes=10_000, torch_version="2.13.0",
+                                              phases=LIMITS)  # fmt: skip
+    assert get_safety_factor_db(tmp_path).known(KEY, "a100-40gb").earlier is None
+
+
+def test_the_limits_of_a_run_that_taught_nothing_are_known(tmp_path: Path) -> None:
+    remember(tmp_path, observation(limits=LIMITS, used=None))
+    known = get_safety_factor_db(tmp_path).known(KEY, "v100-16gb")
+    assert (known.choice, known.earlier is not None) == (None, True)
+
+
+@pytest.mark.parametrize(
+    "last", [observation(2), out_of_memory(2, limits=LIMITS), observation(2, limits=LIMITS, ooms_rescued=1)]
+)
+def test_limits_are_not_known_once_a_run_had_none_or_ran_out_of_memory(tmp_path: Path, last: Observation) -> None:
+    remember(tmp_path, observation(1, limits=LIMITS), last)
+    assert earlier(tmp_path) is None
+
+
+def test_limits_are_not_known_after_a_reset(tmp_path: Path) -> None:
+    remember(tmp_path, observation(limits=LIMITS))
+    get_safety_factor_db(tmp_path).reset(KEY)
+    assert earlier(tmp_path) is None
 
 
 def test_the_export_has_the_known_shape(tmp_path: Path) -> None:

@@ -46,6 +46,11 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
-def assert_ends_like(run_path: Path, undisturbed: Path) -> None:
-    assert_same(final_state(run_path), final_state(undisturbed))
+def assert_ends_like(run_path: Path, undisturbed: Path, *, same_device: bool = True) -> None:
+    states = [final_state(path) for path in (run_path, undisturbed)]
+    if not same_device:
+        # Masks of dropout take a byte an element on a GPU, and more on a processor: costs differ.
+        for limits in [one for state in states for one in state["micro_batches"]]:
+            del limits["largest_planned"]
+    assert_same(*states)
     assert losses(run_path) == losses(undisturbed)

@@ -4,15 +4,19 @@ import numpy as np
 from hypothesis import strategies as st
 
 from can_train.tasks.can.settings import SyntheticSettings
-from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, attack, vehicle_traffic
-from can_train.tasks.can.synthetic.vehicles import Message, Vehicle, make_vehicles
-from can_train.tasks.can.synthetic.writing import plan_drives, simulate
+from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic
+from can_train.tasks.can.synthetic.vehicles import MAX_EXTENDED_ID, MAX_STANDARD_ID, Message, Vehicle
+from can_train.tasks.can.synthetic.writing import GENERATORS, plan_drives, simulate
 
-SHORTEST = SyntheticSettings(seed=3, seconds=5.0)
-DRIVES = {drive.path: (drive, position) for position, drive in enumerate(plan_drives())}
-FRAMES = st.tuples(
-    st.integers(0, 10**12), st.integers(0, 0x7FF), st.binary(max_size=8), st.booleans()
-)  # fmt: skip
+VERSIONS = tuple(GENERATORS)
+SHORTEST = {version: SyntheticSettings(version=version, seed=3, seconds=5.0) for version in VERSIONS}
+DRIVES = {
+    version: {drive.path: (drive, position) for position, drive in enumerate(plan_drives(version))}
+    for version in VERSIONS
+}
+IDS = st.one_of(st.integers(0, MAX_STANDARD_ID), st.integers(0, MAX_EXTENDED_ID))
+FRAMES = st.tuples(st.integers(0, 10**12), IDS, st.binary(max_size=8), st.booleans())
+BENIGN_S = {1: 6, 2: 40}
 
 
 def as_traffic(frames: list[tuple[int, int, bytes, bool]]) -> Traffic:
@@ -26,23 +30,25 @@ def as_traffic(frames: list[tuple[int, int, bytes, bool]]) -> Traffic:
     )
 
 
-def drive_log(path: str, seed: int = SHORTEST.seed, seconds: float = SHORTEST.seconds) -> tuple[Vehicle, Traffic]:
-    drive, position = DRIVES[path]
-    vehicle = make_vehicles(seed)[drive.vehicle - 1]
-    return vehicle, simulate(drive, position, vehicle, SyntheticSettings(seed=seed, seconds=seconds))
+def drive_log(version: int, path: str, seed: int = 3, seconds: float = 5.0) -> tuple[Vehicle, Traffic]:
+    drive, position = DRIVES[version][path]
+    vehicle = GENERATORS[version].make_vehicles(seed)[drive.vehicle - 1]
+    settings = SyntheticSettings(version=version, seed=seed, seconds=seconds)
+    return vehicle, simulate(drive, position, vehicle, settings)
 
 
 def frames_of(log: Traffic, message: Message) -> Traffic:
     return log.take(log.can_id == message.can_id)
 
 
-def benign_drive(seed: int = 0) -> tuple[Vehicle, Traffic]:
-    vehicle = make_vehicles(seed)[0]
-    return vehicle, vehicle_traffic(np.random.default_rng(seed), vehicle, 6 * SECOND_US)
+def benign_drive(version: int, seed: int = 0, number: int = 0) -> tuple[Vehicle, Traffic]:
+    vehicle = GENERATORS[version].make_vehicles(seed)[number]
+    return vehicle, GENERATORS[version].drive(np.random.default_rng(seed), vehicle, BENIGN_S[version] * SECOND_US)
 
 
-def attacked(kind: str, vehicle: Vehicle, traffic: Traffic, seed: int = 0) -> Traffic:
-    return attack(kind, np.random.default_rng(seed), vehicle, traffic, 6 * SECOND_US)
+def attacked(version: int, kind: str, vehicle: Vehicle, traffic: Traffic, seed: int = 0) -> Traffic:
+    rng = np.random.default_rng(seed)
+    return GENERATORS[version].attack(kind, rng, vehicle, traffic, BENIGN_S[version] * SECOND_US)
 
 
 def assert_same(left: Traffic, right: Traffic) -> None:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
+from typing import Any
 
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import with_absolute_paths
@@ -50,6 +51,19 @@ def finished_run(
         )
     )
     return train_new(with_absolute_paths(run), SilentReporter()).folder.path
+
+
+_INJECTED: dict[str, Any] = {
+    "log": injected_log, "training__epochs": 12, "training__micro_batch_size": 64, "mode__baselines": False,
+}  # fmt: skip
+
+
+def injected_run(kind: str) -> Path:
+    """The folder of a `gat`, `vgae` or `fusion` run on `injected_log`, trained until it finds the injected ID."""
+    if kind != "fusion":
+        return finished_run(kind, **_INJECTED)
+    models = {"mode__autoencoder": str(injected_run("vgae")), "mode__classifier": str(injected_run("gat"))}
+    return finished_run("fusion", **{**_INJECTED, "training__epochs": 3}, **models)
 
 
 def own_log(run: Path) -> Path:

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, SourceFile
 
 KINDS = ("benign", "DoS", "fuzzing")
@@ -40,6 +41,9 @@ def windows_of(
         edge_ptr=np.cumsum([0, *map(len, pairs)], dtype=np.int64),
         node_code=np.array([ids.index(can_id) for own in nodes for can_id in own], np.int32),
         node_features=node_features,
+        behaviour=np.zeros((len(node_features), len(BEHAVIOUR)), np.float32),
+        past=np.zeros((len(node_features), len(BEHAVIOUR)), np.float32),
+        past_windows=np.zeros(len(node_features), np.int32),
         edge_index=np.array(
             [[own.index(a), own.index(b)] for own, pair in zip(nodes, pairs, strict=True) for a, b in pair], np.int32
         ).T,
@@ -49,6 +53,7 @@ def windows_of(
         first_frame=np.arange(G, dtype=np.int64) * max(map(len, frames)),
         start_time=start,
         end_time=start + 1,
+        digest=np.arange(G, dtype=np.uint64),
         ids=np.array(ids, np.int64),
         kinds=KINDS,
         sources=sources,

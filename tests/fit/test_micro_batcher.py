@@ -35,7 +35,7 @@ def test_a_batch_is_a_number_of_samples_or_their_costs(batch: Any) -> None:
 @pytest.mark.parametrize("batch", [16.0, None, "16", torch.tensor(16.0), [[1.0]], {"samples": 16}])
 def test_anything_else_is_refused(batch: Any) -> None:
     made = batcher()
-    with pytest.raises(ArgumentError, match="A batch is a number of samples, or a cost for each of them"):
+    with pytest.raises(ArgumentError, match="A batch is a number of samples, or"):
         made.run(lambda start, stop: losses(made, start, stop), batch)
 
 
@@ -56,7 +56,7 @@ def test_a_ranks_share_may_have_none(share: Any) -> None:
 @pytest.mark.parametrize("cost", [float("nan"), -1.0, float("inf")])
 def test_costs_are_finite_and_not_negative(cost: float) -> None:
     made = batcher()
-    with pytest.raises(ArgumentError, match="Costs of samples"):
+    with pytest.raises(ArgumentError, match=r"A batch is a number of samples, or .* finite and not negative"):
         made.run(lambda start, stop: losses(made, start, stop), [1.0, cost])
 
 

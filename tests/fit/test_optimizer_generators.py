@@ -149,3 +149,41 @@ def test_a_pass_that_is_run_again_is_the_same_only_where_the_snapshot_was_restor
         snapshot.restore()
     assert torch.equal(model(x), first) is restored
     assert all(torch.equal(one, other) for one, other in zip(model.buffers(), buffers, strict=True)) is restored
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2, 3])
+def test_a_later_snapshot_restores_what_was_drawn_since_an_earlier_one(drawn: int) -> None:
+    """Numbers of a normal distribution are drawn in pairs: of an odd one, the second is kept."""
+    model = nn.Linear(1, 1)
+    np.random.seed(0)  # noqa: NPY002
+    earlier = Snapshot(model, CPU)
+    np.random.normal(size=drawn)  # noqa: NPY002
+    later = Snapshot(model, CPU, since=earlier)
+    latest = Snapshot(model, CPU, since=later)
+    expected = np.random.normal(size=3).tolist()  # noqa: NPY002
+    for snapshot in (later, latest):
+        snapshot.restore()
+        assert np.random.normal(size=3).tolist() == expected  # noqa: NPY002
+    earlier.restore()
+    np.random.normal(size=drawn)  # noqa: NPY002
+    assert np.random.normal(size=3).tolist() == expected  # noqa: NPY002
+
+
+def test_a_kept_normal_number_that_was_used_is_noticed() -> None:
+    model = nn.Linear(1, 1)
+    np.random.seed(0)  # noqa: NPY002
+    np.random.normal()  # noqa: NPY002
+    earlier = Snapshot(model, CPU)
+    np.random.normal()  # noqa: NPY002 - the kept one: no word of the state changes
+    later = Snapshot(model, CPU, since=earlier)
+    expected = np.random.normal()  # noqa: NPY002
+    later.restore()
+    assert np.random.normal() == expected  # noqa: NPY002
+
+
+def test_a_snapshot_that_is_released_holds_no_copies() -> None:
+    model = nn.BatchNorm1d(3)
+    snapshot = Snapshot(model, CPU)
+    assert len(snapshot.copies) == 3
+    snapshot.release()
+    assert snapshot.copies == []

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
-from can_train.fit.explore import fit_by_probes
+from can_train.fit.cost_model import PhaseLimit
+from can_train.fit.explore import Search, SearchTime, fit_by_probes
+from can_train.fit.factor_rule import EarlierSearch, FactorRule, KnownLimit, KnownLimits
 from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, RunPlan, kept_rows, plan_request, still_fits
-from can_train.fit.search import Peak, find_phase_limit, pack_worst_case
+from can_train.fit.search import Peak, SearchBounds, find_phase_limit, pack_worst_case
 from can_train.memory.meters import CpuMeter, open_meter
 from can_train.task import Feature
 from can_train.training.report import plan_lines
@@ -76,6 +78,13 @@ def test_the_law_of_the_memory_is_found_and_the_limit_tried(tmp_path: Path) -> N
     assert 0.9 * 100 * MIB <= training.peak_bytes(training.tuned_limit) <= 100 * MIB
     assert training.trials <= 6
     assert training.measured_ratio == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_plan_says_what_there_is_to_know_of_its_device(tmp_path: Path) -> None:
+    task, meter = HungryTask(), CpuMeter()
+    meter.notices = ("The simulated GPU leaves something out",)
+    planner = Planner(run=line_run(tmp_path), task=task, model=task.build_model(), meter=meter, reporter=Notices())
+    assert planner.make(FACTOR).notices[0] == meter.notices[0]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +169,7 @@ def test_a_hidden_allocation_is_noticed_by_the_verification() -> None:
             raise torch.OutOfMemoryError
         return Peak(peak, 0)
 
-    limit = find_phase_limit(probed, measured, costs, upper=20 * MIB, capacity_bytes=10 * MIB)
+    limit = find_phase_limit(probed, measured, costs, SearchBounds(upper=20 * MIB, capacity_bytes=10 * MIB))
     assert limit.measured_ratio > 1.1
     assert len(order) == 1000
     assert 0.93 <= limit.peak_bytes(limit.tuned_limit) / (10 * MIB) <= 1
@@ -287,6 +296,150 @@ def test_samples_that_were_skipped_stay_skipped_when_a_run_is_planned_again(tmp_
     assert planner.make_again(plan, FACTOR).skipped == plan.skipped == (7,)
     with pytest.raises(DoesNotFitError, match="point 7"):
         planner.make_again(replace(plan, skipped=()), FACTOR)
+
+
+class TimedTask(HungryTask):
+    """Takes so many seconds a sample and a batch, by its own clock."""
+
+    def __init__(self, seconds: float, a_batch: float) -> None:
+        super().__init__()
+        self.now, self._seconds, self._a_batch = 0.0, seconds, a_batch
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> HungryBatch:
+        self.now += self._a_batch + self._seconds * len(rows)
+        return super().logical_batch(rows, device, dtype, generator)
+
+
+class TimedMeter(CpuMeter):
+    """Has the clock of a task."""
+
+    def __init__(self, task: TimedTask) -> None:
+        super().__init__()
+        self._task = task
+
+    def seconds(self) -> float:
+        return self._task.now
+
+
+def timed_plan(
+    folder: Path, seconds: float, a_batch: float = 0.0, *, capacity_mib: int = 250, **options: Any
+) -> tuple[RunPlan, float]:
+    """Plans a task; returns the plan and how long exploring took by the task's clock."""
+    task = TimedTask(seconds, a_batch)
+    meter = TimedMeter(task)
+    meter.capacity_bytes = capacity_mib * MIB
+    run = line_run(folder, batch_size=60)
+    made = Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=Notices(), **options)
+    _ = made.batch_dependence
+    started = task.now
+    return made.make(FACTOR), task.now - started
+
+
+def test_a_search_ends_in_time_and_says_what_it_did_not_try(tmp_path: Path) -> None:
+    unlimited, long = timed_plan(tmp_path / "a", 0.2, search_seconds=np.inf)
+    plan, short = timed_plan(tmp_path / "b", 0.2)
+    assert (unlimited.limits is not None, unlimited.limits.training.untried) == (True, 0)
+    assert long > 30 >= short
+    assert plan.limits is not None
+    assert 0 < plan.limits.training.tuned_limit < unlimited.limits.training.tuned_limit
+    assert plan.plan.logical_batch == unlimited.plan.logical_batch
+    assert any("was not tried for lack of time (a search keeps to 10% of an epoch or 30 s)" in text
+               for text in plan.notices)  # fmt: skip
+    assert "was not tried for lack of time" in "\n".join(plan_lines(plan, "x", 1))
+    assert not any("not tried" in text for text in [*unlimited.notices, *plan_lines(unlimited, "x", 1)])
+
+
+def test_larger_batches_that_take_no_longer_are_tried_in_the_end(tmp_path: Path) -> None:
+    unlimited, _ = timed_plan(tmp_path / "a", 0.0, 1.05, capacity_mib=800, search_seconds=np.inf)
+    plan, _ = timed_plan(tmp_path / "b", 0.0, 1.05, capacity_mib=800)
+    assert plan.limits is not None
+    assert unlimited.limits is not None
+    assert plan.limits.training.trials > unlimited.limits.training.trials
+    assert plan.limits.training.tuned_limit == unlimited.limits.training.tuned_limit
+
+
+def test_unless_a_search_is_limited_it_takes_as_long_as_it_takes() -> None:
+    assert Search().time.allows(1e9, epoch_seconds=1.0, share=0.75)
+
+
+def test_the_time_of_a_search_grows_with_that_of_an_epoch_which_ranks_share() -> None:
+    now = 0.0
+    allowed = SearchTime(clock=lambda: now)
+    assert allowed.allows(29, epoch_seconds=100, share=1.0)
+    assert not allowed.allows(31, epoch_seconds=100, share=1.0)
+    assert allowed.allows(99, epoch_seconds=1000, share=1.0)
+    assert not allowed.allows(99, epoch_seconds=1000, share=0.75)
+    now = 20.0
+    assert not allowed.allows(99, epoch_seconds=100, share=1.0)
+    assert allowed.allows(79, epoch_seconds=100, share=1.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_rank_searches_for_a_share_of_its_part_of_an_epoch(tmp_path: Path, ranks: int) -> None:
+    task = LineTask()
+    run = line_run(tmp_path)
+    planner = Planner(run=run, task=task, model=task.build_model(), meter=CpuMeter(), reporter=Notices(), ranks=ranks)
+    assert planner.explorer.epoch_share == 0.1 / ranks
+
+
+def known_from(plan: RunPlan, **changed: Any) -> FactorRule:
+    """The rule of a run that knows the limits of an earlier plan."""
+    assert plan.limits is not None
+
+    def known(phase: PhaseLimit) -> KnownLimit:
+        return KnownLimit(tuned_limit=phase.tuned_limit, capped=phase.capped, base_bytes=phase.model.base_bytes,
+                          measured_ratio=phase.measured_ratio)  # fmt: skip
+
+    limits = KnownLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation))
+    earlier = EarlierSearch(run_id="earlier-run", capacity_bytes=plan.limits.capacity_bytes,
+                            torch_version=torch.__version__, phases={"": limits})  # fmt: skip
+    return replace(FACTOR, earlier=replace(earlier, **changed))
+
+
+def hungry_planner(folder: Path, task: HungryTask, *, capacity_mib: int = 300) -> Planner:
+    meter = CpuMeter()
+    meter.capacity_bytes = capacity_mib * MIB
+    run = line_run(folder, batch_size=60)
+    return Planner(run=run, task=task, model=task.build_model(), meter=meter, reporter=Notices())
+
+
+def test_the_limit_of_an_earlier_run_is_confirmed_by_one_trial_and_named(tmp_path: Path) -> None:
+    first = hungry_planner(tmp_path, HungryTask()).make(FACTOR)
+    task = HungryTask()
+    again = hungry_planner(tmp_path, task).make(known_from(first))
+    assert first.limits is not None
+    assert again.limits is not None
+    assert again.plan == first.plan
+    assert again.limits.training == replace(first.limits.training, trials=1, ooms=0, confirmed=True)
+    assert again.limits.evaluation.confirmed
+    assert "(the tuned limit of run earlier-run, confirmed by one trial" in "\n".join(plan_lines(again, "x", 1))
+
+
+def test_a_limit_is_the_same_however_often_it_is_confirmed(tmp_path: Path) -> None:
+    first = hungry_planner(tmp_path, HungryTask(), capacity_mib=150).make(FACTOR)
+    again = hungry_planner(tmp_path, HungryTask(), capacity_mib=150).make(known_from(first))
+    assert again.plan == first.plan
+    assert (again.limits is not None, again.limits.training.confirmed) == (True, True)
+
+
+@pytest.mark.parametrize("changed", [{"capacity_bytes": 304 * MIB}, {"torch_version": "0.1"}, {"phases": {}}])
+def test_the_limit_of_a_run_elsewhere_is_searched_for_anew(tmp_path: Path, changed: Any) -> None:
+    first = hungry_planner(tmp_path, HungryTask()).make(FACTOR)
+    assert hungry_planner(tmp_path, HungryTask()).make(known_from(first, **changed)).limits == first.limits
+
+
+def test_a_task_that_takes_other_memory_now_is_searched_anew(tmp_path: Path) -> None:
+    class Changed(HungryTask):
+        def build_model(self) -> nn.Module:
+            model = super().build_model()
+            model.register_buffer("table", torch.zeros(4 * MIB // 4))
+            return model
+
+    first = hungry_planner(tmp_path, HungryTask()).make(FACTOR)
+    again = hungry_planner(tmp_path, Changed()).make(known_from(first))
+    assert again.limits == hungry_planner(tmp_path, Changed()).make(FACTOR).limits
 
 
 @pytest.mark.parametrize(("splits", "parts"), [("off", 1), (2, 2), (7, 7)])

@@ -180,10 +180,17 @@ def test_a_task_is_predicted_from_its_own_samples() -> None:
 )
 def test_a_batch_that_is_none_is_refused(batch: Any) -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(ArgumentError, match=r"A batch is a number|Counts of samples"):
+    with pytest.raises(ArgumentError, match=r"A batch is a number|A batch has at least one sample"):
         predict_peak(model, batch, loss_of=lambda rows: model(torch.zeros(len(rows), 1)).sum())
 
 
 def test_a_model_needs_its_loss() -> None:
     with pytest.raises(ArgumentError, match="loss_of"):
         predict_peak(nn.Linear(1, 1), 8)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_an_optimizer_that_cannot_be_measured_is_told(optimizer: Any) -> None:
+    model = nn.Linear(8, 1)
+    with pytest.raises(ArgumentError, match="steps on dense gradients, without a closure"):
+        predict_peak(model, 4, loss_of=lambda rows: model(torch.ones(len(rows), 8)).sum(), optimizer=optimizer)

@@ -1,7 +1,7 @@
 """A run that ran out of memory is bit by bit the run that was cut as finely from the start."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from can_train.fit import micro_batcher
 from can_train.fit.micro_batcher import Losses, MicroBatcher
 from can_train.fit.optimizer import Snapshot
 from can_train.fit.packing import BatchCosts, SplitRules
-from can_train.fit.rescue import RescueSettings
+from can_train.fit.rescue import RescueSettings, Undo
 from can_train.memory.meters import Meter, SimulatedMeter
 from fakes.costly import Costly
 from fakes.ragged import cut_at
@@ -153,13 +152,13 @@ def forget_buffers(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_half_gradients(patch: pytest.MonkeyPatch) -> None:
-    undone_on_error = micro_batcher._undone_on_error
+    make = Undo.__init__
 
-    def keep_them(model: nn.Module, meter: Meter, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+    def make_without(self: Undo, model: nn.Module, meter: Meter, *gradients: object) -> None:
         # Nothing is set aside: what the failed backward has added stays, on top of what was there.
-        return undone_on_error(model, meter)
+        make(self, model, meter)
 
-    patch.setattr(micro_batcher, "_undone_on_error", keep_them)
+    patch.setattr(Undo, "__init__", make_without)
 
 
 @pytest.mark.parametrize("mutant", [forget_generators, forget_buffers, keep_half_gradients])

@@ -1,5 +1,6 @@
 import gc
 import math
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from can_train.errors import ArgumentError
-from can_train.fit.cost_model import PhaseLimit
+from can_train.fit.cost_model import PhaseLimit, ProbeFit
 from can_train.fit.explore import fit_by_probes
+from can_train.fit.factor_rule import KnownLimit
 from can_train.fit.packing import BatchCosts
-from can_train.fit.search import Peak, SizeSearch, find_max_size, find_phase_limit, pack_worst_case
+from can_train.fit.search import (
+    Peak,
+    SearchBounds,
+    SizeSearch,
+    confirm_limit,
+    find_max_size,
+    find_phase_limit,
+    pack_worst_case,
+)
 from can_train.task import Feature
 
 CAPACITY = 16 * 2**30
@@ -123,7 +133,7 @@ def test_a_limit_beyond_the_upper_end_ends_at_the_upper_end(capacity: int | None
 
 
 def test_a_start_above_the_upper_end_is_the_upper_end() -> None:
-    assert find_max_size(device(100), start=64, upper=5) == SizeSearch(size=5, trials=1, ooms=0)
+    assert find_max_size(device(100), start=64, upper=5, confirm=1) == SizeSearch(size=5, trials=1, ooms=0)
 
 
 def test_nothing_fits_on_a_device_without_memory() -> None:
@@ -248,6 +258,106 @@ def test_sizes_are_whole_numbers(arguments: dict[str, Any]) -> None:
         find_max_size(lambda size: None, **arguments)
 
 
+@dataclass
+class Scattering:
+    """A trial whose need varies from call to call, by a normal share of it; reads its need."""
+
+    limit: int
+    noise: float
+    base: float = 0.2
+    reads: bool = True
+    tried: list[tuple[int, bool]] = field(default_factory=list)  # (size, whether it fitted)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.limit)
+
+    def need(self, size: int) -> float:
+        """Mean share of the capacity."""
+        return affine(self.base)(size / (self.limit + 0.5))
+
+    def __call__(self, size: int) -> float | None:
+        need = self.need(size) * (1 + self.chance.gauss(0, self.noise))
+        self.tried.append((size, need <= 1))
+        if need > 1:
+            raise MemoryError
+        return need * CAPACITY if self.reads else None
+
+
+def share_that_mostly_fails(noise: float, *, reads: bool, **options: int) -> float:
+    """The share of searches whose size fails in more than half of later trials: its mean need exceeds the capacity."""
+    trials = [Scattering(limit, noise, reads=reads) for limit in spread_limits() if limit >= 20]
+    found = [find_max_size(trial, capacity=CAPACITY if reads else None, **options) for trial in trials]
+    return mean(trial.need(search.size) > 1 for trial, search in zip(trials, found, strict=True))
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["with readings", "without readings"])
+@pytest.mark.parametrize("noise", [0.02, 0.05])
+def test_where_trials_scatter_the_size_leaves_room(noise: float, reads: bool) -> None:
+    assert share_that_mostly_fails(noise, reads=reads, confirm=1) > 0.15
+    assert share_that_mostly_fails(noise, reads=reads) <= 0.05
+
+
+@pytest.mark.parametrize(("capacity", "more"), [(None, 2), (CAPACITY, 1)], ids=["without readings", "with readings"])
+@pytest.mark.parametrize("limit", [1, 5, 100, 6_000, 2**21])
+def test_a_trial_that_does_not_scatter_costs_a_repetition_or_two(limit: int, capacity: float | None, more: int) -> None:
+    once = find_max_size(device(limit), capacity=capacity, confirm=1)
+    assert find_max_size(device(limit), capacity=capacity) == replace(once, trials=once.trials + more)
+
+
+def test_readings_that_scatter_far_below_the_capacity_take_no_room() -> None:
+    search = find_max_size(limited(2**21, lambda size, count: 0.5 + 0.01 * (count % 2)), capacity=1.0)
+    assert search.size == 2**20
+
+
+def test_scatter_at_the_smallest_size_does_not_rule_it_out() -> None:
+    assert find_max_size(limited(1, lambda size, count: 0.97 + 0.01 * (count % 2)), capacity=1.0).size == 1
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["with readings", "without readings"])
+@given(seed=st.integers(0, 2**32), fitting=st.floats(0, 1), confirm=st.integers(1, 6) | st.none())
+def test_the_search_ends_at_a_size_that_fitted_in_a_row_however_trials_fail(
+    seed: int, fitting: float, reads: bool, confirm: int | None
+) -> None:
+    chance, tried = random.Random(seed), []
+
+    def trial(size: int) -> float | None:
+        tried.append((size, chance.random() < fitting))
+        if not tried[-1][1]:
+            raise MemoryError
+        return chance.random() if reads else None
+
+    search = find_max_size(trial, capacity=1.0, confirm=confirm)
+    assert (search.trials, search.ooms) == (len(tried), sum(not fitted for _, fitted in tried))
+    assert search.trials <= 100 + 25 * (confirm or 3)
+    times = confirm or (2 if reads else 3)
+    # A search does not try what it knows to fit: the first of them may lie before other sizes.
+    if search.size:
+        own = [fitted for size, fitted in tried if size == search.size]
+        assert own[-times:] == [True] * times
+        assert tried[1 - times :] == [(search.size, True)] * (times - 1) or times == 1
+
+
+def test_a_device_that_others_fill_after_the_search_ends_it_soon() -> None:
+    tried: list[int] = []
+
+    def trial(size: int) -> None:
+        tried.append(size)
+        if 2**20 in tried[:-1]:
+            raise MemoryError
+
+    assert find_max_size(trial).size == 0
+    assert len(tried) <= 45
+
+
+@pytest.mark.parametrize("confirm", [0, -1, 1.5, "2"])
+def test_a_confirmation_by_no_trial_is_refused(confirm: Any) -> None:
+    with pytest.raises(ArgumentError) as refused:
+        find_max_size(device(10), confirm=confirm)
+    assert "confirmed by at least 1 trial" in refused.value.rule
+    assert repr(confirm) in refused.value.value
+    assert refused.value.remedy
+
+
 MIB, GIB = 2**20, 2**30
 GRAPHS = (Feature("nodes"), Feature("edges"))
 BASE, A_NODE, AN_EDGE = 40.0 * MIB, 20_000.0, 3_000.0
@@ -289,13 +399,27 @@ class Device:
         self.fitted.append(cost)
         return Peak(int(used), int(used * self.gaps))
 
-    def find(self, *, upper: float = 1_000 * GIB, slack: float = 0.0) -> PhaseLimit:
-        """Fits to what the probes show of the straight law, then searches; only trials are in `fitted`."""
+    def probed(self, slack: float = 0.0) -> tuple[ProbeFit, BatchCosts]:
+        """Fits to what the probes show of the straight law."""
         probed = fit_by_probes(lambda p: int(straight(p)), GRAPHS, COUNTS, capacity_bytes=self.capacity)
         self.probed_cost = probed.largest_cost
-        order = BatchCosts(COUNTS, GRAPHS, probed.model.coefficients)
-        probed = replace(probed, slack_bytes=slack)
-        return find_phase_limit(probed, self, order, upper=upper, capacity_bytes=self.capacity)
+        return replace(probed, slack_bytes=slack), BatchCosts(COUNTS, GRAPHS, probed.model.coefficients)
+
+    def find(
+        self,
+        *,
+        upper: float = 1_000 * GIB,
+        slack: float = 0.0,
+        has_time: Callable[[float], bool] = lambda cost: True,
+    ) -> PhaseLimit:
+        """Probes, then searches; only trials are in `fitted`."""
+        probed, order = self.probed(slack)
+        bounds = SearchBounds(upper=upper, capacity_bytes=self.capacity, has_time=has_time)
+        return find_phase_limit(probed, self, order, bounds)
+
+    def confirm(self, known: KnownLimit, *, upper: float = 1_000 * GIB) -> PhaseLimit | None:
+        probed, order = self.probed()
+        return confirm_limit(probed, self, order, known, upper=upper)
 
     def filled(self, limit: PhaseLimit) -> float:
         """Share of the capacity that a batch at the limit takes, were there one of exactly its cost."""
@@ -422,3 +546,75 @@ def test_a_worst_case_batch_of_padded_samples_is_of_the_longest() -> None:
     tokens = np.array([[10.0], [90.0], [100.0], [20.0]])
     order = BatchCosts(tokens, (Feature("tokens", padding=1),), (1.0,))
     assert tokens[pack_worst_case(order, 305.0), 0].tolist() == [100, 90, 20]
+
+
+def test_a_search_without_time_for_a_full_batch_tries_smaller_ones_and_names_what_it_left_out() -> None:
+    device = Device()
+    limit = device.find(has_time=lambda cost: cost <= 600 * MIB)
+    assert_tried(device, limit)
+    assert 250 * MIB <= limit.tuned_limit <= 600 * MIB
+    assert limit.untried > GIB
+    assert limit.capped
+
+
+def test_a_search_without_any_time_keeps_to_its_probes() -> None:
+    device = Device()
+    limit = device.find(has_time=lambda cost: False)
+    assert (device.fitted, device.failed, limit.trials) == ([], [], 0)
+    assert limit.tuned_limit == pytest.approx(device.probed_cost)
+    assert (limit.capped, limit.untried > GIB) == (True, True)
+
+
+def test_a_limit_that_is_nearly_found_when_time_runs_out_counts_as_found() -> None:
+    device = Device(law=lambda positions: BASE + 1.02 * (straight(positions) - BASE))
+    limit = device.find(has_time=lambda cost: not device.fitted)
+    assert_tried(device, limit)
+    assert limit.trials == 1
+    assert limit.tuned_limit < limit.untried < 1.1 * limit.tuned_limit
+    assert not limit.capped
+
+
+@given(seconds=st.lists(st.booleans(), max_size=30), capacity=st.floats(64.0 * MIB, 40.0 * GIB))
+def test_however_time_runs_out_no_limit_is_given_that_was_not_tried(seconds: list[bool], capacity: float) -> None:
+    device, left = Device(capacity), iter(seconds)
+    assert_tried(device, device.find(has_time=lambda cost: next(left, False)))
+
+
+def known_of(limit: PhaseLimit, **changed: Any) -> KnownLimit:
+    known = KnownLimit(tuned_limit=limit.tuned_limit, capped=limit.capped, base_bytes=limit.model.base_bytes,
+                       measured_ratio=limit.measured_ratio)  # fmt: skip
+    return replace(known, **changed)
+
+
+@pytest.mark.parametrize("capacity_mib", [256, 300, 512, 777, 1_000, 2_048])
+def test_a_known_limit_is_confirmed_by_one_trial(capacity_mib: int) -> None:
+    first = Device(capacity_mib * MIB).find()
+    device = Device(capacity_mib * MIB)
+    again = device.confirm(known_of(first))
+    assert again == replace(first, trials=1, ooms=0, confirmed=True)
+    assert len(device.fitted) == 1
+
+
+def test_of_a_known_limit_no_more_is_tried_than_is_wanted_now() -> None:
+    first = Device().find()
+    again = Device().confirm(known_of(first), upper=500 * MIB)
+    assert again is not None
+    assert again.capped
+    assert again.tuned_limit == pytest.approx(500 * MIB, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("device", "upper", "changed"),
+    [
+        (Device(law=lambda positions: straight(positions) - 0.1 * GIB), 10 * GIB, {}),
+        (Device(law=lambda positions: BASE + 0.9 * (straight(positions) - BASE)), 10 * GIB, {}),
+        (Device(capacity=1.5 * GIB), 10 * GIB, {}),
+        (Device(), GIB, {"tuned_limit": 500.0 * MIB, "capped": True}),
+        (Device(), 10 * GIB, {"tuned_limit": 1.0 * MIB}),
+    ],
+    ids=["other weights", "other samples", "other memory", "not searched so far", "less than a probe"],
+)
+def test_a_known_limit_of_something_else_is_not_confirmed(
+    device: Device, upper: float, changed: dict[str, Any]
+) -> None:
+    assert device.confirm(known_of(Device().find(), **changed), upper=upper) is None

@@ -3,6 +3,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from can_train.memory.catalogue import (
     other_card,
     predicted_room,
     read_gpu_constants,
+    shares_workspaces,
     usable,
     write_gpu_constants,
 )
@@ -88,6 +90,19 @@ def test_a_later_generation_is_not_assumed_to_take_less() -> None:
 def test_a_screen_takes_memory_of_a_card_for_desktops() -> None:
     card = BY_KEY["rtx-4090-24gb"]
     assert usable(replace(card, desktop=False)).capacity_bytes > usable(card).capacity_bytes
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "shares"), [("2.6.0", False), ("2.12.1+cu126", False), ("2.13.0+cpu", True), ("3.0.0", True)]
+)
+def test_the_libraries_share_a_workspace_in_newer_versions_of_torch(torch_version: str, shares: bool) -> None:
+    assert shares_workspaces(torch_version) is shares
+
+
+def test_a_shared_workspace_counts_once() -> None:
+    each_mib = 64 if shares_workspaces(torch.__version__) else 128
+    workspaces = {card.generation: usable(card).subtracted[-1].num_bytes // MIB for card in CARDS}
+    assert (workspaces["hopper"], workspaces["blackwell"], workspaces["ampere"]) == (each_mib, each_mib, 32)
 
 
 def test_what_was_measured_replaces_what_is_assumed() -> None:

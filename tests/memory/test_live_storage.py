@@ -1,8 +1,10 @@
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.memory.simulated_gpu import LiveStorageTracker
@@ -97,3 +99,59 @@ def test_what_did_not_fit_is_not_held() -> None:
         gc.collect()
         assert tracker.live_bytes == 0
         assert floats(16).numel() == 4 * KIB
+
+
+def masks_of(drop: Callable[[torch.Tensor], torch.Tensor], *, as_cuda: bool = True) -> tuple[int, int]:
+    """Returns what a forward pass leaves alive and the peak of both passes, in bytes an element."""
+    elements = 2**16
+    x = torch.randn(elements, requires_grad=True)
+    tracker = LiveStorageTracker(10**9, [x], as_cuda=as_cuda)
+    with tracker:
+        dropped = drop(x)
+        alive = tracker.live_bytes
+        dropped.sum().backward()
+    return alive // elements, tracker.peak_bytes // elements
+
+
+def test_a_mask_of_dropout_is_counted_as_what_cudas_kernel_keeps() -> None:
+    # `native_dropout` is what CUDA runs; the CPU has it too, but does not run it.
+    assert masks_of(lambda x: F.dropout(x, 0.2)) == masks_of(lambda x: torch.native_dropout(x, 0.2, True)[0])
+    assert masks_of(lambda x: F.dropout(x, 0.2))[0] == FLOAT_BYTES + 1 + FLOAT_BYTES
+    assert masks_of(lambda x: F.dropout(x, 0.2), as_cuda=False)[0] == 3 * FLOAT_BYTES
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x: F.dropout(x * 1, 0.2, inplace=True),
+        lambda x: x * torch.empty_like(x).bernoulli_(0.8),
+        lambda x: x * torch.empty_like(x).bernoulli_(0.8).div_(0.5),
+        lambda x: F.dropout1d(x[:, None, None].expand(-1, 1, 2), 0.2),
+    ],
+    ids=["in place", "unscaled noise", "noise of another scale", "whole channels"],
+)
+def test_noise_that_cuda_keeps_as_it_is_counts_whole(drop: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert masks_of(drop) == masks_of(drop, as_cuda=False)
+
+
+def test_dropout_inside_layers_is_counted_as_cudas_too() -> None:
+    gru = nn.GRU(8, 8, num_layers=2, dropout=0.3)
+    x = torch.randn(64, 32, 8)
+    peaks = {}
+    for as_cuda in (True, False):
+        tracker = LiveStorageTracker(10**9, [x, *gru.parameters()], as_cuda=as_cuda)
+        with tracker:
+            out, last = gru(x)
+            peaks[as_cuda] = tracker.live_bytes
+            del out, last
+    assert peaks[False] - peaks[True] == (FLOAT_BYTES - 1) * x.numel()
+
+
+def test_a_mask_that_is_freed_gives_back_what_it_took() -> None:
+    tracker = LiveStorageTracker(10**9)
+    with tracker, torch.no_grad():
+        x = floats(64)
+        dropped = F.dropout(x, 0.2)
+        assert tracker.live_bytes == 128 * KIB
+        del x, dropped
+    assert tracker.live_bytes == 0

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from can_train.errors import DeviceError
-from can_train.memory.allocator import segments_expand
+from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, find_card, other_card, usable
 from can_train.memory.host import available_bytes
 from can_train.memory.meters import (
@@ -315,17 +315,17 @@ def test_the_cpu_meter_keeps_the_largest_peak_until_it_is_reset() -> None:
         {},
         {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
         {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments: True"},
-        {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"},
     ],
 )
 def test_segments_expand_unless_the_user_has_other_settings(environment: dict[str, str]) -> None:
-    assert segments_expand(environment)
+    assert read_allocator_settings(environment).expandable_segments
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
 @pytest.mark.parametrize("value", ["", "expandable_segments:False", "max_split_size_mb:64", "backend:cudaMallocAsync"])
 def test_settings_of_the_users_own_are_left_as_they_are(name: str, value: str) -> None:
-    assert not segments_expand({name: value})
+    assert not read_allocator_settings({name: value}).expandable_segments
 
 
 def test_a_driver_has_a_version_or_there_is_none() -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.memory.simulated_gpu import SimulatedGpu
@@ -417,3 +418,14 @@ def test_the_books_are_those_of_the_live_tensors(makings: list[tuple[int, bool]]
                 live.append(tensor)
             del tensor
         assert gpu.allocator.allocated_bytes == sum(-(-tensor.nbytes // 512) * 512 for tensor in live)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_dropout_takes_what_cudas_kernel_takes(*, expandable: bool) -> None:
+    readings = []
+    for drop in (lambda x: F.dropout(x, 0.2), lambda x: torch.native_dropout(x, 0.2, True)[0]):
+        with SimulatedGpu(GIB, expandable=expandable) as gpu:
+            x = mebibytes(40).requires_grad_()
+            drop(x).sum().backward()
+            readings.append((gpu.allocator.peak_allocated_bytes, gpu.allocator.peak_reserved_bytes))
+    assert readings[0] == readings[1]

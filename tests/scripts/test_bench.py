@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.measure_bus import LOGGED, Figures, cells, figures, out_of_range, ratio, tree_finds, windows_of
 from bench.measure_data import prepare_log
 from bench.measure_reasons import COLUMNS, explained
 from bench.results_file import RESULTS
 from can_train.tasks.can.contributions import PROPERTIES
 from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train.tasks.can.settings import SyntheticSettings
 from fakes.random_bus import INJECTED, injected_frames, write_log
 
 SECTIONS = RESULTS.read_text(encoding="utf-8")
@@ -71,3 +73,55 @@ def test_an_injected_id_is_right_and_another_is_not(bus: FlatGraphs) -> None:
 
 def test_where_nothing_is_injected_nothing_can_be_right(bus: FlatGraphs) -> None:
     assert len(hits_of(replace(bus, kinds=("benign", "suppress")), INJECTED)) == 0
+
+
+def two_ids() -> tuple[np.ndarray, ...]:
+    """A standard ID every 10 ms, each fifth interval 12 ms, that counts in one byte of two; a 29-bit ID that says the
+    same every 20 ms.
+    """
+    gaps = np.where(np.arange(20) % 5 == 4, 0.012, 0.010)
+    times = np.concatenate([np.cumsum(gaps), np.arange(20) * 0.02])
+    payload = np.zeros((40, 8), np.uint8)
+    payload[:20, 1] = np.arange(20) % 2
+    ids, length = np.repeat([0x100, 0x18F00400], 20), np.repeat([2, 8], 20)
+    order = np.argsort(times, kind="stable")
+    return times[order], ids[order], length[order], payload[order]
+
+
+def test_a_log_is_measured_by_its_ids() -> None:
+    found = figures(*two_ids())
+    assert (found.ids, found.extended) == (2, 0.5)
+    assert found.seconds == pytest.approx(0.38)
+    assert found.rate == pytest.approx(40 / 0.38)
+    assert found.spread == pytest.approx(0.0, abs=1e-9)  # fewer than half of the intervals are off
+    assert (found.same, found.bits, found.static) == (0.5, 0.5, 0.75)
+
+
+def test_a_late_half_of_the_intervals_is_a_spread() -> None:
+    times = np.cumsum(np.where(np.arange(21) % 2, 0.011, 0.010))
+    found = figures(times, np.full(21, 1), np.full(21, 8), np.zeros((21, 8), np.uint8))
+    assert found.spread == pytest.approx(0.001 / 2 / 0.0105, rel=0.06)
+
+
+def test_a_window_with_one_attack_frame_is_an_attack() -> None:
+    attack = np.zeros(350, bool)
+    attack[[100, 349]] = True
+    assert windows_of(attack).tolist() == [False, True, False]
+
+
+def test_figures_out_of_the_range_of_real_logs_are_named() -> None:
+    middle = {name: (low + high) / 2 for name, (low, high) in LOGGED.items()}
+    good = Figures(ids=50, extended=0, rate=700, seconds=60, **middle)
+    rare = np.arange(74) % 37 == 0
+    assert ratio(rare) == "1 : 36.0"
+    assert out_of_range([good], rare, seed=0) == []
+    assert out_of_range([good._replace(bits=9.0)], rare, seed=3) == ["bits 9.0000 with seed 3"]
+    assert out_of_range([good], rare[:-1], seed=1) == ["1 : 35.5 with seed 1"]
+    assert cells([good])[:4] == ["50", "0%", "700", "60"]
+    assert cells([good, good._replace(ids=60)])[0] == "55 (50 to 60)"
+
+
+def test_a_tree_finds_dos_and_no_masquerade() -> None:
+    settings = SyntheticSettings(seed=20, seconds=20.0)
+    assert tree_finds("DoS", settings)[1] > 0.8
+    assert 0.3 < tree_finds("masquerade", settings)[1] < 0.7

@@ -41,7 +41,7 @@ CONFIGURATION = {"model": "gat", "capacity_bytes": 8 * GIB, "precision": "bf16"}
 ROW = {
     "configuration": CONFIGURATION, "relative_residual": 1e-4, "trials": 3, "ooms": 1, "evaluation_trials": 2,
     "evaluation_ooms": 0, "tuned_limit_bytes": 7 * GIB, "capped": False, "true_limit_bytes": 7.25 * GIB,
-    "points": [POINT],
+    "points": [POINT], "capacity_bytes": 200 * MIB, "ceiling_bytes": 190 * MIB,
 }  # fmt: skip
 
 
@@ -63,6 +63,12 @@ def test_a_row_stands_with_its_errors_and_its_fill() -> None:
     assert "| gat | 8 | bf16 | no | 100 | 7 | 99.0 | 100.0 | 110.0 | -1.00% | +1.00% | too low |" in text
     assert "| gat | 8 | bf16 | yes | 100 | 7 | 100.0 | 100.0 | 110.0 | +0.00% | +1.00% | yes |" in text
     assert "| gat | 8 | bf16 | 1.00e-04 | 3 | 1 | 2 | 0 | 7168.0 | 7424.0 | 0.966 |" in text
+
+
+def test_allocated_over_reserved_stands_beside_where_memory_ends() -> None:
+    assert "| gat | 8 | bf16 | 50.0% | 90.9% | 95.0% | +4.1% |" in written(ROW)
+    for unknown in (ROW | {"ceiling_bytes": None}, ROW | {"points": [POINT | {"reserved_bytes": 0}]}):
+        assert "| 90.9% |" not in written(unknown)
 
 
 def test_the_summary_counts_what_was_measured_without_compilation_only() -> None:
@@ -214,6 +220,14 @@ def test_a_run_goes_on_where_an_earlier_one_ended_and_records_what_failed(tmp_pa
     assert point["beyond_probes"] >= BEYOND_PROBES
     assert point["measured_bytes"] == pytest.approx(point["predicted_bytes"], rel=0.02)
     assert 0.8 * row["true_limit_bytes"] <= row["tuned_limit_bytes"] <= 1.01 * row["true_limit_bytes"]
+    # A device of what a peak had reserved would have held it. The larger one may end within a page of 20 MiB.
+    ceiling = row["ceiling_bytes"] / row["capacity_bytes"]
+    assert point["measured_bytes"] / row["capacity_bytes"] <= ceiling <= 1
+    assert (
+        ceiling - 0.15
+        <= point["measured_bytes"] / point["reserved_bytes"]
+        <= ceiling + 20 * MIB / row["capacity_bytes"]
+    )
     assert any(speed["samples_per_second"] for speed in row["speeds"])
     (other,) = both.values()
     assert "OutOfMemoryError" in other["error"]

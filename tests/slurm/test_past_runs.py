@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_said_setting_by_setting(shelf: Shelf) -> None:
         resolve(shelf, *DISTILLED, values={"mode.teacher": other.run_id})
     sets = ("dataset.window=50", "dataset.synthetic.seconds=5")
     data = shelf.put(2, shelf.resolved("gat", "normal", sets=sets))
-    said = r"dataset.window is 50, not 100; dataset.synthetic.seconds is 5.0, not 20.0"
+    said = r"dataset.window is 50, not 100; dataset.synthetic.seconds is 5.0, not 0.0"
     with pytest.raises(ConfigError, match=said) as error:
         resolve(shelf, *DISTILLED, values={"mode.teacher": data.run_id})
     assert "can-train --model gat" in error.value.remedy

@@ -1,5 +1,6 @@
 """A finished run is judged once more, with the real reader, models and engine: as at its end, and on other logs."""
 
+import gzip
 import json
 import shutil
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from can_train.errors import CheckpointError, ConfigError, DoesNotFitError
 from can_train.fit.optimizer import Precision
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
+from can_train.task import AlarmRule
 from can_train.tasks.can.reference_models import FinishedNetwork
 from can_train.training.evaluate import EvaluationRequest, Scorer, evaluate
 from can_train.training.inference import InferenceDevice
@@ -121,8 +123,8 @@ def test_the_whole_of_another_log_is_judged_by_the_threshold_of_validation(tmp_p
     assert document["threshold"] == result_of(run)["judgement"]["threshold"]
     assert document["threshold_rule"] == "max F1 on validation, in drive"
     folder = document["judgement"]["test"]["other.csv"]
-    assert list(folder["baselines"]) == ["flag_everything", "flag_nothing"]
-    assert set(document["judgement"]["absent"]) == {"id_lookup", "random_forest"}
+    assert list(folder["baselines"]) == ["flag_everything", "flag_nothing", "id_lookup"]
+    assert set(document["judgement"]["absent"]) == {"gap_lookup", "silence", "random_forest"}
 
 
 def test_a_copied_run_judges_without_the_machine_that_trained_it(tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_a_copied_run_judges_without_the_machine_that_trained_it(tmp_path: Path)
 
 
 def test_a_given_threshold_decides_and_is_said(tmp_path: Path) -> None:
-    document = evaluated(finished_run("gat"), bus_log(tmp_path / "other.csv", seed=1), threshold=1e6)
+    document = evaluated(finished_run("gat"), bus_log(tmp_path / "other.csv", seed=1), rule=AlarmRule(threshold=1e6))
     assert (document["threshold"], document["threshold_rule"]) == (1e6, "as given")
     assert document["judgement"]["test"]["other.csv"]["model"]["flagged_share"] == 0
 
@@ -144,14 +146,21 @@ def test_the_runs_own_log_named_by_its_path_is_judged_on_its_own_split() -> None
     assert document["judgement"] == result_of(run)["judgement"]
 
 
-def test_a_copy_of_a_log_that_was_trained_on_is_told_of(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compressed", [False, True])
+def test_what_was_trained_on_is_left_out_of_a_copy(compressed: bool, tmp_path: Path) -> None:
     run, notices = finished_run("gat"), Notices()
-    shutil.copy(own_log(run), tmp_path / "copy.csv")
+    copy = tmp_path / ("copy.csv.gz" if compressed else "copy.csv")
+    content = own_log(run).read_bytes()
+    copy.write_bytes(gzip.compress(content) if compressed else content)
     bus_log(tmp_path / "other.csv", seed=1)
-    evaluate(EvaluationRequest(run=run, dataset=str(tmp_path), device="cpu"), notices)
+    whole = len(content.splitlines()) // 20
+    document = evaluate(EvaluationRequest(run=run, dataset=str(tmp_path), device="cpu"), notices).document
     told = [text for text in notices.texts if "trained on 1 of these 2 logs" in text]
     assert len(told) == 1
-    assert str(tmp_path / "copy.csv") in told[0]
+    assert str(copy) in told[0]
+    judged = document["judgement"]["test"]
+    assert judged["other.csv"]["model"]["windows"] == 200
+    assert judged[copy.name]["model"]["windows"] == pytest.approx(whole / 5, abs=1)
 
 
 def test_the_test_folders_of_a_layout_are_judged_each_by_itself(tmp_path: Path) -> None:

@@ -21,20 +21,10 @@ from can_train.tasks.can.reference_models import FinishedNetwork
 from can_train.training.evaluate import EvaluationRequest, evaluate
 from can_train.training.loading import load_finished
 from fakes.random_bus import INJECTED, injected_frames
-from fakes.trained_runs import WINDOW, finished_run, injected_log
+from fakes.trained_runs import WINDOW, injected_log, injected_run
 from fakes.windows_by_hand import windows_of
 
 KINDS = ("gat", "vgae", "fusion")
-TRAINED: dict[str, Any] = {
-    "log": injected_log, "training__epochs": 12, "training__micro_batch_size": 64, "mode__baselines": False,
-}  # fmt: skip
-
-
-def run_of(kind: str) -> Path:
-    if kind != "fusion":
-        return finished_run(kind, **TRAINED)
-    models = {"mode__autoencoder": str(run_of("vgae")), "mode__classifier": str(run_of("gat"))}
-    return finished_run("fusion", **{**TRAINED, "training__epochs": 3}, **models)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +44,7 @@ def first_reasons(document: Mapping[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_injected_id_is_the_first_that_an_alarm_names(kind: str, other_log: Path) -> None:
-    document = explained(run_of(kind), other_log)
+    document = explained(injected_run(kind), other_log)
     named = first_reasons(document)
     assert len(named) > 5
     assert named.count(f"{INJECTED:03X}") >= 0.9 * len(named)
@@ -64,11 +54,11 @@ def test_the_injected_id_is_the_first_that_an_alarm_names(kind: str, other_log: 
 def test_gradients_of_the_other_sign_name_other_ids(other_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = FinishedNetwork.contributions
     monkeypatch.setattr(FinishedNetwork, "contributions", lambda *arguments: -right(*arguments))
-    assert f"{INJECTED:03X}" not in first_reasons(explained(run_of("gat"), other_log))
+    assert f"{INJECTED:03X}" not in first_reasons(explained(injected_run("gat"), other_log))
 
 
 def test_an_alarm_has_the_lines_and_times_of_its_frames(other_log: Path) -> None:
-    alarms = explained(run_of("gat"), other_log)["alarms"]
+    alarms = explained(injected_run("gat"), other_log)["alarms"]
     lines, frames = other_log.read_text().splitlines(), injected_frames(4_000, seed=1)
     for alarm in alarms:
         assert alarm["last_line"] - alarm["first_line"] == alarm["windows"] * WINDOW - 1
@@ -79,7 +69,7 @@ def test_an_alarm_has_the_lines_and_times_of_its_frames(other_log: Path) -> None
 
 
 def test_a_file_of_what_was_flagged_has_only_that_and_the_reasons(other_log: Path, tmp_path: Path) -> None:
-    run, path, whole = run_of("gat"), tmp_path / "flagged.csv", tmp_path / "all.parquet"
+    run, path, whole = injected_run("gat"), tmp_path / "flagged.csv", tmp_path / "all.parquet"
     document = explained(run, other_log, scores=path)
     flagged = pl.read_csv(path)
     assert flagged["flagged"].all()
@@ -97,19 +87,19 @@ def test_a_file_of_what_was_flagged_has_only_that_and_the_reasons(other_log: Pat
 # Three models need more memory than one.
 @pytest.mark.parametrize(("kind", "little"), [("gat", "sim:3MiB"), ("vgae", "sim:3MiB"), ("fusion", "sim:6MiB")])
 def test_little_memory_changes_neither_scores_nor_reasons(kind: str, little: str, other_log: Path) -> None:
-    whole, scarce = (explained(run_of(kind), other_log, device=device) for device in ("cpu", little))
+    whole, scarce = (explained(injected_run(kind), other_log, device=device) for device in ("cpu", little))
     assert [alarm["first_line"] for alarm in scarce["alarms"]] == [alarm["first_line"] for alarm in whole["alarms"]]
     assert first_reasons(scarce) == first_reasons(whole)
 
 
 def test_a_score_is_the_same_whether_it_is_explained_or_not(other_log: Path) -> None:
-    run = run_of("gat")
+    run = injected_run("gat")
     judgements = [explained(run, other_log, flagged_only=asked)["judgement"] for asked in (True, False)]
     assert judgements[0] == judgements[1]
 
 
 def test_what_raises_an_anomaly_score_adds_up_to_it() -> None:
-    finished = load_finished(run_of("vgae"))
+    finished = load_finished(injected_run("vgae"))
     flat = windows_of([[0x200, 0x201, 0x202], [0x200, INJECTED, 0x201, INJECTED], [0x203, 0x203]])
     network, rows = FinishedNetwork(finished, flat), np.arange(3)
     score = partial(network.scores, network.model, rows, torch.device("cpu"), torch.float32)
@@ -122,6 +112,6 @@ def test_what_raises_an_anomaly_score_adds_up_to_it() -> None:
 
 def test_a_task_that_cannot_explain_says_so(other_log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WindowEvaluation, "explain", Evaluation.explain)
-    document = explained(run_of("gat"), other_log)
+    document = explained(injected_run("gat"), other_log)
     assert "This task does not tell what drives its scores" in document["notes"]
     assert "alarms" not in document

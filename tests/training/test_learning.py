@@ -1,10 +1,14 @@
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from can_train.errors import CheckpointError, DoesNotFitError, StateError
 from can_train.factors.observations import read_records, write_record
@@ -14,7 +18,8 @@ from can_train.training import train as training_loop
 from can_train.training.dry_run import get_effective_safety_factor
 from can_train.training.session import Session
 from can_train.training.train import make_session, observe
-from fakes.line_fit import LineTask, Notices, StoppedTask, fixed, line_parts, line_run
+from fakes.costly import Costly
+from fakes.line_fit import LineBatch, LineTask, Notices, StoppedTask, fixed, line_parts, line_run
 
 KEY = "synthetic_gat_teacher_normal"
 
@@ -22,6 +27,8 @@ KEY = "synthetic_gat_teacher_normal"
 def attempt(folder: Path, task: LineTask | None = None, **training: Any) -> Session:
     """Trains as a run does, from the factor to the observation."""
     parts = line_parts(folder, task, **training)
+    # The host's available memory changes from run to run.
+    parts.meter.capacity_bytes = 2**30
     factor = factor_rule(parts.run, parts.meter.key, parts.reporter)
     session = make_session(parts, factor)
     with parts.stops.installed(), observe(session):
@@ -36,6 +43,54 @@ def test_a_run_that_ends_leaves_one_observation(tmp_path: Path) -> None:
     assert observed.peak_allocated_bytes == session.monitor.peak_bytes > 0
     assert (observed.logical_batch, observed.binding_limit) == (20, "requested")
     assert (tmp_path / "state" / "batch_size_factors.json").exists()
+
+
+class CostlyTask(LineTask):
+    """Points that take 256 KiB each until the backward pass."""
+
+    def logical_batch(
+        self, rows: NDArray[np.int64], device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> LineBatch:
+        class CostlyBatch(LineBatch):
+            def losses(self, model: nn.Module, start: int, stop: int) -> Mapping[str, tuple[Tensor, float]]:
+                total, denominator = super().losses(model, start, stop)["error"]
+                if total.requires_grad:
+                    total = Costly.apply(total, (stop - start) * 2**18)
+                return {"error": (total, denominator)}
+
+        return CostlyBatch(self._x[rows].to(device, dtype), self.fail_above)
+
+
+def test_the_next_run_confirms_the_limits_that_a_run_has_found(tmp_path: Path) -> None:
+    first = attempt(tmp_path, CostlyTask(), batch_size=60)
+    shutil.rmtree(tmp_path / "runs")
+    again = attempt(tmp_path, CostlyTask(), batch_size=60)
+    found, confirmed = first.run_plan.limits, again.run_plan.limits
+    assert found is not None
+    assert confirmed is not None
+    assert (found.training.confirmed, confirmed.training.confirmed) == (False, True)
+    assert confirmed.earlier_run == first.folder.run_id
+    (_, observed) = read_records(tmp_path / "state").finished
+    assert observed.limits[""].training.tuned_limit == confirmed.training.tuned_limit
+
+
+@pytest.mark.parametrize("other", ["thawed", "cut short"])
+def test_limits_of_other_weights_or_of_a_search_cut_short_are_not_left_to_the_next_run(
+    tmp_path: Path, other: str
+) -> None:
+    parts = line_parts(tmp_path, CostlyTask(), batch_size=60)
+    session = make_session(parts, factor_rule(parts.run, parts.meter.key, parts.reporter))
+    state, limits = session.phase, session.run_plan.limits
+    assert limits is not None
+    if other == "thawed":
+        session.is_thawed = True
+    else:
+        cut_short = replace(limits, training=replace(limits.training, untried=1e12))
+        state.run_plan = replace(state.run_plan, limits=cut_short)
+    with observe(session):
+        pass
+    (observed,) = read_records(tmp_path / "state").finished
+    assert observed.limits == {}
 
 
 def test_a_run_that_memory_did_not_limit_leaves_the_factor_alone(tmp_path: Path) -> None:

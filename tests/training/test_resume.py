@@ -15,7 +15,7 @@ from fakes.processes import TIMEOUT_S, Command
 pytestmark = pytest.mark.slow
 
 TRAINING = ("--epochs", "2", "--checkpoint-every", "4", "--min-steps-per-epoch", "12")
-DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5")
+DATA = ("--dataset", "synthetic", "--set", "dataset.synthetic.seconds=8")
 SETTINGS = (*TRAINING, *DATA, "--size", "student", "--device", "cpu", "--no-baselines")
 
 

@@ -34,6 +34,8 @@ _SETTINGS: Final[Mapping[str, Any]] = {
     # Others cannot take what PyTorch's cache holds: it is given back right before they come.
     "training.cuda_empty_cache_interval": _TAKEN_AFTER,
     "mode.baselines": False,
+    # The sizes above are made for its windows, and it is soon simulated; how real the traffic is does not matter here.
+    "dataset.synthetic.version": 1,
 }
 # Dropout would draw other masks for micro-batches than for the whole batch.
 _MODEL: Final = "model.dropout=0"

@@ -26,7 +26,7 @@ from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, User
 from can_train.config.settings import split_list
 from can_train.errors import CanTrainError, ConfigError, DeviceError, as_typed
 from can_train.io.units import size_text
-from can_train.memory.allocator import OWN_SETTINGS, SETTINGS_VARIABLES, segments_expand
+from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import CARDS, cards_named, find_card, gpu_key, read_gpu_constants, usable
 from can_train.reporter import COLUMNS, wrapped
 from can_train.slurm.client import NoControllerError, Partition, is_installed, read_partitions
@@ -306,7 +306,11 @@ def check_allocator(environment: Mapping[str, str]) -> Finding:
     if "cudaMallocAsync" in environment[name]:
         return Finding("allocator", NOTE, f"{found}: plans predict the memory of PyTorch's own allocator, which this "
                        "is not", f"Unset it: unset {name}")  # fmt: skip
-    if not segments_expand(environment):
+    try:
+        settings = read_allocator_settings(environment)
+    except ConfigError as error:
+        return Finding("allocator", PROBLEM, f"{error.rule}: {error.value}", error.remedy)
+    if not settings.expandable_segments:
         both = ",".join(filter(None, (environment[name], OWN_SETTINGS)))
         return Finding("allocator", NOTE, f"{found}: segments cannot grow, so that less of a GPU's memory can be used",
                        f"Let them: export {name}={both}")  # fmt: skip

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from can_train.cli.alarm_options import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
 from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_judgement, print_wrapped
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.errors import ConfigError, RunError
@@ -28,15 +28,15 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         str | None,
         typer.Option(help="Other data: a known data set, a log or a folder of logs. [the run's own test part]"),
     ] = None,
-    threshold: Annotated[
-        float | None,
-        typer.Option(help="Flag what scores more than this. [what the run chose in validation]", metavar="NUMBER"),
-    ] = None,
+    threshold: Threshold = None,
+    calibrate: Calibrate = None,
+    alarms_per_hour: AlarmsPerHour = None,
+    hold: HoldOption = None,
     flagged_only: Annotated[
         bool, typer.Option("--flagged-only", help="List what was flagged, and why; --scores writes only that.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Write into --scores FILE what drove each sample's score.")
+        bool, typer.Option("--explain", help="List alarms with what drove them; with --scores FILE, of each sample.")
     ] = False,
     scores: Annotated[
         str | None, typer.Option(help="Write each sample's score to a .csv or .parquet file.", metavar="FILE")
@@ -60,11 +60,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
     for name, value in {"dataset": dataset, "device": device, "scores": scores, "data-root": data_root}.items():
         if value == "":
             raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
-    if threshold is not None and not math.isfinite(threshold):
-        raise ConfigError("--threshold is a finite number", value=str(threshold))
-    if explain and not scores and not flagged_only:
-        remedy = "Add --scores scores.csv; --flagged-only prints the reasons of what was flagged"
-        raise ConfigError("--explain writes reasons into a file of scores", remedy=remedy)
+    rule = alarm_rule(threshold=threshold, calibrate=calibrate, alarms_per_hour=alarms_per_hour, hold=hold)
     verbosity = Verbosity.of(quiet=quiet, verbose=verbose)
     locator = RunLocator(runs_dir, state_dir)
     known = locator.find(run)
@@ -80,7 +76,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         run=known.folder.path,
         dataset=dataset,
         sets=tuple(set_ or ()),
-        threshold=threshold,
+        rule=rule,
         flagged_only=flagged_only,
         explain=explain,
         scores=Path(scores).expanduser() if scores else None,
@@ -94,7 +90,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         return
     if not flagged_only or verbosity == Verbosity.VERBOSE:
         print_judgement(evaluated.summary_tables, evaluated.tables, verbosity)
-    if flagged_only:
+    if flagged_only or (explain and not scores):
         _print_alarms(evaluated.alarms, most=len(evaluated.alarms) if verbosity == Verbosity.VERBOSE else MOST_ALARMS)
     print()
     for note in evaluated.notes:

@@ -46,12 +46,13 @@ _COMMANDS: Final = {
     "cancel": "stop a run, which saves itself first",
     "resume": "continue a run, also beyond its end: --epochs N",
     "evaluate": "judge a finished run on its own data or others: --dataset",
+    "detect": "watch a bus live with a finished run: candump can0 | …",
     "resubmit": "a new run like it with other settings: --lr 0.01",
     "pipeline": "several runs, each building on those before it",
     "completion": "make bash, zsh or fish complete commands, flags and runs",
 }
 _ARGUMENTS: Final = {"factors": "[KEY]", "compare": "RUNS", "report": "RUNS", "completion": "SHELL"} | dict.fromkeys(
-    ("show", "status", "logs", "cancel", "resume", "evaluate", "resubmit"), "RUN"
+    ("show", "status", "logs", "cancel", "resume", "evaluate", "detect", "resubmit"), "RUN"
 )
 
 _OTHER_COMMANDS: Final = (
@@ -208,6 +209,10 @@ def _load_command(name: str, words: Sequence[str]) -> Callable[..., None]:
             from can_train.cli.evaluate import evaluate
 
             return evaluate
+        case "detect":
+            from can_train.cli.detect import detect
+
+            return detect
         case "pipeline":
             from can_train.cli.pipeline import make_pipeline_command
 

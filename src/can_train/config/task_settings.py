@@ -104,6 +104,7 @@ class TaskSettings:
         sampler: Import path. Makes the task from a sample of the data, in seconds and without writing. The task also
             has `sample_note` (what was sampled; empty if nothing had to be) and `estimated_train_rows`.
         evaluator: Import path. Prepares other data for the evaluation of a finished run.
+        detector: Import path. Makes the live detection (`LiveDetection`) of a finished run; empty: the task has none.
         tables: Import path. Writes a run's judgement as tables of text, all of it.
         summary_tables: Import path. Writes of it what a person sees by default.
         files: Import path. Lists a data set's files, in a fixed order, from its settings and the data root, without
@@ -131,6 +132,7 @@ class TaskSettings:
     factory: Any = "can_train.tasks.sample_task:make_task"
     sampler: Any = "can_train.tasks.sample_task:make_sample_task"
     evaluator: Any = "can_train.tasks.sample_evaluation:evaluator"
+    detector: Any = ""
     tables: Any = "can_train.tasks.sample_judging:tables"
     summary_tables: Any = "can_train.tasks.sample_judging:tables"
     files: Any = ""

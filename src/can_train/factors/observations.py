@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta
 
+from can_train.fit.factor_rule import KnownLimits
 from can_train.io.records import (
     DOCUMENT_SUFFIX,
     AttemptStart,
@@ -25,6 +26,8 @@ from can_train.io.records import (
     time_stamp,
     write_document,
 )
+from can_train.memory.allocator import LARGE_PAGE_BYTES
+from can_train.memory.allocator_settings import settings_expand
 
 _OBSERVATIONS: Final = "observations"
 _EVENTS: Final = "events"
@@ -37,6 +40,7 @@ _MOST_EVENT_BYTES: Final = 2**26
 # Share of the capacity that may go without another process: libraries load kernels outside the allocator when they are
 # first used.
 _FOREIGN_SHARE: Final = 0.01
+ALLOCATOR: Final = "allocator"  # the allocator's settings in a fingerprint
 ANY_DEVICE: Final = ""  # stands for every kind of device that has no entry of its own
 Outcome = Literal["ok", "rescued", "oom", "interrupted", "error"]
 Factor = Annotated[float, Meta(gt=0, le=1)]
@@ -93,7 +97,7 @@ class Observation:
     factor_reason: str
     capacity_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     peak_allocated_bytes: Count | None  # None where the attempt ended before anything was measured
-    peak_reserved_bytes: Count | None = None  # recorded, never learned from
+    peak_reserved_bytes: Count | None = None  # None where nothing is reserved (the CPU)
     predicted_peak_bytes: Count | None = None  # of the plan
     predicted_base_bytes: int | None = None  # the part of it for weights, gradients and optimizer state
     # Predicted peak of a micro-batch at the tuned limit; None where the search stopped before memory ended it.
@@ -104,6 +108,8 @@ class Observation:
     logical_batch: Count  # samples of one optimizer step
     largest_micro_batch: Count  # samples
     binding_limit: str  # what decided the logical batch
+    # what the search found, by the names of the phases; empty without a search, or where it ended for lack of time
+    limits: dict[str, KnownLimits] = field(default_factory=dict)
     oom_used: Share | None = None  # cost of the smallest micro-batch that ran out of memory ÷ tuned limit
     # The largest micro-batch that ran after the last out-of-memory, and the peak since then; None where none ran.
     used_after_rescue: Share | None = None
@@ -133,6 +139,19 @@ class Observation:
     def peak(self) -> float | None:
         """Peak memory ÷ capacity; None where nothing was measured."""
         return None if self.peak_allocated_bytes is None else self.peak_allocated_bytes / self.capacity_bytes
+
+    @property
+    def reserved(self) -> float | None:
+        """Peak of reserved memory ÷ capacity; None where it says nothing of fragmentation.
+
+        Segments that do not expand are cached until memory runs out: below that, allocated ÷ reserved lies 5 to 30 %
+        of the capacity below the peak at which it does. A page that was begun last is left out: on a device of a few
+        pages it would pass for fragmentation.
+        """
+        expands = settings_expand(str(self.fingerprint.get(ALLOCATOR)))
+        reserved_bytes = (self.peak_reserved_bytes or 0) - LARGE_PAGE_BYTES
+        shows = expands and reserved_bytes > (self.peak_allocated_bytes or 0)
+        return reserved_bytes / self.capacity_bytes if shows else None
 
     @property
     def ran_out_of_memory(self) -> bool:

@@ -27,6 +27,15 @@ class Reading(NamedTuple):
     used: float  # cost of the largest micro-batch ÷ tuned limit
     peak: float | None  # peak memory ÷ capacity; None for an out-of-memory
     weight: float = 1.0  # 1 for the latest run, less for earlier ones
+    reserved: float | None = None  # peak memory that the allocator had reserved ÷ capacity
+
+
+def _student_deviations(z: float, degrees: float) -> float:
+    """Returns as many standard deviations of Student's distribution as `z` of a normal one are, for the same risk.
+
+    Source: Gaver and Kafadar, A Retrievable Recipe for Inverse t, The American Statistician 38 (1984).
+    """
+    return math.sqrt(degrees * math.expm1(z**2 * (degrees - 1.5) / (degrees - 1) ** 2))
 
 
 class PeakRegression(NamedTuple):
@@ -36,6 +45,7 @@ class PeakRegression(NamedTuple):
     slope: float
     variances: tuple[float, float, float]  # of base, of slope, and their covariance
     noise: float  # standard deviation of a run's peak around the line
+    noise_runs: float  # degrees of freedom that the noise is known with, at least those of its prior
 
     def peak(self, used: float) -> float:
         """Returns the expected peak of a run that uses a share of the tuned limit."""
@@ -49,6 +59,14 @@ class PeakRegression(NamedTuple):
     def spread(self, used: float) -> float:
         """Returns the standard deviation of the next run's peak."""
         return math.hypot(self.uncertainty(used), self.noise)
+
+    def margin(self, used: float, z: float) -> float:
+        """Returns how far above the expected peak the next one lies with the risk of `z` normal standard deviations.
+
+        Few runs may all have been alike, and noise has heavier tails than a normal distribution, so that of a noise
+        which was estimated is Student's.
+        """
+        return math.hypot(z * self.uncertainty(used), _student_deviations(z, self.noise_runs) * self.noise)
 
     def used_for(self, peak: float) -> float:
         """Returns the share whose expected peak is `peak`; below 0 where the base alone is above it."""
@@ -72,8 +90,8 @@ class RegressionPrior:
     base_sd: float = 0.12
     full: float = 1.0  # a run that uses the whole tuned limit fills about the capacity
     full_sd: float = 0.15
-    noise: float = 0.015
-    noise_runs: float = 3.0  # runs that the prior of the noise is worth
+    noise: float = 0.017
+    noise_runs: float = 3.0  # runs that the prior of the noise is worth, at least 2
 
     def fit(
         self, readings: Sequence[Reading], *, start: PeakRegression | None = None, ceiling: float = 1.0
@@ -90,7 +108,7 @@ class RegressionPrior:
         """
         of_base, of_full = self.base_sd**2, self.full_sd**2
         variances = (of_base, of_base + of_full, -of_base)
-        line = start or PeakRegression(self.base, self.full - self.base, variances, self.noise)
+        line = start or PeakRegression(self.base, self.full - self.base, variances, self.noise, self.noise_runs)
         for _ in range(_FIT_ROUNDS if readings else 0):
             line = self._fit_once(readings, line, ceiling)
         return line
@@ -103,7 +121,7 @@ class RegressionPrior:
         a = b + 1 / self.base_sd**2
         e = self.full * c
         d = e + self.base / self.base_sd**2
-        for used, measured, weight in readings:
+        for used, measured, weight, _ in readings:
             # An out-of-memory says that the peak was above the ceiling, not by how much.
             peak = max(line.peak(used), ceiling + line.noise) if measured is None else measured
             precision = weight / line.noise**2
@@ -114,15 +132,17 @@ class RegressionPrior:
         # Peaks do not fall with what a run uses. Readings that do scatter around a level line.
         if slope < 0:
             base, slope = max(d / a, 0.0), 0.0
-        squares = sum(w * (peak - base - slope * used) ** 2 for used, peak, w in readings if peak is not None)
+        squares = sum(w * (peak - base - slope * used) ** 2 for used, peak, w, _ in readings if peak is not None)
         runs = sum(reading.weight for reading in readings if reading.peak is not None)
         # The line takes two degrees of freedom, less where there are hardly more runs than that.
-        noise = math.sqrt((self.noise_runs * self.noise**2 + squares) / (self.noise_runs + runs - min(2, 0.8 * runs)))
+        noise_runs = self.noise_runs + runs - min(2, 0.8 * runs)
+        noise = math.sqrt((self.noise_runs * self.noise**2 + squares) / noise_runs)
         # Nor is the base negative. A line held at 0 misses low readings on one side; counted as noise, that would make
         # a run that peaked lower than expected lower the factor.
         if base < 0:
             base, slope = 0.0, max(e / c, 0.0)
-        return PeakRegression(base, slope, (c / determinant, a / determinant, -b / determinant), noise)
+        variances = c / determinant, a / determinant, -b / determinant
+        return PeakRegression(base, slope, variances, noise, noise_runs)
 
 
 DEFAULT_PRIOR: Final = RegressionPrior()  # the prior of a configuration of which nothing is known
@@ -165,12 +185,19 @@ def since_change(readings: Sequence[Reading], line: PeakRegression) -> Sequence[
 
 
 # --- The ceiling: the peak at which memory runs out. It is below the capacity where memory is fragmented.
+#
+# Two things show it: where memory ran out, and, before that, how much the allocator had reserved for a peak that
+# fitted. On a device of exactly what was reserved, that peak would have filled it: allocated ÷ reserved is the ceiling
+# of that run or somewhat below it, since the allocator could have released some of what it cached. Only on a device of
+# few pages of 20 MiB may it be above: the last one does not fit.
 
 # Ceilings that are tried, as shares of the capacity; of equally likely ones the first wins.
 _CEILINGS: Final = tuple(percent / 100 for percent in range(100, 49, -1))
+_CEILING_STEP: Final = 0.01
 # Log-likelihood (nats) that a ceiling loses per unit of capacity that it lies below the capacity.
 _CEILING_LOG_ODDS: Final = 12.0
 _CEILING_SD: Final = 0.01  # standard deviation of the ceiling from run to run: memory is never fragmented twice alike
+_SURE: Final = 5.0  # of these, below the ceiling, within which a peak that fitted says something of it
 _STRAY_OOMS: Final = 0.005  # share of runs that run out of memory below the ceiling, for reasons that do not come back
 # Share of runs that fit above the ceiling. The smaller, the longer old successes outweigh a ceiling that is new.
 _FITS_ABOVE: Final = 0.2
@@ -178,12 +205,29 @@ _FITS_ABOVE: Final = 0.2
 _EXPLAINED_WITHIN: Final = 3.0
 
 
-def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> tuple[PeakRegression, float]:
-    """Fits the line to the readings since the last change, and the ceiling as a share of the capacity.
+# Standard deviation of allocated ÷ reserved at a peak around the ceiling, as a share of the capacity. Measured of five
+# models with segments that expand, simulated at 100 MiB to 3 GiB: 0.027, nearly all of it too low.
+_RESERVED_SD: Final = 0.02
+# What is added to it per unit of capacity that the peak was below the capacity. Pages of 20 MiB, of which one more is
+# begun, are a larger share of what a small run reserves.
+_RESERVED_SD_BELOW: Final = 0.05
 
-    The ceiling is the capacity unless memory ran out where noise does not explain it. Then it is the level that makes
-    the fates of all runs most likely: about where memory ran out, but not below what many runs reached. Weights fall
-    with age, so a lone out-of-memory is forgotten after some tens of runs, and several support each other for longer.
+
+class Fit(NamedTuple):
+    """What the runs since the last change show."""
+
+    line: PeakRegression
+    ceiling: float  # as a share of the capacity
+    ran_out_below: bool  # whether out-of-memories alone put the ceiling below the capacity
+
+
+def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> Fit:
+    """Fits the line to the readings since the last change, and the ceiling.
+
+    The ceiling is the capacity unless memory ran out where noise does not explain it, or less was in use than was
+    reserved. Then it is the level that makes the fates of all runs, and what they reserved, most likely: about where
+    memory ran out, but not below what many runs reached. Weights fall with age, so a lone out-of-memory is forgotten
+    after some tens of runs, and several support each other for longer. What was reserved does not change the line.
 
     Args:
         readings: Oldest first.
@@ -194,25 +238,52 @@ def fit_with_ceiling(readings: Sequence[Reading], prior: RegressionPrior) -> tup
     measured = [reading for reading in recent if reading.peak is not None]
     if len(recent) < len(readings):
         line = prior.fit(measured)
-    if len(measured) == len(recent):
-        return line, 1.0
-    ceiling = max(_CEILINGS, key=lambda level: _log_likelihood(level, recent, line)) if measured else 1.0
+    shown = _ceiling_of_reserved(measured)
+    ran_out = len(measured) < len(recent)
+    if shown is None and not ran_out:
+        return Fit(line, 1.0, False)
+    ratio, sd = shown or (1.0, math.inf)
+    # Only an out-of-memory puts the ceiling below what was reserved shows.
+    lowest = 1.0 if not measured else 0.0 if ran_out else ratio - _CEILING_STEP
+    likelihoods = {level: _log_likelihood(level, recent, line) for level in _CEILINGS if level >= lowest}
+    by_fates = max(likelihoods, key=lambda level: likelihoods[level]) if ran_out else 1.0
+    ceiling = max(likelihoods, key=lambda level: likelihoods[level] - 0.5 * ((level - ratio) / sd) ** 2)
     # A stray out-of-memory far below the ceiling would only raise the line.
     explained = [
         r for r in recent
-        if r.peak is not None or line.peak(r.used) + _EXPLAINED_WITHIN * line.spread(r.used) >= ceiling
+        if r.peak is not None or line.peak(r.used) + _EXPLAINED_WITHIN * line.spread(r.used) >= by_fates
     ]  # fmt: skip
-    return prior.fit(explained, start=line, ceiling=ceiling), ceiling
+    if len(explained) > len(measured):
+        line = prior.fit(explained, start=line, ceiling=by_fates)
+    return Fit(line, ceiling, by_fates < 1)
+
+
+def _ceiling_of_reserved(readings: Sequence[Reading]) -> tuple[float, float] | None:
+    """Returns the ceiling that reserved memory shows, and its standard deviation; None where nothing was reserved.
+
+    More runs do not lower the standard deviation: what makes a configuration's ratio too low does so in all of them.
+    """
+    total = weights = 0.0
+    least_sd = math.inf
+    for _, peak, weight, reserved in readings:
+        if peak and reserved:
+            sd = math.hypot(_RESERVED_SD, _RESERVED_SD_BELOW * max(1 - peak, 0.0))
+            total += weight / sd**2 * peak / max(reserved, peak)
+            weights += weight / sd**2
+            least_sd = min(least_sd, sd)
+    return (total / weights, least_sd) if weights else None
 
 
 def _log_likelihood(ceiling: float, readings: Sequence[Reading], line: PeakRegression) -> float:
     total = _CEILING_LOG_ODDS * (ceiling - 1)
-    for used, peak, weight in readings:
+    for used, peak, weight, _ in readings:
         if peak is None:
             deviations, otherwise = (line.peak(used) - ceiling) / line.spread(used), _STRAY_OOMS
         else:
             # The capacity itself does not vary: what was measured did fit below it.
             deviations, otherwise = (ceiling - peak) / _CEILING_SD if ceiling < 1 else math.inf, _FITS_ABOVE
+            if deviations > _SURE:
+                continue
         normal = 0.5 * math.erfc(-deviations / math.sqrt(2))
         total += weight * math.log(otherwise + (1 - otherwise) * normal)
     return total
@@ -220,7 +291,7 @@ def _log_likelihood(ceiling: float, readings: Sequence[Reading], line: PeakRegre
 
 # --- The policies.
 
-HALF_LIFE: Final = 20.0  # runs after which a run weighs half: how memory grows drifts with versions of libraries
+HALF_LIFE: Final = 30.0  # runs after which a run weighs half: how memory grows drifts with versions of libraries
 # Half-lives of the history that are used: an older run would weigh less than half a per cent.
 _MEMORY_HALF_LIVES: Final = 8
 
@@ -232,9 +303,10 @@ class FactorPoint:
     used: float  # cost of the largest micro-batch that was run ÷ tuned limit
     peak: float | None  # peak memory ÷ capacity; None for an out-of-memory
     after_rescue: tuple[float, float] | None = None  # (used, peak) of what ran after a rescued out-of-memory
+    reserved: float | None = None  # peak of reserved memory ÷ capacity; None where it says nothing of fragmentation
 
 
-AimLimit = Literal["target", "noise", "ceiling", "maximum"]
+AimLimit = Literal["target", "noise", "ceiling", "reserved", "maximum"]
 
 
 @dataclass(frozen=True)
@@ -244,7 +316,8 @@ class Decision:
     factor: float  # of the next run
     aim: float  # expected peak that the policy works towards, ÷ capacity; it may take several runs to get there
     # Why the aim is no higher: it is the `target`; the next peak is too uncertain (`noise`); memory ran out below the
-    # capacity (`ceiling`); or the largest factor leads no further (`maximum`).
+    # capacity (`ceiling`), or would because of what is reserved and not in use (`reserved`); or the largest factor
+    # leads no further (`maximum`).
     limited_by: AimLimit
     interval: float  # half-width of the 95 % interval of the factor that leads to the aim
 
@@ -288,7 +361,7 @@ def readings_of(history: Sequence[FactorPoint], half_life: float = HALF_LIFE) ->
     recent, readings = recent_history(history, half_life), []
     for age, point in zip(range(len(recent) - 1, -1, -1), recent, strict=True):
         weight = 0.5 ** (age / half_life)
-        readings.append(Reading(point.used, point.peak, weight))
+        readings.append(Reading(point.used, point.peak, weight, point.reserved))
         if point.after_rescue is not None:
             readings.append(Reading(*point.after_rescue, weight))
     return readings
@@ -360,7 +433,7 @@ class MomentumPolicy(FactorPolicy):
     def decide(self, history: Sequence[FactorPoint], *, first: float) -> Decision:
         """Returns the factor of the next run. The regression only says how well it is known and how far it leads."""
         factor = self.next_factor(history, first=first)
-        line, _ = fit_with_ceiling(readings_of(history), DEFAULT_PRIOR)
+        line = fit_with_ceiling(readings_of(history), DEFAULT_PRIOR).line
         needed = self._bounded(line.used_for(self.target))
         aim = min(self.target, line.peak(needed)) if history and needed == self.maximum else self.target
         return Decision(factor, aim, "target" if aim == self.target else "maximum", line.half_width(needed))
@@ -376,7 +449,10 @@ _OOMS_IN_A_ROW: Final = 20  # out-of-memories in a row whose earlier decisions a
 @dataclass(frozen=True, kw_only=True)
 class AffinePolicy(FactorPolicy):
     """Fits `peak = base + slope · used` to the history and uses the share whose expected peak is the target,
-    `(target - base) / slope`, or less where `peak + z · spread` would exceed the ceiling at which memory runs out.
+    `(target - base) / slope`, or less where the next peak might exceed the ceiling at which memory runs out.
+
+    Under the simulated laws of `scripts/bench/policy`, 1 run in 200 ran out of memory, those included in which the law
+    was still unknown; most often, 1 in 60, where peaks scatter by 8 %.
 
     With one run at 62 %, the base is still a guess, so the step stops short of the target:
 
@@ -401,11 +477,20 @@ class AffinePolicy(FactorPolicy):
     >>> fitted = [FactorPoint(used, 0.1 + used) for used in (0.5, 0.7, 0.75, 0.76)]
     >>> policy.decide([*fitted, FactorPoint(used=0.8, peak=None)], first=0.5).limited_by
     'ceiling'
+
+    Where more is reserved than is in use, memory will run out below the capacity, and nobody needs to try:
+
+    >>> fragmented = [FactorPoint(used, 0.1 + used, reserved=(0.1 + used) / 0.88) for used in (0.5, 0.7, 0.72)]
+    >>> decision = policy.decide(fragmented, first=0.5)
+    >>> round(decision.aim, 2), decision.limited_by
+    (0.82, 'reserved')
     """
 
     half_life: float = HALF_LIFE  # runs
     prior: RegressionPrior = DEFAULT_PRIOR
-    z: float = 2.6  # standard deviations between expected peak and ceiling: 1 run in 200 runs out of memory
+    # Normal standard deviations between expected peak and ceiling: a risk of 1 run in 100 where the ceiling is what
+    # limits. Where the target does, and that is most often, the risk is less.
+    z: float = 2.36
     step_up: float = 2.0  # largest multiple of what was used before
     oom_share: float = 0.85  # most of what ran out of memory that the next run may use, unless more was seen to fit
 
@@ -428,15 +513,20 @@ class AffinePolicy(FactorPolicy):
 
     def _decide_from_fit(self, history: Sequence[FactorPoint], first: float) -> Decision:
         readings = readings_of(history, self.half_life)
-        line, ceiling = fit_with_ceiling(readings, self.prior)
+        line, ceiling, ran_out_below = fit_with_ceiling(readings, self.prior)
         needed = self._bounded(line.used_for(self.target))
         if not history:
             return Decision(self._bounded(first), self.target, "target", line.half_width(needed))
+
+        def margin(used: float) -> float:
+            return math.hypot(line.margin(used, self.z), self.z * _CEILING_SD if ceiling < 1 else 0.0)
+
         safe = needed
-        while safe > self.minimum and line.peak(safe) + self.z * line.spread(safe) > ceiling:
+        while safe > self.minimum and line.peak(safe) + margin(safe) > ceiling:
             safe *= _BACK_OFF
         aim = self.target if safe == needed < self.maximum else min(self.target, line.peak(safe))
-        reason: AimLimit = "maximum" if safe == needed else "noise" if ceiling == 1 else "ceiling"
+        below: AimLimit = "ceiling" if ran_out_below else "reserved"
+        reason: AimLimit = "maximum" if safe == needed else "noise" if margin(safe) > 1 - ceiling else below
         highest = max([first, *(reading.used for reading in readings if reading.peak is not None)])
         factor, last = min(safe, self.step_up * highest), history[-1]
         if last.peak is None:

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 from can_train.config.resolved import ResolvedRun, state_dir, state_folder
 from can_train.errors import ArgumentError, ConfigError, StateError
 from can_train.factors.exchange import make_export, read_import
-from can_train.factors.observations import Event, Observation, active_events, read_records, write_record
+from can_train.factors.observations import ALLOCATOR, Event, Observation, active_events, read_records, write_record
 from can_train.factors.policies import FactorPolicy, make_policy
 from can_train.factors.summary import (
     LEARNABLE_OUTCOMES,
@@ -24,9 +24,9 @@ from can_train.factors.summary import (
     summarize_runs,
     with_settings,
 )
-from can_train.fit.factor_rule import NO_AIM, Aim, FactorChoice, FactorRule, OtherDevice
+from can_train.fit.factor_rule import NO_AIM, Aim, EarlierSearch, FactorChoice, FactorRule, OtherDevice
 from can_train.io.records import utc_text, write_json_atomic
-from can_train.memory.allocator import allocator_settings
+from can_train.memory.allocator_settings import allocator_settings
 from can_train.reporter import Reporter
 
 # Last runs on another device whose median ratio of measured to predicted peak stands for that device.
@@ -41,6 +41,7 @@ class Known:
     aim: Aim | None = None  # of the policy; `NO_AIM` under a pin; None where no run on this device was learned from
     other_device: OtherDevice | None = None  # without a choice: what the device seen last has shown
     after_oom: bool = False  # with a choice: whether the run's last attempt ended by an out-of-memory, on any rank
+    earlier: EarlierSearch | None = None  # the limits that the last run on this device found
 
 
 @dataclass(frozen=True)
@@ -131,15 +132,17 @@ class FactorStore:
         here = [run for run in runs if run.device.key == device]
         active = active_events(records.events, key, device, size or (here[-1].size if here else ""))
         summary = summarize_runs((key, device), here, active, self.policy)
+        earlier = _earlier_search(here, active.cutoff)
         if summary.factor is None or summary.state == "first":
             elsewhere = [run for run in runs if run.device.key != device and _shows_ratio(run, records.events)]
-            return Known(None, other_device=_other_device(elsewhere))
+            return Known(None, other_device=_other_device(elsewhere), earlier=earlier)
         aim = None if summary.interval is None else Aim(summary.aim, summary.aim_reason)
         attempts = [run for run in records.finished if run_id and run.run_id == run_id]
         last = max((run.attempt for run in attempts), default=0)
         after_oom = any(run.outcome == "oom" for run in attempts if run.attempt == last)
         choice = FactorChoice(summary.factor, summary.reason)
-        return Known(choice, NO_AIM if summary.state == "pinned" else aim, after_oom=after_oom)
+        aim = NO_AIM if summary.state == "pinned" else aim
+        return Known(choice, aim, after_oom=after_oom, earlier=earlier)
 
     def reset(self, key: str | None, device: str | None = None) -> Path:
         """Excludes the runs so far from learning; they stay in the history. None means every key, or every device.
@@ -247,6 +250,17 @@ def _shows_ratio(run: Observation, events: Iterable[Event]) -> bool:
     return run.outcome in LEARNABLE_OUTCOMES and bool(measured) and not disturbed and is_after
 
 
+def _earlier_search(runs: Sequence[Observation], cutoff: Event | None) -> EarlierSearch | None:
+    """Returns the limits of the last run; None where memory ran out within them, or they were reset since."""
+    last = max(runs, key=lambda run: run.ended, default=None)
+    if last is None or last.ran_out_of_memory or not last.limits:
+        return None
+    if cutoff is not None and last.started < cutoff.moment:
+        return None
+    return EarlierSearch(run_id=last.run_id, capacity_bytes=last.capacity_bytes, torch_version=last.torch_version,
+                         phases=last.limits)  # fmt: skip
+
+
 def _other_device(runs: Sequence[Observation]) -> OtherDevice | None:
     if not runs:
         return None
@@ -305,11 +319,13 @@ def read_factor_rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> 
     known = store_of(run).known(run.key, device_key, memory_fingerprint(run), size=run.size, run_id=run_id)
     if known.choice is None:
         # What another device has measured says more than an experience table.
-        return replace(first, other_device=known.other_device, known=None if known.other_device else first.known)
+        table = None if known.other_device else first.known
+        return replace(first, other_device=known.other_device, known=table, earlier=known.earlier)
     # An import has no aim of its own, so the target stands until the limits lower it.
     is_learned = known.aim not in (None, NO_AIM)
     aim = known.aim or first.aim
-    return replace(first, known=known.choice, aim=aim, aim_is_learned=is_learned, after_oom=known.after_oom)
+    return replace(first, known=known.choice, aim=aim, aim_is_learned=is_learned, after_oom=known.after_oom,
+                   earlier=known.earlier)  # fmt: skip
 
 
 def _first_rule(run: ResolvedRun) -> FactorRule:
@@ -359,7 +375,7 @@ def memory_fingerprint(run: ResolvedRun) -> dict[str, Any]:
         "precision": training.precision,
         "optimizer": training.optimizer,
         "deterministic": training.deterministic,
-        "allocator": allocator_settings(),
+        ALLOCATOR: allocator_settings(),
         # This version compiles nothing; runs of a version that does must not be mixed with its runs.
         "compiled": False,
     }

@@ -49,7 +49,7 @@ def history_of(runs: Sequence[Observation]) -> list[FactorPoint]:
             overlaps = begun > 0 and run.started < ooms[begun - 1].ended
             is_usable = run.outcome in LEARNABLE_OUTCOMES and not overlaps
             if is_usable and run.used is not None and run.peak is not None:
-                points.append(FactorPoint(run.used, run.peak))
+                points.append(FactorPoint(run.used, run.peak, reserved=run.reserved))
     return points
 
 
@@ -70,6 +70,7 @@ _AIM_REASONS: Final[Mapping[AimLimit, str]] = {
     "target": "",
     "noise": "the next peak is not known well enough",
     "ceiling": "memory ran out below the capacity",
+    "reserved": "part of the memory that PyTorch reserves is not in use",
     "maximum": "the largest factor leads no further",
 }
 

@@ -7,12 +7,15 @@ Shapes: F features, P probes, R samples.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from can_train.fit.packing import batch_totals
+from can_train.errors import ArgumentError, DoesNotFitError
+from can_train.fit.packing import BatchCosts, batch_totals, counts_of
+from can_train.io.units import size_text
 from can_train.task import Feature
 
 if TYPE_CHECKING:
@@ -127,12 +130,15 @@ class PhaseLimit:
 
     model: CostModel
     tuned_limit: float  # Largest cost in bytes that was tried and fits; 0 where nothing does
-    capped: bool  # Whether the search ended where memory no longer matters
+    # Whether the search ended before memory did: where more no longer matters, or for lack of time.
+    capped: bool
     trials: int = 0  # Batches that were tried after the probes
     ooms: int = 0  # Trials that ran out of memory
     measured_ratio: float = 1.0  # Measured ÷ predicted cost of the largest batch that fits
     # [F] features of the mean sample: predictions are wanted for batches of such samples.
     mean_totals: tuple[float, ...]
+    untried: float = 0.0  # Largest cost that there was no time to try; 0 where the search came to its end
+    confirmed: bool = False  # Whether it is an earlier run's limit, confirmed by one trial
 
     def peak_bytes(self, cost: float) -> float:
         """Returns the predicted peak of a micro-batch, corrected by the ratio that the trials measured."""
@@ -162,6 +168,22 @@ class DeviceLimits:
     evaluation: PhaseLimit  # Forward alone
     optimizer_peak_bytes: int  # Peak of an optimizer step
     gradient_bytes: int = 0  # Gradients of a step's earlier micro-batches, which `training` includes
+    earlier_run: str = ""  # Run whose limits are those that are `confirmed`
+
+    def priced(self, batch: Any) -> BatchCosts:
+        """Prices what somebody else's loop gives, as `counts_of` reads it; raises ArgumentError where that is counts of
+        other features.
+        """
+        model = self.training.model
+        features, counts = counts_of(batch)
+        if len(features) == len(model.features) + 1:
+            features, counts = features[:-1], counts[:, :-1]
+        names = [feature.name for feature in model.features]
+        is_named_otherwise = isinstance(batch, Mapping) and [feature.name for feature in features] != names
+        if len(features) != len(names) or is_named_otherwise:
+            raise ArgumentError("A batch has counts of what the limits were found with", value=f"{batch!r:.80}",
+                                remedy=f"Give each sample's {', '.join(names)}")  # fmt: skip
+        return BatchCosts.priced(model, counts)
 
     def predicted_on(self, device_key: str, capacity_bytes: int, room_bytes: float) -> DeviceLimits:
         """Returns the limits that are predicted of a device with no more memory than this one; `room_bytes` is the part
@@ -185,6 +207,45 @@ class DeviceLimits:
         return max(first, later, self.optimizer_peak_bytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PeakPrediction:
+    """The predicted peak of a training step on a batch that is not split."""
+
+    peak_bytes: float  # Peak of forward and backward, or of the optimizer's step where that is higher
+    half_width_bytes: float  # Half-width of the interval around it
+    base_bytes: float  # Weights, gradients and optimizer state
+    explains: bool  # Whether the features explain the memory of the batches that were run; if not, it says little
+    limits: DeviceLimits = field(repr=False)  # Of a device that any batch fits, with the cost models
+
+    def fits(self, capacity_bytes: float) -> bool | None:
+        """Tells whether the upper end of the interval fits; None where the features do not explain the memory."""
+        return self.peak_bytes + self.half_width_bytes <= capacity_bytes if self.explains else None
+
+    def on_device(self, device_key: str, capacity_bytes: int, room_bytes: float) -> DeviceLimits:
+        """Returns the limits of a device, within which the upper end of the interval fits into the room that its
+        capacity is predicted to have for tensors.
+
+        Raises:
+            ArgumentError: The features do not explain the memory.
+            DoesNotFitError: Not even the optimizer's step fits.
+        """
+        if not self.explains:
+            raise ArgumentError(
+                "Limits follow from a prediction whose features explain the memory", value="they do not",
+                remedy="Give predict_peak the counts that memory grows with, or limits that find_max_size found",
+            )  # fmt: skip
+        widest = self.limits.training.half_width(self.limits.training.cost_within(room_bytes))
+        found = self.limits.predicted_on(device_key, capacity_bytes, room_bytes - widest)
+        if found.optimizer_peak_bytes > capacity_bytes or not found.training.tuned_limit:
+            raise DoesNotFitError(
+                "Weights, gradients and optimizer state must fit on the device",
+                value=f"they take {size_text(max(self.base_bytes, found.optimizer_peak_bytes))} of "
+                f"{size_text(capacity_bytes)}",
+                remedy="Take a larger device or a smaller model",
+            )
+        return found
+
+
 def typical_totals(model: CostModel, mean_totals: Sequence[float], cost: float) -> NDArray[np.float64]:
     """Returns [F], the feature totals of a batch of mean samples that has some cost."""
     mean = np.asarray(mean_totals)
@@ -206,6 +267,7 @@ class ProbeFit:
     model: CostModel  # Its `explains` tells whether the features account for the measured peaks
     largest_cost: float  # Cost of the probe with the largest peak
     largest_peak: float  # That peak, in bytes
+    largest_seconds: float = 0.0  # What that probe took
     slack_bytes: float = 0.0  # Bytes that the allocator reserved beyond the allocated ones; 0 where it reserves none
 
 

@@ -5,6 +5,7 @@ Shapes: R samples, F features.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,15 +31,16 @@ from can_train.fit.optimizer import (
 )
 from can_train.fit.packing import BatchCosts, batch_totals
 from can_train.fit.phases import only_trained
-from can_train.fit.search import Peak, find_phase_limit, pack_worst_case
+from can_train.fit.search import Peak, SearchBounds, confirm_limit, find_phase_limit, pack_worst_case
 from can_train.io.units import size_text
-from can_train.memory.allocator import LARGE_PAGE_BYTES
+from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import cards_that_hold, predicted_room
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.task import Phase
 
 if TYPE_CHECKING:
     from can_train.config.settings import TrainingSettings
+    from can_train.fit.factor_rule import EarlierSearch, KnownLimit
     from can_train.fit.micro_batcher import Losses
     from can_train.memory.meters import Meter
     from can_train.task import BatchTask, Feature, LogicalBatch
@@ -124,13 +126,18 @@ def fit_by_probes(
 
 def extreme_samples(counts: NDArray[np.float64], size: int) -> list[Positions]:
     """Chooses the samples of one round's probes: positions [size] in counts [R, F], one array a probe, of the largest
-    and the smallest in each feature, the largest and smallest ratio of each pair of features, the first ones in order,
-    and twice as many from the end. Too few samples are repeated.
+    and the smallest in each feature, the largest and smallest ratio of each pair of features, the smallest and largest
+    in turn, the first ones in order, and twice as many from the end. Too few samples are repeated.
     """
     keys = [counts[:, f] for f in range(counts.shape[1]) if np.ptp(counts[:, f]) > 0]
     # Extreme ratios tell features apart that grow together in ordinary batches (nodes and edges).
     ratios = [a / np.maximum(b, 1.0) for i, a in enumerate(keys) for b in keys[:i]]
     probes: dict[tuple[int, ...], Positions] = {}
+    if keys:
+        # Where samples are padded to the longest of their batch and the features do not say so, only this one shows it.
+        order = np.argsort(keys[0], kind="stable")
+        mixed = np.stack([order, order[::-1]], axis=1).ravel()
+        probes[tuple(sorted(mixed[:size].tolist()))] = np.resize(mixed[:size], size)
     # The largest come last: where one runs out of memory, the others of its round have been read.
     for key in reversed(keys + ratios):
         order = np.argsort(key, kind="stable")
@@ -164,49 +171,114 @@ class Workload:
         return Peak(meter.peak_bytes(), meter.peak_reserved_bytes())
 
 
+_SAME_CAPACITY: Final = 0.01  # Relative difference up to which two capacities are the same
+# Time that a search may take: this share of the first epoch, or so many seconds where that is more.
+SEARCH_SHARE: Final = 0.1
+SEARCH_SECONDS: Final = 30.0
+# Share of that time that the search of training may take. Evaluation runs forward alone, in about a third of the time.
+_TRAINING_SHARE: Final = 0.75
+
+
+@dataclass(kw_only=True)
+class SearchTime:
+    """The time that finding the limits of a device may take, and has taken."""
+
+    clock: Callable[[], float]
+    seconds: float = SEARCH_SECONDS
+    epoch_share: float = SEARCH_SHARE  # Of the seconds of an epoch with every sample, where that is more
+    started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def allows(self, seconds: float, *, epoch_seconds: float, share: float) -> bool:
+        """Whether a trial of some seconds would end within a share of the time."""
+        self.seconds = max(self.seconds, self.epoch_share * epoch_seconds)
+        return self.clock() - self.started + seconds <= share * self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How the limit of some work is searched for."""
+
+    verify: bool = True  # Whether limits are tried; otherwise they are predicted, for a device that need not be at hand
+    on_trial: Callable[[float], object] = lambda cost: None  # Called before each trial with its cost in bytes
+    # By default as much as it takes.
+    time: SearchTime = field(default_factory=lambda: SearchTime(clock=lambda: 0.0, seconds=math.inf))
+    time_share: float = 1.0  # The part of that time that this search may take
+    known: KnownLimit | None = None  # An earlier run's limit, to be confirmed first; None: there is none
+
+
 def probe(work: Workload, meter: Meter) -> ProbeFit:
     """Fits the cost model of some work; raises DoesNotFitError where not even a sample fits."""
-    slack_bytes = 0
+    slack_bytes, largest, largest_seconds = 0, 0, 0.0
 
     def measure(positions: Positions) -> int:
-        nonlocal slack_bytes
+        nonlocal slack_bytes, largest, largest_seconds
         meter.release(collect=False)
+        started = meter.seconds()
         peak = work.peak(meter, positions)
+        if peak.allocated > largest:
+            largest, largest_seconds = peak.allocated, meter.seconds() - started
         # Fragmentation grows little with the batch; of the largest probe's, a last page that must fit whole is added.
-        slack_bytes = max(slack_bytes, peak.reserved - peak.allocated + LARGE_PAGE_BYTES) if peak.reserved else 0
+        slack_bytes = max(slack_bytes, peak.reserved - peak.allocated + page_bytes) if peak.reserved else 0
         return peak.allocated
 
+    page_bytes = read_allocator_settings().large_page_bytes
     capacity, gradients = meter.capacity_bytes, work.gradient_bytes
     fit = fit_by_probes(measure, work.features, work.counts, capacity_bytes=capacity, gradient_bytes=gradients)
-    return replace(fit, slack_bytes=float(slack_bytes))
+    return replace(fit, slack_bytes=float(slack_bytes), largest_seconds=largest_seconds)
 
 
-def find_limit(
-    work: Workload,
-    meter: Meter,
-    upper: Upper,
-    *,
-    on_trial: Callable[[float], object] = lambda cost: None,
-    verify: bool = True,
-) -> PhaseLimit:
-    """Fits the cost model of some work, and searches for the largest batch that fits, up to the cost `upper`.
-    `on_trial` is called before each trial with its cost in bytes. Unless it is to `verify` limits, it predicts them,
-    for a device that need not be at hand.
-    """
+@dataclass(kw_only=True)
+class _Trials:
+    """Runs the batches of a search."""
+
+    work: Workload
+    meter: Meter
+    costs: BatchCosts
+    search: Search
+    seconds_per_byte: float  # Of cost, as the last batch took; a larger one takes no longer for its cost
+
+    def run(self, positions: Positions) -> Peak:
+        return self._timed(positions, self.work.steps_per_trial)
+
+    def run_once(self, positions: Positions) -> Peak:
+        return self._timed(positions, 1)
+
+    def _timed(self, positions: Positions, steps: int) -> Peak:
+        cost = self.costs.chosen(positions).total
+        self.search.on_trial(cost)
+        self.meter.release()
+        started = self.meter.seconds()
+        peak = self.work.peak(self.meter, positions, steps=steps)
+        self.seconds_per_byte = (self.meter.seconds() - started) / steps / max(cost, 1.0)
+        return peak
+
+    def has_time(self, cost: float) -> bool:
+        seconds = self.work.steps_per_trial * self.seconds_per_byte * cost
+        epoch_seconds = self.seconds_per_byte * float(self.costs.each().sum())
+        return self.search.time.allows(seconds, epoch_seconds=epoch_seconds, share=self.search.time_share)
+
+
+def find_limit(work: Workload, meter: Meter, upper: Upper, search: Search) -> PhaseLimit:
+    """Fits the cost model of some work, and searches for the largest batch that fits, up to the cost `upper`."""
     fit = probe(work, meter)
     costs = BatchCosts.priced(fit.model, work.counts)
     # Where the features cost nothing, any batch is as good as any other, and a trial of one sample ends the search.
     highest = upper(costs) if any(fit.model.coefficients) else 1.0
-    if not verify:
+    if not search.verify:
         limit = PhaseLimit(model=fit.model, tuned_limit=highest, capped=True, mean_totals=costs.mean_counts())
         return limit.predicted_within(predicted_room(meter.capacity_bytes))
-
-    def trial(positions: NDArray[np.int64]) -> Peak:
-        on_trial(costs.chosen(positions).total)
-        meter.release()
-        return work.peak(meter, positions, steps=work.steps_per_trial)
-
-    return find_phase_limit(fit, trial, costs, upper=highest, capacity_bytes=meter.capacity_bytes)
+    pace = fit.largest_seconds / max(fit.largest_cost, 1.0)
+    trials = _Trials(work=work, meter=meter, costs=costs, search=search, seconds_per_byte=pace)
+    if search.known is not None:
+        # A whole run has kept to that limit: running its batch once is enough.
+        confirmed = confirm_limit(fit, trials.run_once, costs, search.known, upper=highest)
+        if confirmed is not None:
+            return confirmed
+    bounds = SearchBounds(upper=highest, capacity_bytes=meter.capacity_bytes, has_time=trials.has_time)
+    return find_phase_limit(fit, trials.run, costs, bounds)
 
 
 # Samples of a batch that is timed, where they fit; the share of the capacity that they may take; and the runs, of which
@@ -271,6 +343,8 @@ class Explorer:
     reference_tensors: Sequence[Tensor] = ()  # Tensors of reference models that are on the device
     phase: Phase = field(default_factory=Phase)  # Whose parameters are trained; the task is as it is in it
     others_state_bytes: int = 0  # Size of the state of the other phases' optimizers, which is on the device meanwhile
+    search_seconds: float = math.inf  # That a search of limits may take in any case
+    epoch_share: float = SEARCH_SHARE  # The share of an epoch with every sample that it may take where that is more
 
     @cached_property
     def _counts(self) -> NDArray[np.float64]:
@@ -286,26 +360,36 @@ class Explorer:
         return Precision.named(self.training.precision)
 
     def explore(
-        self, upper: Upper, *, held_bytes: int = 0, on_trial: Callable[[float], object] = lambda cost: None
+        self,
+        upper: Upper,
+        *,
+        held_bytes: int = 0,
+        on_trial: Callable[[float], object] = lambda cost: None,
+        earlier: EarlierSearch | None = None,
     ) -> DeviceLimits:
-        """Fits the cost models of training and evaluation, and searches for their limits; `held_bytes` of the
-        optimizers' state are on the device already. Raises DoesNotFitError where the model does not fit, or no sample
-        beside it.
+        """Fits the cost models of training and evaluation, and searches for their limits, or confirms those of an
+        earlier run; `held_bytes` of the optimizers' state are on the device already. Raises DoesNotFitError where the
+        model does not fit, or no sample beside it.
         """
+        time = SearchTime(clock=self.meter.seconds, seconds=self.search_seconds, epoch_share=self.epoch_share)
+        search = Search(verify=self.verify, on_trial=on_trial, time=time, time_share=_TRAINING_SHARE)
+        known = earlier.phases.get(self.phase.name) if earlier is not None and self._is_same(earlier) else None
         with self._trained_alone() as buffer_copies:
             optimizer, held, work = self._mid_run(buffer_copies, held_bytes)
-            training = find_limit(work, self.meter, upper, on_trial=on_trial, verify=self.verify)
+            training = find_limit(work, self.meter, upper, replace(search, known=known.training if known else None))
             # Evaluation runs without gradients.
             del work
             # Evaluation gains nothing from parts larger than training's.
             needed = min(training.tuned_limit / max(upper(BatchCosts.priced(training.model, self._counts)), 1.0), 1.0)
             part, work = (lambda costs: needed * upper(costs)), self._work(self._evaluate, held)
+            search = replace(search, time_share=1.0, known=known.evaluation if known else None)
             self.model.eval()
             try:
-                evaluation = find_limit(work, self.meter, part, on_trial=on_trial, verify=self.verify)
+                evaluation = find_limit(work, self.meter, part, search)
             finally:
                 self.model.train()
         return DeviceLimits(
+            earlier_run=earlier.run_id if earlier is not None and (training.confirmed or evaluation.confirmed) else "",
             device_key=self.meter.key,
             capacity_bytes=self.meter.capacity_bytes,
             training=training,
@@ -313,6 +397,11 @@ class Explorer:
             optimizer_peak_bytes=self._bytes_without_batch(optimizer) + optimizer.transient_bytes,
             gradient_bytes=optimizer.parameter_bytes,
         )
+
+    def _is_same(self, earlier: EarlierSearch) -> bool:
+        """Whether an earlier run had this device's memory, and this version of PyTorch."""
+        apart = abs(self.meter.capacity_bytes - earlier.capacity_bytes)
+        return apart <= _SAME_CAPACITY * earlier.capacity_bytes and earlier.torch_version == torch.__version__
 
     def step_cost(self) -> tuple[CostModel, float]:
         """Returns the cost model of training and a step's seconds per sample; raises DoesNotFitError."""

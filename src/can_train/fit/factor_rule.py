@@ -1,5 +1,6 @@
 """The factor of a configuration that a device has not run yet, from what the device was just found to hold: the share
-of the tuned limit whose predicted peak meets the target. What earlier runs taught is the factor policies' subject.
+of the tuned limit whose predicted peak meets the target. What earlier runs taught is the factor policies' subject; the
+limits that they found come along, for a plan to confirm.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from can_train.fit.cost_model import DeviceLimits
 
 _LEAST_LIMIT_BYTES: Final = 1.0  # Least divisor in place of a tuned limit: dividing by it needs no case of its own
@@ -94,6 +97,38 @@ class FactorDecision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KnownLimit:
+    """A tuned limit that an earlier run found, and the line on which its batch peaked."""
+
+    tuned_limit: float  # cost in bytes
+    capped: bool  # whether more did not matter to that run
+    base_bytes: float
+    measured_ratio: float  # measured ÷ predicted cost
+
+    def peak_bytes(self, cost: float) -> float:
+        """Returns the peak that the run measured, or would have measured of a smaller batch."""
+        return self.base_bytes + self.measured_ratio * cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownLimits:
+    """Those of one phase."""
+
+    training: KnownLimit
+    evaluation: KnownLimit
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierSearch:
+    """What the last run of a configuration found on a kind of device."""
+
+    run_id: str
+    capacity_bytes: int
+    torch_version: str
+    phases: Mapping[str, KnownLimits]  # by their names
+
+
+@dataclass(frozen=True, kw_only=True)
 class FactorRule:
     """Decides the factor of a run."""
 
@@ -104,6 +139,7 @@ class FactorRule:
     maximum: float = 1.0
     other_device: OtherDevice | None = None  # what another device has shown of the configuration
     after_oom: bool = False  # whether the last attempt died of an out-of-memory: its plan gives way to `known`
+    earlier: EarlierSearch | None = None  # whose limits a plan may confirm instead of searching; None: there are none
 
     @property
     def provisional(self) -> float:

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import math
-import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from can_train.errors import ArgumentError, DoesNotFitError
+from can_train.errors import ArgumentError
 from can_train.fit.batch_dependence import SPLIT, UNKNOWN, BatchDependence, measure_batch_dependence
-from can_train.fit.optimizer import Snapshot
-from can_train.fit.packing import BatchCosts, PartLimit, SplitRules
-from can_train.fit.rescue import Backoff, Rescue, RescueSettings
-from can_train.memory.meters import Meter, open_meter
+from can_train.fit.cost_model import DeviceLimits, PeakPrediction
+from can_train.fit.packing import BatchCosts, PartLimit, SplitRules, counts_of
+from can_train.fit.rescue import Backoff, Rescue, RescueSettings, Undo, leaves_of
+from can_train.fit.search import SizeSearch
+from can_train.memory.catalogue import predicted_room
+from can_train.memory.meters import Meter, meter_of, tensors_of
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
 if TYPE_CHECKING:
-    from can_train.fit.cost_model import DeviceLimits
     from can_train.task import LogicalBatch
+
 
 # Relative difference of the parts' denominators from the whole batch's that is round-off.
 _DENOMINATOR_TOLERANCE: Final = 1e-6
@@ -33,6 +35,8 @@ _DENOMINATOR_TOLERANCE: Final = 1e-6
 _SMALLEST_SPLIT: Final = (2, 3)
 # Loss terms of a part: the sum over the part, and the part's own denominator.
 Losses = Mapping[str, tuple[Tensor, float]]
+Counts = Sequence[float] | NDArray[Any] | Tensor | Mapping[Any, Any]  # What `counts_of` reads
+Split = Callable[[int], Sequence[int]]  # Returns the sizes of the micro-batches of a batch of so many samples
 T = TypeVar("T")
 
 
@@ -44,7 +48,7 @@ class BatchResult:
         means: Each term's sum ÷ the whole logical batch's denominator: its mean, or the share's contribution to it.
     """
 
-    means: dict[str, float] = field(default_factory=dict)
+    means: Mapping[str, float] = field(default_factory=dict)
     denominators: dict[str, float] = field(default_factory=dict)  # Each term's own
     micro_batches: tuple[int, ...] = ()  # Sizes in samples, in order, as they were run in the end
     largest_cost: float = 0.0  # Cost of the costliest micro-batch
@@ -59,6 +63,35 @@ class BatchResult:
     def scaled(self, factor: float) -> BatchResult:
         """Returns the result with other means."""
         return replace(self, means={term: mean * factor for term, mean in self.means.items()})
+
+
+class _MeansOnDevice(Mapping[str, float]):
+    """Means by term, which stay on the device until one is looked at: reading them makes the host wait for it."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._numbers: dict[str, float] = {}
+
+    def __getitem__(self, term: str) -> float:
+        if self._tensors:
+            # In one transfer. Terms may differ in type.
+            numbers = torch.stack([mean.double() for mean in self._tensors.values()]).tolist()
+            self._numbers = dict(zip(self._tensors, numbers, strict=True))
+            self._tensors = {}
+        return self._numbers[term]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors or self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._tensors or self._numbers)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[type[dict[str, float]], tuple[dict[str, float]]]:
+        # Other ranks are sent numbers.
+        return dict, (dict(self),)
 
 
 @dataclass
@@ -155,10 +188,18 @@ class MicroBatcher:
 
     Args:
         model: Model whose parameters' gradients are accumulated.
-        meter: Meter of the device that the model is on; None opens one.
-        rules: How batches are cut; without rules, nothing is cut before memory runs out.
+        meter: Meter of the device that the model is on, or its name, as in `--device`; None opens one.
+        limits: What a micro-batch may hold: a number of samples, or what `find_max_size` or `predict_peak` returned
+            (costs are then what the prediction was given: counts of each sample); or a function that returns the sizes
+            of the micro-batches of a batch of `size` samples. Without limits, nothing is cut before memory runs out,
+            and with them memory that runs out all the same splits further.
         rescue: What may be done about an out-of-memory.
-        limits: What a search found of batches on the device; None where there was none.
+        rules: How batches are cut in place of what follows from `limits`.
+
+    Raises:
+        ArgumentError: The model has no parameters, lazy ones or those of DDP or FSDP; hooks step as gradients
+            accumulate; or limits say nothing of a batch.
+        DoesNotFitError: A prediction says that no sample fits.
 
     Attributes:
         batch_dependence: Whether samples depend on the rest of their batch, so that no split has the batch's gradient
@@ -170,17 +211,17 @@ class MicroBatcher:
         self,
         model: nn.Module,
         *,
-        meter: Meter | None = None,
-        rules: SplitRules | None = None,
+        meter: Meter | str | None = None,
+        limits: DeviceLimits | PeakPrediction | SizeSearch | Split | int | None = None,
         rescue: RescueSettings | None = None,
-        limits: DeviceLimits | None = None,
+        rules: SplitRules | None = None,
     ) -> None:
         _refuse_unsplittable(model)
         self._model = model
         self._parameters = list(model.parameters())
         if not self._parameters:
             raise ArgumentError("A model to be trained has parameters", value=type(model).__name__)
-        self._meter = meter or open_meter(str(self._parameters[0].device))
+        self._meter = meter_of(meter, str(self._parameters[0].device))
         self._settings = rescue or RescueSettings()
         self._rescue = Rescue(self._meter, self._settings)
         # Evaluation costs less a sample, so what training learned of sizes says nothing of its own.
@@ -189,13 +230,23 @@ class MicroBatcher:
         self._largest_planned = 0.0
         self._retries, self._retries_rose = self._meter.retries(), False
         self._last_largest_cost = math.inf
+        self._had_gradient = False  # Whether any part of the batch had one
+        # Tensors beside the model's parameters that a backward pass gave gradients to, and the losses looked through.
+        self._outside: list[weakref.ref[Tensor]] = []
+        self._looked_through: set[tuple[str, ...]] = set()
         self.batch_dependence: BatchDependence | None = None
-        self.use(rules or SplitRules(), limits)
+        if isinstance(limits, PeakPrediction):
+            capacity_bytes = self._meter.capacity_bytes
+            limits = limits.on_device(self._meter.key, capacity_bytes, predicted_room(capacity_bytes))
+        of_device = limits if isinstance(limits, DeviceLimits) else None
+        self._split = limits if callable(limits) else None
+        self._price = of_device.priced if of_device is not None and rules is None else _as_costs
+        self.use(rules or _rules_of(limits), of_device)
 
     def run(
         self,
         losses_of: Callable[[int, int], Losses],
-        batch: BatchCosts | Sequence[float] | int,
+        batch: BatchCosts | Counts | int,
         *,
         denominators: Mapping[str, float] | None = None,
         weights: Mapping[str, float] | None = None,
@@ -205,7 +256,8 @@ class MicroBatcher:
 
         Args:
             losses_of: Computes the loss terms of samples `start:stop`: sums, with their own denominators.
-            batch: Costs of the samples, or a number of samples that all cost the same.
+            batch: Costs of the samples, or a number of samples that all cost the same; under the limits of a
+                prediction, what that was given.
             denominators: Denominator of each term for the whole batch; None: the number of samples, for every term.
             weights: Weight of each term; None: 1 each.
             scale: Applied to each part's loss before backward (a gradient scaler).
@@ -215,9 +267,14 @@ class MicroBatcher:
             ArgumentError: The parts' denominators do not add up to the whole batch's, or an argument has the wrong
                 shape. After any error `.grad` holds, beside what was there, the parts that were computed before it.
         """
-        costs = _whole_batch(batch)
+        costs, self._had_gradient = self._whole_batch(batch), False
         result = self.run_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
         check_denominators(result, denominators, size=len(costs))
+        if not self._had_gradient and any(result.denominators.values()):
+            raise ArgumentError(
+                "At least one loss term needs a gradient", value=f"none of {sorted(result.means)} does",
+                remedy="Compute them from the model's parameters, and not under torch.no_grad()",
+            )  # fmt: skip
         if len(result.micro_batches) > 1 and self.batch_dependence is None:
             self.batch_dependence = self._measure_dependence(losses_of, result.micro_batches)
             # Without the sentence about dropout, which is true of most models.
@@ -232,18 +289,24 @@ class MicroBatcher:
         samples = min(max(*micro_batches, sum(_SMALLEST_SPLIT)), sum(SPLIT), sum(micro_batches))
         first = max(samples * SPLIT[0] // sum(SPLIT), min(_SMALLEST_SPLIT[0], samples - 1))
         half = torch.is_autocast_enabled(self._meter.device.type)
+        aside = [(leaf, leaf.grad) for one in self._outside if (leaf := one()) is not None]
+        for leaf, _ in aside:
+            leaf.grad = None
         try:
-            with CatchOutOfMemory():
+            with CatchOutOfMemory(), self._meter.active():
                 return measure_batch_dependence(self._model, losses_of, None, half=half, sizes=(first, samples - first))
         except Exception:  # noqa: BLE001 - a look at the loop must not end it
             return UNKNOWN
+        finally:
+            for leaf, earlier in aside:
+                leaf.grad = earlier
         self._meter.release()
         return UNKNOWN
 
     def run_share(
         self,
         losses_of: Callable[[int, int], Losses],
-        batch: BatchCosts | Sequence[float] | int,
+        batch: BatchCosts | Counts | int,
         *,
         denominators: Mapping[str, float] | None,
         weights: Mapping[str, float] | None = None,
@@ -254,15 +317,16 @@ class MicroBatcher:
         Sample 0 is the share's first, but `denominators` are the whole batch's: the gradients of all ranks add up to
         that of the batch. They are added up once a batch, by the caller, since ranks need not have as many parts.
         """
-        costs = _as_costs(batch)
+        costs = self._costs(batch)
         if not len(costs):
             return BatchResult()
-        # Once a batch, for the attempts too: walking a model's modules is what the engine takes most time for.
         self._parameters = list(self._model.parameters())
         trainable = [parameter.requires_grad for parameter in self._parameters]
         if trainable != self._trainable:
             # Activations differ, so what was learned of memory says nothing now.
             self._trainable, self._rescue.backoff, self._largest_planned = trainable, Backoff(), 0.0
+            self._looked_through.clear()
+        undo = Undo(self._model, self._meter, self._parameters, self._outside)
 
         def attempt(start: int, stop: int) -> Losses:
             losses = _check_losses(losses_of(start, stop), denominators, weights)
@@ -270,21 +334,41 @@ class MicroBatcher:
             whole = {term: float(len(costs)) if denominators is None else denominators[term] or 1.0 for term in losses}
             means = {term: total / whole[term] for term, (total, _) in losses.items()}
             weighted = [mean if weights is None else weights[term] * mean for term, mean in means.items()]
-            scale(sum(weighted[1:], start=weighted[0])).backward()
+            loss = sum(weighted[1:], start=weighted[0])
+            # Nor does a part need a gradient of which all terms are constant.
+            if loss.requires_grad:
+                self._look_outside(loss, tuple(means), undo)
+                scale(loss).backward()
+                self._had_gradient = True
             return {term: (mean.detach(), losses[term][1]) for term, mean in means.items()}
 
-        return self._run_parts(costs, attempt)
+        with self._meter.active(tensors_of([self._model])):
+            return self._run_parts(costs, attempt, undo)
 
-    def _run_parts(self, costs: BatchCosts, attempt: Callable[[int, int], Losses]) -> BatchResult:
+    def _look_outside(self, loss: Tensor, terms: tuple[str, ...], undo: Undo) -> None:
+        """Finds what a loss gives gradients to beside the model's parameters, once for every set of terms, so that a
+        failed part is undone there too.
+        """
+        if terms in self._looked_through:
+            return
+        self._looked_through.add(terms)
+        known = {id(parameter) for parameter in self._parameters} | {id(leaf()) for leaf in self._outside}
+        for leaf in leaves_of(loss):
+            if id(leaf) not in known:
+                undo.protect(leaf)
+                self._outside.append(weakref.ref(leaf))
+
+    def _run_parts(self, costs: BatchCosts, attempt: Callable[[int, int], Losses], undo: Undo) -> BatchResult:
         limit, rescue = self.rules.limit_for(costs), self._rescue
+        if self._split is not None:
+            limit = replace(limit, planned=_planned(self._split(len(costs)), len(costs)))
         ooms_before = ooms = rescue.ooms
         # The sums stay on the device: reading a number from it would make the host wait for it after every part.
         means: dict[str, Tensor] = {}
         denominators: dict[str, float] = {}
         sizes: list[int] = []
         largest = after_rescue = 0.0
-        undone = partial(_undone_on_error, self._model, self._meter, self._parameters)
-        for start, stop, losses in rescue.run(costs, limit, attempt, undone):
+        for start, stop, losses in rescue.run(costs, limit, attempt, undo.attempt):
             for term, (mean, denominator) in losses.items():
                 # In place: nothing undoes an out-of-memory here.
                 means[term] = means[term].add_(mean) if term in means else mean
@@ -296,7 +380,7 @@ class MicroBatcher:
         self._largest_planned = max(self._largest_planned, min(limit.cost, costs.cost(0, len(costs))))
         self._last_largest_cost = largest
         return BatchResult(
-            means={term: float(mean) for term, mean in means.items()},
+            means=_MeansOnDevice(means),
             denominators=denominators,
             micro_batches=tuple(sizes),
             largest_cost=largest,
@@ -307,18 +391,29 @@ class MicroBatcher:
     def evaluate(
         self,
         compute: Callable[[int, int], T],
-        batch: BatchCosts | Sequence[float] | int,
+        batch: BatchCosts | Counts | int,
         limit: PartLimit | None = None,
     ) -> list[T]:
         """Computes something of samples `start:stop` without gradients, and returns the results of the parts in order.
-        Without a limit, a part may hold anything until memory runs out.
+        Without a limit, a part may hold what a part of training may.
         """
-        costs, limit, rescue = _whole_batch(batch), limit or PartLimit(), self._evaluation
-        parts = list(rescue.run(costs, limit, compute, partial(_undone_on_error, self._model, self._meter)))
+        costs, rescue = self._whole_batch(batch), self._evaluation
+        limit, undo = limit or self.rules.limit_for(costs), Undo(self._model, self._meter)
+        with self._meter.active(tensors_of([self._model])):
+            parts = list(rescue.run(costs, limit, compute, undo.attempt))
         if self._settings.regrow:
             planned = min(limit.cost, costs.cost(0, len(costs)))
             rescue.backoff = rescue.backoff.after_step(planned=planned, factor=self._settings.factor)
         return [result for _, _, result in parts]
+
+    def _costs(self, batch: Any) -> BatchCosts:
+        return batch if isinstance(batch, BatchCosts) else self._price(batch)
+
+    def _whole_batch(self, batch: Any) -> BatchCosts:
+        costs = self._costs(batch)
+        if len(costs) < 1:
+            raise ArgumentError("A logical batch has at least one sample", value="it has none")
+        return costs
 
     def stepped(self) -> None:
         """Counts an optimizer step; micro-batches grow back after enough of them."""
@@ -390,6 +485,11 @@ def _refuse_unsplittable(model: nn.Module) -> None:
         )
     if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
         raise ArgumentError(rule, value="FSDP", remedy="Keep the whole model on each rank (docs/python.md)")
+    if any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
+        raise ArgumentError(
+            "Parameters of lazy modules are there once the model has run", value=type(model).__name__,
+            remedy="Run it on one sample before",
+        )  # fmt: skip
     if hooked := [name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks]:
         raise ArgumentError(
             "A hook that sees gradients as they accumulate would run in each micro-batch, and an optimizer in it would "
@@ -398,66 +498,25 @@ def _refuse_unsplittable(model: nn.Module) -> None:
         )  # fmt: skip
 
 
-@contextmanager
-def _undone_on_error(model: nn.Module, meter: Meter, parameters: Sequence[nn.Parameter] = ()) -> Iterator[None]:
-    """Undoes a pass that fails; the gradients that `parameters` have from earlier parts are set aside meanwhile."""
-    # A backward that fails half-way has added to some of the gradients: where that stayed, weights were 23 to 95 % off.
-    snapshot = Snapshot(model, meter.device)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    gradients = [parameter.grad for parameter in trained]
-    for parameter in trained:
-        parameter.grad = None
-    try:
-        yield
-        pairs = []
-        for parameter, earlier in zip(trained, gradients, strict=True):
-            if earlier is not None:
-                if parameter.grad is not None:
-                    pairs.append((earlier, parameter.grad))
-                parameter.grad = earlier
-        _add_gradients(pairs, meter)
-    except BaseException:
-        for parameter, earlier in zip(trained, gradients, strict=True):
-            parameter.grad = earlier
-        snapshot.restore()
-        raise
-
-
-def _add_gradients(pairs: list[tuple[Tensor, Tensor]], meter: Meter) -> None:
-    """Adds gradients into the earlier sums, the first of each pair, as autograd accumulates: the same bits, and no
-    memory beside the two.
-    """
-    plain = [pair for pair in pairs if _adds_in_place(*pair)]
-    others = [pair for pair in pairs if not _adds_in_place(*pair)]
-    if plain:
-        torch._foreach_add_([earlier for earlier, _ in plain], [own for _, own in plain])
-    for earlier, own in others:
-        # Sums of sparse gradients take memory. Undoing the part would leave those that are added already.
-        with CatchOutOfMemory() as caught:
-            earlier.add_(own)
-        if not caught.message:
-            continue
-        meter.release()
-        with CatchOutOfMemory() as caught:
-            earlier.add_(own)
-        if caught.message:
-            raise DoesNotFitError(
-                "Gradients of micro-batches are added up wholly or not at all",
-                value=f"the device said: {caught.message}", remedy="Take the step again, with more memory",
-            )  # fmt: skip
-
-
-def _adds_in_place(into: Tensor, more: Tensor) -> bool:
-    return into.layout == more.layout == torch.strided and into.dtype == more.dtype and type(more) is Tensor
+def _planned(split: Sequence[int], samples: int) -> tuple[int, ...]:
+    """Checks the split of a batch that somebody's own function returned."""
+    sizes = tuple(split)
+    if not all(isinstance(size, int) and size >= 1 for size in sizes) or sum(sizes) != samples:
+        rule = "A split is the sizes of the micro-batches, 1 or more each, which add up to the batch"
+        raise ArgumentError(rule, value=f"{sizes!r:.80} of {samples} samples")
+    return sizes
 
 
 def _check_losses(losses: Any, denominators: Mapping[str, float] | None, weights: Mapping[str, float] | None) -> Losses:
     """Checks the shape of what somebody else's loop computes."""
     pairs = losses.values() if isinstance(losses, Mapping) else ()
+    rule = "losses_of returns {term: (sum over the samples, denominator)}"
     if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ArgumentError(
-            "losses_of returns {term: (sum over the samples, denominator)}", value=f"{type(losses).__name__}"
-        )
+        raise ArgumentError(rule, value=f"{type(losses).__name__}")
+    for term, (total, _) in losses.items():
+        if not isinstance(total, Tensor) or total.dim():
+            got = f"of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+            raise ArgumentError(rule, value=f"{term!r} is {got}", remedy="A sum is a tensor without dimensions")
     if weights is not None and not set(losses) <= set(weights):
         raise ArgumentError("Every term has a weight where any has", value=f"{sorted(set(losses) - set(weights))}")
     for term in losses:
@@ -468,25 +527,21 @@ def _check_losses(losses: Any, denominators: Mapping[str, float] | None, weights
 
 
 def _as_costs(batch: Any) -> BatchCosts:
-    """Prices what somebody else's loop gives: prices already, a cost a sample, or a number of samples."""
-    if not isinstance(batch, BatchCosts):
-        if isinstance(batch, Sequence | np.ndarray) and not isinstance(batch, str) and np.ndim(batch) == 1:
-            each = np.asarray(batch, dtype=np.float64)
-            if not (np.isfinite(each) & (each >= 0)).all():
-                raise ArgumentError("Costs of samples are finite and not negative", value=f"{batch!r:.80}")
-            batch = BatchCosts.of_samples(each)
-        else:
-            try:
-                batch = BatchCosts.uniform(max(operator.index(batch), 0))
-            except TypeError:
-                rule = "A batch is a number of samples, or a cost for each of them"
-                raise ArgumentError(rule, value=f"{batch!r:.80}") from None
-    costs: BatchCosts = batch
-    return costs
+    """Prices what somebody else's loop gives: a cost a sample, or a number of samples."""
+    _, counts = counts_of(batch)
+    if isinstance(batch, Mapping) or np.ndim(batch) > 1:
+        raise ArgumentError("A batch is a number of samples, or a cost for each of them", value=f"{batch!r:.80}")
+    return BatchCosts.of_samples(counts[:, 0])
 
 
-def _whole_batch(batch: Any) -> BatchCosts:
-    costs = _as_costs(batch)
-    if len(costs) < 1:
-        raise ArgumentError("A logical batch has at least one sample", value="it has none")
-    return costs
+def _rules_of(limits: Any) -> SplitRules:
+    """Returns how batches are cut under limits that a loop gave."""
+    if isinstance(limits, DeviceLimits):
+        tuned = limits.training.tuned_limit
+        return SplitRules(safe_limit=tuned, tuned_limit=tuned)
+    if limits is None or callable(limits):
+        return SplitRules()
+    samples = limits.size if isinstance(limits, SizeSearch) else limits
+    if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
+        raise ArgumentError("A micro-batch holds at least one sample", value=f"limits={limits!r:.80}")
+    return SplitRules(samples=samples)

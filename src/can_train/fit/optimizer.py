@@ -4,6 +4,7 @@ schedule, and the memory that it takes.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 import time
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _AUTOCAST: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SGD_MOMENTUM: Final = 0.9
 _UNLIMITED: Final = 2**62
+_MT19937_BYTES: Final = 4 * (624 + 1)  # 624 words of state, and the position in them
 
 
 def seed_everything(seed: int) -> None:
@@ -81,21 +83,30 @@ def step_generator(*, seed: int, step: int, update: int = 0, before: bool = Fals
 
 
 class Snapshot:
-    """The generators of the host and of a device, and a model's buffers, as they are now."""
+    """The generators of the host and of a device, and a model's buffers, as they are now; `since` is an earlier one of
+    the same model, from which what has not changed is taken.
+    """
 
     # Taken for every micro-batch: `capture_generators` converts to types that can be saved, which takes longer.
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, since: Snapshot | None = None) -> None:
         self._device = device
+        self._modules: list[nn.Module] = list(model.modules()) if since is None else since._modules
         self._python = random.getstate()
-        self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - models may draw from the global generator
+        self._numpy_words = _numpy_words()
+        # Reading the whole state takes longer than all the rest. What changes no word is the use of a second normal
+        # number that was drawn with an earlier one, where the state holds such a number.
+        if since is not None and self._numpy_words and self._numpy_words == since._numpy_words and not since._numpy[3]:
+            self._numpy: Any = since._numpy
+        else:
+            self._numpy = np.random.get_state(legacy=True)  # noqa: NPY002 - models may draw from the global generator
         self._host = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         # A module may replace a buffer rather than write into it, so module and name are kept beside the tensor. A
         # buffer that is None may be made in the first pass.
         self._buffers = [
             (module, name, buffer, None if buffer is None else buffer.clone())
-            for module in model.modules()
+            for module in self._modules
             for name, buffer in module._buffers.items()
         ]
 
@@ -103,6 +114,10 @@ class Snapshot:
     def copies(self) -> list[Tensor]:
         """Copies of the buffers, which take memory on the model's device."""
         return [value for *_, value in self._buffers if value is not None]
+
+    def release(self) -> None:
+        """Frees the copies of the buffers; what is left is for `since`."""
+        self._buffers.clear()
 
     def restore(self) -> None:
         """Restores everything, bit by bit."""
@@ -114,6 +129,16 @@ class Snapshot:
         with torch.no_grad():
             for module, name, buffer, value in self._buffers:
                 module._buffers[name] = None if buffer is None or value is None else buffer.copy_(value)
+
+
+def _numpy_words() -> bytes:
+    """Returns the words of numpy's global generator, which change with every number that is drawn; empty for a
+    generator other than numpy's own.
+    """
+    generator = np.random.mtrand.get_bit_generator()
+    if not isinstance(generator, np.random.MT19937):
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,13 @@ Shapes: R samples, F features, G samples of the whole data set, S members.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from numbers import Integral
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -83,6 +85,36 @@ def growing_totals(features: Sequence[Feature], counts: NDArray[np.float64]) -> 
             largest = [np.maximum.accumulate(counts[:, names.index(name)]) for name in feature.factors]
             columns[position] = sizes * np.prod(largest, axis=0)
     return np.stack(columns, axis=1)
+
+
+def counts_of(batch: Any) -> tuple[list[Feature], NDArray[np.float64]]:
+    """Reads what somebody else's loop gives of a batch: a number of samples; or [R] or [R, F] counts of what their
+    memory grows with; or such counts [R] by feature, or by its name. Raises ArgumentError for anything else.
+
+    Returns:
+        The features, of which the last counts samples, and the counts [R, F + 1].
+
+    >>> features, counts = counts_of({Feature("tokens", padding=1): [2, 5]})
+    >>> [feature.name for feature in features], counts.tolist()
+    (['tokens', 'samples'], [[2.0, 1.0], [5.0, 1.0]])
+    """
+    named, given = [], np.empty(0)
+    if isinstance(batch, Mapping):
+        columns = [np.asarray(column, dtype=np.float64).ravel() for column in batch.values()]
+        given = np.stack(columns, axis=1) if len({len(column) for column in columns}) == 1 else given
+        named = [name if isinstance(name, Feature) else Feature(name) for name in batch]
+    elif np.ndim(batch) == 0:
+        # Of numbers and of tensors with one; others raise TypeError.
+        with suppress(TypeError):
+            given = np.empty((max(operator.index(batch), 0), 0))
+    elif not isinstance(batch, str):
+        given = np.asarray(batch, dtype=np.float64)
+        given = given[:, None] if given.ndim == 1 else given
+        named = [Feature(f"feature {column}") for column in range(given.shape[-1])] if given.ndim == 2 else []
+    if given.ndim != 2 or not (np.isfinite(given) & (given >= 0)).all():
+        rule = "A batch is a number of samples, or what each of them counts, finite and not negative"
+        raise ArgumentError(rule, value=f"{batch!r:.80}")
+    return [*named, Feature("samples")], np.column_stack([given, np.ones(len(given))])
 
 
 def packing_order(features: Sequence[Feature], counts: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -233,6 +265,7 @@ class PartLimit:
     samples: int = 0  # Largest number of samples; 0: any
     floor: int = 1  # Smallest number of samples that a batch is cut into, costly or not
     equal: bool = False  # Micro-batches of equal size, the largest divisor that fits
+    planned: tuple[int, ...] = ()  # Sizes of the whole batch's parts in samples, which are cut further where they must
 
 
 def cut(batch: BatchCosts, limit: PartLimit) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from can_train.errors import DoesNotFitError, OutOfMemoryDetails
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PhaseLimit
-from can_train.fit.explore import Explorer, bytes_of_others
-from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, FactorChoice, FactorRule
+from can_train.fit.explore import SEARCH_SECONDS, SEARCH_SHARE, Explorer, bytes_of_others
+from can_train.fit.factor_rule import NO_AIM, UNUSED, Aim, EarlierSearch, FactorChoice, FactorRule
 from can_train.fit.optimizer import capture_generators, restore_generators
 from can_train.fit.packing import ROUNDING, BatchCosts, PartLimit, SplitRules, optimizer_batches, packing_order
 from can_train.fit.phases import phase_training
@@ -168,6 +168,7 @@ class Planner:
     reference_tensors: Sequence[Tensor] = ()  # Tensors of reference models that are on the device
     phase: Phase = field(default_factory=Phase)  # That is planned; the task is as it is in it
     others_state_bytes: int = 0  # Size of the state of the other phases' optimizers
+    search_seconds: float = SEARCH_SECONDS  # That a search of limits may take, however short an epoch is
 
     @cached_property
     def training(self) -> TrainingSettings:
@@ -187,6 +188,10 @@ class Planner:
             reference_tensors=self.reference_tensors,
             phase=self.phase,
             others_state_bytes=self.others_state_bytes,
+            # Each rank trains a share of an epoch. Their clocks differ, so do their limits, as those of their devices
+            # may: they agree on the plans that are made of them.
+            search_seconds=self.search_seconds,
+            epoch_share=SEARCH_SHARE / self.ranks,
         )
 
     @cached_property
@@ -208,7 +213,8 @@ class Planner:
         request = self.request()
         # A target for the memory of micro-batches needs costs in bytes too.
         if request.searches or request.rules.target < np.inf:
-            return self.resolve(request, self.explore(request, factor.provisional), factor)
+            limits = self.explore(request, factor.provisional, earlier=factor.earlier)
+            return self.resolve(request, limits, factor)
         plan = self._resolved(request, None, (), factor)
         is_fixed = request.micro_batch_size > 0 or request.rules.floor > 1
         # On a processor memory is the host's: the limit is not a fixed one, and probes cost seconds.
@@ -250,14 +256,19 @@ class Planner:
             return own
         return self._again(agreed, own.limits, factor)
 
-    def explore(self, request: PlanRequest, factor: float, *, held_bytes: int = 0) -> DeviceLimits:
-        """Finds the limits of the device; leaves random generators as they were."""
+    def explore(
+        self, request: PlanRequest, factor: float, *, held_bytes: int = 0, earlier: EarlierSearch | None = None
+    ) -> DeviceLimits:
+        """Finds the limits of the device, or confirms those of an earlier run; leaves random generators as they
+        were.
+        """
         generators = capture_generators()
         with self.reporter.stage("finding what fits in memory", unit="trials") as stage:
             limits = self.explorer.explore(
                 lambda costs: search_upper(request, costs, factor=factor),
                 held_bytes=held_bytes,
                 on_trial=lambda _: stage.advance(1),
+                earlier=earlier,
             )
         restore_generators(generators)
         return limits
@@ -284,7 +295,11 @@ class Planner:
             factor=decided.choice.factor,
             other_epochs=other_epochs,
         )
-        notices = [*self.task.notices(), *self.batch_dependence.sentences(split=plan.most_parts > 1)]
+        notices = [
+            *self.task.notices(),
+            *self.meter.notices,
+            *self.batch_dependence.sentences(split=plan.most_parts > 1),
+        ]
         if limits is not None:
             if request.searches:
                 room = self.ranks * _room(limits, plan, decided.aim) / max(order.total / len(order), 1e-9)
@@ -293,6 +308,8 @@ class Planner:
             notices += _unexplained_notices("training", limits.training)
             notices += _unexplained_notices("evaluation", limits.evaluation)
             notices += _fixed_padding_notices(limits.training)
+            notices += _untried_notices("training", limits.training)
+            notices += _untried_notices("evaluation", limits.evaluation)
         if skipped:
             notices.append(f"oversize=skip leaves {len(skipped)} of {len(self.task.train_rows)} training samples out")
         return RunPlan(
@@ -344,7 +361,9 @@ class Planners:
             return cls((replace(planner, phase=phases[0]),))
         alone = [replace(planner, task=planner.task.in_phase(one), phase=one) for one in phases]
         others = bytes_of_others([one.explorer for one in alone])
-        return cls(tuple(replace(one, others_state_bytes=size) for one, size in zip(alone, others, strict=True)))
+        seconds = planner.search_seconds / len(phases)
+        return cls(tuple(replace(one, others_state_bytes=size, search_seconds=seconds)
+                         for one, size in zip(alone, others, strict=True)))  # fmt: skip
 
     @property
     def first(self) -> Planner:
@@ -428,6 +447,15 @@ def _unexplained_notices(what: str, phase: PhaseLimit) -> list[str]:
         measured = f"{phase.measured_ratio:.1%} of what the probes predicted"
         return [f"A full batch of {what} measured {measured} from its features ({names}); sizes rest on that trial"]
     return []
+
+
+def _untried_notices(what: str, phase: PhaseLimit) -> list[str]:
+    """Says where a search ended for lack of time."""
+    if not (phase.untried and phase.capped):
+        return []
+    tried = f"The largest batch of {what} that was tried takes {size_text(phase.tuned_limit)}"
+    more = f"a search keeps to {SEARCH_SHARE:.0%} of an epoch or {SEARCH_SECONDS:g} s"
+    return [f"{tried}; one of {size_text(phase.untried)} was not tried for lack of time ({more})"]
 
 
 def _fixed_padding_notices(phase: PhaseLimit) -> list[str]:

@@ -5,6 +5,7 @@ Shapes: R samples, F features.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -17,13 +18,13 @@ from torch.optim import Optimizer
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError
-from can_train.fit.cost_model import EXPLAINED
+from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, PhaseLimit
 from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_it_was, probe
 from can_train.fit.optimizer import measure_optimizer
-from can_train.fit.packing import BatchCosts, batch_totals, growing_totals
+from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.phases import phase_training
 from can_train.memory.meters import CpuMeter
-from can_train.memory.out_of_memory import CatchOutOfMemory
+from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.task import BatchTask, Feature
 
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
@@ -31,20 +32,6 @@ _PROBED: Final = 256
 _CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
 LossOf = Callable[[NDArray[np.int64]], Tensor]
 """Computes the loss of the samples at some positions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeakPrediction:
-    """The predicted peak of a training step on a batch that is not split."""
-
-    peak_bytes: float  # Peak of forward and backward, or of the optimizer's step where that is higher
-    half_width_bytes: float  # Half-width of the interval around it
-    base_bytes: float  # Weights, gradients and optimizer state
-    explains: bool  # Whether the features explain the memory of the batches that were run; if not, it says little
-
-    def fits(self, capacity_bytes: float) -> bool | None:
-        """Tells whether the upper end of the interval fits; None where the features do not explain the memory."""
-        return self.peak_bytes + self.half_width_bytes <= capacity_bytes if self.explains else None
 
 
 def predict_peak(
@@ -87,7 +74,7 @@ def predict_peak(
 
 
 def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPrediction:
-    model, meter = task.build_model(), CpuMeter()
+    model, meter = task.build_model(), CpuMeter(as_cuda=True)
     explorers = [
         Explorer(task=task.in_phase(phase), model=model, training=phase_training(training, phase), meter=meter,
                  rows=task.train_rows, verify=False, phase=phase)
@@ -100,7 +87,7 @@ def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPre
 
 def _of_phase(explorer: Explorer, batch: Any) -> PeakPrediction:
     task = explorer.task
-    limits = explorer.explore(lambda costs: float(costs.each().sum()))
+    limits = _of_any_size(explorer.explore(lambda costs: float(costs.each().sum())))
     phase = limits.training
     if np.ndim(batch) == 0:
         each = BatchCosts.priced(phase.model, task.batch_features(task.train_rows)).each()
@@ -113,7 +100,14 @@ def _of_phase(explorer: Explorer, batch: Any) -> PeakPrediction:
         half_width_bytes=phase.half_width(cost),
         base_bytes=phase.model.base_bytes,
         explains=phase.model.explains,
+        limits=limits,
     )
+
+
+def _of_any_size(limits: DeviceLimits) -> DeviceLimits:
+    """Returns the limits of a device that any batch fits."""
+    unlimited = [replace(phase, tuned_limit=math.inf, capped=True) for phase in (limits.training, limits.evaluation)]
+    return replace(limits, training=unlimited[0], evaluation=unlimited[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +131,18 @@ class _Batch:
 def _of_model(
     model: nn.Module, batch: _Batch, loss_of: LossOf, make: Callable[[Sequence[nn.Parameter]], Optimizer]
 ) -> PeakPrediction:
-    meter = CpuMeter()
-    optimizer = measure_optimizer([one for one in model.parameters() if one.requires_grad], _as_on_a_gpu(make))
+    meter = CpuMeter(as_cuda=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        optimizer = measure_optimizer(trained, _as_on_a_gpu(make))
+    except (TypeError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        # LBFGS steps with a closure, SparseAdam on sparse gradients.
+        raise ArgumentError(
+            "An optimizer is measured in steps on dense gradients, without a closure", value=f"{error}",
+            remedy="Give optimizer=torch.optim.SGD, and add what its state takes",
+        ) from error  # fmt: skip
 
     def step(rows: NDArray[np.int64]) -> None:
         try:
@@ -179,12 +183,18 @@ def _of_model(
                 agrees = abs(found - checked) <= EXPLAINED * max(found, checked)
                 explains = fit.model.explains and (agrees or checked <= fit.largest_cost)
     optimizer_step = resident_bytes + optimizer.parameter_bytes + optimizer.state_bytes + optimizer.transient_bytes
+    means = tuple(batch.counts.mean(axis=0).tolist())
+    phase = PhaseLimit(model=fit.model, tuned_limit=math.inf, capped=True, mean_totals=means)
     return PeakPrediction(
         peak_bytes=max(peak, float(optimizer_step)),
         half_width_bytes=fit.model.half_width(batch.totals),
         base_bytes=fit.model.base_bytes,
         explains=explains,
-    )
+        limits=DeviceLimits(
+            device_key=meter.key, capacity_bytes=meter.capacity_bytes, training=phase, evaluation=phase,
+            optimizer_peak_bytes=optimizer_step, gradient_bytes=optimizer.parameter_bytes,
+        ),
+    )  # fmt: skip
 
 
 def _as_on_a_gpu(make: Callable[[Sequence[nn.Parameter]], Optimizer]) -> Callable[[Sequence[nn.Parameter]], Optimizer]:
@@ -200,22 +210,13 @@ def _as_on_a_gpu(make: Callable[[Sequence[nn.Parameter]], Optimizer]) -> Callabl
 
 
 def _counted(batch: Any) -> _Batch:
-    samples = Feature("samples")
     if np.ndim(batch) == 0 and not isinstance(batch, Mapping):
         size = _size(batch)
-        counts = np.ones((min(size, _PROBED), 1))
-        return _Batch(counts=counts, features=[samples], totals=np.array([float(size)]))
-    if isinstance(batch, Mapping):
-        columns = [np.asarray(column, dtype=np.float64).ravel() for column in batch.values()]
-        given = np.stack(columns, axis=1) if len({len(column) for column in columns}) == 1 else np.empty((0, 0))
-        named = [name if isinstance(name, Feature) else Feature(name) for name in batch]
-    else:
-        given = np.asarray(batch, dtype=np.float64)
-        given = given[:, None] if given.ndim == 1 else given
-        named = [Feature(f"feature {column}") for column in range(given.shape[1])] if given.ndim == 2 else []
-    if given.ndim != 2 or given.size == 0 or not (np.isfinite(given) & (given >= 0)).all():
-        raise ArgumentError("Counts of samples are finite, not negative, and one row a sample", value=f"{batch!r:.80}")
-    counts, features = np.column_stack([given, np.ones(len(given))]), [*named, samples]
+        features, counts = counts_of(min(size, _PROBED))
+        return _Batch(counts=counts, features=features, totals=np.array([float(size)]))
+    features, counts = counts_of(batch)
+    if not len(counts):
+        raise ArgumentError("A batch has at least one sample", value=f"{batch!r:.80}")
     return _Batch(counts=counts, features=features, totals=batch_totals(features, counts))
 
 

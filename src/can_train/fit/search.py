@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from can_train.errors import ArgumentError
-from can_train.fit.cost_model import PhaseLimit, typical_totals
+from can_train.fit.cost_model import EXPLAINED, PhaseLimit, typical_totals
 from can_train.fit.packing import ROUNDING, BatchCosts
 from can_train.memory.out_of_memory import CatchOutOfMemory
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from can_train.fit.cost_model import ProbeFit
+    from can_train.fit.factor_rule import KnownLimit
 
 # Divisor of the size while nothing has fitted yet: an out-of-memory costs more than a trial that fits.
 _RETREAT: Final = 4
@@ -40,6 +41,15 @@ _APART: Final = 1.05  # Ratio of two sizes from which their readings give a slop
 _GENTLEST: Final = 0.5
 # Relative distance below the smallest failure at which a search by halves ends; half of it is lost on average.
 _CLOSE: Final = 0.07
+# Trials in a row that the size found must fit in: with readings, a second one that differs shows scatter; without, only
+# a failure does, and of sizes that fail as often as not one repetition would pass half.
+_REPEATED: Final = 2
+_REPEATED_BLIND: Final = 3
+_CONFIRMED: Final = 3  # Trials in a row that a size must fit in where trials scatter
+_STEADY: Final = 0.001  # Relative difference of two readings of a size up to which they are the same
+# Share of the size that is left free where trials scatter; twice as much after each further failure, up to half.
+_ROOM: Final = 0.05
+_MOST_ROOM: Final = 0.5
 _Reading = tuple[int, float]  # (size, peak)
 _UNITS: Final = 2**20  # Steps of the search up to the largest cost worth trying: finer than any sample matters
 _MOST_FILLED: Final = 16  # Samples that a packed batch is filled up with at most
@@ -48,6 +58,10 @@ _MOST_FILLED: Final = 16  # Samples that a packed batch is filled up with at mos
 _CAUTION: Final = 0.97
 _CEILING: Final = 0.99  # Share of the room that the search fills; beyond it, another out-of-memory buys next to nothing
 _MOST_COPIES: Final = 64  # Times that the whole data set is repeated at most to make a trial's batch
+# Size, in units of the largest that fits, from which a trial is worth its time though a larger one was wanted; and up
+# to which a limit is as good as found, though there was no time for more.
+_WORTH_A_TRIAL: Final = 1.25
+_NEARLY: Final = 1.1
 
 
 @dataclass(frozen=True)
@@ -60,13 +74,22 @@ class SizeSearch:
 
 
 def find_max_size(
-    trial: Callable[[int], object], *, start: int = 8, upper: int = 2**20, capacity: float | None = None
+    trial: Callable[[int], object],
+    *,
+    start: int = 8,
+    upper: int = 2**20,
+    capacity: float | None = None,
+    confirm: int | None = None,
 ) -> SizeSearch:
     """Searches for the largest size that fits.
 
     Without readings the size doubles until it fails, and the rest is searched by halves. With readings, a line or a
     parabola is fitted to them and the search jumps. The search ends within a few per cent of the largest size, not at
-    it, where another out-of-memory would buy no more than that.
+    it, where another out-of-memory would buy no more than that. In the end the size found is tried again: once with
+    readings, twice without.
+
+    Where a repeated trial fails, or reads another peak near the capacity, trials scatter: what fitted once may fail
+    later. A size at least 5 % smaller is then taken, which has fitted three times in a row.
 
     Args:
         trial: Runs one size; raises an out-of-memory error where it does not fit, and may return its peak in bytes.
@@ -74,9 +97,12 @@ def find_max_size(
         start: First size to try; `upper` where it is larger.
         upper: Largest size to try.
         capacity: Bytes that fit, in the unit of the readings; None ignores readings.
+        confirm: Trials in a row that the size returned has fitted in, whatever they read. It costs `confirm` - 1 more
+            trials, and up to `confirm` for each smaller size that is tried because a larger one failed. 1 takes the
+            first size found; None recognises scatter as above.
 
     Raises:
-        ArgumentError: `start`, `upper` or `capacity` is too small to search.
+        ArgumentError: `start`, `upper`, `capacity` or `confirm` is too small to search.
     """
     if not isinstance(start, Integral) or not isinstance(upper, Integral):
         raise ArgumentError("Sizes are whole numbers", value=f"start {start!r}, upper {upper!r}")
@@ -84,7 +110,12 @@ def find_max_size(
         raise ArgumentError("A search starts and ends at a size of at least 1", value=f"start {start}, upper {upper}")
     if capacity is not None and not capacity > 0:
         raise ArgumentError("A capacity is a positive number of bytes", value=f"{capacity}")
-    return _search(trial, _Progress(fails=int(upper) + 1), start=min(int(start), int(upper)), capacity=capacity)
+    if confirm is not None and (not isinstance(confirm, Integral) or confirm < 1):
+        remedy = "Give the trials in a row that a size must fit in: 1 takes the first size found"
+        raise ArgumentError("A size is confirmed by at least 1 trial", value=f"confirm {confirm!r}", remedy=remedy)
+    progress = _Progress(fails=int(upper) + 1)
+    _search(trial, progress, start=min(int(start), int(upper)), capacity=capacity)
+    return _confirmed(trial, progress, capacity=capacity, confirm=confirm)
 
 
 @dataclass
@@ -101,23 +132,68 @@ class _Progress:
     from_zero: bool = False
 
 
-def _search(trial: Callable[[int], object], progress: _Progress, *, start: int, capacity: float | None) -> SizeSearch:
-    size = start
+def _search(
+    trial: Callable[[int], object],
+    progress: _Progress,
+    *,
+    start: int,
+    capacity: float | None,
+    affordable: Callable[[int], int] = lambda size: size,
+) -> SizeSearch:
+    """Searches on from `progress`. `affordable` returns a size to try in place of another, or 0 to end the search."""
+    size = affordable(start)
     while size:
-        progress.trials += 1
-        result: Any = None
-        with CatchOutOfMemory() as caught:
-            result = trial(size)
-        if caught.message:
-            progress.ooms += 1
-            progress.fails = size
-        else:
+        fitted, peak = _try(trial, size, progress)
+        if fitted:
             progress.fits = size
-        is_number = isinstance(result, Real) and not isinstance(result, bool)
-        if capacity is not None and is_number and 0 < float(result) < math.inf:
-            progress.readings.append((size, float(result)))
+        else:
+            progress.fails = size
+        if capacity is not None and peak is not None:
+            progress.readings.append((size, peak))
         size = _next_size(progress, capacity)
+        size = affordable(size) if size else 0
     return SizeSearch(size=progress.fits, trials=progress.trials, ooms=progress.ooms)
+
+
+def _try(trial: Callable[[int], object], size: int, progress: _Progress) -> tuple[bool, float | None]:
+    """Runs a size; returns whether it fitted, and its reading if there is one."""
+    progress.trials += 1
+    result: Any = None
+    with CatchOutOfMemory() as caught:
+        result = trial(size)
+    if caught.message:
+        progress.ooms += 1
+        return False, None
+    is_number = isinstance(result, Real) and not isinstance(result, bool)
+    return True, float(result) if is_number and 0 < float(result) < math.inf else None
+
+
+def _confirmed(
+    trial: Callable[[int], object], progress: _Progress, *, capacity: float | None, confirm: int | None
+) -> SizeSearch:
+    """Tries the size found again, and smaller ones where that fails, until one has fitted often enough."""
+    size, fitted_in_a_row, room = progress.fits, 1, _ROOM
+    readings = [peak for at, peak in progress.readings[-1:] if at == size]
+    needed = confirm or (_REPEATED if readings else _REPEATED_BLIND)
+    scatters = False
+    while size and fitted_in_a_row < needed:
+        fitted, peak = _try(trial, size, progress)
+        fitted_in_a_row += 1
+        if capacity is not None and peak is not None:
+            readings.append(peak)
+        makes_room = not fitted
+        # Readings make room once at most: what follows must fit as often, or makes room by failing.
+        if confirm is None and not scatters and (not fitted or _differ(readings)):
+            scatters, needed = True, _CONFIRMED
+            makes_room = not fitted or max(readings) > (1 - _ROOM) * (capacity or math.inf)
+        if makes_room:
+            size = max(int(size * (1 - room)), int(fitted))
+            fitted_in_a_row, room, readings = 0, min(2 * room, _MOST_ROOM), []
+    return SizeSearch(size=size, trials=progress.trials, ooms=progress.ooms)
+
+
+def _differ(readings: list[float]) -> bool:
+    return bool(readings) and max(readings) * (1 - _STEADY) > min(readings)
 
 
 def _next_size(progress: _Progress, capacity: float | None) -> int:
@@ -197,15 +273,21 @@ class Peak(NamedTuple):
 Measure = Callable[["NDArray[np.int64]"], Peak]  # Runs the samples at some positions as one micro-batch
 
 
-def find_phase_limit(
-    probes: ProbeFit, measure: Measure, order: BatchCosts, *, upper: float, capacity_bytes: float
-) -> PhaseLimit:
-    """Searches for the largest cost that fits, up to `upper`, beyond which memory does not matter. The probes' cost
-    fits, and is the first reading; batches are made of the samples of `order`. The tuned limit is the cost of the
-    largest batch that was run and fits.
+@dataclass(frozen=True, kw_only=True)
+class SearchBounds:
+    """What a search of batches keeps to."""
+
+    upper: float  # Largest cost worth trying: beyond it memory does not matter
+    capacity_bytes: float
+    has_time: Callable[[float], bool] = lambda cost: True  # Whether there is time to try a batch of some cost
+
+
+def find_phase_limit(probes: ProbeFit, measure: Measure, order: BatchCosts, bounds: SearchBounds) -> PhaseLimit:
+    """Searches for the largest cost that fits. The probes' cost fits, and is the first reading; batches are made of the
+    samples of `order`. The tuned limit is the cost of the largest batch that was run and fits.
     """
-    model, mean_totals, unit = probes.model, order.mean_counts(), upper / _UNITS
-    largest = (probes.largest_cost, probes.largest_peak)
+    model, mean_totals, unit = probes.model, order.mean_counts(), bounds.upper / _UNITS
+    largest, untried = (probes.largest_cost, probes.largest_peak), 0.0
 
     def trial(units: int) -> float | None:
         nonlocal largest
@@ -218,29 +300,73 @@ def find_phase_limit(
         # Reserved memory decides whether more fits. Packing leaves a remainder, so the reading is scaled to the units.
         return (max(peak) - model.base_bytes) * units * unit / cost
 
-    free = capacity_bytes - model.base_bytes
+    free = bounds.capacity_bytes - model.base_bytes
     likely = _CAUTION * (free - probes.slack_bytes)
     # Where the interval leaves less than the probes have shown to fit, half-way up is worth a trial.
     predicted = max(
         likely - model.half_width(typical_totals(model, mean_totals, free)), (likely + probes.largest_cost) / 2
     )
     fits = min(int(probes.largest_cost / unit), _UNITS - 1)
+    readings = [(fits, float(fits * unit))] if fits else []
+    progress = _Progress(fails=_UNITS + 1, fits=fits, readings=readings, from_zero=True)
+
+    def affordable(units: int) -> int:
+        """Halves a size until there is time to try it."""
+        nonlocal untried
+        if bounds.has_time(units * unit):
+            return units
+        untried = units * unit
+        while (units := units // 2) > _WORTH_A_TRIAL * progress.fits:
+            if bounds.has_time(units * unit):
+                return units
+        return 0
+
     found = _search(
         trial,
-        _Progress(fails=_UNITS + 1, fits=fits, readings=[(fits, fits * unit)] if fits else [], from_zero=True),
+        progress,
         start=min(_UNITS, max(fits + 1, int(predicted / unit))),
         capacity=max(_CEILING * free, 1.0),
+        affordable=affordable,
     )
     cost, peak = largest
     return PhaseLimit(
         model=model,
         tuned_limit=cost,
-        capped=found.size >= _UNITS,
+        capped=found.size >= _UNITS or untried > _NEARLY * cost,
+        untried=untried if untried > cost else 0.0,
         trials=found.trials,
         ooms=found.ooms,
         measured_ratio=max(peak - model.base_bytes, 1.0) / cost if cost else 1.0,
         mean_totals=mean_totals,
     )
+
+
+def confirm_limit(
+    probes: ProbeFit, measure: Measure, order: BatchCosts, known: KnownLimit, *, upper: float
+) -> PhaseLimit | None:
+    """Tries the limit of an earlier run by one batch, of `upper` at most. Returns None where that run did not search so
+    far, and where the batch does not fit or peaks elsewhere than it did then: model or data are others now.
+    """
+    # Of a search that memory did not end, the limit is less than was wanted then by the remainder of packing.
+    wanted = upper if known.capped else min(known.tuned_limit * (1 + ROUNDING), upper)
+    positions, model = pack_worst_case(order, wanted), probes.model
+    cost = order.chosen(positions).total if len(positions) else 0.0
+    if not probes.largest_cost < cost <= (1 + _WORTHWHILE) * known.tuned_limit:
+        return None
+    with CatchOutOfMemory():
+        peak = float(measure(positions).allocated)
+        if abs(peak - known.peak_bytes(cost)) > EXPLAINED * peak:
+            return None
+        return PhaseLimit(
+            model=model,
+            tuned_limit=cost,
+            capped=known.capped or wanted < known.tuned_limit,
+            trials=1,
+            confirmed=True,
+            measured_ratio=max(peak - model.base_bytes, 1.0) / cost,
+            mean_totals=order.mean_counts(),
+        )
+    return None
 
 
 def pack_worst_case(order: BatchCosts, limit: float) -> NDArray[np.int64]:

@@ -3,24 +3,51 @@
 Source: c10/cuda/CUDACachingAllocator.cpp; the constants are those of c10/core/AllocatorConfig.h.
 """
 
-import os
-import re
+import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 MIN_BLOCK_BYTES: Final = 512  # every size is rounded up to this (`kMinBlockSize`)
 SMALL_BYTES: Final = 2**20  # largest allocation of the small pool (`kSmallSize`)
 SMALL_PAGE_BYTES: Final = 2 * 2**20  # a segment of the small pool, or a page of its expandable segment (`kSmallBuffer`)
-# A segment for middling allocations, or a page of the large pool's expandable segment (`kLargeBuffer`).
+# A segment for middling allocations, or a page of the large pool's expandable segment, by default.
 LARGE_PAGE_BYTES: Final = 20 * 2**20
 # From here on an allocation gets a segment of its own size (`kMinLargeAlloc`).
 _MIN_OWN_SEGMENT_BYTES: Final = 10 * 2**20
 _SEGMENT_ROUNDING_BYTES: Final = 2 * 2**20  # such a segment's size is rounded up to this (`kRoundLarge`)
-# Variables with a user's allocator settings; the first that is set wins. Torch reads the first one since 2.9.
-SETTINGS_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-OWN_SETTINGS: Final = "expandable_segments:True"  # those of can-train
+# Sizes have a number of divisions for each power of two from 1 MiB up (`kRoundUpPowerOfTwoIntervals`).
+INTERVALS: Final = 16
+_LEAST_ROUNDED: Final = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorSettings:
+    """What the allocator does with sizes, segments and blocks; the defaults are PyTorch's."""
+
+    expandable_segments: bool = False
+    large_page_bytes: int = LARGE_PAGE_BYTES
+    # Blocks of this size and more are never split: they serve allocations of this size and more, if these are smaller
+    # by less than `max_rounding_bytes`.
+    max_split_bytes: float = math.inf
+    max_rounding_bytes: int = LARGE_PAGE_BYTES
+    # By power of two, from 1 MiB up: in how many equal steps the sizes up to the next one are rounded up; 0 or 1: sizes
+    # are rounded up to the smallest block only.
+    divisions: tuple[int, ...] = (0,) * INTERVALS
+    # Share of the memory fraction that is reserved before free segments are released, the longest free ones first; 0:
+    # none are before memory runs out. Without a fraction below 1 it has no effect.
+    collection_threshold: float = 0.0
+    memory_fraction: float = 1.0  # share of the device that may be reserved
+    ignored: tuple[str, ...] = ()  # other settings, as they are written; they may change what is reserved
+
+    def divisions_of(self, size: int) -> int:
+        """Returns the divisions of the power of two that a size in bytes lies above."""
+        return self.divisions[min(max(size.bit_length() - _LEAST_ROUNDED.bit_length(), 0), INTERVALS - 1)]
+
+
+PLAIN: Final = AllocatorSettings()  # PyTorch's defaults
+EXPANDABLE: Final = AllocatorSettings(expandable_segments=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +59,7 @@ class Block:
     size: int  # bytes
     mapped: bool  # whether there is memory behind its addresses
     allocated: bool = False
+    cached_at: int = 0  # searches of its pool when it was added to it last
     previous: "Block | None" = None
     next: "Block | None" = None
 
@@ -84,9 +112,11 @@ class Pool:
     # Tuples sort without a call of Python for each comparison; no two blocks have an address in common.
     free: list[tuple[int, int, Block]] = field(default_factory=list)  # (size, address, block): the best fit first
     unmapped: list[tuple[int, Block]] = field(default_factory=list)  # (address, block): the lowest is mapped first
+    searches: int = 0  # for a free block, so far: the clock by which blocks age
 
     def add(self, block: Block) -> None:
         """Adds a block as free or as unmapped."""
+        block.cached_at = self.searches
         if block.mapped:
             insort(self.free, (block.size, block.address, block))
         else:
@@ -99,18 +129,23 @@ class Pool:
         else:
             del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
-    def best_fit(self, size: int) -> Block | None:
+    def best_fit(self, size: int, settings: AllocatorSettings) -> Block | None:
         """Returns the smallest free block of at least `size` bytes, and of equal ones the lowest.
 
-        As in PyTorch, a block counts together with the unmapped addresses behind it: room to grow is used last.
+        As in PyTorch, a block counts together with the unmapped addresses behind it: room to grow is used last. One
+        that may not be split is refused where too much of it would be left.
         """
+        self.searches += 1
         best = None
         for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
             block = self.free[index][2]
             if best is not None and block.size_with_room >= best.size_with_room:
                 break
             best = block
-        return best
+        if best is None or best.size < settings.max_split_bytes:
+            return best
+        may_have_it = size >= settings.max_split_bytes and best.size < size + settings.max_rounding_bytes
+        return best if may_have_it else None
 
 
 def no_contention() -> int:
@@ -118,35 +153,65 @@ def no_contention() -> int:
     return 0
 
 
-def block_bytes(size: int) -> int:
+def block_bytes(size: int, settings: AllocatorSettings = PLAIN) -> int:
     """Returns the bytes of a segment that an allocation of `size` bytes takes."""
-    return max(MIN_BLOCK_BYTES, _round_up(size, MIN_BLOCK_BYTES))
+    divisions = settings.divisions_of(size)
+    # No step is smaller than the smallest block.
+    is_coarse = divisions > 1 and size > MIN_BLOCK_BYTES * divisions
+    step = 2 ** (size.bit_length() - 1) // divisions if is_coarse else MIN_BLOCK_BYTES
+    return max(MIN_BLOCK_BYTES, _round_up(size, step))
 
 
-def segment_bytes(size: int) -> int:
+def segment_bytes(size: int, settings: AllocatorSettings = PLAIN) -> int:
     """Returns the bytes that the allocator asks the device for when no free block holds `size` bytes."""
-    rounded = block_bytes(size)
+    rounded = block_bytes(size, settings)
     if rounded <= SMALL_BYTES:
         return SMALL_PAGE_BYTES
-    return LARGE_PAGE_BYTES if rounded < _MIN_OWN_SEGMENT_BYTES else _round_up(rounded, _SEGMENT_ROUNDING_BYTES)
+    if rounded < _MIN_OWN_SEGMENT_BYTES:
+        return settings.large_page_bytes
+    return _round_up(rounded, _SEGMENT_ROUNDING_BYTES)
 
 
 class CachingAllocator:
     """Replays allocations as they happen on a device of which `capacity_bytes` can be reserved and other processes hold
-    what `contention` returns; `expandable` tells whether segments expand (`expandable_segments:True`).
+    what `contention` returns; `expandable` stands for settings whose segments expand.
     """
 
-    def __init__(self, capacity_bytes: int, *, expandable: bool, contention: Callable[[], int] = no_contention) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        expandable: bool = False,
+        settings: AllocatorSettings | None = None,
+        contention: Callable[[], int] = no_contention,
+    ) -> None:
         self.capacity_bytes = capacity_bytes
-        self.expandable = expandable
         self._contention = contention
         self.allocated_bytes = 0  # sum of the blocks in use
         self.reserved_bytes = 0  # sum of the segments, or of their mapped pages
         self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = 0
         self.num_alloc_retries = 0  # how often the cache was released because an allocation did not fit
-        self._pools = (Pool(SMALL_PAGE_BYTES), Pool(LARGE_PAGE_BYTES))
         self._next_address = 0
+        self.settings = settings or (EXPANDABLE if expandable else PLAIN)
+
+    @property
+    def settings(self) -> AllocatorSettings:
+        """The settings in force; may be set before anything is allocated."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: AllocatorSettings) -> None:
+        self._settings = settings
+        self._pools = (Pool(SMALL_PAGE_BYTES), Pool(settings.large_page_bytes))
+        # Every segment begins at a page, whichever pool it is of.
+        self._alignment = math.lcm(SMALL_PAGE_BYTES, settings.large_page_bytes)
+        self.allowed_bytes = int(settings.memory_fraction * self.capacity_bytes)  # the most that may be reserved
+
+    @property
+    def expandable(self) -> bool:
+        """Whether segments expand."""
+        return self.settings.expandable_segments
 
     @property
     def foreign_bytes(self) -> int:
@@ -164,15 +229,19 @@ class CachingAllocator:
 
     @property
     def available_bytes(self) -> int:
-        """What this process could have in use: all that it has reserved, and what is free."""
-        return self.reserved_bytes + self.free_bytes
+        """What this process could have in use: all that it has reserved, and what is free, at most its fraction."""
+        return min(self.reserved_bytes + self.free_bytes, max(self.allowed_bytes, self.reserved_bytes))
 
     def malloc(self, size: int) -> Block | None:
         """Allocates `size` bytes, at least 1; returns None where they do not fit even after the cache was released."""
-        size = block_bytes(size)
-        is_small = size <= SMALL_BYTES
-        pool = self._pools[0 if is_small else 1]
-        block = pool.best_fit(size) or self._grow(pool, size)
+        size = block_bytes(size, self.settings)
+        pool = self._pools[0 if size <= SMALL_BYTES else 1]
+        block = pool.best_fit(size, self.settings)
+        if block is None:
+            self._collect_garbage()
+            block = self._grow(pool, size)
+        if block is None and self._release_unsplittable(pool, size):
+            block = self._grow(pool, size)
         if block is None:
             self.release_cached()
             self.num_alloc_retries += 1
@@ -180,14 +249,18 @@ class CachingAllocator:
         if block is None:
             return None
         pool.remove(block)
-        # The rest becomes a block of its own unless it is so small that nothing would fit (`should_split`).
-        rest = block.size - size
-        if rest >= MIN_BLOCK_BYTES if is_small or self.expandable else rest > SMALL_BYTES:
+        if self._leaves_a_block(size, block.size - size):
             pool.add(block.cut(size))
         block.allocated = True
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
+
+    def _leaves_a_block(self, size: int, rest: int) -> bool:
+        """Whether the rest of a block becomes one of its own (`should_split`): not where so little would never fit."""
+        if size <= SMALL_BYTES or self.expandable:
+            return rest >= MIN_BLOCK_BYTES
+        return size < self.settings.max_split_bytes and rest > SMALL_BYTES
 
     def free(self, block: Block) -> None:
         """Returns an allocated block to the cache."""
@@ -203,8 +276,45 @@ class CachingAllocator:
                 if self.expandable:
                     self._unmap(block)
                 elif block.is_whole_segment:
-                    pool.remove(block)
-                    self.reserved_bytes -= block.size
+                    self._release(block)
+
+    def _release(self, segment: Block) -> None:
+        segment.pool.remove(segment)
+        self.reserved_bytes -= segment.size
+
+    def _collect_garbage(self) -> None:
+        """Releases free segments while too much is reserved, those of more than average age first
+        (`garbage_collect_cached_blocks`).
+        """
+        settings, pool = self.settings, self._pools[1]
+        excess = self.reserved_bytes - int(settings.collection_threshold * self.allowed_bytes)
+        if not settings.collection_threshold or settings.memory_fraction == 1:
+            return
+        free = [block for *_, block in pool.free if block.is_whole_segment]
+        while free and excess > 0:
+            mean = sum(pool.searches - block.cached_at for block in free) / len(free)
+            # All of them, even where one would do: else it would be looked for again in the next allocation.
+            for block in [block for block in free if pool.searches - block.cached_at >= mean]:
+                self._release(block)
+                free.remove(block)
+                excess -= block.size
+
+    def _release_unsplittable(self, pool: Pool, size: int) -> bool:
+        """Releases the smallest block that is never split and would be large enough, or else the largest ones; returns
+        whether that is enough (`release_available_cached_blocks`).
+        """
+        least = self.settings.max_split_bytes
+        if least == math.inf or self.expandable:
+            return False
+        # Of those that are smaller, `best_fit` has found none that is large enough.
+        if (index := bisect_left(pool.free, (size, 0))) < len(pool.free):
+            self._release(pool.free[index][2])
+            return True
+        released = 0
+        while released < size and pool.free and pool.free[-1][2].size >= least:
+            released += pool.free[-1][2].size
+            self._release(pool.free[-1][2])
+        return released >= size
 
     def reset_peaks(self) -> None:
         """Forgets both peaks."""
@@ -213,18 +323,19 @@ class CachingAllocator:
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
         """Returns a free block of at least `size` bytes with new memory in it; None where the device has no more."""
+        segment = segment_bytes(size, self.settings)
+        if self.reserved_bytes + segment > self.allowed_bytes and self.settings.memory_fraction < 1:
+            return None
         if self.expandable:
             return self._expand(pool, size)
-        size = segment_bytes(size)
-        if size > self.free_bytes:
+        if segment > self.free_bytes:
             return None
-        self._reserve(size)
-        return self._new_block(pool, size, mapped=True)
+        self._reserve(segment)
+        return self._new_block(pool, segment, mapped=True)
 
     def _new_block(self, pool: Pool, size: int, *, mapped: bool) -> Block:
         block = Block(pool, self._next_address, size, mapped)
-        # Every segment begins at a page of its pool, whichever that is: the large page is a multiple of the small one.
-        self._next_address += _round_up(size, LARGE_PAGE_BYTES)
+        self._next_address += _round_up(size, self._alignment)
         pool.add(block)
         return block
 
@@ -300,13 +411,3 @@ class CachingAllocator:
 
 def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-def allocator_settings(environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the user's allocator settings, or can-train's where there are none."""
-    return next((environment[name] for name in SETTINGS_VARIABLES if name in environment), OWN_SETTINGS)
-
-
-def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
-    """Tells whether the allocator's segments expand under the settings in force."""
-    return re.search(r"\bexpandable_segments\s*:\s*True\b", allocator_settings(environment)) is not None

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -108,14 +109,18 @@ ASSUMED: Final = "assumed, on the safe side"  # source of figures that nobody ha
 # What a generation of GPUs takes: bytes outside the allocator (the CUDA context and the kernels that PyTorch and its
 # libraries load), and bytes inside it (what cuBLAS and cuBLASLt keep, in the forward and in the backward thread).
 # Sources: PyTorch's issues report 270 to 430 MiB for the context since CUDA 11.7 loads kernels when they are first
-# used. Each library adds its own, so that is rounded up by half and more. PyTorch's source gives cuBLAS 8.1 MiB for
-# each thread, and 32 MiB from Hopper on, and cuBLASLt up to 32 MiB.
+# used. Each library adds its own, so that is rounded up by half and more. PyTorch's source (CublasHandlePool.cpp) gives
+# cuBLAS 8.1 MiB for each thread, and 32 MiB from Hopper on, and cuBLASLt up to 32 MiB.
 _OVERHEADS: Final = {
     **dict.fromkeys(("pascal", "volta", "turing"), (512 * MIB, 32 * MIB)),
     **dict.fromkeys(("ampere", "ada"), (640 * MIB, 32 * MIB)),
     "hopper": (768 * MIB, 128 * MIB),
     **dict.fromkeys(("blackwell", UNKNOWN), (1024 * MIB, 128 * MIB)),
 }
+
+# In torch 2.13 the two libraries use one workspace together. Earlier versions are taken to have one for each.
+_SHARED_SINCE: Final = (2, 13)
+_SHARED_WORKSPACE_BYTES: Final = 64 * MIB  # the most of both threads together
 
 # What a desktop takes of the card that draws it: 459 and 507 MiB of two RTX 4090 without a job, in a public report.
 _SCREEN_BYTES: Final = 512 * MIB
@@ -161,6 +166,8 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
     total_bytes, source, uses = card.total_bytes, ASSUMED, []
     if measured is None:
         context, workspace_bytes = _OVERHEADS[card.generation]
+        if shares_workspaces(version("torch")):
+            workspace_bytes = min(workspace_bytes, _SHARED_WORKSPACE_BYTES)
         uses.append(MemoryUse("CUDA context and the libraries' kernels", context))
         if card.desktop:
             uses.append(MemoryUse("a screen and its programs", _SCREEN_BYTES))
@@ -169,6 +176,11 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
         uses.append(MemoryUse("CUDA context, the libraries' kernels and the driver", measured.outside_bytes))
     uses.append(MemoryUse("the libraries' workspaces, which probes on a CPU do not show", workspace_bytes))
     return UsableMemory(key=card.key, name=card.name, total_bytes=total_bytes, subtracted=tuple(uses), source=source)
+
+
+def shares_workspaces(torch_version: str) -> bool:
+    """Tells whether cuBLAS and cuBLASLt share a workspace in a version of torch, `2.13.0+cpu`."""
+    return tuple(int(number) for number in re.findall(r"\d+", torch_version)[:2]) >= _SHARED_SINCE
 
 
 def predicted_room(capacity_bytes: float) -> float:

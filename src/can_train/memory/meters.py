@@ -5,10 +5,11 @@ a training, and notices leaks.
 import gc
 import os
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,8 @@ from torch.optim import Optimizer
 
 from can_train.errors import ArgumentError, ConfigError, DeviceError, nearest_first
 from can_train.io.units import exact_size, parse_size
-from can_train.memory.allocator import OWN_SETTINGS, SETTINGS_VARIABLES, no_contention, segments_expand
+from can_train.memory.allocator import AllocatorSettings, no_contention
+from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, gpu_key
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
@@ -60,9 +62,12 @@ class Meter(ABC):
     driver: str = ""  # version of the driver; empty where there is none
     counts_always: bool = True  # whether a peak covers everything since the last reset; if not, only measured spans
     is_host: bool = False  # whether its memory is the host's
+    notices: tuple[str, ...] = ()  # what a plan should say of it, as sentences without a full stop
 
-    def active(self) -> AbstractContextManager[None]:
-        """Opens a span in which the device works as it should; it encloses a whole attempt of a run."""
+    def active(self, resident: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
+        """Opens a span in which the device works as it should, such as a whole attempt of a run; `resident` tensors are
+        already on the device. A span inside another one changes nothing.
+        """
         return nullcontext()
 
     def host(self) -> AbstractContextManager[None]:
@@ -89,6 +94,12 @@ class Meter(ABC):
         """Returns the bytes allocated now; 0 where only measured spans are counted."""
         return 0
 
+    def seconds(self) -> float:
+        """Reads a clock once the device has done its work. On the host it is this thread's own time: a busy machine
+        makes a batch slower, which says nothing of the batch.
+        """
+        return time.thread_time()
+
     def retries(self) -> int:
         """Returns how often the allocator has released its cache because an allocation did not fit."""
         return 0
@@ -111,13 +122,16 @@ class Meter(ABC):
 
 
 class CpuMeter(Meter):
-    """Counts live storages on measured spans only, against the host memory that is available at the start."""
+    """Counts live storages on measured spans only, against the host memory that is available at the start; `as_cuda`
+    counts what operations keep as a GPU would keep it, for predictions.
+    """
 
     counts_always = False
     is_host = True
     host_bytes = 0  # what measured spans may use where that is not the capacity
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_cuda: bool = False) -> None:
+        self._as_cuda = as_cuda
         self.device = torch.device("cpu")
         self.name = "cpu"
         self.total_bytes = psutil.virtual_memory().total
@@ -129,7 +143,7 @@ class CpuMeter(Meter):
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
         """Counts storages inside the block; more than the capacity raises `torch.OutOfMemoryError`."""
-        tracker = LiveStorageTracker(self.host_bytes or self.capacity_bytes, resident)
+        tracker = LiveStorageTracker(self.host_bytes or self.capacity_bytes, resident, as_cuda=self._as_cuda)
         self._open.append(tracker)
         try:
             with tracker:
@@ -167,7 +181,7 @@ class AbsentGpuMeter(CpuMeter):
     is_host = False
 
     def __init__(self, target: UsableMemory) -> None:
-        super().__init__()
+        super().__init__(as_cuda=True)
         # A probe that would not fit on the GPU still tells what it costs.
         self.host_bytes = self.capacity_bytes
         self.name = target.name
@@ -220,6 +234,11 @@ class CudaMeter(Meter):
         """Returns the allocator's allocated bytes."""
         return torch.cuda.memory_allocated(self.device)
 
+    def seconds(self) -> float:
+        """Waits for the kernels, which run on after their launch has returned, and reads the clock."""
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
     def retries(self) -> int:
         """Returns the allocator's count of retries."""
         return int(self._counters().get("num_alloc_retries", 0))
@@ -264,24 +283,39 @@ def nvidia_driver_version() -> str:
 
 
 class SimulatedMeter(Meter):
-    """Reads a simulated GPU, `gpu`, of which `contention` returns the bytes that other processes hold."""
+    """Reads a simulated GPU, `gpu`, of which `contention` returns the bytes that other processes hold; `expandable`
+    stands for settings whose segments expand.
+    """
 
-    def __init__(self, total_bytes: int, *, expandable: bool, contention: Callable[[], int] = no_contention) -> None:
+    def __init__(
+        self,
+        total_bytes: int,
+        *,
+        expandable: bool = False,
+        settings: AllocatorSettings | None = None,
+        contention: Callable[[], int] = no_contention,
+    ) -> None:
         self.device = torch.device("cpu")
         self.name = "Simulated GPU"
         self.total_bytes = total_bytes
         self.gpu = SimulatedGpu(total_bytes, expandable=expandable, contention=contention)
+        if settings is not None:
+            self.gpu.allocator.settings = settings
+            if settings.ignored:
+                told = ", ".join(settings.ignored)
+                self.notices = (f"The simulated GPU leaves out what these allocator settings do to memory: {told}",)
         self.capacity_bytes = self.gpu.allocator.available_bytes
         self.taken_bytes = total_bytes - self.capacity_bytes
         self.key = f"sim-{exact_size(total_bytes)}"
         self._is_active = False
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Puts what is made inside the block on the simulated GPU; a block inside another one changes nothing."""
+    def active(self, resident: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Puts `resident`, and what is made inside the block, on the simulated GPU."""
         if self._is_active:
             yield
             return
+        self.gpu.seed_resident(resident)
         self._is_active = True
         try:
             with self.gpu:
@@ -351,11 +385,49 @@ def open_meter(text: str) -> Meter:
     """Opens the meter of `auto`, `cpu`, `cuda[:i]` or `sim:<size>`; raises DeviceError where it cannot be used."""
     device = resolve_device(text)
     if is_simulated(text):
-        return SimulatedMeter(simulated_bytes(text), expandable=segments_expand(), contention=simulated_contention())
+        return _simulated_meter(text)
     if device.type == "cpu":
         return CpuMeter()
     expand_cuda_segments()
     return CudaMeter(device)
+
+
+def _simulated_meter(text: str) -> SimulatedMeter:
+    settings, contention = read_allocator_settings(), simulated_contention()
+    return SimulatedMeter(simulated_bytes(text), settings=settings, contention=contention)
+
+
+def meter_of(meter: Meter | str | None, device: str) -> Meter:
+    """Returns a meter that is given as it is, by name or not at all: then that of a device is opened."""
+    return meter if isinstance(meter, Meter) else open_meter(meter or device)
+
+
+@contextmanager
+def simulated_gpu(memory: str, *resident: Resident) -> Iterator[SimulatedMeter]:
+    """Puts what the block makes on a simulated GPU, and raises `torch.OutOfMemoryError` where it does not fit.
+
+    >>> model = nn.Linear(256, 1)
+    >>> with simulated_gpu("64MiB", model) as gpu:
+    ...     model(torch.ones(4096, 256)).mean().backward()
+    >>> f"{gpu.peak_bytes() / 2**20:.1f} MiB"
+    '4.0 MiB'
+
+    Args:
+        memory: Its capacity: `1GiB`, or `sim:1GiB` as in `--device`.
+        resident: Models, optimizers and tensors that were made before and are on the GPU too. Everything stays on the
+            CPU; only memory is counted as a GPU's.
+
+    Yields:
+        The meter: `peak_bytes()`, `peak_reserved_bytes()`, `capacity_bytes`; to be given to `MicroBatcher`.
+
+    Raises:
+        DeviceError: The capacity cannot be read.
+    """
+    meter = SimulatedMeter(
+        simulated_bytes(memory), settings=read_allocator_settings(), contention=simulated_contention()
+    )
+    with meter.active(tensors_of(resident)):
+        yield meter
 
 
 def resolve_device(text: str, *, environment: Mapping[str, str] = os.environ) -> torch.device:
@@ -455,9 +527,14 @@ def simulated_contention(environment: Mapping[str, str] = os.environ) -> Callabl
     return contention
 
 
+def _settings_of_a_capacity() -> AllocatorSettings:
+    # A capacity is what is left of a device: the fraction that the process may have is taken already.
+    return replace(read_allocator_settings(), memory_fraction=1.0)
+
+
 def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[int, int]:
     """Runs a batch on a simulated GPU without a limit; returns allocated and reserved bytes at their peaks."""
-    meter = SimulatedMeter(_UNLIMITED, expandable=segments_expand())
+    meter = SimulatedMeter(_UNLIMITED, settings=_settings_of_a_capacity())
     with meter.measuring(resident):
         run()
     return meter.peak_bytes(), meter.peak_reserved_bytes()
@@ -466,7 +543,7 @@ def simulate_peak(run: Callable[[], None], resident: Iterable[Tensor]) -> tuple[
 def simulate_fit(run: Callable[[], None], resident: Iterable[Tensor], capacity_bytes: int) -> bool:
     """Tells whether a batch runs on a simulated GPU of a capacity."""
     with CatchOutOfMemory():
-        meter = SimulatedMeter(capacity_bytes, expandable=segments_expand())
+        meter = SimulatedMeter(capacity_bytes, settings=_settings_of_a_capacity())
         with meter.measuring(resident):
             run()
             # The cache that the first run leaves may be in the way of the second one.
@@ -495,7 +572,7 @@ class MemoryMonitor:
 
     Args:
         device: As in `--device`: `auto`, `cpu`, `cuda[:i]`, `sim:<size>`.
-        meter: Meter of the device, in place of one that is opened.
+        meter: Meter of the device, or its name, in place of one that is opened.
         interval: Steps from one measured step to the next.
         warmup: Steps before the first measured one.
         total_steps: Steps to come, where that is known. If they are no more than the warm-up, the last one is measured.
@@ -505,7 +582,7 @@ class MemoryMonitor:
         self,
         device: str | torch.device = "auto",
         *,
-        meter: Meter | None = None,
+        meter: Meter | str | None = None,
         interval: int = INTERVAL,
         warmup: int = WARMUP,
         total_steps: int | None = None,
@@ -514,7 +591,7 @@ class MemoryMonitor:
             raise ArgumentError("interval must be at least 1 step", value=f"{interval}")
         if warmup < 0:
             raise ArgumentError("warmup must be at least 0 steps", value=f"{warmup}")
-        self.meter = meter or open_meter(str(device))
+        self.meter = meter_of(meter, str(device))
         self._interval = interval
         self._first = warmup if total_steps is None else max(min(warmup, total_steps - 1), 0)
         self._steps = 0
@@ -546,7 +623,7 @@ class MemoryMonitor:
         # A device that counts always needs the resident tensors only now and then, and walking them takes time.
         walks = counted and (begins or measured)
         try:
-            with self.meter.measuring(_tensors(resident)) if walks else self.meter.active():
+            with self.meter.measuring(tensors_of(resident)) if walks else self.meter.active():
                 yield counted
         finally:
             if counted:
@@ -608,8 +685,8 @@ class MemoryMonitor:
         return self.peak_bytes / self.meter.capacity_bytes if self.peak_bytes else None
 
 
-def _tensors(resident: Iterable[Resident]) -> Iterator[Tensor]:
-    # Lazily: a GPU's meter reads none of them.
+def tensors_of(resident: Iterable[Resident]) -> Iterator[Tensor]:
+    """Yields what models, with their gradients, and optimizers have on the device; a GPU's meter reads none of it."""
     for holder in resident:
         if isinstance(holder, nn.Module):
             yield from holder.parameters()

@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_iter
 from can_train.memory.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator, no_contention, segment_bytes
 
 Allocation = TypeVar("Allocation")
+_BERNOULLI: Final = torch.ops.aten.bernoulli_.float
+_DIV: Final = torch.ops.aten.div_.Scalar
+_MUL: Final = torch.ops.aten.mul.Tensor
 
 
 class _TrackedStorage(weakref.ref[UntypedStorage], Generic[Allocation]):
@@ -33,8 +36,11 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
     `seed_resident`, is a view of memory outside the device: it takes nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._as_cuda = as_cuda  # Whether sizes are those of CUDA where the CPU's differ: of dropout's masks
+        # The noise that the last operation drew or scaled, and what is left to scale it by.
+        self._noise: tuple[_TrackedStorage[Allocation], float | None] | None = None
         self._outside = False
         self._tracked: dict[int, _TrackedStorage[Allocation]] = {}
         # Garbage may be collected at any moment, also while the books are being changed, so dead storages wait here
@@ -68,6 +74,8 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
+        if self._as_cuda and (func is _BERNOULLI or self._noise is not None):
+            self._shrink_dropout_mask(func, args)
         result = func(*args, **(kwargs or {}))
         failure = self._track_results(result, func, args)
         if failure:
@@ -84,6 +92,27 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
                 tracked = self._find(storage)
                 if tracked is None or tracked.allocation is None:
                     self._track(storage, outside=False)
+
+    def _shrink_dropout_mask(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Counts what dropout keeps for its backward pass as CUDA's kernel keeps it: a byte an element.
+
+        The CPU draws noise of the input's type (`bernoulli_`), scales it (`div_`), and multiplies by it. So does CUDA
+        where dropout works in place or drops whole channels.
+        """
+        before, self._noise = self._noise, None
+        position = int(func is _MUL)
+        tracked = self._find(args[position].untyped_storage()) if isinstance(args[position], Tensor) else None
+        if tracked is None or tracked.allocation is None:
+            return
+        if func is _BERNOULLI:
+            self._noise = (tracked, args[1])
+        elif before is not None and tracked is before[0]:
+            if func is _DIV and args[1] == before[1]:
+                self._noise = (tracked, None)
+            elif func is _MUL and before[1] is None and args[0].shape == args[1].shape:
+                mask = self._allocate(args[1].numel())
+                self._free(tracked.allocation)
+                tracked.allocation = mask
 
     def _free_dead(self) -> None:
         """Takes back the room of the storages that have died since the last operation or reading."""
@@ -170,11 +199,12 @@ class LiveStorageTracker(StorageTracker[int]):
     """Tracks the live and peak bytes of every storage that operations make, and refuses to exceed a limit.
 
     Sizes are rounded up as CUDA's caching allocator rounds them, so that figures compare across devices. `resident` are
-    the tensors alive before the mode is entered (parameters, gradients, optimizer state).
+    the tensors alive before the mode is entered (parameters, gradients, optimizer state); `as_cuda` tells whether
+    masks of dropout count as on a GPU.
     """
 
-    def __init__(self, limit_bytes: int, resident: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+    def __init__(self, limit_bytes: int, resident: Iterable[Tensor] = (), *, as_cuda: bool = True) -> None:
+        super().__init__(as_cuda=as_cuda)
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0  # the most that was live or asked for at once
         self._live_bytes = 0
@@ -222,7 +252,7 @@ class SimulatedGpu(StorageTracker[Block]):
         resident: Iterable[Tensor] = (),
         contention: Callable[[], int] = no_contention,
     ) -> None:
-        super().__init__()
+        super().__init__(as_cuda=True)
         self._allocator = CachingAllocator(capacity_bytes, expandable=expandable, contention=contention)
         self.seed_resident(resident)
 
@@ -235,7 +265,7 @@ class SimulatedGpu(StorageTracker[Block]):
     def _allocate(self, size: int) -> Block:
         block = self._allocator.malloc(size)
         if block is None:
-            raise torch.OutOfMemoryError(_out_of_memory(self._allocator, segment_bytes(size)))
+            raise torch.OutOfMemoryError(_out_of_memory(self._allocator, segment_bytes(size, self._allocator.settings)))
         return block
 
     def _free(self, allocation: Block) -> None:
@@ -245,11 +275,14 @@ class SimulatedGpu(StorageTracker[Block]):
 def _out_of_memory(allocator: CachingAllocator, tried_bytes: int) -> str:
     """Words the error as c10/cuda/CUDACachingAllocator.cpp does: people and their tools search for its text."""
     foreign, reserved, allocated = allocator.foreign_bytes, allocator.reserved_bytes, allocator.allocated_bytes
+    settings = allocator.settings
+    allowed = f"{_format_size(allocator.allowed_bytes)} allowed; " if settings.memory_fraction < 1 else ""
     process = f"Process 0 has {_format_size(foreign)} memory in use. " if foreign else ""
     return (
         f"CUDA out of memory. Tried to allocate {_format_size(tried_bytes)}. GPU 0 has a total capacity of "
         f"{_format_size(allocator.capacity_bytes)} of which {_format_size(allocator.free_bytes)} is free. "
         f"{process}Including non-PyTorch memory, this process has {_format_size(reserved)} memory in use. "
+        f"{allowed}"
         f"Of the allocated memory {_format_size(allocated)} is allocated by PyTorch, and "
         f"{_format_size(reserved - allocated)} is reserved by PyTorch but unallocated. If reserved but unallocated "
         "memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See "

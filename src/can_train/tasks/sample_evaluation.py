@@ -10,7 +10,7 @@ from torch import nn
 
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import ConfigError
-from can_train.task import Evaluation, Table
+from can_train.task import AlarmRule, Evaluation, Table
 from can_train.tasks.sample_judging import VALIDATION, PartOutcome, tables
 from can_train.tasks.sample_task import Rows, Task, make_trained_task
 
@@ -52,10 +52,14 @@ class SampleEvaluation(Evaluation):
         model.load_state_dict(finished.weights)
         self._judged = _Judged(model.eval(), task)
 
-    def judge(self, score: Callable[..., Any], threshold: float | None) -> SampleVerdict:
+    def judge(self, score: Callable[..., Any], rule: AlarmRule) -> SampleVerdict:
         """Judges the model on each set."""
-        if threshold is not None:
-            raise ConfigError("This task has no threshold", value=f"--threshold {threshold:g}", remedy="Leave it out")
+        if rule.threshold is not None:
+            asked = f"--threshold {rule.threshold:g}"
+            raise ConfigError("This task has no threshold", value=asked, remedy="Leave it out")
+        if rule != AlarmRule():
+            flags = "--calibrate, --alarms-per-hour and --hold"
+            raise ConfigError("This task raises no alarms", remedy=f"Leave out {flags}")
         parts = {name: score.parts(self._judged, rows) for name, rows in self._sets.items()}  # type: ignore[attr-defined]
         tests = {name: self._task.judge_rows(rows, parts[name]) for name, rows in self._sets.items()}
         predictions = [one for name in self._sets for part in parts[name] for one in part.predictions or ()]

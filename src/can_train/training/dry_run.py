@@ -73,8 +73,12 @@ def find_targets(run: ResolvedRun, gpus: Sequence[str], memory: str | None, repo
         return list({target.key: target for target in targets}.values())
     meter = meters.open_meter(run.device)
     others: tuple[catalogue.MemoryUse, ...] = ()
-    if meters.is_simulated(run.device):
-        size, name, source = meters.simulated_bytes(run.device), "Simulated GPU", "simulated"
+    if isinstance(meter, meters.SimulatedMeter):
+        size, name, source = meter.total_bytes, meter.name, "simulated"
+        if refused := size - meter.gpu.allocator.allowed_bytes:
+            others = (catalogue.MemoryUse("per_process_memory_fraction", refused),)
+        for notice in meter.notices:
+            reporter.notice(notice)
     else:
         size, name, source = meter.total_bytes, meter.name, "as this machine has it now"
         others = (catalogue.MemoryUse("in use already", meter.total_bytes - meter.capacity_bytes),)

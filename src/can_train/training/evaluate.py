@@ -1,9 +1,9 @@
-"""Judges a finished run on its own data or on others, and writes the scores of single samples."""
+"""Judges a finished run on its own data or on others, writes the scores of single samples, and watches live input."""
 
 import csv
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ from can_train.fit.optimizer import Precision
 from can_train.io.records import open_atomic
 from can_train.memory.meters import open_meter
 from can_train.reporter import Reporter
-from can_train.task import Alarm, Evaluation, Explanation, Table, Verdict
+from can_train.task import Alarm, AlarmRule, Evaluation, Explanation, LiveDetection, LiveEvent, Table, Verdict
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, copy_to_device, rescue_settings
 from can_train.training.loading import finished_model, load_finished, with_cache
 
@@ -92,7 +92,7 @@ class EvaluationRequest:
     run: Path  # folder of the finished run
     dataset: str | None = None  # name of a preset, or a path; None: the run's own data
     sets: tuple[str, ...] = ()  # `dataset.key=value`: how the data are read
-    threshold: float | None = None  # above which samples are flagged; None: the run's own
+    rule: AlarmRule = field(default_factory=AlarmRule)  # when samples are flagged; by default, as the run has found
     scores: Path | None = None  # file for the scores of single samples; None: they are not written
     flagged_only: bool = False  # whether only flagged samples are written, and alarms are explained
     explain: bool = False  # whether what drove the scores of all samples is written with them
@@ -172,11 +172,13 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         device = InferenceDevice(meter=meter, precision=Precision.named(run.training.precision))
         with meter.active(), reporter.stage("scoring", unit="samples") as stage:
             scorer = Scorer(run.training, device, stage.advance)
-            verdict = evaluation.judge(scorer, request.threshold)
+            verdict = evaluation.judge(scorer, request.rule)
         seconds = {"reading": round(reading_s, 3), "scoring": round(scorer.seconds, 3)}
         if not (request.flagged_only or request.explain):
             return evaluation, verdict, None, seconds
-        began, every = time.perf_counter(), request.explain and not request.flagged_only
+        # What drove samples that are not flagged is written into the file of scores only.
+        every = request.explain and request.scores is not None and not request.flagged_only
+        began = time.perf_counter()
         with meter.active(), reporter.stage("explaining", unit="samples") as stage:
             scorer.advance = stage.advance
             explanation = evaluation.explain(scorer.contributions, verdict, every=every)
@@ -214,6 +216,56 @@ def evaluate(request: EvaluationRequest, reporter: Reporter) -> Evaluated:
         counted=evaluation.counted,
         alarms=() if explanation is None else explanation.alarms,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionRequest:
+    """What a finished run watches, and when it raises alarms."""
+
+    run: Path  # folder of the finished run
+    source: str  # `-` for standard input, or what else the task reads
+    rule: AlarmRule = field(default_factory=AlarmRule)
+    explain: bool = False  # whether alarms tell what drove them
+    device: str = "cpu"
+
+
+class LiveRun:
+    """A finished run that watches an input.
+
+    Raises:
+        ConfigError: The task detects nothing live, or the input cannot be opened.
+    """
+
+    def __init__(self, request: DetectionRequest) -> None:
+        finished = load_finished(request.run)
+        run = finished.run
+        if not run.task_settings.detector:
+            raise ConfigError("This task detects nothing live", value=run.task, remedy="Use can-train evaluate")
+        self._meter = open_meter(request.device)
+        device = InferenceDevice(meter=self._meter, precision=Precision.named(run.training.precision))
+        self._scorer = Scorer(run.training, device)
+        make: Callable[..., LiveDetection] = load_object(run.task_settings.detector)
+        models = partial(finished_model, run)
+        self._detection = make(finished, models, request.source, request.rule, explain=request.explain)
+
+    def events(self) -> Iterator[LiveEvent]:
+        """Yields what happens until the input ends."""
+        # The parts are so small that threads would wait for each other longer than they compute.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with self._meter.active():
+                yield from self._detection.events(self._scorer, self._scorer.contributions)
+        finally:
+            torch.set_num_threads(threads)
+
+    def summary(self) -> Sequence[str]:
+        """Tells what was seen so far, in sentences."""
+        return self._detection.summary()
+
+    def close(self) -> None:
+        """Gives the input back."""
+        self._detection.close()
 
 
 def _no_explanation(request: EvaluationRequest) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from can_train.config.settings import TrainingSettings
 from can_train.errors import DoesNotFitError, StateError
 from can_train.fit.cost_model import DeviceLimits
-from can_train.fit.explore import Explorer, Workload, find_limit, probe, seconds_per_sample
+from can_train.fit.explore import Explorer, Search, Workload, find_limit, probe, seconds_per_sample
 from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision, capture_generators, restore_generators
 from can_train.fit.packing import BatchCosts, PartLimit, members
@@ -396,7 +396,7 @@ class ReferenceModels:
             return float(costs.each().mean()) * _WORTHWHILE_SAMPLES / LIMIT_SHARE
 
         try:
-            limit = find_limit(_work(reference_model, source), meter, worthwhile)
+            limit = find_limit(_work(reference_model, source), meter, worthwhile, Search())
         finally:
             meter.release()
             meter.reset_peak()

@@ -223,6 +223,8 @@ def _plan_json(run_plan: RunPlan) -> dict[str, Any]:
         },
         "tuned_limit_bytes": round(limits.training.tuned_limit) if searched else None,
         "tuned_limit_is_capped": limits.training.capped,
+        "tuned_limit_confirmed_from": limits.earlier_run if limits.training.confirmed else None,
+        "untried_bytes": round(limits.training.untried) or None,
         "safe_limit_bytes": round(plan.rules.safe_limit) if searched else None,
         "predicted_peak_bytes": round(peak),
         "predicted_peak_interval_bytes": [round(peak - half_width), round(peak + half_width)],
@@ -252,7 +254,12 @@ def _cost_model_text(model: CostModel) -> str:
 def _tuned_limit_text(limits: DeviceLimits) -> str:
     training = limits.training
     more = "; more was not needed" if training.capped else ""
+    if training.untried:
+        more = f"; {size_text(training.untried)} was not tried for lack of time"
     if not training.trials and not training.ooms:
         return f"a batch of {size_text(training.tuned_limit)} is predicted to fit{more}"
+    if training.confirmed:
+        source = f"the tuned limit of run {limits.earlier_run}, confirmed by one trial"
+        return f"a batch of {size_text(training.tuned_limit)} fits ({source}{more})"
     ran_out = f", {training.ooms} ran out of memory" if training.ooms else ""
     return f"a batch of {size_text(training.tuned_limit)} fits ({_counted(training.trials, 'trial')}{ran_out}{more})"

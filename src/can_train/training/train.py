@@ -26,7 +26,8 @@ from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, FailedR
 from can_train.factors.observations import Device, Observation, Started, write_record
 from can_train.factors.observations import Outcome as AttemptOutcome
 from can_train.factors.store import factor_rule, memory_fingerprint, next_time, policy_options, store_of
-from can_train.fit.factor_rule import FactorRule
+from can_train.fit.cost_model import PhaseLimit
+from can_train.fit.factor_rule import FactorRule, KnownLimit, KnownLimits
 from can_train.fit.micro_batcher import (
     BatchResult,
     Denominators,
@@ -340,7 +341,7 @@ def _first_signal(received: Sequence[int | None]) -> int | None:
     return next(filter(None, received), None)
 
 
-def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> dict[str, float]:
+def take_step(session: Session, rows: Rows, *, ends_epoch: bool) -> Mapping[str, float]:
     """Takes the optimizer steps of all phases on one logical batch; returns the means of the loss terms.
 
     Args:
@@ -753,6 +754,7 @@ def _observation(session: Session, begun: Mapping[str, Any], outcome: AttemptOut
         logical_batch=plan.logical_batch,
         largest_micro_batch=session.largest_micro_batch or plan.largest_micro_batch,
         binding_limit=plan.binding_limit,
+        limits=_found_limits(session),
         oom_used=None if oom_cost is None else run_plan.used(oom_cost),
         used_after_rescue=run_plan.used(cost_after_oom) if cost_after_oom else None,
         peak_bytes_after_rescue=session.peak_bytes_after_rescue if cost_after_oom else None,
@@ -764,6 +766,21 @@ def _observation(session: Session, begun: Mapping[str, Any], outcome: AttemptOut
         fingerprint=memory_fingerprint(run),
         policy={"name": run.factor.policy, "options": policy_options(run)},
     )
+
+
+def _found_limits(session: Session) -> dict[str, KnownLimits]:
+    """Returns the limits of all phases, for a later plan to confirm; none where any search was cut short."""
+    plans = session.own_plan.phases
+    phases = [phase for plan in plans if plan.limits for phase in (plan.limits.training, plan.limits.evaluation)]
+    if session.is_thawed or not all(phase.trials and not phase.untried for phase in phases):
+        return {}
+
+    def known(phase: PhaseLimit) -> KnownLimit:
+        return KnownLimit(tuned_limit=phase.tuned_limit, capped=phase.capped, base_bytes=phase.model.base_bytes,
+                          measured_ratio=phase.measured_ratio)  # fmt: skip
+
+    return {plan.phase: KnownLimits(training=known(plan.limits.training), evaluation=known(plan.limits.evaluation))
+            for plan in plans if plan.limits}  # fmt: skip
 
 
 def _try_to_write(session: Session, write: Callable[[], object]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from slurm.real.on_slurm import Slurm
 
-LINE = ("pipeline", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--epochs", "1", "--no-baselines",
+LINE = ("pipeline", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=8", "--epochs", "1", "--no-baselines",
         "--device", "cpu", "--min-steps-per-epoch", "3", "--stages", "normal,knowledge_distillation",
         "--set", "normal:model.layers=1")  # fmt: skip
 JOB = ("--submit", "--mem", "1500M", "--time", "10", "--json")

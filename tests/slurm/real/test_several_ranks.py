@@ -9,7 +9,7 @@ import torch
 from fakes.bitwise import final_state
 from slurm.real.on_slurm import Slurm
 
-TRAIN = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
+TRAIN = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=8",
          "--set", "model.dropout=0", "--precision", "fp64", "--optimizer", "sgd", "--batch-size", "96",
          "--no-baselines",
          "--epochs", "3")  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 from fakes.made_runs import Runs, begin
 from slurm.real.on_slurm import Slurm
 
-TRAINING = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
+TRAINING = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=8",
             "--device", "cpu", "--no-baselines", "--submit", "--cluster", "slurm", "--mem", "1500M",
             "--time", "10")  # fmt: skip
 

@@ -16,7 +16,7 @@ from fakes.bitwise import assert_same, final_state
 from fakes.own_tasks import write_task
 from slurm.real.on_slurm import Slurm
 
-TRAIN = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
+TRAIN = ("--model", "gat", "--size", "student", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=8",
          "--epochs", "1", "--no-baselines", "--device", "cpu")  # fmt: skip
 JOB = ("--mem", "1500M", "--time", "10")
 ODD = "a b'c\"d$(touch x)#é"

@@ -14,14 +14,15 @@ from torch.nn import functional as F
 from can_train.fit.micro_batcher import Losses
 from can_train.tasks.can.data.batches import Gatherer, GraphBatch
 from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train.tasks.can.inputs import InputEncoder, InputStatistics
 from can_train.tasks.can.losses import (
     AutoencoderBatch,
     ClassifierBatch,
     DistilledAutoencoderBatch,
     DistilledClassifierBatch,
 )
-from can_train.tasks.can.models import GatClassifier, InputEncoder, InputStatistics, Vgae
-from can_train.tasks.can.settings import GatSettings, VgaeSettings
+from can_train.tasks.can.models import GatClassifier, Vgae
+from can_train.tasks.can.settings import CanDatasetSettings, GatSettings, VgaeSettings
 from fakes.random_bus import cached_graphs, random_blocks
 from fakes.split_gradients import gradient, relative_error
 
@@ -40,7 +41,7 @@ def flat(tmp_path: Path) -> FlatGraphs:
 
 def inputs(flat: FlatGraphs) -> InputEncoder:
     statistics = InputStatistics.fit(flat, np.arange(len(flat)))
-    return InputEncoder(statistics, embedding=4, identity=True)
+    return InputEncoder(statistics, embedding=4, dataset=CanDatasetSettings(identity=True))
 
 
 def gatherer(flat: FlatGraphs) -> Callable[[NDArray[np.int64]], GraphBatch]:
@@ -173,7 +174,7 @@ def test_a_teachers_answers_for_other_windows_are_another_gradient(flat: FlatGra
 
 def test_without_an_identity_there_is_no_term_for_it(flat: FlatGraphs) -> None:
     statistics = InputStatistics.fit(flat, np.arange(len(flat)))
-    encoder = InputEncoder(statistics, embedding=4, identity=False)
+    encoder = InputEncoder(statistics, embedding=4, dataset=CanDatasetSettings(identity=False))
     model = Vgae(VgaeSettings(hidden=[8], latent=2, heads=2), encoder).double()
     _, batch = autoencoder(flat)
     assert set(replace(batch, noise=None).losses(model, 0, 4)) == {"node", "edge", "kl"}

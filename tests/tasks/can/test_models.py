@@ -5,11 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch_geometric.nn import GATConv
 
 from can_train.tasks.can.data.batches import Gatherer
 from can_train.tasks.can.data.graphs import FlatGraphs
-from can_train.tasks.can.models import UNKNOWN_ID, GatClassifier, InputEncoder, InputStatistics, Vgae
-from can_train.tasks.can.settings import GatSettings, VgaeSettings
+from can_train.tasks.can.inputs import UNKNOWN_ID, InputEncoder, InputStatistics
+from can_train.tasks.can.models import EdgeAttention, GatClassifier, Vgae, with_self_loops, worst_nodes
+from can_train.tasks.can.settings import CanDatasetSettings, GatSettings, VgaeSettings
 from fakes.random_bus import cached_graphs, random_blocks
 
 STUDENT = GatSettings(hidden=24, layers=2, heads=4, embedding=8, dropout=0.1, head_layers=2)
@@ -22,7 +24,7 @@ def flat(tmp_path: Path) -> FlatGraphs:
 
 def encoder(flat: FlatGraphs, *, embedding: int = 8, identity: bool = True) -> InputEncoder:
     statistics = InputStatistics.fit(flat, np.arange(len(flat)))
-    return InputEncoder(statistics, embedding=embedding, identity=identity)
+    return InputEncoder(statistics, embedding=embedding, dataset=CanDatasetSettings(identity=identity))
 
 
 def parameters(model: torch.nn.Module) -> int:
@@ -88,9 +90,28 @@ def test_a_flood_stays_finite_and_ordered(flat: FlatGraphs) -> None:
 def test_a_checkpoint_alone_scores_a_log(flat: FlatGraphs, make: Callable[[InputEncoder], torch.nn.Module]) -> None:
     torch.manual_seed(0)
     trained = make(encoder(flat)).eval()
-    empty = make(InputEncoder(InputStatistics.empty(len(flat.ids)), embedding=8, identity=True)).eval()
+    empty = make(
+        InputEncoder(InputStatistics.empty(len(flat.ids)), embedding=8, dataset=CanDatasetSettings(identity=True))
+    ).eval()
     empty.load_state_dict(trained.state_dict())
     batch = Gatherer(flat)(np.arange(4))
     arguments = (batch,) if isinstance(trained, GatClassifier) else (batch, None)
     one, other = trained(*arguments), empty(*arguments)
     assert torch.equal(getattr(one, "node", one), getattr(other, "node", other))
+
+
+def test_attention_with_folded_edges_is_that_of_the_layer_it_replaces(flat: FlatGraphs) -> None:
+    torch.manual_seed(0)
+    usual, folded = GATConv(16, 6, heads=4, edge_dim=11), EdgeAttention(16, 6, heads=4, dropout=0.0)
+    folded.load_state_dict(usual.state_dict())
+    batch = Gatherer(flat)(np.arange(12))
+    x, edge = torch.randn(len(batch.can_id), 16), torch.randn(batch.edge_index.shape[1], 11)
+    ends, with_loops = with_self_loops(batch, edge)
+    expected = usual(x, batch.edge_index, edge_attr=edge)
+    torch.testing.assert_close(folded(x, ends, with_loops), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_worst_nodes_are_those_with_the_largest_errors_of_each_window() -> None:
+    error = torch.tensor([5.0, 1.0, 4.0, 3.0, 2.0, 7.0, 6.0])
+    graph = torch.tensor([0, 0, 0, 0, 0, 1, 1])
+    assert sorted(worst_nodes(error, graph).tolist()) == [0, 2, 3, 5, 6]

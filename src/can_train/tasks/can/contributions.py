@@ -11,9 +11,10 @@ from torch import Tensor
 from torch_geometric.utils import scatter
 
 from can_train.tasks.can.data.batches import GraphBatch
-from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES, NODE_FEATURES
-from can_train.tasks.can.evaluation.metrics import ERROR_WEIGHTS
-from can_train.tasks.can.models import GatClassifier, Vgae
+from can_train.tasks.can.data.behaviour import BEHAVIOUR
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES
+from can_train.tasks.can.evaluation.metrics import ERROR_TERMS, ERROR_WEIGHTS
+from can_train.tasks.can.models import GatClassifier, Vgae, worst_nodes
 
 # Properties of a CAN ID in a window that a person can look up in the log. Several columns of a network's input tell of
 # one property.
@@ -21,14 +22,21 @@ IDENTITY: Final = "identity"  # which ID it is
 FRAMES: Final = "frames"  # how many of the window's frames are its
 LAST: Final = "last"  # where in the window its last frame is
 GAP: Final = "gap"  # time between its frames and those beside them
+PERIOD: Final = "period"  # time between its own frames, and how many come in a second
+SILENCE: Final = "silence"  # time since its last frame
+CHANGE: Final = "change"  # what its payload changes from frame to frame
 NEIGHBOURS: Final = "neighbours"  # which IDs come before and after it, and how often
 LATENT: Final = "latent"  # all of it together, as an autoencoder encodes it
 BYTES: Final = tuple(f"byte_{number}" for number in range(1, MAX_PAYLOAD_BYTES + 1))  # means of payload bytes
-PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, NEIGHBOURS, LATENT)
+PROPERTIES: Final = (IDENTITY, *BYTES, FRAMES, LAST, GAP, PERIOD, SILENCE, CHANGE, NEIGHBOURS, LATENT)
 
 _GAP_FEATURES: Final = ("interval_mean_ms", "interval_std_ms", "regularity")
+_CHANGE_FEATURES: Final = ("bits_changed", "unchanged")
 _LAST_FEATURES: Final = ("first_position", "last_position", "spread")
 _OF_NODE: Final = [*BYTES, FRAMES, LAST]  # in the order of `NODE_FEATURES`
+_OF_BEHAVIOUR: Final = [
+    SILENCE if name == "silence" else CHANGE if name in _CHANGE_FEATURES else PERIOD for name in BEHAVIOUR
+]
 _OF_EDGE: Final = [
     GAP if name in _GAP_FEATURES else LAST if name in _LAST_FEATURES else NEIGHBOURS for name in EDGE_FEATURES
 ]
@@ -42,8 +50,10 @@ def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
     with torch.enable_grad():
         logits = model.classify((node, edge), batch)
         by_node, by_edge = torch.autograd.grad((logits[:, 1] - logits[:, 0]).sum(), (node, edge))
-    embedding = node.shape[1] - len(NODE_FEATURES) - 2 * len(EDGE_FEATURES)
-    columns = [*[IDENTITY] * embedding, *_OF_NODE, *_OF_EDGE, *_OF_EDGE]
+    # How much of a stranger an ID is, the last column, is part of its identity.
+    deviations = [*_OF_BEHAVIOUR * 3, IDENTITY] if model.inputs.behaviour else []
+    known = [*_OF_NODE, *_OF_EDGE, *_OF_EDGE, *deviations]
+    columns = [*[IDENTITY] * (node.shape[1] - len(known)), *known]
     raising_node, raising_edge = (by_node * node).clamp(min=0), (by_edge * edge).clamp(min=0)
     return _sums(raising_node, columns) + _at_ends(_sums(raising_edge, _OF_EDGE), batch)
 
@@ -51,14 +61,22 @@ def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
 def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[float]) -> Tensor:
     """Returns [N, P] the terms of which the anomaly score is the sum, with its `units` (see `anomaly_scores`)."""
     decoded = model.decode(batch, None)
-    node, edge = model.inputs.scaled(batch)
-    node_weight, edge_weight, latent_weight = (w / unit for w, unit in zip(ERROR_WEIGHTS, units, strict=True))
+    node, edge = model.inputs.targets(batch)
+    errors = model.errors(batch, decoded)
+    weights = dict(zip(ERROR_TERMS, (w / unit for w, unit in zip(ERROR_WEIGHTS, units, strict=True)), strict=True))
     graph_of_edge = batch.batch[batch.edge_index[0]]
-    nodes, edges = (torch.bincount(graph, minlength=batch.num_graphs)[graph] for graph in (batch.batch, graph_of_edge))
-    node_error = (decoded.node - node).square() * (node_weight / node.shape[1]) / nodes[:, None]
-    edge_error = (decoded.edge - edge).square() * (edge_weight / edge.shape[1]) / edges[:, None]
-    found = _sums(node_error, _OF_NODE) + _at_ends(_sums(edge_error, _OF_EDGE), batch)
-    found[:, PROPERTIES.index(LATENT)] = model.errors(batch, decoded).kl * latent_weight / nodes
+    worst = worst_nodes(errors.node, batch.batch)
+    nodes, edges, worsts = (
+        torch.bincount(graph, minlength=batch.num_graphs) for graph in (batch.batch, graph_of_edge, batch.batch[worst])
+    )
+    of_node = weights["node"] / nodes[batch.batch]
+    of_node[worst] += weights["worst"] / worsts[batch.batch[worst]]
+    node_error = (decoded.node - node).square() * of_node[:, None] / node.shape[1]
+    edge_error = (decoded.edge - edge).square() * (weights["edge"] / edge.shape[1]) / edges[graph_of_edge][:, None]
+    columns = [*_OF_NODE, *(_OF_BEHAVIOUR if model.inputs.behaviour else [])]
+    found = _sums(node_error, columns) + _at_ends(_sums(edge_error, _OF_EDGE), batch)
+    found[:, PROPERTIES.index(LATENT)] = errors.kl * weights["latent"] / nodes[batch.batch]
+    found[:, PROPERTIES.index(IDENTITY)] = errors.strange * weights["strangers"]
     return found
 
 

@@ -6,7 +6,8 @@ Shapes: R windows of the logical batch, B of a micro-batch, N nodes, E edges, Z 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ from torch_geometric.utils import scatter
 
 from can_train.task import Outputs
 from can_train.tasks.can.data.batches import GraphBatch
-from can_train.tasks.can.data.graphs import Floats, Ints
-from can_train.tasks.can.models import Reconstruction
+from can_train.tasks.can.data.graphs import Bools, Floats, Ints
+from can_train.tasks.can.models import Reconstruction, worst_nodes
 
 # Makes a batch of some windows.
 Gather = Callable[[Ints], GraphBatch]
@@ -32,6 +33,23 @@ def numpy_generator(generator: torch.Generator) -> np.random.Generator:
     return np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))
 
 
+def hide_ids(share: float, rows: Ints, generator: torch.Generator | None) -> Bools | None:
+    """Draws in which of a logical batch's windows [R] the model must not see IDs; without a generator in none.
+
+    All IDs of a window are hidden at once, as in a vehicle of another vocabulary. A single unknown ID stays what it is
+    on a bus that is known: a sign of an attack.
+    """
+    if generator is None or not share:
+        return None
+    return numpy_generator(generator).random(len(rows)) < share
+
+
+def _with_hidden(batch: GraphBatch, hidden: Bools | None, start: int, stop: int) -> GraphBatch:
+    if hidden is None:
+        return batch
+    return replace(batch, hidden=torch.from_numpy(hidden[start:stop]).to(batch.x.device))
+
+
 @dataclass(frozen=True, eq=False)
 class ClassifierBatch:
     """Class-weighted cross-entropy; its denominator is the sum of the windows' class weights."""
@@ -40,6 +58,7 @@ class ClassifierBatch:
     gather: Gather  # makes a batch of some of them
     weights: Floats  # [R] each window's class weight
     benign_offset: float = field(default=0.0, kw_only=True)  # added to the benign logit
+    hidden: Bools | None = field(default=None, kw_only=True)  # [R] see `hide_ids`
 
     @property
     def denominators(self) -> dict[str, float]:
@@ -48,8 +67,11 @@ class ClassifierBatch:
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
         """Returns the weighted sum over windows `start:stop`."""
-        batch = self.gather(self.rows[start:stop])
+        batch = self._batch(start, stop)
         return self._classification(model(batch), batch, start, stop)
+
+    def _batch(self, start: int, stop: int) -> GraphBatch:
+        return _with_hidden(self.gather(self.rows[start:stop]), self.hidden, start, stop)
 
     def _classification(self, logits: Tensor, batch: GraphBatch, start: int, stop: int) -> Losses:
         weights = torch.from_numpy(self.weights[start:stop]).to(batch.x)
@@ -82,7 +104,7 @@ class DistilledClassifierBatch(ClassifierBatch):
         """Returns the sums of both terms over windows `start:stop`."""
         # The teacher comes first: its activations are freed before the student's are allocated.
         target = self.teacher(self.rows[start:stop])["logits"]
-        batch = self.gather(self.rows[start:stop])
+        batch = self._batch(start, stop)
         logits = model(batch)
         either = (logits, target.to(logits.dtype))
         student, teacher = (F.log_softmax(one / self.temperature, dim=1) for one in either)
@@ -100,11 +122,12 @@ class AutoencoderBatch:
     edge_ptr: Ints  # [R + 1] offsets of their edges
     # [N, Z] of the latent for all nodes, on the host, where it takes no device memory; None: the mean is decoded.
     noise: NDArray[np.float32] | None
+    hidden: Bools | None = None  # [R] see `hide_ids`
 
     @classmethod
     def draw(
         cls, rows: Ints, gather: Gather, counts: tuple[Ints, Ints], latent: int, generator: torch.Generator | None
-    ) -> AutoencoderBatch:
+    ) -> Self:
         """Draws the noise of the whole logical batch, so that its split cannot change it; without a generator, none.
 
         `counts` are [R] nodes and [R] edges of each window, `latent` is Z.
@@ -123,8 +146,11 @@ class AutoencoderBatch:
 
     def losses(self, model: nn.Module, start: int, stop: int) -> Losses:
         """Returns the sum of each term over windows `start:stop`."""
-        batch = self.gather(self.rows[start:stop])
+        batch = self._batch(start, stop)
         return self._sums(model(batch, self._noise_of(batch, start, stop)), start, stop)
+
+    def _batch(self, start: int, stop: int) -> GraphBatch:
+        return _with_hidden(self.gather(self.rows[start:stop]), self.hidden, start, stop)
 
     def _sums(self, errors: Reconstruction, start: int, stop: int) -> Losses:
         num_nodes, num_edges = self._counts(start, stop)
@@ -142,14 +168,17 @@ class AutoencoderBatch:
 
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:
-        """Returns [B, 3] the mean node error, edge error and KL divergence of each window."""
-        errors = model(batch, None)
+        """Returns [B, 5] the `ERROR_TERMS` of each window."""
+        errors: Reconstruction = model(batch, None)
         edge_graph = batch.batch[batch.edge_index[0]]
+        worst = worst_nodes(errors.node, batch.batch)
+        means = ((errors.node, batch.batch), (errors.edge, edge_graph), (errors.kl, batch.batch),
+                 (errors.node[worst], batch.batch[worst]))  # fmt: skip
         per_graph = [
-            scatter(error.float(), graph, dim=0, dim_size=batch.num_graphs, reduce="mean")
-            for error, graph in ((errors.node, batch.batch), (errors.edge, edge_graph), (errors.kl, batch.batch))
+            scatter(error.float(), graph, dim=0, dim_size=batch.num_graphs, reduce="mean") for error, graph in means
         ]
-        return torch.stack(per_graph, dim=1)
+        strangers = scatter(errors.strange.float(), batch.batch, dim=0, dim_size=batch.num_graphs, reduce="sum")
+        return torch.stack([*per_graph, strangers], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,7 +199,7 @@ class DistilledAutoencoderBatch(AutoencoderBatch):
         """Returns the sum of each term over windows `start:stop`."""
         # The teacher comes first: its activations are freed before the student's are allocated.
         targets = self.teacher(self.rows[start:stop])
-        batch = self.gather(self.rows[start:stop])
+        batch = self._batch(start, stop)
         decoded = model.decode(batch, self._noise_of(batch, start, stop))  # type: ignore[operator]
         errors = model.errors(batch, decoded)  # type: ignore[operator]
         student = {"latent": model.projection(decoded.mean), "node": decoded.node, "edge": decoded.edge}  # type: ignore[operator]

@@ -1,139 +1,80 @@
-"""The networks of the CAN task: what they see of a window, the classifier and the autoencoder.
+"""The networks of the CAN task: the classifier and the autoencoder.
 
-CAN IDs become vocabulary indices and embeddings, counts and times are standardised. Vocabulary and scale are fitted on
-training windows and saved with the weights: a checkpoint scores any log by itself.
-
-Shapes: B graphs, N nodes, E edges, V known CAN IDs, H embedding width, Z latent width.
+Shapes: B graphs, N nodes, E edges, D deviations of a node (see `InputEncoder.deviations`), Z latent width.
 """
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch_geometric.nn import GATConv, JumpingKnowledge, global_mean_pool
-from torch_geometric.utils import scatter
+from torch_geometric.nn import JumpingKnowledge, global_max_pool, global_mean_pool
+from torch_geometric.nn.inits import glorot
+from torch_geometric.utils import add_self_loops, remove_self_loops, scatter, softmax
 
 from can_train.tasks.can.data.batches import GraphBatch
-from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, Floats, Ints
+from can_train.tasks.can.data.graphs import EDGE_FEATURES
+from can_train.tasks.can.inputs import InputEncoder
 from can_train.tasks.can.settings import GatSettings, VgaeSettings
 
-UNKNOWN_ID: Final = 0  # vocabulary index of an ID that training did not see
-MIN_VARIANCE: Final = 1e-12  # below which a column counts as constant
-WINDOWS_AT_A_TIME: Final = 4096  # whose features are summed, which bounds the memory of the float64 copy
+WORST_NODES: Final = 3  # of a window, whose error is scored beside the mean over all
+NEGATIVE_SLOPE: Final = 0.2  # of the attention's leaky ReLU: GATConv's
 MAX_LOG_STD: Final = 5.0  # log standard deviations are clipped to ± this: their exp() stays finite in half precision
 
 
-class InputStatistics(NamedTuple):
-    """Vocabulary and scale of the training windows."""
+class EdgeAttention(nn.Module):
+    r"""`GATConv` of torch_geometric on edges that have features and contain the self-loops (see `with_self_loops`).
 
-    # [V] CAN IDs of benign training windows, ascending. An ID that occurs in attacks only is no part of the vehicle: it
-    # is unknown, in training too, so that the embedding of the unknown ID is learned.
-    vocabulary: Ints
-    node_mean: Floats  # [10]
-    node_std: Floats  # [10]
-    edge_mean: Floats  # [11]
-    edge_std: Floats  # [11]
+    A head's attention takes :math:`a_e^\top W_e e_{ij}` from an edge. :math:`W_e^\top a_e` is computed first: E edges
+    are multiplied by [features, heads] and not by [features, heads · channels], which takes as much memory as the
+    messages do. Weights, their names and outputs are those of `GATConv` (Source: Veličković et al., 2018).
 
-    @classmethod
-    def fit(cls, flat: FlatGraphs, rows: Ints) -> Self:
-        """Fits vocabulary and scale on the windows `rows`."""
-        node = _mean_and_std(flat.node_features, flat.node_ptr, rows)
-        edge = _mean_and_std(flat.edge_features, flat.edge_ptr, rows)
-        return cls(known_ids(flat, rows), *node, *edge)
+    Shapes:
+        x [N, wide], ends [2, E] and features [E, 11] of the edges → [N, heads · channels].
+    """
 
-    @classmethod
-    def empty(cls, vocabulary_size: int) -> Self:
-        """Returns statistics of the right shapes, which a checkpoint overwrites."""
-        node, edge = len(NODE_FEATURES), len(EDGE_FEATURES)
-        return cls(np.arange(vocabulary_size), np.zeros(node), np.ones(node), np.zeros(edge), np.ones(edge))
-
-
-def known_ids(flat: FlatGraphs, rows: Ints) -> Ints:
-    """Returns [V] the vocabulary of the windows `rows` (see `InputStatistics`)."""
-    known = np.zeros(len(flat.ids), dtype=bool)
-    for start, stop in _contiguous(rows[flat.label[rows] == 0]):
-        known[flat.node_code[flat.node_ptr[start] : flat.node_ptr[stop]]] = True
-    return flat.ids[known]
-
-
-class InputEncoder(nn.Module):
-    """Embeds IDs, if `identity` is on, and standardises features."""
-
-    vocabulary: Tensor
-    node_mean: Tensor
-    node_std: Tensor
-    edge_mean: Tensor
-    edge_std: Tensor
-
-    def __init__(self, statistics: InputStatistics, *, embedding: int, identity: bool) -> None:
+    # Not a subclass: for each class of its own, torch_geometric writes a module into the folder of temporary files.
+    def __init__(self, wide: int, channels: int, *, heads: int, dropout: float) -> None:
         super().__init__()
-        self.identity = identity
-        self.register_buffer("vocabulary", torch.from_numpy(statistics.vocabulary.copy()))
-        for name in ("node_mean", "node_std", "edge_mean", "edge_std"):
-            self.register_buffer(name, torch.from_numpy(getattr(statistics, name)).float())
-        # One row more than IDs: index 0 is the unknown ID.
-        self.embedding = nn.Embedding(len(statistics.vocabulary) + 1, embedding) if identity else None
-        self.width = len(NODE_FEATURES) + 2 * len(EDGE_FEATURES) + (embedding if identity else 0)
+        self.heads, self.channels, self.dropout = heads, channels, dropout
+        self.lin = nn.Linear(wide, heads * channels, bias=False)
+        self.lin_edge = nn.Linear(len(EDGE_FEATURES), heads * channels, bias=False)
+        self.att_src, self.att_dst, self.att_edge = (nn.Parameter(torch.empty(1, heads, channels)) for _ in range(3))
+        self.bias = nn.Parameter(torch.zeros(heads * channels))
+        for weight in (self.lin.weight, self.lin_edge.weight, self.att_src, self.att_dst, self.att_edge):
+            glorot(weight)
 
-    def id_index(self, can_id: Tensor) -> Tensor:
-        """Looks up [N] raw IDs: 1 + position in the vocabulary, or `UNKNOWN_ID`."""
-        position = torch.searchsorted(self.vocabulary, can_id).clamp(max=len(self.vocabulary) - 1)
-        known = self.vocabulary[position] == can_id
-        return torch.where(known, position + 1, UNKNOWN_ID)
-
-    def scaled(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
-        """Standardises [N, 10] node and [E, 11] edge features, and compresses large values."""
-        # A flooded bus is hundreds of deviations from the mean. asinh is the identity near zero and a logarithm far
-        # from it, so that such a value neither dominates a gradient nor is clipped to look like any other.
-        node = (batch.x - self.node_mean) / self.node_std
-        edge = (batch.edge_attr - self.edge_mean) / self.edge_std
-        return torch.asinh(node), torch.asinh(edge)
-
-    def forward(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
-        """Returns node inputs [N, width] and edge inputs [E, 11]."""
-        node, edge = self.scaled(batch)
-        # A node also sees the mean of the edges that enter and that leave it: attention layers use an edge's features
-        # to weigh messages, and never as their content.
-        leaving, entering = (scatter(edge, end, dim_size=len(node), reduce="mean") for end in batch.edge_index)
-        parts = [node, entering, leaving]
-        if self.embedding is not None:
-            parts.insert(0, self.embedding(self.id_index(batch.can_id)).to(node.dtype))
-        return torch.cat(parts, dim=1), edge
+    def forward(self, x: Tensor, ends: Tensor, edge: Tensor) -> Tensor:
+        """Returns the nodes' sums of the messages that enter them, weighted by attention."""
+        source, target = ends
+        message = self.lin(x).view(-1, self.heads, self.channels)
+        folded = (self.lin_edge.weight.view(self.heads, self.channels, -1) * self.att_edge[0, :, :, None]).sum(1)
+        of_source, of_target = ((message * weight).sum(-1) for weight in (self.att_src, self.att_dst))
+        alpha = of_source.index_select(0, source) + of_target.index_select(0, target) + F.linear(edge, folded)
+        alpha = softmax(F.leaky_relu(alpha, NEGATIVE_SLOPE), target, num_nodes=len(x))
+        alpha = F.dropout(alpha, self.dropout, self.training)
+        entering = alpha[:, :, None] * message.index_select(0, source)
+        summed: Tensor = scatter(entering, target, dim=0, dim_size=len(x), reduce="sum")
+        return summed.flatten(1) + self.bias
 
 
-def _mean_and_std(features: NDArray[np.float32], ptr: Ints, rows: Ints) -> tuple[Floats, Floats]:
-    """Returns mean and standard deviation of each column over the members of the windows `rows`."""
-    count, total, squares = 0, np.zeros(features.shape[1]), np.zeros(features.shape[1])
-    for start, stop in _contiguous(rows):
-        values = features[ptr[start] : ptr[stop]].astype(np.float64)
-        count += len(values)
-        total += values.sum(axis=0)
-        squares += np.square(values).sum(axis=0)
-    mean = total / max(count, 1)
-    variance = squares / max(count, 1) - mean**2
-    # A constant column has no scale: it stays as it is.
-    return mean, np.where(variance > MIN_VARIANCE, np.sqrt(np.maximum(variance, MIN_VARIANCE)), 1.0)
+def with_self_loops(batch: GraphBatch, edge: Tensor) -> tuple[Tensor, Tensor]:
+    """Replaces self-loops by one for each node, whose features are the mean of those of the edges that enter it.
 
-
-def _contiguous(rows: Ints) -> list[tuple[int, int]]:
-    """Cuts rows into half-open runs of adjacent ones, each of at most `WINDOWS_AT_A_TIME`."""
-    ordered = np.sort(rows)
-    breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
-    return [
-        (int(part[0]), int(part[-1]) + 1)
-        for run in np.split(ordered, breaks)
-        for part in np.split(run, range(WINDOWS_AT_A_TIME, len(run), WINDOWS_AT_A_TIME))
-        if len(part)
-    ]
+    Returns:
+        Ends [2, E' + N] and features [E' + N, 11] of the edges, E' of which are no self-loops.
+    """
+    ends, edge = remove_self_loops(batch.edge_index, edge)
+    return add_self_loops(ends, edge, fill_value="mean", num_nodes=len(batch.can_id))  # type: ignore[no-any-return]
 
 
 class GatClassifier(nn.Module):
     r"""Graph attention over a window's ID graph; the outputs of all layers are joined, mean-pooled and classified.
+
+    The classifier also sees the largest and the smallest of each deviation in the window: in a mean over all IDs, one
+    that is out of step is lost.
 
     Each layer is :math:`h_i' = \Vert_k \mathrm{ELU}\left(\sum_{j \in N(i) \cup i} \alpha^k_{ij} W^k h_j\right)`, whose
     attention :math:`\alpha` sees edge features (GAT: Veličković et al., 2018; jumping knowledge: Xu et al., 2018).
@@ -148,7 +89,7 @@ class GatClassifier(nn.Module):
         self.dropout = settings.dropout
         width = settings.hidden * settings.heads
         self.layers = nn.ModuleList(
-            GATConv(wide, settings.hidden, heads=settings.heads, dropout=settings.dropout, edge_dim=len(EDGE_FEATURES))
+            EdgeAttention(wide, settings.hidden, heads=settings.heads, dropout=settings.dropout)
             for wide in [inputs.width] + [width] * (settings.layers - 1)
         )
         self.jump = JumpingKnowledge("cat")
@@ -156,7 +97,8 @@ class GatClassifier(nn.Module):
         head: list[nn.Module] = []
         for _ in range(settings.head_layers - 1):
             head += [nn.Linear(width, width), nn.ELU(), nn.Dropout(settings.dropout)]
-        self.head = nn.Sequential(*head, nn.Linear(width, 2))
+        self.head = nn.Sequential(*head)
+        self.output = nn.Linear(width + 2 * inputs.num_deviations, 2)
 
     def forward(self, batch: GraphBatch) -> Tensor:
         """Returns logits [B, 2]."""
@@ -164,14 +106,17 @@ class GatClassifier(nn.Module):
 
     def classify(self, inputs: tuple[Tensor, Tensor], batch: GraphBatch) -> Tensor:
         """Returns logits [B, 2] of node inputs [N, width] and edge inputs [E, 11]."""
-        x, edge_attr = inputs
+        x, edge = inputs
+        deviations = x[:, x.shape[1] - self.inputs.num_deviations :]
+        extremes = (sign * global_max_pool(sign * deviations, batch.batch, batch.num_graphs) for sign in (1, -1))
+        ends, edge = with_self_loops(batch, edge)
         outputs = []
         for layer in self.layers:
-            x = F.elu(layer(x, batch.edge_index, edge_attr=edge_attr))
+            x = F.elu(layer(x, ends, edge))
             x = F.dropout(x, self.dropout, self.training)
             outputs.append(x)
         pooled = global_mean_pool(self.jump(outputs), batch.batch, batch.num_graphs)
-        logits: Tensor = self.head(pooled)
+        logits: Tensor = self.output(torch.cat([self.head(pooled), *extremes], dim=1))
         return logits
 
 
@@ -179,10 +124,19 @@ class GatClassifier(nn.Module):
 class Reconstruction:
     """Errors of a reconstruction, of each node or edge."""
 
-    node: Tensor  # [N] mean squared error of the standardised node features
+    node: Tensor  # [N] mean squared error of the node's features, see `InputEncoder.targets`
     edge: Tensor  # [E] mean squared error of the standardised edge features
     can_id: Tensor | None  # [N] cross-entropy of the node's own ID; None where identity is off
     kl: Tensor  # [N] KL divergence of the latent from a standard normal, in nats
+    strange: Tensor  # [N] see `InputEncoder.strangeness`; no error, but what a reconstruction cannot show
+
+
+def worst_nodes(error: Tensor, graph: Tensor) -> Tensor:
+    """Returns the positions of the `WORST_NODES` largest errors [N] of each graph, of all where it has no more."""
+    order = torch.argsort(error, descending=True, stable=True)
+    order = order[torch.argsort(graph[order], stable=True)]
+    first = torch.searchsorted(graph[order], graph[order])
+    return order[torch.arange(len(order), device=order.device) - first < WORST_NODES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +145,7 @@ class Decoded:
 
     mean: Tensor  # [N, Z] of the latent
     log_std: Tensor  # [N, Z] of the latent
-    node: Tensor  # [N, 10] standardised node features
+    node: Tensor  # [N, T] the node's features, see `InputEncoder.targets`
     edge: Tensor  # [E, 11] standardised edge features
     id_logits: Tensor | None  # [N, V + 1] of the node's own ID; None where identity is off
 
@@ -218,14 +172,13 @@ class Vgae(nn.Module):
         widths = [inputs.width, *settings.hidden]
         heads, dropout = settings.heads, settings.dropout
         self.layers = nn.ModuleList(
-            GATConv(wide, out // heads, heads=heads, dropout=dropout, edge_dim=len(EDGE_FEATURES))
-            for wide, out in pairwise(widths)
+            EdgeAttention(wide, out // heads, heads=heads, dropout=dropout) for wide, out in pairwise(widths)
         )
         self.mean = nn.Linear(widths[-1], settings.latent)
         self.log_std = nn.Linear(widths[-1], settings.latent)
         mirrored = [settings.latent, *reversed(settings.hidden)]
         self.decoder = _mlp(mirrored)
-        self.node_head = nn.Linear(mirrored[-1], len(NODE_FEATURES))
+        self.node_head = nn.Linear(mirrored[-1], inputs.num_targets)
         self.id_head = nn.Linear(mirrored[-1], len(inputs.vocabulary) + 1) if inputs.identity else None
         pair = _mlp([2 * settings.latent, mirrored[1]])
         self.edge_decoder = nn.Sequential(pair, nn.Linear(mirrored[1], len(EDGE_FEATURES)))
@@ -234,9 +187,10 @@ class Vgae(nn.Module):
     def encode(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
         """Returns mean and log standard deviation of the latent, [N, Z] each."""
         # A function of its own: what it computes on the way is freed before the decoder begins.
-        x, edge_attr = self.inputs(batch)
+        x, edge = self.inputs(batch)
+        ends, edge = with_self_loops(batch, edge)
         for layer in self.layers:
-            x = F.elu(layer(x, batch.edge_index, edge_attr=edge_attr))
+            x = F.elu(layer(x, ends, edge))
             x = F.dropout(x, self.dropout, self.training)
         return self.mean(x), self.log_std(x).clamp(-MAX_LOG_STD, MAX_LOG_STD)
 
@@ -256,16 +210,18 @@ class Vgae(nn.Module):
 
     def errors(self, batch: GraphBatch, decoded: Decoded) -> Reconstruction:
         """Compares a reconstruction with its batch."""
-        node, edge = self.inputs.scaled(batch)
+        node, edge = self.inputs.targets(batch)
         mean, log_std = decoded.mean, decoded.log_std
+        index = self.inputs.id_index(batch.can_id)
         can_id = None
         if decoded.id_logits is not None:
-            can_id = F.cross_entropy(decoded.id_logits, self.inputs.id_index(batch.can_id), reduction="none")
+            can_id = F.cross_entropy(decoded.id_logits, index, reduction="none")
         return Reconstruction(
             node=(decoded.node - node).square().mean(dim=1),
             edge=(decoded.edge - edge).square().mean(dim=1),
             can_id=can_id,
             kl=0.5 * (mean.square() + (2 * log_std).exp() - 2 * log_std - 1).sum(dim=1),
+            strange=self.inputs.strangeness(batch, index) if self.inputs.identity else torch.zeros_like(node[:, 0]),
         )
 
     def forward(self, batch: GraphBatch, noise: Tensor | None) -> Reconstruction:

@@ -12,7 +12,8 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Final
+from copy import copy
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ from can_train.task import ReferenceModel
 from can_train.tasks.can.contributions import autoencoder_contributions, classifier_contributions
 from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, Floats, Ints
-from can_train.tasks.can.evaluation.metrics import anomaly_scores
+from can_train.tasks.can.evaluation.metrics import ERROR_TERMS, anomaly_scores
+from can_train.tasks.can.inputs import InputEncoder, InputStatistics, known_ids, num_targets
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
-from can_train.tasks.can.models import GatClassifier, InputEncoder, InputStatistics, Vgae, build_network, known_ids
+from can_train.tasks.can.models import GatClassifier, Vgae, build_network
 from can_train.tasks.can.settings import GatSettings
 
 if TYPE_CHECKING:
@@ -67,6 +69,12 @@ class WindowModel(ABC):
     def combine(self, scores: Floats) -> Floats:
         """Returns [R] final scores, higher is more attack-like, from [R, S] raw ones."""
 
+    def on(self, flat: FlatGraphs) -> Self:
+        """Returns the same model, with the same network, on other windows."""
+        other = copy(self)
+        other._flat = flat
+        return other
+
     def describe(self, row: int) -> str:
         """Names a window in a message."""
         flat = self._flat
@@ -87,7 +95,7 @@ class FinishedNetwork(WindowModel):
         run, weights = finished.run, finished.weights
         try:
             statistics = InputStatistics.empty(len(weights["inputs.vocabulary"]))
-            inputs = InputEncoder(statistics, embedding=run.model.embedding, identity=run.dataset.identity)
+            inputs = InputEncoder(statistics, embedding=run.model.embedding, dataset=run.dataset)
             # An autoencoder that learned from a teacher has weights [teacher's Z, Z] in addition.
             model = build_network(run.model, inputs, projected=len(weights.get("projection.weight", ())))
             # Weights of a run in double precision would lose digits in a network of single precision.
@@ -107,13 +115,19 @@ class FinishedNetwork(WindowModel):
         if not self._supervised:
             self.error_units = finished.result.get("judgement", {}).get("error_units")
 
+    def on(self, flat: FlatGraphs) -> Self:
+        """Returns the same model, with the same network, on other windows."""
+        other = super().on(flat)
+        other._gather = Gatherer(flat)
+        return other
+
     @property
     def threshold(self) -> float:
         """Score above which the model's own run flags a window."""
         return float(self.finished.result["judgement"]["threshold"])
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, 1] attack logit differences, or [R, 3] node, edge and latent errors."""
+        """Returns [R, 1] attack logit differences, or [R, 5] `ERROR_TERMS`."""
         batch = self._gather(rows).to(device, dtype)
         kind = ClassifierBatch if self._supervised else AutoencoderBatch
         with torch.autocast(device.type, enabled=False) if self._full_precision else nullcontext():
@@ -187,8 +201,8 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
         """Columns of each output."""
         if self.output == "reconstruction":
             latent = self.finished.run.model.latent
-            return {"latent": latent, "node": len(NODE_FEATURES), "edge": len(EDGE_FEATURES)}
-        return {self.output: {"logits": 2, "errors": 3}[self.output]}
+            return {"latent": latent, "node": num_targets(self.finished.run.dataset), "edge": len(EDGE_FEATURES)}
+        return {self.output: {"logits": 2, "errors": len(ERROR_TERMS)}[self.output]}
 
     def batch_features(self, rows: Ints) -> Floats:
         """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
@@ -202,7 +216,7 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
         return {"latent": nodes, "node": nodes, "edge": edges}
 
     def outputs(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Returns [R, 2] logits; [R, 3] errors; or [N, Z] latents with [N, 10] node and [E, 11] edge features."""
+        """Returns [R, 2] logits; [R, 5] errors; or [N, Z] latents with [N, T] node and [E, 11] edge features."""
         if self.output == "errors":
             return {"errors": self.scores(model, rows, device, dtype)}
         batch = self._gather(rows).to(device, dtype)

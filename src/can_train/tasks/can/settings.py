@@ -30,12 +30,15 @@ def experience(dataset: str, mode: str) -> tuple[float, str, list[tuple[float, s
     return base, reason, [_MODES[mode]] if mode in _MODES else []
 
 
-# Log formats; `auto` recognises them by the content.
+# Formats of text logs; `auto` recognises them by the content. BLF and MF4 files are always recognised.
 FORMATS = (
     "can_train_and_test", "car_hacking", "hcrl_text", "hcrl_challenge",
-    "candump", "candump_labelled", "whitespace", "columns",
+    "candump", "candump_labelled", "whitespace", "asc", "trc", "python_can", "savvycan", "columns",
 )  # fmt: skip
 ID_BASES = ("auto", "hex", "dec")
+BEHAVIOUR_FEATURES = "behaviour"
+FEATURES = (BEHAVIOUR_FEATURES, "classic")
+TIME_UNITS = ("auto", "s", "ms", "us", "ns")
 SIZES = ("teacher", "student")
 
 
@@ -44,7 +47,7 @@ class ColumnSettings:
     """Which columns of a CSV file with a header hold what. An empty name: recognised by the header."""
 
     timestamp: str = ""
-    """Seconds."""
+    """Seconds, another unit that the name tells (`time_ms`), or dates (ISO 8601)."""
     id: str = ""
     """CAN identifier."""
     dlc: str = ""
@@ -53,20 +56,34 @@ class ColumnSettings:
     """Payload in hexadecimal, with or without separators; or several columns of one byte each, separated by spaces."""
     label: str = ""
     """Attack label; a log without one is unlabelled."""
+    channel: str = ""
+    """Interface (bus) of a frame."""
+
+
+DRIVE_SECONDS: Final = {1: 20.0, 2: 60.0}  # default length of a drive by version
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticSettings:
     """The simulated bus behind `--dataset synthetic`."""
 
+    version: int = 2
+    """2: traffic like that of logged vehicles, and attacks as rare as in published logs; 1: the bus of before."""
     seed: int = 0
     """Seed of vehicles, traffic and attacks."""
-    seconds: float = 20.0
-    """Length of each training drive in seconds, a test drive being half as long; the data grow linearly with it."""
+    seconds: float = 0.0
+    """Length of each drive in seconds (a test drive of version 1 is half as long); the data grow linearly with it. 0:
+    the version's own length, 60 or 20."""
 
     def __post_init__(self) -> None:
+        check_range("dataset.synthetic.version", self.version, low=min(DRIVE_SECONDS), high=max(DRIVE_SECONDS))
         check_range("dataset.synthetic.seed", self.seed, low=0)
-        check_range("dataset.synthetic.seconds", self.seconds, low=5.0, high=3600.0)
+        check_range("dataset.synthetic.seconds", self.drive_s, low=5.0, high=3600.0)
+
+    @property
+    def drive_s(self) -> float:
+        """Length of each drive in seconds; of each training drive in version 1."""
+        return float(self.seconds or DRIVE_SECONDS[self.version])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +100,10 @@ class CanDatasetSettings:
     """Column names of a CSV file with a header."""
     id_base: str = "auto"
     """Whether IDs of a CSV file with a header are written in hexadecimal or decimal."""
+    time_unit: str = "auto"
+    """Unit of the times: s, ms, us or ns; auto: by the format, by the column's name, or by how often IDs repeat."""
+    channel: str = ""
+    """The one interface whose frames are read (`can0`), where a log has several; empty: all of them, as one bus."""
     benign_values: list[str] = field(default_factory=lambda: ["", "0", "r", "normal", "benign", "false", "none", "na"])
     """Label values (in any letter case) that mean: no attack. Any other is an attack; a word names its kind."""
     max_malformed: float = 0.01
@@ -91,8 +112,13 @@ class CanDatasetSettings:
     """Frames in a window."""
     stride: int = 0
     """Frames from one window's start to the next one's; 0: the window's length, so that windows do not overlap."""
+    features: str = BEHAVIOUR_FEATURES
+    """What models see of an ID: also its behaviour compared with its own before (behaviour), or the window alone
+    (classic)."""
     identity: bool = True
     """Whether models see which CAN ID a node is; off, they see behaviour only."""
+    id_dropout: float = 0.5
+    """Share of training's windows in which IDs are hidden, as if the vehicle were not known."""
     validation_share: float = 0.2
     """Share of the training time that is kept for validation: thresholds and early stopping."""
     test_share: float = 0.2
@@ -103,6 +129,9 @@ class CanDatasetSettings:
     def __post_init__(self) -> None:
         check_choice("dataset.format", self.format, ("auto", *FORMATS))
         check_choice("dataset.id_base", self.id_base, ID_BASES)
+        check_choice("dataset.features", self.features, FEATURES)
+        check_range("dataset.id_dropout", self.id_dropout, low=0.0, high=1.0)
+        check_choice("dataset.time_unit", self.time_unit, TIME_UNITS)
         check_range("dataset.max_malformed", self.max_malformed, low=0.0, high=1.0)
         check_range("dataset.window", self.window, low=2)
         check_range("dataset.stride", self.stride, low=0)
@@ -313,9 +342,9 @@ TASK = TaskSettings(
     dataset=CanDatasetSettings,
     key_prefix="",
     example="--model gat --dataset synthetic",
-    inputs=("name", "window", "identity", "validation_share", "test_share", "synthetic"),
+    inputs=("name", "window", "features", "identity", "validation_share", "test_share", "synthetic"),
     follows={"stride": "window"},
-    inherited=("window", "stride", "identity", "validation_share", "test_share"),
+    inherited=("window", "stride", "features", "identity", "validation_share", "test_share"),
     modes={
         "normal": CanModeSettings,
         "autoencoder": CanModeSettings,
@@ -353,6 +382,7 @@ TASK = TaskSettings(
     factory="can_train.tasks.can.task:make_task",
     sampler="can_train.tasks.can.task:sample_task",
     evaluator="can_train.tasks.can.evaluation.evaluate:make_evaluation",
+    detector="can_train.tasks.can.evaluation.live:make_live_detection",
     tables="can_train.tasks.can.evaluation.judging:judgement_tables",
     summary_tables="can_train.tasks.can.evaluation.judging:summary_tables",
     files="can_train.tasks.can.data.layout:data_files",

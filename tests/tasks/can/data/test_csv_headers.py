@@ -4,13 +4,8 @@ import polars as pl
 import pytest
 
 from can_train.errors import ConfigError, DataError
-from can_train.tasks.can.data.formats import (
-    Grammar,
-    header_grammars,
-    looks_hexadecimal,
-    parse_rows,
-    too_large_for_hexadecimal,
-)
+from can_train.tasks.can.data.formats import header_grammars, looks_hexadecimal, too_large_for_hexadecimal
+from can_train.tasks.can.data.grammar import Grammar, parse_rows
 from can_train.tasks.can.data.reading import LabelEncoder
 from can_train.tasks.can.settings import CanDatasetSettings, ColumnSettings
 
@@ -37,6 +32,11 @@ def first_frame(text: str, **settings: object) -> tuple[float, int, str, str | N
         ('time,name,id,data,class\n1.5,"a, ""b""",12A,"00:ff",""', (1.5, 0x12A, "00ff", '""')),
         ("id,timestamp,data_1,data_2,data_3\n12A,1.5,0,ff,", (1.5, 0x12A, "00ff", None)),
         ("timestamp,id,data\n1.5,0x12A,", (1.5, 0x12A, "", None)),
+        (
+            "TimestampEpoch;BusChannel;ID;IDE;DLC;DataLength;Dir;DataBytes\n1.5;1;12A;0;9;12;0;" + "0A" * 12,
+            (1.5, 0x12A, "0a" * 12, None),
+        ),
+        ("Time [s],Bus,ID,LEN,D1,D2\n1.5,0,12A,2,0,ff", (1.5, 0x12A, "00ff", None)),
     ],
 )
 def test_columns_are_recognised_by_their_names(text: str, expected: tuple[float, int, str, str | None]) -> None:

@@ -3,15 +3,18 @@
 import polars as pl
 import pytest
 
-from can_train.tasks.can.data.formats import LINE_GRAMMARS, PUBLISHED_CSV_GRAMMARS, Grammar, parse_rows
+from can_train.tasks.can.data.grammar import Grammar, parse_rows
+from can_train.tasks.can.data.line_formats import LINE_GRAMMARS, PUBLISHED_CSV_GRAMMARS
 
 CAR_HACKING = "1478198376.389427,0316,8,05,21,68,09,21,21,00,6f,R"
 CANDUMP = "(1478198376.389427) can0 12A#00F0"
 HCRL_TEXT = "Timestamp: 1479121434.850202  ID: 0350  000  DLC: 2  05 28"
 
 
-def grammar_of(name: str) -> Grammar:
-    return next(grammar for grammar in (*PUBLISHED_CSV_GRAMMARS, *LINE_GRAMMARS) if grammar.name == name)
+def grammar_of(name: str, row: str = "") -> Grammar:
+    """The grammar of this name that reads the row, or the first one."""
+    named = [grammar for grammar in (*PUBLISHED_CSV_GRAMMARS, *LINE_GRAMMARS) if grammar.name == name]
+    return next((grammar for grammar in named if len(parse_rows(pl.Series([row]), grammar).position)), named[0])
 
 
 def reason(name: str, row: str) -> str:
@@ -21,7 +24,7 @@ def reason(name: str, row: str) -> str:
 
 def values(name: str, row: str) -> tuple[int, str]:
     """The ID and the payload of a well-formed row."""
-    rows = parse_rows(pl.Series([row], dtype=pl.String), grammar_of(name))
+    rows = parse_rows(pl.Series([row], dtype=pl.String), grammar_of(name, row))
     assert len(rows.malformed) == 0
     return int(rows.can_id.item()), rows.payload[0, : rows.length.item()].tobytes().hex()
 
@@ -42,6 +45,19 @@ def values(name: str, row: str) -> tuple[int, str]:
         ("candump", "(1.5) can0 12A#R8", 0x12A, ""),
         ("candump", " (000.000000)  can0  0CF00331   [3]  FF FE 01", 0xCF00331, "fffe01"),
         ("candump", " (1.5)  can0  12A   [8]  remote request", 0x12A, ""),
+        ("candump", "(1.5) can0 12A##1AABB", 0x12A, "aabb"),
+        ("candump", "(1.5) can0 12A#00F0 R", 0x12A, "00f0"),
+        ("candump", "(1.5) can0 12A# T", 0x12A, ""),
+        ("candump", "(1.5) can0 12A#R8 R", 0x12A, ""),
+        ("candump", " (1.5)  can0  12A   [2]  27 41   ''A'", 0x12A, "2741"),
+        ("candump", " (1.5)  can0  TX - -  12A   [2]  27 41", 0x12A, "2741"),
+        ("candump_labelled", "(1.5) can0 12A#AA R 1", 0x12A, "aa"),
+        ("trc", "  1)      1059.9  Rx         0300  2  00 F0 ", 0x300, "00f0"),
+        ("trc", "  1)      1059 00000300  0", 0x300, ""),
+        ("asc", "0.1 1  300x  Rx   d 2 00 F0  Length = 0", 0x300, "00f0"),
+        ("asc", "0.1 CANFD 1 Rx 300  1 0 2 2 00 F0   13 00 00", 0x300, "00f0"),
+        ("asc", "0.1 CANFD 1 Rx 300  1 0 2 2 00 F0 13 00 ", 0x300, "00f0"),
+        ("asc", "0.1 1  300  Rx   r", 0x300, ""),
         ("candump_labelled", f"{CANDUMP} False\tTrue", 0x12A, "00f0"),
         ("candump_labelled", "(1.5)  can0  12A   [1]  FA  0 1", 0x12A, "fa"),
         ("whitespace", "1483093132.049669  0380  000  2  30 bb", 0x380, "30bb"),
@@ -73,10 +89,13 @@ def test_a_row_is_read(name: str, row: str, can_id: int, payload: str) -> None:
         ("car_hacking", "1e999,0316,0,R", "the timestamp is not a number"),
         ("hcrl_text", HCRL_TEXT[:-3], "the DLC disagrees"),
         ("hcrl_text", HCRL_TEXT[:-1], "not made of whole hexadecimal bytes"),
-        ("candump", "(1.5) can0 12A##1AABB", "CAN FD frames are not supported"),
+        ("candump", "(1.5) can0 12A##1000102030405060708", "no CAN FD frame has a payload of this length"),
+        ("candump", f"(1.5) can0 12A##1{'00' * 65}", "longer than 64 bytes"),
         ("candump", "(1.5) can0 12A#00F", "not made of whole hexadecimal bytes"),
         ("candump", "(1.5) can0 12A#000102030405060708", "longer than 8 bytes"),
-        ("candump", "(1.5) can0 20000080#00", "does not fit into 29 bits"),
+        ("candump", "(1.5) can0 40000080#00", "does not fit into 29 bits"),
+        ("candump", "(1e308) can0 080#00", "beyond any clock"),
+        ("candump", "(-1e308) can0 080#00", "beyond any clock"),
         ("candump", "(1.5)  can0  12A   [3]  00 F0", "the DLC disagrees"),
         ("candump_labelled", CANDUMP, "the label is missing"),
         ("candump_labelled", "(1.5) can0 12A#1", "not made of whole hexadecimal bytes"),
@@ -101,3 +120,57 @@ def test_blank_lines_comments_and_repeated_headers_are_no_rows() -> None:
 def test_positions_tell_good_and_malformed_rows_apart() -> None:
     rows = parse_rows(pl.Series([CAR_HACKING, "rubbish", None, CAR_HACKING]), grammar_of("car_hacking"))
     assert (rows.position.tolist(), rows.malformed["position"].to_list()) == ([0, 3], [1])
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("candump", "(1.5) can0 20000080#0000000000000000"),
+        ("candump", "(1.5) can0 20000080#"),
+        ("candump", " (1.5)  can0  2000008C   [8]  00 00 00 00 00 00 00 00   ERRORFRAME"),
+        ("candump", " (1.5)  can0  RX - -  20000004   [8]  00 04 00 00 00 00 00 00   ERRORFRAME"),
+        ("candump_labelled", "(1.5) can0 20000004#0000000000000000 0"),
+        ("asc", "   0.100000 1  ErrorFrame"),
+        ("asc", "   0.100000 CANFD   1 Rx   ErrorFrame Not Acknowledge error"),
+        ("trc", "     7)      1060.0  Error  0008  4  00 19 08 08"),
+        ("trc", "      7      1060.0 ER 1         Rx -  5    04 00 02 00 00"),
+        ("python_can", "1.5,0x0,1,0,1,0,"),
+    ],
+)
+def test_an_error_frame_is_counted_and_not_malformed(name: str, row: str) -> None:
+    rows = parse_rows(pl.Series([row]), grammar_of(name))
+    assert (len(rows.position), len(rows.malformed), rows.error_frames) == (0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("candump", "\tcontroller-problem{rx-error-warning}"),
+        ("candump", "\tbus-error"),
+        ("candump", "DROPCOUNT: dropped 1 CAN frame on 'can0' socket (total drops 1)"),
+        ("asc", "base hex  timestamps absolute"),
+        ("asc", "   0.000000 Start of measurement"),
+        ("asc", "   0.1 CAN 1 Status:chip status error active"),
+        ("asc", "   0.1 1  Statistic: D 0 R 0 XD 0 XR 0 E 0 O 0 B 0.00%"),
+        ("trc", ";   Message   Time    Type    ID"),
+        ("trc", "     7)      1060.0  Warng  FFFFFFFF  4  00 00 00 08  BUSHEAVY"),
+        ("trc", "      7      1060.0 ST 1         Rx -  4    00 00 00 08"),
+    ],
+)
+def test_events_and_remarks_are_no_rows(name: str, line: str) -> None:
+    rows = parse_rows(pl.Series([line]), grammar_of(name))
+    assert (len(rows.position), len(rows.malformed), rows.error_frames) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("asc", "   0.100000 1  12A             Rx   d 8 01 02"),
+        ("asc", "   0.100000 CANFD   1 Rx   12A  1 0 a 16 01 02"),
+        ("trc", "     7)      1060.0  Rx     012A  8  01 02"),
+        ("savvycan", "1000,0000012A,false,Rx,0,8,01,02,"),
+        ("python_can", "1.5,0x12a,0,0,0,8,AAA="),
+    ],
+)
+def test_a_row_that_was_cut_off_is_malformed(name: str, row: str) -> None:
+    assert "the DLC disagrees" in reason(name, row)

@@ -111,6 +111,12 @@ def test_hidden_files_documents_and_other_suffixes_are_no_logs(tmp_path: Path) -
     assert [log.group for log in by_path(tmp_path)] == ["a.csv", "deep/er/f.txt"]
 
 
+def test_logs_of_every_format_and_compression_are_found(tmp_path: Path) -> None:
+    names = ("a.asc", "b.TRC.gz", "c.csv.bz2", "d.log.xz", "e.txt.zst", "f.blf", "g.mf4")
+    lay_out(tmp_path, (*names, "h.zst", "i.blf.gz", "capture_metadata.json"))
+    assert [log.group for log in by_path(tmp_path)] == list(names)
+
+
 def test_logs_in_a_hidden_place_are_found_when_it_is_asked_for(tmp_path: Path) -> None:
     assert len(by_path(lay_out(tmp_path / ".data", ("a.csv",)))) == 1
 

@@ -15,10 +15,11 @@ from can_train.errors import DataError, MissingDataError
 from can_train.tasks.can.data.graphs import Frames
 from can_train.tasks.can.data.reading import LogReader
 from can_train.tasks.can.settings import FORMATS, CanDatasetSettings
-from fakes.tasks_can_writers import WRITERS, Message, Writer, car_hacking, write_log
+from fakes.tasks_can_writers import COMPRESSORS, WRITERS, Message, Writer, car_hacking, write_log
 
 AUTO = CanDatasetSettings()
 EXAMPLES_PER_FORMAT = 25
+FD_LENGTHS = (12, 16, 20, 24, 32, 48, 64)
 BLOCK_BYTES = st.sampled_from([1, 30, 200, 1 << 20])
 FIXTURES = Path(__file__).parents[3] / "fixtures" / "can"
 SHARED_LOGS = Path(__file__).parents[5] / "shared" / "data" / "can"
@@ -26,18 +27,21 @@ TRAFFIC = [Message(1_000_000 + 500 * i, 0x100 + i % 7, bytes([i % 256, 7]), atta
 
 
 @st.composite
-def traffic(draw: st.DrawFn, *, remote: bool) -> list[Message]:
+def traffic(draw: st.DrawFn, writer: Writer) -> list[Message]:
     times = sorted(draw(st.lists(st.integers(0, 2_000_000_000_000_000), min_size=1, max_size=12)))
-    return [draw(messages(microseconds, remote=remote)) for microseconds in times]
+    return [draw(messages(microseconds, writer)) for microseconds in times]
 
 
 @st.composite
-def messages(draw: st.DrawFn, microseconds: int, *, remote: bool) -> Message:
-    is_remote = remote and draw(st.booleans())
+def messages(draw: st.DrawFn, microseconds: int, writer: Writer) -> Message:
+    is_remote = writer.remote and draw(st.booleans())
+    payload = st.binary(max_size=8)
+    if writer.fd:
+        payload |= st.sampled_from(FD_LENGTHS).flatmap(lambda size: st.binary(min_size=size, max_size=size))
     return Message(
         microseconds,
         draw(st.integers(0, 0x7FF) | st.integers(0x800, 0x1FFF_FFFF)),
-        b"" if is_remote else draw(st.binary(max_size=8)),
+        b"" if is_remote else draw(payload),
         attack=draw(st.booleans()),
         remote=is_remote,
     )
@@ -67,10 +71,13 @@ def assert_read_as_written(done: Read, written: Sequence[Message], writer: Write
     assert done.reader.labelled == writer.labelled
     assert done.reader.kinds == list(writer.kinds[: 1 + any_attack])
     assert done.reader.report.malformed == done.reader.report.backwards == 0
-    assert frames.timestamp.tolist() == [float(m.time) for m in written]
+    assert np.round(frames.timestamp * 1e6).astype(np.int64).tolist() == [m.microseconds for m in written]
+    if writer.exact:
+        assert frames.timestamp.tolist() == [float(m.time) for m in written]
     assert frames.can_id.tolist() == [m.can_id for m in written]
     assert frames.length.tolist() == [len(m.payload) for m in written]
-    assert frames.payload.tolist() == [list(m.payload.ljust(8, b"\0")) for m in written]
+    width = 64 if any(len(m.payload) > 8 for m in written) else 8
+    assert frames.payload.tolist() == [list(m.payload.ljust(width, b"\0")) for m in written]
     assert frames.label.tolist() == [int(writer.labelled and m.attack) for m in written]
     assert [getattr(frames, name).dtype for name in ("can_id", "length", "payload", "label")] == [
         np.uint32, np.uint8, np.uint8, np.uint8,
@@ -79,12 +86,12 @@ def assert_read_as_written(done: Read, written: Sequence[Message], writer: Write
 
 @pytest.mark.parametrize("name", WRITERS)
 @settings(max_examples=EXAMPLES_PER_FORMAT)
-@given(data=st.data(), block_bytes=BLOCK_BYTES, suffix=st.sampled_from(["", ".gz"]))
+@given(data=st.data(), block_bytes=BLOCK_BYTES, suffix=st.sampled_from(["", *COMPRESSORS]))
 def test_any_frames_written_in_any_format_are_read_back(
     name: str, data: st.DataObject, block_bytes: int, suffix: str
 ) -> None:
     writer = WRITERS[name]
-    written = data.draw(traffic(remote=writer.remote))
+    written = data.draw(traffic(writer))
     text = writer.write(written)
     assert_read_as_written(read_text(text, name=f"log{suffix}", block_bytes=block_bytes), written, writer)
 
@@ -94,7 +101,7 @@ def test_any_frames_written_in_any_format_are_read_back(
 @given(data=st.data())
 def test_line_ends_blank_lines_comments_and_byte_order_mark_change_nothing(name: str, data: st.DataObject) -> None:
     writer = WRITERS[name]
-    written = data.draw(traffic(remote=writer.remote))
+    written = data.draw(traffic(writer))
     between = st.sampled_from(["\n", "\r\n", "\n\n", "\r\n \r\n", "\n# a comment\n"])
     lines = writer.write(written).splitlines()
     text = "\ufeff" + lines[0] + "".join(data.draw(between) + line for line in lines[1:])
@@ -201,9 +208,9 @@ def test_a_log_without_rows_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_binary_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "log.blf").write_bytes(b"LOGG\x90\0\0\0" + bytes(range(256)))
-    with pytest.raises(DataError, match=r"A log must be text.*log\.blf is binary"):
-        LogReader(tmp_path / "log.blf", AUTO)
+    (tmp_path / "log.bin").write_bytes(b"LOG?\x90\0\0\0" + bytes(range(256)))
+    with pytest.raises(DataError, match=r"A log must be text.*log\.bin is binary.*\n.*logconvert FILE log\.asc"):
+        LogReader(tmp_path / "log.bin", AUTO)
 
 
 @pytest.mark.parametrize("rubbish", [b"\x00\x00\x00", b"\x01\x02", b"\xff\xfe", b"\x01\xff\x01"])
@@ -227,6 +234,13 @@ def test_a_csv_file_whose_rows_do_not_fit_its_header_is_refused_with_the_reason(
     path = write_log(tmp_path / "log.csv", "time,id,data\n2020-01-01,1,00\n2020-01-02,2,00\n")
     with pytest.raises(DataError, match=r"log\.csv:2: '2020-01-01,1,00': the timestamp is not a number"):
         LogReader(path, AUTO)
+
+
+def test_error_frames_speak_for_the_format_that_knows_them(tmp_path: Path) -> None:
+    rows = ["1.5,0x1,0,0,0,0,", *["1.6,0x0,0,0,1,0,"] * 5]
+    path = write_log(tmp_path / "log", "\n".join(["timestamp,arbitration_id,extended,remote,error,dlc,data", *rows]))
+    done = read(path)
+    assert (done.reader.format, len(done.frames), done.reader.report.error_frames) == ("python_can", 1, 5)
 
 
 def test_a_log_of_another_format_than_was_asked_for_is_refused(tmp_path: Path) -> None:

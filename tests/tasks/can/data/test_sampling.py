@@ -19,7 +19,7 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.errors import DataError
 from can_train.reporter import Reporter, SilentReporter, Stage
 from can_train.tasks.can.data.layout import LOG, LogFile
-from can_train.tasks.can.data.reading import LogText
+from can_train.tasks.can.data.log_text import LogText
 from can_train.tasks.can.data.sampling import SAMPLED_LOGS, WHOLE_BYTES, choose_logs, drop_probable_duplicates
 from can_train.tasks.can.modes.windows import WindowTask
 from can_train.tasks.can.task import make_task, sample_task

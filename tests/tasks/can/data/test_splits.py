@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.errors import DataError
-from can_train.tasks.can.data.dataset import MIN_PHASE_WINDOWS, find_phase_starts, split_rows
+from can_train.tasks.can.data.dataset import MIN_PHASE_WINDOWS, find_held_out_logs, find_phase_starts, split_rows
 from can_train.tasks.can.data.graphs import FlatGraphs, SourceFile, Split
 from fakes.random_bus import source_file
+from fakes.windows_by_hand import windows_of
 
 Log = tuple[SourceFile, Sequence[int]]
 BENIGN_LOG = (source_file(), [0] * 100)
@@ -28,6 +29,9 @@ def graphs(*logs: Log, window: int = 10, stride: int = 10) -> FlatGraphs:
         edge_ptr=np.zeros(count + 1, dtype=np.int64),
         node_code=np.empty(0, dtype=np.int32),
         node_features=empty,
+        behaviour=empty,
+        past=empty,
+        past_windows=np.empty(0, dtype=np.int32),
         edge_index=np.empty((2, 0), dtype=np.int32),
         edge_features=empty,
         label=np.concatenate([np.array(labels, dtype=np.uint8) for _, labels in logs]),
@@ -35,6 +39,7 @@ def graphs(*logs: Log, window: int = 10, stride: int = 10) -> FlatGraphs:
         first_frame=np.concatenate([np.arange(size) * stride for size in sizes]),
         start_time=np.zeros(count),
         end_time=np.zeros(count),
+        digest=np.arange(count, dtype=np.uint64),
         ids=np.empty(0, dtype=np.int64),
         kinds=("benign", "DoS", "fuzzing"),
         sources=tuple(source for source, _ in logs),
@@ -160,3 +165,37 @@ def test_a_short_training_log_is_no_error_beside_a_long_one() -> None:
     short, long = replace(source_file("train"), path="short"), replace(source_file("train"), path="long")
     split, _ = split_rows(graphs((short, [0]), (long, [0] * 10)), 0.2, 0.2)
     assert split.validation.tolist() == [9, 10]
+
+
+def drives(*ids: Sequence[int], attack: Sequence[int] = ()) -> FlatGraphs:
+    """A benign log of ten windows for each list of CAN IDs; those in `attack` hold one."""
+    sources = tuple(replace(source_file(), path=f"{number}.log", group=f"{number}.log") for number in range(len(ids)))
+    logs = np.repeat(np.arange(len(ids)), 10)
+    label = [int(log in attack and place == 5) for log in range(len(ids)) for place in range(10)]
+    flat = windows_of([list(ids[log]) * 2 for log in logs], label=label, source=logs.tolist(), sources=sources)
+    return replace(flat, first_frame=np.tile(np.arange(10) * flat.window, len(ids)))
+
+
+def test_of_several_benign_drives_some_are_kept_whole_for_validation() -> None:
+    flat = drives(*[[1, 2, 3]] * 10)
+    split, notices = split_rows(flat, 0.2, 0.2)
+    assert find_held_out_logs(flat, 0.2, range(len(flat.sources))) == {8, 9}
+    assert set(flat.source[split.train]) == set(range(8))
+    assert np.bincount(flat.source[split.validation])[8:].tolist() == [8, 8]
+    assert all(len(rows) == 2 for rows in split.test.values())
+    assert "kept whole for validation" in " ".join(notices)
+
+
+@pytest.mark.parametrize(
+    ("flat", "held_out"),
+    [
+        (drives([1, 2], [1, 2]), set()),
+        (drives([1, 2], [1, 2], [1, 2]), {2}),
+        (drives([1, 2], [1, 2], [1, 9]), {1}),
+        (drives([1, 2], [3, 4], [5, 6]), set()),
+        (drives([1, 2], [1, 2], [1, 2], attack=[2]), set()),
+        (drives([1, 2], [1, 2], [1, 2], [1, 2], attack=[3]), {2}),
+    ],
+)
+def test_a_drive_is_kept_whole_where_others_have_its_ids_and_there_are_three(flat: FlatGraphs, held_out: set) -> None:
+    assert find_held_out_logs(flat, 0.2, range(len(flat.sources))) == held_out

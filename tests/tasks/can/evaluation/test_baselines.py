@@ -4,19 +4,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from can_train import simulated_gpu
 from can_train.fit.packing import members
-from can_train.tasks.can.data.graphs import NODE_FEATURES
+from can_train.tasks.can.data.graphs import NODE_FEATURES, Frames, GraphBuilder
 from can_train.tasks.can.evaluation.baselines import (
     FRAMES_PER_CHUNK,
+    BaselineOptions,
+    GapLookup,
     IdLookup,
+    SilenceLookup,
+    WindowTable,
     fit_baselines,
     fit_random_forest,
     sample_by_class,
-    window_features,
 )
+from fakes.random_bus import cached_graphs
 from fakes.windows_by_hand import windows_of
 
+CLASSIC = WindowTable(None)
 BENIGN_WINDOW = [1, 2, 3, 1, 2, 3]
 FLOOD_WINDOW = [1, 0, 0, 0, 0, 2]
 
@@ -27,7 +34,7 @@ def mixed_traffic(benign=30, attacks=10):
 
 
 def fitted(flat, train, validation, seed=0):
-    baselines = fit_baselines(flat, np.array(train), np.array(validation), seed=seed, fpr=0.01)
+    baselines = fit_baselines(flat, np.array(train), np.array(validation), BaselineOptions(seed=seed, fpr=0.01))
     return {baseline.name: baseline for baseline in baselines.fitted}, baselines.absent
 
 
@@ -52,10 +59,10 @@ def test_without_attacks_in_training_the_lookup_finds_unseen_ids():
     assert lookup.score(flat, np.arange(4)).tolist() == [0.0, 0.0, 1.0, 0.0]
 
 
-def test_with_attacks_of_both_classes_in_training_the_baselines_are_the_four_usual_ones():
+def test_with_attacks_of_both_classes_in_training_the_baselines_are_the_usual_ones():
     flat = mixed_traffic()
     baselines, absent = fitted(flat, range(0, 40, 2), range(1, 40, 2))
-    assert list(baselines) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+    assert list(baselines) == ["flag_everything", "flag_nothing", "id_lookup", "gap_lookup", "silence", "random_forest"]
     assert absent == {}
     assert baselines["random_forest"].threshold.rule == "max F1 on validation"
 
@@ -87,7 +94,7 @@ def test_without_attacks_in_training_an_isolation_forest_stands_in_for_the_rando
 
 def test_a_training_of_attacks_only_has_no_forest_and_says_why():
     baselines, absent = fitted(mixed_traffic(), range(30, 40), range(20))
-    assert list(baselines) == ["flag_everything", "flag_nothing", "id_lookup"]
+    assert list(baselines) == ["flag_everything", "flag_nothing", "id_lookup", "gap_lookup", "silence"]
     assert absent == {"random_forest": "the training windows hold attacks only"}
 
 
@@ -101,7 +108,9 @@ def test_thresholds_of_the_baselines_come_from_validation_only():
 def test_the_same_seed_gives_the_same_forest():
     rng = np.random.default_rng(1)
     flat = windows_of(rng.integers(0, 5, (60, 6)).tolist(), label=rng.integers(0, 2, 60).tolist())
-    first, again, other = (fit_random_forest(flat, np.arange(50), seed)(flat, np.arange(60)) for seed in (3, 3, 4))
+    first, again, other = (
+        fit_random_forest(CLASSIC, flat, np.arange(50), seed)(flat, np.arange(60)) for seed in (3, 3, 4)
+    )
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
 
@@ -143,12 +152,12 @@ def test_members_are_the_nodes_of_the_chosen_windows_in_their_order():
 
 def test_each_window_is_summarised_from_its_own_nodes():
     F, count = len(NODE_FEATURES), NODE_FEATURES.index("count")
-    table = window_features(FLAT, np.array([2, 0]))
+    table = CLASSIC.rows(FLAT, np.array([2, 0]))
     assert table[:, [count + part * F for part in range(4)]].tolist() == [[1, 0, 1, 1], [2, 1, 1, 3]]
 
 
 def test_the_last_columns_are_nodes_edges_and_seconds():
-    table = window_features(FLAT, np.array([0, 1, 2]))
+    table = CLASSIC.rows(FLAT, np.array([0, 1, 2]))
     assert table[:, -3:].tolist() == [[2, 3, 1], [1, 1, 1], [4, 3, 1]]
 
 
@@ -157,20 +166,77 @@ def test_the_edges_are_summarised_like_the_nodes():
     FLAT_EDGES.edge_features[:, -1] = [1, 2, 6]
     F = FLAT_EDGES.edge_features.shape[1]
     node_columns = 4 * len(NODE_FEATURES)
-    last = window_features(FLAT_EDGES, np.array([0]))[0, [node_columns + (part + 1) * F - 1 for part in range(4)]]
+    last = CLASSIC.rows(FLAT_EDGES, np.array([0]))[0, [node_columns + (part + 1) * F - 1 for part in range(4)]]
     assert last == pytest.approx([3, np.std([1, 2, 6]), 1, 6])
 
 
 def test_a_shift_in_time_changes_nothing():
     later = windows_of([[1, 2, 1, 1]], start_time=[1e9])
-    assert window_features(later, np.array([0])).tolist() == window_features(FLAT, np.array([0])).tolist()
+    assert CLASSIC.rows(later, np.array([0])).tolist() == CLASSIC.rows(FLAT, np.array([0])).tolist()
 
 
 def test_working_window_by_window_changes_nothing():
     rows = np.array([3, 1, 2, 0])
     one_at_a_time = replace(FLAT, window=FRAMES_PER_CHUNK)
-    assert np.array_equal(window_features(one_at_a_time, rows), window_features(FLAT, rows))
+    assert np.array_equal(CLASSIC.rows(one_at_a_time, rows), CLASSIC.rows(FLAT, rows))
 
 
 def test_no_windows_make_an_empty_table():
-    assert window_features(FLAT, np.empty(0, np.int64)).shape == (0, 4 * (10 + 11) + 3)
+    assert CLASSIC.rows(FLAT, np.empty(0, np.int64)).shape == (0, 4 * (10 + 11) + 3)
+
+
+def rhythm(periods_s, seconds, silent=None):
+    """A bus of punctual IDs, some of which are silent between two times."""
+    spans = silent or {}
+    times = [(t, can_id) for can_id, period in periods_s.items() for t in np.arange(can_id * 1e-5, seconds, period)]
+    times = sorted((t, i) for t, i in times if not (i in spans and spans[i][0] <= t < spans[i][1]))
+    time, can_id = (np.array(column) for column in zip(*times, strict=True))
+    nothing = np.zeros(len(time), np.uint8)
+    return Frames(time, can_id.astype(np.uint32), nothing + 8, np.zeros((len(time), 8), np.uint8), nothing)
+
+
+def graphs_of(folder, frames):
+    return cached_graphs(folder, [list(GraphBuilder(20, 20).feed(frames))])
+
+
+PERIODS = {1: 0.01, 2: 0.02, 3: 0.05}
+
+
+def test_the_gap_lookup_finds_an_id_that_comes_too_soon(tmp_path):
+    extra = rhythm({2: 0.02}, 2.0)
+    mixed = Frames.concatenate([rhythm(PERIODS, 20.0), replace(extra, timestamp=extra.timestamp + 15.005)])
+    order = np.argsort(mixed.timestamp, kind="stable")
+    flat = graphs_of(tmp_path / "graphs", Frames(**{name: column[order] for name, column in vars(mixed).items()}))
+    score = GapLookup.fit(flat, np.flatnonzero(flat.end_time < 10)).score(flat, np.arange(len(flat)))
+    attacked = (flat.start_time > 15.05) & (flat.end_time < 17)
+    assert score[attacked].min() > 1  # the gaps are 5 and 15 ms where 20 ms are usual
+    assert score[flat.end_time < 14.9].max() < 0.1
+
+
+def test_the_silence_lookup_finds_an_id_that_does_not_come_if_its_history_agrees(tmp_path):
+    flat = graphs_of(tmp_path / "graphs", rhythm(PERIODS, 20.0, {2: (15.0, 16.0)}))
+    lookup = SilenceLookup.fit(flat, np.flatnonzero(flat.end_time < 10))
+    score = lookup.score(flat, np.arange(len(flat)))
+    silent = (flat.start_time > 15.2) & (flat.end_time < 16)
+    assert score[silent].min() > 2  # silent for more than 0.2 s, where 0.02 s are usual
+    assert score[(flat.start_time > 2) & (flat.end_time < 14.9)].max() < 1
+    # In another vehicle the ID has another period.
+    other = graphs_of(tmp_path / "other", rhythm({1: 0.01, 2: 0.1, 3: 0.05}, 20.0))
+    assert lookup.score(other, np.arange(len(other))).max() < 1
+
+
+def test_working_with_few_windows_at_a_time_changes_no_silence(tmp_path, monkeypatch):
+    flat = graphs_of(tmp_path / "graphs", rhythm(PERIODS, 10.0, {2: (5.0, 6.0)}))
+    rows = np.arange(len(flat))
+    whole = SilenceLookup.fit(flat, rows[:40]).score(flat, rows)
+    monkeypatch.setattr("can_train.tasks.can.evaluation.baselines.TABLE_ENTRIES", 1)
+    assert np.array_equal(SilenceLookup.fit(flat, rows[:40]).score(flat, rows), whole)
+
+
+def test_a_simulated_gpu_does_not_count_what_the_baselines_take(tmp_path):
+    flat = graphs_of(tmp_path / "graphs", rhythm(PERIODS, 200.0))
+    table = WindowTable.fit(flat, np.arange(len(flat)), "behaviour")
+    with simulated_gpu("20MiB", torch.nn.Linear(1, 1)) as gpu:
+        gpu.reset_peak()
+        table.rows(flat, np.arange(len(flat)))
+        assert gpu.peak_bytes() < 2**16

@@ -13,8 +13,10 @@ from can_train.config.compose import RunRequest, evaluation_dataset, resolve
 from can_train.config.resolved import EvaluationData, FinishedModel, ResolvedRun
 from can_train.errors import CheckpointError, ConfigError, MissingDataError
 from can_train.reporter import SilentReporter
-from can_train.tasks.can.evaluation.evaluate import WindowEvaluation, make_evaluation
-from can_train.tasks.can.models import InputEncoder, InputStatistics, build_network
+from can_train.task import AlarmRule
+from can_train.tasks.can.evaluation.evaluate import FITTED_BASELINES, WindowEvaluation, make_evaluation
+from can_train.tasks.can.inputs import InputEncoder, InputStatistics
+from can_train.tasks.can.models import build_network
 from fakes.random_bus import random_frames, write_log
 
 RESULT = {"judgement": {"threshold": 0.5, "threshold_rule": "max F1 on validation"}}
@@ -28,7 +30,7 @@ def run_on(path: Path, **values: object) -> ResolvedRun:
 def finished_on(path: Path, **values: object) -> FinishedModel:
     """A run whose network is as it was made."""
     run = run_on(path, **values)
-    inputs = InputEncoder(InputStatistics.empty(3), embedding=run.model.embedding, identity=run.dataset.identity)
+    inputs = InputEncoder(InputStatistics.empty(3), embedding=run.model.embedding, dataset=run.dataset)
     weights = build_network(run.model, inputs).state_dict()
     return FinishedModel(run_id="a run", run=run, weights=weights, result=RESULT, sha256="")
 
@@ -57,7 +59,7 @@ def test_windows_are_listed_log_by_log_in_their_order_with_their_places(tmp_path
     finished = finished_on(log(tmp_path / "own.csv"))
     for folder, name in (("test_02", "a.csv"), ("test_01", "b.csv"), ("test_01", "a.csv")):
         log(tmp_path / "set" / folder / name, seed=len(folder + name) + ord(name[0]) + int(folder[-1]), frames=210)
-    samples = evaluation_of(finished, tmp_path, tmp_path / "set").judge(by_row, None).samples
+    samples = evaluation_of(finished, tmp_path, tmp_path / "set").judge(by_row, AlarmRule()).samples
     places = [Path(each).relative_to(tmp_path / "set").as_posix() for each in samples["log"]]
     assert places == ["test_01/a.csv"] * 10 + ["test_01/b.csv"] * 10 + ["test_02/a.csv"] * 10
     assert samples["folder"] == ["test_01"] * 20 + ["test_02"] * 10
@@ -68,7 +70,7 @@ def test_windows_are_listed_log_by_log_in_their_order_with_their_places(tmp_path
 def test_a_score_stands_beside_the_window_that_has_it(tmp_path: Path) -> None:
     finished = finished_on(log(tmp_path / "own.csv"))
     other = log(tmp_path / "other.csv", seed=1)
-    samples = evaluation_of(finished, tmp_path, other).judge(by_row, None).samples
+    samples = evaluation_of(finished, tmp_path, other).judge(by_row, AlarmRule()).samples
     assert list(samples["score"]) == [float(window % 3 == 0) for window in range(50)]
     assert list(samples["flagged"]) == [window % 3 == 0 for window in range(50)]
 
@@ -83,31 +85,36 @@ def test_frames_that_windows_share_count_once(stride: int, windows: int, frames:
 def test_ids_that_the_model_does_not_know_are_told_of(tmp_path: Path) -> None:
     finished = finished_on(log(tmp_path / "own.csv"))
     other = log(tmp_path / "other.csv", seed=1)
-    verdict = evaluation_of(finished, tmp_path, other).judge(by_row, None)
+    verdict = evaluation_of(finished, tmp_path, other).judge(by_row, AlarmRule())
     assert "knows 0 of the 12 CAN IDs" in verdict.notes[0]
     vocabulary = evaluation_of(finished, tmp_path, other)._data.flat.ids
     weights = {**finished.weights, "inputs.vocabulary": torch.from_numpy(vocabulary.copy())}
     grown = {name: value for name, value in weights.items() if name != "inputs.embedding.weight"}
+    for name in ("inputs.id_mean", "inputs.id_std"):
+        grown[name] = weights[name][:1].repeat(len(vocabulary) + 1, 1)
     grown["inputs.embedding.weight"] = torch.zeros(len(vocabulary) + 1, finished.run.model.embedding)
-    verdict = evaluation_of(replace(finished, weights=grown), tmp_path, other).judge(by_row, None)
+    verdict = evaluation_of(replace(finished, weights=grown), tmp_path, other).judge(by_row, AlarmRule())
     assert not any("CAN IDs" in note for note in verdict.notes)
 
 
 def test_a_model_without_ids_is_not_said_to_know_any(tmp_path: Path) -> None:
     finished = finished_on(log(tmp_path / "own.csv"), **{"dataset.identity": False})
-    verdict = evaluation_of(finished, tmp_path, log(tmp_path / "other.csv", 1)).judge(by_row, None)
+    verdict = evaluation_of(finished, tmp_path, log(tmp_path / "other.csv", 1)).judge(by_row, AlarmRule())
     assert not any("CAN IDs" in note for note in verdict.notes)
 
 
 def test_baselines_that_need_training_windows_are_fitted_on_the_runs_own(tmp_path: Path) -> None:
     finished = finished_on(log(tmp_path / "own.csv", frames=4_000))
-    own = evaluation_of(finished, tmp_path, None).judge(by_row, None)
+    own = evaluation_of(finished, tmp_path, None).judge(by_row, AlarmRule())
     (judged,) = own.judgement["test"].values()
-    assert set(judged["baselines"]) == {"flag_everything", "flag_nothing", "id_lookup", "random_forest"}
+    assert set(judged["baselines"]) == {*FITTED_BASELINES, "flag_everything", "flag_nothing", "id_lookup"}
     assert "validation" in own.judgement
-    other = evaluation_of(finished, tmp_path, log(tmp_path / "other.csv", 1)).judge(by_row, None)
+    other = evaluation_of(finished, tmp_path, log(tmp_path / "other.csv", 1)).judge(by_row, AlarmRule())
     assert "validation" not in other.judgement
-    assert "Missing from the tables: id_lookup, random_forest (fitted on training windows" in other.notes[-1]
+    (judged,) = other.judgement["test"].values()
+    assert set(judged["baselines"]) == {"flag_everything", "flag_nothing", "id_lookup"}
+    assert judged["baselines"]["id_lookup"]["flagged_share"] == 1.0  # the run's vocabulary has none of these IDs
+    assert "Missing from the tables: gap_lookup, silence, random_forest (fitted on training windows" in other.notes[-1]
 
 
 def test_own_data_that_lie_elsewhere_by_now_keep_their_split(tmp_path: Path) -> None:

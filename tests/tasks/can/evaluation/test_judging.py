@@ -8,12 +8,14 @@ import pytest
 from can_train.cli.output import Verbosity, print_judgement
 from can_train.errors import DataError, RunError
 from can_train.tasks.can.data.graphs import Split
+from can_train.tasks.can.evaluation.bursts import MccDifference
 from can_train.tasks.can.evaluation.judging import (
     COLUMNS,
     SUMMARY_COLUMNS,
     JudgingOptions,
     ModelScores,
     benign_hours,
+    burst_summary,
     judge,
     judgement_tables,
     remarks,
@@ -22,6 +24,7 @@ from can_train.tasks.can.evaluation.judging import (
 from can_train.tasks.can.evaluation.metrics import detector_metrics
 from fakes.windows_by_hand import source_file, windows_of
 
+BASELINES = ["flag_everything", "flag_nothing", "id_lookup", "gap_lookup", "silence", "random_forest"]
 OPTIONS = JudgingOptions(supervised=True, validation_fpr=0.01, baselines=True, seed=0)
 NO_BASELINES = JudgingOptions(supervised=True, validation_fpr=0.01, baselines=False, seed=0)
 
@@ -29,6 +32,8 @@ BENIGN_WINDOW = [1, 2, 3, 1, 2, 3]
 FLOOD_WINDOW = [1, 0, 0, 0, 0, 2]
 LABEL = np.array([0, 0, 1, 2] * 10)
 TEST = {"test_01": np.arange(16, 28), "test_02": np.arange(28, 40)}
+
+FEW = ", with too few bursts for an interval"
 
 
 def traffic(label=LABEL):
@@ -87,18 +92,53 @@ def test_the_recall_of_each_attack_kind_is_told():
 
 def test_the_baselines_are_compared_with_the_model_and_named_where_it_does_not_beat_them():
     told = judged((LABEL == 1).astype(float), options=OPTIONS)["test"]["test_01"]
-    assert list(told["baselines"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+    assert list(told["baselines"]) == BASELINES
     assert told["baselines"]["random_forest"]["mcc"] == 1.0
-    assert told["remarks"] == ["does not beat id_lookup (1.000), random_forest (1.000) on MCC (0.577)"]
+    assert told["remarks"] == ["does not beat id_lookup (1.000), random_forest (1.000) on MCC (0.577)" + FEW]
+
+
+def test_a_forest_is_judged_by_the_mean_over_its_seeds_with_the_range_beside():
+    rng = np.random.default_rng(0)
+    label = np.arange(400) % 2
+    flat = windows_of([rng.choice(9, 6).tolist() for _ in label], label=label)
+    flat.node_features[:] = rng.random(flat.node_features.shape)
+    split = Split(train=np.arange(200), validation=np.arange(200, 300), test={"test_01": np.arange(300, 400)})
+    scores = ModelScores(validation=label[200:300].astype(float), test={"test_01": label[300:].astype(float)})
+    judgement = judge(flat, split, scores, OPTIONS, {})
+    told = judgement["test"]["test_01"]
+    low, high = told["ranges"]["random_forest"]["mcc"]
+    assert low < told["baselines"]["random_forest"]["mcc"] < high
+    assert set(told["ranges"]) == {"random_forest"}
+    table = judgement_tables(judgement)[0]
+    assert f"random_forest: the mean of 3 seeds, MCC {low:.3f} to {high:.3f}" in table.notes
+
+
+def test_bursts_of_each_detector_stand_in_a_table_of_their_own_and_those_of_the_model_in_the_summary():
+    label = np.repeat(np.arange(40) % 2, 4)
+    flat = traffic(label)
+    split = Split(train=np.arange(8), validation=np.arange(8, 16), test={"test_01": np.arange(16, 160)})
+    score = np.where(np.arange(160) % 4 == 0, 0.0, label)
+    judgement = judge(flat, split, ModelScores(validation=score[8:16], test={"test_01": score[16:]}), OPTIONS, {})
+    told = judgement["test"]["test_01"]
+    assert told["bursts"]["model"] == {
+        "hold": "2/3", "bursts": 18, "bursts_found": 18, "latency_s": 3.0, "false_events": 0,
+        "false_events_per_hour": 0.0, "false_alarm_share": 0.0,
+    }  # fmt: skip
+    _, table = judgement_tables(judgement)
+    assert table.rows[0] == ("model", "18 of 18", "3", "0.0", "0.0%", "-", "-")
+    low, high = told["differences"]["flag_nothing"]["low"], told["differences"]["flag_nothing"]["high"]
+    assert {row[0]: row[-1] for row in table.rows}["flag_nothing"] == f"{low:+.3f} to {high:+.3f}"
+    assert burst_summary(judgement).rows == (("test_01", "18 of 18", "3", "0.0", "0.0%"),)
+    assert "Bursts of attacks in which an alarm is raised: test_01 18 of 18." in summary_tables(judgement)[0].notes
 
 
 def test_another_detector_is_compared_with_the_model_with_a_threshold_of_its_own():
     references = {"rival": np.where(LABEL > 0, 30.0, 10.0), "stranger": np.where(LABEL > 0, -5.0, -6.0)}
     told = judged((LABEL == 1).astype(float), options=OPTIONS, references=references)["test"]["test_01"]
     assert {name: figures["mcc"] for name, figures in told["references"].items()} == {"rival": 1.0, "stranger": 1.0}
-    assert list(told["baselines"]) == ["flag_everything", "flag_nothing", "id_lookup", "random_forest"]
+    assert list(told["baselines"]) == BASELINES
     unbeaten = "rival (1.000), stranger (1.000), id_lookup (1.000), random_forest (1.000)"
-    assert told["remarks"] == [f"does not beat {unbeaten} on MCC (0.577)"]
+    assert told["remarks"] == [f"does not beat {unbeaten} on MCC (0.577){FEW}"]
 
 
 def test_a_detector_beside_the_model_has_finite_scores_too():
@@ -177,13 +217,29 @@ def test_a_validation_without_windows_is_refused():
     ],
 )
 def test_what_the_figures_hide_is_said(is_attack, flagged, remark):
-    assert remarks(figures(is_attack, flagged), {}, unlabelled_windows=0) == remark
+    assert remarks(figures(is_attack, flagged), {}, {}, unlabelled_windows=0) == remark
 
 
-def test_a_floor_is_beaten_only_by_a_larger_correlation():
+@pytest.mark.parametrize(
+    ("interval", "said"),
+    [
+        ((0.1, 0.3), []),
+        ((0.0, 0.3), ["does not beat rival (0.577) on MCC (1.000)"]),
+        ((-0.2, -0.1), ["does not beat rival (0.577) on MCC (1.000)"]),
+    ],
+)
+def test_a_rival_is_beaten_where_the_interval_of_the_difference_says_so(interval, said):
     weak, strong = figures([1, 1, 0, 0], [1, 0, 0, 0]), figures([1, 1, 0, 0], [1, 1, 0, 0])
-    assert remarks(strong, {"weak": weak}, unlabelled_windows=0) == []
-    assert remarks(weak, {"weak": weak}, unlabelled_windows=0) == ["does not beat weak (0.577) on MCC (0.577)"]
+    difference = MccDifference(mcc=0.2, low=interval[0], high=interval[1])
+    assert remarks(strong, {"rival": weak}, {"rival": difference}, unlabelled_windows=0) == said
+
+
+def test_without_an_interval_only_a_larger_correlation_beats_and_that_is_said():
+    weak, strong = figures([1, 1, 0, 0], [1, 0, 0, 0]), figures([1, 1, 0, 0], [1, 1, 0, 0])
+    ahead, even = MccDifference(mcc=0.4, low=None, high=None), MccDifference(mcc=0.0, low=None, high=None)
+    assert remarks(strong, {"weak": weak}, {"weak": ahead}, unlabelled_windows=0) == []
+    told = remarks(weak, {"weak": weak}, {"weak": even}, unlabelled_windows=0)
+    assert told == ["does not beat weak (0.577) on MCC (0.577)" + FEW]
 
 
 def test_overlapping_windows_do_not_lengthen_the_observed_time():
@@ -263,8 +319,10 @@ def test_kinds_and_remarks_stand_below_the_table():
     assert table.notes == ("recall by kind: DoS 0.500 of 1,200", "flags nothing")
 
 
-def judged_folder(model, **baselines):
-    return {"model": model, "references": {}, "baselines": baselines, "recall_by_kind": {}, "remarks": []}
+def judged_folder(model, ends=(0.1, 0.2), **baselines):
+    differences = {name: {"mcc": 0.1, "low": ends[0], "high": ends[1]} for name in baselines}
+    return {"model": model, "references": {}, "baselines": baselines, "recall_by_kind": {}, "remarks": [],
+            "differences": differences}  # fmt: skip
 
 
 def test_the_summary_has_a_row_for_each_folder_with_the_best_baseline_and_whether_it_is_beaten():
@@ -273,8 +331,8 @@ def test_the_summary_has_a_row_for_each_folder_with_the_best_baseline_and_whethe
     undefined = scored_figures([0, 0], [1, 0])
     judgement = judgement_with(good, {})
     judgement["test"] = {
-        "test_01_known": judged_folder(good, flag_nothing=nothing, id_lookup=perfect),
-        "test_02_same": judged_folder(good, forest=good, flag_nothing=nothing),
+        "test_01_known": judged_folder(good, (-0.2, -0.1), flag_nothing=nothing, id_lookup=perfect),
+        "test_02_same": judged_folder(good, (-0.1, 0.1), forest=good, flag_nothing=nothing),
         "test_03_new": judged_folder(good, flag_nothing=nothing),
         "test_04_benign": judged_folder(undefined, flag_nothing=undefined),
         "test_05_alone": judged_folder(good),
@@ -284,7 +342,7 @@ def test_the_summary_has_a_row_for_each_folder_with_the_best_baseline_and_whethe
     assert table.columns == SUMMARY_COLUMNS
     assert table.rows == (
         ("test_01", *figures, "id_lookup", "1.000", "NO"),
-        ("test_02", *figures, "forest", "0.577", "NO"),
+        ("test_02", *figures, "forest", "0.577", "open"),
         ("test_03", *figures, "flag_nothing", "0.000", "yes"),
         ("test_04", "-", "-", "-", "1.0", "-", "-", "-"),
         ("test_05", *figures, "-", "-", "-"),

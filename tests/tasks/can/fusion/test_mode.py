@@ -26,7 +26,7 @@ from fakes.random_bus import random_frames, write_log
 CPU = torch.device("cpu")
 WINDOW, WINDOWS = 20, 200
 MADE_BY = {"autoencoder": "vgae", "classifier": "gat"}
-UNITS, ANOMALY_THRESHOLD, ATTACK_THRESHOLD = [2.0, 4.0, 8.0], 1.5, -0.25
+UNITS, ANOMALY_THRESHOLD, ATTACK_THRESHOLD = [2.0, 4.0, 8.0, 1.0, 1.0], 1.5, -0.25
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def choices(task: FusionTask, agent: FusionAgent, steps: int) -> None:
 
 def test_what_the_models_say_is_read_by_their_own_units_and_thresholds(folder: Path) -> None:
     task = task_of(folder)
-    tell(task, "autoencoder", np.tile([3.0, 6.0, 12.0], (WINDOWS, 1)))
+    tell(task, "autoencoder", np.tile([3.0, 6.0, 12.0, 0.0, 0.0], (WINDOWS, 1)))
     tell(task, "classifier", np.tile([1.0, 1.0 + ATTACK_THRESHOLD], (WINDOWS, 1)))
     states = task._problem.scores.states(task.validation_rows)
     # Each term is 1.5 units, and so is the anomaly score: exactly its threshold.
@@ -96,7 +96,7 @@ def test_every_window_that_trains_validates_or_is_judged_is_asked_about(folder: 
 
     def answers(rows: NDArray[np.int64]) -> dict[str, Tensor]:
         asked.extend(rows.tolist())
-        return {"errors": torch.ones(len(rows), 3)}
+        return {"errors": torch.ones(len(rows), 5)}
 
     task.bind_outputs("autoencoder", answers)
     split = task._data.split
@@ -107,7 +107,7 @@ def test_every_window_that_trains_validates_or_is_judged_is_asked_about(folder: 
 @pytest.mark.parametrize("role", MADE_BY)
 def test_what_is_no_number_is_refused_with_its_run(folder: Path, role: str) -> None:
     task = task_of(folder)
-    said = np.ones((WINDOWS, 3 if role == "autoencoder" else 2))
+    said = np.ones((WINDOWS, 5 if role == "autoencoder" else 2))
     said[task.train_rows[3], 1] = np.nan
     with pytest.raises(RunError, match=rf"score of the {role} must be a finite number: 1 of \d+ are not, by untrained"):
         tell(task, role, said)
@@ -180,7 +180,7 @@ def test_judging_never_looks_at_training_windows(folder: Path) -> None:
 
     judgement = task.judge(score)
     assert not asked & set(task.train_rows.tolist())
-    (table,) = task.tables(judgement)
+    table, _ = task.tables(judgement)
     assert [row[0] for row in table.rows] == ["model", "autoencoder", "classifier", "even_mix", "best_mix"]
     for name, one in task.predictions(judgement, score).items():
         model, hits = judgement["test"][name]["model"], int((one.flagged & one.positive).sum())

@@ -148,7 +148,7 @@ def run_of(folder: Path, model: str, mode: str | None, **settings: Any) -> Resol
 def finished(folder: Path) -> FinishedModel:
     run = run_of(folder, "vgae", None)
     model = make_task(run, {}, folder, folder / "cache", SilentReporter()).build_model()
-    result = {"judgement": {"error_units": [1.0, 1.0, 1.0]}}
+    result = {"judgement": {"error_units": [1.0] * 5}}
     return FinishedModel(run_id="untrained", run=run, weights=model.state_dict(), result=result, sha256="0")
 
 
@@ -161,7 +161,7 @@ def told(task: CurriculumTask, difficulty: Callable[[NDArray[np.int64]], Any]) -
     """Tells a task how hard windows are, by the node error alone."""
 
     def answers(rows: NDArray[np.int64]) -> dict[str, Tensor]:
-        errors = torch.zeros(len(rows), 3)
+        errors = torch.zeros(len(rows), 5)
         errors[:, 0] = torch.as_tensor(difficulty(rows), dtype=torch.float32)
         return {"errors": errors}
 

@@ -64,10 +64,10 @@ def test_a_student_that_is_killed_ends_with_the_same_weights(
 def test_the_peak_of_a_student_is_predicted_teacher_and_cache_included(
     tmp_path: Path, teachers: Path, model: str, way: str
 ) -> None:
-    more = ("--epochs", "1", "--device", "sim:1GiB", "--batch-size", "400")
+    more = ("--epochs", "1", "--device", "sim:1GiB", "--batch-size", "300")
     finish(tmp_path, teachers / "state", *student(teachers, model, *placed(way), *more))
     result = json.loads((only_run(tmp_path) / "result.json").read_text())
-    assert result["micro_batch_size"] == 400
+    assert result["micro_batch_size"] == 300
     assert result["peak_memory_bytes"] == pytest.approx(result["predicted_peak_bytes"], rel=0.03)
     assert result["reference_models"][0]["placement"] == way
 
@@ -92,8 +92,8 @@ def test_a_student_is_compared_with_its_teacher_and_itself_without_one(
     out = capsys.readouterr().out
     assert "test_06_masquerade" in out
     named = [line.split()[0] for line in out.splitlines() if line.strip()]
-    # Each in the tables of all folders, and in that of sizes and speeds.
-    assert {named.count(name) for name in judgement["compared"]} == {len(judgement["test"]) + 1}
+    # Each in both tables of all folders, and in that of sizes and speeds.
+    assert {named.count(name) for name in judgement["compared"]} == {2 * len(judgement["test"]) + 1}
 
 
 def assert_judged_like(judgement: Any, name: str, run: Path) -> None:

@@ -5,36 +5,47 @@ from hypothesis import strategies as st
 
 from can_train.tasks.can.synthetic.traffic import SECOND_US, Traffic, simulate_bus, vehicle_traffic
 from can_train.tasks.can.synthetic.vehicles import Checksum, Message, SendType, Signal, make_vehicles, write_checksum
-from fakes.simulated_drives import as_traffic, assert_same, benign_drive, drive_log, frames_of
+from fakes.simulated_drives import IDS, VERSIONS, as_traffic, assert_same, benign_drive, drive_log, frames_of
 
 # The bus
 
 
-def slow_bus(traffic: Traffic) -> list[tuple[int, int]]:
+def bits_on_the_wire(can_id: int) -> str:
+    """The arbitration field: 11 bits of the ID, RTR, IDE; or 11 bits, SRR, IDE, 18 bits, RTR. A 0 wins over a 1."""
+    return f"{can_id:011b}00" if can_id <= 0x7FF else f"{can_id >> 18:011b}11{can_id % 2**18:018b}0"
+
+
+def slow_bus(traffic: Traffic, bit_us: int) -> list[tuple[int, int]]:
     """Arbitration by its definition: whenever the bus falls idle, the lowest ID among the frames ready goes next."""
     waiting = list(range(len(traffic)))
     sent, clock = [], 0
     while waiting:
         clock = max(clock, min(int(traffic.time_us[i]) for i in waiting))
         ready = [i for i in waiting if traffic.time_us[i] <= clock]
-        winner = min(ready, key=lambda i: (traffic.can_id[i], i))
+        winner = min(ready, key=lambda i: (bits_on_the_wire(int(traffic.can_id[i])), i))
         waiting.remove(winner)
-        clock += 2 * (47 + 8 * int(traffic.length[winner]))
+        clock += bit_us * ((47 if traffic.can_id[winner] <= 0x7FF else 67) + 8 * int(traffic.length[winner]))
         sent.append((winner, clock))
     return sent
 
 
-@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 4), st.binary(max_size=8), st.booleans()), max_size=25))
+FEW_IDS = st.one_of(st.integers(0, 4), st.builds(lambda base, more: base << 18 | more, st.integers(1, 4), IDS))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), FEW_IDS, st.binary(max_size=8), st.booleans()), max_size=25),
+    st.sampled_from([2, 4]),
+)
 def test_the_bus_is_never_shared_never_idle_and_goes_to_the_lowest_id(
-    frames: list[tuple[int, int, bytes, bool]],
+    frames: list[tuple[int, int, bytes, bool]], bit_us: int
 ) -> None:
     if not frames:
         return
     traffic = as_traffic(sorted(frames, key=lambda frame: frame[0]))
-    order, ends = zip(*slow_bus(traffic), strict=True)
+    order, ends = zip(*slow_bus(traffic, bit_us), strict=True)
     expected = traffic.take(np.array(order))
     expected.time_us[:] = ends
-    assert_same(simulate_bus(traffic), expected)
+    assert_same(simulate_bus(traffic, bit_us), expected)
 
 
 # Vehicles and their traffic
@@ -57,7 +68,7 @@ def test_every_vehicle_sends_about_a_thousand_frames_a_second(seed: int) -> None
 
 
 def test_a_cyclic_message_keeps_its_period_but_for_jitter_and_rare_gaps() -> None:
-    vehicle, traffic = benign_drive()
+    vehicle, traffic = benign_drive(1)
     for message in vehicle.cyclic_messages(20_000):
         periods = np.diff(frames_of(traffic, message).time_us) / message.period_us
         assert np.median(np.abs(periods - 1)) < 0.05
@@ -100,24 +111,26 @@ def test_the_crc_is_the_one_of_sae_j1850() -> None:
     assert payload[0, 7] == crc8_bit_by_bit(b"123456789") == 0x4B
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", ["train_01_attack_free/attack-free-1.csv", "test_06_masquerade/masquerade-1.csv"])
-def test_checksums_hold_in_benign_traffic_and_under_masquerade(path: str) -> None:
-    vehicle, log = drive_log(path)
+def test_checksums_hold_in_benign_traffic_and_under_masquerade(version: int, path: str) -> None:
+    vehicle, log = drive_log(version, path)
     rules = {Checksum.XOR: xor, Checksum.CRC8: crc8_bit_by_bit}
     seen = set()
     for message in vehicle.messages:
         if message.checksum is Checksum.NONE:
             continue
         for payload in frames_of(log, message).payload:
-            data = bytes(divmod(message.can_id, 256)) + payload.tobytes()[: message.length]
+            data = message.can_id.to_bytes(2 if message.can_id <= 0x7FF else 4) + payload.tobytes()[: message.length]
             assert rules[message.checksum](data[:-1]) == data[-1]
             seen.add(message.checksum)
     assert seen == set(rules)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("path", ["train_01_attack_free/attack-free-1.csv", "test_06_masquerade/masquerade-1.csv"])
-def test_counters_count_in_benign_traffic_and_under_masquerade(path: str) -> None:
-    vehicle, log = drive_log(path)
+def test_counters_count_in_benign_traffic_and_under_masquerade(version: int, path: str) -> None:
+    vehicle, log = drive_log(version, path)
     counting = [message for message in vehicle.messages if message.counter_byte is not None]
     assert len(counting) > 3
     for message in counting:
@@ -126,7 +139,7 @@ def test_counters_count_in_benign_traffic_and_under_masquerade(path: str) -> Non
 
 
 def test_signals_of_one_drive_agree_with_each_other() -> None:
-    vehicle, traffic = benign_drive()
+    vehicle, traffic = benign_drive(1)
     speed = [(m, s) for m in vehicle.messages for s in m.signals if s.channel == "speed" and m.period_us <= 20_000]
     (first, signal), *others = speed
     course = signal.read(frames_of(traffic, first).payload)

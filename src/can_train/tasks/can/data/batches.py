@@ -5,7 +5,7 @@ Shapes: B graphs of the batch, N nodes, E directed edges, R rows asked for; G gr
 
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,19 +26,27 @@ class GraphBatch:
 
     Attributes:
         x: [N, 10] float32, columns `NODE_FEATURES`, unscaled.
+        behaviour: [N, 7] float32, columns `BEHAVIOUR`; NaN where no frame of the ID has one before it.
+        past: [N, 7] float32, means of the same over the log's earlier windows.
+        past_windows: [N] float32, how many these are.
         edge_index: [2, E] int64, source and destination as node positions inside the batch.
         edge_attr: [E, 11] float32, columns `EDGE_FEATURES`, unscaled.
         can_id: [N] int64, the nodes' CAN IDs themselves.
         batch: [N] int64, the graph of each node.
         label: [B] int64, attack kind codes, 0 for benign.
+        hidden: [B] bool, windows whose IDs a model must not see; None: it may see all.
     """
 
     x: Tensor
+    behaviour: Tensor
+    past: Tensor
+    past_windows: Tensor
     edge_index: Tensor
     edge_attr: Tensor
     can_id: Tensor
     batch: Tensor
     label: Tensor
+    hidden: Tensor | None = None
 
     @property
     def num_graphs(self) -> int:
@@ -52,8 +60,11 @@ class GraphBatch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphBatch":
         """Returns the batch on another device, its features as `dtype`; indices keep their type."""
-        dtypes = {"x": dtype, "edge_attr": dtype}
-        moved = {field.name: getattr(self, field.name).to(device, dtypes.get(field.name)) for field in fields(self)}
+        dtypes = dict.fromkeys(("x", "behaviour", "past", "past_windows", "edge_attr"), dtype)
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {
+            name: part if part is None else part.to(device, dtypes.get(name)) for name, part in parts.items()
+        }
         return GraphBatch(**moved)
 
 
@@ -75,6 +86,9 @@ class Gatherer:
         np.add(self._edge_ends.take(edges.positions, axis=0).T, first_node, out=edge_index)
         return GraphBatch(
             x=torch.from_numpy(flat.node_features.take(nodes.positions, axis=0)),
+            behaviour=torch.from_numpy(flat.behaviour.take(nodes.positions, axis=0)),
+            past=torch.from_numpy(flat.past.take(nodes.positions, axis=0)),
+            past_windows=torch.from_numpy(flat.past_windows.take(nodes.positions).astype(np.float32)),
             edge_index=torch.from_numpy(edge_index),
             edge_attr=torch.from_numpy(flat.edge_features.take(edges.positions, axis=0)),
             can_id=torch.from_numpy(flat.ids.take(flat.node_code.take(nodes.positions))),

@@ -5,7 +5,7 @@ Shapes: G windows of the data set, R of one log or part.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -16,14 +16,19 @@ from can_train.errors import DataError
 from can_train.io.arrays import META, FolderDamageError, discard_folder
 from can_train.reporter import Reporter
 from can_train.tasks.can.data import graphs
+from can_train.tasks.can.data.digests import LogDigest, known_windows
 from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Ints, SourceFile, Split
 from can_train.tasks.can.data.layout import LOG, TEST, HashedLog, LogFile, drop_duplicates, find_logs, hash_logs
-from can_train.tasks.can.data.reading import LogReader, changed_log
+from can_train.tasks.can.data.log_text import changed_log
+from can_train.tasks.can.data.reading import LogReader
+from can_train.tasks.can.data.sidecars import find_sidecar
 from can_train.tasks.can.settings import CanDatasetSettings
 from can_train.tasks.can.synthetic.writing import synthetic_folder
 
 # Windows. A shorter run of benign or attack windows is not cut by itself: a fifth of it would be a window or none.
 MIN_PHASE_WINDOWS: Final = 10
+
+LEAST_DRIVES: Final = 3  # benign logs from which one is kept from training as a whole
 
 _LEAST_WINDOWS: Final = 10  # of a log whose parts for training, validation and test shall each have some
 
@@ -122,10 +127,12 @@ def _recorded_logs(folder: Path, logs: Sequence[LogFile]) -> list[HashedLog]:
     try:
         finished_ns, sources = (folder / META).stat().st_mtime_ns, graphs.read_sources(folder)
         states = {log: log.path.stat() for log in logs}
+        sidecars = {sidecar.path: sidecar.path.stat() for log in logs if (sidecar := find_sidecar(log.path))}
     except (OSError, FolderDamageError):
         return []
     # No program can set the time of a change (ctime): a log that was replaced by an older one shows by it.
-    if any(max(state.st_mtime_ns, state.st_ctime_ns) > finished_ns for state in states.values()):
+    seen = (*states.values(), *sidecars.values())
+    if any(max(state.st_mtime_ns, state.st_ctime_ns) > finished_ns for state in seen):
         return []
     places = {(log.path.resolve(), log.role, log.group): log for log in logs}
     remaining = [
@@ -141,11 +148,71 @@ def _split(dataset: CanDatasetSettings, logs: Sequence[HashedLog], flat: FlatGra
     # The cache may have been made when the same logs lay elsewhere.
     here = [replace(source, path=str(log.log.path)) for source, log in zip(flat.sources, logs, strict=True)]
     flat = replace(flat, sources=tuple(here))
-    split, notices = split_rows(flat, dataset.validation_share, dataset.test_share)
-    data = CanData(flat=flat, split=split, notices=(*flat.notices, *notices))
+    remaining, copied = _drop_copies(flat, logs)
+    split, cut = split_rows(flat, dataset.validation_share, dataset.test_share, remaining)
+    split, known = leave_out_known(flat, split, flat, np.concatenate([split.train, split.validation]))
+    data = CanData(flat=flat, split=split, notices=(*flat.notices, *copied, *cut, *known))
     for notice in data.notices:
         reporter.notice(notice)
     return data
+
+
+def _drop_copies(flat: FlatGraphs, logs: Sequence[HashedLog]) -> tuple[list[int], list[str]]:
+    """Returns the indices of the sources that remain, and notices, as `drop_duplicates` does; by their frames."""
+    by_frames = [replace(log, sha256=source.frames_digest) for log, source in zip(logs, flat.sources, strict=True)]
+    remaining, notices = drop_duplicates(by_frames)
+    return [by_frames.index(log) for log in remaining], notices
+
+
+def leave_out_known(flat: FlatGraphs, split: Split, known: FlatGraphs, known_rows: Ints) -> tuple[Split, list[str]]:
+    """Leaves windows out of testing that occur in training.
+
+    Windows stay if the time of their log was cut and they all occur: its bus repeats itself.
+
+    Args:
+        flat: The graphs.
+        split: Their split.
+        known: The graphs of training; the same or others.
+        known_rows: The windows of these that were trained or validated on.
+
+    Returns:
+        The split, and notices.
+
+    Raises:
+        DataError: Nothing is left to test.
+    """
+    own_time = {source.group for source in flat.sources if source.role == LOG}
+    test: dict[str, Ints] = {}
+    repeated: list[str] = []
+    lost: dict[str, int] = {}
+    for group, rows in split.test.items():
+        fresh = rows[~known_windows(flat, rows, known, known_rows)]
+        if not len(fresh) and group in own_time:
+            fresh = rows
+            repeated.append(f"{group}: all {len(rows):,} test windows occur in training, so its figures are too good")
+        if len(fresh) < len(rows):
+            lost[group] = len(rows) - len(fresh)
+        if len(fresh):
+            test[group] = fresh
+    notices = [*repeated, *_lost_windows(lost, split.test, test)]
+    if split.test and not test:
+        raise DataError("A test needs windows that were not trained on", value=notices[0],
+                        remedy="Test on other logs")  # fmt: skip
+    return replace(split, test=test), notices
+
+
+def _lost_windows(lost: Mapping[str, int], before: Mapping[str, Ints], after: Mapping[str, Ints]) -> list[str]:
+    """Says how many windows of which test groups were left out."""
+    if not lost:
+        return []
+    total = sum(map(len, before.values()))
+    named = ", ".join(f"{group} ({count:,})" for group, count in list(lost.items())[:_MAX_NAMED])
+    more = ", …" if len(lost) > _MAX_NAMED else ""
+    gone = [group for group in lost if group not in after]
+    return [
+        f"{sum(lost.values()):,} of {total:,} test windows occur in training and are left out: {named}{more}",
+        *([f"Nothing is left to test of {', '.join(gone)}"] if gone else []),
+    ]
 
 
 def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
@@ -157,6 +224,8 @@ def cache_key(dataset: CanDatasetSettings, logs: Sequence[HashedLog]) -> str:
         "format": dataset.format,
         "columns": asdict(dataset.columns),
         "id_base": dataset.id_base,
+        "time_unit": dataset.time_unit,
+        "channel": dataset.channel,
         "benign_values": sorted(dataset.benign_values),
         "max_malformed": dataset.max_malformed,
         "logs": [(hashed.sha256, hashed.log.role, hashed.log.group, hashed.log.kind) for hashed in logs],
@@ -173,8 +242,9 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
         for hashed in logs:
             log = hashed.log
             reader = LogReader(log.path, dataset, kind=log.kind)
-            builder = graphs.GraphBuilder(dataset.window, dataset.stride)
+            builder, digest = graphs.GraphBuilder(dataset.window, dataset.stride), LogDigest()
             for frames in reader.blocks():
+                digest.update(frames)
                 for block in builder.feed(frames):
                     writer.append(block, reader.kinds)
                 num_frames += len(frames)
@@ -184,7 +254,7 @@ def _build(dataset: CanDatasetSettings, logs: Sequence[HashedLog], folder: Path,
             if builder.frames_seen < dataset.window:
                 raise too_short(f"{log.path} has {builder.frames_seen}, a window {dataset.window}", builder.frames_seen)
             source = source_of(log, reader, frames=builder.frames_seen, sha256=hashed.sha256)
-            writer.end_log(source, reader.report.summary())
+            writer.end_log(replace(source, frames_digest=digest.hexdigest()), reader.report.summary())
             stage.advance(hashed.size)
         return writer.finish()
 
@@ -205,12 +275,15 @@ def _longer_logs(frames: int) -> str:
     return "Use longer logs" + (f", or train with smaller windows: --set dataset.window={window}" if window > 1 else "")
 
 
-def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> tuple[Split, list[str]]:
-    """Splits all windows by the roles of their logs (see `SourceFile`).
+def split_rows(
+    flat: FlatGraphs, validation_share: float, test_share: float, sources: Sequence[int] | None = None
+) -> tuple[Split, list[str]]:
+    """Splits all windows of `sources`, which are indices of logs, by the roles of these (see `SourceFile`).
 
     The last `test_share` of a log is for testing, and the last `validation_share` of what remains for validation. Where
     that leaves a part with one class only although the log has both, every benign and every attack phase of the log is
-    cut so. Logs that are all for testing leave the other parts empty.
+    cut so. Of several benign logs some are for validation in place of training (see `find_held_out_logs`). Logs that
+    are all for testing leave the other parts empty.
 
     Returns:
         The split, and notices about logs that were cut by phases or lack a class.
@@ -224,13 +297,19 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
     validation: list[Ints] = []
     test: dict[str, list[Ints]] = {}
     paths_by_notice: dict[str, list[str]] = {}
-    for index, source in enumerate(flat.sources):
+    present = range(len(flat.sources)) if sources is None else sources
+    held_out = find_held_out_logs(flat, validation_share, present)
+    for index in present:
+        source = flat.sources[index]
         rows = np.flatnonzero(flat.source == index)
         if source.role == TEST:
             test.setdefault(source.group, []).append(rows)
             continue
         shares = (validation_share, test_share) if source.role == LOG else (validation_share,)
         parts, log_notices = _cut_log(flat, rows, shares)
+        if index in held_out:
+            parts[:2] = [parts[0][:0], np.concatenate(parts[:2])]
+            log_notices = [*log_notices, "kept whole for validation, as a drive that training does not see"]
         for notice in log_notices:
             paths_by_notice.setdefault(notice, []).append(source.path)
         train.append(parts[0])
@@ -250,6 +329,28 @@ def split_rows(flat: FlatGraphs, validation_share: float, test_share: float) -> 
             remedy=_longer_logs(min(source.frames for source in flat.sources)),
         )
     return split, [f"{_named(paths)}: {notice}" for notice, paths in paths_by_notice.items()]
+
+
+def find_held_out_logs(flat: FlatGraphs, validation_share: float, sources: Sequence[int]) -> set[int]:
+    """Finds the logs that are kept from training as wholes: thresholds do not carry over from the drives that a model
+    was trained on to others.
+
+    Of at least `LEAST_DRIVES` benign logs among `sources` it is a share: the last ones whose CAN IDs the other benign
+    logs have, and which are therefore of a vehicle with other drives.
+    """
+    benign = []
+    for index in sources:
+        rows = np.flatnonzero(flat.source == index)
+        if flat.sources[index].role != TEST and len(rows) and not flat.label[rows].any():
+            benign.append((index, np.unique(flat.node_code[flat.node_ptr[rows[0]] : flat.node_ptr[rows[-1] + 1]])))
+    found: set[int] = set()
+    if len(benign) < LEAST_DRIVES:
+        return found
+    for index, codes in reversed(benign):
+        others = [each for other, each in benign if other != index and other not in found]
+        if len(found) < max(1, round(validation_share * len(benign))) and np.isin(codes, np.concatenate(others)).all():
+            found.add(index)
+    return found
 
 
 def _named(paths: Sequence[str]) -> str:

@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DataError
 from can_train.io.arrays import ArrayWriter, noticing_damage, read_arrays, read_meta
+from can_train.tasks.can.data.behaviour import BEHAVIOUR, Changes, IdHistory, summarise, table_of
+from can_train.tasks.can.data.digests import window_digests
 
 # Arrays as most signatures of the task have them.
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MAX_PAYLOAD_BYTES: Final = 8  # of a classical CAN frame; CAN FD has up to 64
+MAX_PAYLOAD_BYTES: Final = 8  # of a classical CAN frame
+FD_PAYLOAD_BYTES: Final = 64  # of a CAN FD frame
 BENIGN: Final = "benign"  # the kind of label code 0
 MAX_KINDS: Final = 256  # label codes are bytes; a label column with more values is no label column
 
@@ -39,7 +42,7 @@ EDGE_FEATURES: Final = (
 
 # Belongs in the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are
 # then not found.
-SCHEMA: Final = 1
+SCHEMA: Final = 3
 
 # Type and shape of one row of every array on disk.
 _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -47,6 +50,9 @@ _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
     "edge_ptr": ("int64", ()),
     "node_code": ("int32", ()),
     "node_features": ("float32", (len(NODE_FEATURES),)),
+    "behaviour": ("float32", (len(BEHAVIOUR),)),
+    "past": ("float32", (len(BEHAVIOUR),)),
+    "past_windows": ("int32", ()),
     "edge_index": ("int32", (2,)),  # [E, 2] on disk, so that it can be appended to
     "edge_features": ("float32", (len(EDGE_FEATURES),)),
     "label": ("uint8", ()),
@@ -54,6 +60,7 @@ _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
     "first_frame": ("int64", ()),
     "start_time": ("float64", ()),
     "end_time": ("float64", ()),
+    "digest": ("uint64", ()),
     "ids": ("int64", ()),
 }
 _RECODED_NODES: Final = 2**20  # nodes that get their final code at a time
@@ -73,8 +80,8 @@ class Frames:
 
     timestamp: Floats  # [M] seconds
     can_id: NDArray[np.uint32]  # [M] identifier, 11 or 29 bits
-    length: NDArray[np.uint8]  # [M] payload bytes, 0 to 8; 0 for a remote frame
-    payload: NDArray[np.uint8]  # [M, 8] bytes, zero beyond `length`
+    length: NDArray[np.uint8]  # [M] payload bytes, 0 to 64; 0 for a remote frame
+    payload: NDArray[np.uint8]  # [M, P] bytes, zero beyond `length`; P is 8, or 64 where there are CAN FD frames
     label: NDArray[np.uint8]  # [M] index into the reader's `kinds`; 0 is benign
 
     def __len__(self) -> int:
@@ -87,7 +94,13 @@ class Frames:
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
         """Joins at least one part, in order."""
-        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+        joined = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
+        widest = max(part.payload.shape[1] for part in parts)
+        joined["payload"] = [
+            part if part.shape[1] == widest else np.pad(part, ((0, 0), (0, widest - part.shape[1])))
+            for part in joined["payload"]
+        ]
+        return cls(**{name: np.concatenate(arrays) for name, arrays in joined.items()})
 
 
 @dataclass(frozen=True)
@@ -102,6 +115,7 @@ class SourceFile:
     frames: int  # read, without malformed rows
     labelled: bool  # whether the log says which frames are attacks
     sha256: str  # of its content
+    frames_digest: str = ""  # of its frames, however they are written (`LogDigest`); empty where only parts were read
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,6 +126,9 @@ class FlatGraphs:
     edge_ptr: Ints  # [G + 1] the same for edges
     node_code: NDArray[np.int32]  # [N] index into `ids`
     node_features: NDArray[np.float32]  # [N, 10] columns `NODE_FEATURES`, unscaled
+    behaviour: NDArray[np.float32]  # [N, 7] columns `BEHAVIOUR`; NaN where no frame of the ID has one before it
+    past: NDArray[np.float32]  # [N, 7] means of the same over the log's earlier windows
+    past_windows: NDArray[np.int32]  # [N] how many earlier windows these are
     edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside their own graph
     edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
     label: NDArray[np.uint8]  # [G] index into `kinds`: the window's most frequent attack kind, 0 where it has no attack
@@ -119,6 +136,7 @@ class FlatGraphs:
     first_frame: Ints  # [G] position of the window's first frame in its file
     start_time: Floats  # [G] seconds, of the window's first frame
     end_time: Floats  # [G] seconds, of its last frame
+    digest: NDArray[np.uint64]  # [G] of the window's IDs, payloads and relative times (`window_digests`)
     ids: Ints  # [K] the distinct CAN IDs, ascending
     kinds: tuple[str, ...]  # names of the label codes; kinds[0] is "benign"
     sources: tuple[SourceFile, ...]  # the files, in reading order
@@ -160,12 +178,16 @@ class GraphBlock:
     num_edges: Ints
     can_id: NDArray[np.uint32]
     node_features: NDArray[np.float32]
+    behaviour: NDArray[np.float32]
+    past: NDArray[np.float32]
+    past_windows: NDArray[np.int32]
     edge_index: NDArray[np.int32]
     edge_features: NDArray[np.float32]
     label: NDArray[np.uint8]
     first_frame: Ints
     start_time: Floats
     end_time: Floats
+    digest: NDArray[np.uint64]
 
     def __len__(self) -> int:
         return len(self.label)
@@ -182,6 +204,8 @@ class GraphBuilder:
         self._window = window
         self._stride = stride
         self._pending: list[Frames] = []
+        self._pending_changes = Changes(np.empty(0, np.float32), np.empty(0, np.float32))
+        self._history = IdHistory()
         self._pending_from = 0
         self._next_start = 0
         self.frames_seen = 0
@@ -189,21 +213,33 @@ class GraphBuilder:
     def feed(self, frames: Frames) -> Iterator[GraphBlock]:
         """Takes the log's next frames and yields the windows they complete, in order, in blocks of bounded size."""
         joined = Frames.concatenate([*self._pending, frames])
+        changes = [self._pending_changes]
+        for begin in range(0, len(frames), _CHUNK_FRAMES):
+            part = frames[begin : begin + _CHUNK_FRAMES]
+            changes.append(self._history.changes(part.can_id, part.timestamp, part.payload))
+        changed = Changes(*(np.concatenate(column) for column in zip(*changes, strict=True)))
         joined_from, start = self._pending_from, self._next_start
         self.frames_seen += len(frames)
         num_windows = max(0, (self.frames_seen - start - self._window) // self._stride + 1)
         self._next_start = start + num_windows * self._stride
         self._pending_from = min(self._next_start, self.frames_seen)
         self._pending = [joined[self._pending_from - joined_from :]]
+        self._pending_changes = _slice(changed, slice(self._pending_from - joined_from, None))
         # A generator of its own, so that the frames are counted by this call and not by the first block taken.
-        return self._build(joined[start - joined_from :], start, num_windows)
+        complete = slice(start - joined_from, None)
+        return self._build(joined[complete], _slice(changed, complete), start, num_windows)
 
-    def _build(self, frames: Frames, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
+    def _build(self, frames: Frames, changes: Changes, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
         per_chunk = max(1, _CHUNK_FRAMES // self._window)
         for begin in range(0, num_windows, per_chunk):
             last = min(begin + per_chunk, num_windows) - 1
-            part = frames[begin * self._stride : last * self._stride + self._window]
-            yield _build_chunk(part, self._window, self._stride, first_frame + begin * self._stride)
+            part = slice(begin * self._stride, last * self._stride + self._window)
+            chunk = _Chunk(frames[part], _slice(changes, part), self._window, self._stride)
+            yield _build_chunk(chunk, first_frame + begin * self._stride, self._history)
+
+
+def _slice(changes: Changes, part: slice) -> Changes:
+    return Changes(changes.gap_s[part], changes.bits[part])
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,8 +267,19 @@ def _group_rows(keys: Ints) -> _Groups:
     return _Groups(key.ravel()[first], first // length, np.diff(first, append=keys.size), first, member)
 
 
-def _build_chunk(frames: Frames, window: int, stride: int, first_frame: int) -> GraphBlock:
-    """Builds the graphs of all windows of `frames`, whose first frame is frame `first_frame` of the log."""
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """Frames, and what they changed, whose windows are built at a time."""
+
+    frames: Frames
+    changes: Changes
+    window: int
+    stride: int
+
+
+def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBlock:
+    """Builds the graphs of all windows of a chunk, whose first frame is frame `first_frame` of the log."""
+    frames, window, stride = chunk.frames, chunk.window, chunk.stride
 
     def windows(values: NDArray[Any]) -> NDArray[Any]:
         return sliding_window_view(values, window)[::stride]  # [G, W]
@@ -251,20 +298,29 @@ def _build_chunk(frames: Frames, window: int, stride: int, first_frame: int) -> 
     columns: dict[str, NDArray[Any]] = {f"byte_{i}_mean": sums[i - 1] / (255.0 * nodes.count) for i in range(1, 9)}
     columns["count"] = nodes.count
     columns["last_position"] = (nodes.member[nodes.first + nodes.count - 1] % window) / (window - 1)
+    in_order = Changes(*(windows(column).ravel()[nodes.member] for column in chunk.changes))
+    last_s = times.ravel()[nodes.member[nodes.first + nodes.count - 1]]
+    duration_s, silence_s = (times[:, -1] - times[:, 0])[nodes.row], np.maximum(times[nodes.row, -1] - last_s, 0.0)
+    can_id = nodes.key.astype(np.uint32)
+    behaviour = history.past(can_id, summarise(in_order, nodes.first, nodes.count, duration_s, silence_s))
     local_node = node_of_frame.reshape(num_graphs, window) - node_start[:, None]
     edges = _group_rows(local_node[:, :-1] * window + local_node[:, 1:])
     edge_index = np.stack(np.divmod(edges.key, window))  # [2, E]
     return GraphBlock(
         num_nodes=num_nodes,
         num_edges=np.bincount(edges.row, minlength=num_graphs),
-        can_id=nodes.key.astype(np.uint32),
-        node_features=_table(columns, NODE_FEATURES),
+        can_id=can_id,
+        node_features=table_of(columns, NODE_FEATURES),
+        behaviour=behaviour.now,
+        past=behaviour.past,
+        past_windows=behaviour.past_windows,
         edge_index=edge_index.astype(np.int32),
         edge_features=_edge_features(edges, edge_index, node_start, times),
         label=_window_labels(windows(frames.label)),
         first_frame=first_frame + np.arange(num_graphs) * stride,
         start_time=times[:, 0].copy(),
         end_time=times[:, -1].copy(),
+        digest=window_digests(frames, window, stride),
     )
 
 
@@ -304,14 +360,7 @@ def _edge_features(edges: _Groups, edge_index: Ints, node_start: Ints, times: Fl
         "degree_product": degree[source] * degree[target],
         "degree_ratio": degree[source] / degree[target],
     }
-    return _table(columns, EDGE_FEATURES)
-
-
-def _table(columns: dict[str, NDArray[Any]], names: Sequence[str]) -> NDArray[np.float32]:
-    table = np.empty((len(columns[names[0]]), len(names)), dtype=np.float32)
-    for index, name in enumerate(names):
-        table[:, index] = columns[name]
-    return table
+    return table_of(columns, EDGE_FEATURES)
 
 
 def _window_labels(label: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -357,7 +406,10 @@ class GraphWriter:
         if len(self._kinds) > MAX_KINDS:
             raise too_many_kinds("A data set", f"{len(self._kinds) - 1}")
         codes = np.array([self._kinds.index(kind) for kind in kinds], dtype=np.uint8)
-        names = ("can_id", "node_features", "edge_features", "first_frame", "start_time", "end_time")
+        names = (
+            "can_id", "node_features", "behaviour", "past", "past_windows", "edge_features", "first_frame",
+            "start_time", "end_time", "digest",
+        )  # fmt: skip
         self._arrays.append({name: getattr(block, name) for name in names})
         self._arrays.append(
             {

@@ -12,6 +12,7 @@ from typing import Final
 
 from can_train.errors import DataError, MissingDataError, unknown_name
 from can_train.reporter import Reporter
+from can_train.tasks.can.data.sidecars import find_sidecar
 from can_train.tasks.can.settings import CanDatasetSettings
 
 # The parts of can-train-and-test, the HCRL logs among them.
@@ -26,7 +27,9 @@ UNNAMED_ATTACK: Final = "attack"  # the kind where a log's name gives none
 
 # Below the data root: nothing, or the clone of either release's repository.
 _COLLECTIONS: Final = ("", "can-train-and-test-v1.5", "can-train-and-test")
-_LOG_NAME: Final = re.compile(r"(?P<stem>[^.].*)\.(?:csv|txt|log)(?:\.gz)?", re.IGNORECASE)
+_LOG_NAME: Final = re.compile(
+    r"(?P<stem>[^.].*)\.(?:(?:csv|txt|log|asc|trc)(?:\.(?:gz|bz2|xz|zst))?|blf|mf4)", re.IGNORECASE
+)
 _DOCUMENT: Final = re.compile(r"(?:read[-_]?me|licen[cs]e)(?![a-z])", re.IGNORECASE)  # .txt files beside the logs
 # can-train-and-test: DoS-1, force-neutral-2, fuzzing-train.
 _NUMBERED_KIND: Final = re.compile(r"(?P<kind>[a-z]+(?:-[a-z]+)*?)(?:-train|-test)?(?:-\d+)?", re.IGNORECASE)
@@ -142,7 +145,8 @@ def _logs_below(folder: Path) -> list[Path]:
             logs.append(path)
     if not logs:
         raise MissingDataError(
-            "A folder of logs must hold files named *.csv, *.txt or *.log, or these with .gz",
+            "A folder of logs must hold files named *.csv, *.txt, *.log, *.asc or *.trc, or these with .gz, .bz2, .xz "
+            "or .zst, or *.blf or *.mf4",
             value=f"none in {folder}",
             remedy="Put the logs there, or give --dataset the path of another folder or of one file",
         )
@@ -151,7 +155,9 @@ def _logs_below(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, kw_only=True)
 class HashedLog:
-    """A log, and its content's hash, size in bytes and modification time when it was hashed."""
+    """A log, the hash of its content and of the labels beside it, and size in bytes and modification time when it was
+    hashed.
+    """
 
     log: LogFile
     sha256: str
@@ -185,6 +191,8 @@ def hash_logs(logs: Sequence[LogFile], reporter: Reporter) -> list[HashedLog]:
                 raise DataError(
                     "A log must be a file that can be read", value=found, remedy="Check its permissions"
                 ) from error
+            if sidecar := find_sidecar(log.path):
+                digest = hashlib.sha256(f"{digest} {sidecar.content}".encode()).hexdigest()
             hashed.append(HashedLog(log=log, sha256=digest, size=status.st_size, modified_ns=status.st_mtime_ns))
             stage.advance()
     return hashed

@@ -5,66 +5,38 @@ Shapes: M frames or rows.
 
 from __future__ import annotations
 
-import gzip
-import io
 import math
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import IO, Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from can_train.errors import DataError, MissingDataError
-from can_train.tasks.can.data import formats
+from can_train.errors import DataError
+from can_train.tasks.can.data.formats import recognise, shortened
+from can_train.tasks.can.data.grammar import ParsedRows, parse_rows
 from can_train.tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, too_many_kinds
+from can_train.tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
+from can_train.tasks.can.data.recordings import BLOCK_FRAMES, Recording, recording_format
+from can_train.tasks.can.data.sidecars import find_sidecar
 from can_train.tasks.can.settings import CanDatasetSettings
 
-# Bytes of text read at once. Smaller blocks parse slower; text and parsed columns together take about fifteen times as
-# much memory.
-BLOCK_BYTES: Final = 16 * 2**20
-RECOGNISED_BYTES: Final = 2**20  # beginning of a log by which its format is recognised
-RECOGNISED_LINES: Final = 1000  # enough to outvote damaged rows, parsed by all grammars in milliseconds
-RECOGNISED_SHARE: Final = 0.5  # of those rows must be well-formed: with fewer, the grammar matches by accident
-# A longer line is no row of any log. Without this bound a file without line ends would be read whole.
-MAX_LINE_BYTES: Final = RECOGNISED_BYTES
 # Labels that mark an attack without naming it.
 ATTACK_WORDS: Final = frozenset(
     {"1", "t", "true", "yes", "attack", "attacked", "anomaly", "anomalous", "malicious", "injected"}
 )
 
-_SKIP_BYTES: Final = 2**20  # decompressed at once on the way to a later part of a text
-_GZIP_MAGIC: Final = b"\x1f\x8b"
-_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
-_CONTROL_BYTES: Final = bytes(set(range(32)) - set(b"\t\n\v\f\r"))  # no text has them
-# Share of them from which a file is binary: recorded or compressed numbers have about a tenth, a log that was being
-# written when the power failed has a few.
-_MAX_CONTROL_SHARE: Final = 0.01
-_NO_SEPARATOR: Final = "\x01"  # occurs in no line, so that the CSV parser takes every line for one field
-
 CLOCK_JITTER_S: Final = 0.010  # time may step back so far in a good row: public captures do so by up to 7.9 ms
 TIME_RUNS_BACKWARDS: Final = f"time runs backwards by more than {CLOCK_JITTER_S * 1000:g} ms"
 MAX_JITTER_SHARE: Final = 0.5  # of the frames may step back by a clock's jitter; a log with more is in reverse
 _MAX_EXAMPLES: Final = 3
-_SHOWN_CHARACTERS: Final = 80  # of a malformed row
-
-
-class TextSample(NamedTuple):
-    """Parts of a text."""
-
-    parts: list[pl.Series]  # the lines of each, null where empty
-    read_bytes: int  # size of all of them
-    text_bytes: int  # size of the whole text; of a compressed one, an estimate from the part that was read
-
-    @property
-    def complete(self) -> bool:
-        """Whether the parts are the whole text."""
-        return self.read_bytes >= self.text_bytes
+_MAX_CHANNELS: Final = 4  # that are named
+_LINE_OF_RECORDING_BYTES: Final = 40.0  # of a frame in a binary log, with its header, uncompressed
 
 
 class LogSample(NamedTuple):
@@ -75,8 +47,51 @@ class LogSample(NamedTuple):
     expected_frames: int  # estimate of the frames in the whole log
 
 
+class _Block(NamedTuple):
+    first_line: int  # its number, counted from 1; in a binary log that of the frame
+    lines: Sequence[str] | pl.Series
+    rows: ParsedRows
+
+
+class _TextLog:
+    """A log of text, of which `block_bytes` are parsed at once."""
+
+    def __init__(self, path: Path, settings: CanDatasetSettings, block_bytes: int) -> None:
+        self.text = LogText(path, block_bytes)
+        self.grammar, self._narrow, self.channel = recognise(self.text.first_lines, settings, path)
+        if settings.channel:
+            self._narrow = None
+        self._time_s = 0.0  # where times count from the line before
+
+    def blocks(self) -> Iterator[_Block]:
+        self._time_s = 0.0
+        for first_line, lines in self.text.blocks():
+            yield _Block(first_line, lines, self._parse(lines))
+
+    def parts(self, sample: TextSample) -> Iterator[_Block]:
+        for lines in sample.parts:
+            yield _Block(1, lines, self._parse(lines))
+
+    def _parse(self, lines: pl.Series) -> ParsedRows:
+        if self._narrow is not None:
+            rows = parse_rows(lines, self._narrow)
+            if not rows.malformed["line"].str.contains(self.grammar.pattern).any():
+                return self._absolute(rows, lines)
+            self._narrow = None  # another channel
+        return self._absolute(parse_rows(lines, self.grammar), lines)
+
+    def _absolute(self, rows: ParsedRows, lines: pl.Series) -> ParsedRows:
+        if not self.grammar.relative:
+            return rows
+        # Events that are no frames have times, too.
+        steps = lines.str.extract(r"^[ \t]*([0-9.]+)[ \t]").cast(pl.Float64, strict=False).fill_null(0.0)
+        times = self._time_s + steps.cum_sum().to_numpy()
+        self._time_s = float(times[-1])
+        return replace(rows, timestamp=times[rows.position])
+
+
 class LogReader:
-    """One CAN log, plain or gzipped, streamed; `block_bytes` of text are parsed at once.
+    """One CAN log, streamed; `block_bytes` of text are parsed at once.
 
     `kind` names the attacks whose label does not. The `report` of what was wrong is complete once `blocks()` is
     exhausted.
@@ -84,22 +99,30 @@ class LogReader:
     Raises:
         MissingDataError: There is no such file.
         ConfigError: The log lacks a column that the user named.
-        DataError: It is empty, binary, or of no known format.
+        DataError: It is empty, binary, or of no known format; or the package that reads it is not installed.
     """
 
     def __init__(
         self, path: Path, settings: CanDatasetSettings, *, kind: str = "attack", block_bytes: int = BLOCK_BYTES
     ) -> None:
-        self._text = LogText(path, block_bytes)
-        self._grammar = _recognise(self._text.first_lines, settings, path)
+        self.path = path
+        binary = recording_format(path)
+        self._log = Recording(path, binary) if binary else _TextLog(path, settings, block_bytes)
+        self._grammar = None if isinstance(self._log, Recording) else self._log.grammar
+        self._channel = settings.channel
+        if settings.channel and self._grammar is not None and not self._grammar.has("channel"):
+            raise DataError("Only a log that names interfaces has some to choose from", value=str(path),
+                            remedy="Leave out dataset.channel")  # fmt: skip
         self._encoder = LabelEncoder(settings.benign_values, kind)
         self._max_malformed = settings.max_malformed
-        self.path = path
+        has_labels = self._grammar is not None and self._grammar.has("label")
+        self._sidecar = None if has_labels else find_sidecar(path)
+        self._start_s: float | None = None  # of the log's first frame
         self.report = self._new_report()
-        self.format = self._grammar.name  # one of settings.FORMATS
-        self.labelled = self._grammar.has("label")
+        self.format = self._grammar.name if self._grammar else binary  # one of settings.FORMATS, `blf` or `mf4`
+        self.labelled = has_labels or (self._sidecar is not None and self._sidecar.whole)
         self.kinds = self._encoder.names  # by label code, the first is "benign"; grows as kinds are met
-        self.line_bytes = self._text.line_bytes
+        self.line_bytes = _LINE_OF_RECORDING_BYTES if isinstance(self._log, Recording) else self._log.text.line_bytes
 
     def blocks(self) -> Iterator[Frames]:
         """Yields all frames in the order of the file.
@@ -109,235 +132,98 @@ class LogReader:
         """
         self.report = self._new_report()
         previous = -np.inf
-        for first_line, lines in self._text.blocks():
-            rows = formats.parse_rows(lines, self._grammar)
-            self.report.add_rows(rows, lines, first_line, previous)
-            if len(rows.timestamp):
-                previous = rows.timestamp[-1]
-                yield self._frames(rows)
+        for block in self._chosen_blocks():
+            self.report.add_rows(block.rows, block.lines, block.first_line, previous)
+            if len(block.rows.timestamp):
+                previous = block.rows.timestamp[-1]
+                yield self._frames(block.rows)
         self.report.check(self._max_malformed)
 
     @property
     def decimal_ids(self) -> bool:
         """Whether the log writes CAN IDs as decimal numbers."""
-        return self._grammar.id_base == 10
+        return self._grammar is not None and self._grammar.id_base == 10
 
     def line_numbers(self, frames: Ints) -> Ints:
-        """Returns [R] the numbers, counted from 1, of the lines that hold the log's frames `frames` [R]."""
+        """Returns [R] the numbers, counted from 1, of the lines that hold the log's frames `frames` [R]; of a binary
+        log, those of the frames.
+        """
         found, seen = np.empty(len(frames), np.int64), 0
-        for first_line, lines in self._text.blocks():
-            position = formats.parse_rows(lines, self._grammar).position
+        for block in self._chosen_blocks():
+            position = block.rows.position
             here = (frames >= seen) & (frames < seen + len(position))
-            found[here] = first_line + position[frames[here] - seen]
+            found[here] = block.first_line + position[frames[here] - seen]
             seen += len(position)
         return found
 
     def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> LogSample:
-        """Reads parts of the log (see `LogText.sample`). The report covers them, each as if it were a log of its own.
+        """Reads parts of the log (see `LogText.sample`); of a binary one, its beginning. The report covers them, each
+        as if it were a log of its own.
 
         Raises:
             DataError: The log is damaged, or the parts are the whole log and more rows are bad than allowed.
         """
         self.report = self._new_report()
-        text = self._text.sample(num_parts, part_bytes, reach_bytes)
+        if isinstance(self._log, Recording):
+            text, blocks = self._beginning(num_parts * part_bytes)
+        else:
+            text = self._log.text.sample(num_parts, part_bytes, reach_bytes)
+            blocks = self._log.parts(text)
         parts = []
-        for lines in text.parts:
-            rows = formats.parse_rows(lines, self._grammar)
-            self.report.add_rows(rows, lines, 1, -np.inf)
-            if len(rows.timestamp):
-                parts.append(self._frames(rows))
+        for block in map(self._choose, blocks):
+            self.report.add_rows(block.rows, block.lines, block.first_line, -np.inf)
+            if len(block.rows.timestamp):
+                parts.append(self._frames(block.rows))
         if text.complete:
             self.report.check(self._max_malformed)
         expected_frames = round(self.report.frames * text.text_bytes / max(text.read_bytes, 1))
         return LogSample(text, parts, expected_frames)
 
+    def _beginning(self, wanted_bytes: int) -> tuple[TextSample, Iterator[_Block]]:
+        """Reads blocks of a binary log of about as many bytes."""
+        size = self.path.stat().st_size
+        log = (_Block(*block) for block in self._log.blocks())
+        blocks = list(islice(log, max(1, int(wanted_bytes / _LINE_OF_RECORDING_BYTES / BLOCK_FRAMES))))
+        ended = next(log, None) is None
+        read = size if ended else min(size, int(sum(len(one.rows.position) for one in blocks) * self.line_bytes))
+        return TextSample([], read, size), iter(blocks)
+
+    def _chosen_blocks(self) -> Iterator[_Block]:
+        return (self._choose(_Block(*block)) for block in self._log.blocks())
+
+    def _choose(self, block: _Block) -> _Block:
+        """Counts the channels of a block's rows, and leaves out those that the user did not choose."""
+        rows = block.rows
+        if rows.channel is None:
+            if isinstance(self._log, _TextLog) and self._log.channel:
+                self.report.channels[self._log.channel] += len(rows.position)
+            return block
+        self.report.channels.update(dict(rows.channel.drop_nulls().value_counts().iter_rows()))
+        if not self._channel:
+            return block
+        return block._replace(rows=rows.select((rows.channel == self._channel).fill_null(False).to_numpy()))
+
     def _new_report(self) -> ReadReport:
-        return ReadReport(path=self.path, notes=[self._grammar.assumption] if self._grammar.assumption else [])
+        notes = [self._grammar.assumption] if self._grammar and self._grammar.assumption else []
+        if self._sidecar is not None:
+            source = f"{self._sidecar.path.parent.name}/{self._sidecar.path.name}"
+            unknown = f"{source} does not say when the log's attacks were, so it counts as unlabelled"
+            notes.append(f"its labels come from {source}" if self._sidecar.whole else unknown)
+        return ReadReport(path=self.path, chosen_channel=self._channel, notes=notes)
 
-    def _frames(self, rows: formats.ParsedRows) -> Frames:
-        if rows.label is None:
-            label = np.zeros(len(rows.timestamp), np.uint8)
-        else:
+    def _frames(self, rows: ParsedRows) -> Frames:
+        label = np.zeros(len(rows.timestamp), np.uint8)
+        if rows.label is not None:
+            assert self._grammar is not None
             label = self._encoder.codes(rows.label, rows.kind, several=self._grammar.several_labels)
-        return Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label)
-
-
-def _recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> formats.Grammar:
-    """Returns the grammar that reads most of a log's first rows."""
-    known = (*formats.header_grammars(sample, settings), *formats.LINE_GRAMMARS)
-    grammars = [grammar for grammar in known if settings.format in ("auto", grammar.name)]
-    if not grammars:
-        raise _unrecognised(settings.format, path, *formats.first_row(sample))
-    parsed = [formats.parse_rows(sample.head(RECOGNISED_LINES), grammar) for grammar in grammars]
-    num_good = [len(rows.position) for rows in parsed]
-    best = int(np.argmax(num_good))
-    num_rows = num_good[best] + len(parsed[best].malformed)
-    if num_rows == 0:
-        raise DataError("A log must hold frames", value=f"{path} holds no rows", remedy="Give another log")
-    if num_good[best] < RECOGNISED_SHARE * num_rows:
-        if settings.format == "auto" and not grammars[best].header:
-            raise _unrecognised(settings.format, path, *formats.first_row(sample))
-        raise _unrecognised(settings.format, path, *parsed[best].malformed.row(0))
-    return grammars[best]
-
-
-def _unrecognised(wanted: str, path: Path, position: int, line: str, reason: str = "") -> DataError:
-    names = dict.fromkeys(grammar.name for grammar in (*formats.PUBLISHED_CSV_GRAMMARS, *formats.LINE_GRAMMARS))
-    all_formats = f"one of the formats {', '.join(names)}, columns"
-    return DataError(
-        f"A CAN log must be in {all_formats if wanted == 'auto' else f'the format {wanted}, as was asked for'}",
-        value=f"{path}:{position + 1}: {_shortened(line)!r}" + (f": {reason}" if reason else ""),
-        remedy=(
-            "If it is a CSV file with a header, name its columns: `--set dataset.columns.id=NAME` (the same for "
-            "timestamp, data, dlc, label); or choose the format: `--set dataset.format=FORMAT`"
-        ),
-    )
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
-
-
-class LogText:
-    """The text of one log; `first_lines`, null where empty, have the mean length `line_bytes`.
-
-    Raises:
-        MissingDataError: There is no such file.
-        DataError: It cannot be read, or is empty or binary.
-    """
-
-    def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
-        self._path = path
-        self._block_bytes = block_bytes
-        with self._open() as stream:
-            self._state = _file_state(path)
-            start = stream.read(RECOGNISED_BYTES)
-        if not start.removeprefix(_BYTE_ORDER_MARK).strip():
-            raise DataError("A log must hold frames", value=f"{path} is empty", remedy="Give another log")
-        if len(start) - len(start.translate(None, _CONTROL_BYTES)) > _MAX_CONTROL_SHARE * len(start):
-            raise DataError(
-                "A log must be text (UTF-8, or gzipped)",
-                value=f"{path} is binary",
-                remedy="Convert it, for example with `candump` or python-can's `can_logconvert`, to a text format",
-            )
-        whole_lines = start.rfind(b"\n") + 1 if len(start) == RECOGNISED_BYTES else len(start)
-        if not whole_lines:
-            raise _endless_line(path)
-        self.first_lines = _split_lines(start[:whole_lines])
-        self.line_bytes = whole_lines / max(len(self.first_lines), 1)
-
-    def blocks(self) -> Iterator[tuple[int, pl.Series]]:
-        """Yields the number of a block's first line, counted from 1, and its lines, null where empty.
-
-        Raises:
-            DataError: The file changed since it was first opened, is damaged, or has a line of absurd length.
-        """
-        next_line = 1
-        with self._open() as stream:
-            for text in self._whole_lines(stream):
-                yield next_line, _split_lines(text)
-                next_line += text.count(b"\n")
-            if _file_state(self._path) != self._state:
-                raise changed_log(self._path)
-
-    def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> TextSample:
-        """Reads parts of the text that are evenly spread over it, or all of it where that is no more.
-
-        Args:
-            num_parts: How many parts.
-            part_bytes: Size of each.
-            reach_bytes: Size of the beginning of a compressed text in which all parts lie: it is read from its start.
-
-        Raises:
-            DataError: The file is damaged.
-        """
-        size, _, _ = self._state
-        with self._open() as stream:
-            compressed = isinstance(stream, gzip.GzipFile)
-            if not compressed and size <= num_parts * part_bytes:
-                num_parts, part_bytes = 1, size
-            last_start = (reach_bytes if compressed else size) - part_bytes
-            step = max(last_start // max(num_parts - 1, 1), part_bytes)
-            found: list[bytes] = []
-            for start in range(0, num_parts * step, step):
-                if not compressed:
-                    stream.seek(start)
-                # GzipFile.seek reads on in small steps; larger ones take less time.
-                while stream.tell() < start and stream.read(min(start - stream.tell(), _SKIP_BYTES)):
-                    pass
-                text = stream.read(part_bytes)
-                ended = len(text) < part_bytes or (not compressed and stream.tell() == size)
-                # Incomplete lines at either end belong to no part, unless the text itself begins or ends there.
-                begin = text.find(b"\n") + 1 or len(text) if start else 0
-                found.append(text[begin : len(text) if ended else text.rfind(b"\n") + 1])
-                if ended:
-                    break
-            text_bytes = stream.tell()
-            if isinstance(stream, gzip.GzipFile) and not ended:
-                text_bytes = text_bytes * size // max(cast(IO[bytes], stream.fileobj).tell(), 1)
-        parts = [_split_lines(text) for text in found if text]
-        return TextSample(parts, sum(map(len, found)), text_bytes if compressed else size)
-
-    def _whole_lines(self, stream: IO[bytes]) -> Iterator[bytes]:
-        """Yields blocks that end where a line ends."""
-        rest = b""
-        while text := stream.read(self._block_bytes):
-            head, newline, tail = text.rpartition(b"\n")
-            if newline:
-                yield b"".join((rest, head, newline))
-                rest = b""
-            rest += tail
-            if len(rest) > MAX_LINE_BYTES:
-                raise _endless_line(self._path)
-        if rest:
-            yield rest
-
-    @contextmanager
-    def _open(self) -> Iterator[IO[bytes]]:
-        """Opens the file, which is decompressed if it begins like a gzip file, and translates errors."""
-        try:
-            with self._path.open("rb") as raw:
-                # By the content: suffixes may be missing or wrong.
-                compressed = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-                raw.seek(0)
-                yield cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if compressed else raw
-        except FileNotFoundError as error:
-            raise MissingDataError("A log must exist", value=str(self._path)) from error
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError("A compressed log must be a whole gzip file", value=f"{self._path}: {error}",
-                            remedy="Copy or download it again") from error  # fmt: skip
-        except OSError as error:
-            found = f"{self._path}: {error.strerror}"
-            raise DataError(
-                "A log must be a file that can be read", value=found, remedy="Check its permissions"
-            ) from error
-
-
-def changed_log(path: Path) -> DataError:
-    """Makes the error for a log that changed between two looks at it."""
-    return DataError("A log must not change while it is read", value=str(path),
-                     remedy="Wait until the recording has ended, or read a copy")  # fmt: skip
-
-
-def _file_state(path: Path) -> tuple[int, int, int]:
-    # The inode shows a file that was put in the place of another one of the same size and time.
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def _endless_line(path: Path) -> DataError:
-    return DataError(f"A line of a log is at most {MAX_LINE_BYTES:,} bytes long", value=str(path))
-
-
-def _split_lines(text: bytes) -> pl.Series:
-    """Splits whole lines, without their line ends and a byte order mark before them; an empty line is null."""
-    if not text.isascii() or _NO_SEPARATOR.encode() in text:
-        text = text.decode(errors="replace").replace(_NO_SEPARATOR, "\N{REPLACEMENT CHARACTER}").encode()
-    # The CSV parser uses all cores and makes no Python object for a line.
-    return pl.read_csv(
-        io.BytesIO(text), has_header=False, separator=_NO_SEPARATOR, quote_char=None, schema={"line": pl.String},
-        raise_if_empty=False,
-    )["line"]  # fmt: skip
+        frames = Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label)
+        if self._start_s is None:
+            self._start_s = float(frames.timestamp[0])
+        for injection in self._sidecar.injections if self._sidecar else ():
+            marked = injection.marks(frames, self._start_s)
+            if marked.any():
+                label[marked] = self._encoder.code(injection.kind)
+        return frames
 
 
 class LabelEncoder:
@@ -369,13 +255,18 @@ class LabelEncoder:
             labels = names.zip_with(~nameless, labels)
         # Sorted, so that codes do not depend on the order in which polars finds the texts.
         texts = labels.unique().sort().to_list()
-        codes = [max(self._code(word) for word in (text.split() if several else [text])) for text in texts]
+        codes = [max(self.code(word) for word in (text.split() if several else [text])) for text in texts]
         return labels.replace_strict(texts, codes, return_dtype=pl.UInt8).to_numpy()
 
     def _is_benign(self, texts: pl.Series) -> pl.Series:
         return texts.is_in([text for text in texts.unique().to_list() if _canonical(text) in self._benign])
 
-    def _code(self, text: str) -> int:
+    def code(self, text: str) -> int:
+        """Looks up the code of a label, and gives a new kind a new one.
+
+        Raises:
+            DataError: There are more kinds than codes.
+        """
         word = _canonical(text)
         if word in self._benign:
             return 0
@@ -420,6 +311,9 @@ class ReadReport:
     jitter: int = 0  # frames, not left out, whose time lies before their predecessor's by less than that
     largest_jitter_s: float = 0.0
     examples: list[RowProblem] = field(default_factory=list)  # the first bad rows, in the order of the file
+    error_frames: int = 0  # left out; not malformed
+    channels: Counter[str] = field(default_factory=Counter)  # frames of each channel, those left out too
+    chosen_channel: str = ""  # the only one that was read; empty: all were
     notes: list[str] = field(default_factory=list)  # other things that the user should know, as sentences
 
     @property
@@ -427,7 +321,7 @@ class ReadReport:
         """Share of the rows that count against `max_malformed`."""
         return (self.malformed + self.backwards) / max(self.frames + self.malformed, 1)
 
-    def add_rows(self, rows: formats.ParsedRows, lines: pl.Series, first_line: int, previous_s: float) -> None:
+    def add_rows(self, rows: ParsedRows, lines: Sequence[str] | pl.Series, first_line: int, previous_s: float) -> None:
         """Counts one block, whose first line has the number `first_line`, after a frame of time `previous_s`."""
         # Microseconds are what logs hold; at 10^9 seconds a float64 holds less.
         step_s = np.round(np.diff(rows.timestamp, prepend=previous_s), 6)
@@ -435,6 +329,7 @@ class ReadReport:
         jitter_s = -step_s[(step_s < 0) & (step_s >= -CLOCK_JITTER_S)]
         self.frames += len(rows.timestamp)
         self.malformed += len(rows.malformed)
+        self.error_frames += rows.error_frames
         self.reasons.update(dict(rows.malformed["reason"].value_counts().iter_rows()))
         self.backwards += len(backwards)
         self.jitter += len(jitter_s)
@@ -443,7 +338,7 @@ class ReadReport:
         bad = [*rows.malformed.head(wanted).iter_rows()]
         bad += [(position, lines[position], TIME_RUNS_BACKWARDS) for position in backwards[:wanted].tolist()]
         for position, text, reason in sorted(bad)[:wanted]:
-            self.examples.append(RowProblem(first_line + position, reason, _shortened(text)))
+            self.examples.append(RowProblem(first_line + position, reason, shortened(text)))
 
     def check(self, max_malformed: float) -> None:
         """Refuses a log in which too much is wrong.
@@ -466,13 +361,32 @@ class ReadReport:
             raise DataError("A log's time must run forwards",
                             value=f"{self.path} steps back at {self.jitter:,} of {self.frames:,} frames",
                             remedy="Sort the log by time")  # fmt: skip
+        if not self.frames and self.chosen_channel and self.channels:
+            raise DataError("dataset.channel must be an interface of the log",
+                            value=f"{self.chosen_channel}; {self.path} has {self._named_channels()}",
+                            remedy=f"Use `--set dataset.channel={self.channels.most_common(1)[0][0]}`")  # fmt: skip
         if not self.frames:
             raise DataError("A log must hold frames", value=f"{self.path} holds none that is well-formed")
+
+    def _named_channels(self) -> str:
+        named = [f"{channel} ({count:,} frames)" for channel, count in self.channels.most_common(_MAX_CHANNELS)]
+        more = len(self.channels) - len(named)
+        return ", ".join(named) + (f" and {more} more interfaces" if more else "")
 
     def summary(self) -> list[str]:
         """Describes what was wrong, in sentences for the user; empty if nothing was."""
         name = self.path.name
         sentences = [f"{name}: {note}" for note in self.notes]
+        if len(self.channels) > 1:
+            first = self.channels.most_common(1)[0][0]
+            done = (
+                f"only {self.chosen_channel} was read"
+                if self.chosen_channel
+                else (f"they were taken for one bus; choose one with `--set dataset.channel={first}`")
+            )
+            sentences.append(f"{name}: its frames are of {self._named_channels()}: {done}")
+        if self.error_frames:
+            sentences.append(f"{name}: {self.error_frames:,} error frames were left out")
         if self.malformed:
             reasons = ", ".join(f"{count:,} × {reason}" for reason, count in self.reasons.most_common())
             num_rows = self.frames + self.malformed

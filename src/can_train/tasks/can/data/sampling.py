@@ -16,6 +16,7 @@ from can_train.reporter import Reporter, SilentReporter
 from can_train.tasks.can.data.dataset import CanData, DataSample, find_prepared, prepare, source_of, too_short
 from can_train.tasks.can.data.graphs import FlatGraphs, GraphBuilder, GraphWriter, Split, writing_graphs
 from can_train.tasks.can.data.layout import LOG, TEST, LogFile, find_logs
+from can_train.tasks.can.data.log_text import COMPRESSIONS
 from can_train.tasks.can.data.reading import LogReader, LogSample
 from can_train.tasks.can.settings import CanDatasetSettings
 from can_train.tasks.can.synthetic.writing import synthetic_folder_name, write_synthetic
@@ -49,14 +50,15 @@ def sample_data(dataset: CanDatasetSettings, data_root: Path, cache_dir: Path, r
     if (prepared := find_prepared(dataset, logs, cache_dir, reporter)) is not None:
         return prepared
     training = [log for log in logs if log.role != TEST]
-    factors = {log: COMPRESSION if log.path.suffix.lower() == ".gz" else 1 for log in training}
+    compressed = {".blf", ".mf4", *(one.suffix for one in COMPRESSIONS)}
+    factors = {log: COMPRESSION if log.path.suffix.lower() in compressed else 1 for log in training}
     if sum(log.path.stat().st_size * factor for log, factor in factors.items()) <= WHOLE_BYTES:
         return _prepare_in_memory(dataset, training, reporter)
     return _sample_logs(dataset, drop_probable_duplicates(training), reporter)
 
 
 def _simulate_shorter(dataset: CanDatasetSettings, reporter: Reporter) -> CanData:
-    wanted_s = dataset.synthetic.seconds
+    wanted_s = dataset.synthetic.drive_s
     short = replace(dataset.synthetic, seconds=min(wanted_s, SYNTHETIC_SECONDS))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / synthetic_folder_name(short)
@@ -64,12 +66,12 @@ def _simulate_shorter(dataset: CanDatasetSettings, reporter: Reporter) -> CanDat
         logs = [log for log in find_logs(replace(dataset, path=str(folder)), folder) if log.role != TEST]
         # Silent: a notice about these drives would not be one about those that will be trained on.
         data = _prepare_in_memory(dataset, logs, SilentReporter())
-    if short.seconds == wanted_s:
+    if short.drive_s == wanted_s:
         return data
     sampled = len(data.split.train)
-    windows = round(sampled * wanted_s / short.seconds)
+    windows = round(sampled * wanted_s / short.drive_s)
     note = (
-        f"simulated drives of {short.seconds:g} s in place of {wanted_s:g} s: {sampled:,} training windows of about "
+        f"simulated drives of {short.drive_s:g} s in place of {wanted_s:g} s: {sampled:,} training windows of about "
         f"{windows:,}"
     )
     return replace(data, sample=DataSample(train_windows=windows, every_log=True, note=note))

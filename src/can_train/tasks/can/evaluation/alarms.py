@@ -3,6 +3,7 @@
 Shapes: R windows, N their nodes, P properties, K distinct CAN IDs.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,8 +12,22 @@ import numpy as np
 
 from can_train.fit.packing import members
 from can_train.task import Alarm
-from can_train.tasks.can.contributions import BYTES, FRAMES, GAP, IDENTITY, LAST, LATENT, NEIGHBOURS, PROPERTIES
+from can_train.tasks.can.contributions import (
+    BYTES,
+    CHANGE,
+    FRAMES,
+    GAP,
+    IDENTITY,
+    LAST,
+    LATENT,
+    NEIGHBOURS,
+    PERIOD,
+    PROPERTIES,
+    SILENCE,
+)
+from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, Bools, FlatGraphs, Floats, Ints
+from can_train.tasks.can.evaluation.bursts import Hold, Timeline, held_scores
 
 # Windows of a log that are not flagged, from which "usual" is taken: seconds on a processor. With fewer than the least,
 # nothing is called usual.
@@ -35,10 +50,26 @@ _WORDS: Final = {
     FRAMES: "{:.0f} frames",
     LAST: "last seen at {:.0%} of the window",
     GAP: "{:.3g} ms from the frames beside it",
+    PERIOD: "every {:.3g} ms",
+    SILENCE: "silent for {:.3g} ms at the end",
+    CHANGE: "{:.1f} bits change from frame to frame",
     NEIGHBOURS: "{:.0f} other IDs beside it",
     LATENT: "its pattern as a whole",
 }
-_USUAL_WORDS: Final = {**dict.fromkeys((*BYTES, FRAMES, NEIGHBOURS), "{:.0f}"), LAST: "{:.0%}", GAP: "{:.3g} ms"}
+_USUAL_WORDS: Final = {
+    **dict.fromkeys((*BYTES, FRAMES, NEIGHBOURS), "{:.0f}"),
+    **dict.fromkeys((GAP, PERIOD, SILENCE), "{:.3g} ms"),
+    LAST: "{:.0%}",
+    CHANGE: "{:.1f}",
+}
+
+
+# Columns of `BEHAVIOUR`, which are logarithms, in the units that a person reads.
+_OF_BEHAVIOUR: Final[Mapping[str, tuple[str, Callable[[float], float]]]] = {
+    PERIOD: ("gap_mean", lambda value: 1000 * 2.0**value),
+    SILENCE: ("silence", lambda value: 1000 * 2.0**value),
+    CHANGE: ("bits_changed", lambda value: 2.0**value - 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +180,10 @@ class Explainer:
             strongest = np.argsort(-excess[node], kind="stable")[:NAMED_PROPERTIES]
             names = [PROPERTIES[index] for index in strongest if excess[node, index] > 0]
             frames, *properties = [
-                Property(name=name, value=node_value(flat, row, int(node), name), usual=self._usual(code, name))
+                Property(name=name, value=value, usual=self._usual(code, name))
                 for name in (FRAMES, *names)
+                # An ID without an earlier frame has no period, and changed nothing.
+                if (value := node_value(flat, row, int(node), name)) is not None or name not in _OF_BEHAVIOUR
             ]
             found.append(
                 Cause(
@@ -200,6 +233,10 @@ def node_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | None
         return float(features[NODE_FEATURES.index("count")])
     if name == LAST:
         return float(features[NODE_FEATURES.index("last_position")])
+    if name in _OF_BEHAVIOUR:
+        column, to_unit = _OF_BEHAVIOUR[name]
+        value = float(flat.behaviour[flat.node_ptr[row] + node, BEHAVIOUR.index(column)])
+        return None if math.isnan(value) else to_unit(value)
     if name not in (GAP, NEIGHBOURS):
         return None
     edges = slice(flat.edge_ptr[row], flat.edge_ptr[row + 1])
@@ -225,16 +262,33 @@ class FlaggedLog:
     lines: Ints  # [2, R] numbers of the first and of the last line of each
     causes: Mapping[int, Sequence[Cause]]  # by position among the rows, of every flagged one at least
     decimal: bool  # whether the log has decimal IDs
+    hold: Hold | None = None  # when flagged windows raise an alarm; None: each of them does
 
     def reason(self, position: int) -> str | None:
         """Tells why a window has its score; None where it was not explained."""
         return self._told(self.causes[position]) if position in self.causes else None
 
     def alarms(self) -> list[Alarm]:
-        """Joins flagged windows that follow one another to alarms."""
-        flagged = np.flatnonzero(self.flagged)
-        apart = self.flat.first_frame[self.rows[flagged[1:]]] - self.flat.first_frame[self.rows[flagged[:-1]]]
-        return [self._alarm(run) for run in np.split(flagged, np.flatnonzero(apart > self.flat.window) + 1) if len(run)]
+        """Joins flagged windows that follow one another to alarms; with a hold, to those events that it raises.
+
+        An event then reaches from its first flagged window to its last one, and is raised in a window between them.
+        """
+        if self.hold is None:
+            flagged = np.flatnonzero(self.flagged)
+            apart = self.flat.first_frame[self.rows[flagged[1:]]] - self.flat.first_frame[self.rows[flagged[:-1]]]
+            runs = np.split(flagged, np.flatnonzero(apart > self.flat.window) + 1)
+            return [self._alarm(run) for run in runs if len(run)]
+        timeline = Timeline.of(self.flat, self.rows)
+        raised = np.flatnonzero(held_scores(self.flagged.astype(np.float64), timeline.segment, self.hold) > 0.5)
+        if not len(raised):
+            return []
+        begins = np.flatnonzero(np.diff(timeline.groups(raised), prepend=-1))
+        alarms = []
+        for first, last in zip(raised[begins], raised[np.append(begins[1:], len(raised)) - 1], strict=True):
+            # Those that it was raised by lie before it.
+            event = np.arange(max(0, first - self.hold.of + 1), last + 1)
+            alarms.append(self._alarm(event[self.flagged[event]]))
+        return alarms
 
     def _alarm(self, run: Ints) -> Alarm:
         flat, rows = self.flat, self.rows[run]

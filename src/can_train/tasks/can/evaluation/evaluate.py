@@ -17,14 +17,24 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError, ConfigError
-from can_train.task import Alarm, Evaluation, Explanation, Verdict
-from can_train.tasks.can.data.dataset import CanData, load_data, prepare, simulate_if_synthetic
-from can_train.tasks.can.data.graphs import Floats, Ints, SourceFile
-from can_train.tasks.can.data.layout import TEST, find_evaluation_logs, find_logs, hash_logs
+from can_train.reporter import SilentReporter
+from can_train.task import Alarm, AlarmRule, Evaluation, Explanation, Verdict
+from can_train.tasks.can.data.dataset import (
+    CanData,
+    find_prepared,
+    leave_out_known,
+    load_data,
+    prepare,
+    simulate_if_synthetic,
+)
+from can_train.tasks.can.data.graphs import Floats, Ints, Split
+from can_train.tasks.can.data.layout import TEST, find_evaluation_logs, find_logs
 from can_train.tasks.can.data.reading import LogReader
 from can_train.tasks.can.evaluation import judging
 from can_train.tasks.can.evaluation.alarms import USUAL_NOTE, Cause, Explainer, FlaggedLog, id_text, usual_windows
-from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines
+from can_train.tasks.can.evaluation.baselines import Baselines, constant_baselines, vocabulary_lookup
+from can_train.tasks.can.evaluation.bursts import USUAL_HOLD, Hold
+from can_train.tasks.can.evaluation.calibration import BenignScores, calibrate_logs
 from can_train.tasks.can.evaluation.metrics import Threshold
 from can_train.tasks.can.fusion.agent import FinishedFusion
 from can_train.tasks.can.fusion.mixes import BEST_MIX, mix_from_plain, with_choices
@@ -42,14 +52,15 @@ Score = Callable[[WindowModel, Ints], Floats]
 Contribute = Callable[[WindowModel, Ints], Floats]
 
 # Dataset settings that the weights of a model depend on, and those that decide which of its windows it was trained on.
-_MODEL_SETTINGS: Final = ("window", "identity")
+_MODEL_SETTINGS: Final = ("window", "features", "identity")
 _SPLIT_SETTINGS: Final = ("name", "synthetic", "stride", "validation_share", "test_share")
 
 _MAX_NAMED_LOGS: Final = 3  # in a notice; the others are an ellipsis
 _MAX_NAMED_IDS: Final = 5
 
 # Baselines that need training windows. Other logs have none: all of their windows are judged.
-FITTED_BASELINES: Final = ("id_lookup", "random_forest")
+FITTED_BASELINES: Final = ("gap_lookup", "silence", "random_forest")
+_NOT_CALIBRATED: Final = "not calibrated"
 _NOT_FITTED: Final = "fitted on training windows, and all of these are judged"
 
 
@@ -91,27 +102,41 @@ def _judged_data(trained: CanDatasetSettings, request: EvaluationData) -> tuple[
         return load_data(dataset, request.data_root, request.cache, request.reporter), True
     logs = find_evaluation_logs(simulate_if_synthetic(dataset, request.cache, request.reporter), request.data_root)
     data = prepare(dataset, logs, request.cache, request.reporter)
-    _warn_of_training_logs(trained, request, data.flat.sources)
-    return data, False
+    return _without_training_windows(trained, request, data), False
 
 
-def _warn_of_training_logs(trained: CanDatasetSettings, request: EvaluationData, sources: Sequence[SourceFile]) -> None:
-    """Names the judged logs whose content is that of a log in training, wherever either of them lies."""
+def _without_training_windows(trained: CanDatasetSettings, request: EvaluationData, data: CanData) -> CanData:
+    """Leaves out windows that the run was trained or validated on, in whatever file they are, and says so.
+
+    Raises:
+        DataError: Nothing is left to judge.
+    """
     if trained.is_synthetic:
         trained = replace(trained, path=str(request.cache / synthetic_folder_name(trained.synthetic)))
     try:
-        logs = [log for log in find_logs(trained, request.data_root) if log.role != TEST]
-        # Hours of driving take long to read, so only logs of an equal size are hashed.
-        sizes = {Path(source.path).stat().st_size for source in sources}
-        alike = [log for log in logs if log.path.stat().st_size in sizes]
-        hashes = {hashed.sha256 for hashed in hash_logs(alike, request.reporter)} if alike else set()
-    except (CanTrainError, OSError):
-        return  # The logs are gone, or on another machine.
-    known = [source.path for source in sources if source.sha256 in hashes]
-    if known:
-        named = ", ".join(known[:_MAX_NAMED_LOGS]) + (", …" if len(known) > _MAX_NAMED_LOGS else "")
-        count = f"The run was trained on {len(known)} of these {len(sources)} logs"
-        request.reporter.notice(f"{count}, so its figures on them are too good: {named}")
+        logs = find_logs(trained, request.data_root)
+        known = find_prepared(trained, logs, request.cache, SilentReporter())
+        if known is None:
+            training = [log for log in logs if log.role != TEST]
+            known = prepare(trained, training, request.cache, SilentReporter())
+    except (CanTrainError, OSError) as error:  # The logs are gone, or on another machine.
+        why = ": ".join(filter(None, (error.rule, error.value))) if isinstance(error, CanTrainError) else str(error)
+        request.reporter.notice(f"Whether the run was trained on these logs cannot be told: {why}")
+        return data
+    flat = data.flat
+    split, _ = leave_out_known(
+        flat, data.split, known.flat, np.concatenate([known.split.train, known.split.validation])
+    )
+    before, after = (np.concatenate([*one.test.values()]) for one in (data.split, split))
+    if len(after) == len(before):
+        return data
+    paths = [flat.sources[index].path for index in np.unique(flat.source[np.setdiff1d(before, after)])]
+    named = ", ".join(paths[:_MAX_NAMED_LOGS]) + (", …" if len(paths) > _MAX_NAMED_LOGS else "")
+    request.reporter.notice(
+        f"The run was trained on {len(paths)} of these {len(flat.sources)} logs or a part of them: "
+        f"{len(before) - len(after):,} of {len(before):,} windows are left out: {named}"
+    )
+    return replace(data, split=split)
 
 
 def _final_scores(model: WindowModel, raw: FolderScores, validation: Floats | None = None) -> judging.ModelScores:
@@ -128,6 +153,7 @@ class EvaluatedWindows:
     samples: Mapping[str, Sequence[Any] | NDArray[Any]]  # columns of [W] cells, by name: windows with times and scores
     rows: Ints  # [W] the windows
     threshold: float
+    hold: Hold | None  # as asked for: when flagged windows raise an alarm; None: each of them does
     notes: Sequence[str]  # sentences about how the windows were judged
 
 
@@ -175,38 +201,85 @@ class WindowEvaluation(Evaluation):
         fresh = np.where(np.diff(flat.source[rows]) == 0, np.minimum(steps, flat.window), flat.window)
         return {"windows": len(self._rows), "frames": flat.window + int(fresh.sum())}
 
-    def judge(self, score: Score, threshold: float | None) -> EvaluatedWindows:
-        """Judges each folder by itself, together with baselines and references, by a threshold or by the run's own.
+    def judge(self, score: Score, rule: AlarmRule) -> EvaluatedWindows:
+        """Judges each folder by itself, together with baselines and references, by the run's own threshold or another.
 
         Raises:
+            ConfigError: The rule asks for what the run's result does not tell.
+            DataError: There are too few windows to calibrate on.
             RunError: A score is not a finite number.
         """
-        data, model = self._data, self._model
+        data, model, hold = self._data, self._model, Hold(*(rule.hold or USUAL_HOLD))
         models = {"": model, **self._references}
         timed = judging.TimedScore(lambda rows, role="": score(models[role], rows))
         raw = self._folder_scores(timed)
         validation = timed(data.split.validation) if len(data.split.validation) else None
         scores = _final_scores(model, raw, validation)
-        chosen = Threshold(value=threshold, rule="as given") if threshold is not None else self._known(self._result)
-        references = {
+        chosen = self._threshold(rule, hold)
+        detectors = {judging.TRAINED: judging.Detector(scores, chosen)}
+        detectors |= {
             name: judging.Detector(one, self._known(self._result["references"][name]))
             for name, one in (self._reference_scores(timed) | self._mix_scores(raw)).items()
         }
+        split, notes = data.split, list[str]()
+        if rule.calibrate_s is not None:
+            split, detectors, raw, notes = self._calibrate(rule.calibrate_s, detectors, raw)
         if self.own_split:
             options = judging.JudgingOptions.of(self._run, supervised=not isinstance(self._run.model, VgaeSettings))
             baselines = judging.own_baselines(data.flat, data.split, options)
         else:
-            baselines = Baselines(tuple(constant_baselines()), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
-        judgement = judging.judge_at(data.flat, data.split, judging.Detector(scores, chosen), baselines, references)
+            lookup = vocabulary_lookup(model.vocabulary)
+            baselines = Baselines((*constant_baselines(), lookup), dict.fromkeys(FITTED_BASELINES, _NOT_FITTED))
+        judgement = judging.judge_at(data.flat, split, detectors, baselines, hold)
         judgement["absent"] |= self._absent
-        samples, rows = self._samples(scores.test, chosen.value)
+        if self.own_split and "benign" in self._result:
+            judgement["benign"] = self._result["benign"]
+        samples, rows = self._samples(split, detectors[judging.TRAINED].scores.test, chosen.value)
         return EvaluatedWindows(
             judgement=self._complete(judgement, raw, timed),
             samples=samples,
             rows=rows,
             threshold=chosen.value,
-            notes=[*self._unknown_ids(), *_notes(chosen, judgement["absent"])],
+            hold=None if rule.hold is None else hold,
+            notes=[*notes, *self._unknown_ids(), *_notes(chosen, judgement["absent"])],
         )
+
+    def _threshold(self, rule: AlarmRule, hold: Hold) -> Threshold:
+        if rule.threshold is not None:
+            return Threshold(value=rule.threshold, rule="as given")
+        if rule.alarms_per_hour is None:
+            return self._known(self._result)
+        return BenignScores.from_result(self._result, self._model.finished.run_id).threshold(rule.alarms_per_hour, hold)
+
+    def _calibrate(
+        self, seconds: float, detectors: Mapping[str, judging.Detector], raw: FolderScores
+    ) -> tuple[Split, dict[str, judging.Detector], FolderScores, list[str]]:
+        """Adapts the model's scores to the beginning of each log, and leaves those windows out of what is judged.
+
+        What it is compared with is left out, too: of that, no run's result tells how benign windows score.
+        """
+        model = detectors[judging.TRAINED]
+        validation = BenignScores.from_result(self._result, self._model.finished.run_id).scale
+        calibrated = {
+            folder: calibrate_logs(self._data.flat, rows, model.scores.test[folder], validation, seconds)
+            for folder, rows in self._data.split.test.items()
+        }
+        judged = {folder: one.judged for folder, one in calibrated.items()}
+        test = {folder: rows[judged[folder]] for folder, rows in self._data.split.test.items()}
+        scores = replace(model.scores, test={folder: one.score[one.judged] for folder, one in calibrated.items()})
+        self._absent |= dict.fromkeys((name for name in detectors if name != judging.TRAINED), _NOT_CALIBRATED)
+        split = replace(self._data.split, test=test)
+        self._rows = np.concatenate([*test.values()])
+        self.counted = self._count()
+        windows = sum(one.windows for one in calibrated.values())
+        above = sum(one.count_above(model.threshold.value) for one in calibrated.values())
+        attacks = sum(one.attacks for one in calibrated.values())
+        taken = f"The first {seconds:g} s of each log are taken for benign: {windows:,} windows"
+        notes = [f"{taken}, which tell where its scores lie and are not judged; {above:,} of them are flagged"]
+        if attacks:
+            notes.append(f"By their labels {attacks:,} of these windows are attacks, so the calibration is wrong")
+        kept = {folder: columns[judged[folder]] for folder, columns in raw.items()}
+        return split, {judging.TRAINED: replace(model, scores=scores)}, kept, notes
 
     def explain(self, contribute: Contribute, verdict: Verdict, *, every: bool) -> Explanation:
         """Names the CAN IDs, and their properties, that drove the scores; adds the numbers of the windows' lines."""
@@ -250,6 +323,7 @@ class WindowEvaluation(Evaluation):
             lines=lines,
             causes=causes,
             decimal=reader.decimal_ids,
+            hold=verdict.hold,
         )
 
     def _reference_scores(self, timed: judging.TimedScore) -> dict[str, judging.ModelScores]:
@@ -299,8 +373,8 @@ class WindowEvaluation(Evaluation):
         return judging.judgement_tables(judgement)
 
     def summary_tables(self, judgement: Mapping[str, Any]) -> Sequence[judging.JudgementTable]:
-        """Writes a judgement as one table, a row for each test folder."""
-        return judging.summary_tables(judgement)
+        """Writes a judgement as two tables, a row for each test folder: of windows, and of bursts."""
+        return [*judging.summary_tables(judgement), judging.burst_summary(judgement)]
 
     def _folder_scores(self, timed: judging.TimedScore, *role: str) -> FolderScores:
         # The first call for a model is not timed; one window makes it short.
@@ -324,9 +398,11 @@ class WindowEvaluation(Evaluation):
         alternative = "a model that is trained with dataset.identity=false needs to know none"
         return [f"The model knows {known} of the {len(flat.ids)} CAN IDs, not {names}; {alternative}"]
 
-    def _samples(self, scores: FolderScores, threshold: float) -> tuple[dict[str, Sequence[Any] | NDArray[Any]], Ints]:
+    def _samples(
+        self, split: Split, scores: FolderScores, threshold: float
+    ) -> tuple[dict[str, Sequence[Any] | NDArray[Any]], Ints]:
         """Lists the judged windows log by log, those of each log in their order; returns their rows, too."""
-        flat, rows = self._data.flat, self._rows
+        flat, rows = self._data.flat, np.concatenate([*split.test.values()])
         score = np.concatenate([*scores.values()])
         folder = np.repeat(np.arange(len(scores)), [len(each) for each in scores.values()])
         paths, folders = [source.path for source in flat.sources], list(scores)

@@ -5,7 +5,7 @@ Shapes: V validation windows, W judged windows, R windows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypedDict
+from typing import Any, Final, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,14 @@ from can_train.tasks.can.data.graphs import Bools, Floats
 
 # False-positive rate at which `recall_at_fpr_1pct` is read. It is customary, and means hundreds of alarms an hour.
 FIXED_FPR: Final = 0.01
-# Shares of the node, edge and latent error in the anomaly score: those that users of this detector know.
-ERROR_WEIGHTS: Final = (0.40, 0.35, 0.25)
+# What an autoencoder's anomaly score is made of: mean errors of a window's nodes and edges and of their latents, the
+# mean error of its worst nodes, and the IDs in it that training did not see, which no reconstruction shows.
+ERROR_TERMS: Final = ("node", "edge", "latent", "worst", "strangers")
+# The first three are those that users of this detector know.
+ERROR_WEIGHTS: Final = (0.40, 0.35, 0.25, 0.5, 1.0)
+RECONSTRUCTION_TERMS: Final = 3
+ODD: Final = 3.0  # times the usual reach of a benign window's score, from which it is an odd one
+LEAST_STRANGERS: Final = 0.02  # unit of the last term where benign windows have none: one weighs as 50 of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +49,25 @@ def choose_threshold(is_attack: Bools, score: Floats, *, supervised: bool, fpr: 
         raise DataError("The threshold needs benign windows in the validation part",
                         value=f"{len(is_attack)} windows, none of them benign",
                         remedy="Use a longer log, or raise dataset.validation_share")  # fmt: skip
+    benign = score[~is_attack]
     reason = " (which holds no attacks)" if supervised else ""
     rule = f"at most {100 * fpr:g} % of benign windows flagged on validation{reason}"
-    return Threshold(value=threshold_at_fpr(score[~is_attack], fpr), rule=rule)
+    # With fewer windows than would show the rate, the threshold is the largest score, which one odd window decides.
+    usual = without_odd(benign, fpr) if fpr * len(benign) < 1 else benign
+    if left_out := len(benign) - len(usual):
+        rule += f", without {left_out} that {'score' if left_out > 1 else 'scores'} far above the others"
+    return Threshold(value=threshold_at_fpr(usual, fpr), rule=rule)
+
+
+def without_odd(benign_score: Floats, fpr: float) -> Floats:
+    """Leaves out scores that lie `ODD` times as far above the median as an exponential tail would reach at `fpr`."""
+    middle = float(np.median(benign_score))
+    above = benign_score[benign_score > middle] - middle
+    if not len(above):
+        return benign_score
+    # Each median of an exponential tail halves what remains.
+    reach = float(np.median(above)) * float(np.log2(0.5 / fpr))
+    return benign_score[benign_score <= middle + ODD * reach]
 
 
 def threshold_max_f1(is_attack: Bools, score: Floats) -> float:
@@ -98,6 +120,9 @@ class Metrics(TypedDict):
     attack_windows: int
 
 
+_COUNTS: Final = ("windows", "attack_windows")  # which no detector changes
+
+
 class KindRecall(TypedDict):
     """Share of the windows of one attack kind that were flagged, and the number of its windows."""
 
@@ -140,6 +165,28 @@ def detector_metrics(is_attack: Bools, score: Floats, flagged: Bools, *, benign_
     )
 
 
+def mean_metrics(several: Sequence[Metrics]) -> Metrics:
+    """Returns the means of figures on the same windows; None where one of them is."""
+    if len(several) == 1:
+        return several[0]
+    columns: dict[str, list[Any]] = {name: [dict(one)[name] for one in several] for name in several[0]}
+    means: dict[str, Any] = {
+        name: None if None in values else values[0] if name in _COUNTS else sum(values) / len(values)
+        for name, values in columns.items()
+    }
+    return cast(Metrics, means)
+
+
+def metric_ranges(several: Sequence[Metrics]) -> dict[str, list[float]]:
+    """Returns the lowest and the highest of each figure that all of several fits have."""
+    columns: dict[str, list[Any]] = {name: [dict(one)[name] for one in several] for name in several[0]}
+    return {
+        name: [min(values), max(values)]
+        for name, values in columns.items()
+        if None not in values and name not in _COUNTS
+    }
+
+
 def _ratio(part: int, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
@@ -173,13 +220,14 @@ def recall_by_kind(label: NDArray[np.uint8], flagged: Bools, kinds: tuple[str, .
 
 
 def error_units(benign_errors: Floats) -> list[float]:
-    """Returns the [3] units of the error terms: their means over [R, 3] errors of benign validation windows."""
+    """Returns the [5] units of `ERROR_TERMS`: their means over [R, 5] errors of benign validation windows."""
     # The smallest positive number stands for a mean of 0, which could not be divided by.
-    units: list[float] = np.maximum(benign_errors.mean(axis=0), np.finfo(np.float64).tiny).tolist()
+    least = [np.finfo(np.float64).tiny] * (len(ERROR_TERMS) - 1) + [LEAST_STRANGERS]
+    units: list[float] = np.maximum(benign_errors.mean(axis=0), least).tolist()
     return units
 
 
 def anomaly_scores(errors: Floats, units: Sequence[float]) -> Floats:
-    """Returns [R] weighted sums of [R, 3] node, edge and latent errors, in units of the mean benign window."""
+    """Returns [R] weighted sums of [R, 5] `ERROR_TERMS`, in units of the mean benign window."""
     scores: Floats = errors @ (np.array(ERROR_WEIGHTS) / np.asarray(units))
     return scores

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from can_train.task import Feature, Outputs
 from can_train.tasks.can.contributions import shares_of_windows
 from can_train.tasks.can.data.dataset import CanData
 from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
+from can_train.tasks.can.evaluation.metrics import RECONSTRUCTION_TERMS
 from can_train.tasks.can.fusion import mixing
 from can_train.tasks.can.losses import Losses, numpy_generator
 from can_train.tasks.can.modes.windows import WindowTask, check_classes
@@ -248,7 +249,7 @@ def decide(agent: nn.Module, table: mixing.WindowScores, rows: Ints, weights: Fl
 
 
 def scale_errors(autoencoder: FinishedNetwork, errors: Floats) -> tuple[Floats, Floats]:
-    """Returns [R] anomaly scores and [R, 3] error terms, all in [0, 1], from [R, 3] errors.
+    """Returns [R] anomaly scores and [R, 3] errors of the reconstruction, all in [0, 1], from [R, 5] error terms.
 
     Raises:
         RunError: An error is not a finite number.
@@ -256,7 +257,8 @@ def scale_errors(autoencoder: FinishedNetwork, errors: Floats) -> tuple[Floats, 
     assert autoencoder.error_units is not None
     autoencoder.check_finite(errors)
     scores = mixing.bounded_anomaly(autoencoder.combine(errors), autoencoder.threshold)
-    return scores, mixing.bounded_errors(errors, autoencoder.error_units)
+    terms = slice(RECONSTRUCTION_TERMS)
+    return scores, mixing.bounded_errors(errors[:, terms], autoencoder.error_units[terms])
 
 
 def scale_logits(classifier: FinishedNetwork, difference: Floats) -> Floats:
@@ -387,6 +389,12 @@ class FinishedFusion(WindowModel):
         self._autoencoder, self._classifier = networks[AUTOENCODER], networks[CLASSIFIER]
         self.vocabulary = self._classifier.vocabulary
         self._weights = mixing.mixing_weights(mode.mixing_weights)
+
+    def on(self, flat: FlatGraphs) -> Self:
+        """Returns the same model, with the same networks, on other windows."""
+        other = super().on(flat)
+        other._autoencoder, other._classifier = self._autoencoder.on(flat), self._classifier.on(flat)
+        return other
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns [R, 7] float64 on the CPU: fused score, chosen mixing weight, anomaly score, attack probability, and

@@ -192,7 +192,7 @@ def with_choices(judgement: Judgement, mixing: Mapping[str, Any], weights: Mappi
 
 def constant_mix_remarks(judged: FolderJudgement, best_weight: float | None) -> list[str]:
     """Returns a remark if the best constant mix, where there is one, does as well as the agent in a folder."""
-    if best_weight is None:
+    if best_weight is None or BEST_MIX not in judged["references"]:
         return []
     reached, constant = judged["model"]["mcc"], judged["references"][BEST_MIX]["mcc"]
     if reached is None or constant is None or reached > constant:

@@ -175,4 +175,5 @@ class CurriculumEpoch:
     ) -> ClassifierBatch:
         """Prepares a logical batch, in which all windows have the same weight."""
         gather, prior = self.task.gather_to(device, dtype), self.composition.log_prior
-        return ClassifierBatch(rows, gather, np.ones(len(rows)), benign_offset=prior)
+        hidden = self.task.hidden_ids(rows, generator)
+        return ClassifierBatch(rows, gather, np.ones(len(rows)), benign_offset=prior, hidden=hidden)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from can_train.config.resolved import FinishedModel, ResolvedRun
+from can_train.errors import CheckpointError
 from can_train.task import Outputs
 from can_train.tasks.can.data.dataset import CanData
 from can_train.tasks.can.data.graphs import Floats, Ints
@@ -122,7 +123,8 @@ class DistilledClassifierTask(_Student, ClassifierTask):
     ) -> DistilledClassifierBatch:
         """Prepares a logical batch."""
         gather, temperature = self.gather_to(device, dtype), self._run.mode.temperature
-        return DistilledClassifierBatch(rows, gather, self._weights(rows), self._teacher_outputs(), temperature)
+        teacher, hidden = self._teacher_outputs(), self.hidden_ids(rows, generator)
+        return DistilledClassifierBatch(rows, gather, self._weights(rows), teacher, temperature, hidden=hidden)
 
 
 class DistilledAutoencoderTask(_Student, AutoencoderTask):
@@ -135,6 +137,11 @@ class DistilledAutoencoderTask(_Student, AutoencoderTask):
 
     def __init__(self, run: ResolvedRun, data: CanData, finished: Mapping[str, FinishedModel]) -> None:
         super().__init__(run, data)
+        theirs, ours = finished["teacher"].run.dataset.features, run.dataset.features
+        if theirs != ours:
+            raise CheckpointError("A student reconstructs what its teacher does",
+                                  value=f"dataset.features={theirs} of the teacher and {ours} of the student",
+                                  remedy=f"Add --set dataset.features={theirs}")  # fmt: skip
         self._learn_from(finished, "reconstruction")
         self._projected = self._teacher.widths["latent"]
         self.loss_weights = {**self.loss_weights, **TEACHER_WEIGHTS}

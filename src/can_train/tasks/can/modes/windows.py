@@ -7,6 +7,7 @@ Shapes: R rows (windows), S columns of raw scores.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -18,8 +19,9 @@ from can_train.task import BatchTask, Feature, Predictions
 from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train.tasks.can.data.graphs import Bools, FlatGraphs, Floats, Ints
 from can_train.tasks.can.data.layout import TEST, digest_of_logs
-from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
-from can_train.tasks.can.models import InputEncoder, InputStatistics, build_network
+from can_train.tasks.can.inputs import InputEncoder, InputStatistics
+from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch, hide_ids
+from can_train.tasks.can.models import build_network
 
 if TYPE_CHECKING:
     from can_train.config.resolved import ResolvedRun
@@ -73,6 +75,11 @@ class WindowTask(BatchTask):
         """Returns a function that makes a batch of [R] windows on a device."""
         return lambda rows: self._gather(rows).to(device, dtype)
 
+    def hidden_ids(self, rows: Ints, generator: torch.Generator | None) -> Bools | None:
+        """Draws in which windows of a logical batch [R] IDs are hidden; None: in none."""
+        dataset = self._run.dataset
+        return hide_ids(dataset.id_dropout if dataset.identity else 0.0, rows, generator)
+
     def judge(self, score: Score) -> Mapping[str, Any]:
         """Judges each test folder by itself, together with the reference models and the baselines."""
         # scikit-learn takes a second to import, which only a run that has come to its end needs.
@@ -124,7 +131,7 @@ class WindowTask(BatchTask):
 
     def _inputs(self) -> InputEncoder:
         statistics = InputStatistics.fit(self._data.flat, self._data.split.train)
-        return InputEncoder(statistics, embedding=self._run.model.embedding, identity=self._run.dataset.identity)
+        return InputEncoder(statistics, embedding=self._run.model.embedding, dataset=self._run.dataset)
 
 
 def elapsed_s(flat: FlatGraphs, rows: Ints) -> Floats:
@@ -159,7 +166,8 @@ class ClassifierTask(WindowTask):
         self, rows: Ints, device: torch.device, dtype: torch.dtype, generator: torch.Generator | None
     ) -> ClassifierBatch:
         """Prepares a logical batch."""
-        return ClassifierBatch(rows, self.gather_to(device, dtype), self._weights(rows))
+        hidden = self.hidden_ids(rows, generator)
+        return ClassifierBatch(rows, self.gather_to(device, dtype), self._weights(rows), hidden=hidden)
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Returns [R, 1] attack logit differences."""
@@ -212,10 +220,11 @@ class AutoencoderTask(WindowTask):
         flat = self._data.flat
         counts = (flat.num_nodes[rows], flat.num_edges[rows])
         latent = self._run.model.latent if generator is not None else 0
-        return AutoencoderBatch.draw(rows, self.gather_to(device, dtype), counts, latent, generator)
+        batch = AutoencoderBatch.draw(rows, self.gather_to(device, dtype), counts, latent, generator)
+        return replace(batch, hidden=self.hidden_ids(rows, generator))
 
     def scores(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [R, 3] node, edge and latent errors."""
+        """Returns [R, 5] `ERROR_TERMS`."""
         return AutoencoderBatch.scores(model, self.gather_to(device, dtype)(rows))
 
     def _final_scores(self, score: Score, *role: str) -> ModelScores:

@@ -1,4 +1,5 @@
-"""What the simulated vehicles are: which CAN IDs each one sends, how often, and what the bytes of a payload mean.
+"""What a simulated vehicle is: which CAN IDs it sends, how often, and what the bytes of a payload mean. The vehicles of
+version 1.
 
 Shapes: M frames.
 """
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Floats, Ints
 
+MAX_STANDARD_ID: Final = 0x7FF  # of 11 bits; larger ones have 29
+MAX_EXTENDED_ID: Final = 0x1FFF_FFFF
 NUM_VEHICLES: Final = 4  # three that training sees and one that only the tests have, as in can-train-and-test
 
 # Readings of the vehicle's state, most of them smooth. Attacks forge the first three, so every vehicle sends those.
@@ -34,11 +37,12 @@ _CRC8_START: Final = 0xFF  # initial value and final XOR of SAE J1850
 
 
 class SendType(Enum):
-    """When a message is sent: every period; every period while active; or every period, and on changes while active."""
+    """When a message is sent: every period; every period while active; every period, and on changes; or on changes."""
 
     CYCLIC = auto()
     CYCLIC_IF_ACTIVE = auto()
     CYCLIC_AND_ON_CHANGE = auto()
+    ON_CHANGE = auto()
 
 
 class Checksum(Enum):
@@ -58,6 +62,8 @@ class Signal:
     width: int  # bytes: 1 or 2
     low: int  # raw value for a reading of 0
     high: int  # raw value for a reading of 1
+    every_us: int = 0  # from one sample of the reading to the next; 0: each frame has its own
+    noise: int = 0  # largest error of a sample, in raw values
 
     def to_raw(self, reading: Floats) -> Ints:
         """Converts readings in [0, 1] to raw values, [M]."""
@@ -82,25 +88,33 @@ class Signal:
 class Message:
     """One CAN ID of a vehicle."""
 
-    can_id: int  # 11 bits
-    period_us: int  # microseconds between two frames
+    can_id: int  # 11 bits, or 29
+    period_us: int  # microseconds between two frames; of a message that is sent on changes, between its repetitions
     length: int  # payload bytes
     send_type: SendType
     constants: tuple[int, ...]  # the 8 payload bytes before anything is written into them; zero beyond `length`
     signals: tuple[Signal, ...]  # the readings it carries
     counter_byte: int | None  # byte whose low nibble counts the frames; None without a counter
     checksum: Checksum  # of its last byte
+    pages: tuple[tuple[int, ...], ...] = ()  # constants that take turns, where a message is multiplexed
+    trigger: str = ""  # the channel that decides when it is sent, where it is not merely cyclic
+    unit: int = 0  # the control unit that sends it, and whose clock it follows
+    offset_us: int = 0  # from the beginning of the unit's schedule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vehicle:
-    """A vehicle's messages, by ascending ID."""
+    """A vehicle's messages, by ascending ID, and its bus."""
 
     messages: tuple[Message, ...]
+    jitters_us: tuple[int, ...] = ()  # largest usual delay of each control unit behind its own schedule
+    bit_us: int = 2  # duration of a bit: at 500 kbit/s, the usual speed of a powertrain bus
+    max_id: int = MAX_STANDARD_ID  # the largest ID that may be sent
 
     def fastest_carrier(self, channel: str) -> tuple[Message, Signal]:
-        """Returns the fastest message that carries a channel, and the signal in it."""
-        found = [(m, s) for m in self.messages for s in m.signals if s.channel == channel]
+        """Returns the fastest message that is always sent and carries a channel, and the signal in it."""
+        cyclic = [m for m in self.messages if m.send_type is SendType.CYCLIC]
+        found = [(m, s) for m in cyclic for s in m.signals if s.channel == channel]
         return min(found, key=lambda pair: (pair[0].period_us, pair[0].can_id))
 
     def cyclic_messages(self, max_period_us: int) -> list[Message]:
@@ -125,7 +139,8 @@ def write_checksum(message: Message, payload: NDArray[np.uint8]) -> None:
         return
     last = message.length - 1
     # The ID comes first: a payload that is copied under another ID then fails the check, as in AUTOSAR's profiles.
-    protected = [np.full(len(payload), byte, np.uint8) for byte in divmod(message.can_id, 256)]
+    id_bytes = message.can_id.to_bytes(2 if message.can_id < 2**16 else 4)
+    protected = [np.full(len(payload), byte, np.uint8) for byte in id_bytes]
     protected += [payload[:, position] for position in range(last)]
     payload[:, last] = _crc8(protected) if message.checksum is Checksum.CRC8 else np.bitwise_xor.reduce(protected)
 

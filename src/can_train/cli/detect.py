@@ -1,0 +1,86 @@
+"""`can-train detect RUN`: a finished run watches what arrives."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Annotated, Final
+
+import typer
+
+from can_train.cli.alarm_options import AlarmsPerHour, Calibrate, HoldOption, Threshold, alarm_rule
+from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
+from can_train.errors import ConfigError
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def detect(  # noqa: PLR0913 - Typer makes an option of each argument
+    run: Run,
+    *,
+    input_: Annotated[
+        str,
+        typer.Option("--input", help="- is standard input (candump); or a CAN interface: can0.", metavar="WHAT"),
+    ] = "-",
+    threshold: Threshold = None,
+    calibrate: Calibrate = None,
+    alarms_per_hour: AlarmsPerHour = None,
+    hold: HoldOption = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Name the CAN IDs that drove each alarm, and their properties.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each event.")] = False,
+    runs_dir: RunsDir = "runs",
+    state_dir: StateDir = None,
+) -> None:
+    """Watch a bus with a finished run, and print alarms as they are raised, until the input ends or Ctrl-C."""
+    with _stopping_at_signals():
+        for name, value in {"input": input_, "device": device}.items():
+            if value == "":
+                raise ConfigError(f"--{name} is empty", remedy="Give a value, or leave the flag out")
+        rule = alarm_rule(threshold=threshold, calibrate=calibrate, alarms_per_hour=alarms_per_hour, hold=hold)
+        known = RunLocator(runs_dir, state_dir).find(run)
+        # Hydra and torch: a line that is wrong does not wait for them.
+        from can_train.training.evaluate import DetectionRequest, LiveRun
+
+        request = DetectionRequest(run=known.folder.path, source=input_, rule=rule, explain=explain, device=device)
+        live = LiveRun(request)
+        try:
+            print(f"Run {known.run_id} watches {_input_name(input_)}", file=sys.stderr)
+            for event in live.events():
+                print(json.dumps(event.record, allow_nan=False) if as_json else event.text, flush=True)
+        except BrokenPipeError:
+            # Whoever read the alarms has gone. Typer would end with 1.
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        finally:
+            # After a second Ctrl-C nobody waits for it.
+            with suppress(BrokenPipeError):
+                print("".join(f"{sentence}.\n" for sentence in live.summary()), end="", file=sys.stderr)
+            live.close()
+
+
+def _input_name(name: str) -> str:
+    return "standard input" if name == "-" else name
+
+
+@contextmanager
+def _stopping_at_signals() -> Iterator[None]:
+    """Turns SIGINT and SIGTERM into an exit with 128 + the signal's number."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {}
+    # Only the main thread may say what happens at a signal.
+    with suppress(ValueError):
+        before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,134 @@
+"""The settings of PyTorch's caching allocator that change what it takes of a GPU, as a user's variables give them.
+
+Source: c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp of torch 2.13.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
+
+from can_train.errors import ConfigError
+from can_train.memory.allocator import INTERVALS, LARGE_PAGE_BYTES, AllocatorSettings
+
+# Variables with a user's allocator settings, in the order in which torch 2.13 looks for them: the first that is set
+# wins, empty or not.
+SETTINGS_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+OWN_SETTINGS: Final = "expandable_segments:True"  # those of can-train
+_MIB: Final = 2**20
+_LEAST_PAGE_MIB: Final = 11  # a page holds every allocation that has no segment of its own, up to 10 MiB
+_LARGEST_MIB: Final = 2**40  # beyond any device; larger numbers say the same
+# Settings of host memory, locks and CUDA graphs, which take nothing else of a GPU.
+_ELSEWHERE: Final = re.compile(
+    r"pinned_\w+|release_lock_on_\w+|graph_capture_record_stream_reuse|throw_on_cudamalloc_oom"
+)
+T = TypeVar("T")
+
+
+def read_allocator_settings(environment: Mapping[str, str] = os.environ) -> AllocatorSettings:
+    """Reads the user's settings, or can-train's where there are none; raises ConfigError where PyTorch would, or
+    where a number is not one.
+    """
+    given = dict(_pairs(allocator_settings(environment), _variable(environment)))
+
+    def take(key: str, rule: str, read: Callable[[str], T | None], default: T) -> T:
+        if (text := given.pop(key, None)) is None:
+            return default
+        if (value := read(text)) is None:
+            raise _malformed(f"{key} is {rule}", f"{key}:{text}", _variable(environment))
+        return value
+
+    def mebibytes(key: str, least: int, default: float) -> float:
+        rule = f"a whole number of MiB, at least {least}"
+        return take(key, rule, lambda text: _whole(text, least), default / _MIB) * _MIB
+
+    page = int(mebibytes("large_segment_size_mb", _LEAST_PAGE_MIB, LARGE_PAGE_BYTES))
+    rule = "a power of two, or a list of them by MiB, as [256:1,512:2,>:4]"
+    return AllocatorSettings(
+        expandable_segments=take("expandable_segments", "True or False", _truth, default=False),
+        large_page_bytes=page,
+        max_split_bytes=mebibytes("max_split_size_mb", page // _MIB, math.inf),
+        max_rounding_bytes=int(mebibytes("max_non_split_rounding_mb", page // _MIB, page)),
+        divisions=take("roundup_power2_divisions", rule, _divisions, AllocatorSettings.divisions),
+        collection_threshold=take("garbage_collection_threshold", "between 0 and 1", _share_below_one, 0.0),
+        memory_fraction=take("per_process_memory_fraction", "above 0, and at most 1", _share, 1.0),
+        ignored=tuple(f"{key}:{value}" for key, value in given.items() if _changes_memory(key, value)),
+    )
+
+
+def allocator_settings(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the user's allocator settings, or can-train's where there are none."""
+    return environment.get(_variable(environment), OWN_SETTINGS)
+
+
+def settings_expand(settings: str) -> bool:
+    """Tells whether the allocator's segments expand under settings, as an observation has recorded them."""
+    return re.search(r"\bexpandable_segments\s*:\s*True\b", settings) is not None
+
+
+def _variable(environment: Mapping[str, str]) -> str:
+    return next((name for name in SETTINGS_VARIABLES if name in environment), "")
+
+
+def _pairs(text: str, variable: str) -> list[tuple[str, str]]:
+    pairs = []
+    for item in re.split(r",(?![^\[]*\])", "".join(text.split())):
+        key, _, value = item.partition(":")
+        if item and not (key and value):
+            raise _malformed("Allocator settings are written key:value,key:value", item, variable)
+        pairs += [(key, value)] if item else []
+    return pairs
+
+
+def _malformed(rule: str, value: str, variable: str) -> ConfigError:
+    return ConfigError(rule, value=value, remedy=f"Correct it in ${variable}, or unset {variable}")
+
+
+def _changes_memory(key: str, value: str) -> bool:
+    return not _ELSEWHERE.fullmatch(key) and (key, value) != ("backend", "native")
+
+
+def _truth(text: str) -> bool | None:
+    return {"True": True, "False": False}.get(text)
+
+
+def _whole(text: str, least: int) -> int | None:
+    return min(int(text), _LARGEST_MIB) if text.isdecimal() and int(text) >= least else None
+
+
+def _share(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"\d*\.?\d+|\d+\.", text) and 0 < float(text) <= 1 else None
+
+
+def _share_below_one(text: str) -> float | None:
+    share = _share(text)
+    return None if share == 1 else share
+
+
+def _divisions(text: str) -> tuple[int, ...] | None:
+    """Reads `4`, or a list of sizes in MiB with the divisions from there to the next power of two. Those of the first
+    one hold for smaller sizes, too; those of `>` for all that are larger than the last; others have none.
+    """
+    if (listed := re.fullmatch(r"\[(.*)\]", text)) is None:
+        one = _power_of_two(text)
+        return None if one is None else (one,) * INTERVALS
+    divisions, last = [0] * INTERVALS, -1
+    for item in filter(None, listed[1].split(",")):
+        size, _, number = item.partition(":")
+        value = 0 if number == "0" else _power_of_two(number)
+        start = 0 if size == ">" else _power_of_two(size)
+        if value is None or start is None:
+            return None
+        if size == ">":
+            divisions[max(last, 0) + 1 :] = [value] * (INTERVALS - max(last, 0) - 1)
+            continue
+        index = min(start.bit_length() - 1, INTERVALS - 1)
+        if last < 0:
+            divisions[:index] = [value] * index
+        divisions[index], last = value, index
+    return tuple(divisions)
+
+
+def _power_of_two(text: str) -> int | None:
+    return int(text) if text.isdecimal() and int(text).bit_count() == 1 else None

@@ -1,0 +1,221 @@
+"""How each CAN ID behaves in a window compared with its own past: its timing, and what changes in its payload.
+
+The last frame of every ID and its behaviour in earlier windows are kept from window to window, for one log.
+
+Shapes: M frames, K IDs that were seen, G windows of W frames, N nodes (an ID in a window), B columns (`BEHAVIOUR`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Times and rates are binary logarithms of seconds and of frames a second, so that a difference of 1 is a factor of 2.
+BEHAVIOUR: Final = (
+    "gap_min", "gap_mean", "gap_spread", "rate", "silence", "bits_changed", "unchanged",
+)  # fmt: skip
+
+# Columns that compare a frame with the one before it.
+_COMPARED: Final = [index for index, name in enumerate(BEHAVIOUR) if name not in ("rate", "silence")]
+_LEAST_S: Final = 2.0**-14  # 61 µs: shorter than any frame on a bus of 1 Mbit/s; below it a gap is as good as none
+_MOST_S: Final = 2.0**10  # 17 minutes
+_QUANTUM: Final = 2.0**-16  # of every value, so that sums are exact and do not depend on how a log is cut into blocks
+_MAX_IDS: Final = 2**16  # that are remembered; only a bus on which 29-bit IDs are drawn at random has more
+# An attack may lie in an ID's past: no window moves its mean by more than a window this far from the mean until then.
+_CLIP: Final = np.array([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5])
+
+
+class Changes(NamedTuple):
+    """What each of M frames changed since its ID's frame before it; NaN in the first frame of an ID."""
+
+    gap_s: NDArray[np.float32]
+    bits: NDArray[np.float32]
+
+
+class Behaviour(NamedTuple):
+    """The behaviour of N nodes, and what their IDs' behaviour was in the log's earlier windows."""
+
+    now: NDArray[np.float32]  # [N, B]; but for rate and silence NaN where no frame of the ID has one before it
+    past: NDArray[np.float32]  # [N, B] means over the earlier windows; 0 where there are none
+    past_windows: NDArray[np.int32]  # [N] how many these are
+
+
+@dataclass
+class _Remembered:
+    """Values of K IDs, which are in ascending order."""
+
+    can_id: NDArray[np.uint32]
+    values: dict[str, NDArray[Any]]
+
+    def find(self, can_id: NDArray[np.uint32]) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
+        """Returns positions of IDs, and whether they are there."""
+        position = np.searchsorted(self.can_id, can_id)
+        if not len(self.can_id):
+            return position, np.zeros(len(can_id), dtype=np.bool_)
+        position = np.minimum(position, len(self.can_id) - 1)
+        return position, self.can_id[position] == can_id
+
+    def update(self, can_id: NDArray[np.uint32], values: dict[str, NDArray[Any]]) -> None:
+        """Sets the values of IDs, which are in ascending order."""
+        position, found = self.find(can_id)
+        for name, new in values.items():
+            self.values[name][position[found]] = new[found]
+        if found.all():
+            return
+        joined = np.concatenate([self.can_id, can_id[~found]])
+        order = np.argsort(joined, kind="stable")
+        self.can_id = joined[order]
+        for name, new in values.items():
+            self.values[name] = np.concatenate([self.values[name], new[~found]])[order]
+
+    def forget(self, keep: NDArray[np.bool_]) -> None:
+        """Forgets all IDs but those to keep, [K]."""
+        self.can_id = self.can_id[keep]
+        self.values = {name: value[keep] for name, value in self.values.items()}
+
+
+def _nothing(**values: tuple[Any, int]) -> _Remembered:
+    empty = {name: np.empty((0, width) if width else 0, dtype=dtype) for name, (dtype, width) in values.items()}
+    return _Remembered(np.empty(0, dtype=np.uint32), empty)
+
+
+class IdHistory:
+    """What a log has shown of each of its IDs so far."""
+
+    def __init__(self) -> None:
+        self._frames = _nothing(time=(np.float64, 0), payload=(np.uint64, 0))
+        wide = (np.float64, len(BEHAVIOUR))
+        self._windows = _nothing(count=(np.float64, 0), plain=wide, clipped=wide)
+
+    def changes(self, can_id: NDArray[np.uint32], time: NDArray[np.float64], payload: NDArray[np.uint8]) -> Changes:
+        """Compares the log's next M frames with those before them."""
+        order = _stable_order(can_id)
+        ids, times = can_id[order], time[order]
+        words = np.ascontiguousarray(payload[:, :8]).view(np.uint64).ravel()[order]
+        first = _run_starts(ids)
+        before_time, before_words = np.roll(times, 1), np.roll(words, 1)
+        position, found = self._frames.find(ids[first])
+        known = position[found]
+        before_time[first], before_words[first] = np.nan, 0
+        before_time[first[found]] = self._frames.values["time"][known]
+        before_words[first[found]] = self._frames.values["payload"][known]
+        gap, bits = np.empty(len(ids), np.float32), np.empty(len(ids), np.float32)
+        # Public captures run backwards by some milliseconds.
+        gap[order] = np.maximum(times - before_time, 0.0)
+        bits[order] = np.bitwise_count(words ^ before_words)
+        bits[np.isnan(gap)] = np.nan
+        last = np.append(first[1:], len(ids)) - 1
+        self._frames.update(ids[first], {"time": times[last], "payload": words[last]})
+        if len(self._frames.can_id) > 2 * _MAX_IDS:
+            self._forget_oldest()
+        return Changes(gap, bits)
+
+    def _forget_oldest(self) -> None:
+        time = self._frames.values["time"]
+        keep = time >= np.partition(time, -_MAX_IDS)[-_MAX_IDS]
+        kept = self._frames.can_id[keep]
+        self._frames.forget(keep)
+        self._windows.forget(np.isin(self._windows.can_id, kept))
+
+    def past(self, can_id: NDArray[np.uint32], now: NDArray[np.float32]) -> Behaviour:
+        """Adds the past of N nodes, whose windows are consecutive, to their behaviour now."""
+        order = _stable_order(can_id)
+        ids = can_id[order]
+        first = _run_starts(ids)
+        position, found = self._windows.find(ids[first])
+        # A column after another. Values are whole numbers of quanta, whose sums are exact in float64.
+        values = np.ascontiguousarray(now[order].T, dtype=np.float64) / _QUANTUM
+        known = ~np.isnan(values[0])
+        values[:, ~known] = 0.0
+
+        def earlier(name: str, added: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+            """Returns sums over the windows before each node's, [..., N], and over all of an ID's, [..., K]."""
+            carried = np.zeros((*added.shape[:-1], len(first)))
+            carried[..., found] = self._windows.values[name][position[found]].T
+            whole = np.add.reduceat(added, first, axis=-1) + carried
+            # One running sum over all IDs, which at each one's beginning jumps to what is carried of it.
+            jumping = added.copy()
+            jumping[..., first] += carried
+            jumping[..., first[1:]] -= whole[..., :-1]
+            return np.cumsum(jumping, axis=-1, out=jumping) - added, whole.T
+
+        count, all_count = earlier("count", known.astype(np.float64))
+        plain, all_plain = earlier("plain", values)
+        divisor = np.maximum(count, 1.0)
+        middle = np.where(count > 0, plain / divisor, values)
+        reach = _CLIP[:, None] / _QUANTUM
+        clipped = np.rint(np.clip(values, middle - reach, middle + reach))
+        clipped[:, ~known] = 0.0
+        sums, all_clipped = earlier("clipped", clipped)
+        self._windows.update(ids[first], {"count": all_count, "plain": all_plain, "clipped": all_clipped})
+        past = np.empty(now.shape, np.float32)
+        past[order] = (sums / divisor * _QUANTUM).T
+        past_windows = np.empty(len(ids), np.int32)
+        past_windows[order] = count
+        return Behaviour(now, past, past_windows)
+
+
+def _run_starts(ids: NDArray[np.uint32]) -> NDArray[np.intp]:
+    """Returns where each run of equal values begins."""
+    return np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]]))
+
+
+def _stable_order(can_id: NDArray[np.uint32]) -> NDArray[np.intp]:
+    # numpy sorts 16 bits by radix, several times as fast as 32.
+    narrow = can_id.astype(np.uint16) if can_id.max(initial=0) < 2**16 else can_id
+    return np.argsort(narrow, kind="stable")
+
+
+def summarise(
+    changes: Changes,
+    first: NDArray[np.int64],
+    count: NDArray[np.int64],
+    duration_s: NDArray[np.float64],
+    silence_s: NDArray[np.float64],
+) -> NDArray[np.float32]:
+    """Returns [N, B] the behaviour of nodes.
+
+    Args:
+        changes: Those of all frames, one node's after another's.
+        first: [N] where the frames of each node begin.
+        count: [N] how many they are.
+        duration_s: [N] seconds from the first to the last frame of each node's window.
+        silence_s: [N] seconds from each node's last frame to the last frame of its window.
+    """
+    known = ~np.isnan(changes.gap_s)
+    compared = np.add.reduceat(known, first, dtype=np.int64)
+    divisor = np.maximum(compared, 1)
+    gap = np.where(known, changes.gap_s, 0.0).astype(np.float64)
+    shortest = np.minimum.reduceat(np.where(known, changes.gap_s, np.inf), first)
+    mean = np.add.reduceat(gap, first) / divisor
+    square = np.add.reduceat(gap * gap, first) / divisor
+    spread = np.sqrt(np.maximum(square - mean * mean, 0.0)) / np.maximum(mean, _LEAST_S)
+    bits = np.add.reduceat(np.where(known, changes.bits, 0.0), first) / divisor
+    unchanged = np.add.reduceat(changes.bits == 0, first, dtype=np.int64) / divisor
+    columns = {
+        "gap_min": _log2_s(shortest),
+        "gap_mean": _log2_s(mean),
+        "gap_spread": spread,
+        "rate": np.log2(count / np.maximum(duration_s, _LEAST_S)),
+        "silence": _log2_s(silence_s),
+        "bits_changed": np.log2(1.0 + bits),
+        "unchanged": unchanged,
+    }
+    rounded: NDArray[np.float32] = np.rint(table_of(columns, BEHAVIOUR) / _QUANTUM) * np.float32(_QUANTUM)
+    rounded[np.ix_(compared == 0, _COMPARED)] = np.nan
+    return rounded
+
+
+def table_of(columns: Mapping[str, NDArray[Any]], names: Sequence[str]) -> NDArray[np.float32]:
+    """Returns the columns of these names side by side."""
+    table = np.empty((len(columns[names[0]]), len(names)), dtype=np.float32)
+    for index, name in enumerate(names):
+        table[:, index] = columns[name]
+    return table
+
+
+def _log2_s(seconds: NDArray[Any]) -> NDArray[Any]:
+    logarithms: NDArray[Any] = np.log2(np.clip(seconds, _LEAST_S, _MOST_S))
+    return logarithms

@@ -1,0 +1,331 @@
+"""How the rows of a text format are written, and how polars turns them into numbers.
+
+Shapes: M rows that are frames, P payload bytes (8, or 64 where a block has CAN FD frames).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from can_train.tasks.can.data.graphs import FD_PAYLOAD_BYTES, MAX_PAYLOAD_BYTES, Floats, Ints
+
+MAX_CAN_ID: Final = 0x1FFF_FFFF  # 29 bits, the extended identifier of CAN 2.0B
+FD_LENGTHS: Final = (*range(9), 12, 16, 20, 24, 32, 48, 64)  # payload bytes by DLC
+MAX_TIME_S: Final = 1e11  # the year 5138: a time beyond it is none, and its square would not stay finite
+MAX_TICKS_PER_SECOND: Final = 10**9
+
+# Building blocks of the patterns, in Rust's dialect of regular expressions (polars).
+NUMBER: Final = "[-+.0-9eE]+"  # wider than a number: the cast to float64 refuses what is none
+DATE: Final = "[0-9]{4}-[0-9]{2}-[0-9]{2}[T ][0-9]{2}:[0-9]{2}:[0-9]{2}(?:[.,][0-9]{1,9})?(?:Z|[-+][0-9]{2}:?[0-9]{2})?"
+DIGITS: Final = "[0-9]+"
+HEX: Final = "[0-9A-Fa-f]+"
+BYTE: Final = "[0-9A-Fa-f]{2}"
+CELL: Final = "[0-9A-Fa-f]{0,2}"
+BASE64: Final = "[0-9A-Za-z+/]*={0,2}"
+BLANKS: Final = r"[ \t]*"
+GAP: Final = r"[ \t]+"
+END: Final = r"\r?$"  # files written on Windows
+SPACED_BYTES: Final = f"(?P<data>(?:{BYTE}{BLANKS})*)"
+TIMESTAMP: Final = f"(?P<timestamp>{NUMBER})"
+
+_TEXTS: Final = ("label", "kind", "channel", "remote", "request", "fd")  # groups that are used as they are
+
+_SECONDS_A_DAY: Final = 86_400
+
+NO_MATCH: Final = "the row is truncated or not of this format"
+BAD_TIMESTAMP: Final = "the timestamp is not a number"
+BAD_ID: Final = "the ID is not a number"
+BAD_PAYLOAD: Final = "the payload is not made of whole hexadecimal bytes"
+LATE_TIMESTAMP: Final = "the timestamp is beyond any clock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """How one row is written.
+
+    Attributes:
+        name: The format's name.
+        pattern: Regular expression of a whole row. Its groups are `timestamp`, `id`, `data` (or `data_0`, `data_1`, ...
+            for one column per byte) and, where the format has them, `dlc`, `label`, `kind` (the attack's name beside
+            the label), `channel` (the interface), `remote` or `request` (present in a remote frame) and `fd` (present
+            in a CAN FD frame).
+        separators: Characters that may stand between payload bytes.
+        labels: The labels that the format allows; empty where it allows any text.
+        several_labels: Whether the label is a list of words, any of which may mark an attack.
+        id_base: 16 or 10.
+        byte_columns: Number of groups `data_0`, ...; 0 where the payload is the one group `data`.
+        payload_code: How the group `data` is written: `hex`, `base64`, or `decimal` numbers between separators.
+        cut_to_dlc: Whether other fields that look like bytes may follow the payload.
+        fd_groups: Groups of which any marks a row whose payload may be that of a CAN FD frame.
+        ticks_per_second: Unit of the timestamps.
+        unit_known: Whether that is certain, by the format or by the user.
+        dated: Whether the timestamps are dates (ISO 8601).
+        relative: Whether a timestamp counts from the line before.
+        error_frame: Pattern of the rows of error frames, which carry nothing.
+        no_row: Pattern of other lines that are neither frames nor malformed.
+        any_character: Character class of any field's content. With it, a malformed row is searched for its wrong field.
+        header: The line above the rows; empty where there is none.
+        assumption: A guess that may be wrong, as a sentence for the user; empty if there was none.
+    """
+
+    # A pattern in which each character allows only one way on is matched two to three times as fast as others. Hence
+    # the payload groups swallow the separators behind each byte.
+    name: str
+    pattern: str
+    separators: str = ""
+    labels: tuple[str, ...] = ()
+    several_labels: bool = False
+    id_base: int = 16
+    byte_columns: int = 0
+    payload_code: str = "hex"
+    cut_to_dlc: bool = False
+    fd_groups: tuple[str, ...] = ()
+    ticks_per_second: int = 1
+    unit_known: bool = False
+    dated: bool = False
+    relative: bool = False
+    error_frame: str = ""
+    no_row: str = ""
+    any_character: str = r"[^\s,]"
+    header: str = ""
+    assumption: str = ""
+
+    def has(self, group: str) -> bool:
+        """Returns whether the pattern has a group of this name."""
+        return f"(?P<{group}>" in self.pattern
+
+    def with_dates(self) -> Grammar:
+        """Returns the same grammar for rows whose times are dates."""
+        pattern = self.pattern.replace(TIMESTAMP, f"(?P<timestamp>{DATE})")
+        return replace(self, pattern=pattern, dated=True, unit_known=True, ticks_per_second=1)
+
+    @property
+    def max_ticks(self) -> float:
+        """The largest timestamp that may be one; wide as long as the unit is not known."""
+        return MAX_TIME_S * (self.ticks_per_second if self.unit_known else MAX_TICKS_PER_SECOND)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParsedRows:
+    """The rows of one block of a log: M well-formed ones, and the malformed ones."""
+
+    position: Ints  # [M] index of the row's line in the block
+    timestamp: Floats  # [M] seconds, where the grammar's unit is known
+    can_id: NDArray[np.uint32]  # [M]
+    length: NDArray[np.uint8]  # [M] payload bytes
+    payload: NDArray[np.uint8]  # [M, P] bytes
+    label: pl.Series | None  # [M] texts; None where the format has no labels
+    kind: pl.Series | None  # [M] texts; None where the format does not name attacks beside the label
+    channel: pl.Series | None  # [M] texts; None where the grammar does not capture them
+    malformed: pl.DataFrame  # `position`, `line` and `reason`; without blank lines, comments and headers
+    error_frames: int  # rows that are left out too, and are not malformed
+
+    def select(self, chosen: NDArray[np.bool_]) -> ParsedRows:
+        """Returns the well-formed rows that are marked in `chosen` [M], and all malformed ones."""
+        parts: dict[str, Any] = {}
+        for name in ("position", "timestamp", "can_id", "length", "payload"):
+            parts[name] = getattr(self, name)[chosen]
+        for name in ("label", "kind", "channel"):
+            texts = getattr(self, name)
+            parts[name] = None if texts is None else texts.filter(pl.Series(chosen))
+        return replace(self, **parts)
+
+
+def parse_rows(lines: pl.Series, grammar: Grammar) -> ParsedRows:
+    """Parses lines, of which empty ones are null."""
+    digits = pl.col("digits")
+    padded = digits.str.pad_end(2 * MAX_PAYLOAD_BYTES, "0")
+    long = [pl.when(digits.str.len_bytes() > 2 * MAX_PAYLOAD_BYTES).then(digits).alias("long")]
+    rows = (
+        pl.LazyFrame({"line": lines})
+        .with_row_index("position")
+        .with_columns(groups=pl.col("line").str.extract_groups(grammar.pattern))
+        .unnest("groups")
+        # A column of their own: polars would strip the separators once for each expression that uses the digits.
+        .with_columns(digits=_payload_digits(grammar))
+        .select(
+            "position",
+            "line",
+            pl.col("timestamp").is_not_null().alias("matched"),
+            _date_seconds() if grammar.dated else pl.col("timestamp").cast(pl.Float64, strict=False),
+            pl.col("id").str.to_integer(base=grammar.id_base, dtype=pl.UInt64, strict=False),
+            (digits.str.len_bytes() // 2).alias("length"),  # in bytes
+            # A big-endian number with zeros behind the payload.
+            padded.str.to_integer(base=16, dtype=pl.UInt64, strict=False).alias("payload"),
+            *(long if grammar.fd_groups else []),
+            *([pl.col("dlc").cast(pl.UInt32, strict=False)] if grammar.has("dlc") else []),
+            *(pl.col(group) for group in _TEXTS if grammar.has(group)),
+        )
+        # The in-memory engine matches on one core only.
+        .collect(engine="streaming")
+    )
+    rules = _rules(grammar, has_long=bool((rows["length"] > MAX_PAYLOAD_BYTES).any()))
+    holds = rows.select(pl.all_horizontal([rule for rule, _ in rules]).fill_null(False)).to_series()
+    good = rows if holds.all() else rows.filter(holds)
+    malformed, error_frames = _malformed(rows.filter(~holds), rules, grammar)
+    return ParsedRows(
+        position=good["position"].to_numpy().astype(np.int64),
+        timestamp=good["timestamp"].to_numpy() / grammar.ticks_per_second,
+        can_id=good["id"].to_numpy().astype(np.uint32),
+        length=good["length"].to_numpy().astype(np.uint8),
+        payload=_payload_bytes(good),
+        label=good["label"] if grammar.has("label") else None,
+        kind=good["kind"] if grammar.has("kind") else None,
+        channel=good["channel"] if grammar.has("channel") else None,
+        malformed=malformed,
+        error_frames=error_frames,
+    )
+
+
+def first_row(lines: pl.Series) -> tuple[int, str]:
+    """Returns position and text of the first line that is neither blank nor a comment; (0, "") if there is none."""
+    rows = pl.DataFrame({"line": lines}).with_row_index("position").filter(_is_row(pl.col("line")))
+    return (rows["position"][0], rows["line"][0].strip()) if len(rows) else (0, "")
+
+
+def _is_row(line: pl.Expr) -> pl.Expr:
+    text = line.fill_null("").str.strip_chars()
+    return (text != "") & ~text.str.starts_with("#")
+
+
+def _date_seconds() -> pl.Expr:
+    """The seconds since 1970 of dates like `2026-01-31T12:00:00.5+01:00`; without an offset, as if it were UTC."""
+    text = pl.col("timestamp")
+
+    def number(start: int) -> pl.Expr:
+        return text.str.slice(start, 2).cast(pl.Int64, strict=False)
+
+    hour, minute, second = number(11), number(14), number(17)
+    offset = text.str.slice(19).str.extract_groups(r"(?P<sign>[-+])(?P<h>[0-9]{2}):?(?P<m>[0-9]{2})$").struct
+    offset_s = offset.field("h").cast(pl.Int64) * 3600 + offset.field("m").cast(pl.Int64) * 60
+    ahead_s = pl.when(offset.field("sign") == "-").then(-offset_s).otherwise(offset_s).fill_null(0)
+    day = text.str.slice(0, 10).str.to_date("%Y-%m-%d", strict=False).cast(pl.Int32).cast(pl.Int64)
+    whole_s = day * _SECONDS_A_DAY + hour * 3600 + minute * 60 + second - ahead_s
+    fraction = text.str.slice(19).str.extract(r"^[.,]([0-9]+)").fill_null("0")
+    # As text, so that the sum is rounded once, as it is in logs that hold seconds.
+    seconds = pl.concat_str(whole_s.cast(pl.String), pl.lit("."), fraction).cast(pl.Float64, strict=False)
+    is_time = (hour < 24) & (minute < 60) & (second <= 60) & (whole_s >= 0)
+    return pl.when(is_time).then(seconds).alias("timestamp")
+
+
+def _payload_digits(grammar: Grammar) -> pl.Expr:
+    if grammar.byte_columns:
+        cells = [pl.col(f"data_{i}") for i in range(grammar.byte_columns)]
+        # Dots stand for an empty cell: those behind the payload are dropped, one inside it makes the number unreadable.
+        return pl.concat_str(
+            pl.when(cell == "").then(pl.lit("..")).otherwise(cell.str.zfill(2)) for cell in cells
+        ).str.strip_chars_end(".")
+    digits = pl.col("data").fill_null("")
+    if grammar.payload_code == "base64":
+        digits = digits.str.decode("base64", strict=False).bin.encode("hex")
+    elif grammar.payload_code == "decimal":
+        byte = pl.element().cast(pl.UInt8, strict=False).cast(pl.Int32)
+        # A number beyond a byte has no place in the table, and makes the payload unreadable.
+        number = byte.replace_strict({value: f"{value:02x}" for value in range(256)}, default="..")
+        digits = digits.str.extract_all(DIGITS).list.eval(number).list.join("")
+    for separator in grammar.separators:
+        digits = digits.str.replace_all(separator, "", literal=True)
+    if grammar.cut_to_dlc:
+        digits = digits.str.head(2 * pl.col("dlc").cast(pl.UInt32, strict=False).fill_null(0))
+    # A remote frame asks for data: its DLC is the length of the answer, and it has no payload of its own.
+    return pl.when(pl.col("remote").is_null()).then(digits).otherwise(pl.lit("")) if grammar.has("remote") else digits
+
+
+def _payload_bytes(rows: pl.DataFrame) -> NDArray[np.uint8]:
+    """Returns the payloads of well-formed rows [M, P]."""
+    short = rows["payload"].fill_null(0).to_numpy().astype(">u8").view(np.uint8).reshape(-1, MAX_PAYLOAD_BYTES)
+    if "long" not in rows.columns or (is_long := rows["long"].is_not_null()).sum() == 0:
+        return short
+    payload = np.zeros((len(rows), FD_PAYLOAD_BYTES), np.uint8)
+    payload[:, :MAX_PAYLOAD_BYTES] = short
+    whole = rows["long"].drop_nulls().str.pad_end(2 * FD_PAYLOAD_BYTES, "0").str.decode("hex")
+    payload[is_long.to_numpy()] = np.frombuffer(b"".join(whole), np.uint8).reshape(-1, FD_PAYLOAD_BYTES)
+    return payload
+
+
+def _rules(grammar: Grammar, *, has_long: bool) -> list[tuple[pl.Expr, str]]:
+    """The rules for a row's columns, each with the reason given where it is the first to be broken.
+
+    Args:
+        grammar: How the rows are written.
+        has_long: Whether any payload is longer than that of a classical frame.
+    """
+    timestamp, length = pl.col("timestamp"), pl.col("length")
+    rules = [
+        (pl.col("matched"), NO_MATCH),
+        (timestamp.is_finite(), BAD_TIMESTAMP),
+        (timestamp.abs() <= grammar.max_ticks, LATE_TIMESTAMP),
+        (pl.col("id") <= MAX_CAN_ID, "the ID does not fit into 29 bits"),
+        *_payload_rules(grammar.fd_groups if has_long else ()),
+    ]
+    if grammar.has("dlc"):
+        # CAN FD's code for its lengths, or the length itself.
+        dlc = pl.col("dlc")
+        agrees = dlc.is_null() | (dlc == length)
+        if grammar.fd_groups and has_long:
+            agrees |= dlc.replace_strict(dict(enumerate(FD_LENGTHS)), default=None) == length
+        for group in ("remote", "request"):
+            if grammar.has(group):
+                agrees |= pl.col(group).is_not_null()
+        rules.append((agrees, "the DLC disagrees with the payload"))
+    if grammar.has("label"):
+        rules.append((pl.col("label").is_not_null(), "the label is missing"))
+    if grammar.labels:
+        rules.append((pl.col("label").is_in(grammar.labels), "the label is unknown in this format"))
+    return rules
+
+
+def _payload_rules(fd_groups: Sequence[str]) -> list[tuple[pl.Expr, str]]:
+    length, is_short = pl.col("length"), pl.col("length") <= MAX_PAYLOAD_BYTES
+    whole = pl.col("payload").is_not_null()
+    if not fd_groups:
+        return [(is_short, f"the payload is longer than {MAX_PAYLOAD_BYTES} bytes"), (whole, BAD_PAYLOAD)]
+    may_be_long = pl.any_horizontal(pl.col(group).is_not_null() for group in fd_groups)
+    has_digits = pl.col("long").str.decode("hex", strict=False).is_not_null()
+    return [
+        (is_short | may_be_long, f"the payload is longer than {MAX_PAYLOAD_BYTES} bytes"),
+        (is_short | (length <= FD_PAYLOAD_BYTES), f"the payload is longer than {FD_PAYLOAD_BYTES} bytes"),
+        (is_short | length.is_in(FD_LENGTHS), "no CAN FD frame has a payload of this length"),
+        (pl.when(is_short).then(whole).otherwise(has_digits), BAD_PAYLOAD),
+    ]
+
+
+def _malformed(rows: pl.DataFrame, rules: list[tuple[pl.Expr, str]], grammar: Grammar) -> tuple[pl.DataFrame, int]:
+    """Returns position, line and reason of rows that broke a rule, without repeated headers; and the number of error
+    frames among them.
+    """
+    line = pl.col("line")
+    rows = rows.filter(_is_row(line), line.str.strip_chars() != grammar.header)
+    if grammar.no_row:
+        rows = rows.filter(~line.str.contains(grammar.no_row))
+    num_rows = len(rows)
+    if grammar.error_frame:
+        rows = rows.filter(~line.str.contains(grammar.error_frame))
+    reason = pl.lit(None, dtype=pl.String)
+    for rule, sentence in reversed(rules):
+        reason = pl.when(rule.fill_null(False)).then(reason).otherwise(pl.lit(sentence))
+    broken = rows.select("position", "line", reason=reason)
+    wrong_field = _wrong_field(broken, grammar)
+    broken = broken.with_columns(reason=pl.when(pl.col("reason") == NO_MATCH).then(wrong_field).otherwise("reason"))
+    return broken, num_rows - len(rows)
+
+
+def _wrong_field(broken: pl.DataFrame, grammar: Grammar) -> pl.Series:
+    """Says of rows that do not match which field is wrong."""
+    # The same pattern with any content of timestamp, ID and payload: where it matches, one of the three is wrong.
+    pattern = grammar.pattern.replace(DATE, r"[^,;\t]+?").replace(CELL, f"{grammar.any_character}*")
+    for token in (BYTE, HEX, NUMBER, DIGITS):
+        pattern = pattern.replace(token, f"{grammar.any_character}+")
+    fields = broken["line"].str.extract_groups(pattern).struct.unnest()
+    return fields.select(
+        pl.when(pl.col("timestamp").is_null()).then(pl.lit(NO_MATCH))
+        .when(~pl.col("timestamp").str.contains(f"^{DATE if grammar.dated else NUMBER}$")).then(pl.lit(BAD_TIMESTAMP))
+        .when(~pl.col("id").str.contains(f"^{HEX if grammar.id_base == 16 else DIGITS}$")).then(pl.lit(BAD_ID))
+        .otherwise(pl.lit(BAD_PAYLOAD))
+    ).to_series()  # fmt: skip

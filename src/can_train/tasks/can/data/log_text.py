@@ -1,0 +1,306 @@
+"""The text of a log as blocks of lines: plain or compressed, in UTF-8 or UTF-16."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final, NamedTuple
+
+import polars as pl
+
+from can_train.errors import DataError, MissingDataError
+
+# Bytes of text read at once. Smaller blocks parse slower; text and parsed columns together take about fifteen times as
+# much memory.
+BLOCK_BYTES: Final = 16 * 2**20
+RECOGNISED_BYTES: Final = 2**20  # beginning of a log by which its format is recognised
+# A longer line is no row of any log. Without this bound a file without line ends would be read whole.
+MAX_LINE_BYTES: Final = RECOGNISED_BYTES
+
+_SKIP_BYTES: Final = 2**20  # decompressed at once on the way to a later part of a text
+_CONVERTED_BYTES: Final = 2**16  # decompressed or decoded at once
+_DAMAGE: Final = (EOFError, zlib.error, lzma.LZMAError)  # what reading a damaged file raises, beside OSError
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_CONTROL_BYTES: Final = bytes(set(range(32)) - set(b"\t\n\v\f\r"))  # no text has them
+# Share of them from which a file is binary: recorded or compressed numbers have about a tenth, a log that was being
+# written when the power failed has a few.
+_MAX_CONTROL_SHARE: Final = 0.01
+_PEEKED_BYTES: Final = 8  # more than any mark at a file's beginning has
+_NO_SEPARATOR: Final = "\x01"  # occurs in no line, so that the CSV parser takes every line for one field
+
+
+class TextSample(NamedTuple):
+    """Parts of a text."""
+
+    parts: list[pl.Series]  # the lines of each, null where empty
+    read_bytes: int  # size of all of them
+    text_bytes: int  # size of the whole text; of a compressed one, an estimate from the part that was read
+
+    @property
+    def complete(self) -> bool:
+        """Whether the parts are the whole text."""
+        return self.read_bytes >= self.text_bytes
+
+
+def missing_package(what: str, extra: str) -> DataError:
+    """Makes the error for a log that a package is needed for."""
+    return DataError("What reads a log must be installed", value=f"the package for {what} is missing",
+                     remedy=f'Install it: pip install "can-train[{extra}]"')  # fmt: skip
+
+
+class _Converted(ABC):
+    """A stream that is made of another one."""
+
+    def __init__(self) -> None:
+        self._position = 0
+        self._rest = b""
+
+    @abstractmethod
+    def _more(self) -> bytes:
+        """Returns the next bytes; none where the stream ends."""
+
+    def peek(self, size: int) -> bytes:
+        while len(self._rest) < size and (part := self._more()):
+            self._rest += part
+        return self._rest[:size]
+
+    def read(self, size: int) -> bytes:
+        parts = [self._rest]
+        missing = size - len(self._rest)
+        while missing > 0 and (part := self._more()):
+            parts.append(part)
+            missing -= len(part)
+        whole = b"".join(parts)
+        self._rest = whole[size:]
+        self._position += min(size, len(whole))
+        return whole[:size]
+
+    def tell(self) -> int:
+        return self._position
+
+
+class _Utf16AsUtf8(_Converted):
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-16")("replace")
+
+    def _more(self) -> bytes:
+        # The mark at the beginning alone makes no text.
+        while part := self._stream.read(_CONVERTED_BYTES):
+            if text := self._decoder.decode(part):
+                return text.encode()
+        return b""
+
+
+class _Zstd(_Converted):
+    # The package's own reader takes a truncated file for a whole one.
+    def __init__(self, raw: IO[bytes]) -> None:
+        super().__init__()
+        try:
+            import zstandard
+        except ImportError as error:
+            raise missing_package("a log compressed by zstd (zstandard)", "can") from error
+        self._raw = raw
+        self._error = zstandard.ZstdError
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._frame = self._new_frame()
+        self._unused = b""
+        self._begun = False  # a frame that has not ended
+
+    def _more(self) -> bytes:
+        while part := self._unused or self._raw.read(_CONVERTED_BYTES):
+            text = self._decompressed(part)
+            self._unused = self._frame.unused_data
+            self._begun = not self._frame.eof
+            if self._frame.eof:
+                self._frame = self._new_frame()
+            if text:
+                return text
+        if self._begun:
+            raise EOFError("it ends inside a block")
+        return b""
+
+    def _decompressed(self, part: bytes) -> bytes:
+        try:
+            text: bytes = self._frame.decompress(part)
+        except self._error as error:
+            raise EOFError(str(error)) from error
+        return text
+
+
+class Compression(NamedTuple):
+    """A way of compressing whole files, which the first bytes tell: suffixes may be missing or wrong."""
+
+    name: str
+    suffix: str
+    magic: bytes
+    open: Callable[[IO[bytes]], Any]
+
+
+COMPRESSIONS: Final = (
+    Compression("gzip", ".gz", b"\x1f\x8b", lambda raw: gzip.GzipFile(fileobj=raw)),
+    Compression("bzip2", ".bz2", b"BZh", bz2.BZ2File),
+    Compression("xz", ".xz", b"\xfd7zXZ\0", lzma.LZMAFile),
+    Compression("zstd", ".zst", b"\x28\xb5\x2f\xfd", _Zstd),
+)
+
+
+class _Stream(NamedTuple):
+    text: Any  # with `read` and `tell`
+    raw: IO[bytes]  # the file that it comes from
+    plain: bool  # whether it is the file itself, in which one can seek
+
+
+class LogText:
+    """The text of one log; `first_lines`, null where empty, have the mean length `line_bytes`.
+
+    Raises:
+        MissingDataError: There is no such file.
+        DataError: It cannot be read, or is empty or binary.
+    """
+
+    def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
+        self._path = path
+        self._block_bytes = block_bytes
+        with self._open() as (stream, _, _):
+            self._state = _file_state(path)
+            start = stream.read(RECOGNISED_BYTES)
+        if not start.removeprefix(_BYTE_ORDER_MARK).strip():
+            raise DataError("A log must hold frames", value=f"{path} is empty", remedy="Give another log")
+        if len(start) - len(start.translate(None, _CONTROL_BYTES)) > _MAX_CONTROL_SHARE * len(start):
+            raise DataError(
+                "A log must be text (UTF-8 or UTF-16, plain or compressed), or a BLF or MF4 file",
+                value=f"{path} is binary",
+                remedy="Convert it, for example with python-can: `python -m can.logconvert FILE log.asc`",
+            )
+        whole_lines = start.rfind(b"\n") + 1 if len(start) == RECOGNISED_BYTES else len(start)
+        if not whole_lines:
+            raise _endless_line(path)
+        self.first_lines = _split_lines(start[:whole_lines])
+        self.line_bytes = whole_lines / max(len(self.first_lines), 1)
+
+    def blocks(self) -> Iterator[tuple[int, pl.Series]]:
+        """Yields the number of a block's first line, counted from 1, and its lines, null where empty.
+
+        Raises:
+            DataError: The file changed since it was first opened, is damaged, or has a line of absurd length.
+        """
+        next_line = 1
+        with self._open() as (stream, _, _):
+            for text in self._whole_lines(stream):
+                yield next_line, _split_lines(text)
+                next_line += text.count(b"\n")
+            if _file_state(self._path) != self._state:
+                raise changed_log(self._path)
+
+    def sample(self, num_parts: int, part_bytes: int, reach_bytes: int) -> TextSample:
+        """Reads parts of the text that are evenly spread over it, or all of it where that is no more.
+
+        Args:
+            num_parts: How many parts.
+            part_bytes: Size of each.
+            reach_bytes: Size of the beginning of a compressed text in which all parts lie: it is read from its start.
+
+        Raises:
+            DataError: The file is damaged.
+        """
+        size, _, _ = self._state
+        with self._open() as (stream, raw, plain):
+            if plain and size <= num_parts * part_bytes:
+                num_parts, part_bytes = 1, size
+            last_start = (size if plain else reach_bytes) - part_bytes
+            step = max(last_start // max(num_parts - 1, 1), part_bytes)
+            found: list[bytes] = []
+            for start in range(0, num_parts * step, step):
+                if plain:
+                    stream.seek(start)
+                # GzipFile.seek reads on in small steps; larger ones take less time.
+                while stream.tell() < start and stream.read(min(start - stream.tell(), _SKIP_BYTES)):
+                    pass
+                text = stream.read(part_bytes)
+                ended = len(text) < part_bytes or (plain and stream.tell() == size)
+                # Incomplete lines at either end belong to no part, unless the text itself begins or ends there.
+                begin = text.find(b"\n") + 1 or len(text) if start else 0
+                found.append(text[begin : len(text) if ended else text.rfind(b"\n") + 1])
+                if ended:
+                    break
+            text_bytes = stream.tell()
+            if not plain and not ended:
+                text_bytes = text_bytes * size // max(raw.tell(), 1)
+        parts = [_split_lines(text) for text in found if text]
+        return TextSample(parts, sum(map(len, found)), size if plain else text_bytes)
+
+    def _whole_lines(self, stream: Any) -> Iterator[bytes]:
+        """Yields blocks that end where a line ends."""
+        rest = b""
+        while text := stream.read(self._block_bytes):
+            head, newline, tail = text.rpartition(b"\n")
+            if newline:
+                yield b"".join((rest, head, newline))
+                rest = b""
+            rest += tail
+            if len(rest) > MAX_LINE_BYTES:
+                raise _endless_line(self._path)
+        if rest:
+            yield rest
+
+    @contextmanager
+    def _open(self) -> Iterator[_Stream]:
+        """Opens the file, decompresses and decodes it where it is necessary, and translates errors."""
+        found = None
+        try:
+            with self._path.open("rb") as raw:
+                start = raw.peek(_PEEKED_BYTES)
+                found = next((one for one in COMPRESSIONS if start.startswith(one.magic)), None)
+                stream = found.open(raw) if found else raw
+                is_utf16 = stream.peek(_PEEKED_BYTES).startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+                yield _Stream(_Utf16AsUtf8(stream) if is_utf16 else stream, raw, plain=stream is raw and not is_utf16)
+        except FileNotFoundError as error:
+            raise MissingDataError("A log must exist", value=str(self._path)) from error
+        except (OSError, *_DAMAGE) as error:
+            raise self._unreadable(error, found) from error
+
+    def _unreadable(self, error: Exception, found: Compression | None) -> DataError:
+        # gzip and bz2 raise OSError without a number on damaged files.
+        if found is None or (isinstance(error, OSError) and error.errno):
+            reason = error.strerror if isinstance(error, OSError) else error
+            return DataError("A log must be a file that can be read", value=f"{self._path}: {reason}",
+                             remedy="Check its permissions")  # fmt: skip
+        return DataError(f"A compressed log must be a whole {found.name} file", value=f"{self._path}: {error}",
+                         remedy="Copy or download it again")  # fmt: skip
+
+
+def changed_log(path: Path) -> DataError:
+    """Makes the error for a log that changed between two looks at it."""
+    return DataError("A log must not change while it is read", value=str(path),
+                     remedy="Wait until the recording has ended, or read a copy")  # fmt: skip
+
+
+def _file_state(path: Path) -> tuple[int, int, int]:
+    # The inode shows a file that was put in the place of another one of the same size and time.
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _endless_line(path: Path) -> DataError:
+    return DataError(f"A line of a log is at most {MAX_LINE_BYTES:,} bytes long", value=str(path))
+
+
+def _split_lines(text: bytes) -> pl.Series:
+    """Splits whole lines, without their line ends and a byte order mark before them; an empty line is null."""
+    if not text.isascii() or _NO_SEPARATOR.encode() in text:
+        text = text.decode(errors="replace").replace(_NO_SEPARATOR, "\N{REPLACEMENT CHARACTER}").encode()
+    # The CSV parser uses all cores and makes no Python object for a line.
+    return pl.read_csv(
+        io.BytesIO(text), has_header=False, separator=_NO_SEPARATOR, quote_char=None, schema={"line": pl.String},
+        raise_if_empty=False,
+    )["line"]  # fmt: skip

@@ -1,0 +1,253 @@
+"""What the networks see of a window: CAN IDs as embeddings, counts and times standardised, and how each ID behaves
+compared with its benign training windows and with its own past.
+
+Vocabulary and scale are fitted on training windows and saved with the weights: a checkpoint scores any log by itself.
+
+Shapes: B graphs, N nodes, E edges, V known CAN IDs, C columns of `BEHAVIOUR`, D of `deviations`.
+"""
+
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch_geometric.utils import scatter
+
+from can_train.tasks.can.data.batches import GraphBatch
+from can_train.tasks.can.data.behaviour import BEHAVIOUR
+from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES, NODE_FEATURES, FlatGraphs, Floats, Ints
+from can_train.tasks.can.settings import BEHAVIOUR_FEATURES, CanDatasetSettings
+
+UNKNOWN_ID: Final = 0  # vocabulary index of an ID that training did not see, or that is hidden
+MIN_VARIANCE: Final = 1e-12  # below which a column counts as constant
+WINDOWS_AT_A_TIME: Final = 4096  # whose features are summed, which bounds the memory of the float64 copy
+# Least spread of each column of `BEHAVIOUR`, in its units: an ID with a precise clock is not alarming because it once
+# was late by a hundredth of its period.
+LEAST_STD: Final = np.array([0.05, 0.05, 0.02, 0.05, 1.0, 0.1, 0.05])
+POOLED_WINDOWS: Final = 10  # of all IDs, that the spread of one ID is shrunk towards
+SETTLED_WINDOWS: Final = 10  # of an ID in a log, from which its past tells what is usual of it
+YOUNG_WINDOWS: Final = 4.0  # of an ID in a log, at which a difference from its past counts half
+LEAST_SILENCE: Final = -3.0  # binary logarithm of silence ÷ period: when exactly in a period a window ends says nothing
+_GAP_MEAN, _SILENCE = BEHAVIOUR.index("gap_mean"), BEHAVIOUR.index("silence")
+
+
+class InputStatistics(NamedTuple):
+    """Vocabulary and scale of the training windows."""
+
+    # [V] CAN IDs of benign training windows, ascending. An ID that occurs in attacks only is no part of the vehicle: it
+    # is unknown, in training too.
+    vocabulary: Ints
+    node_mean: Floats  # [10]
+    node_std: Floats  # [10]
+    edge_mean: Floats  # [11]
+    edge_std: Floats  # [11]
+    behaviour_mean: Floats  # [C] over all IDs of benign windows
+    behaviour_std: Floats  # [C]
+    id_mean: Floats  # [V + 1, C] of each ID in benign windows; row `UNKNOWN_ID` is not used
+    id_std: Floats  # [V + 1, C]
+    past_std: Floats  # [C] of the difference between an ID in a benign window and its past
+
+    @classmethod
+    def fit(cls, flat: FlatGraphs, rows: Ints) -> Self:
+        """Fits vocabulary and scale on the windows `rows`."""
+        node = _mean_and_std(flat.node_features, flat.node_ptr, rows)
+        edge = _mean_and_std(flat.edge_features, flat.edge_ptr, rows)
+        vocabulary = known_ids(flat, rows)
+        return cls(vocabulary, *node, *edge, *_usual_behaviour(flat, rows, vocabulary))
+
+    @classmethod
+    def empty(cls, vocabulary_size: int) -> Self:
+        """Returns statistics of the right shapes, which a checkpoint overwrites."""
+        node, edge, columns = len(NODE_FEATURES), len(EDGE_FEATURES), len(BEHAVIOUR)
+        table = (vocabulary_size + 1, columns)
+        return cls(
+            np.arange(vocabulary_size), np.zeros(node), np.ones(node), np.zeros(edge), np.ones(edge),
+            np.zeros(columns), np.ones(columns), np.zeros(table), np.ones(table), np.ones(columns),
+        )  # fmt: skip
+
+
+def num_targets(dataset: CanDatasetSettings) -> int:
+    """Returns how many node features an autoencoder reconstructs."""
+    return len(NODE_FEATURES) + (len(BEHAVIOUR) if dataset.features == BEHAVIOUR_FEATURES else 0)
+
+
+def known_ids(flat: FlatGraphs, rows: Ints) -> Ints:
+    """Returns [V] the vocabulary of the windows `rows` (see `InputStatistics`)."""
+    known = np.zeros(len(flat.ids), dtype=bool)
+    for start, stop in _contiguous(rows[flat.label[rows] == 0]):
+        known[flat.node_code[flat.node_ptr[start] : flat.node_ptr[stop]]] = True
+    return flat.ids[known]
+
+
+class InputEncoder(nn.Module):
+    """Makes a network's inputs of a batch.
+
+    Args:
+        statistics: Vocabulary and scale.
+        embedding: Width of the embedding of a CAN ID.
+        dataset: Whether IDs are seen (`identity`), and which `features` a node has.
+    """
+
+    vocabulary: Tensor
+    node_mean: Tensor
+    node_std: Tensor
+    edge_mean: Tensor
+    edge_std: Tensor
+    behaviour_mean: Tensor
+    behaviour_std: Tensor
+    id_mean: Tensor
+    id_std: Tensor
+    past_std: Tensor
+
+    def __init__(self, statistics: InputStatistics, *, embedding: int, dataset: CanDatasetSettings) -> None:
+        super().__init__()
+        self.identity = dataset.identity
+        self.behaviour = dataset.features == BEHAVIOUR_FEATURES
+        self.num_targets = num_targets(dataset)
+        self.register_buffer("vocabulary", torch.from_numpy(statistics.vocabulary.copy()))
+        for name in statistics._fields[1:]:
+            self.register_buffer(name, torch.from_numpy(getattr(statistics, name)).float())
+        # One row more than IDs: index 0 is the unknown ID.
+        self.embedding = nn.Embedding(len(statistics.vocabulary) + 1, embedding) if self.identity else None
+        # Columns of `deviations`.
+        self.num_deviations = 3 * len(BEHAVIOUR) + 1 if self.behaviour else 0
+        width = len(NODE_FEATURES) + 2 * len(EDGE_FEATURES) + self.num_deviations
+        self.width = width + (embedding if self.identity else 0)
+
+    def id_index(self, can_id: Tensor) -> Tensor:
+        """Looks up [N] raw IDs: 1 + position in the vocabulary, or `UNKNOWN_ID`, as all are without `identity`."""
+        if not self.identity:
+            return torch.zeros_like(can_id)
+        position = torch.searchsorted(self.vocabulary, can_id).clamp(max=len(self.vocabulary) - 1)
+        known = self.vocabulary[position] == can_id
+        return torch.where(known, position + 1, UNKNOWN_ID)
+
+    def visible_index(self, batch: GraphBatch) -> Tensor:
+        """Looks up [N] IDs; those of hidden windows are unknown."""
+        index = self.id_index(batch.can_id)
+        return index if batch.hidden is None else torch.where(batch.hidden[batch.batch], UNKNOWN_ID, index)
+
+    def scaled(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
+        """Standardises [N, 10] node and [E, 11] edge features, and compresses large values."""
+        # A flooded bus is hundreds of deviations from the mean. asinh is the identity near zero and a logarithm far
+        # from it, so that such a value neither dominates a gradient nor is clipped to look like any other.
+        node = (batch.x - self.node_mean) / self.node_std
+        edge = (batch.edge_attr - self.edge_mean) / self.edge_std
+        return torch.asinh(node), torch.asinh(edge)
+
+    def targets(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
+        """Returns what an autoencoder reconstructs: [N, 10] scaled node features, with [N, C] of `deviations` in units
+        of each ID's own benign spread, and [E, 11] scaled edge features. No ID is hidden.
+        """
+        node, edge = self.scaled(batch)
+        if self.behaviour:
+            deviations = self.deviations(batch, self.id_index(batch.can_id))
+            node = torch.cat([node, deviations[:, : len(BEHAVIOUR)].to(node.dtype)], dim=1)
+        return node, edge
+
+    def deviations(self, batch: GraphBatch, index: Tensor) -> Tensor:
+        """Compares each ID with what is usual of it; `index` [N] is the one that the network may see.
+
+        Returns:
+            [N, 3 C + 1]: the behaviour compared with the ID's own in training (or, of an unknown ID, with its past in
+            this log), with its past, and with all IDs in training; and its `strangeness`.
+        """
+        known = (index != UNKNOWN_ID)[:, None]
+        strange = self.strangeness(batch, index)[:, None]
+        young = YOUNG_WINDOWS / (batch.past_windows + YOUNG_WINDOWS)
+        past = self._difference(batch, batch.past, self.past_std) * (1 - young)[:, None]
+        own = torch.where(known, self._difference(batch, self.id_mean[index], self.id_std[index]), past)
+        overall = (batch.behaviour - self.behaviour_mean) / self.behaviour_std
+        # On a bus that is known, the past of a stranger is the attack's own.
+        views = [own * (1 - strange), past * (1 - strange), overall.nan_to_num(0.0)]
+        return torch.cat([*(torch.asinh(view) for view in views), strange], dim=1)
+
+    def strangeness(self, batch: GraphBatch, index: Tensor) -> Tensor:
+        """Returns [N] how much of a stranger each ID is, from 0 (known, or unknown like half of its window's IDs) to
+        nearly 1 (the only unknown one of many).
+        """
+        known = (index != UNKNOWN_ID).to(batch.x.dtype)
+        share = scatter(known, batch.batch, dim=0, dim_size=batch.num_graphs, reduce="mean")
+        strangeness: Tensor = (1 - known) * (2 * share[batch.batch] - 1).clamp(min=0)
+        return strangeness
+
+    def _difference(self, batch: GraphBatch, usual: Tensor, std: Tensor) -> Tensor:
+        """Returns [N, C] differences from what is usual, in units of `std`; 0 where there is nothing to compare."""
+        difference = (batch.behaviour - usual) / std
+        # Silence is measured in periods: all that is usual of it is that it ends before the next frame is due.
+        overdue = (batch.behaviour[:, _SILENCE] - usual[:, _GAP_MEAN]).clamp(min=LEAST_SILENCE)
+        columns = [difference[:, :_SILENCE], overdue[:, None], difference[:, _SILENCE + 1 :]]
+        return torch.cat(columns, dim=1).nan_to_num(0.0)
+
+    def forward(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
+        """Returns node inputs [N, width] and edge inputs [E, 11]; the deviations are the last columns of a node."""
+        node, edge = self.scaled(batch)
+        index = self.visible_index(batch)
+        # A node also sees the mean of the edges that enter and that leave it: attention layers use an edge's features
+        # to weigh messages, and never as their content.
+        leaving, entering = (scatter(edge, end, dim_size=len(node), reduce="mean") for end in batch.edge_index)
+        parts = [node, entering, leaving]
+        if self.behaviour:
+            # The means of payload bytes come first. They say nothing of an ID that is not known.
+            seen = torch.where((index != UNKNOWN_ID)[:, None], node[:, :MAX_PAYLOAD_BYTES], 0.0)
+            parts = [seen, node[:, MAX_PAYLOAD_BYTES:], entering, leaving, self.deviations(batch, index).to(node.dtype)]
+        if self.embedding is not None:
+            parts.insert(0, self.embedding(index).to(node.dtype))
+        return torch.cat(parts, dim=1), edge
+
+
+def _mean_and_std(features: NDArray[np.float32], ptr: Ints, rows: Ints) -> tuple[Floats, Floats]:
+    """Returns mean and standard deviation of each column over the members of the windows `rows`."""
+    count, total, squares = 0, np.zeros(features.shape[1]), np.zeros(features.shape[1])
+    for start, stop in _contiguous(rows):
+        values = features[ptr[start] : ptr[stop]].astype(np.float64)
+        count += len(values)
+        total += values.sum(axis=0)
+        squares += np.square(values).sum(axis=0)
+    mean = total / max(count, 1)
+    variance = squares / max(count, 1) - mean**2
+    # A constant column has no scale: it stays as it is.
+    return mean, np.where(variance > MIN_VARIANCE, np.sqrt(np.maximum(variance, MIN_VARIANCE)), 1.0)
+
+
+def _usual_behaviour(flat: FlatGraphs, rows: Ints, vocabulary: Ints) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """Returns the last five of `InputStatistics`, from the benign ones of the windows `rows`."""
+    size, columns = len(vocabulary) + 1, len(BEHAVIOUR)
+    index_of = np.zeros(len(flat.ids), dtype=np.int64)
+    index_of[np.searchsorted(flat.ids, vocabulary)] = np.arange(1, size)
+    count, total, squares = np.zeros((size, 1)), np.zeros((size, columns)), np.zeros((size, columns))
+    settled, differences = 0, np.zeros(columns)
+    for start, stop in _contiguous(rows[flat.label[rows] == 0]):
+        nodes = np.arange(flat.node_ptr[start], flat.node_ptr[stop])
+        nodes = nodes[~np.isnan(flat.behaviour[nodes, 0])]
+        now, index = flat.behaviour[nodes].astype(np.float64), index_of[flat.node_code[nodes]]
+        count += np.bincount(index, minlength=size)[:, None]
+        for column, values in enumerate(now.T):
+            total[:, column] += np.bincount(index, weights=values, minlength=size)
+            squares[:, column] += np.bincount(index, weights=values * values, minlength=size)
+        old = flat.past_windows[nodes] >= SETTLED_WINDOWS
+        settled += int(old.sum())
+        differences += np.square(now[old] - flat.past[nodes][old]).sum(axis=0)
+    whole = max(count.sum(), 1.0)
+    mean = total / np.maximum(count, 1)
+    variance = np.maximum(squares / np.maximum(count, 1) - mean * mean, 0.0)
+    within = (variance * count).sum(axis=0) / whole
+    id_std = np.sqrt((variance * count + POOLED_WINDOWS * within) / (count + POOLED_WINDOWS))
+    overall = total.sum(axis=0) / whole
+    overall_std = np.sqrt(np.maximum(squares.sum(axis=0) / whole - overall**2, 0.0))
+    past_std = np.sqrt(differences / max(settled, 1))
+    spreads = [np.maximum(std, LEAST_STD) for std in (overall_std, id_std, past_std)]
+    return overall, spreads[0], mean, spreads[1], spreads[2]
+
+
+def _contiguous(rows: Ints) -> list[tuple[int, int]]:
+    """Cuts rows into half-open runs of adjacent ones, each of at most `WINDOWS_AT_A_TIME`."""
+    ordered = np.sort(rows)
+    breaks = np.flatnonzero(np.diff(ordered) != 1) + 1
+    return [
+        (int(part[0]), int(part[-1]) + 1)
+        for run in np.split(ordered, breaks)
+        for part in np.split(run, range(WINDOWS_AT_A_TIME, len(run), WINDOWS_AT_A_TIME))
+        if len(part)
+    ]

@@ -1,0 +1,169 @@
+"""`can-train detect` as a person gives it: what it prints, how it ends, and how it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from can_train.cli.main import main
+from fakes.candump import candump
+from fakes.random_bus import injected_frames
+from fakes.trained_runs import finished_run, injected_log
+from guards.sources import PACKAGE
+
+Line = Callable[..., tuple[str, str]]
+
+
+def run() -> Path:
+    return finished_run("gat", log=injected_log, training__epochs=12, training__micro_batch_size=64,
+                        mode__baselines=False)  # fmt: skip
+
+
+def text(size: int = 4_000) -> str:
+    frames = injected_frames(size, seed=1)
+    return candump(replace(frames, timestamp=frames.timestamp + np.arange(size) // 320 * 1.5))
+
+
+@pytest.fixture
+def line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Line:
+    """Gives the command with an input; returns standard output and standard error."""
+    path = tmp_path / "input.log"
+    path.write_text(text())
+
+    def said(*arguments: str, code: int = 0) -> tuple[str, str]:
+        places = () if "--input" in arguments else ("--input", str(path))
+        assert main(["detect", str(run()), *arguments, *places, "--state-dir", str(tmp_path / "state")]) == code
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return captured.out, captured.err
+
+    return said
+
+
+def test_alarms_stand_on_standard_output_and_the_summary_on_standard_error(line: Line) -> None:
+    out, err = line("--hold", "2/3")
+    alarms = [each for each in out.splitlines() if " s: ALARM since " in each]
+    assert len(alarms) > 3
+    assert len([each for each in out.splitlines() if ": alarm ended, since " in each]) == len(alarms)
+    assert "4,000 frames in " in err
+    assert f"{len(alarms)} alarms." in err
+
+
+def test_json_is_one_event_a_line(line: Line) -> None:
+    out, _ = line("--json", "--explain", "--alarms-per-hour", "100")
+    raised = [event for event in map(json.loads, out.splitlines()) if event["event"] == "alarm"]
+    assert {"time", "start_time", "score", "threshold", "reasons"} <= set(raised[0])
+    assert {"id", "known", "frames", "share", "properties"} <= set(raised[0]["reasons"][0])
+    assert json.loads(line("--json", "--calibrate", "2s")[0].splitlines()[0])["event"] == "calibrated"
+
+
+def test_a_run_is_found_as_everywhere(line: Line, tmp_path: Path) -> None:
+    assert main(["detect", "last", "--runs-dir", str(run().parent), "--state-dir", str(tmp_path / "state"),
+                 "--input", str(tmp_path / "input.log")]) == 0  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--input", "no_such_interface"), "CAN interface"),
+        (("--input", ""), "--input is empty"),
+        (("--threshold", "nan"), "--threshold is a finite number"),
+        (("--threshold", "1", "--calibrate", "10s"), "both choose the threshold"),
+        (("--calibrate", "ten"), "Write it like --calibrate 10s"),
+        (("--hold", "0/3"), "with M ≤ N"),
+        (("--alarms-per-hour", "-1"), "--alarms-per-hour is more than 0"),
+        (("--device", "quantum"), "Unknown device"),
+        (("--tresh", "1"), "--threshold"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said_in_a_sentence(line: Line, flags: tuple[str, ...], said: str) -> None:
+    assert said in line(*flags, code=2)[1]
+
+
+def test_a_task_without_live_detection_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["detect", str(tmp_path), "--runs-dir", str(tmp_path)]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# Processes of their own
+
+
+def started(tmp_path: Path, *flags: str) -> subprocess.Popen[str]:
+    code = "import sys; from can_train.cli.main import run; sys.argv[0] = 'can-train'; run()"
+    asked = ["detect", str(run()), "--state-dir", str(tmp_path / "state"), "--json", *flags]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", code, *asked],
+        env={**os.environ, "PYTHONPATH": f"{PACKAGE.parent}", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    assert "Traceback" not in err
+    return process.returncode, out, err
+
+
+def next_event(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    return dict(json.loads(process.stdout.readline()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_a_summary(number: signal.Signals, tmp_path: Path) -> None:
+    process = started(tmp_path)
+    assert process.stdin is not None
+    process.stdin.write(text())
+    process.stdin.flush()
+    # The pipe is still open: alarms are told before the input ends, and then that the bus is silent.
+    assert next_event(process)["event"] == "alarm"
+    while next_event(process)["event"] != "silence":
+        pass
+    process.send_signal(number)
+    code, _, err = ended(process)
+    assert code == 128 + number
+    assert "4,000 frames in " in err
+    assert "200 windows" in err
+
+
+@pytest.mark.slow
+def test_the_end_of_the_pipe_ends_it(tmp_path: Path) -> None:
+    process = started(tmp_path)
+    out, err = process.communicate(text() + "(1.5) can0 12A#0\n", timeout=120)
+    assert process.returncode == 0
+    assert json.loads(out.splitlines()[-1])["event"] == "alarm_end"
+    assert "1 line is malformed and left out" in err
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    process = started(tmp_path)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(text(1_000))
+    process.stdin.flush()
+    assert next_event(process)["event"] == "alarm"
+    process.stdout.close()
+    process.stdout = None
+    until = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < until:
+        try:
+            process.stdin.write(text())
+            process.stdin.flush()
+        except BrokenPipeError:
+            break
+    code, _, _ = ended(process)
+    assert code == 128 + signal.SIGPIPE

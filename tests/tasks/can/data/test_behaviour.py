@@ -1,0 +1,162 @@
+"""The behaviour of IDs against a slow reference, frame by frame and window by window."""
+
+from collections import defaultdict
+from math import log2, nan
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from can_train.tasks.can.data.behaviour import BEHAVIOUR
+from can_train.tasks.can.data.graphs import Frames, GraphBlock, GraphBuilder
+
+WINDOW = 5
+# How far a window's values can move the mean of its ID, by column.
+CLIP = dict(zip(BEHAVIOUR, (1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5), strict=True))
+QUANTUM = 2.0**-16
+
+
+@st.composite
+def logs(draw: st.DrawFn) -> Frames:
+    size = draw(st.integers(WINDOW, 60))
+    ids = draw(st.lists(st.sampled_from([0, 1, 0x7FF, 2**29 - 1]), min_size=size, max_size=size))
+    gaps = draw(st.lists(st.sampled_from([0.0, 1e-4, 3e-3, 0.5, -2e-3]), min_size=size, max_size=size))
+    payload = draw(st.lists(st.sampled_from([0, 1, 2**63, 2**64 - 1]), min_size=size, max_size=size))
+    return Frames(
+        timestamp=1.6e9 + np.cumsum(gaps),
+        can_id=np.array(ids, np.uint32),
+        length=np.full(size, 8, np.uint8),
+        payload=np.array(payload, ">u8").view(np.uint8).reshape(-1, 8).copy(),
+        label=np.zeros(size, np.uint8),
+    )
+
+
+def built(frames: Frames, stride: int = WINDOW, portions: tuple[int, ...] = ()) -> GraphBlock:
+    builder = GraphBuilder(WINDOW, stride)
+    blocks = []
+    for begin, end in zip((0, *portions), (*portions, len(frames)), strict=True):
+        blocks += list(builder.feed(frames[begin:end]))
+    names = ("can_id", "num_nodes", "behaviour", "past", "past_windows")
+    joined = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in names}
+    return type("Block", (), joined)()
+
+
+def seconds(value: float) -> float:
+    return log2(min(max(value, 2.0**-14), 2.0**10))
+
+
+def reference(frames: Frames, stride: int) -> list[dict[str, object]]:
+    """The nodes of all windows, by the definitions."""
+    gap, bits = [nan] * len(frames), [nan] * len(frames)
+    before: dict[int, int] = {}
+    words = frames.payload.view(np.uint64).ravel()
+    for position, can_id in enumerate(frames.can_id.tolist()):
+        if can_id in before:
+            earlier = before[can_id]
+            gap[position] = max(float(np.float32(frames.timestamp[position] - frames.timestamp[earlier])), 0.0)
+            bits[position] = (int(words[position]) ^ int(words[earlier])).bit_count()
+        before[can_id] = position
+    nodes: list[dict[str, object]] = []
+    windows: dict[int, list[dict[str, float]]] = defaultdict(list)
+    for start in range(0, len(frames) - WINDOW + 1, stride):
+        part = range(start, start + WINDOW)
+        for can_id in sorted(set(frames.can_id[part].tolist())):
+            own = [position for position in part if frames.can_id[position] == can_id]
+            now = node_behaviour(frames, own, part, ([gap[p] for p in own], [bits[p] for p in own]))
+            nodes.append({"can_id": can_id, "now": now, "past": mean_of(windows[can_id]), "n": len(windows[can_id])})
+            if not np.isnan(now["gap_min"]):
+                windows[can_id].append(now)
+    return nodes
+
+
+def node_behaviour(
+    frames: Frames, own: list[int], part: range, changes: tuple[list[float], list[float]]
+) -> dict[str, float]:
+    gaps, bits = ([value for value in column if not np.isnan(value)] for column in changes)
+    duration = max(frames.timestamp[part[-1]] - frames.timestamp[part[0]], 2.0**-14)
+    silence = max(frames.timestamp[part[-1]] - frames.timestamp[own[-1]], 0.0)
+    found = {"rate": log2(len(own) / duration), "silence": seconds(silence)}
+    if not gaps:
+        return {name: found.get(name, nan) for name in BEHAVIOUR}
+    mean = float(np.mean(gaps))
+    return found | {
+        "gap_min": seconds(min(gaps)),
+        "gap_mean": seconds(mean),
+        "gap_spread": float(np.std(gaps)) / max(mean, 2.0**-14),
+        "bits_changed": log2(1 + np.mean(bits)),
+        "unchanged": bits.count(0) / len(bits),
+    }
+
+
+def mean_of(windows: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of earlier windows, none of which counts further from the mean before it than `CLIP`."""
+    found = {}
+    for name in BEHAVIOUR:
+        plain, clipped = [], []
+        for window in windows:
+            middle = np.mean(plain) if plain else window[name]
+            clipped.append(float(np.clip(window[name], middle - CLIP[name], middle + CLIP[name])))
+            plain.append(window[name])
+        found[name] = float(np.mean(clipped)) if clipped else 0.0
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(logs(), st.sampled_from([2, WINDOW, 7]))
+def test_behaviour_is_that_of_the_definitions(frames: Frames, stride: int) -> None:
+    block, nodes = built(frames, stride), reference(frames, stride)
+    assert block.can_id.tolist() == [node["can_id"] for node in nodes]
+    assert block.past_windows.tolist() == [node["n"] for node in nodes]
+    for index, node in enumerate(nodes):
+        now, past = node["now"], node["past"]
+        assert isinstance(now, dict)
+        assert isinstance(past, dict)
+        for column, name in enumerate(BEHAVIOUR):
+            assert block.behaviour[index, column] == pytest.approx(now[name], abs=4 * QUANTUM, rel=1e-5, nan_ok=True)
+            assert block.past[index, column] == pytest.approx(past[name], abs=8 * QUANTUM, rel=1e-5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(logs(), st.data())
+def test_behaviour_does_not_depend_on_the_portions_a_log_comes_in(frames: Frames, data: st.DataObject) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(frames)), max_size=4).map(sorted))
+    whole, parts = built(frames), built(frames, portions=tuple(cuts))
+    for name in ("behaviour", "past", "past_windows"):
+        assert np.array_equal(getattr(whole, name), getattr(parts, name), equal_nan=name == "behaviour")
+
+
+def test_an_attack_moves_the_past_of_an_id_by_no_more_than_a_clipped_window() -> None:
+    times = np.concatenate([np.arange(500) * 0.01, 5 + np.arange(WINDOW) * 1e-5, 6 + np.arange(WINDOW) * 0.01])
+    frames = Frames(
+        timestamp=times,
+        can_id=np.full(len(times), 0x100, np.uint32),
+        length=np.full(len(times), 8, np.uint8),
+        payload=np.zeros((len(times), 8), np.uint8),
+        label=np.zeros(len(times), np.uint8),
+    )
+    block, column = built(frames), BEHAVIOUR.index("gap_min")
+    attack = len(block.past) - 2
+    assert block.behaviour[attack, column] < log2(0.01) - 5
+    moved = block.past[attack + 1, column] - block.past[attack, column]
+    assert moved == pytest.approx(-1 / block.past_windows[attack + 1], rel=0.01)
+
+
+def test_no_more_ids_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("can_train.tasks.can.data.behaviour._MAX_IDS", 8)
+    size = 2000
+    builder = GraphBuilder(WINDOW, WINDOW)
+    for begin in range(0, size, 20):
+        ids = np.where(np.arange(20) % 2, 0x7FF, 0x1000 + begin + np.arange(20)).astype(np.uint32)
+        part = Frames(
+            timestamp=(begin + np.arange(20.0)) * 1e-3,
+            can_id=ids,
+            length=np.full(20, 8, np.uint8),
+            payload=np.zeros((20, 8), np.uint8),
+            label=np.zeros(20, np.uint8),
+        )
+        *_, block = builder.feed(part)
+        assert len(builder._history._frames.can_id) <= 2 * 8
+        assert len(builder._history._windows.can_id) <= 2 * 8
+    # The one that never stops is still known.
+    assert block.past_windows[block.can_id == 0x7FF].max() > size // WINDOW // 2

@@ -1,0 +1,208 @@
+"""Live detection finds, window by window, what evaluating a log of the same frames finds."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from can_train.errors import CheckpointError
+from can_train.reporter import SilentReporter
+from can_train.task import AlarmRule, LiveEvent
+from can_train.tasks.can.data.graphs import Frames
+from can_train.tasks.can.evaluation.bursts import EACH_WINDOW, Hold
+from can_train.tasks.can.evaluation.live import AlarmState
+from can_train.tasks.can.evaluation.metrics import Threshold
+from can_train.training.evaluate import DetectionRequest, EvaluationRequest, LiveRun, evaluate
+from fakes.candump import candump
+from fakes.random_bus import INJECTED, injected_frames, write_log
+from fakes.trained_runs import WINDOW, injected_run
+
+
+def drive(size: int = 4_000, pause_s: float = 1.5) -> Frames:
+    """A bus with bursts of attacks, with a pause after each, so that each is an alarm of its own."""
+    frames = injected_frames(size, seed=1)
+    return replace(frames, timestamp=frames.timestamp + np.arange(size) // 320 * pause_s)
+
+
+class Watched:
+    """What a run told of an input, until its end."""
+
+    def __init__(self, run: Path, text: str, place: Path, rule: AlarmRule | None = None, **more: Any) -> None:
+        path = place / "input.txt"
+        path.write_text(text)
+        live = LiveRun(DetectionRequest(run=run, source=str(path), rule=rule or AlarmRule(), **more))
+        self.events: list[LiveEvent] = list(live.events())
+        self.summary = " ".join(live.summary())
+        live.close()
+
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
+        return [event.record for event in self.events if event.record["event"] == kind]
+
+
+def offline(run: Path, log: Path, rule: AlarmRule) -> Mapping[str, Any]:
+    request = EvaluationRequest(run=run, dataset=str(log), rule=rule, flagged_only=True, device="cpu")
+    return evaluate(request, SilentReporter()).document
+
+
+@pytest.mark.parametrize("kind", ["gat", "vgae", "fusion"])
+@pytest.mark.parametrize(
+    "rule", [AlarmRule(hold=(1, 1)), AlarmRule(hold=(2, 3)), AlarmRule(hold=(2, 3), calibrate_s=2.0)], ids=str
+)
+def test_alarms_are_those_of_the_same_frames_in_a_log(kind: str, rule: AlarmRule, tmp_path: Path) -> None:
+    frames = drive()
+    expected = offline(injected_run(kind), write_log(tmp_path / "other.csv", frames), rule)["alarms"]
+    found = Watched(injected_run(kind), candump(frames), tmp_path, rule).of("alarm_end")
+    assert len(expected) >= (0 if rule.calibrate_s else 5)
+    ends = [(alarm["start_time"], alarm["end_time"], alarm["windows"]) for alarm in found]
+    assert ends == [(alarm["start_time"], alarm["end_time"], alarm["windows"]) for alarm in expected]
+    scores = [alarm["score"] for alarm in found]
+    assert scores == pytest.approx([alarm["score"] for alarm in expected], rel=1e-5)
+
+
+def test_an_alarm_is_told_with_the_window_that_raises_it(tmp_path: Path) -> None:
+    frames = drive()
+    watched = Watched(injected_run("gat"), candump(frames), tmp_path)
+    ends = frames.timestamp[WINDOW - 1 :: WINDOW].round(6)
+    raised = watched.of("alarm")
+    assert all(alarm["time"] in ends for alarm in raised)
+    # An event that is raised is told before the frames after it are.
+    kinds = [event.record["event"] for event in watched.events]
+    assert kinds == ["alarm", "alarm_end"] * len(raised)
+    assert json.loads(json.dumps([event.record for event in watched.events], allow_nan=False))
+
+
+def test_an_alarm_names_ids_of_its_window_where_it_is_asked_to(tmp_path: Path) -> None:
+    frames = drive()
+    on_bus = {f"{can_id:03X}": can_id == INJECTED for can_id in np.unique(frames.can_id).tolist()}
+    raised = Watched(injected_run("gat"), candump(frames), tmp_path, explain=True).of("alarm")
+    for alarm in raised:
+        assert len(alarm["reasons"]) == 3
+        assert all(reason["known"] != on_bus[reason["id"]] for reason in alarm["reasons"])
+    assert Watched(injected_run("gat"), candump(frames), tmp_path).of("alarm")[0]["reasons"] == []
+
+
+def test_the_summary_counts_frames_windows_and_what_was_left_out(tmp_path: Path) -> None:
+    watched = Watched(injected_run("gat"), candump(drive(1_007)) + "nonsense\n", tmp_path, AlarmRule(threshold=1e9))
+    assert watched.events == []
+    assert "1,007 frames in 5.0 s, 50 windows, 0 of them flagged, 0 alarms" in watched.summary
+    assert "scores more than 1e+09: as given" in watched.summary
+    assert "The last 7 frames fill no window" in watched.summary
+    assert "1 line is malformed and left out" in watched.summary
+
+
+@pytest.mark.parametrize("text", ["", "nonsense\n"])
+def test_an_input_without_frames_ends_without_an_event(text: str, tmp_path: Path) -> None:
+    watched = Watched(injected_run("gat"), text, tmp_path)
+    assert watched.events == []
+    assert "0 frames in 0.0 s, 0 windows" in watched.summary
+
+
+def test_a_calibration_takes_the_beginning_for_benign_and_says_so(tmp_path: Path) -> None:
+    frames = drive()
+    watched = Watched(injected_run("vgae"), candump(frames), tmp_path, AlarmRule(calibrate_s=2.0))
+    (calibrated,) = watched.of("calibrated")
+    within = frames.timestamp[WINDOW - 1 :: WINDOW] <= frames.timestamp[0] + 2.0
+    assert calibrated["windows"] == within.sum()
+    assert f"The first {within.sum()} windows were taken for benign" in watched.summary
+    assert all(alarm["start_time"] >= calibrated["time"] for alarm in watched.of("alarm"))
+
+
+def test_a_slow_bus_is_calibrated_on_for_longer(tmp_path: Path) -> None:
+    (calibrated,) = Watched(injected_run("vgae"), candump(drive()), tmp_path, AlarmRule(calibrate_s=0.001)).of(
+        "calibrated"
+    )
+    assert calibrated["windows"] == 20
+    watched = Watched(injected_run("vgae"), candump(drive(WINDOW * 5)), tmp_path, AlarmRule(calibrate_s=10))
+    assert watched.events == []
+    assert "The first 5 windows were too few to calibrate on" in watched.summary
+
+
+def test_alarms_an_hour_choose_the_threshold(tmp_path: Path) -> None:
+    watched = Watched(injected_run("vgae"), candump(drive()), tmp_path, AlarmRule(alarms_per_hour=6, hold=(2, 3)))
+    assert "6 false events an hour expected with --hold 2/3" in watched.summary
+
+
+def test_silence_and_its_end_are_told_and_leave_the_windows_as_they_are(tmp_path: Path) -> None:
+    frames = drive(1_000)
+    (tmp_path / "input.txt").write_text(candump(frames))
+    live = LiveRun(DetectionRequest(run=injected_run("gat"), source=str(tmp_path / "input.txt")))
+    detector: Any = live._detection
+    detector._input.batches = lambda: iter([None, frames[:50], None, None, frames[50:], None])
+    kinds = [(event.record["event"], event.text) for event in live.events() if "alarm" not in event.record["event"]]
+    assert [kind for kind, _ in kinds] == ["silence", "resumed", "silence", "resumed", "silence"]
+    assert kinds[0][1] == "the bus is silent, no frame for 2 s"
+    assert kinds[-1][1] == f"{frames.timestamp[-1]:.6f} s: the bus is silent, no frame for 2 s"
+    assert "50 windows" in " ".join(live.summary())
+    live.close()
+
+
+def test_a_can_interface_is_watched_as_a_pipe_is() -> None:
+    can = pytest.importorskip("can", reason="python-can is not installed")
+    source = "virtual:test-live"
+    live = LiveRun(
+        DetectionRequest(run=injected_run("gat"), source=source, rule=AlarmRule(threshold=-1e9), explain=True)
+    )
+    with can.Bus(interface="virtual", channel="test-live") as bus:
+        for number in range(WINDOW):
+            bus.send(can.Message(arbitration_id=0x200 + number % 10, data=[number] * 8, is_extended_id=False))
+        events = live.events()
+        alarm = next(events).record
+        events.close()  # type: ignore[attr-defined]
+    assert alarm["event"] == "alarm"
+    assert [reason["known"] for reason in alarm["reasons"]] == [True] * 3
+    assert f"{WINDOW} frames in " in " ".join(live.summary())
+    live.close()
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
+    frames = drive(40_000, pause_s=0.0)
+    live = LiveRun(DetectionRequest(run=injected_run("gat"), source=str(Path(__file__)), explain=True))
+    detector: Any = live._detection
+    detector._input.batches = lambda: (frames[start : start + 333] for start in range(0, 40_000, 333))
+    held = [(len(detector._usual), sum(map(len, detector._builder._pending))) for _ in live.events()]
+    assert max(pending for _, pending in held) < WINDOW
+    assert max(usual for usual, _ in held) <= 64
+    live.close()
+
+
+@pytest.mark.parametrize("rule", [AlarmRule(calibrate_s=1.0), AlarmRule(alarms_per_hour=6.0)], ids=str)
+def test_a_run_without_a_record_of_benign_scores_is_refused(rule: AlarmRule) -> None:
+    from can_train.tasks.can.evaluation.live import make_live_detection
+    from can_train.training.loading import load_finished
+
+    finished = load_finished(injected_run("gat"))
+    judgement = {name: value for name, value in finished.result["judgement"].items() if name != "benign"}
+    bare = replace(finished, result={"judgement": judgement})
+    with pytest.raises(CheckpointError, match="how benign windows score"):
+        make_live_detection(bare, {}.__getitem__, "-", rule, explain=False)
+
+
+def states(hold: Hold, flags: str, *, seconds: float) -> list[str]:
+    """What each window does to the alarm: `+` raises it, `-` ends it before the window."""
+    state = AlarmState(hold=hold, threshold=Threshold(value=0.5, rule=""))
+    found = []
+    for number, flag in enumerate(flags):
+        ended, raised = state.see(number * seconds, number * seconds + 0.01, float(flag))
+        found.append(("-" if ended else "") + ("+" if raised else ""))
+    return [*found, "-" if state.finish() else ""]
+
+
+@pytest.mark.parametrize(
+    ("hold", "flags", "expected"),
+    [
+        (EACH_WINDOW, "0110", ["", "+", "-+", "-", ""]),
+        (Hold(2, 3), "01100", ["", "", "+", "-+", "-", ""]),
+        (Hold(2, 2), "010101", [""] * 7),
+        (EACH_WINDOW, "01", ["", "+", "-"]),
+    ],
+)
+def test_an_alarm_begins_once_and_ends_when_a_second_has_passed(hold: Hold, flags: str, expected: list[str]) -> None:
+    assert states(hold, flags, seconds=2.0) == expected
+
+
+def test_flags_less_than_a_second_apart_are_one_alarm() -> None:
+    assert states(EACH_WINDOW, "1010010", seconds=0.3) == ["+", "", "", "", "", "", "", "-"]

@@ -1,0 +1,166 @@
+"""Frames that arrive on a pipe, from a file or on a bus."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from can_train.errors import ConfigError
+from can_train.tasks.can.data.graphs import Frames
+from can_train.tasks.can.evaluation import live_input
+from can_train.tasks.can.evaluation.live_input import BusInput, FrameInput, TextInput, open_input
+from can_train.tasks.can.settings import CanDatasetSettings
+from fakes.candump import candump
+from fakes.random_bus import random_frames, write_log
+
+SETTINGS = CanDatasetSettings()
+FRAMES = random_frames(300, seed=3)
+
+
+class Pipe:
+    """Writes parts into a pipe, one after another; the input reads the other end."""
+
+    def __init__(self, parts: Sequence[bytes | float]) -> None:
+        self.reading, self._writing = os.pipe()
+        self._parts = parts
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def _write(self) -> None:
+        for part in self._parts:
+            if isinstance(part, float):
+                time.sleep(part)
+            else:
+                os.write(self._writing, part)
+        os.close(self._writing)
+
+
+def read(text: str | bytes, tmp_path: Path) -> tuple[Frames, FrameInput]:
+    path = tmp_path / "input"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    source = open_input(str(path), SETTINGS)
+    found = [frames for frames in source.batches() if frames is not None]
+    source.close()
+    return (Frames.concatenate(found) if found else random_frames(0)), source
+
+
+def same(found: Frames, expected: Frames = FRAMES) -> None:
+    assert len(found) == len(expected)
+    np.testing.assert_allclose(
+        found.timestamp - found.timestamp[0], expected.timestamp - expected.timestamp[0], atol=2e-4
+    )
+    np.testing.assert_array_equal(found.can_id, expected.can_id & 0x7FF)
+    np.testing.assert_array_equal(found.payload, expected.payload)
+
+
+@pytest.mark.parametrize("style", ["-L", "-ta", "-td"])
+def test_what_candump_prints_is_read_whatever_its_options(style: str, tmp_path: Path) -> None:
+    found, source = read(candump(FRAMES, style), tmp_path)
+    same(found)
+    assert source.frames == 300
+    assert source.malformed_text() == ""
+    assert any("candump -td" in note for note in source.notes) == (style == "-td")
+
+
+def test_lines_without_times_get_those_of_their_arrival(tmp_path: Path) -> None:
+    before = time.time()
+    found, source = read(candump(FRAMES, ""), tmp_path)
+    assert (found.can_id == FRAMES.can_id & 0x7FF).all()
+    assert (np.diff(found.timestamp) >= 0).all()
+    assert before - 1 <= found.timestamp[0] <= found.timestamp[-1] <= time.time()
+    assert "candump -ta or -L prints times" in source.notes[0]
+
+
+def test_a_log_with_a_header_is_read_as_a_file_is(tmp_path: Path) -> None:
+    found, _ = read(write_log(tmp_path / "log.csv", FRAMES).read_text(), tmp_path)
+    same(found)
+    assert found.label.sum() == 0
+
+
+def test_lines_may_arrive_in_pieces_and_the_last_one_may_lack_its_end() -> None:
+    text = candump(FRAMES).encode().rstrip(b"\n")
+    source = TextInput(Pipe([text[:1], 0.02, text[1:70], 0.02, text[70:5000], 0.02, text[5000:]]).reading, SETTINGS)
+    found = [frames for frames in source.batches() if frames is not None]
+    assert len(found) > 1
+    same(Frames.concatenate(found))
+    source.close()
+
+
+def test_a_header_may_arrive_long_before_the_first_row() -> None:
+    header, _, rows = b"timestamp,arbitration_id,data_field,attack\n", 0, b"1.5,123,00FF,0\n1.6,124,00FF,0\n"
+    source = TextInput(Pipe([header, 0.05, rows]).reading, SETTINGS)
+    assert sum(len(frames) for frames in source.batches() if frames is not None) == 2
+    assert source.malformed_text() == ""
+
+
+def test_silence_is_told_and_loses_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_input, "SILENCE_S", 0.05)
+    text = candump(FRAMES).encode()
+    source = TextInput(Pipe([text[:5010], 0.3, text[5010:]]).reading, SETTINGS)
+    found = list(source.batches())
+    assert None in found[1:-1]
+    same(Frames.concatenate([frames for frames in found if frames is not None]))
+
+
+def test_malformed_lines_are_counted_with_their_reasons(tmp_path: Path) -> None:
+    lines = candump(FRAMES).splitlines(keepends=True)
+    bad = ["interface = can0\n", "(1.0) can0 12A#0\n", "\xff\x00\n", "(x) can0 12A#00\n"]
+    found, source = read("".join([*lines[:100], *bad, *lines[100:]]), tmp_path)
+    same(found)
+    assert source.malformed_text().startswith("4 lines are malformed and left out: ")
+
+
+def test_text_that_is_no_log_is_malformed_and_ends(tmp_path: Path) -> None:
+    found, source = read("hello\nworld\n\n", tmp_path)
+    assert len(found) == 0
+    assert source.malformed_text() == "2 lines are malformed and left out: 2 × of no known format"
+
+
+def test_a_line_without_end_is_not_kept_in_memory(tmp_path: Path) -> None:
+    text = candump(FRAMES).encode()
+    found, source = read(text + b"x" * 3_000_000 + b"\n" + text, tmp_path)
+    assert len(found) == 600
+    assert source.malformed.total() == 1
+
+
+def test_random_bytes_raise_nothing(tmp_path: Path) -> None:
+    read(np.random.default_rng(0).bytes(100_000), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["no_such_interface", "nonsense:channel", "/"])
+def test_what_cannot_be_opened_is_said(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"python-can|CAN interface"):
+        open_input(name, SETTINGS)
+
+
+@pytest.fixture
+def buses() -> Iterator[tuple[object, FrameInput]]:
+    can = pytest.importorskip("can", reason="python-can is not installed")
+    sender = can.Bus(interface="virtual", channel="test-live-input")
+    source = open_input("virtual:test-live-input", SETTINGS)
+    yield sender, source
+    source.close()
+    sender.shutdown()
+
+
+def test_messages_of_a_bus_are_frames(buses, monkeypatch: pytest.MonkeyPatch) -> None:
+    import can
+
+    monkeypatch.setattr(live_input, "SILENCE_S", 0.05)
+    sender, source = buses
+    assert isinstance(source, BusInput)
+    sender.send(can.Message(arbitration_id=0x12A, data=[1, 2, 3], is_extended_id=False))
+    sender.send(can.Message(is_error_frame=True))
+    sender.send(can.Message(arbitration_id=0x18FEF100, is_remote_frame=True, dlc=8))
+    sender.send(can.Message(arbitration_id=0x7FF, data=range(8), is_extended_id=False))
+    batches = source.batches()
+    found = next(batches)
+    assert next(batches) is None
+    assert found.can_id.tolist() == [0x12A, 0x18FEF100, 0x7FF]
+    assert found.length.tolist() == [3, 0, 8]
+    assert found.payload[0].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+    assert (np.diff(found.timestamp) >= 0).all()
+    assert source.malformed == {"an error frame": 1}

@@ -1,0 +1,94 @@
+"""What the networks see of an ID: the comparison with training, with its own past, and nothing where it is hidden."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from can_train.tasks.can.data.batches import Gatherer, GraphBatch
+from can_train.tasks.can.data.behaviour import BEHAVIOUR
+from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train.tasks.can.inputs import LEAST_STD, UNKNOWN_ID, InputEncoder, InputStatistics
+from can_train.tasks.can.settings import CanDatasetSettings
+from fakes.random_bus import cached_graphs, random_blocks
+
+WINDOWS = 60
+
+
+@pytest.fixture
+def flat(tmp_path: Path) -> FlatGraphs:
+    return cached_graphs(tmp_path / "graphs", [random_blocks(WINDOWS)])
+
+
+def encoder(flat: FlatGraphs, **settings: object) -> InputEncoder:
+    statistics = InputStatistics.fit(flat, np.arange(len(flat)))
+    return InputEncoder(statistics, embedding=4, dataset=CanDatasetSettings(**settings))  # type: ignore[arg-type]
+
+
+def hidden(batch: GraphBatch, *rows: int) -> GraphBatch:
+    mask = torch.zeros(batch.num_graphs, dtype=torch.bool)
+    mask[list(rows)] = True
+    return replace(batch, hidden=mask)
+
+
+def test_what_is_usual_of_an_id_is_its_mean_and_spread_in_benign_windows(flat: FlatGraphs) -> None:
+    label = (np.arange(WINDOWS) % 3 == 0).astype(np.uint8)
+    statistics = InputStatistics.fit(replace(flat, label=label), np.arange(WINDOWS))
+    benign = np.repeat(label == 0, flat.num_nodes) & ~np.isnan(flat.behaviour[:, 0])
+    # The ID that most of the windows have.
+    code = np.bincount(flat.node_code[benign]).argmax()
+    index = 1 + list(statistics.vocabulary).index(flat.ids[code])
+    own = flat.behaviour[benign & (flat.node_code == code)].astype(np.float64)
+    assert statistics.id_mean[index] == pytest.approx(own.mean(axis=0))
+    assert (statistics.id_std >= LEAST_STD).all()
+    assert (statistics.past_std >= LEAST_STD).all()
+
+
+def test_the_ids_of_hidden_windows_are_unknown_and_no_others(flat: FlatGraphs) -> None:
+    inputs, batch = encoder(flat), Gatherer(flat)(np.arange(5))
+    index = inputs.visible_index(hidden(batch, 1, 3))
+    is_hidden = torch.isin(batch.batch, torch.tensor([1, 3]))
+    assert (index[is_hidden] == UNKNOWN_ID).all()
+    assert torch.equal(index[~is_hidden], inputs.id_index(batch.can_id)[~is_hidden])
+
+
+def test_an_id_that_is_hidden_is_compared_with_its_own_past_alone(flat: FlatGraphs) -> None:
+    inputs, batch = encoder(flat), Gatherer(flat)(np.arange(WINDOWS - 5, WINDOWS))
+    columns = len(BEHAVIOUR)
+    seen = inputs.deviations(batch, inputs.visible_index(batch))
+    unseen = inputs.deviations(batch, inputs.visible_index(hidden(batch, *range(5))))
+    assert torch.equal(unseen[:, :columns], unseen[:, columns : 2 * columns])
+    assert torch.equal(seen[:, columns : 3 * columns], unseen[:, columns : 3 * columns])
+    assert not torch.equal(seen[:, :columns], unseen[:, :columns])
+
+
+def test_a_single_unknown_id_is_a_stranger_and_a_whole_unknown_bus_is_not(flat: FlatGraphs) -> None:
+    inputs, batch = encoder(flat), Gatherer(flat)(np.arange(2))
+    nodes = int((batch.batch == 0).sum())
+    index = inputs.id_index(batch.can_id)
+    index[0] = UNKNOWN_ID
+    strangeness = inputs.strangeness(batch, index)
+    assert strangeness[0] == pytest.approx(1 - 2 / nodes)
+    assert (strangeness[1:] == 0).all()
+    assert (inputs.strangeness(batch, torch.zeros_like(index)) == 0).all()
+    # Its past is the attack's own.
+    assert (inputs.deviations(batch, index)[0, : 2 * len(BEHAVIOUR)].abs() < 1).all()
+
+
+def test_classic_features_see_neither_rhythm_nor_change(flat: FlatGraphs) -> None:
+    inputs, batch = encoder(flat, features="classic"), Gatherer(flat)(np.arange(4))
+    torch.manual_seed(0)
+    other = replace(batch, behaviour=torch.randn_like(batch.behaviour), past=torch.randn_like(batch.past))
+    assert torch.equal(inputs(batch)[0], inputs(other)[0])
+    assert inputs(batch)[0].shape[1] == inputs.width == 4 + 10 + 22
+    assert inputs.num_targets == 10
+
+
+def test_what_an_autoencoder_reconstructs_does_not_depend_on_what_is_hidden(flat: FlatGraphs) -> None:
+    inputs, batch = encoder(flat), Gatherer(flat)(np.arange(4))
+    (node, edge), (other_node, other_edge) = inputs.targets(batch), inputs.targets(hidden(batch, 0, 1, 2, 3))
+    assert node.shape[1] == inputs.num_targets == 10 + len(BEHAVIOUR)
+    assert torch.equal(node, other_node)
+    assert torch.equal(edge, other_edge)
