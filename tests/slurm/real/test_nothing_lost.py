@@ -180,9 +180,9 @@ def kill(stage: Stage) -> Run:
 
 
 def early_warning(stage: Stage) -> Run:
-    """Before the training has come to hear it, most likely."""
+    """Long before the first step. A job is RUNNING before it has a process that a warning could reach."""
     run = stage.submit("early", *SMALL)
-    stage.slurm.wait_until(run.job, "RUNNING")
+    stage.slurm.wait_for(run.attempts.starts)
     stage.slurm.command("scancel", "--signal=USR2", run.job)
     run.finish()
     return run
