@@ -51,7 +51,7 @@ def test_the_ids_of_hidden_windows_are_unknown_and_no_others(flat: FlatGraphs) -
     index = inputs.visible_index(hidden(batch, 1, 3))
     is_hidden = torch.isin(batch.batch, torch.tensor([1, 3]))
     assert (index[is_hidden] == UNKNOWN_ID).all()
-    assert torch.equal(index[~is_hidden], inputs.id_index(batch.can_id)[~is_hidden])
+    assert torch.equal(index[~is_hidden], inputs.id_index(batch)[~is_hidden])
 
 
 def test_an_id_that_is_hidden_is_compared_with_its_own_past_alone(flat: FlatGraphs) -> None:
@@ -59,22 +59,46 @@ def test_an_id_that_is_hidden_is_compared_with_its_own_past_alone(flat: FlatGrap
     columns = len(BEHAVIOUR)
     seen = inputs.deviations(batch, inputs.visible_index(batch))
     unseen = inputs.deviations(batch, inputs.visible_index(hidden(batch, *range(5))))
-    assert torch.equal(unseen[:, :columns], unseen[:, columns : 2 * columns])
-    assert torch.equal(seen[:, columns : 3 * columns], unseen[:, columns : 3 * columns])
-    assert not torch.equal(seen[:, :columns], unseen[:, :columns])
+    assert (unseen[:, :columns] == 0).all()
+    assert torch.equal(seen[:, columns:], unseen[:, columns:])
+    assert (seen[:, :columns] != 0).any()
 
 
 def test_a_single_unknown_id_is_a_stranger_and_a_whole_unknown_bus_is_not(flat: FlatGraphs) -> None:
     inputs, batch = encoder(flat), Gatherer(flat)(np.arange(2))
-    nodes = int((batch.batch == 0).sum())
-    index = inputs.id_index(batch.can_id)
+    age = 1 + batch.past_windows[batch.batch == 0]
+    index = inputs.id_index(batch)
     index[0] = UNKNOWN_ID
     strangeness = inputs.strangeness(batch, index)
-    assert strangeness[0] == pytest.approx(1 - 2 / nodes)
+    assert strangeness[0] == pytest.approx(1 - 2 * float(age[0] / age.sum()))
     assert (strangeness[1:] == 0).all()
     assert (inputs.strangeness(batch, torch.zeros_like(index)) == 0).all()
     # Its past is the attack's own.
     assert (inputs.deviations(batch, index)[0, : 2 * len(BEHAVIOUR)].abs() < 1).all()
+
+
+def test_numbers_that_another_vehicle_happens_to_share_are_unknown_there(flat: FlatGraphs) -> None:
+    inputs, batch = encoder(flat), Gatherer(flat)(np.arange(WINDOWS - 3, WINDOWS))
+    others = batch.can_id + 1
+    others[0] = batch.can_id[0]
+    assert (inputs.id_index(replace(batch, can_id=others))[batch.batch == 0] == UNKNOWN_ID).all()
+
+
+def test_made_up_ids_are_strangers_however_many_there_are(flat: FlatGraphs) -> None:
+    inputs, batch = encoder(flat), Gatherer(flat)(np.arange(WINDOWS - 3, WINDOWS))
+    made_up = torch.arange(len(batch.can_id)) % 3 != 0
+    can_id = torch.where(made_up, batch.can_id + 1, batch.can_id)
+    young = replace(batch, can_id=can_id, past_windows=torch.where(made_up, 0.0, batch.past_windows))
+    index = inputs.id_index(young)
+    assert torch.equal(index == UNKNOWN_ID, made_up)
+    assert (inputs.strangeness(young, index)[made_up] > 0.5).all()
+
+
+def test_an_edge_of_all_of_a_windows_ids_says_nothing_of_one(flat: FlatGraphs) -> None:
+    inputs, batch = encoder(flat), Gatherer(flat)(np.arange(5))
+    node, _ = inputs(batch)
+    entering = node[:, 4 + 10 : 4 + 10 + 11]
+    assert torch.stack([entering[batch.batch == row].mean(dim=0) for row in range(5)]).abs().max() < 1e-5
 
 
 def test_classic_features_see_neither_rhythm_nor_change(flat: FlatGraphs) -> None:
@@ -83,12 +107,12 @@ def test_classic_features_see_neither_rhythm_nor_change(flat: FlatGraphs) -> Non
     other = replace(batch, behaviour=torch.randn_like(batch.behaviour), past=torch.randn_like(batch.past))
     assert torch.equal(inputs(batch)[0], inputs(other)[0])
     assert inputs(batch)[0].shape[1] == inputs.width == 4 + 10 + 22
-    assert inputs.num_targets == 10
+    assert inputs.target_weights.tolist() == pytest.approx([0.1] * 10)
 
 
 def test_what_an_autoencoder_reconstructs_does_not_depend_on_what_is_hidden(flat: FlatGraphs) -> None:
     inputs, batch = encoder(flat), Gatherer(flat)(np.arange(4))
     (node, edge), (other_node, other_edge) = inputs.targets(batch), inputs.targets(hidden(batch, 0, 1, 2, 3))
-    assert node.shape[1] == inputs.num_targets == 10 + len(BEHAVIOUR)
+    assert node.shape[1] == len(inputs.target_weights) == 10 + len(BEHAVIOUR)
     assert torch.equal(node, other_node)
     assert torch.equal(edge, other_edge)

@@ -5,12 +5,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch_geometric.nn import GATConv
 
 from can_train.tasks.can.data.batches import Gatherer
+from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.inputs import UNKNOWN_ID, InputEncoder, InputStatistics
-from can_train.tasks.can.models import EdgeAttention, GatClassifier, Vgae, with_self_loops, worst_nodes
+from can_train.tasks.can.models import (
+    CLOSE_FRAMES,
+    STRANGE_ID,
+    EdgeAttention,
+    GatClassifier,
+    Vgae,
+    with_self_loops,
+    worst_nodes,
+)
 from can_train.tasks.can.settings import CanDatasetSettings, GatSettings, VgaeSettings
 from fakes.random_bus import cached_graphs, random_blocks
 
@@ -55,11 +65,14 @@ def test_an_id_that_only_attacks_use_is_no_part_of_the_vocabulary(flat: FlatGrap
 
 
 def test_known_ids_have_their_own_index_and_unknown_ones_share_one(flat: FlatGraphs) -> None:
-    inputs = encoder(flat)
-    known = torch.from_numpy(flat.ids)
-    assert inputs.id_index(known).tolist() == list(range(1, len(known) + 1))
-    assert inputs.id_index(known + 1)[-1] == UNKNOWN_ID
-    assert inputs.id_index(torch.tensor([0, 2**29 - 1])).tolist() == [UNKNOWN_ID, UNKNOWN_ID]
+    inputs, batch = encoder(flat), Gatherer(flat)(np.arange(5))
+    index = inputs.id_index(batch)
+    assert torch.equal(inputs.vocabulary[index - 1], batch.can_id)
+    strangers = batch.can_id.clone()
+    strangers[[0, -1]] = torch.tensor([0, 2**29 - 1])
+    expected = index.clone()
+    expected[[0, -1]] = UNKNOWN_ID
+    assert torch.equal(inputs.id_index(replace(batch, can_id=strangers)), expected)
 
 
 def test_without_identity_the_input_does_not_depend_on_ids(flat: FlatGraphs) -> None:
@@ -98,6 +111,34 @@ def test_a_checkpoint_alone_scores_a_log(flat: FlatGraphs, make: Callable[[Input
     arguments = (batch,) if isinstance(trained, GatClassifier) else (batch, None)
     one, other = trained(*arguments), empty(*arguments)
     assert torch.equal(getattr(one, "node", one), getattr(other, "node", other))
+
+
+def test_before_any_training_a_classifier_suspects_strangers_and_frames_that_come_too_early(flat: FlatGraphs) -> None:
+    torch.manual_seed(0)
+    model, batch = GatClassifier(STUDENT, encoder(flat)).eval(), Gatherer(flat)(np.arange(5))
+    usual, edge = torch.zeros(len(batch.can_id), model.inputs.width), torch.zeros(len(batch.edge_attr), 11)
+    first = model.inputs.width - model.inputs.num_deviations
+    early, strange = usual.clone(), usual.clone()
+    early[0, first + BEHAVIOUR.index("gap_min")] = -3
+    strange[0, -1] = 1
+
+    def suspicion(nodes: Tensor) -> float:
+        benign, attack = model.classify((nodes, edge), batch)[0].tolist()
+        return float(attack - benign)
+
+    assert suspicion(early) - suspicion(usual) == pytest.approx(3 * CLOSE_FRAMES, abs=1)
+    assert suspicion(strange) - suspicion(usual) == pytest.approx(STRANGE_ID, abs=1)
+
+
+def test_a_classifier_learns_from_extremes_alone_in_some_windows(flat: FlatGraphs) -> None:
+    torch.manual_seed(0)
+    model = GatClassifier(replace(STUDENT, dropout=0.0), encoder(flat)).train()
+    model.graph_dropout = 0.5
+    batch = Gatherer(flat)(np.arange(30))
+    with torch.no_grad():
+        changed = (model(batch) != model(batch)).any(dim=1)
+    assert changed.any()
+    assert not changed.all()
 
 
 def test_attention_with_folded_edges_is_that_of_the_layer_it_replaces(flat: FlatGraphs) -> None:

@@ -28,6 +28,12 @@ LEAST_STD: Final = np.array([0.05, 0.05, 0.02, 0.05, 1.0, 0.1, 0.05])
 POOLED_WINDOWS: Final = 10  # of all IDs, that the spread of one ID is shrunk towards
 SETTLED_WINDOWS: Final = 10  # of an ID in a log, from which its past tells what is usual of it
 YOUNG_WINDOWS: Final = 4.0  # of an ID in a log, at which a difference from its past counts half
+# Weights of features whose errors depend on what the driver does, or on where in a window a frame happens to be. The
+# others weigh 1: an injected frame disturbs an ID's rhythm in any drive.
+WEAK_TARGETS: Final = {
+    **dict.fromkeys(NODE_FEATURES[:MAX_PAYLOAD_BYTES], 0.1), "last_position": 0.1, "bits_changed": 0.2, "unchanged": 0.2
+}  # fmt: skip
+LEAST_KNOWN_SHARE: Final = 0.5  # of a bus's IDs, up to which it is none that training saw
 LEAST_SILENCE: Final = -3.0  # binary logarithm of silence ÷ period: when exactly in a period a window ends says nothing
 _GAP_MEAN, _SILENCE = BEHAVIOUR.index("gap_mean"), BEHAVIOUR.index("silence")
 
@@ -67,9 +73,13 @@ class InputStatistics(NamedTuple):
         )  # fmt: skip
 
 
-def num_targets(dataset: CanDatasetSettings) -> int:
-    """Returns how many node features an autoencoder reconstructs."""
-    return len(NODE_FEATURES) + (len(BEHAVIOUR) if dataset.features == BEHAVIOUR_FEATURES else 0)
+def target_weights(dataset: CanDatasetSettings) -> Floats:
+    """Returns how much of a node's reconstruction error each of its features makes up; they sum up to 1."""
+    named = dict.fromkeys(NODE_FEATURES, 1.0)
+    if dataset.features == BEHAVIOUR_FEATURES:
+        named = dict.fromkeys((*NODE_FEATURES, *BEHAVIOUR), 1.0) | WEAK_TARGETS
+    weights: Floats = np.array(list(named.values()))
+    return weights / sum(named.values())
 
 
 def known_ids(flat: FlatGraphs, rows: Ints) -> Ints:
@@ -99,12 +109,13 @@ class InputEncoder(nn.Module):
     id_mean: Tensor
     id_std: Tensor
     past_std: Tensor
+    target_weights: Tensor
 
     def __init__(self, statistics: InputStatistics, *, embedding: int, dataset: CanDatasetSettings) -> None:
         super().__init__()
         self.identity = dataset.identity
         self.behaviour = dataset.features == BEHAVIOUR_FEATURES
-        self.num_targets = num_targets(dataset)
+        self.register_buffer("target_weights", torch.from_numpy(target_weights(dataset)).float(), persistent=False)
         self.register_buffer("vocabulary", torch.from_numpy(statistics.vocabulary.copy()))
         for name in statistics._fields[1:]:
             self.register_buffer(name, torch.from_numpy(getattr(statistics, name)).float())
@@ -115,17 +126,20 @@ class InputEncoder(nn.Module):
         width = len(NODE_FEATURES) + 2 * len(EDGE_FEATURES) + self.num_deviations
         self.width = width + (embedding if self.identity else 0)
 
-    def id_index(self, can_id: Tensor) -> Tensor:
-        """Looks up [N] raw IDs: 1 + position in the vocabulary, or `UNKNOWN_ID`, as all are without `identity`."""
+    def id_index(self, batch: GraphBatch) -> Tensor:
+        """Looks up [N] IDs: 1 + position in the vocabulary, or `UNKNOWN_ID`, as all are without `identity`.
+
+        On a bus most of whose IDs are unknown, the others are too: there, such a number names another message.
+        """
         if not self.identity:
-            return torch.zeros_like(can_id)
-        position = torch.searchsorted(self.vocabulary, can_id).clamp(max=len(self.vocabulary) - 1)
-        known = self.vocabulary[position] == can_id
-        return torch.where(known, position + 1, UNKNOWN_ID)
+            return torch.zeros_like(batch.can_id)
+        position = torch.searchsorted(self.vocabulary, batch.can_id).clamp(max=len(self.vocabulary) - 1)
+        known = self.vocabulary[position] == batch.can_id
+        return torch.where(known & (_known_share(batch, known) > LEAST_KNOWN_SHARE), position + 1, UNKNOWN_ID)
 
     def visible_index(self, batch: GraphBatch) -> Tensor:
         """Looks up [N] IDs; those of hidden windows are unknown."""
-        index = self.id_index(batch.can_id)
+        index = self.id_index(batch)
         return index if batch.hidden is None else torch.where(batch.hidden[batch.batch], UNKNOWN_ID, index)
 
     def scaled(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
@@ -138,39 +152,40 @@ class InputEncoder(nn.Module):
 
     def targets(self, batch: GraphBatch) -> tuple[Tensor, Tensor]:
         """Returns what an autoencoder reconstructs: [N, 10] scaled node features, with [N, C] of `deviations` in units
-        of each ID's own benign spread, and [E, 11] scaled edge features. No ID is hidden.
+        of each ID's own benign spread (of an unknown ID, from its past), and [E, 11] scaled edge features. No ID is
+        hidden.
         """
         node, edge = self.scaled(batch)
         if self.behaviour:
-            deviations = self.deviations(batch, self.id_index(batch.can_id))
-            node = torch.cat([node, deviations[:, : len(BEHAVIOUR)].to(node.dtype)], dim=1)
+            index, columns = self.id_index(batch), len(BEHAVIOUR)
+            own, past = self.deviations(batch, index)[:, : 2 * columns].split(columns, dim=1)
+            node = torch.cat([node, torch.where((index != UNKNOWN_ID)[:, None], own, past).to(node.dtype)], dim=1)
         return node, edge
 
     def deviations(self, batch: GraphBatch, index: Tensor) -> Tensor:
         """Compares each ID with what is usual of it; `index` [N] is the one that the network may see.
 
         Returns:
-            [N, 3 C + 1]: the behaviour compared with the ID's own in training (or, of an unknown ID, with its past in
-            this log), with its past, and with all IDs in training; and its `strangeness`.
+            [N, 3 C + 1]: the behaviour compared with the ID's own in training (0 of an unknown ID), with its past in
+            this log, and with all IDs in training; and its `strangeness`.
         """
         known = (index != UNKNOWN_ID)[:, None]
         strange = self.strangeness(batch, index)[:, None]
         young = YOUNG_WINDOWS / (batch.past_windows + YOUNG_WINDOWS)
         past = self._difference(batch, batch.past, self.past_std) * (1 - young)[:, None]
-        own = torch.where(known, self._difference(batch, self.id_mean[index], self.id_std[index]), past)
+        own = torch.where(known, self._difference(batch, self.id_mean[index], self.id_std[index]), 0.0)
         overall = (batch.behaviour - self.behaviour_mean) / self.behaviour_std
         # On a bus that is known, the past of a stranger is the attack's own.
-        views = [own * (1 - strange), past * (1 - strange), overall.nan_to_num(0.0)]
+        views = [own, past * (1 - strange), overall.nan_to_num(0.0)]
         return torch.cat([*(torch.asinh(view) for view in views), strange], dim=1)
 
     def strangeness(self, batch: GraphBatch, index: Tensor) -> Tensor:
-        """Returns [N] how much of a stranger each ID is, from 0 (known, or unknown like half of its window's IDs) to
-        nearly 1 (the only unknown one of many).
+        """Returns [N] how much of a stranger each ID is, from 0 (known, or on a bus that is not) to nearly 1 (the only
+        unknown one of many).
         """
-        known = (index != UNKNOWN_ID).to(batch.x.dtype)
-        share = scatter(known, batch.batch, dim=0, dim_size=batch.num_graphs, reduce="mean")
-        strangeness: Tensor = (1 - known) * (2 * share[batch.batch] - 1).clamp(min=0)
-        return strangeness
+        known = index != UNKNOWN_ID
+        beyond = (_known_share(batch, known) - LEAST_KNOWN_SHARE) / (1 - LEAST_KNOWN_SHARE)
+        return torch.where(known, 0.0, beyond.clamp(min=0))
 
     def _difference(self, batch: GraphBatch, usual: Tensor, std: Tensor) -> Tensor:
         """Returns [N, C] differences from what is usual, in units of `std`; 0 where there is nothing to compare."""
@@ -189,12 +204,32 @@ class InputEncoder(nn.Module):
         leaving, entering = (scatter(edge, end, dim_size=len(node), reduce="mean") for end in batch.edge_index)
         parts = [node, entering, leaving]
         if self.behaviour:
+            # How often IDs follow one another differs between vehicles: an ID is compared with its window's others.
+            entering, leaving = (_centred(batch, mean) for mean in (entering, leaving))
             # The means of payload bytes come first. They say nothing of an ID that is not known.
             seen = torch.where((index != UNKNOWN_ID)[:, None], node[:, :MAX_PAYLOAD_BYTES], 0.0)
             parts = [seen, node[:, MAX_PAYLOAD_BYTES:], entering, leaving, self.deviations(batch, index).to(node.dtype)]
         if self.embedding is not None:
             parts.insert(0, self.embedding(index).to(node.dtype))
         return torch.cat(parts, dim=1), edge
+
+
+def _known_share(batch: GraphBatch, known: Tensor) -> Tensor:
+    """Returns [N] the share of IDs that are `known` [N] on the bus of each node, those of its window by their age."""
+    # Many made-up IDs are no other bus: each of them is new, while those of the vehicle have been there for long.
+    age = batch.past_windows.to(batch.x.dtype) + 1
+    old, whole = (
+        scatter(weight, batch.batch, dim=0, dim_size=batch.num_graphs, reduce="sum") for weight in (age * known, age)
+    )
+    share: Tensor = (old / whole)[batch.batch]
+    return share
+
+
+def _centred(batch: GraphBatch, features: Tensor) -> Tensor:
+    """Subtracts from features [N, F] their mean over each window."""
+    mean = scatter(features, batch.batch, dim=0, dim_size=batch.num_graphs, reduce="mean")
+    centred: Tensor = features - mean[batch.batch]
+    return centred
 
 
 def _mean_and_std(features: NDArray[np.float32], ptr: Ints, rows: Ints) -> tuple[Floats, Floats]:

@@ -15,11 +15,16 @@ from torch_geometric.nn.inits import glorot
 from torch_geometric.utils import add_self_loops, remove_self_loops, scatter, softmax
 
 from can_train.tasks.can.data.batches import GraphBatch
+from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import EDGE_FEATURES
 from can_train.tasks.can.inputs import InputEncoder
 from can_train.tasks.can.settings import GatSettings, VgaeSettings
 
 WORST_NODES: Final = 3  # of a window, whose error is scored beside the mean over all
+# Logits for an attack that a classifier begins with: for a shortest gap whose deviation is -1, and for one unknown ID
+# on a known bus. By definition, benign training windows have no such ID: they can teach nothing about it.
+CLOSE_FRAMES: Final = 2.0
+STRANGE_ID: Final = 8.0
 NEGATIVE_SLOPE: Final = 0.2  # of the attention's leaky ReLU: GATConv's
 MAX_LOG_STD: Final = 5.0  # log standard deviations are clipped to ± this: their exp() stays finite in half precision
 
@@ -74,7 +79,8 @@ class GatClassifier(nn.Module):
     r"""Graph attention over a window's ID graph; the outputs of all layers are joined, mean-pooled and classified.
 
     The classifier also sees the largest and the smallest of each deviation in the window: in a mean over all IDs, one
-    that is out of step is lost.
+    that is out of step is lost. It begins with what is known of injected frames before any training: they come too
+    close to an ID's others, or have an ID that the bus does not have.
 
     Each layer is :math:`h_i' = \Vert_k \mathrm{ELU}\left(\sum_{j \in N(i) \cup i} \alpha^k_{ij} W^k h_j\right)`, whose
     attention :math:`\alpha` sees edge features (GAT: Veličković et al., 2018; jumping knowledge: Xu et al., 2018).
@@ -87,6 +93,7 @@ class GatClassifier(nn.Module):
         super().__init__()
         self.inputs = inputs
         self.dropout = settings.dropout
+        self.graph_dropout = 1 - (1 - settings.dropout) ** 2
         width = settings.hidden * settings.heads
         self.layers = nn.ModuleList(
             EdgeAttention(wide, settings.hidden, heads=settings.heads, dropout=settings.dropout)
@@ -99,6 +106,15 @@ class GatClassifier(nn.Module):
             head += [nn.Linear(width, width), nn.ELU(), nn.Dropout(settings.dropout)]
         self.head = nn.Sequential(*head)
         self.output = nn.Linear(width + 2 * inputs.num_deviations, 2)
+        if inputs.num_deviations:
+            self._expect_injection(largest=width, smallest=width + inputs.num_deviations)
+
+    @torch.no_grad()
+    def _expect_injection(self, *, largest: int, smallest: int) -> None:
+        """Sets the weights of the shortest gap and of the strangest ID; the extremes begin at these columns."""
+        sides = torch.tensor([-0.5, 0.5])  # benign, attack
+        self.output.weight[:, smallest + BEHAVIOUR.index("gap_min")] = -CLOSE_FRAMES * sides
+        self.output.weight[:, smallest - 1] = STRANGE_ID * sides
 
     def forward(self, batch: GraphBatch) -> Tensor:
         """Returns logits [B, 2]."""
@@ -115,8 +131,12 @@ class GatClassifier(nn.Module):
             x = F.elu(layer(x, ends, edge))
             x = F.dropout(x, self.dropout, self.training)
             outputs.append(x)
-        pooled = global_mean_pool(self.jump(outputs), batch.batch, batch.num_graphs)
-        logits: Tensor = self.output(torch.cat([self.head(pooled), *extremes], dim=1))
+        pooled = self.head(global_mean_pool(self.jump(outputs), batch.batch, batch.num_graphs))
+        if self.inputs.num_deviations:
+            # The graph is left out of some windows: else it explains the few attacks of training, and the extremes,
+            # which hold for others too, learn nothing.
+            pooled = pooled * F.dropout(pooled.new_ones(len(pooled), 1), self.graph_dropout, self.training)
+        logits: Tensor = self.output(torch.cat([pooled, *extremes], dim=1))
         return logits
 
 
@@ -124,7 +144,7 @@ class GatClassifier(nn.Module):
 class Reconstruction:
     """Errors of a reconstruction, of each node or edge."""
 
-    node: Tensor  # [N] mean squared error of the node's features, see `InputEncoder.targets`
+    node: Tensor  # [N] weighted mean squared error of the node's features, see `InputEncoder.targets`
     edge: Tensor  # [E] mean squared error of the standardised edge features
     can_id: Tensor | None  # [N] cross-entropy of the node's own ID; None where identity is off
     kl: Tensor  # [N] KL divergence of the latent from a standard normal, in nats
@@ -178,7 +198,7 @@ class Vgae(nn.Module):
         self.log_std = nn.Linear(widths[-1], settings.latent)
         mirrored = [settings.latent, *reversed(settings.hidden)]
         self.decoder = _mlp(mirrored)
-        self.node_head = nn.Linear(mirrored[-1], inputs.num_targets)
+        self.node_head = nn.Linear(mirrored[-1], len(inputs.target_weights))
         self.id_head = nn.Linear(mirrored[-1], len(inputs.vocabulary) + 1) if inputs.identity else None
         pair = _mlp([2 * settings.latent, mirrored[1]])
         self.edge_decoder = nn.Sequential(pair, nn.Linear(mirrored[1], len(EDGE_FEATURES)))
@@ -212,12 +232,12 @@ class Vgae(nn.Module):
         """Compares a reconstruction with its batch."""
         node, edge = self.inputs.targets(batch)
         mean, log_std = decoded.mean, decoded.log_std
-        index = self.inputs.id_index(batch.can_id)
+        index = self.inputs.id_index(batch)
         can_id = None
         if decoded.id_logits is not None:
             can_id = F.cross_entropy(decoded.id_logits, index, reduction="none")
         return Reconstruction(
-            node=(decoded.node - node).square().mean(dim=1),
+            node=(decoded.node - node).square() @ self.inputs.target_weights.to(node.dtype),
             edge=(decoded.edge - edge).square().mean(dim=1),
             can_id=can_id,
             kl=0.5 * (mean.square() + (2 * log_std).exp() - 2 * log_std - 1).sum(dim=1),

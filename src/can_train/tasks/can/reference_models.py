@@ -26,7 +26,7 @@ from can_train.tasks.can.contributions import autoencoder_contributions, classif
 from can_train.tasks.can.data.batches import GRAPH_FEATURES, Gatherer
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, NODE_FEATURES, FlatGraphs, Floats, Ints
 from can_train.tasks.can.evaluation.metrics import ERROR_TERMS, anomaly_scores
-from can_train.tasks.can.inputs import InputEncoder, InputStatistics, known_ids, num_targets
+from can_train.tasks.can.inputs import InputEncoder, InputStatistics, known_ids, target_weights
 from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models import GatClassifier, Vgae, build_network
 from can_train.tasks.can.settings import GatSettings
@@ -201,7 +201,11 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
         """Columns of each output."""
         if self.output == "reconstruction":
             latent = self.finished.run.model.latent
-            return {"latent": latent, "node": num_targets(self.finished.run.dataset), "edge": len(EDGE_FEATURES)}
+            return {
+                "latent": latent,
+                "node": len(target_weights(self.finished.run.dataset)),
+                "edge": len(EDGE_FEATURES),
+            }
         return {self.output: {"logits": 2, "errors": len(ERROR_TERMS)}[self.output]}
 
     def batch_features(self, rows: Ints) -> Floats:

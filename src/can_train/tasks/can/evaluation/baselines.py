@@ -344,7 +344,7 @@ class WindowTable:
 def _deviations(inputs: InputEncoder, flat: FlatGraphs, rows: Ints) -> NDArray[np.float32]:
     batch = Gatherer(flat)(rows)
     with torch.no_grad():
-        found: NDArray[np.float32] = inputs.deviations(batch, inputs.id_index(batch.can_id)).numpy()
+        found: NDArray[np.float32] = inputs.deviations(batch, inputs.id_index(batch)).numpy()
     return found
 
 

@@ -34,7 +34,7 @@ class ScoreScale:
 
     Attributes:
         centre: Their median.
-        scale: How far those above the median exceed it, on average.
+        scale: The median of how far those above it exceed it. One odd window would stretch a mean.
     """
 
     centre: float
@@ -45,7 +45,7 @@ class ScoreScale:
         """Measures [R] benign scores, at least one."""
         centre = float(np.median(score))
         above = score[score > centre]
-        return cls(centre=centre, scale=float(above.mean()) - centre if len(above) else 0.0)
+        return cls(centre=centre, scale=float(np.median(above)) - centre if len(above) else 0.0)
 
     def to(self, other: Self, score: Floats) -> Floats:
         """Converts scores [R] of this scale to another one."""
