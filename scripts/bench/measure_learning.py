@@ -153,7 +153,11 @@ def resolved(scenario: Scenario, folder: Path, seconds: float) -> ResolvedRun:
         "paths.state_dir": str(folder / "state"),
     }
     request = RunRequest(
-        model=scenario.model, dataset="synthetic", device=scenario.device, values=values | scenario.settings
+        model=scenario.model,
+        size="teacher",
+        dataset="synthetic",
+        device=scenario.device,
+        values=values | scenario.settings,
     )
     return resolve(request)
 

@@ -48,7 +48,7 @@ LATE_SECONDS: Final = 10.0
 not counted."""
 
 NOTES: Final = f"""\
-The default GAT (teacher) on the default synthetic bus. *Planning*: all that happens before the first step, from probes
+The GAT teacher on the default synthetic bus. *Planning*: all that happens before the first step, from probes
 to the plan; in seconds of the process itself, as the search counts them on the host. *Epochs*: planning over the first
 epoch, which was then trained by the fresh plan. *Unlimited*: the search without a limit of time, which was the only one
 before; *fresh*: it keeps to {SEARCH_SHARE:.0%} of an epoch or {SEARCH_SECONDS:g} s, whichever is more; *with an earlier
@@ -130,7 +130,9 @@ def train_epoch(parts: Parts) -> float:
 def resolved(folder: Path, device: str, values: Mapping[str, Any]) -> ResolvedRun:
     """Resolves a run that keeps its state in a folder."""
     folders = {"paths.runs_dir": str(folder / "runs"), "paths.state_dir": str(folder / "state")}
-    return resolve(RunRequest(model="gat", dataset="synthetic", device=device, values={**values, **folders}))
+    return resolve(
+        RunRequest(model="gat", size="teacher", dataset="synthetic", device=device, values={**values, **folders})
+    )
 
 
 def cells(planned: Planned, epoch_seconds: float) -> list[str]:

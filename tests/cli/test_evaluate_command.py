@@ -77,7 +77,8 @@ def test_the_highest_of_many_alarms_are_printed_and_verbose_prints_all(line: Lin
 def test_explain_lists_alarms_below_the_table_and_a_hold_only_those_that_it_raises(line: Line, tmp_path: Path) -> None:
     other = bus_log(tmp_path / "other.csv", seed=1)
     asked = (finished_run("gat"), "--dataset", other, "--device", "cpu", "--explain")
-    out = line(*asked, "--threshold", "-1e9", "--hold", "3/3")
+    asked += ("--threshold", "-1e9")
+    out = line(*asked, "--hold", "3/3")
     assert "MCC" in out
     assert "An alarm is raised when 3 of the last 3 windows are flagged (--hold 3/3)" in out
     assert " 200 windows, score " in " ".join(out.split())

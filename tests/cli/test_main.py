@@ -118,10 +118,10 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     monkeypatch.setenv("CAN_TRAIN_HOME", str(tmp_path / "state"))
     assert main((*TRAIN, "--device", "cpu", "--dry-run")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("synthetic_gat_teacher_normal: ")
+    assert lines[0].startswith("synthetic_gat_student_normal: ")
     assert any(line.startswith("Plan: 64 samples a step (the preset's batch), ") for line in lines)
     assert any(line.startswith("Memory is predicted to peak at ") for line in lines)
-    assert not any("safety factor" in line or "hidden: 64" in line for line in lines)
+    assert not any("safety factor" in line or "hidden: 24" in line for line in lines)
     assert max(map(len, lines)) <= 80
     assert list(tmp_path.iterdir()) == []
 
@@ -131,7 +131,7 @@ def test_a_dry_run_prints_the_configuration_and_what_the_plan_rests_on_where_tha
 ) -> None:
     assert main((*TRAIN, "--device", "cpu", "--dry-run", "--show-config", "-v", "--state-dir", str(tmp_path))) == 0
     shown = capsys.readouterr().out
-    assert "hidden: 64" in shown
+    assert "hidden: 24" in shown
     assert "safety factor  1: from the probes: (90.0% − " in shown
     assert "target         a peak of 90.0%" in shown
 

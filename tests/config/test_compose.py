@@ -15,16 +15,21 @@ def resolved(**request: Any) -> ResolvedRun:
 
 def test_a_bare_request_has_the_defaults_of_model_and_mode() -> None:
     run = resolved()
-    assert (run.task, run.size, run.mode.name, run.device) == ("can", "teacher", "normal", "auto")
-    assert run.key == "synthetic_gat_teacher_normal"
-    assert (run.model.hidden, run.model.layers, run.model.heads, run.model.embedding) == (64, 5, 8, 32)
-
-
-def test_a_student_differs_by_its_preset() -> None:
-    assert asdict(resolved(size="student").model) == {
+    assert (run.task, run.size, run.mode.name, run.device) == ("can", "student", "normal", "auto")
+    assert run.key == "synthetic_gat_student_normal"
+    assert asdict(run.model) == {
         "hidden": 24, "layers": 2, "heads": 4, "embedding": 8, "dropout": 0.1, "head_layers": 2,
     }  # fmt: skip
-    assert resolved(model="vgae", size="student").model.hidden == [80, 40]
+    assert resolved(model="vgae").model.hidden == [80, 40]
+
+
+def test_a_teacher_differs_by_its_preset() -> None:
+    teacher = resolved(size="teacher").model
+    assert (teacher.hidden, teacher.layers, teacher.heads, teacher.embedding) == (64, 5, 8, 32)
+
+
+def test_a_mode_of_one_size_needs_no_flag_for_it() -> None:
+    assert resolve(RunRequest(model="gat", dataset="synthetic", mode="knowledge_distillation")).size == "student"
 
 
 def test_flags_set_and_model_args_override() -> None:
@@ -79,7 +84,7 @@ def test_a_path_survives_whatever_is_in_it(tmp_path: Path, name: str) -> None:
 def test_a_log_is_named_after_its_file(tmp_path: Path) -> None:
     path = tmp_path / "My Drive-3.csv.gz"
     path.touch()
-    assert resolved(dataset=str(path)).key == "my_drive_3_gat_teacher_normal"
+    assert resolved(dataset=str(path)).key == "my_drive_3_gat_student_normal"
 
 
 @pytest.mark.parametrize("name", presets("dataset"))
@@ -99,10 +104,6 @@ def test_hyphens_in_a_data_sets_name_are_underscores() -> None:
         ({"mode": "nomal"}, r"no mode 'nomal'.*\n.*normal"),
         ({"mode": "autoencoder"}, r"no mode 'autoencoder'"),
         ({"mode": "knowledge_distillation", "size": "teacher"}, r"one size only: --size teacher.*\n.*--size student\n"),
-        (
-            {"mode": "knowledge_distillation", "size": None},
-            r"one size only: teacher, since no --size.*\n(.*\n)*.*a teacher",
-        ),
         ({"size": "big"}, r"Unknown size: 'big'.*\n.*student"),
         ({"cluster": "locl"}, r"Unknown cluster.*\n.*local"),
         ({"task": "cann"}, r"Unknown task.*\n.*can"),

@@ -113,7 +113,7 @@ def test_a_run_starts_from_the_weights_of_the_one_before_it_where_its_model_is_t
         return ordered.run.training.start_from
 
     assert started_from() == parent.path
-    assert started_from(size="student") == ""
+    assert started_from(size="teacher") == ""
     assert started_from(values={"training.start_from": "/elsewhere"}) == "/elsewhere"
 
 

@@ -21,7 +21,7 @@ from can_train.training.train import make_session, observe
 from fakes.costly import Costly
 from fakes.line_fit import LineBatch, LineTask, Notices, StoppedTask, fixed, line_parts, line_run
 
-KEY = "synthetic_gat_teacher_normal"
+KEY = "synthetic_gat_student_normal"
 
 
 def attempt(folder: Path, task: LineTask | None = None, **training: Any) -> Session:

@@ -24,7 +24,7 @@ from fakes.line_fit import SAMPLES, LineBatch, LineTask, line_parts
 
 MIB = 2**20
 CAPACITY = 400 * MIB
-KEY = "synthetic_gat_teacher_normal"
+KEY = "synthetic_gat_student_normal"
 
 
 class CostlyTask(LineTask):

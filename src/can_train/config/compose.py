@@ -660,11 +660,10 @@ def _spec_and_mode(task: TaskSettings, model: str, mode: str | None) -> tuple[Mo
 def _size(task: TaskSettings, request: RunRequest, spec: ModelSpec, mode: str) -> str:
     if request.size is not None and request.size not in spec.sizes:
         raise unknown_name("size", request.size, spec.sizes)
-    size = request.size or (spec.sizes[0] if spec.sizes else "")
     possible = spec.only_sizes.get(mode, spec.sizes)
+    size = request.size or next(iter(possible), "")
     if size not in possible and spec.sizes:
-        given = f"--size {size}" if request.size else f"{size}, since no --size is given"
-        raise ConfigError(f"Model {request.model} in mode {mode} comes in one size only", value=given,
+        raise ConfigError(f"Model {request.model} in mode {mode} comes in one size only", value=f"--size {size}",
                           remedy=f"Add --size {possible[0]}\n{task.table()}")  # fmt: skip
     return size
 

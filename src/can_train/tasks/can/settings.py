@@ -39,7 +39,7 @@ ID_BASES = ("auto", "hex", "dec")
 BEHAVIOUR_FEATURES = "behaviour"
 FEATURES = (BEHAVIOUR_FEATURES, "classic")
 TIME_UNITS = ("auto", "s", "ms", "us", "ns")
-SIZES = ("teacher", "student")
+SIZES = ("student", "teacher")  # the first is the default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,7 +357,7 @@ TASK = TaskSettings(
             settings=GatSettings,
             modes=("normal", "curriculum", _DISTILLED),
             sizes=SIZES,
-            needs={"curriculum": "an autoencoder", _DISTILLED: "a teacher, and --size student"},
+            needs={"curriculum": "an autoencoder", _DISTILLED: "a teacher; comes as student only"},
             only_sizes={_DISTILLED: ("student",)},
             prerequisites={
                 "curriculum": (_AUTOENCODER,),
