@@ -11,6 +11,7 @@ from sklearn.metrics import f1_score, matthews_corrcoef, precision_score, recall
 
 from can_train.errors import DataError
 from can_train.tasks.can.evaluation.metrics import (
+    SHORT_DRIVE_MARGIN,
     choose_threshold,
     detector_metrics,
     recall_at_fpr,
@@ -209,13 +210,30 @@ def test_a_detector_that_learned_from_attacks_gets_the_best_f1():
 
 def test_an_anomaly_detector_gets_a_false_positive_rate_on_benign_windows_only():
     is_attack = np.array([True, True, False, False])
-    threshold = choose_threshold(is_attack, np.array([9.0, 8.0, 2.0, 1.0]), supervised=False, fpr=0.01)
-    assert (threshold.value, threshold.rule) == (2.0, "at most 1 % of benign windows flagged on validation")
+    threshold = choose_threshold(is_attack, np.array([9.0, 8.0, 2.0, 1.0]), supervised=False, fpr=0.5)
+    assert (threshold.value, threshold.rule) == (1.0, "at most 50 % of benign windows flagged on validation")
+
+
+def test_where_validation_is_too_short_for_the_rate_the_threshold_lies_above_all_of_it():
+    benign = np.array([1.0, 1.2, 1.4, 1.6, 1.8])
+    threshold = choose_threshold(np.zeros(5, bool), benign, supervised=False, fpr=0.01)
+    assert threshold.value == pytest.approx(1.4 + SHORT_DRIVE_MARGIN * 0.4)
+    assert threshold.rule == (
+        "at most 1 % of benign windows flagged on validation: 1.5 times as far above their median as the highest of 5, "
+        "too few for it"
+    )
+
+
+def test_a_window_far_above_the_others_does_not_decide_the_threshold():
+    benign = np.array([1.0, 1.2, 1.4, 1.6, 1.8, 90.0])
+    threshold = choose_threshold(np.zeros(6, bool), benign, supervised=False, fpr=0.01)
+    assert threshold.value == pytest.approx(1.5 + SHORT_DRIVE_MARGIN * 0.3)
+    assert threshold.rule.endswith("the highest of 6, too few for it, without 1 that scores far above the others")
 
 
 def test_without_attacks_in_validation_a_supervised_detector_gets_a_false_positive_rate_and_the_rule_says_why():
-    threshold = choose_threshold(np.array([False, False]), np.array([2.0, 1.0]), supervised=True, fpr=0.025)
-    assert threshold.value == 2.0
+    threshold = choose_threshold(np.zeros(40, bool), np.arange(40.0), supervised=True, fpr=0.025)
+    assert threshold.value == 38.0
     assert threshold.rule == "at most 2.5 % of benign windows flagged on validation (which holds no attacks)"
 
 
