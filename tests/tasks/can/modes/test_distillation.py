@@ -23,8 +23,8 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teachers")
     for model, small in MODELS.items():
         finish(
-            folder / model, folder / "state", "--model", model, *DATA, "--model-args", small, "--epochs", "1",
-            "--device", "cpu",
+            folder / model, folder / "state", "--model", model, "--size", "teacher", *DATA, "--model-args", small,
+            "--epochs", "1", "--device", "cpu",
         )  # fmt: skip
     return folder
 
