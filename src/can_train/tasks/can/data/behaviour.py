@@ -105,7 +105,7 @@ class IdHistory:
         # Public captures run backwards by some milliseconds.
         gap[order] = np.maximum(times - before_time, 0.0)
         bits[order] = np.bitwise_count((words ^ before_words).view(np.uint64))
-        bits[np.isnan(gap)] = -1
+        bits[order[first[~found]]] = -1
         last = np.append(first[1:], len(ids)) - 1
         self._frames.update(ids[first], {"time": times[last], "payload": words[last]})
         if len(self._frames.can_id) > 2 * _MAX_IDS:
@@ -244,7 +244,9 @@ def summarise(
 def sums_to(values: NDArray[Any], last: NDArray[np.int64]) -> NDArray[np.int64]:
     """Sums whole numbers [M] over groups that lie one after another, up to `last` [N]."""
     # Differences of a running sum, which is exact, take half as long as np.add.reduceat.
-    return np.diff(np.cumsum(values, dtype=np.int64)[last], prepend=0)
+    sums = np.cumsum(values, dtype=np.int64)[last]
+    sums[1:] -= sums[:-1].copy()
+    return sums
 
 
 def table_of(columns: Mapping[str, NDArray[Any]], names: Sequence[str]) -> NDArray[np.float32]:

@@ -81,6 +81,8 @@ MAX_WINDOW: Final = 2**20
 # Frames, counted once for every window they are in, that are worked on at a time: overlapping windows cannot multiply
 # the memory, and the temporary arrays stay near the processor's cache (2**13 is a quarter slower, 2**16 5 % slower).
 _CHUNK_FRAMES: Final = 2**15
+# Frames that are compared with those before them at a time; where IDs are very many, some are forgotten in between.
+_COMPARED_FRAMES: Final = 2**16
 _NO_CHANGES: Final = Changes(np.empty(0, np.float32), np.empty(0, np.int8))
 _MILLISECONDS: Final = 1000.0  # in a second
 
@@ -223,8 +225,8 @@ class GraphBuilder:
     def feed(self, frames: Frames) -> Iterator[GraphBlock]:
         """Takes the log's next frames and yields the windows they complete, in order, in blocks of bounded size."""
         changes = [_NO_CHANGES]
-        for begin in range(0, len(frames), _CHUNK_FRAMES):
-            part = frames[begin : begin + _CHUNK_FRAMES]
+        for begin in range(0, len(frames), _COMPARED_FRAMES):
+            part = frames[begin : begin + _COMPARED_FRAMES]
             changes.append(self._history.changes(part.can_id, part.timestamp, part.payload))
         changed = Changes(*(np.concatenate(column) for column in zip(*changes, strict=True)))
         arrived = _ComparedFrames(**vars(frames), **changed._asdict())
@@ -321,8 +323,9 @@ def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBl
     num_nodes = np.bincount(nodes.row, minlength=num_graphs)
     node_start = np.cumsum(num_nodes) - num_nodes
 
-    node_of_frame = np.empty(num_graphs * window, dtype=np.int64)
-    node_of_frame[nodes.member] = np.repeat(np.arange(len(nodes.key)), nodes.count)
+    position = np.arange(len(nodes.key)) - node_start[nodes.row]  # [N] inside the own graph
+    node_of_frame = np.empty((num_graphs, window), dtype=np.int64)
+    node_of_frame.ravel()[nodes.member] = np.repeat(position, nodes.count)
     columns = _byte_means(windows(payload_words(frames.payload)).ravel()[nodes.member], nodes)
     columns["count"] = nodes.count
     columns["last_position"] = nodes.column[nodes.last] / (window - 1)
@@ -331,9 +334,8 @@ def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBl
     silence_s = np.maximum(times[nodes.row, -1] - times.ravel()[nodes.member[nodes.last]], 0.0)
     can_id = nodes.key.astype(np.uint32)
     behaviour = history.past(can_id, summarise(in_order, nodes.first, nodes.count, duration_s, silence_s))
-    local_node = node_of_frame.reshape(num_graphs, window) - node_start[:, None]
     bits = window.bit_length()
-    edges = _group_rows(local_node[:, :-1] << bits | local_node[:, 1:], window << bits)
+    edges = _group_rows(node_of_frame[:, :-1] << bits | node_of_frame[:, 1:], window << bits)
     edge_index = np.stack([edges.key >> bits, edges.key & ((1 << bits) - 1)])  # [2, E]
     return GraphBlock(
         num_nodes=num_nodes,
@@ -386,7 +388,7 @@ def _edge_features(edges: _Groups, edge_index: Ints, node_start: Ints, times: Fl
     variation = np.divide(std, mean, out=np.zeros_like(std), where=mean > 0)
     first, last = edges.column[edges.first] / (window - 1), edges.column[edges.last] / (window - 1)
     source, target = edge_index + node_start[edges.row]
-    num_nodes = max(source.max(), target.max()) + 1
+    num_nodes = max(source.max(), target.max()) + 1  # every frame has a neighbour, so no node is left out
     degree = np.bincount(source, minlength=num_nodes) + np.bincount(target, minlength=num_nodes)
     source_degree, target_degree = degree[source], degree[target]
     columns = {
