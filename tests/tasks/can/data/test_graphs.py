@@ -1,6 +1,7 @@
 """The vectorised graph builder against a slow reference that follows the definitions word by word."""
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -137,6 +138,17 @@ def test_long_logs_are_built_in_bounded_blocks_without_seams(stride: int) -> Non
     expected = reference(frames[(start := int(later.first_frame[-1])) : start + 100])
     np.testing.assert_allclose(later.node_features[-later.num_nodes[-1] :], expected["node_features"], rtol=1e-5)
     np.testing.assert_allclose(later.edge_features[-later.num_edges[-1] :], expected["edge_features"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [257, 258, 1000])
+def test_bytes_of_an_id_add_up_however_often_it_is_in_a_window(window: int) -> None:
+    # 257 times 255 is the last sum of 16 bits.
+    payload = np.full((window, 8), 255, np.uint8)
+    payload[:, 3:5] = [1, 0]
+    frames = replace(bus(window), can_id=np.full(window, 5, np.uint32), payload=payload)
+    (block,) = GraphBuilder(window, window).feed(frames)
+    means = [1, 1, 1, 1 / 255, 0, 1, 1, 1]
+    assert block.node_features[0, :8].tolist() == np.float32(means).tolist()
 
 
 def test_the_shapes_follow_the_feature_names() -> None:

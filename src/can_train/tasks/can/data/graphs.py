@@ -6,20 +6,30 @@ makes damaged folders anew.
 Shapes: M frames, G graphs (windows) of W frames, N nodes, E directed edges, R groups.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from can_train.errors import ConfigError, DataError
 from can_train.io.arrays import ArrayWriter, noticing_damage, read_arrays, read_meta
-from can_train.tasks.can.data.behaviour import BEHAVIOUR, Changes, IdHistory, summarise, table_of
-from can_train.tasks.can.data.digests import window_digests
+from can_train.tasks.can.data.behaviour import (
+    BEHAVIOUR,
+    Changes,
+    IdHistory,
+    payload_words,
+    sorted_columns,
+    summarise,
+    sums_to,
+    table_of,
+)
+from can_train.tasks.can.data.digests import window_digests, windows_of
 
 # Arrays as most signatures of the task have them.
 Bools = NDArray[np.bool_]
@@ -65,12 +75,15 @@ _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
 }
 _RECODED_NODES: Final = 2**20  # nodes that get their final code at a time
 
-# Frames. A sort key holds source, destination and position inside the window: three times 20 bits fit an integer.
+# Frames. A sort key holds source, destination and position inside the window: three times 21 bits fit an integer.
 MAX_WINDOW: Final = 2**20
 
 # Frames, counted once for every window they are in, that are worked on at a time: overlapping windows cannot multiply
-# the memory, and the temporary arrays stay near the processor's cache (2**13 is a quarter slower, 2**17 no faster).
-_CHUNK_FRAMES: Final = 2**16
+# the memory, and the temporary arrays stay near the processor's cache (2**13 is a quarter slower, 2**16 5 % slower).
+_CHUNK_FRAMES: Final = 2**15
+# Frames that are compared with those before them at a time; where IDs are very many, some are forgotten in between.
+_COMPARED_FRAMES: Final = 2**16
+_NO_CHANGES: Final = Changes(np.empty(0, np.float32), np.empty(0, np.int8))
 _MILLISECONDS: Final = 1000.0  # in a second
 
 
@@ -203,8 +216,7 @@ class GraphBuilder:
             )
         self._window = window
         self._stride = stride
-        self._pending: list[Frames] = []
-        self._pending_changes = Changes(np.empty(0, np.float32), np.empty(0, np.float32))
+        self._pending: _ComparedFrames | None = None
         self._history = IdHistory()
         self._pending_from = 0
         self._next_start = 0
@@ -212,34 +224,51 @@ class GraphBuilder:
 
     def feed(self, frames: Frames) -> Iterator[GraphBlock]:
         """Takes the log's next frames and yields the windows they complete, in order, in blocks of bounded size."""
-        joined = Frames.concatenate([*self._pending, frames])
-        changes = [self._pending_changes]
-        for begin in range(0, len(frames), _CHUNK_FRAMES):
-            part = frames[begin : begin + _CHUNK_FRAMES]
+        changes = [_NO_CHANGES]
+        for begin in range(0, len(frames), _COMPARED_FRAMES):
+            part = frames[begin : begin + _COMPARED_FRAMES]
             changes.append(self._history.changes(part.can_id, part.timestamp, part.payload))
         changed = Changes(*(np.concatenate(column) for column in zip(*changes, strict=True)))
+        arrived = _ComparedFrames(**vars(frames), **changed._asdict())
+        known = _Joined(arrived[:0] if self._pending is None else self._pending, arrived)
         joined_from, start = self._pending_from, self._next_start
         self.frames_seen += len(frames)
         num_windows = max(0, (self.frames_seen - start - self._window) // self._stride + 1)
         self._next_start = start + num_windows * self._stride
         self._pending_from = min(self._next_start, self.frames_seen)
-        self._pending = [joined[self._pending_from - joined_from :]]
-        self._pending_changes = _slice(changed, slice(self._pending_from - joined_from, None))
+        self._pending = known.part(self._pending_from - joined_from, self.frames_seen - joined_from)
         # A generator of its own, so that the frames are counted by this call and not by the first block taken.
-        complete = slice(start - joined_from, None)
-        return self._build(joined[complete], _slice(changed, complete), start, num_windows)
+        return self._build(known, joined_from, start, num_windows)
 
-    def _build(self, frames: Frames, changes: Changes, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
+    def _build(self, known: _Joined, joined_from: int, first_frame: int, num_windows: int) -> Iterator[GraphBlock]:
         per_chunk = max(1, _CHUNK_FRAMES // self._window)
-        for begin in range(0, num_windows, per_chunk):
-            last = min(begin + per_chunk, num_windows) - 1
-            part = slice(begin * self._stride, last * self._stride + self._window)
-            chunk = _Chunk(frames[part], _slice(changes, part), self._window, self._stride)
-            yield _build_chunk(chunk, first_frame + begin * self._stride, self._history)
+        for window in range(0, num_windows, per_chunk):
+            last = min(window + per_chunk, num_windows) - 1
+            begin, end = (first_frame + window * self._stride, first_frame + last * self._stride + self._window)
+            chunk = _Chunk(known.part(begin - joined_from, end - joined_from), self._window, self._stride)
+            yield _build_chunk(chunk, begin, self._history)
 
 
-def _slice(changes: Changes, part: slice) -> Changes:
-    return Changes(changes.gap_s[part], changes.bits[part])
+@dataclass(frozen=True, eq=False)
+class _ComparedFrames(Frames):
+    """Frames with their `Changes`."""
+
+    gap_s: NDArray[np.float32]  # [M]
+    bits: NDArray[np.int8]  # [M]
+
+
+class _Joined(NamedTuple):
+    """Frames that wait for their windows to fill, and those that arrived after them."""
+
+    waiting: _ComparedFrames
+    arrived: _ComparedFrames
+
+    def part(self, begin: int, end: int) -> _ComparedFrames:
+        """Returns frames from `begin` to before `end`; copies them only where some of them waited."""
+        count = len(self.waiting)
+        if begin >= count:
+            return self.arrived[begin - count : end - count]
+        return _ComparedFrames.concatenate([self.waiting[begin:], self.arrived[: end - count]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,29 +279,33 @@ class _Groups:
     row: Ints  # [R] the row of each group
     count: Ints  # [R] members of each group
     first: Ints  # [R] where its members begin in `member`
+    last: Ints  # [R] where its last member is
     member: Ints  # [G · L] flat index (row · L + column) of every entry, ordered by group, then column
+    column: Ints  # [G · L] column of every entry in this order
 
 
-def _group_rows(keys: Ints) -> _Groups:
-    """Groups the entries of each row of `keys` [G, L]."""
+def _group_rows(keys: NDArray[Any], largest: int) -> _Groups:
+    """Groups the entries of each row of `keys` [G, L], which are at most `largest`."""
     # One sort of (key, column): rows are short, so it is fast, and no table grows with the number of different IDs,
     # which fuzzing drives up.
     num_rows, length = keys.shape
-    ordered = np.sort(keys * length + np.arange(length), axis=1)
-    key, column = np.divmod(ordered, length)
+    key, column = sorted_columns(keys, largest)
     begins = np.ones((num_rows, length), dtype=np.bool_)
     begins[:, 1:] = key[:, 1:] != key[:, :-1]
     first = np.flatnonzero(begins)
     member = (column + np.arange(num_rows)[:, None] * length).ravel()
-    return _Groups(key.ravel()[first], first // length, np.diff(first, append=keys.size), first, member)
+    last = np.append(first[1:], keys.size) - 1
+    return _Groups(
+        key=key.ravel()[first].astype(np.int64), row=first // length, count=last - first + 1, first=first, last=last,
+        member=member, column=column.ravel(),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Frames, and what they changed, whose windows are built at a time."""
+    """Frames whose windows are built at a time."""
 
-    frames: Frames
-    changes: Changes
+    frames: _ComparedFrames
     window: int
     stride: int
 
@@ -282,30 +315,28 @@ def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBl
     frames, window, stride = chunk.frames, chunk.window, chunk.stride
 
     def windows(values: NDArray[Any]) -> NDArray[Any]:
-        return sliding_window_view(values, window)[::stride]  # [G, W]
+        return windows_of(values, window, stride)  # [G, W]
 
-    nodes = _group_rows(windows(frames.can_id).astype(np.int64))
+    nodes = _group_rows(windows(frames.can_id), int(frames.can_id.max()))
     times = windows(frames.timestamp)
     num_graphs = len(times)
     num_nodes = np.bincount(nodes.row, minlength=num_graphs)
     node_start = np.cumsum(num_nodes) - num_nodes
 
-    node_of_frame = np.empty(num_graphs * window, dtype=np.int64)
-    node_of_frame[nodes.member] = np.repeat(np.arange(len(nodes.key)), nodes.count)
-    # Bytes beyond a frame's length count as 0.
-    payload = [windows(frames.payload[:, byte]).ravel() for byte in range(MAX_PAYLOAD_BYTES)]
-    sums = [np.bincount(node_of_frame, weights=byte) for byte in payload]
-    columns: dict[str, NDArray[Any]] = {f"byte_{i}_mean": sums[i - 1] / (255.0 * nodes.count) for i in range(1, 9)}
+    position = np.arange(len(nodes.key)) - node_start[nodes.row]  # [N] inside the own graph
+    node_of_frame = np.empty((num_graphs, window), dtype=np.int64)
+    node_of_frame.ravel()[nodes.member] = np.repeat(position, nodes.count)
+    columns = _byte_means(windows(payload_words(frames.payload)).ravel()[nodes.member], nodes)
     columns["count"] = nodes.count
-    columns["last_position"] = (nodes.member[nodes.first + nodes.count - 1] % window) / (window - 1)
-    in_order = Changes(*(windows(column).ravel()[nodes.member] for column in chunk.changes))
-    last_s = times.ravel()[nodes.member[nodes.first + nodes.count - 1]]
-    duration_s, silence_s = (times[:, -1] - times[:, 0])[nodes.row], np.maximum(times[nodes.row, -1] - last_s, 0.0)
+    columns["last_position"] = nodes.column[nodes.last] / (window - 1)
+    in_order = Changes(*(windows(column).ravel()[nodes.member] for column in (frames.gap_s, frames.bits)))
+    duration_s = (times[:, -1] - times[:, 0])[nodes.row]
+    silence_s = np.maximum(times[nodes.row, -1] - times.ravel()[nodes.member[nodes.last]], 0.0)
     can_id = nodes.key.astype(np.uint32)
     behaviour = history.past(can_id, summarise(in_order, nodes.first, nodes.count, duration_s, silence_s))
-    local_node = node_of_frame.reshape(num_graphs, window) - node_start[:, None]
-    edges = _group_rows(local_node[:, :-1] * window + local_node[:, 1:])
-    edge_index = np.stack(np.divmod(edges.key, window))  # [2, E]
+    bits = window.bit_length()
+    edges = _group_rows(node_of_frame[:, :-1] << bits | node_of_frame[:, 1:], window << bits)
+    edge_index = np.stack([edges.key >> bits, edges.key & ((1 << bits) - 1)])  # [2, E]
     return GraphBlock(
         num_nodes=num_nodes,
         num_edges=np.bincount(edges.row, minlength=num_graphs),
@@ -324,6 +355,23 @@ def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBl
     )
 
 
+def _byte_means(words: Ints, nodes: _Groups) -> dict[str, NDArray[Any]]:
+    """Returns the means of the nodes' payload bytes from the words that hold them, one node's after another's. Bytes
+    beyond a frame's length count as 0.
+    """
+    means: dict[str, NDArray[Any]] = {}
+    divisor = 255.0 * nodes.count
+    # Several bytes are added at a time, each in as many bits as its sum needs.
+    width = 16 if nodes.count.max() * 255 < 2**16 else 32
+    lowest = (1 << width) - 1
+    mask = 0x00FF_00FF_00FF_00FF if width == 16 else 0x0000_00FF_0000_00FF
+    for begin in range(0, width, 8):
+        sums = sums_to((words >> begin) & mask, nodes.last)
+        for bit in range(begin, 64, width):
+            means[f"byte_{bit // 8 + 1}_mean"] = ((sums >> (bit - begin)) & lowest) / divisor
+    return means
+
+
 def _edge_features(edges: _Groups, edge_index: Ints, node_start: Ints, times: Floats) -> NDArray[np.float32]:
     """Computes `EDGE_FEATURES` [E, 11] from `times` [G, W]. Means and standard deviations (of the population) are those
     of the time from source to destination frame.
@@ -338,15 +386,11 @@ def _edge_features(edges: _Groups, edge_index: Ints, node_start: Ints, times: Fl
     deviation = interval - np.repeat(mean, edges.count)
     std = np.sqrt(np.add.reduceat(deviation * deviation, edges.first) / edges.count)
     variation = np.divide(std, mean, out=np.zeros_like(std), where=mean > 0)
-    position = edges.member % (window - 1) / (window - 1)
-    first, last = position[edges.first], position[edges.first + edges.count - 1]
-    source, target = edge_index
-    # Edges are ordered by graph, source and destination, so the keys are in ascending order already.
-    graph = edges.row * window**2
-    keys, opposite = graph + edges.key, graph + target * window + source
-    found = np.minimum(np.searchsorted(keys, opposite), len(keys) - 1)
+    first, last = edges.column[edges.first] / (window - 1), edges.column[edges.last] / (window - 1)
     source, target = edge_index + node_start[edges.row]
-    degree = np.bincount(np.concatenate([source, target]))  # every frame has a neighbour, so no node is left out
+    num_nodes = max(source.max(), target.max()) + 1  # every frame has a neighbour, so no node is left out
+    degree = np.bincount(source, minlength=num_nodes) + np.bincount(target, minlength=num_nodes)
+    source_degree, target_degree = degree[source], degree[target]
     columns = {
         "count": edges.count,
         "count_share": edges.count / window,
@@ -356,21 +400,37 @@ def _edge_features(edges: _Groups, edge_index: Ints, node_start: Ints, times: Fl
         "first_position": first,
         "last_position": last,
         "spread": last - first,
-        "reverse_exists": keys[found] == opposite,
-        "degree_product": degree[source] * degree[target],
-        "degree_ratio": degree[source] / degree[target],
+        "reverse_exists": _have_reverse(edges, edge_index),
+        "degree_product": source_degree * target_degree,
+        "degree_ratio": source_degree / target_degree,
     }
     return table_of(columns, EDGE_FEATURES)
 
 
+def _have_reverse(edges: _Groups, edge_index: Ints) -> Bools:
+    """Returns which edges [E] have one in the opposite direction; a self-loop has itself."""
+    # The two are neighbours when nodes are sorted without their direction; a search takes several times as long.
+    low, high = edge_index.min(axis=0), edge_index.max(axis=0)
+    size = int(high.max()) + 1
+    pairs = (edges.row * size + low) * size + high
+    (pair,), (edge,) = sorted_columns(pairs[None], int(pairs.max()))
+    exists: Bools = low == high
+    twin = np.flatnonzero(pair[1:] == pair[:-1])
+    exists[edge[twin]] = exists[edge[twin + 1]] = True
+    return exists
+
+
 def _window_labels(label: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Returns the most frequent attack code of each window of `label` [G, W], 0 where there is none: [G]."""
-    num_codes = int(label.max()) + 1
-    row = np.arange(len(label))[:, None] * num_codes
-    counts = np.bincount((label + row).ravel(), minlength=len(label) * num_codes).reshape(-1, num_codes)
-    counts[:, 0] = 0
-    most_frequent: NDArray[np.intp] = counts.argmax(axis=1)
-    return most_frequent.astype(np.uint8)
+    most_frequent = np.zeros(len(label), np.uint8)
+    attacked = np.flatnonzero(label.any(axis=1))
+    if len(attacked):
+        num_codes = int(label.max()) + 1
+        row = np.arange(len(attacked))[:, None] * num_codes
+        counts = np.bincount((label[attacked] + row).ravel(), minlength=row.size * num_codes).reshape(-1, num_codes)
+        counts[:, 0] = 0
+        most_frequent[attacked] = counts.argmax(axis=1)
+    return most_frequent
 
 
 def too_many_kinds(what: str, value: str) -> DataError:

@@ -46,6 +46,9 @@ from can_train.tasks.can.settings import ColumnSettings, FusionAgentSettings
 
 USUAL_WINDOWS: Final = 64  # the latest calm ones, from which an alarm's reasons tell what is usual; half a megabyte
 USUAL_EVERY: Final = 16  # calm windows of which one is kept, so that they span a minute and not a second
+# Windows that are scored at a time, of those that arrived together. With more, a teacher's tensors leave the cache (256
+# take half as long again); with fewer, a student's calls take longer than what they compute.
+SCORED_WINDOWS: Final = 32
 TOLD_IDS: Final = 2  # of an alarm, in words
 LIVE: Final = "live"  # name of the input where a log's would stand
 
@@ -287,7 +290,8 @@ class LiveDetector(LiveDetection):
         if not len(block):
             return
         model = self._model.on(_flat_of(block, self._window))
-        scores = model.combine(score(model, np.arange(len(block))))
+        parts = np.split(np.arange(len(block)), range(SCORED_WINDOWS, len(block), SCORED_WINDOWS))
+        scores = model.combine(np.concatenate([score(model, rows) for rows in parts]))
         if not np.isfinite(scores).all():
             raise RunError("Every window's score must be a finite number", value=f"that of {model.describe(0)} is not",
                            remedy="The model has diverged: train it anew with a lower learning rate")  # fmt: skip
