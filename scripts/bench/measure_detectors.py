@@ -63,7 +63,7 @@ def main() -> None:
                   for name, several in runs.items()}  # fmt: skip
         sections.append(table(judged) + "\n\n" + NOTES.format(seeds=len(options.seeds)))
         print(sections[-1], flush=True)
-        vgae = ("--model", "vgae", "--size", options.size, "--no-baselines")
+        vgae = ("--model", "vgae", "--size", options.size)
         alarmed = {"GAT": runs["GAT"], "VGAE": [trained(Path(folder), seed, vgae) for seed in options.seeds]}
         sections.append(ALARM_NOTES + "\n\n" + alarm_table(alarmed))
         print(sections[-1], flush=True)

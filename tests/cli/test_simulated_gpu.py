@@ -10,7 +10,10 @@ from can_train.cli.main import main
 
 pytestmark = pytest.mark.slow
 
-TRAIN = ("--model", "gat", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5", "--no-baselines")
+TRAIN = (
+    "--model", "gat", "--size", "teacher", "--dataset", "synthetic", "--set", "dataset.synthetic.seconds=5",
+    "--no-baselines",
+)  # fmt: skip
 EXACT = ("--precision", "fp64", "--model-args", "dropout=0.0,layers=3", "--batch-size", "64", "--epochs", "2")
 SMALL, LARGE = ("--device", "sim:64MiB"), ("--device", "sim:4GiB")
 
