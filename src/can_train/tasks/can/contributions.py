@@ -71,7 +71,7 @@ def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[fl
     )
     of_node = weights["node"] / nodes[batch.batch]
     of_node[worst] += weights["worst"] / worsts[batch.batch[worst]]
-    node_error = (decoded.node - node).square() * of_node[:, None] / node.shape[1]
+    node_error = (decoded.node - node).square() * of_node[:, None] * model.inputs.target_weights.to(node.dtype)
     edge_error = (decoded.edge - edge).square() * (weights["edge"] / edge.shape[1]) / edges[graph_of_edge][:, None]
     columns = [*_OF_NODE, *(_OF_BEHAVIOUR if model.inputs.behaviour else [])]
     found = _sums(node_error, columns) + _at_ends(_sums(edge_error, _OF_EDGE), batch)

@@ -219,8 +219,7 @@ def test_where_validation_is_too_short_for_the_rate_the_threshold_lies_above_all
     threshold = choose_threshold(np.zeros(5, bool), benign, supervised=False, fpr=0.01)
     assert threshold.value == pytest.approx(1.4 + SHORT_DRIVE_MARGIN * 0.4)
     assert threshold.rule == (
-        "at most 1 % of benign windows flagged on validation: 1.5 times as far above their median as the highest of 5, "
-        "too few for it"
+        "1.5 times as far above the median as the highest of 5 benign windows, too few for 1 %, on validation"
     )
 
 
@@ -228,7 +227,9 @@ def test_a_window_far_above_the_others_does_not_decide_the_threshold():
     benign = np.array([1.0, 1.2, 1.4, 1.6, 1.8, 90.0])
     threshold = choose_threshold(np.zeros(6, bool), benign, supervised=False, fpr=0.01)
     assert threshold.value == pytest.approx(1.5 + SHORT_DRIVE_MARGIN * 0.3)
-    assert threshold.rule.endswith("the highest of 6, too few for it, without 1 that scores far above the others")
+    assert threshold.rule.endswith(
+        " of 6 benign windows, without 1 far above the others, too few for 1 %, on validation"
+    )
 
 
 def test_without_attacks_in_validation_a_supervised_detector_gets_a_false_positive_rate_and_the_rule_says_why():

@@ -52,19 +52,19 @@ def choose_threshold(is_attack: Bools, score: Floats, *, supervised: bool, fpr: 
                         value=f"{len(is_attack)} windows, none of them benign",
                         remedy="Use a longer log, or raise dataset.validation_share")  # fmt: skip
     benign = score[~is_attack]
-    reason = " (which holds no attacks)" if supervised else ""
-    rule = f"at most {100 * fpr:g} % of benign windows flagged on validation{reason}"
+    where = "on validation" + (" (which holds no attacks)" if supervised else "")
     if fpr * len(benign) >= 1:
+        rule = f"at most {100 * fpr:g} % of benign windows flagged {where}"
         return Threshold(value=threshold_at_fpr(benign, fpr), rule=rule)
     # With fewer windows than would show the rate, the threshold is the largest score, which one odd window decides. And
     # they are minutes of the same drive: another one goes further.
     usual = without_odd(benign, fpr)
     middle = float(np.median(benign))
     value = middle + SHORT_DRIVE_MARGIN * (threshold_at_fpr(usual, fpr) - middle)
-    rule += f": {SHORT_DRIVE_MARGIN:g} times as far above their median as the highest of {len(benign)}, too few for it"
+    rule = f"{SHORT_DRIVE_MARGIN:g} times as far above the median as the highest of {len(benign)} benign windows"
     if left_out := len(benign) - len(usual):
-        rule += f", without {left_out} that {'score' if left_out > 1 else 'scores'} far above the others"
-    return Threshold(value=value, rule=rule)
+        rule += f", without {left_out} far above the others"
+    return Threshold(value=value, rule=f"{rule}, too few for {100 * fpr:g} %, {where}")
 
 
 def without_odd(benign_score: Floats, fpr: float) -> Floats:
