@@ -18,6 +18,7 @@ from can_train.tasks.can.evaluation.baselines import (
     WindowTable,
     fit_baselines,
     fit_random_forest,
+    over_one_table,
     sample_by_class,
 )
 from fakes.random_bus import cached_graphs
@@ -109,10 +110,32 @@ def test_the_same_seed_gives_the_same_forest():
     rng = np.random.default_rng(1)
     flat = windows_of(rng.integers(0, 5, (60, 6)).tolist(), label=rng.integers(0, 2, 60).tolist())
     first, again, other = (
-        fit_random_forest(CLASSIC, flat, np.arange(50), seed)(flat, np.arange(60)) for seed in (3, 3, 4)
+        score(flat, np.arange(60))
+        for seed in (3, 3, 4)
+        for score in over_one_table(CLASSIC, [fit_random_forest(CLASSIC, flat, np.arange(50), seed)])
     )
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
+
+
+def test_several_share_the_table_of_the_windows_that_they_score_in_a_row(monkeypatch):
+    flat = windows_of(np.random.default_rng(0).integers(1, 5, (60, 6)).tolist())
+    made, make = [], WindowTable.rows
+
+    def column(index):
+        return lambda values: values[:, index].astype(np.float64)
+
+    def counted(table, flat, rows):
+        made.append(rows)
+        return make(table, flat, rows)
+
+    monkeypatch.setattr(WindowTable, "rows", counted)
+    scorers = over_one_table(CLASSIC, [column(0), column(1)])
+    early, late = np.arange(30), np.arange(30, 60)
+    found = [[score(flat, rows) for score in scorers] for rows in (early, late)]
+    assert len(made) == 2
+    for rows, columns in zip((early, late), found, strict=True):
+        assert np.array_equal(np.column_stack(columns), make(CLASSIC, flat, rows)[:, :2])
 
 
 @pytest.mark.parametrize("name", ["flag_everything", "id_lookup", "random_forest"])

@@ -6,7 +6,7 @@ the table, K CAN IDs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
@@ -40,6 +40,9 @@ _GAP_MIN, _GAP_MEAN, _SILENCE = (BEHAVIOUR.index(name) for name in ("gap_min", "
 
 # Returns [R] scores of chosen windows, higher is more attack-like.
 WindowScorer = Callable[[FlatGraphs, Ints], Floats]
+
+# Returns the scores of the windows of a table [R, C].
+TableScorer = Callable[[NDArray[np.float32]], Floats]
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,15 @@ def fit_baselines(flat: FlatGraphs, train: Ints, validation: Ints, options: Base
     table = WindowTable.fit(flat, train, options.features)
     absent = {}
     if not is_attack.any():
-        scorers.append(("isolation_forest", fit_isolation_forest(table, flat, train, options.seed)))
+        forest = fit_isolation_forest(table, flat, train, options.seed)
+        scorers += [("isolation_forest", score) for score in over_one_table(table, [forest])]
         absent["random_forest"] = "the training windows hold no attacks; isolation_forest stands in"
     elif is_attack.all():
         absent["random_forest"] = "the training windows hold attacks only"
     else:
         seeds = range(options.seed, options.seed + FOREST_SEEDS)
-        scorers += [("random_forest", fit_random_forest(table, flat, train, seed)) for seed in seeds]
+        forests = [fit_random_forest(table, flat, train, seed) for seed in seeds]
+        scorers += [("random_forest", score) for score in over_one_table(table, forests)]
     baselines, truth, supervised = constant_baselines(), flat.label[validation] > 0, bool(is_attack.any())
     for name, score in scorers:
         threshold = choose_threshold(truth, score(flat, validation), supervised=supervised, fpr=options.fpr)
@@ -260,29 +265,42 @@ class SilenceLookup:
         return seen_s[latest, columns][1:], agrees[latest, columns][1:]
 
 
-def fit_random_forest(table: WindowTable, flat: FlatGraphs, rows: Ints, seed: int) -> WindowScorer:
+def fit_random_forest(table: WindowTable, flat: FlatGraphs, rows: Ints, seed: int) -> TableScorer:
     """Fits a random forest to training windows of both classes; its scores are attack probabilities."""
     rows = sample_by_class(flat, rows, most=MAX_FOREST_WINDOWS, seed=seed)
     # One thread: scikit-learn's threads replace Python's warning filters for each other, and then warn of each tree.
     forest = RandomForestClassifier(FOREST_TREES, class_weight="balanced", n_jobs=1, random_state=seed)
     forest.fit(table.rows(flat, rows), flat.label[rows] > 0)
-    return _over_table(table, lambda values: forest.predict_proba(values)[:, 1])
+    return lambda values: forest.predict_proba(values)[:, 1]
 
 
-def fit_isolation_forest(table: WindowTable, flat: FlatGraphs, rows: Ints, seed: int) -> WindowScorer:
+def fit_isolation_forest(table: WindowTable, flat: FlatGraphs, rows: Ints, seed: int) -> TableScorer:
     """Fits an isolation forest to training windows; its scores are anomaly scores in (0, 1]."""
     rows = sample_by_class(flat, rows, most=MAX_FOREST_WINDOWS, seed=seed)
     forest = IsolationForest(n_estimators=FOREST_TREES, n_jobs=1, random_state=seed)
     forest.fit(table.rows(flat, rows))
-    return _over_table(table, lambda values: -forest.score_samples(values))
+    return lambda values: -forest.score_samples(values)
 
 
-def _over_table(table: WindowTable, predict: Callable[[NDArray[np.float32]], Floats]) -> WindowScorer:
-    def score(flat: FlatGraphs, rows: Ints) -> Floats:
-        parts = [predict(table.rows(flat, chunk)) for chunk in in_chunks(flat, rows)]
-        return np.concatenate([np.empty(0), *parts])
+def over_one_table(table: WindowTable, scorers: Sequence[TableScorer]) -> list[WindowScorer]:
+    """Lets several score windows by their table, which is made once where they score the same windows in a row."""
+    latest: tuple[FlatGraphs, Ints, list[Floats]] | None = None
 
-    return score
+    def scores_of_all(flat: FlatGraphs, rows: Ints) -> list[Floats]:
+        nonlocal latest
+        if latest is None or latest[0] is not flat or not np.array_equal(latest[1], rows):
+            parts: list[list[Floats]] = [[np.empty(0)] for _ in scorers]
+            for chunk in in_chunks(flat, rows):
+                values = table.rows(flat, chunk)
+                for part, score in zip(parts, scorers, strict=True):
+                    part.append(score(values))
+            latest = (flat, rows.copy(), [np.concatenate(part) for part in parts])
+        return latest[2]
+
+    def one(index: int) -> WindowScorer:
+        return lambda flat, rows: scores_of_all(flat, rows)[index]
+
+    return [one(index) for index in range(len(scorers))]
 
 
 def sample_by_class(flat: FlatGraphs, rows: Ints, *, most: int, seed: int) -> Ints:
