@@ -1,5 +1,8 @@
+import importlib
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +34,28 @@ def test_a_signal_ends_the_process_at_once(number: int, status: int) -> None:
     with pytest.raises(SystemExit) as stop, StopRequests().installed():
         send(number)
     assert stop.value.code == status
+
+
+def test_a_signal_during_an_import_ends_the_process_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raised within it, it would come out of an extension module as an ImportError."""
+    lines = [
+        "import os, signal, time",
+        f"os.kill(os.getpid(), {int(signal.SIGUSR2)})",
+        "time.sleep(0.2)",
+        "DONE = True",
+    ]
+    (tmp_path / "imported_meanwhile.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "imported_meanwhile", raising=False)
+
+    def import_and_wait() -> None:
+        importlib.import_module("imported_meanwhile")
+        time.sleep(10)
+
+    with pytest.raises(SystemExit) as stop, StopRequests().installed():
+        import_and_wait()
+    assert stop.value.code == 140
+    assert sys.modules["imported_meanwhile"].DONE
 
 
 def test_a_deferred_signal_waits_until_it_is_asked_for() -> None:

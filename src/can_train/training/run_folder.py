@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from threading import Timer, get_ident
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -44,6 +45,8 @@ RESTARTED: Final = ("time_limit", "killed")
 """Endings after which can-train requeues a job."""
 
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+_POSTPONED_S: Final = 0.05  # until a signal that arrives during an import is looked at again
+_MAX_POSTPONED: Final = 400  # times: 20 s, below the 30 s after which SLURM kills
 
 # Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
 # terminated, or fail because it is gone.
@@ -69,6 +72,8 @@ _LIBRARIES: Final = ("can-train", "torch", "numpy", "hydra-core")
 class StopRequests:
     """Turns signals into `SystemExit(128 + signal)`: 143 for SIGTERM, 130 for SIGINT, 140 for SIGUSR2.
 
+    One that arrives during an import does so after it.
+
     Attributes:
         received: The first signal; None: none yet.
         terminated: Whether SIGTERM arrived, first or later.
@@ -78,6 +83,7 @@ class StopRequests:
         self.received: int | None = None
         self.terminated = False
         self._deferring = False
+        self._postponed: list[Timer] = []
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -86,6 +92,8 @@ class StopRequests:
         try:
             yield
         finally:
+            for timer in self._postponed:
+                timer.cancel()
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
@@ -106,6 +114,13 @@ class StopRequests:
         raise SystemExit(128 + (self.received or 0))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._deferring and len(self._postponed) < _MAX_POSTPONED and _is_importing(frame):
+            # Extension modules turn what is raised while they are initialized into an ImportError, or lose it.
+            timer = Timer(_POSTPONED_S, signal.pthread_kill, (get_ident(), number))
+            timer.daemon = True
+            timer.start()
+            self._postponed.append(timer)
+            return
         first = self.received is None
         if first:
             self.received = number
@@ -116,6 +131,14 @@ class StopRequests:
         # made the process save; SLURM kills a process that takes too long. Only a person sends SIGINT, and means it.
         if not first and number == signal.SIGINT:
             raise SystemExit(128 + number)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
