@@ -217,16 +217,18 @@ def test_an_anomaly_detector_gets_a_false_positive_rate_on_benign_windows_only()
 def test_where_validation_is_too_short_for_the_rate_the_threshold_lies_above_all_of_it():
     benign = np.array([1.0, 1.2, 1.4, 1.6, 1.8])
     threshold = choose_threshold(np.zeros(5, bool), benign, supervised=False, fpr=0.01)
-    assert threshold.value == pytest.approx(1.4 + SHORT_DRIVE_MARGIN * 0.4)
+    # The highest of 5 is as far as log2(5 / 2) medians of the tail, 1 in 100 as far as log2(50).
+    margin = SHORT_DRIVE_MARGIN * np.log(50) / np.log(2.5)
+    assert threshold.value == pytest.approx(1.4 + margin * 0.4)
     assert threshold.rule == (
-        "1.5 times as far above the median as the highest of 5 benign windows, too few for 1 %, on validation"
+        "7.5 times as far above the median as the highest of 5 benign windows, too few for 1 %, on validation"
     )
 
 
 def test_a_window_far_above_the_others_does_not_decide_the_threshold():
     benign = np.array([1.0, 1.2, 1.4, 1.6, 1.8, 90.0])
     threshold = choose_threshold(np.zeros(6, bool), benign, supervised=False, fpr=0.01)
-    assert threshold.value == pytest.approx(1.5 + SHORT_DRIVE_MARGIN * 0.3)
+    assert threshold.value == pytest.approx(1.5 + SHORT_DRIVE_MARGIN * np.log(50) / np.log(3) * 0.3)
     assert threshold.rule.endswith(
         " of 6 benign windows, without 1 far above the others, too few for 1 %, on validation"
     )
