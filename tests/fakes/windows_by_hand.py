@@ -44,6 +44,9 @@ def windows_of(
         behaviour=np.zeros((len(node_features), len(BEHAVIOUR)), np.float32),
         past=np.zeros((len(node_features), len(BEHAVIOUR)), np.float32),
         past_windows=np.zeros(len(node_features), np.int32),
+        absent_ptr=np.zeros(G + 1, np.int64),
+        absent_code=np.empty(0, np.int32),
+        absent_silence=np.empty(0, np.float32),
         edge_index=np.array(
             [[own.index(a), own.index(b)] for own, pair in zip(nodes, pairs, strict=True) for a, b in pair], np.int32
         ).T,

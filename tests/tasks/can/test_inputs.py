@@ -10,9 +10,10 @@ import torch
 from can_train.tasks.can.data.batches import Gatherer, GraphBatch
 from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import FlatGraphs
-from can_train.tasks.can.inputs import LEAST_STD, UNKNOWN_ID, InputEncoder, InputStatistics
+from can_train.tasks.can.inputs import ENDLESS, LEAST_STD, PUNCTUAL_LOGS, UNKNOWN_ID, InputEncoder, InputStatistics
 from can_train.tasks.can.settings import CanDatasetSettings
 from fakes.random_bus import cached_graphs, random_blocks
+from fakes.silenced_bus import BUS, SILENCED, silenced_graphs
 
 WINDOWS = 60
 
@@ -116,3 +117,49 @@ def test_what_an_autoencoder_reconstructs_does_not_depend_on_what_is_hidden(flat
     assert node.shape[1] == len(inputs.target_weights) == 10 + len(BEHAVIOUR)
     assert torch.equal(node, other_node)
     assert torch.equal(edge, other_edge)
+
+
+def test_a_punctual_id_is_overdue_once_it_is_silent_for_longer_than_ever(tmp_path: Path) -> None:
+    flat, last = silenced_graphs(tmp_path / "graphs")
+    statistics = InputStatistics.fit(flat, np.flatnonzero(flat.source < last))
+    inputs = InputEncoder(statistics, embedding=4, dataset=CanDatasetSettings())
+    batch = Gatherer(flat)(np.flatnonzero(flat.source == last))
+    index = inputs.id_index(batch)
+    overdue = inputs.overdue(batch, index)
+    assert set(batch.absent_id[overdue > 0].tolist()) == {SILENCED}
+    assert (overdue[batch.absent_id == SILENCED] == 1).all()
+    longest = statistics.id_silence[1 + BUS.index(SILENCED)]
+    for longer, expected in ((0.5, 0.0), (0.75, 0.5), (1.0, 1.0)):
+        silent = replace(batch, absent_silence=torch.full_like(batch.absent_silence, longest + longer))
+        assert inputs.overdue(silent, index)[batch.absent_id == SILENCED].tolist() == pytest.approx([expected] * 3)
+    # Where no ID may be seen, or the bus is another one, none is missed.
+    everything = hidden(batch, *range(batch.num_graphs))
+    assert (inputs.overdue(everything, inputs.visible_index(everything)) == 0).all()
+    assert (inputs.overdue(batch, torch.full_like(index, UNKNOWN_ID)) == 0).all()
+    for settings in ({"identity": False}, {"features": "classic"}):
+        blind = InputEncoder(statistics, embedding=4, dataset=CanDatasetSettings(**settings))  # type: ignore[arg-type]
+        assert (blind.overdue(batch, index) == 0).all()
+
+
+def test_an_id_that_may_be_silent_is_not_missed(tmp_path: Path) -> None:
+    flat, last = silenced_graphs(tmp_path / "graphs")
+    few = InputStatistics.fit(flat, np.flatnonzero(flat.source < PUNCTUAL_LOGS - 1))
+    assert (few.id_silence == ENDLESS).all()
+    # It was silent for as long in a benign drive.
+    irregular = InputStatistics.fit(flat, np.arange(len(flat)))
+    assert [can_id for can_id, longest in zip(BUS, irregular.id_silence[1:], strict=True) if longest == ENDLESS] == [
+        SILENCED
+    ]
+    # An attack is no benign drive.
+    label = np.where(flat.source == last, 1, 0).astype(np.uint8)
+    assert ENDLESS not in InputStatistics.fit(replace(flat, label=label), np.arange(len(flat))).id_silence[1:]
+
+
+def test_the_longest_silence_of_an_id_may_end_in_a_later_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("can_train.tasks.can.inputs.PUNCTUAL", 99.0)
+    flat, _ = silenced_graphs(tmp_path / "graphs")
+    statistics = InputStatistics.fit(flat, np.arange(len(flat)))
+    absent = flat.absent_silence[flat.ids[flat.absent_code] == SILENCED]
+    assert statistics.id_silence[1 + BUS.index(SILENCED)] == pytest.approx(absent.max())

@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import GATConv
 
+from can_train.tasks.can.contributions import (
+    PROPERTIES,
+    SILENCE,
+    autoencoder_contributions,
+    classifier_contributions,
+)
 from can_train.tasks.can.data.batches import Gatherer
 from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import FlatGraphs
+from can_train.tasks.can.evaluation.metrics import ERROR_TERMS
 from can_train.tasks.can.inputs import UNKNOWN_ID, InputEncoder, InputStatistics
+from can_train.tasks.can.losses import AutoencoderBatch
 from can_train.tasks.can.models import (
     CLOSE_FRAMES,
+    MISSING_ID,
     STRANGE_ID,
     EdgeAttention,
     GatClassifier,
@@ -23,6 +32,7 @@ from can_train.tasks.can.models import (
 )
 from can_train.tasks.can.settings import CanDatasetSettings, GatSettings, VgaeSettings
 from fakes.random_bus import cached_graphs, random_blocks
+from fakes.silenced_bus import silenced_graphs
 
 STUDENT = GatSettings(hidden=24, layers=2, heads=4, embedding=8, dropout=0.1, head_layers=2)
 
@@ -128,6 +138,36 @@ def test_before_any_training_a_classifier_suspects_strangers_and_frames_that_com
 
     assert suspicion(early) - suspicion(usual) == pytest.approx(3 * CLOSE_FRAMES, abs=1)
     assert suspicion(strange) - suspicion(usual) == pytest.approx(STRANGE_ID, abs=1)
+
+
+def test_an_id_that_is_overdue_raises_the_score_of_either_network(tmp_path: Path) -> None:
+    flat, last = silenced_graphs(tmp_path / "silenced")
+    inputs = InputEncoder(
+        InputStatistics.fit(flat, np.flatnonzero(flat.source < last)), embedding=4, dataset=CanDatasetSettings()
+    )
+    batch = Gatherer(flat)(np.flatnonzero(flat.source == last))
+    empty = torch.empty(0)
+    complete = replace(batch, absent_id=empty.long(), absent_silence=empty, absent_batch=empty.long())
+    overdue = inputs.overdue(batch, inputs.id_index(batch))
+    missing = torch.zeros(batch.num_graphs).index_add(0, batch.absent_batch, overdue)
+    assert missing.max() == 1
+    torch.manual_seed(0)
+    classifier, autoencoder = GatClassifier(STUDENT, inputs).eval(), Vgae(VgaeSettings(), inputs).eval()
+    with torch.no_grad():
+        logits = classifier(batch) - classifier(complete)
+        terms = AutoencoderBatch.scores(autoencoder, batch) - AutoencoderBatch.scores(autoencoder, complete)
+        of_classifier = classifier_contributions(classifier, batch)
+        of_autoencoder = autoencoder_contributions(autoencoder, batch, [1.0] * len(ERROR_TERMS))
+    assert torch.allclose(logits[:, 1] - logits[:, 0], MISSING_ID * missing, atol=1e-5)
+    assert torch.equal(terms[:, ERROR_TERMS.index("ids")], missing)
+    assert (terms[:, : ERROR_TERMS.index("ids")] == 0).all()
+    # What they say of it is in the order of the windows' IDs.
+    window = np.repeat(np.arange(batch.num_graphs), flat.num_ids[flat.source == last])
+    node = np.concatenate([np.arange(n) < m for n, m in zip(flat.num_ids, flat.num_nodes, strict=True)])
+    absent = ~node[np.repeat(flat.source, flat.num_ids) == last]
+    for found, weight in ((of_classifier, MISSING_ID), (of_autoencoder, 1.0)):
+        silence = found[:, PROPERTIES.index(SILENCE)].numpy()
+        assert np.bincount(window[absent], silence[absent], batch.num_graphs) == pytest.approx(weight * missing.numpy())
 
 
 def test_a_classifier_learns_from_extremes_alone_in_some_windows(flat: FlatGraphs) -> None:

@@ -1,6 +1,7 @@
 """What raises a window's score: CAN ID by CAN ID, and property by property.
 
-Shapes: B windows of the batch, N nodes, E edges, C input columns, P properties (`PROPERTIES`).
+Shapes: B windows of the batch, N nodes, E edges, A absences, I = N + A IDs (those of each window one after another: its
+nodes, then its absences), C input columns, P properties (`PROPERTIES`).
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from can_train.tasks.can.data.batches import GraphBatch
 from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES
 from can_train.tasks.can.evaluation.metrics import ERROR_TERMS, ERROR_WEIGHTS
-from can_train.tasks.can.models import GatClassifier, Vgae, worst_nodes
+from can_train.tasks.can.models import MISSING_ID, GatClassifier, Vgae, worst_nodes
 
 # Properties of a CAN ID in a window that a person can look up in the log. Several columns of a network's input tell of
 # one property.
@@ -43,7 +44,7 @@ _OF_EDGE: Final = [
 
 
 def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
-    """Returns [N, P] gradient × input of the attack logit minus the benign one, where it is positive."""
+    """Returns [I, P] gradient × input of the attack logit minus the benign one, where it is positive."""
     # On the synthetic test folders attention names an injected ID less often: it tells where a layer looks, and not
     # what that does to the score. What lowers the score says nothing about an alarm, and left in, it hides what raises.
     node, edge = (part.detach().requires_grad_() for part in model.inputs(batch))
@@ -55,11 +56,13 @@ def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
     known = [*_OF_NODE, *_OF_EDGE, *_OF_EDGE, *deviations]
     columns = [*[IDENTITY] * (node.shape[1] - len(known)), *known]
     raising_node, raising_edge = (by_node * node).clamp(min=0), (by_edge * edge).clamp(min=0)
-    return _sums(raising_node, columns) + _at_ends(_sums(raising_edge, _OF_EDGE), batch)
+    found = _sums(raising_node, columns) + _at_ends(_sums(raising_edge, _OF_EDGE), batch)
+    overdue = model.inputs.overdue(batch, model.inputs.visible_index(batch))
+    return _with_absences(found, overdue * MISSING_ID, batch)
 
 
 def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[float]) -> Tensor:
-    """Returns [N, P] the terms of which the anomaly score is the sum, with its `units` (see `anomaly_scores`)."""
+    """Returns [I, P] the terms of which the anomaly score is the sum, with its `units` (see `anomaly_scores`)."""
     decoded = model.decode(batch, None)
     node, edge = model.inputs.targets(batch)
     errors = model.errors(batch, decoded)
@@ -76,12 +79,20 @@ def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[fl
     columns = [*_OF_NODE, *(_OF_BEHAVIOUR if model.inputs.behaviour else [])]
     found = _sums(node_error, columns) + _at_ends(_sums(edge_error, _OF_EDGE), batch)
     found[:, PROPERTIES.index(LATENT)] = errors.kl * weights["latent"] / nodes[batch.batch]
-    found[:, PROPERTIES.index(IDENTITY)] = errors.strange * weights["strangers"]
-    return found
+    found[:, PROPERTIES.index(IDENTITY)] = errors.strange * weights["ids"]
+    return _with_absences(found, errors.overdue * weights["ids"], batch)
+
+
+def _with_absences(nodes: Tensor, overdue: Tensor, batch: GraphBatch) -> Tensor:
+    """Puts what overdue IDs [A] contribute after what the nodes of their window do, [N, P]: [I, P]."""
+    absences = nodes.new_zeros(len(overdue), len(PROPERTIES))
+    absences[:, PROPERTIES.index(SILENCE)] = overdue.to(nodes.dtype)
+    order = torch.argsort(torch.cat([batch.batch, batch.absent_batch]), stable=True)
+    return torch.cat([nodes, absences])[order]
 
 
 def shares_of_windows(contributions: Tensor, window: Tensor) -> Tensor:
-    """Returns contributions [N, P] as shares of their sum over each window; `window` is [N] that of each node."""
+    """Returns contributions [I, P] as shares of their sum over each window; `window` is [I] that of each."""
     total: Tensor = scatter(contributions.sum(dim=1), window, dim=0, reduce="sum")[window]
     return contributions / total.clamp(min=torch.finfo(total.dtype).tiny)[:, None]
 

@@ -177,8 +177,10 @@ class AutoencoderBatch:
         per_graph = [
             scatter(error.float(), graph, dim=0, dim_size=batch.num_graphs, reduce="mean") for error, graph in means
         ]
-        strangers = scatter(errors.strange.float(), batch.batch, dim=0, dim_size=batch.num_graphs, reduce="sum")
-        return torch.stack([*per_graph, strangers], dim=1)
+        ids = torch.cat([errors.strange, errors.overdue]).float()
+        graph = torch.cat([batch.batch, batch.absent_batch])
+        per_graph.append(scatter(ids, graph, dim=0, dim_size=batch.num_graphs, reduce="sum"))
+        return torch.stack(per_graph, dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

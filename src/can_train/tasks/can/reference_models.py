@@ -3,7 +3,8 @@
 A checkpoint brings its own vocabulary and scale, so it scores any log. Whether it also suits the model that is trained
 with it is checked here.
 
-Shapes: R rows (windows), N nodes, E edges, Z latent width, S columns of raw scores.
+Shapes: R rows (windows), N nodes, E edges, I IDs and P properties (see `contributions`), Z latent width, S columns of
+raw scores.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class WindowModel(ABC):
 
     @abstractmethod
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [N, P] what the properties of each CAN ID of windows contribute to their final scores."""
+        """Returns [I, P] what the properties of each CAN ID of windows contribute to their final scores."""
 
     @abstractmethod
     def combine(self, scores: Floats) -> Floats:
@@ -134,7 +135,7 @@ class FinishedNetwork(WindowModel):
             return kind.scores(model, batch)
 
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [N, P] parts of the logit difference or of the anomaly score, without mixed precision."""
+        """Returns [I, P] parts of the logit difference or of the anomaly score, without mixed precision."""
         batch = self._gather(rows).to(device, dtype)
         with torch.autocast(device.type, enabled=False):
             if isinstance(model, GatClassifier):

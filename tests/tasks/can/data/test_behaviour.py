@@ -37,7 +37,7 @@ def built(frames: Frames, stride: int = WINDOW, portions: tuple[int, ...] = ()) 
     blocks = []
     for begin, end in zip((0, *portions), (*portions, len(frames)), strict=True):
         blocks += list(builder.feed(frames[begin:end]))
-    names = ("can_id", "num_nodes", "behaviour", "past", "past_windows")
+    names = ("can_id", "num_nodes", "behaviour", "past", "past_windows", "num_absent", "absent_id", "absent_silence")
     joined = {name: np.concatenate([getattr(block, name) for block in blocks]) for name in names}
     return type("Block", (), joined)()
 
@@ -122,8 +122,37 @@ def test_behaviour_is_that_of_the_definitions(frames: Frames, stride: int) -> No
 def test_behaviour_does_not_depend_on_the_portions_a_log_comes_in(frames: Frames, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(frames)), max_size=4).map(sorted))
     whole, parts = built(frames), built(frames, portions=tuple(cuts))
-    for name in ("behaviour", "past", "past_windows"):
+    for name in ("behaviour", "past", "past_windows", "num_absent", "absent_id", "absent_silence"):
         assert np.array_equal(getattr(whole, name), getattr(parts, name), equal_nan=name == "behaviour")
+
+
+@pytest.fixture
+def _regular_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("can_train.tasks.can.data.behaviour._REGULAR_WINDOWS", 3)
+    monkeypatch.setattr("can_train.tasks.can.data.behaviour._REGULAR_SHARE", 0.7)
+
+
+@pytest.mark.usefixtures("_regular_soon")
+@settings(max_examples=200, deadline=None)
+@given(logs(), st.sampled_from([2, WINDOW, 7]), st.data())
+def test_regular_ids_that_a_window_lacks_are_absent_for_as_long_as_they_are_silent(
+    frames: Frames, stride: int, data: st.DataObject
+) -> None:
+    block = built(frames, stride, tuple(data.draw(st.lists(st.integers(0, len(frames)), max_size=3).map(sorted))))
+    seen_s: dict[int, float] = {}
+    windows: dict[int, int] = defaultdict(int)
+    expected = []
+    for number, start in enumerate(range(0, len(frames) - WINDOW + 1, stride)):
+        ids, times = (column[start : start + WINDOW].tolist() for column in (frames.can_id, frames.timestamp))
+        regular = [can_id for can_id in sorted(windows) if windows[can_id] >= max(3, 0.7 * number)]
+        absent = [(can_id, seconds(times[-1] - seen_s[can_id])) for can_id in regular if can_id not in ids]
+        expected.append(absent)
+        seen_s |= dict(zip(ids, times, strict=True))
+        for can_id in set(ids):
+            windows[can_id] += 1
+    assert block.num_absent.tolist() == [len(absent) for absent in expected]
+    assert block.absent_id.tolist() == [can_id for absent in expected for can_id, _ in absent]
+    assert block.absent_silence.tolist() == pytest.approx([each for absent in expected for _, each in absent], rel=1e-6)
 
 
 def test_an_attack_moves_the_past_of_an_id_by_no_more_than_a_clipped_window() -> None:
@@ -158,5 +187,6 @@ def test_no_more_ids_are_remembered_than_there_is_room_for(monkeypatch: pytest.M
         *_, block = builder.feed(part)
         assert len(builder._history._frames.can_id) <= 2 * 8
         assert len(builder._history._windows.can_id) <= 2 * 8
+        assert len(builder._history._seen.can_id) <= 3 * 8
     # The one that never stops is still known.
     assert block.past_windows[block.can_id == 0x7FF].max() > size // WINDOW // 2

@@ -1,12 +1,13 @@
 """Alarms without a network: contributions are given, and what is told of them is looked up in windows made by hand."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from can_train.tasks.can.contributions import FRAMES, GAP, NEIGHBOURS, PROPERTIES
+from can_train.tasks.can.contributions import FRAMES, GAP, NEIGHBOURS, PROPERTIES, SILENCE
 from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.evaluation.alarms import (
     LEAST_USUAL_WINDOWS,
@@ -16,7 +17,7 @@ from can_train.tasks.can.evaluation.alarms import (
     FlaggedLog,
     Property,
     id_text,
-    node_value,
+    id_value,
     usual_windows,
 )
 from fakes.windows_by_hand import source_file, windows_of
@@ -32,7 +33,7 @@ def explainer_of(flat: FlatGraphs, weights: Mapping[int, float], usual: Sequence
         ids = [flat.ids[flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]]] for row in rows]
         found = np.zeros((sum(map(len, ids)), len(PROPERTIES)))
         nodes = [
-            node_value(flat, row, node, FRAMES) for row, own in zip(rows, ids, strict=True) for node in range(len(own))
+            id_value(flat, row, node, FRAMES) for row, own in zip(rows, ids, strict=True) for node in range(len(own))
         ]
         found[:, PROPERTIES.index(FRAMES)] = nodes
         return found * np.array([weights.get(can_id, 0.0) for can_id in np.concatenate(ids)])[:, None]
@@ -80,9 +81,9 @@ def test_a_property_that_looks_usual_is_not_told() -> None:
 def test_properties_are_what_the_window_shows() -> None:
     flat = windows_of([[A, B, A, C, C]])
     position = [*flat.ids[flat.node_code]].index(A)
-    assert node_value(flat, 0, position, NEIGHBOURS) == 2
-    assert node_value(flat, 0, position, FRAMES) == 2
-    assert node_value(flat, 0, position, GAP) == 1
+    assert id_value(flat, 0, position, NEIGHBOURS) == 2
+    assert id_value(flat, 0, position, FRAMES) == 2
+    assert id_value(flat, 0, position, GAP) == 1
 
 
 @pytest.mark.parametrize(("calm", "chosen"), [(0, 0), (FEW - 1, 0), (FEW, FEW), (5 * USUAL_WINDOWS, USUAL_WINDOWS)])
@@ -142,3 +143,27 @@ def test_an_alarm_names_the_ids_that_drove_its_windows_together() -> None:
 
 def replaced(cause: Cause, can_id: int, share: float) -> Cause:
     return Cause(**{**vars(cause), "can_id": can_id, "share": share})
+
+
+def test_an_id_that_is_missing_is_told_with_its_silence() -> None:
+    flat = windows_of([*[[A, B, A, B]] * FEW, [B, B, B, B]])
+    absent = replace(
+        flat,
+        absent_ptr=np.array([*[0] * (FEW + 1), 1], np.int64),
+        absent_code=np.array([np.searchsorted(flat.ids, A)], np.int32),
+        absent_silence=np.array([-2.0], np.float32),
+    )
+
+    def contribute(rows: Any) -> Any:
+        found = np.zeros((int(absent.num_ids[rows].sum()), len(PROPERTIES)))
+        found[-1, PROPERTIES.index(SILENCE)] = 8.0 if FEW in rows else 0.0
+        return found
+
+    explainer = Explainer(
+        flat=absent, contribute=contribute, vocabulary=np.array([A, B]), usual_rows=np.arange(FEW, dtype=np.int64)
+    )
+    (causes,) = explainer.causes(np.array([FEW]))
+    assert causes[0].text(decimal=False) == (
+        "ID 100: 0 frames in 1 s (usually 2); silent for 250 ms at the end (usually 1e+03 ms)"
+    )
+    assert causes[0].share == 1

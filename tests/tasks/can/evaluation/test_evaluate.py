@@ -90,8 +90,8 @@ def test_ids_that_the_model_does_not_know_are_told_of(tmp_path: Path) -> None:
     vocabulary = evaluation_of(finished, tmp_path, other)._data.flat.ids
     weights = {**finished.weights, "inputs.vocabulary": torch.from_numpy(vocabulary.copy())}
     grown = {name: value for name, value in weights.items() if name != "inputs.embedding.weight"}
-    for name in ("inputs.id_mean", "inputs.id_std"):
-        grown[name] = weights[name][:1].repeat(len(vocabulary) + 1, 1)
+    for name in ("inputs.id_mean", "inputs.id_std", "inputs.id_silence"):
+        grown[name] = weights[name][:1].repeat_interleave(len(vocabulary) + 1, dim=0)
     grown["inputs.embedding.weight"] = torch.zeros(len(vocabulary) + 1, finished.run.model.embedding)
     verdict = evaluation_of(replace(finished, weights=grown), tmp_path, other).judge(by_row, AlarmRule())
     assert not any("CAN IDs" in note for note in verdict.notes)

@@ -1,6 +1,6 @@
 """Gathers batches of graphs from the flat arrays, without one object per graph.
 
-Shapes: B graphs of the batch, N nodes, E directed edges, R rows asked for; G graphs in all.
+Shapes: B graphs of the batch, N nodes, E directed edges, A absences, R rows asked for; G graphs in all.
 """
 
 from dataclasses import dataclass, fields
@@ -33,6 +33,9 @@ class GraphBatch:
         edge_attr: [E, 11] float32, columns `EDGE_FEATURES`, unscaled.
         can_id: [N] int64, the nodes' CAN IDs themselves.
         batch: [N] int64, the graph of each node.
+        absent_id: [A] int64, CAN IDs that are regular in the log and missing in a graph.
+        absent_silence: [A] float32, binary logarithm of the seconds since their last frame.
+        absent_batch: [A] int64, the graph that each is missing in.
         label: [B] int64, attack kind codes, 0 for benign.
         hidden: [B] bool, windows whose IDs a model must not see; None: it may see all.
     """
@@ -45,6 +48,9 @@ class GraphBatch:
     edge_attr: Tensor
     can_id: Tensor
     batch: Tensor
+    absent_id: Tensor
+    absent_silence: Tensor
+    absent_batch: Tensor
     label: Tensor
     hidden: Tensor | None = None
 
@@ -60,7 +66,7 @@ class GraphBatch:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "GraphBatch":
         """Returns the batch on another device, its features as `dtype`; indices keep their type."""
-        dtypes = dict.fromkeys(("x", "behaviour", "past", "past_windows", "edge_attr"), dtype)
+        dtypes = dict.fromkeys(("x", "behaviour", "past", "past_windows", "absent_silence", "edge_attr"), dtype)
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
             name: part if part is None else part.to(device, dtypes.get(name)) for name, part in parts.items()
@@ -80,7 +86,7 @@ class Gatherer:
     def __call__(self, rows: Ints | Tensor) -> GraphBatch:
         """Gathers the graphs `rows` [B], in that order."""
         flat, rows = self._flat, np.asarray(rows)
-        nodes, edges = members(flat.node_ptr, rows), members(flat.edge_ptr, rows)
+        nodes, edges, absences = (members(ptr, rows) for ptr in (flat.node_ptr, flat.edge_ptr, flat.absent_ptr))
         first_node = np.repeat(nodes.starts, edges.sizes)  # [E]
         edge_index = np.empty((2, len(first_node)), dtype=np.int64)
         np.add(self._edge_ends.take(edges.positions, axis=0).T, first_node, out=edge_index)
@@ -93,6 +99,9 @@ class Gatherer:
             edge_attr=torch.from_numpy(flat.edge_features.take(edges.positions, axis=0)),
             can_id=torch.from_numpy(flat.ids.take(flat.node_code.take(nodes.positions))),
             batch=torch.from_numpy(np.repeat(np.arange(len(rows)), nodes.sizes)),
+            absent_id=torch.from_numpy(flat.ids.take(flat.absent_code.take(absences.positions))),
+            absent_silence=torch.from_numpy(flat.absent_silence.take(absences.positions)),
+            absent_batch=torch.from_numpy(np.repeat(np.arange(len(rows)), absences.sizes)),
             label=torch.from_numpy(flat.label[rows].astype(np.int64)),
         )
 

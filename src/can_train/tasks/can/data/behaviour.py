@@ -2,7 +2,8 @@
 
 The last frame of every ID and its behaviour in earlier windows are kept from window to window, for one log.
 
-Shapes: M frames, K IDs that were seen, G windows of W frames, N nodes (an ID in a window), B columns (`BEHAVIOUR`).
+Shapes: M frames, K IDs that were seen, G windows of W frames, N nodes (an ID in a window), B columns (`BEHAVIOUR`), A
+absences (an ID that a window lacks).
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,9 @@ _MOST_S: Final = 2.0**10  # 17 minutes
 _QUANTUM: Final = 2.0**-16  # of every value, so that sums are exact and do not depend on how a log is cut into blocks
 _TABLE_ROWS: Final = 2**12  # that are filled at a time
 _MAX_IDS: Final = 2**16  # that are remembered; only a bus on which 29-bit IDs are drawn at random has more
+# An ID that a window lacks is absent if it was in this many of the log's earlier windows, and in this share of them.
+_REGULAR_WINDOWS: Final = 10
+_REGULAR_SHARE: Final = 0.1
 # An attack may lie in an ID's past: no window moves its mean by more than a window this far from the mean until then.
 _CLIP: Final = np.array([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5])
 
@@ -41,6 +45,23 @@ class Behaviour(NamedTuple):
     now: NDArray[np.float32]  # [N, B]; but for rate and silence NaN where no frame of the ID has one before it
     past: NDArray[np.float32]  # [N, B] means over the earlier windows; 0 where there are none
     past_windows: NDArray[np.int32]  # [N] how many these are
+
+
+class Nodes(NamedTuple):
+    """Where N nodes of G consecutive windows are in their log."""
+
+    can_id: NDArray[np.uint32]  # [N]
+    window: NDArray[np.int64]  # [N] from 0 to G - 1
+    seen_s: NDArray[np.float64]  # [N] time of the ID's last frame in the window
+    end_s: NDArray[np.float64]  # [G] time of each window's last frame
+
+
+class Absences(NamedTuple):
+    """The regular IDs that G windows lack, ascending inside each window."""
+
+    num_absent: NDArray[np.int64]  # [G]
+    can_id: NDArray[np.uint32]  # [A]
+    silence: NDArray[np.float32]  # [A] binary logarithm of seconds since its last frame, at the end of the window
 
 
 @dataclass
@@ -89,6 +110,8 @@ class IdHistory:
         self._frames = _nothing(time=(np.float64, 0), payload=(np.int64, 0))
         wide = (np.float64, len(BEHAVIOUR))
         self._windows = _nothing(count=(np.float64, 0), plain=wide, clipped=wide)
+        self._seen = _nothing(time=(np.float64, 0), count=(np.int64, 0))
+        self._num_windows = 0
 
     def changes(self, can_id: NDArray[np.uint32], time: NDArray[np.float64], payload: NDArray[np.uint8]) -> Changes:
         """Compares the log's next M frames with those before them."""
@@ -117,7 +140,44 @@ class IdHistory:
         keep = time >= np.partition(time, -_MAX_IDS)[-_MAX_IDS]
         kept = self._frames.can_id[keep]
         self._frames.forget(keep)
-        self._windows.forget(np.isin(self._windows.can_id, kept))
+        for remembered in (self._windows, self._seen):
+            remembered.forget(np.isin(remembered.can_id, kept))
+
+    def absences(self, nodes: Nodes) -> Absences:
+        """Finds the regular IDs that the log's next G windows lack.
+
+        Few IDs are regular, however many there are: together their shares are the mean number of IDs in a window.
+        """
+        ids, order = _sorted_ids(nodes.can_id)
+        first = _run_starts(ids)
+        position, found = self._seen.find(ids[first])
+        carried = np.zeros(len(first), np.int64)
+        carried[found] = self._seen.values["count"][position[found]]
+        sizes = np.diff(first, append=len(ids))
+        count = np.arange(1, len(ids) + 1) + np.repeat(carried - first, sizes)
+        before = _Remembered(self._seen.can_id, {name: value.copy() for name, value in self._seen.values.items()})
+        last = first + sizes - 1
+        self._seen.update(ids[first], {"time": nodes.seen_s[order[last]], "count": count[last]})
+
+        least = np.maximum(_REGULAR_WINDOWS, _REGULAR_SHARE * (self._num_windows + np.arange(len(nodes.end_s))))
+        self._num_windows += len(least)
+        regular = self._seen.can_id[self._seen.values["count"] >= least.min(initial=np.inf)]
+        # What is known of each regular ID before the first window and after each one, [G + 1, K].
+        seen_s = np.full((len(least) + 1, len(regular)), np.nan)
+        counts = np.zeros(seen_s.shape, np.int64)
+        position, found = before.find(regular)
+        seen_s[0, found], counts[0, found] = (before.values[name][position[found]] for name in ("time", "count"))
+        column = np.minimum(np.searchsorted(regular, ids), max(len(regular) - 1, 0))
+        own = np.flatnonzero(regular[column] == ids) if len(regular) else order[:0]
+        row, column = nodes.window[order[own]], column[own]
+        seen_s[row + 1, column], counts[row + 1, column] = nodes.seen_s[order[own]], count[own]
+        lacking = np.isnan(seen_s[1:])
+        latest = np.where(np.isnan(seen_s), 0, np.arange(len(seen_s))[:, None])
+        np.maximum.accumulate(latest, axis=0, out=latest)
+        seen_s, counts = (np.take_along_axis(values, latest, axis=0)[1:] for values in (seen_s, counts))
+        row, column = np.nonzero(lacking & (counts >= least[:, None]))
+        silence = _log2_s(nodes.end_s[row] - seen_s[row, column]).astype(np.float32)
+        return Absences(np.bincount(row, minlength=len(least)), regular[column], silence)
 
     def past(self, can_id: NDArray[np.uint32], now: NDArray[np.float32]) -> Behaviour:
         """Adds the past of N nodes, whose windows are consecutive, to their behaviour now."""

@@ -3,7 +3,8 @@
 Prepared graphs are a folder with one file for every array of `FlatGraphs`. The caller chooses the folder's name, and
 makes damaged folders anew.
 
-Shapes: M frames, G graphs (windows) of W frames, N nodes, E directed edges, R groups.
+Shapes: M frames, G graphs (windows) of W frames, N nodes, E directed edges, A absences (a regular ID that a window
+lacks, see `IdHistory.absences`), R groups.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from can_train.tasks.can.data.behaviour import (
     BEHAVIOUR,
     Changes,
     IdHistory,
+    Nodes,
     payload_words,
     sorted_columns,
     summarise,
@@ -52,7 +54,7 @@ EDGE_FEATURES: Final = (
 
 # Belongs in the name of every folder. Raise it when the arrays or the meaning of a column change: older folders are
 # then not found.
-SCHEMA: Final = 3
+SCHEMA: Final = 4
 
 # Type and shape of one row of every array on disk.
 _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
@@ -63,6 +65,9 @@ _ARRAYS: Final[dict[str, tuple[str, tuple[int, ...]]]] = {
     "behaviour": ("float32", (len(BEHAVIOUR),)),
     "past": ("float32", (len(BEHAVIOUR),)),
     "past_windows": ("int32", ()),
+    "absent_ptr": ("int64", ()),
+    "absent_code": ("int32", ()),
+    "absent_silence": ("float32", ()),
     "edge_index": ("int32", (2,)),  # [E, 2] on disk, so that it can be appended to
     "edge_features": ("float32", (len(EDGE_FEATURES),)),
     "label": ("uint8", ()),
@@ -142,6 +147,9 @@ class FlatGraphs:
     behaviour: NDArray[np.float32]  # [N, 7] columns `BEHAVIOUR`; NaN where no frame of the ID has one before it
     past: NDArray[np.float32]  # [N, 7] means of the same over the log's earlier windows
     past_windows: NDArray[np.int32]  # [N] how many earlier windows these are
+    absent_ptr: Ints  # [G + 1] the absences of graph g are absent_ptr[g]:absent_ptr[g + 1]
+    absent_code: NDArray[np.int32]  # [A] index into `ids`
+    absent_silence: NDArray[np.float32]  # [A] binary logarithm of seconds since the ID's last frame
     edge_index: NDArray[np.int32]  # [2, E] source and destination as node positions inside their own graph
     edge_features: NDArray[np.float32]  # [E, 11] columns `EDGE_FEATURES`, unscaled
     label: NDArray[np.uint8]  # [G] index into `kinds`: the window's most frequent attack kind, 0 where it has no attack
@@ -165,6 +173,11 @@ class FlatGraphs:
         return np.diff(self.node_ptr)
 
     @property
+    def num_ids(self) -> Ints:
+        """[G] IDs that a score of each graph may be due to: its nodes and its absences."""
+        return self.num_nodes + np.diff(self.absent_ptr)
+
+    @property
     def num_edges(self) -> Ints:
         """[G] directed edges of each graph, self-loops included."""
         return np.diff(self.edge_ptr)
@@ -183,8 +196,8 @@ class Split:
 class GraphBlock:
     """Graphs of consecutive windows of one log, as in `FlatGraphs` but for this:
 
-    `can_id` [N] is ascending inside each graph, and edges are in ascending order of (source, destination). `label` is
-    the reader's code of the window's most frequent attack kind, the lowest of several.
+    `can_id` [N] and `absent_id` [A] are ascending inside each graph, and edges are in ascending order of (source,
+    destination). `label` is the reader's code of the window's most frequent attack kind, the lowest of several.
     """
 
     num_nodes: Ints
@@ -194,6 +207,9 @@ class GraphBlock:
     behaviour: NDArray[np.float32]
     past: NDArray[np.float32]
     past_windows: NDArray[np.int32]
+    num_absent: Ints
+    absent_id: NDArray[np.uint32]
+    absent_silence: NDArray[np.float32]
     edge_index: NDArray[np.int32]
     edge_features: NDArray[np.float32]
     label: NDArray[np.uint8]
@@ -331,8 +347,10 @@ def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBl
     columns["last_position"] = nodes.column[nodes.last] / (window - 1)
     in_order = Changes(*(windows(column).ravel()[nodes.member] for column in (frames.gap_s, frames.bits)))
     duration_s = (times[:, -1] - times[:, 0])[nodes.row]
-    silence_s = np.maximum(times[nodes.row, -1] - times.ravel()[nodes.member[nodes.last]], 0.0)
+    seen_s = times.ravel()[nodes.member[nodes.last]]
+    silence_s = np.maximum(times[nodes.row, -1] - seen_s, 0.0)
     can_id = nodes.key.astype(np.uint32)
+    absences = history.absences(Nodes(can_id, nodes.row, seen_s, times[:, -1]))
     behaviour = history.past(can_id, summarise(in_order, nodes.first, nodes.count, duration_s, silence_s))
     bits = window.bit_length()
     edges = _group_rows(node_of_frame[:, :-1] << bits | node_of_frame[:, 1:], window << bits)
@@ -345,6 +363,9 @@ def _build_chunk(chunk: _Chunk, first_frame: int, history: IdHistory) -> GraphBl
         behaviour=behaviour.now,
         past=behaviour.past,
         past_windows=behaviour.past_windows,
+        num_absent=absences.num_absent,
+        absent_id=absences.can_id,
+        absent_silence=absences.silence,
         edge_index=edge_index.astype(np.int32),
         edge_features=_edge_features(edges, edge_index, node_start, times),
         label=_window_labels(windows(frames.label)),
@@ -454,7 +475,8 @@ class GraphWriter:
         self._ids: NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
         self._num_nodes = 0
         self._num_edges = 0
-        arrays.append({"node_ptr": np.zeros(1), "edge_ptr": np.zeros(1)})
+        self._num_absent = 0
+        arrays.append({"node_ptr": np.zeros(1), "edge_ptr": np.zeros(1), "absent_ptr": np.zeros(1)})
 
     def append(self, block: GraphBlock, kinds: Sequence[str]) -> None:
         """Adds graphs of the current log, whose labels are codes of `kinds`.
@@ -467,8 +489,8 @@ class GraphWriter:
             raise too_many_kinds("A data set", f"{len(self._kinds) - 1}")
         codes = np.array([self._kinds.index(kind) for kind in kinds], dtype=np.uint8)
         names = (
-            "can_id", "node_features", "behaviour", "past", "past_windows", "edge_features", "first_frame",
-            "start_time", "end_time", "digest",
+            "can_id", "node_features", "behaviour", "past", "past_windows", "absent_id", "absent_silence",
+            "edge_features", "first_frame", "start_time", "end_time", "digest",
         )  # fmt: skip
         self._arrays.append({name: getattr(block, name) for name in names})
         self._arrays.append(
@@ -478,9 +500,11 @@ class GraphWriter:
                 "source": np.full(len(block), len(self._sources)),
                 "node_ptr": self._num_nodes + np.cumsum(block.num_nodes),
                 "edge_ptr": self._num_edges + np.cumsum(block.num_edges),
+                "absent_ptr": self._num_absent + np.cumsum(block.num_absent),
             }
         )
         self._num_nodes += len(block.can_id)
+        self._num_absent += len(block.absent_id)
         self._num_edges += block.edge_index.shape[1]
         self._ids = np.union1d(self._ids, block.can_id)
 
@@ -493,8 +517,9 @@ class GraphWriter:
         """Completes the folder, moves it to its place (see `ArrayWriter.finish`) and maps it."""
         self._arrays.append({"ids": self._ids})
         # The codes of CAN IDs, their positions among all of them, are known only now.
-        for can_id in self._arrays.take_back("can_id", _RECODED_NODES):
-            self._arrays.append({"node_code": np.searchsorted(self._ids, can_id)})
+        for ids, codes in (("can_id", "node_code"), ("absent_id", "absent_code")):
+            for can_id in self._arrays.take_back(ids, _RECODED_NODES):
+                self._arrays.append({codes: np.searchsorted(self._ids, can_id)})
         sources = [asdict(source) for source in self._sources]
         meta = {"kinds": self._kinds, "sources": sources, "window": self._window, "notices": self._notices}
         return _flat_graphs(self._arrays.finish(meta), meta)
@@ -503,7 +528,7 @@ class GraphWriter:
 @contextmanager
 def writing_graphs(folder: Path, window: int) -> Iterator[GraphWriter]:
     """Opens a folder for the graphs of windows of `window` frames; leaving it before `finish` leaves nothing behind."""
-    with ArrayWriter(folder, {**_ARRAYS, "can_id": ("uint32", ())}) as arrays:
+    with ArrayWriter(folder, {**_ARRAYS, "can_id": ("uint32", ()), "absent_id": ("uint32", ())}) as arrays:
         yield GraphWriter(arrays, window)
 
 

@@ -1,6 +1,6 @@
 """Flagged windows as alarms: where in its log each one is, and which CAN IDs drove its score, by which properties.
 
-Shapes: R windows, N their nodes, P properties, K distinct CAN IDs.
+Shapes: R windows, I their IDs (of each its nodes, then its absences), P properties, K distinct CAN IDs.
 """
 
 import math
@@ -128,7 +128,7 @@ def id_text(can_id: int) -> str:
     return f"{can_id:03X}" if can_id <= LARGEST_SHORT_ID else f"{can_id:08X}"
 
 
-# Returns [N, P] what raises the scores of windows [R].
+# Returns [I, P] what raises the scores of windows [R].
 Contribute = Callable[[Ints], Floats]
 
 
@@ -166,30 +166,30 @@ class Explainer:
             part = rows[start : start + WINDOWS_AT_A_TIME]
             # Some IDs always contribute much. What is new about a window is what exceeds that.
             excess = np.maximum(self.contribute(part) - self._usual_sums[self._codes(part)], 0.0)
-            bounds = np.cumsum(self.flat.num_nodes[part])[:-1]
+            bounds = np.cumsum(self.flat.num_ids[part])[:-1]
             for row, own in zip(part, np.split(excess, bounds), strict=True):
                 yield self._window_causes(int(row), own)
 
     def _window_causes(self, row: int, excess: Floats) -> list[Cause]:
-        flat, first = self.flat, self.flat.node_ptr[row]
-        by_node = excess.sum(axis=1)
-        whole = max(float(by_node.sum()), np.finfo(np.float64).tiny)
+        flat, codes = self.flat, self._codes(np.array([row]))
+        by_id = excess.sum(axis=1)
+        whole = max(float(by_id.sum()), np.finfo(np.float64).tiny)
         found = []
-        for node in np.argsort(-by_node, kind="stable")[:NAMED_IDS]:
-            code = int(flat.node_code[first + node])
-            strongest = np.argsort(-excess[node], kind="stable")[:NAMED_PROPERTIES]
-            names = [PROPERTIES[index] for index in strongest if excess[node, index] > 0]
+        for own in np.argsort(-by_id, kind="stable")[:NAMED_IDS]:
+            code = int(codes[own])
+            strongest = np.argsort(-excess[own], kind="stable")[:NAMED_PROPERTIES]
+            names = [PROPERTIES[index] for index in strongest if excess[own, index] > 0]
             frames, *properties = [
                 Property(name=name, value=value, usual=self._usual(code, name))
                 for name in (FRAMES, *names)
                 # An ID without an earlier frame has no period, and changed nothing.
-                if (value := node_value(flat, row, int(node), name)) is not None or name not in _OF_BEHAVIOUR
+                if (value := id_value(flat, row, int(own), name)) is not None or name not in _OF_BEHAVIOUR
             ]
             found.append(
                 Cause(
                     can_id=int(flat.ids[code]),
                     known=bool(self._known[code]),
-                    share=float(by_node[node]) / whole,
+                    share=float(by_id[own]) / whole,
                     seconds=float(flat.end_time[row] - flat.start_time[row]),
                     frames=frames,
                     properties=properties,
@@ -205,7 +205,7 @@ class Explainer:
             flat, values = self.flat, []
             for row in self.usual_rows:
                 own = flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]]
-                values += [node_value(flat, int(row), int(node), name) for node in np.flatnonzero(own == code)]
+                values += [id_value(flat, int(row), int(node), name) for node in np.flatnonzero(own == code)]
             numbers = [value for value in values if value is not None]
             # Frames of an ID that is usually absent are usually 0.
             absent = 0.0 if name == FRAMES and len(self.usual_rows) else None
@@ -213,7 +213,12 @@ class Explainer:
         return self._medians[code, name]
 
     def _codes(self, rows: Ints) -> Ints:
-        return self.flat.node_code[members(self.flat.node_ptr, rows).positions].astype(np.int64)
+        flat = self.flat
+        nodes, absences = members(flat.node_ptr, rows), members(flat.absent_ptr, rows)
+        codes = np.concatenate([flat.node_code[nodes.positions], flat.absent_code[absences.positions]])
+        window = np.concatenate([np.repeat(np.arange(len(rows)), part.sizes) for part in (nodes, absences)])
+        ordered: Ints = codes[np.argsort(window, kind="stable")].astype(np.int64)
+        return ordered
 
 
 def usual_windows(rows: Ints, flagged: Bools) -> Ints:
@@ -224,8 +229,17 @@ def usual_windows(rows: Ints, flagged: Bools) -> Ints:
     return calm[np.unique(np.linspace(0, len(calm) - 1, USUAL_WINDOWS).astype(np.int64))]
 
 
-def node_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | None:
-    """Returns a property of a window's node as a person reads it in the log; None where it is no number."""
+def id_value(flat: FlatGraphs, row: int, own: int, name: str) -> float | None:
+    """Returns a property of a window's ID as a person reads it in the log; None where it is no number."""
+    absence = own - int(flat.num_nodes[row])
+    if absence < 0:
+        return _node_value(flat, row, own, name)
+    if name == SILENCE:
+        return _OF_BEHAVIOUR[SILENCE][1](float(flat.absent_silence[flat.absent_ptr[row] + absence]))
+    return 0.0 if name == FRAMES else None
+
+
+def _node_value(flat: FlatGraphs, row: int, node: int, name: str) -> float | None:
     features = flat.node_features[flat.node_ptr[row] + node]
     if name in BYTES:
         return float(features[BYTES.index(name)]) * 255

@@ -359,22 +359,27 @@ def _calibrated(windows: int, at_s: float) -> LiveEvent:
                      record={"event": "calibrated", "time": at_s, "windows": windows})  # fmt: skip
 
 
-# Blocks: [N] fields of nodes, [E] of edges; the others are [R].
+# Blocks: [N] fields of nodes, [E] of edges, [A] of absences; the others are [R].
 _OF_NODES: Final = ("can_id", "node_features", "behaviour", "past", "past_windows")
 _OF_EDGES: Final = ("edge_features",)
+_OF_ABSENCES: Final = ("absent_id", "absent_silence")
 
 
 def _flat_of(block: GraphBlock, window: int) -> FlatGraphs:
     """Arranges a block as a data set of its own."""
-    ids, codes = np.unique(block.can_id, return_inverse=True)
+    ids, codes = np.unique(np.concatenate([block.can_id, block.absent_id]), return_inverse=True)
+    num_nodes = len(block.can_id)
     return FlatGraphs(
         node_ptr=_bounds(block.num_nodes),
         edge_ptr=_bounds(block.num_edges),
-        node_code=codes.astype(np.int32),
+        node_code=codes[:num_nodes].astype(np.int32),
         node_features=block.node_features,
         behaviour=block.behaviour,
         past=block.past,
         past_windows=block.past_windows,
+        absent_ptr=_bounds(block.num_absent),
+        absent_code=codes[num_nodes:].astype(np.int32),
+        absent_silence=block.absent_silence,
         edge_index=block.edge_index,
         edge_features=block.edge_features,
         label=block.label,
@@ -401,6 +406,7 @@ def _empty_block() -> GraphBlock:
         node_features=np.empty((0, len(NODE_FEATURES)), np.float32),
         behaviour=np.empty((0, len(BEHAVIOUR)), np.float32), past=np.empty((0, len(BEHAVIOUR)), np.float32),
         past_windows=np.empty(0, np.int32), digest=np.empty(0, np.uint64),
+        num_absent=none, absent_id=none.astype(np.uint32), absent_silence=np.empty(0, np.float32),
         edge_features=np.empty((0, len(EDGE_FEATURES)), np.float32),
         label=none.astype(np.uint8), first_frame=none, start_time=times, end_time=times,
     )  # fmt: skip
@@ -410,8 +416,12 @@ def _select(block: GraphBlock, row: int) -> GraphBlock:
     """Copies one window of a block, which would keep all of it in memory."""
     nodes = members(_bounds(block.num_nodes), np.array([row])).positions
     edges = members(_bounds(block.num_edges), np.array([row])).positions
-    parts: dict[str, Any] = {name: getattr(block, name)[nodes] for name in _OF_NODES}
-    parts |= {name: getattr(block, name)[edges] for name in _OF_EDGES}
+    absences = members(_bounds(block.num_absent), np.array([row])).positions
+    parts: dict[str, Any] = {
+        name: getattr(block, name)[positions]
+        for names, positions in ((_OF_NODES, nodes), (_OF_EDGES, edges), (_OF_ABSENCES, absences))
+        for name in names
+    }
     others = {name: value[row : row + 1].copy() for name, value in vars(block).items()
               if name not in (*parts, "edge_index")}  # fmt: skip
     return GraphBlock(**parts, **others, edge_index=block.edge_index[:, edges])

@@ -17,8 +17,8 @@ from can_train.tasks.can.data.graphs import Bools, Floats
 # False-positive rate at which `recall_at_fpr_1pct` is read. It is customary, and means hundreds of alarms an hour.
 FIXED_FPR: Final = 0.01
 # What an autoencoder's anomaly score is made of: mean errors of a window's nodes and edges and of their latents, the
-# mean error of its worst nodes, and the IDs in it that training did not see, which no reconstruction shows.
-ERROR_TERMS: Final = ("node", "edge", "latent", "worst", "strangers")
+# mean error of its worst nodes, and what no reconstruction shows: IDs that training did not see, and those overdue.
+ERROR_TERMS: Final = ("node", "edge", "latent", "worst", "ids")
 # The first three are those that users of this detector know.
 ERROR_WEIGHTS: Final = (0.40, 0.35, 0.25, 0.5, 1.0)
 RECONSTRUCTION_TERMS: Final = 3
@@ -26,7 +26,7 @@ ODD: Final = 3.0  # times the usual reach of a benign window's score, from which
 # How much further another drive goes. MCC on other drives of six simulated vehicles, trained on 27 and 60 s of one:
 # 0.41 and 0.58 with 1, 0.44 and 0.64 with this.
 SHORT_DRIVE_MARGIN: Final = 1.75
-LEAST_STRANGERS: Final = 0.02  # unit of the last term where benign windows have none: one weighs as 50 of them
+LEAST_IDS: Final = 0.02  # unit of the last term where benign windows have none: one weighs as 50 of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +234,7 @@ def recall_by_kind(label: NDArray[np.uint8], flagged: Bools, kinds: tuple[str, .
 def error_units(benign_errors: Floats) -> list[float]:
     """Returns the [5] units of `ERROR_TERMS`: their means over [R, 5] errors of benign validation windows."""
     # The smallest positive number stands for a mean of 0, which could not be divided by.
-    least = [np.finfo(np.float64).tiny] * (len(ERROR_TERMS) - 1) + [LEAST_STRANGERS]
+    least = [np.finfo(np.float64).tiny] * (len(ERROR_TERMS) - 1) + [LEAST_IDS]
     units: list[float] = np.maximum(benign_errors.mean(axis=0), least).tolist()
     return units
 

@@ -410,7 +410,7 @@ class FinishedFusion(WindowModel):
         return torch.from_numpy(np.column_stack([decisions, anomaly, attack, bounded]))
 
     def contributions(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Returns [N, P] the two models' contributions as shares, each weighted with its part of the fused score."""
+        """Returns [I, P] the two models' contributions as shares, each weighted with its part of the fused score."""
         assert isinstance(model, nn.ModuleDict)
         # The agent's weight is a number of the host's: no gradient passes through its choice.
         with torch.no_grad():
@@ -421,7 +421,7 @@ class FinishedFusion(WindowModel):
             (CLASSIFIER, self._classifier, weight * attack),
         ):
             each = network.contributions(model[role], rows, device, dtype).double().cpu()
-            window = torch.from_numpy(np.repeat(np.arange(len(rows)), self._flat.num_nodes[rows]))
+            window = torch.from_numpy(np.repeat(np.arange(len(rows)), self._flat.num_ids[rows]))
             found = found + shares_of_windows(each, window) * part[window][:, None]
         return found
 
