@@ -124,21 +124,18 @@ def test_a_punctual_id_is_overdue_once_it_is_silent_for_longer_than_ever(tmp_pat
     statistics = InputStatistics.fit(flat, np.flatnonzero(flat.source < last))
     inputs = InputEncoder(statistics, embedding=4, dataset=CanDatasetSettings())
     batch = Gatherer(flat)(np.flatnonzero(flat.source == last))
-    index = inputs.id_index(batch)
-    overdue = inputs.overdue(batch, index)
+    overdue = inputs.overdue(batch)
     assert set(batch.absent_id[overdue > 0].tolist()) == {SILENCED}
     assert (overdue[batch.absent_id == SILENCED] == 1).all()
     longest = statistics.id_silence[1 + BUS.index(SILENCED)]
     for longer, expected in ((0.5, 0.0), (0.75, 0.5), (1.0, 1.0)):
         silent = replace(batch, absent_silence=torch.full_like(batch.absent_silence, longest + longer))
-        assert inputs.overdue(silent, index)[batch.absent_id == SILENCED].tolist() == pytest.approx([expected] * 3)
-    # Where no ID may be seen, or the bus is another one, none is missed.
-    everything = hidden(batch, *range(batch.num_graphs))
-    assert (inputs.overdue(everything, inputs.visible_index(everything)) == 0).all()
-    assert (inputs.overdue(batch, torch.full_like(index, UNKNOWN_ID)) == 0).all()
+        assert inputs.overdue(silent)[batch.absent_id == SILENCED].tolist() == pytest.approx([expected] * 3)
+    # On another bus, or where no ID may be seen, none is missed.
+    assert (inputs.overdue(replace(batch, can_id=batch.can_id + 1)) == 0).all()
     for settings in ({"identity": False}, {"features": "classic"}):
         blind = InputEncoder(statistics, embedding=4, dataset=CanDatasetSettings(**settings))  # type: ignore[arg-type]
-        assert (blind.overdue(batch, index) == 0).all()
+        assert (blind.overdue(batch) == 0).all()
 
 
 def test_an_id_that_may_be_silent_is_not_missed(tmp_path: Path) -> None:

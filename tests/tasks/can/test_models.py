@@ -19,10 +19,9 @@ from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.evaluation.metrics import ERROR_TERMS
 from can_train.tasks.can.inputs import UNKNOWN_ID, InputEncoder, InputStatistics
-from can_train.tasks.can.losses import AutoencoderBatch
+from can_train.tasks.can.losses import MISSING_ID, AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models import (
     CLOSE_FRAMES,
-    MISSING_ID,
     STRANGE_ID,
     EdgeAttention,
     GatClassifier,
@@ -148,17 +147,17 @@ def test_an_id_that_is_overdue_raises_the_score_of_either_network(tmp_path: Path
     batch = Gatherer(flat)(np.flatnonzero(flat.source == last))
     empty = torch.empty(0)
     complete = replace(batch, absent_id=empty.long(), absent_silence=empty, absent_batch=empty.long())
-    overdue = inputs.overdue(batch, inputs.id_index(batch))
+    overdue = inputs.overdue(batch)
     missing = torch.zeros(batch.num_graphs).index_add(0, batch.absent_batch, overdue)
     assert missing.max() == 1
     torch.manual_seed(0)
     classifier, autoencoder = GatClassifier(STUDENT, inputs).eval(), Vgae(VgaeSettings(), inputs).eval()
     with torch.no_grad():
-        logits = classifier(batch) - classifier(complete)
+        difference = ClassifierBatch.scores(classifier, batch) - ClassifierBatch.scores(classifier, complete)
         terms = AutoencoderBatch.scores(autoencoder, batch) - AutoencoderBatch.scores(autoencoder, complete)
         of_classifier = classifier_contributions(classifier, batch)
         of_autoencoder = autoencoder_contributions(autoencoder, batch, [1.0] * len(ERROR_TERMS))
-    assert torch.allclose(logits[:, 1] - logits[:, 0], MISSING_ID * missing, atol=1e-5)
+    assert torch.allclose(difference[:, 0], MISSING_ID * missing, atol=1e-5)
     assert torch.equal(terms[:, ERROR_TERMS.index("ids")], missing)
     assert (terms[:, : ERROR_TERMS.index("ids")] == 0).all()
     # What they say of it is in the order of the windows' IDs.

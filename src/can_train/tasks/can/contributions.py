@@ -15,7 +15,8 @@ from can_train.tasks.can.data.batches import GraphBatch
 from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES
 from can_train.tasks.can.evaluation.metrics import ERROR_TERMS, ERROR_WEIGHTS
-from can_train.tasks.can.models import MISSING_ID, GatClassifier, Vgae, worst_nodes
+from can_train.tasks.can.losses import MISSING_ID
+from can_train.tasks.can.models import GatClassifier, Vgae, worst_nodes
 
 # Properties of a CAN ID in a window that a person can look up in the log. Several columns of a network's input tell of
 # one property.
@@ -44,7 +45,9 @@ _OF_EDGE: Final = [
 
 
 def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
-    """Returns [I, P] gradient × input of the attack logit minus the benign one, where it is positive."""
+    """Returns [I, P] gradient × input of the attack logit minus the benign one, where it is positive; and what is added
+    for IDs that are overdue.
+    """
     # On the synthetic test folders attention names an injected ID less often: it tells where a layer looks, and not
     # what that does to the score. What lowers the score says nothing about an alarm, and left in, it hides what raises.
     node, edge = (part.detach().requires_grad_() for part in model.inputs(batch))
@@ -57,8 +60,7 @@ def classifier_contributions(model: GatClassifier, batch: GraphBatch) -> Tensor:
     columns = [*[IDENTITY] * (node.shape[1] - len(known)), *known]
     raising_node, raising_edge = (by_node * node).clamp(min=0), (by_edge * edge).clamp(min=0)
     found = _sums(raising_node, columns) + _at_ends(_sums(raising_edge, _OF_EDGE), batch)
-    overdue = model.inputs.overdue(batch, model.inputs.visible_index(batch))
-    return _with_absences(found, overdue * MISSING_ID, batch)
+    return _with_absences(found, model.inputs.overdue(batch) * MISSING_ID, batch)
 
 
 def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[float]) -> Tensor:
@@ -79,8 +81,9 @@ def autoencoder_contributions(model: Vgae, batch: GraphBatch, units: Sequence[fl
     columns = [*_OF_NODE, *(_OF_BEHAVIOUR if model.inputs.behaviour else [])]
     found = _sums(node_error, columns) + _at_ends(_sums(edge_error, _OF_EDGE), batch)
     found[:, PROPERTIES.index(LATENT)] = errors.kl * weights["latent"] / nodes[batch.batch]
-    found[:, PROPERTIES.index(IDENTITY)] = errors.strange * weights["ids"]
-    return _with_absences(found, errors.overdue * weights["ids"], batch)
+    strange = model.inputs.strangeness(batch, model.inputs.id_index(batch))
+    found[:, PROPERTIES.index(IDENTITY)] = strange * weights["ids"]
+    return _with_absences(found, model.inputs.overdue(batch) * weights["ids"], batch)
 
 
 def _with_absences(nodes: Tensor, overdue: Tensor, batch: GraphBatch) -> Tensor:

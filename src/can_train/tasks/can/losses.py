@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Final, Self, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,12 @@ from torch_geometric.utils import scatter
 from can_train.task import Outputs
 from can_train.tasks.can.data.batches import GraphBatch
 from can_train.tasks.can.data.graphs import Bools, Floats, Ints
+from can_train.tasks.can.inputs import InputEncoder
 from can_train.tasks.can.models import Reconstruction, worst_nodes
+
+# What a classifier's score grows by for one ID that is overdue. It is no part of the loss: by definition, benign
+# training windows have no such ID, so that nothing could be learned of it.
+MISSING_ID: Final = 8.0
 
 # Makes a batch of some windows.
 Gather = Callable[[Ints], GraphBatch]
@@ -83,9 +88,14 @@ class ClassifierBatch:
 
     @staticmethod
     def scores(model: nn.Module, batch: GraphBatch) -> Tensor:
-        """Returns [B, 1] the attack logit minus the benign one, which grows with p(attack)."""
+        """Returns [B, 1] the attack logit minus the benign one, which grows with p(attack), and what is added for IDs
+        that are overdue.
+        """
         logits: Tensor = model(batch).float()
-        return (logits[:, 1] - logits[:, 0]).unsqueeze(1)
+        inputs = cast(InputEncoder, model.inputs)
+        overdue = scatter(inputs.overdue(batch).float(), batch.absent_batch, dim_size=batch.num_graphs, reduce="sum")
+        score: Tensor = logits[:, 1] - logits[:, 0] + MISSING_ID * overdue
+        return score.unsqueeze(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +187,8 @@ class AutoencoderBatch:
         per_graph = [
             scatter(error.float(), graph, dim=0, dim_size=batch.num_graphs, reduce="mean") for error, graph in means
         ]
-        ids = torch.cat([errors.strange, errors.overdue]).float()
+        inputs = cast(InputEncoder, model.inputs)
+        ids = torch.cat([inputs.strangeness(batch, inputs.id_index(batch)), inputs.overdue(batch)]).float()
         graph = torch.cat([batch.batch, batch.absent_batch])
         per_graph.append(scatter(ids, graph, dim=0, dim_size=batch.num_graphs, reduce="sum"))
         return torch.stack(per_graph, dim=1)

@@ -1,6 +1,6 @@
 """The networks of the CAN task: the classifier and the autoencoder.
 
-Shapes: B graphs, N nodes, E edges, A absences, D deviations of a node (see `InputEncoder.deviations`), Z latent width.
+Shapes: B graphs, N nodes, E edges, D deviations of a node (see `InputEncoder.deviations`), Z latent width.
 """
 
 from dataclasses import dataclass
@@ -25,8 +25,6 @@ WORST_NODES: Final = 3  # of a window, whose error is scored beside the mean ove
 # on a known bus. By definition, benign training windows have no such ID: they can teach nothing about it.
 CLOSE_FRAMES: Final = 2.0
 STRANGE_ID: Final = 8.0
-# What it adds for one ID that is overdue. No weight is learned: by definition, benign training windows have none.
-MISSING_ID: Final = 8.0
 NEGATIVE_SLOPE: Final = 0.2  # of the attention's leaky ReLU: GATConv's
 MAX_LOG_STD: Final = 5.0  # log standard deviations are clipped to ± this: their exp() stays finite in half precision
 
@@ -82,8 +80,7 @@ class GatClassifier(nn.Module):
 
     The classifier also sees the largest and the smallest of each deviation in the window: in a mean over all IDs, one
     that is out of step is lost. It begins with what is known of injected frames before any training: they come too
-    close to an ID's others, or have an ID that the bus does not have. An ID that is overdue is suspected whatever is
-    learned.
+    close to an ID's others, or have an ID that the bus does not have.
 
     Each layer is :math:`h_i' = \Vert_k \mathrm{ELU}\left(\sum_{j \in N(i) \cup i} \alpha^k_{ij} W^k h_j\right)`, whose
     attention :math:`\alpha` sees edge features (GAT: Veličković et al., 2018; jumping knowledge: Xu et al., 2018).
@@ -139,11 +136,8 @@ class GatClassifier(nn.Module):
             # The graph is left out of some windows: else it explains the few attacks of training, and the extremes,
             # which hold for others too, learn nothing.
             pooled = pooled * F.dropout(pooled.new_ones(len(pooled), 1), self.graph_dropout, self.training)
-        logits = self.output(torch.cat([pooled, *extremes], dim=1))
-        overdue = self.inputs.overdue(batch, self.inputs.visible_index(batch)).to(logits.dtype)
-        missing = scatter(overdue, batch.absent_batch, dim=0, dim_size=batch.num_graphs, reduce="sum")
-        suspected: Tensor = logits + missing[:, None] * logits.new_tensor([-MISSING_ID / 2, MISSING_ID / 2])
-        return suspected
+        logits: Tensor = self.output(torch.cat([pooled, *extremes], dim=1))
+        return logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +148,6 @@ class Reconstruction:
     edge: Tensor  # [E] mean squared error of the standardised edge features
     can_id: Tensor | None  # [N] cross-entropy of the node's own ID; None where identity is off
     kl: Tensor  # [N] KL divergence of the latent from a standard normal, in nats
-    # No errors, but what a reconstruction cannot show:
-    strange: Tensor  # [N] see `InputEncoder.strangeness`
-    overdue: Tensor  # [A] see `InputEncoder.overdue`
 
 
 def worst_nodes(error: Tensor, graph: Tensor) -> Tensor:
@@ -240,17 +231,14 @@ class Vgae(nn.Module):
         """Compares a reconstruction with its batch."""
         node, edge = self.inputs.targets(batch)
         mean, log_std = decoded.mean, decoded.log_std
-        index = self.inputs.id_index(batch)
         can_id = None
         if decoded.id_logits is not None:
-            can_id = F.cross_entropy(decoded.id_logits, index, reduction="none")
+            can_id = F.cross_entropy(decoded.id_logits, self.inputs.id_index(batch), reduction="none")
         return Reconstruction(
             node=(decoded.node - node).square() @ self.inputs.target_weights.to(node.dtype),
             edge=(decoded.edge - edge).square().mean(dim=1),
             can_id=can_id,
             kl=0.5 * (mean.square() + (2 * log_std).exp() - 2 * log_std - 1).sum(dim=1),
-            strange=self.inputs.strangeness(batch, index) if self.inputs.identity else torch.zeros_like(node[:, 0]),
-            overdue=self.inputs.overdue(batch, index),
         )
 
     def forward(self, batch: GraphBatch, noise: Tensor | None) -> Reconstruction:
