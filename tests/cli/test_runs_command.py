@@ -260,3 +260,20 @@ def test_the_table_fits_a_terminal_of_80_columns(runs: Runs) -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("columns", ["40", "300"])
+@pytest.mark.parametrize("text", ["[/x]", "[bold]", "[link=x]", "[/__w/x]"])
+def test_text_like_markup_is_shown_as_it_is_by_every_command_about_runs(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, columns: str
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    begin(path := runs.add(1, after=text, sweep=text), host=text)
+    end(path, "failed", message=f"It broke: {text}")
+    (path / "config.yaml").write_text(f"task: can\nmodel_name: '{text}'\ndataset: {{name: '{text}'}}\n")
+    job = runs.submit(path, "7", executor=text, reason=text, resources={"partition": text})
+    Path(job.log_path).write_text(f"error: {text}\n")
+    for command in ("runs", "status", "show", "logs"):
+        assert text in said(capsys, command, *(["last"] if command != "runs" else []), *runs.flags)
+    assert text in said(capsys, "status", text, *runs.flags, code=2)

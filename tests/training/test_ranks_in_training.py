@@ -130,7 +130,9 @@ def test_a_rank_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_by
     undisturbed = fitted(tmp_path / "undisturbed", 2, **DROPPING)
     codes = ended(tmp_path, 2, trouble=(victim, "kill", 6), **DROPPING)
     assert (codes[victim], codes[1 - victim]) == (-9, 3)
-    assert "another one has ended" in error_text(tmp_path, 1 - victim)
+    text = error_text(tmp_path, 1 - victim)
+    assert "another one has ended" in text
+    assert ".cc" not in text
     assert checkpoint(tmp_path)["progress"]["step"] == 4
     resumed = fitted(tmp_path, 2, **DROPPING)
     assert all(torch.equal(resumed[rank]["weights"], undisturbed[rank]["weights"]) for rank in (0, 1))

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Final, TypeVar
 
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir, state_folder
-from can_train.errors import CanTrainError, DoesNotFitError, RunError, StateError
+from can_train.errors import CanTrainError, DoesNotFitError, RankGoneError, RunError, StateError, without_positions
 from can_train.io import records
 from can_train.io.records import AttemptStart, is_file, this_host, utc_now, write_json_atomic, write_text_atomic
 from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
@@ -51,7 +51,7 @@ _MAX_POSTPONED: Final = 400  # times: 20 s, below the 30 s after which SLURM kil
 # Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
 # terminated, or fail because it is gone.
 _BY_SIGNIFICANCE: Final = (
-    "host_oom", "gpu_oom", "killed", "failed", "time_limit", "interrupted", "terminated", "finished",
+    "host_oom", "gpu_oom", "killed", "failed", "rank_gone", "time_limit", "interrupted", "terminated", "finished",
 )  # fmt: skip
 
 # A run id is a time, a key, and four hexadecimal digits.
@@ -144,8 +144,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnd:
     """How an attempt ended: finished, failed, gpu_oom, host_oom, time_limit (it was warned and saved its state),
-    terminated (by SIGTERM, and saved its state), interrupted (by SIGINT, and saved its state), or killed, which only
-    others can find out.
+    terminated (by SIGTERM, and saved its state), interrupted (by SIGINT, and saved its state), rank_gone (another
+    process of the run ended without a report), or killed, which only others can find out.
     """
 
     attempt: int
@@ -303,9 +303,11 @@ def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]
     ending, details = "failed", {}
     if isinstance(error, DoesNotFitError):
         ending, details = "host_oom" if error.details.of_host else "gpu_oom", asdict(error.details)
+    elif isinstance(error, RankGoneError):
+        ending = "rank_gone"
     elif is_out_of_memory(error):
         ending = "host_oom" if is_host_memory(error) else "gpu_oom"
-    text = error.in_short if isinstance(error, CanTrainError) else str(error)
+    text = error.in_short if isinstance(error, CanTrainError) else without_positions(str(error))
     text = " ".join(line.strip() for line in text.splitlines() if line.strip())
     # The text of a CanTrainError is written for users; any other needs its type.
     if not isinstance(error, CanTrainError):

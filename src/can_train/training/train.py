@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
-from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, FailedRunError, OutOfMemoryDetails, StateError
+from can_train.errors import (
+    RUN_FAILED,
+    CanTrainError,
+    DoesNotFitError,
+    FailedRunError,
+    OutOfMemoryDetails,
+    RankGoneError,
+    StateError,
+)
 from can_train.factors.observations import Device, Observation, Started, write_record
 from can_train.factors.observations import Outcome as AttemptOutcome
 from can_train.factors.store import factor_rule, memory_fingerprint, next_time, policy_options, store_of
@@ -47,7 +55,7 @@ from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory, without_others
 from can_train.reporter import LoggedReporter, Reporter, SilentReporter
 from can_train.task import BatchTask, Table
-from can_train.training.distributed import RankFailedError, RankGoneError, Ranks, rank_device
+from can_train.training.distributed import RankFailedError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
 from can_train.training.loading import check_inputs_unchanged, fresh_model, load_task, start_from
 from can_train.training.recording import rewind_steps, write_predictions
