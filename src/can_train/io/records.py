@@ -204,7 +204,7 @@ def parse_object(text: str) -> dict[str, Any]:
     """Parses a JSON object; anything else, such as a line that is still being written, has no values."""
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -308,7 +309,10 @@ def _number(values: Any, *path: str | int) -> float | None:
             values = values[key]
         except (KeyError, IndexError, TypeError):
             return None
-    return float(values) if isinstance(values, int | float) and not isinstance(values, bool) else None
+    if not isinstance(values, int | float) or isinstance(values, bool):
+        return None
+    # JSON's numbers are of any size, and a person's file may have NaN.
+    return float(values) if abs(values) <= sys.float_info.max else None
 
 
 def _integer(values: Any, *path: str | int) -> int | None:

@@ -474,7 +474,7 @@ class MetricsLog:
 
     def rewind(self, lines: int) -> None:
         """Keeps the first `lines` lines: steps after the last checkpoint are trained, and logged, once more."""
-        kept = self._path.read_text().splitlines(keepends=True)[:lines] if self._path.exists() else []
+        kept = records.text_or_nothing(self._path).splitlines(keepends=True)[:lines]
         write_text_atomic(self._path, "".join(kept))
         self.lines = len(kept)
 

@@ -256,7 +256,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
     session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references)
     if checkpoint is not None:
-        session.restore(checkpoint)
+        checkpoint = session.restore(checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
         if parts.folder.goes_on_for_longer(session.progress.step):
             epochs, lr = parts.training.epochs, session.optimization.lr
@@ -265,7 +265,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     if ranks.is_first:
         # What followed the checkpoint is trained, and logged, once more.
         session.metrics.rewind(0 if checkpoint is None else checkpoint["metrics_lines"])
-        rewind_steps(session.folder.path, steps_done)
+        rewind_steps(session.folder.path, session.progress.step)
     return session
 
 
