@@ -437,11 +437,10 @@ class Session(Parts):
             CheckpointError: There is no other.
         """
         skipped = 0
-        while why := next(filter(None, self.ranks.gather(lambda: self._damage(state))), ""):
+        while why := self._damage_on_ranks(state):
             skipped += 1
-            self.reporter.notice(
-                f"The checkpoint of step {self.progress.step} is damaged ({why}); going back to the one before it"
-            )
+            damaged = f"The checkpoint of step {self.progress.step} is damaged ({why})"
+            self.reporter.notice(f"{damaged}; going back to the one before it")
             state = load_checkpoint(self, skip=skipped) or state
         if skipped:
             self.ranks.on_rank0(lambda: self.checkpoints.drop(skipped))
@@ -459,8 +458,11 @@ class Session(Parts):
             seed_rank(seed=self.training.seed, rank=rank, step=self.progress.step)
         return state
 
+    def _damage_on_ranks(self, state: Mapping[str, Any]) -> str:
+        return next(filter(None, self.ranks.gather(lambda: self._damage(state))), "")
+
     def _damage(self, state: Mapping[str, Any]) -> str:
-        """Restores what needs no other rank, and tries what follows it; returns why that failed, empty if it did not."""
+        """Restores what needs no other rank and checks the rest; returns why that failed, empty if it did not."""
         self.progress = Progress.from_plain(state["progress"])
         try:
             self._restore_own(state)
