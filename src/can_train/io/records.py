@@ -291,6 +291,17 @@ def write_document(path: Path, record: Any) -> None:
         raise unusable("written", path, error) from error
 
 
+def check_writable(folder: Path) -> None:
+    """Makes a folder, and a file in it for a moment.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _temporary(folder / "_") as (temporary, _):
+        temporary.unlink()
+
+
 def list_names(folder: Path) -> list[str]:
     """Returns the sorted names in a folder; none where it does not exist.
 
