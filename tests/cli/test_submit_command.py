@@ -223,6 +223,65 @@ def test_a_submitted_run_goes_on_as_another_job_with_what_is_changed(
     assert (slurm / "sent").read_text().count("#SBATCH --time=90\n") == 2
 
 
+def chained(slurm: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """Two runs of which the second waits for the first, as jobs 41 and 42, of which the queue knows neither."""
+    first = submit(capsys).split()[0]
+    (slurm / "bin" / "sbatch").write_text(f'#!/bin/sh\ncat "$1" >> {slurm}/sent; echo Submitted batch job 42\n')
+    second = submit(capsys, "--set", "training.seed=3", "--after", first).split()[0]
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\n")
+    (slurm / "sent").unlink()
+    return first, second
+
+
+def test_a_later_stage_is_not_resumed_before_the_one_that_it_waits_for(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = chained(slurm, capsys)
+    assert main(("resume", second)) == 2
+    assert f"can-train resume {first}" in capsys.readouterr().err
+    assert not (slurm / "sent").exists()
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\necho '41|RUNNING|None|n1|N/A|1:30:00'\n")
+    assert main(("resume", second)) == 0
+    assert "#SBATCH --dependency=afterok:41\n" in (slurm / "sent").read_text()
+
+
+def test_a_later_stage_is_resumed_at_once_where_the_one_before_it_has_finished(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = chained(slurm, capsys)
+    (slurm / "runs" / first / "result.json").write_text("{}")
+    assert main(("resume", second)) == 0
+    assert "--dependency" not in (slurm / "sent").read_text()
+
+
+def test_a_run_that_is_resumed_twice_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submit(capsys)
+    (slurm / "bin" / "squeue").write_text(
+        f"#!/bin/sh\ntest -e {slurm}/again && echo '43|PENDING|Priority||N/A|1:30:00'\n"
+    )
+    slow = (
+        f'#!/bin/sh\n/bin/sleep 1; /bin/touch {slurm}/again; cat "$1" >> {slurm}/twice; echo Submitted batch job 43\n'
+    )
+    (slurm / "bin" / "sbatch").write_text(slow)
+    line = [sys.executable, "-m", "can_train", "resume", "last"]
+    both = [subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert sorted(one.wait() for one in both) == [0, 2]
+    assert main(("resume", "last")) == 2
+    assert "is queued or running goes on by itself" in capsys.readouterr().err
+    assert (slurm / "twice").read_text().count("#!/bin/bash") == 1
+
+
+@pytest.mark.parametrize("state", ["NEVER", "PENDING"])
+def test_a_run_whose_job_waits_in_vain_is_not_submitted_beside_it(
+    slurm: Path, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    submit(capsys)
+    reason = "DependencyNeverSatisfied" if state == "NEVER" else "Priority"
+    (slurm / "bin" / "squeue").write_text(f"#!/bin/sh\necho '41|PENDING|{reason}||N/A|1:30:00'\n")
+    assert main(("resume", "last")) == 2
+    assert "can-train cancel last" in capsys.readouterr().err
+
+
 def test_a_submitted_run_is_submitted_anew_with_the_flags_of_a_training_line(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

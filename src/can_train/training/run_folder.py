@@ -417,18 +417,19 @@ class RunFolder:
         return result
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps a second process out of the run.
+    def locked(self, *, doing: str = "trained") -> Iterator[None]:
+        """Keeps a second process from training the run, or from what else is to be done once (`doing`).
 
         Raises:
-            RunError: Another process is training this run.
+            RunError: Another process is at it.
         """
-        with (self.path / "lock").open("w") as handle:
+        name = "lock" if doing == "trained" else f"{doing}.lock"
+        with (self.path / name).open("w") as handle:
             try:
                 # The kernel's lock, not the file's existence: a killed process leaves no lock behind.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise RunError("The run is being trained by another process", value=self.run_id) from error
+                raise RunError(f"The run is being {doing} by another process", value=self.run_id) from error
             yield
 
 
