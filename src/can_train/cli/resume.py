@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from can_train.cli.cancel import check_answer
 from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_json, print_note
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.cli.train_options import OPTIONS, Flags, make_command, make_request, split_names
@@ -53,12 +54,15 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     locator = RunLocator(runs_dir, state_dir)
     found = locator.status(locator.find(run))
     _check_state(found, run)
+    jobs = found.facts.jobs
+    in_slurm = not here and bool(jobs) and jobs[-1].executor == "slurm"
+    if in_slurm:
+        check_answer(found)
     if not found.state.certain and not quiet:
         print_note(str(found.state))
     from can_train.training.resume import ResumeRequest, change_run
 
-    folder, jobs = found.known.folder, found.facts.jobs
-    in_slurm = not here and bool(jobs) and jobs[-1].executor == "slurm"
+    folder = found.known.folder
     if device is not None and not in_slurm:
         from can_train.memory.meters import resolve_device
 

@@ -251,6 +251,8 @@ def _exit_words(row: AccountRow) -> str:
 
 _UNOPENED: Final = "0:53"
 """Exit code of a job whose folder or log could not be opened, so that nothing of it ran."""
+_MAY_RETURN: Final = ("terminated", "time_limit", "killed", "rank_gone")
+"""Endings after which a job may go back into the queue."""
 _UNLAUNCHED: Final = "JobLaunchFailure"
 """SLURM's reason for the same."""
 
@@ -339,9 +341,11 @@ def _state_after_queue(facts: RunFacts) -> RunState:
         return _process_state(attempt, facts) if attempt else _unstarted_process_state(job, facts)
     end = attempt.end if attempt else None
     # A job whose process stopped at a signal may have been requeued.
-    if facts.answer.queue is None and (end is None or end.ending in ("terminated", "time_limit")):
+    if facts.answer.queue is None and (end is None or end.ending in _MAY_RETURN):
         state = RUNNING if attempt and end is None else QUEUED
-        sentence = f"as far as its files say; SLURM, which has its job {job_id}, does not answer here"
+        sentence = (
+            f"as far as its files say; SLURM, which has its job {job_id}, does not answer here; ask again in a minute"
+        )
         return RunState(state, sentence, certain=False)
     row = _final_row(job_id, facts)
     return classify_exit(attempt, row, facts.log_tail, facts) if attempt else _unstarted_job_state(row, facts)
