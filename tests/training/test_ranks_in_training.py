@@ -157,6 +157,21 @@ def test_ranks_drop_different_units(tmp_path: Path) -> None:
     assert torch.equal(one["drawn"], alone["drawn"])
 
 
+def test_the_plan_of_several_ranks_says_that_dropout_makes_losses_differ_and_without_it_they_do_not(
+    tmp_path: Path,
+) -> None:
+    rates = {"on": {**DROPPING, "micro_batch_size": 0, "epochs": 1}, "off": {**EXACT, "epochs": 1}}
+    for name, options in rates.items():
+        (tmp_path / name).mkdir()
+        (alone,), (first, _) = (fitted(tmp_path / name / str(ranks), ranks, **options) for ranks in (1, 2))
+        said = [
+            "Dropout draws other masks on each of 2 processes" in "\n".join(one["notices"]) for one in (alone, first)
+        ]
+        assert said == [False, name == "on"]
+        one, other = (losses(records(tmp_path / name / str(ranks))[0]) for ranks in (1, 2))
+        assert (other == pytest.approx(one, rel=1e-10)) == (name == "off")
+
+
 def test_with_another_number_of_ranks_the_batch_stays(tmp_path: Path) -> None:
     settings = {**EXACT, "checkpoint_every": 2}
     (alone,) = fitted(tmp_path / "alone", 1, **settings)
