@@ -86,6 +86,27 @@ def test_a_job_whose_memory_ran_out_is_submitted_again_with_more(
     assert (slurm / "sent").read_text().count("#SBATCH --mem=600M") == 1
 
 
+@pytest.mark.parametrize(("status", "requeued"), [("137", True), ("143", True), ("3", False)])
+def test_a_job_one_rank_of_which_was_killed_goes_back_into_the_queue(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, status: str, requeued: bool
+) -> None:
+    submit(capsys)
+    (run,) = Registry(slurm / "state").runs()
+    begin(Path(run.path), job_id="41")
+    end(Path(run.path), "rank_gone", message="Every process must stay: another one has ended")
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\necho '41|RUNNING|None|n1||'\n")
+    (slurm / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$*" >> {slurm}/asked\n')
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    assert main(("after-job", "--state-dir", str(slurm / "state"), "--status", status)) == 0
+    asked = (slurm / "asked").read_text() if (slurm / "asked").exists() else ""
+    assert ("requeue 41" in asked) == requeued
+    capsys.readouterr()
+    assert main(("status", "last", "--json")) == 0
+    (attempt,) = json.loads(capsys.readouterr().out)["attempts"]
+    assert ("SIGKILL" in attempt["why"]) == requeued
+
+
 def test_the_saved_configuration_finds_everything_from_anywhere(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
