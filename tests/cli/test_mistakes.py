@@ -211,6 +211,7 @@ def _app() -> Typer:
         ("executor: slurm\ntime: [1]", "time: Cannot convert 'ListConfig' to string"),
         ("executor: slurm\nexecutor: slurm", "found duplicate key executor"),
         ("a: &a [*a]", "maximum recursion depth exceeded"),
+        ("[" * 100_000, "maximum recursion depth exceeded"),
         ("\x00", "special characters are not allowed"),
         ("\udcff", "can't decode byte 0xff"),
     ],

@@ -471,5 +471,6 @@ def _find(pid: int, recorded_at: str) -> "psutil.Process | None":
         # started after the record was written is such a new one.
         is_same = process.create_time() <= datetime.fromisoformat(recorded_at).timestamp() + _CLOCK_SLACK_S
         return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
+    # A damaged record may have a number that no process has.
+    except (psutil.NoSuchProcess, OverflowError):
         return None

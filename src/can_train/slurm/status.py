@@ -135,8 +135,8 @@ def _attempts(folder: RunFolder) -> list[AttemptFacts]:
     attempts = Attempts(folder.path)
     try:
         facts = [AttemptFacts(start=start, end=attempts.end(start.attempt)) for start in attempts.starts()]
-    except (OSError, ValueError, TypeError):
-        # A damaged record must not hide the run: the other facts decide.
+    except OSError:
+        # What cannot be read must not hide the run: the other facts decide.
         return []
     if facts and facts[-1].end is None and not facts[-1].start.job_id:
         facts[-1] = replace(facts[-1], alive=facts[-1].start.is_running())

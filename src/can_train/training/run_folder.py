@@ -19,6 +19,8 @@ from threading import Timer, get_ident
 from types import FrameType
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir, state_folder
 from can_train.errors import CanTrainError, DoesNotFitError, RankGoneError, RunError, StateError, without_positions
 from can_train.io import records
@@ -65,6 +67,7 @@ _EPOCHS: Final = "training.epochs"
 
 _MESSAGE_LENGTH: Final = 500  # characters of an error that are kept; some of torch's fill pages
 _MAX_ENTRY_BYTES: Final = 2**20  # largest file that is read as an entry of the registry
+T = TypeVar("T")
 _LIBRARIES: Final = ("can-train", "torch", "numpy", "hydra-core")
 """Packages whose versions a run notes, beside those of tasks."""
 
@@ -187,14 +190,16 @@ class Attempts:
         self._is_recorded = False
 
     def starts(self) -> list[AttemptStart]:
-        """Reads the starts of all attempts, the first one first."""
-        return [AttemptStart(**json.loads(path.read_text())) for path in sorted(self._folder.glob("*-began.json"))]
+        """Reads the starts of all attempts, the first one first; a damaged record hides nothing but itself."""
+        starts = [_read_record(path, AttemptStart) for path in sorted(self._folder.glob("*-began.json"))]
+        return [start for start in starts if start is not None and _is_time(start.start_time)]
 
     def end(self, attempt: int) -> AttemptEnd | None:
         """Reads how an attempt ended; of several records the most informative, None where there is none."""
         paths = self._folder.glob(f"{attempt:04d}-ended*.json")
-        ends = [AttemptEnd(**json.loads(path.read_text())) for path in paths]
-        return min(ends, key=_significance, default=None)
+        ends = [_read_record(path, AttemptEnd) for path in paths]
+        known = [end for end in ends if end is not None and end.ending in _BY_SIGNIFICANCE and _is_time(end.time)]
+        return min(known, key=_significance, default=None)
 
     def end_in(self, context: SlurmContext) -> AttemptEnd | None:
         """Reads how the last attempt of a job ended; None where none began or no record was written."""
@@ -282,6 +287,21 @@ def _packages_of_tasks() -> list[str]:
 def slurm_node_name() -> str:
     """Returns this machine's name as SLURM has it, else its own: `exclude` of the next job must name the node."""
     return os.environ.get("SLURMD_NODENAME") or this_host()
+
+
+def _read_record(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_time(text: str) -> bool:
+    try:
+        records.check_time("time", text)
+    except ValueError:
+        return False
+    return True
 
 
 def _significance(end: AttemptEnd) -> tuple[int, bool, str]:
@@ -373,10 +393,9 @@ class RunFolder:
         that the run went on from, and `settings`, each with its value `before` and `after`; none if that is damaged.
         """
         try:
-            changes: list[dict[str, Any]] = json.loads((self.path / _CHANGES).read_text())["changes"]
-        except (OSError, ValueError, KeyError, TypeError):
+            return msgspec.convert(json.loads((self.path / _CHANGES).read_text())["changes"], list[dict[str, Any]])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
-        return changes
 
     def change(self, config: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], *, step: int) -> None:
         """Replaces the configuration, and records the settings that changed (see `changes`). A result that more epochs
@@ -406,7 +425,7 @@ class RunFolder:
                 raise ValueError("not an object")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, OSError):
                 raise _unreadable("result", self.result_path, error) from error
             # The last checkpoint has the weights, so a resumed run has only to be judged once more.
