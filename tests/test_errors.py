@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
-from can_train.errors import COMMAND_VARIABLE, ConfigError, as_typed
+from can_train.errors import COMMAND_VARIABLE, ConfigError, as_typed, first_sentence
 from can_train.reporter import wrapped
 from fakes.finished_runs import Shelf
 
@@ -84,3 +84,20 @@ def test_no_command_names_another_one_in_a_way_that_cannot_be_typed(
     output = capsys.readouterr()
     lines = f"{output.out}\n{output.err}".splitlines()
     assert [text for text in lines if re.search(r"(?<![./])can-train (--|-h|[a-z])", text)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[/__w/pytorch/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:4242",
+         "Connection closed by peer [127.0.0.1]:4242"),
+        ("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: no memory", "err == 0"),
+        ("⚠️ [../gloo/pair.cc:81] Timed out. This may help: set a longer one\nException raised from x", "Timed out"),
+        ("No device. Look at it", "No device"),
+        ("a file like x.cc is wrong", "a file like x.cc is wrong"),
+        ("[/__w/pair.cc:537]", "RuntimeError"),
+        ("", "RuntimeError"),
+    ],
+)  # fmt: skip
+def test_an_error_of_others_is_its_first_sentence_without_source_positions(text: str, sentence: str) -> None:
+    assert first_sentence(RuntimeError(text)) == sentence

@@ -9,6 +9,7 @@ CanTrainError
 ├── CheckpointError
 ├── RunError
 ├── FailedRunError
+│   └── RankGoneError
 ├── StateError
 ├── DeviceError
 ├── TaskError
@@ -41,6 +42,9 @@ _REMEDIES: Final = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _NO_SPACE),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL), _NO_PATH),
 }
+
+_SOURCE_POSITION: Final = re.compile(r"\[?[^\s\[\]]*\.(?:cc|cpp|cu|cuh|c|h|hpp):\d+\]?:?|\[enforce fail at \S+\]")
+_SENTENCE_END: Final = re.compile(r"\.\s|\.?$", re.MULTILINE)
 
 
 RUN_FAILED: Final = 3
@@ -127,6 +131,10 @@ class FailedRunError(CanTrainError):
     exit_code = RUN_FAILED
 
 
+class RankGoneError(FailedRunError):
+    """Another process of the run ended without reporting why."""
+
+
 class StateError(CanTrainError):
     """The state folder cannot be read or written."""
 
@@ -190,6 +198,20 @@ class DoesNotFitError(CanTrainError):
     ) -> None:
         super().__init__(rule, value=value, remedy=remedy)
         self.details = details or OutOfMemoryDetails()
+
+
+def without_positions(text: str) -> str:
+    """Leaves out of an error of other people's code where in their C++ sources it was raised."""
+    # Some libraries begin a message with a pictogram.
+    return re.sub(r"^[^\w'\"(\[]+", "", _SOURCE_POSITION.sub("", text)).strip()
+
+
+def first_sentence(error: BaseException) -> str:
+    """Returns the first sentence of an error of other people's code (see `without_positions`); the error's type where
+    it says nothing.
+    """
+    text = without_positions(str(error))
+    return text[: match.start()] if (match := _SENTENCE_END.search(text)) and match.start() else type(error).__name__
 
 
 def of_system(error: OSError) -> StateError | None:

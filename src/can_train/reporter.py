@@ -219,6 +219,25 @@ class LoggedReporter:
             self._lines.stream = io.StringIO()
 
 
+class QuietAbout:
+    """A reporter for which what concerns a folder is a detail: that it cannot be used was said before.
+
+    Args:
+        shown: Shows everything else.
+        folder: The folder.
+    """
+
+    def __init__(self, shown: Reporter, folder: Path) -> None:
+        self._folder = str(folder)
+        self.detail = shown.detail
+        self.stage = shown.stage
+        self._notice = shown.notice
+
+    def notice(self, text: str) -> None:
+        """Shows a notice, as a detail where it names the folder."""
+        (self.detail if self._folder in text else self._notice)(text)
+
+
 class _LoggedStage:
     def __init__(self, *stages: Stage) -> None:
         self._stages = stages

@@ -1,7 +1,13 @@
 """Lines that a person mistypes: each is answered with rule, value and remedy, exit code 2, and no traceback."""
 
+import io
+import random
+import shlex
 import shutil
 import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +15,7 @@ import pytest
 from typer import BadParameter, Typer
 from typer.main import get_command
 
-from can_train.cli.main import Command, main
+from can_train.cli.main import Command, _parser, main
 from can_train.cli.runs import runs
 from can_train.config import resolved
 from can_train.config.compose import RunRequest, resolve
@@ -186,3 +192,98 @@ def _app() -> Typer:
     app = Typer(add_completion=False)
     app.command(cls=Command)(runs)
     return app
+
+
+@pytest.mark.parametrize(
+    ("preset", "message"),
+    [
+        ("executor: [", "expected the node content, but found '<stream end>' in"),
+        ("executor: !!python/object/apply:os.mkdir [owned]", "could not determine a constructor for the tag"),
+        ("executr: slurm", "executr: there is no such setting"),
+        ("defaults:\n  - schema\nexecutr: slurm", "executr: there is no such setting"),
+        ("- a", "a preset has a setting a line"),
+        ("5", "Invalid loaded object type: int"),
+        ("defaults: 3", "defaults must be a list"),
+        ("executor: ${oc.env:NOBODY_SETS_THIS}", "Environment variable 'NOBODY_SETS_THIS' not found"),
+        ("executor: slurm\nadditional: 5", "cluster.additional must be settings, as {a:1,b:2}: 5"),
+        ("executor: slurm\nsetup: 5", "cluster.setup must be a list, as [1,2]: 5"),
+        ("executor: slurm\nnodes: many", "nodes: 'many' is not a whole number"),
+        ("executor: slurm\ntime: [1]", "time: Cannot convert 'ListConfig' to string"),
+        ("executor: slurm\nexecutor: slurm", "found duplicate key executor"),
+        ("a: &a [*a]", "maximum recursion depth exceeded"),
+        ("[" * 100_000, "maximum recursion depth exceeded"),
+        ("\x00", "special characters are not allowed"),
+        ("\udcff", "can't decode byte 0xff"),
+    ],
+)
+def test_a_broken_preset_is_named_with_what_is_wrong_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], preset: str, message: str
+) -> None:
+    (tmp_path / "own" / "cluster").mkdir(parents=True)
+    (tmp_path / "own" / "cluster" / "mine.yaml").write_bytes(preset.encode(errors="surrogateescape"))
+    line = ("--model", "gat", "--dataset", "synthetic", "--config-dir", "own", "--submit", "--cluster", "mine")
+    assert message in said(capsys, *line, "--dry-run")
+    assert not (tmp_path / "owned").exists()
+
+
+def test_a_preset_need_not_begin_with_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "mine.yaml").write_text("executor: slurm\nmem: 4G\n")
+    run = resolve(RunRequest(model="gat", dataset="synthetic", cluster="mine", config_dir=str(tmp_path)))
+    assert (run.cluster.executor, run.cluster.mem, run.cluster.nodes) == ("slurm", "4G", 1)
+
+
+LINES = 400
+MOST_SECONDS = 20.0
+COMMANDS = ("train", "runs", "status", "logs", "cancel", "resume", "resubmit", "show", "compare", "report", "evaluate",
+            "detect", "pipeline", "factors", "completion")  # fmt: skip
+HOSTILE = (
+    "", " ", "-1", "0", "1e999", "nan", "x" * 255, "x" * 256, "ü" * 128, "x" * 5000, "a/" * 3000, "../" * 50, "/",
+    "/dev/null/x", "\n", "[/x]", "[bold]", "${oc.env:HOME}", "$(touch owned)", "`touch owned`", "a=b", "=",
+    "a=" + "b" * 300, "x" * 300 + "=1", "training.lr=" + "9" * 400, "training.seed=" + "9" * 5000, "model.hidden=1e400",
+    "dataset.window=-1", "training.epochs=[[[[", "training.epochs=" + "[" * 3000, "'", '"', "{", "%s%n", "\udcff", "~",
+    "~nobody/x", "~" + "x" * 300, "last", "-", "--", "cpu", "sim:", "sim:1e999GiB", "sim:-1", "cuda:99999999999", "١٢",
+    "1" * 5000, "own:" + "x" * 300, "x" * 300 + ".py:T", "\u202e", "*", "?", "a,b,,", "10s", "2/3",
+)  # fmt: skip
+
+
+def test_random_lines_of_real_flags_with_hostile_values_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # No SLURM, and nobody to answer.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    generator, begun = random.Random(0), time.monotonic()
+    flags = {name: _parser(name).params for name in COMMANDS}
+    failed = []
+    for _ in range(LINES):
+        line = random_line(generator, flags)
+        with suppress(SystemExit):
+            try:
+                code = main(line)
+            except Exception as error:  # noqa: BLE001 - any at all is what is looked for
+                failed.append(f"{shlex.join(line)[:300]}: {type(error).__name__}: {str(error)[:200]}")
+                continue
+            _, err = capfd.readouterr()
+            if code not in (0, 2, 3) or "Traceback" in err or (code and "error: " not in err):
+                failed.append(f"{shlex.join(line)[:300]}: {code} {err[-300:]}")
+        if time.monotonic() - begun > MOST_SECONDS:
+            break
+    assert failed == []
+    assert not (tmp_path / "owned").exists()
+
+
+def random_line(generator: random.Random, flags: Mapping[str, Sequence[Any]]) -> list[str]:
+    """A line of a command that never gets as far as a training: what it should be of does not exist."""
+    command = generator.choice(COMMANDS)
+    words = [] if command == "train" else [command]
+    if command == "train":
+        words += generator.choice(
+            [["--dataset", generator.choice(HOSTILE[:12])], ["--model", "nobody"], ["--task", "no"]]
+        )
+        words.append("--dry-run")
+    known = [one for one in flags[command] if one.opts[0] not in ("--help", "--watch", "--follow", "--debug")]
+    for one in generator.sample(known, min(len(known), generator.randrange(4))):
+        value = [] if getattr(one, "is_flag", False) else [generator.choice(HOSTILE)]
+        words += [*(one.opts[:1] if one.opts[0].startswith("-") else []), *value]
+    return words

@@ -7,6 +7,8 @@ from can_train.cli.output import TerminalReporter, Verbosity, make_reporter
 from can_train.errors import ConfigError
 from can_train.reporter import LineReporter, LoggedReporter
 
+MARKUP = ("[/x]", "[bold]", "[link=x]", "[/__w/pair.cc:537]", ":warning:")
+
 
 def test_a_pipe_gets_one_line_at_a_stages_end() -> None:
     stream = io.StringIO()
@@ -73,6 +75,24 @@ def test_a_terminal_shows_notices_with_brackets_as_they_are(capsys: pytest.Captu
         stage.advance(1, loss=0.5)
         reporter.notice("[red]not markup[/red]")
     assert "[red]not markup[/red]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", MARKUP)
+def test_text_like_markup_is_shown_as_it_is_in_a_bar_a_notice_and_details(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    reporter = TerminalReporter(verbose=True)
+    with reporter.stage(f"reading {text}", total=2, unit=text) as stage:
+        stage.advance(1, **{text: 0.5})
+    reporter.notice(text)
+    reporter.detail(text)
+    *_, bar, notice, detail = (line for line in capsys.readouterr().err.splitlines() if text in line)
+    assert bar.count(text) == 3
+    # The first line after a bar shows the cursor again.
+    assert (notice.removeprefix("\x1b[?25h"), detail) == (f"note: {text}", text)
 
 
 def test_a_log_has_what_came_before_it_could_be_written_and_what_follows(tmp_path: Path) -> None:

@@ -260,3 +260,56 @@ def test_the_table_fits_a_terminal_of_80_columns(runs: Runs) -> None:
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("columns", ["40", "300"])
+@pytest.mark.parametrize("text", ["[/x]", "[bold]", "[link=x]", "[/__w/x]"])
+def test_text_like_markup_is_shown_as_it_is_by_every_command_about_runs(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, columns: str
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    begin(path := runs.add(1, after=text, sweep=text), host=text)
+    end(path, "failed", message=f"It broke: {text}")
+    (path / "config.yaml").write_text(f"task: can\nmodel_name: '{text}'\ndataset: {{name: '{text}'}}\n")
+    job = runs.submit(path, "7", executor=text, reason=text, resources={"partition": text})
+    Path(job.log_path).write_text(f"error: {text}\n")
+    for command in ("runs", "status", "show", "logs"):
+        assert text in said(capsys, command, *(["last"] if command != "runs" else []), *runs.flags)
+    assert text in said(capsys, "status", text, *runs.flags, code=2)
+
+
+DEEP = "[" * 100_000
+BEGAN = '{"attempt": 1, "start_time": "2026-01-01T00:00:30+00:00", "pid": 7'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *((name, text) for name in ("attempts/0001-began.json", "attempts/0001-ended.json", "result.json", "plan.json",
+                                    "metrics.jsonl", "steps.jsonl", "changes.json", "config.yaml")
+          for text in ("", DEEP, "[1]", '{"a": 1}', "\udcff")),
+        ("attempts/0001-began.json", BEGAN + ', "restarts": []}'),
+        ("attempts/0001-began.json", BEGAN.replace("7", "9" * 30) + "}"),
+        ("attempts/0001-began.json", '{"attempt": 1, "start_time": 1e308, "pid": 7}'),
+        ("attempts/0001-began.json", '{"attempt": 1, "start_time": "soon", "pid": 7}'),
+        ("metrics.jsonl", '{"step": 1e999, "validation_loss": NaN, "epoch": ' + "9" * 400 + "}"),
+        ("plan.json", '{"plan": {"mean_steps_per_epoch": 1e308}}'),
+        ("config.yaml", "task: can\nmodel_name: 3\nmode: 4\ndataset: 1.5\n"),
+        ("config.yaml", "a: &a [*a]\n"),
+        ("config.yaml", "- " * 50_000),
+        ("config.yaml", "? " * 50_000),
+        ("changes.json", '{"changes": 5}'),
+    ],
+)  # fmt: skip
+def test_a_file_of_wrong_content_hides_no_run_and_breaks_no_command(
+    runs: Runs, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    begin(path := runs.add(1, RESULT))
+    end(path, "finished")
+    (path / "metrics.jsonl").write_text('{"step": 1, "epoch": 1, "validation_loss": 0.5}\n')
+    (path / name).write_bytes(text.encode(errors="surrogateescape"))
+    for line in (["runs"], ["runs", "--json"], ["status", "last", "--json"], ["show", "last"], ["report", "last"]):
+        assert main([*line, *runs.flags]) in (0, 2)
+        captured = capsys.readouterr()
+        assert path.name[9:15] in captured.out + captured.err

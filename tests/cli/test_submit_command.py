@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from can_train.cli.main import main
 from can_train.config.resolved import plain_from_yaml
 from can_train.training.run_folder import Registry
+from fakes.made_runs import begin, end
 
 TRAIN = ("--model", "gat", "--dataset", "synthetic")
 DRY = ("--dry-run", "--size", "student", "--target-gpu", "t4", "--set", "dataset.synthetic.seconds=5")
@@ -82,6 +84,27 @@ def test_a_job_whose_memory_ran_out_is_submitted_again_with_more(
     again = registry.jobs(run.run_id)[-1]
     assert (again.reason, again.resources["mem"]) == (said, "600M")
     assert (slurm / "sent").read_text().count("#SBATCH --mem=600M") == 1
+
+
+@pytest.mark.parametrize(("status", "requeued"), [("137", True), ("143", True), ("3", False)])
+def test_a_job_one_rank_of_which_was_killed_goes_back_into_the_queue(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, status: str, requeued: bool
+) -> None:
+    submit(capsys)
+    (run,) = Registry(slurm / "state").runs()
+    begin(Path(run.path), job_id="41")
+    end(Path(run.path), "rank_gone", message="Every process must stay: another one has ended")
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\necho '41|RUNNING|None|n1||'\n")
+    (slurm / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$*" >> {slurm}/asked\n')
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    assert main(("after-job", "--state-dir", str(slurm / "state"), "--status", status)) == 0
+    asked = (slurm / "asked").read_text() if (slurm / "asked").exists() else ""
+    assert ("requeue 41" in asked) == requeued
+    capsys.readouterr()
+    assert main(("status", "last", "--json")) == 0
+    (attempt,) = json.loads(capsys.readouterr().out)["attempts"]
+    assert ("SIGKILL" in attempt["why"]) == requeued
 
 
 def test_the_saved_configuration_finds_everything_from_anywhere(
@@ -223,6 +246,65 @@ def test_a_submitted_run_goes_on_as_another_job_with_what_is_changed(
     assert (slurm / "sent").read_text().count("#SBATCH --time=90\n") == 2
 
 
+def chained(slurm: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """Two runs of which the second waits for the first, as jobs 41 and 42, of which the queue knows neither."""
+    first = submit(capsys).split()[0]
+    (slurm / "bin" / "sbatch").write_text(f'#!/bin/sh\ncat "$1" >> {slurm}/sent; echo Submitted batch job 42\n')
+    second = submit(capsys, "--set", "training.seed=3", "--after", first).split()[0]
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\n")
+    (slurm / "sent").unlink()
+    return first, second
+
+
+def test_a_later_stage_is_not_resumed_before_the_one_that_it_waits_for(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = chained(slurm, capsys)
+    assert main(("resume", second)) == 2
+    assert f"can-train resume {first}" in capsys.readouterr().err
+    assert not (slurm / "sent").exists()
+    (slurm / "bin" / "squeue").write_text("#!/bin/sh\necho '41|RUNNING|None|n1|N/A|1:30:00'\n")
+    assert main(("resume", second)) == 0
+    assert "#SBATCH --dependency=afterok:41\n" in (slurm / "sent").read_text()
+
+
+def test_a_later_stage_is_resumed_at_once_where_the_one_before_it_has_finished(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = chained(slurm, capsys)
+    (slurm / "runs" / first / "result.json").write_text("{}")
+    assert main(("resume", second)) == 0
+    assert "--dependency" not in (slurm / "sent").read_text()
+
+
+def test_a_run_that_is_resumed_twice_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submit(capsys)
+    (slurm / "bin" / "squeue").write_text(
+        f"#!/bin/sh\ntest -e {slurm}/again && echo '43|PENDING|Priority||N/A|1:30:00'; exit 0\n"
+    )
+    slow = (
+        f'#!/bin/sh\n/bin/sleep 1; /bin/touch {slurm}/again; cat "$1" >> {slurm}/twice; echo Submitted batch job 43\n'
+    )
+    (slurm / "bin" / "sbatch").write_text(slow)
+    line = [sys.executable, "-m", "can_train", "resume", "last"]
+    both = [subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert sorted(one.wait() for one in both) == [0, 2]
+    assert main(("resume", "last")) == 2
+    assert "is queued or running goes on by itself" in capsys.readouterr().err
+    assert (slurm / "twice").read_text().count("#!/bin/bash") == 1
+
+
+@pytest.mark.parametrize("state", ["NEVER", "PENDING"])
+def test_a_run_whose_job_waits_in_vain_is_not_submitted_beside_it(
+    slurm: Path, capsys: pytest.CaptureFixture[str], state: str
+) -> None:
+    submit(capsys)
+    reason = "DependencyNeverSatisfied" if state == "NEVER" else "Priority"
+    (slurm / "bin" / "squeue").write_text(f"#!/bin/sh\necho '41|PENDING|{reason}||N/A|1:30:00'\n")
+    assert main(("resume", "last")) == 2
+    assert "can-train cancel last" in capsys.readouterr().err
+
+
 def test_a_submitted_run_is_submitted_anew_with_the_flags_of_a_training_line(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,3 +354,88 @@ def test_a_submission_does_not_wait_for_torch(slurm: Path, repository: Path) -> 
         env={**os.environ, "PYTHONPATH": str(repository / "src")}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", ["exec /bin/sleep 60", "echo 'Unable to contact slurm controller' >&2; exit 1"])
+def test_without_an_answer_of_slurm_what_is_known_is_said_in_time(
+    slurm: Path, capsys: pytest.CaptureFixture[str], script: str
+) -> None:
+    submit(capsys)
+    (run,) = Registry(slurm / "state").runs()
+    # As far as its files say it has ended; its job may have been put back since.
+    begin(Path(run.path), job_id="41")
+    end(Path(run.path), "failed", message="no such data")
+    for program in ("squeue", "sacct", "scontrol", "sbatch", "scancel"):
+        (slurm / "bin" / program).write_text(f"#!/bin/sh\n{script}\n")
+        (slurm / "bin" / program).chmod(0o755)
+    for command in ("cancel", "resume"):
+        begun = time.monotonic()
+        assert main((command, "last")) == 2
+        assert time.monotonic() - begun < 5
+        message = capsys.readouterr().err
+        assert "about job 41; the run's files say: failed: no such data" in message
+        assert "Try again in a minute" in message
+    begun = time.monotonic()
+    assert main(("status", "last")) == 0
+    assert time.monotonic() - begun < 5
+
+
+def hanging_sbatch(slurm: Path, monkeypatch: pytest.MonkeyPatch, *, taken: str) -> None:
+    """An sbatch that never answers; the queue then has a job 77 that writes its log where `taken` says."""
+    monkeypatch.setattr("can_train.slurm.client.SUBMIT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("can_train.slurm.submit.SUBMIT_TIMEOUT_S", 0.5)
+    partitions = (slurm / "bin" / "scontrol").read_text().splitlines()[1]
+    scripts = {
+        "sbatch": f'echo "$1" > {slurm}/script; cat "$1" >> {slurm}/sent; exec /bin/sleep 60',
+        "scontrol": f"""test "$2" = job || {{ {partitions}; exit; }}
+            read -r script < {slurm}/script; echo "JobId=$4 Command=x StdOut={taken}/$4_0_log.out" """,
+        "squeue": "case $* in *--name=*) echo 77;; esac",
+        "scancel": f'echo "$*" >> {slurm}/cancelled',
+    }
+    for name, script in scripts.items():
+        (slurm / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (slurm / "bin" / name).chmod(0o755)
+
+
+def test_a_job_that_slurm_took_without_an_answer_is_found_by_its_name(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging_sbatch(slurm, monkeypatch, taken="${script%/*}")
+    assert "job 77" in submit(capsys)
+    (run,) = Registry(slurm / "state").runs()
+    (job,) = Registry(slurm / "state").jobs(run.run_id)
+    assert (job.job_id, Path(job.log_path).name) == ("77", "77_0_log.out")
+    assert (Path(run.path) / "slurm" / "77_submitted.pkl").exists()
+    assert (slurm / "sent").read_text().count("#!/bin/bash") == 1
+
+
+def test_an_array_that_slurm_took_without_an_answer_is_found_too(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging_sbatch(slurm, monkeypatch, taken="${script%/*}")
+    submit(capsys, "--set", "training.seed=1,2")
+    registry = Registry(slurm / "state")
+    assert [registry.jobs(run.run_id)[0].job_id for run in registry.runs()] == ["77_0", "77_1"]
+
+
+def test_a_job_of_the_same_name_that_is_another_run_is_not_taken_for_it(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging_sbatch(slurm, monkeypatch, taken="/elsewhere")
+    assert main((*TRAIN, "--submit")) == 2
+    assert "SLURM must answer sbatch: it did not within 0.5 s; it did not take the job" in capsys.readouterr().err
+    assert [*(slurm / "runs").iterdir()] == []
+
+
+def test_a_job_that_was_taken_unseen_is_taken_back_before_its_run_is_submitted_again(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(capsys)
+    (run,) = Registry(slurm / "state").runs()
+    (Path(run.path) / "slurm" / ".submission_file_0123.sh").touch()
+    sbatch = (slurm / "bin" / "sbatch").read_text()
+    hanging_sbatch(slurm, monkeypatch, taken=f"{run.path}/slurm")
+    (slurm / "script").touch()
+    (slurm / "bin" / "sbatch").write_text(sbatch)
+    assert main(("resume", "last")) == 0
+    assert (slurm / "cancelled").read_text() == "77\n"

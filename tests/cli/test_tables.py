@@ -61,3 +61,17 @@ def test_remarks_below_a_table_fit_eighty_columns_in_a_pipe_and_brackets_in_cell
     assert max(map(len, lines)) <= 80
     assert " ".join(line.strip() for line in lines).endswith(remark)
     assert any(line.split() == ["hidden", "[bold]"] for line in lines)
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("columns", ["60", "400"])
+def test_text_like_markup_is_shown_as_it_is_in_every_part_of_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    text = "[/x] [bold] [link=x] :warning:"
+    print_tables(
+        [TextTable(f"title {text}", ("name", f"value {text}"), [(f"a {text}", f"b {text}")], [f"note {text}"])]
+    )
+    shown = " ".join(re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).split())
+    assert all(f"{word} {text}" in shown for word in ("title", "value", "a", "b", "note"))

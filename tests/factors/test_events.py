@@ -1,4 +1,5 @@
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from can_train.factors.observations import Event, Imported, Observation, read_re
 from can_train.factors.policies import MomentumPolicy
 from can_train.factors.store import FactorStore, get_safety_factor_db, next_time
 from can_train.factors.summary import FactorSummary, summarize
-from can_train.io.records import SCHEMA
+from can_train.io.records import SCHEMA, utc_text
 from fakes.samples import A100, KEY, V100, at, observation, out_of_memory, started
 
 OTHER = "set_01_vgae_student_autoencoder"
@@ -131,12 +132,13 @@ def test_a_clock_that_was_set_back_does_not_keep_a_reset_from_what_it_resets(tmp
 
 
 def test_what_comes_later_never_looks_earlier(tmp_path: Path) -> None:
-    assert next_time(tmp_path / "none") < "2200"
-    for record in (started(1, start_time="2200-01-01T00:00:00+00:00"),):
-        write_record(tmp_path, record)
-    assert next_time(tmp_path) == "2200-01-01T00:00:00.000001+00:00"
-    write_record(tmp_path, Event(kind="reset", time="2300-01-01T00:00:00+00:00"))
-    assert next_time(tmp_path).startswith("2300")
+    now = datetime.now(UTC)
+    soon, later = now + timedelta(hours=2), now + timedelta(hours=3)
+    assert next_time(tmp_path / "none") < utc_text(soon)
+    write_record(tmp_path, started(1, start_time=utc_text(soon)))
+    assert next_time(tmp_path) == utc_text(soon + timedelta(microseconds=1))
+    write_record(tmp_path, Event(kind="reset", time=utc_text(later)))
+    assert next_time(tmp_path) == utc_text(later + timedelta(microseconds=1))
 
 
 @pytest.mark.parametrize(
@@ -180,3 +182,30 @@ def test_an_events_folder_that_is_a_file_is_a_state_error(tmp_path: Path) -> Non
 
 def test_schema_is_written(tmp_path: Path) -> None:
     assert json.loads(write_record(tmp_path, pin(1)).read_text())["schema"] == SCHEMA
+
+
+@pytest.mark.parametrize("year", ["8999", "9000", "2400"])
+def test_a_record_of_the_far_future_counts_from_when_its_file_was_written(tmp_path: Path, year: str) -> None:
+    late = f"{year}-12-31T23:59:59.999999+00:00"
+    write_record(tmp_path, observation(1, start_time=late, end_time=late))
+    write_record(tmp_path, Event(kind="pin", time=late, key=KEY, value=0.3))
+    write_record(tmp_path, started(2, run_id="later", start_time=late))
+    store = get_safety_factor_db(tmp_path)
+    assert len(read_records(tmp_path).set_aside) == 3
+    assert all(aside.is_read and late in aside.reason for aside in read_records(tmp_path).set_aside)
+    store.unpin(KEY)
+    store.pin(KEY, 0.5)
+    assert next_time(tmp_path) < "2400"
+    assert store.get_factor(KEY) == 0.5
+    store.unpin(KEY)
+    store.reset(KEY)
+    with pytest.raises(ConfigError, match="was reset"):
+        store.get_factor(KEY)
+    store.refresh_export()
+
+
+def test_a_clock_a_few_hours_ahead_is_believed(tmp_path: Path) -> None:
+    soon = utc_text(datetime.now(UTC) + timedelta(hours=5))
+    write_record(tmp_path, observation(1, start_time=soon, end_time=soon))
+    log = read_records(tmp_path)
+    assert (log.finished[0].end_time, log.set_aside) == (soon, [])

@@ -141,6 +141,7 @@ def test_dropout_is_seen_and_does_not_count_as_batch_dependence(model: nn.Module
     assert found == BatchDependence(terms={}, modules=(), drops=True)
     assert found.sentences(split=False) == []
     assert "Dropout draws other masks" in found.sentences(split=True)[0]
+    assert "losses differ from those of one" in found.sentences(split=False, ranks=2)[0]
 
 
 @pytest.mark.parametrize(

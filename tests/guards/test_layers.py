@@ -44,6 +44,10 @@ HOMES = {
 SLURM_PROGRAMS = {"squeue", "sacct", "scontrol", "scancel", "sinfo", "sbatch", "srun"}
 SLURM_CLIENT = "slurm/client.py"
 
+RICH_WITH_MARKUP = {"Console", "TextColumn"}
+RICH_PARTS = {"rich.box", "rich.console", "rich.progress", "rich.table", "rich.text"}
+"""In a table or a console, text is markup as the console says; `Text` never is."""
+
 
 def violations(source: Source) -> list[str]:
     if source.room in DOORS:
@@ -101,6 +105,41 @@ def test_only_the_client_calls_the_programs_of_slurm() -> None:
 def test_a_call_of_slurm_elsewhere_is_found(line: str) -> None:
     assert len(slurm_calls(parse("slurm/past_runs.py", line))) == 1
     assert slurm_calls(parse(SLURM_CLIENT, line)) == []
+
+
+def with_markup(source: Source) -> list[str]:
+    """Rich's objects that would take brackets in a text, which may be anybody's, for markup; parts of Rich that have no
+    way to leave it alone.
+    """
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    plain = {id(call) for call in calls for each in call.keywords if each.arg == "markup" and is_false(each.value)}
+    found = [call.func.id for call in calls if isinstance(call.func, ast.Name) and id(call) not in plain]
+    parts = {module for module in imported_modules(source) if module.startswith("rich")}
+    return [f"{source.path} uses {name}" for name in [*(RICH_WITH_MARKUP & {*found}), *(parts - RICH_PARTS)]]
+
+
+def is_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def test_what_rich_prints_is_never_markup() -> None:
+    assert [found for source in package_sources() for found in with_markup(source)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("Console()", 1),
+        ("Console(markup=True)", 1),
+        ("TextColumn('{task.description}')", 1),
+        ("from rich.panel import Panel", 1),
+        ("from rich import print", 1),
+        ("Console(markup=False)", 0),
+        ("from rich.text import Text", 0),
+    ],
+)
+def test_markup_of_rich_is_found(line: str, count: int) -> None:
+    assert len(with_markup(parse("cli/output.py", line))) == count
 
 
 @pytest.mark.parametrize(

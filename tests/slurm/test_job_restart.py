@@ -126,6 +126,10 @@ def test_what_fits_on_no_such_gpu_is_left(changed: dict[str, bool]) -> None:
         ("", 1, True, "host_oom"),
         ("failed", 1, True, "host_oom"),  # a worker process was killed
         ("terminated", 137, False, "killed"),  # of one rank, which took the others with it
+        ("rank_gone", 137, False, "killed"),  # as another rank noticed
+        ("rank_gone", 143, False, "killed"),  # while srun terminated a third one
+        ("rank_gone", 139, False, "failed"),
+        ("rank_gone", 3, False, "failed"),
         ("gpu_oom", 137, False, "gpu_oom"),
         ("", 137, False, "killed"),
         ("", 140, False, "time_limit"),  # before its handlers were in

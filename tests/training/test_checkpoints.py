@@ -1,6 +1,7 @@
 import hashlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from can_train.errors import CheckpointError
 from can_train.reporter import SilentReporter
 from can_train.training.loading import Checkpoints
-from fakes.line_fit import Notices
+from can_train.training.train import make_session, train
+from fakes.line_fit import Notices, StoppedTask, fixed, line_parts, train_line
 
 
 def state(value: float) -> dict[str, Any]:
@@ -147,3 +149,86 @@ def test_a_checkpoint_of_another_version_is_refused(folder: Path) -> None:
     assert manifest["checkpoints"][0]["step"] == 2
     with pytest.raises(CheckpointError, match="format 99"):
         Checkpoints(folder).load(SilentReporter())
+
+
+@pytest.mark.parametrize("entry", [{"file": 1, "sha256": "", "step": 1}, {"file": "x", "sha256": "", "step": "many"}])
+def test_a_manifest_of_other_values_is_an_error(folder: Path, entry: dict[str, Any]) -> None:
+    (folder / "manifest.json").write_text(json.dumps({"checkpoints": [entry]}))
+    with pytest.raises(CheckpointError, match="manifest cannot be read"):
+        Checkpoints(folder).load(SilentReporter())
+
+
+TRAINED = {"epochs": 4, "batch_size": 10, "checkpoint_every": 8}
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], *, of: int = 0) -> None:
+    """Changes the content of a checkpoint, the newest by default, and has the manifest fit it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = manifest["checkpoints"][of]
+    path = folder / entry["file"]
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+    entry["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def put(value: Any, *path: Any) -> Callable[[dict[str, Any]], object]:
+    def change(state: Any) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        state[path[-1]] = value
+
+    return change
+
+
+WRONG_CONTENTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{f"no {key}": lambda state, key=key: state.pop(key) for key in  # type: ignore[misc]
+       ("model", "best", "optimization", "progress", "metrics_lines", "trainable", "randomness", "micro_batches",
+        "device", "other_ranks", "thawed_plan")},
+    "a model of another shape": put(torch.zeros(3, 3), "model", "0.weight"),
+    "a model without a weight": lambda state: state["model"].pop("0.weight"),
+    "best weights of another shape": put(torch.zeros(3, 3), "best", "0.weight"),
+    "a progress without its steps": lambda state: state["progress"].pop("step"),
+    "a negative progress": put(-3, "progress", "step"),
+    "a progress of text": put("far", "progress", "epoch"),
+    "a list as progress": put([], "progress"),
+    "no optimizer": put({}, "optimization", 0, "optimizer"),
+    "a moment of another shape": put(torch.zeros(3, 3), "optimization", 0, "optimizer", "state", 0, "exp_avg"),
+    "no moments' decay": lambda state: state["optimization"][0]["optimizer"]["param_groups"][0].pop("betas"),
+    "a text as rate": put("fast", "optimization", 0, "optimizer", "param_groups", 0, "lr"),
+    "a text as tick": put("late", "optimization", 0, "scheduler", "last_epoch"),
+    "no back-off": put({"limit": "none", "x": 1}, "micro_batches", 0, "backoff"),
+    "another randomness": put(torch.zeros(3), "randomness", "torch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", WRONG_CONTENTS.values(), ids=WRONG_CONTENTS)
+def test_a_checkpoint_of_wrong_content_gives_way_to_the_one_before_it_aloud(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    undisturbed = train_line(tmp_path / "undisturbed", **TRAINED)
+    stopped = line_parts(tmp_path, StoppedTask(after=20), micro_batch_size=10, **TRAINED)
+    checkpoints = stopped.folder.checkpoints_path
+    with pytest.raises(SystemExit), stopped.stops.installed():
+        train(make_session(stopped, fixed(0.5)))
+    rewrite(checkpoints, change)
+    stopped.folder.metrics_path.write_bytes(b"\xff\xfe garbage\n" + stopped.folder.metrics_path.read_bytes())
+    session = train_line(tmp_path, **TRAINED)
+    assert any("damaged" in text for text in session.reporter.texts)  # type: ignore[attr-defined]
+    assert "Continuing at step 18" in session.reporter.texts  # type: ignore[attr-defined]
+    for one, other in zip(session.model.parameters(), undisturbed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_another_checkpoint_a_wrong_content_is_an_error_and_stays(tmp_path: Path) -> None:
+    stopped = line_parts(tmp_path, StoppedTask(after=20), micro_batch_size=10, **TRAINED)
+    with pytest.raises(SystemExit), stopped.stops.installed():
+        train(make_session(stopped, fixed(0.5)))
+    checkpoints = stopped.folder.checkpoints_path
+    for each in (0, 1):
+        rewrite(checkpoints, put(torch.zeros(3, 3), "model", "0.weight"), of=each)
+    manifest = (checkpoints / "manifest.json").read_text()
+    with pytest.raises(CheckpointError, match=r"No checkpoint of this run is whole"):
+        train_line(tmp_path, **TRAINED)
+    assert (checkpoints / "manifest.json").read_text() == manifest

@@ -130,7 +130,9 @@ def test_a_rank_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_by
     undisturbed = fitted(tmp_path / "undisturbed", 2, **DROPPING)
     codes = ended(tmp_path, 2, trouble=(victim, "kill", 6), **DROPPING)
     assert (codes[victim], codes[1 - victim]) == (-9, 3)
-    assert "another one has ended" in error_text(tmp_path, 1 - victim)
+    text = error_text(tmp_path, 1 - victim)
+    assert "another one has ended" in text
+    assert ".cc" not in text
     assert checkpoint(tmp_path)["progress"]["step"] == 4
     resumed = fitted(tmp_path, 2, **DROPPING)
     assert all(torch.equal(resumed[rank]["weights"], undisturbed[rank]["weights"]) for rank in (0, 1))
@@ -153,6 +155,21 @@ def test_ranks_drop_different_units(tmp_path: Path) -> None:
     assert not torch.equal(one["drawn"], other["drawn"])
     (alone,) = fitted(tmp_path / "alone", 1, **{**DROPPING, "epochs": 1})
     assert torch.equal(one["drawn"], alone["drawn"])
+
+
+def test_the_plan_of_several_ranks_says_that_dropout_makes_losses_differ_and_without_it_they_do_not(
+    tmp_path: Path,
+) -> None:
+    rates = {"on": {**DROPPING, "micro_batch_size": 0, "epochs": 1}, "off": {**EXACT, "epochs": 1}}
+    for name, options in rates.items():
+        (tmp_path / name).mkdir()
+        (alone,), (first, _) = (fitted(tmp_path / name / str(ranks), ranks, **options) for ranks in (1, 2))
+        said = [
+            "Dropout draws other masks on each of 2 processes" in "\n".join(one["notices"]) for one in (alone, first)
+        ]
+        assert said == [False, name == "on"]
+        one, other = (losses(records(tmp_path / name / str(ranks))[0]) for ranks in (1, 2))
+        assert (other == pytest.approx(one, rel=1e-10)) == (name == "off")
 
 
 def test_with_another_number_of_ranks_the_batch_stays(tmp_path: Path) -> None:

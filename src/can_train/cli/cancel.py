@@ -9,6 +9,7 @@ from can_train.errors import RunError
 from can_train.io.records import terminate, this_host, utc_now
 from can_train.slurm.client import ACTIVE, WAITING, cancel_jobs
 from can_train.slurm.run_state import RunFacts, live_row, slurm_jobs
+from can_train.slurm.status import RunStatus
 from can_train.training.run_folder import CancelRecord
 
 _WAIT_S: Final = 30.0  # enough for a step and a checkpoint, unless the step is long
@@ -20,6 +21,7 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
     locator = RunLocator(runs_dir, state_dir)
     known = locator.find(run)
     status = locator.status(known)
+    check_answer(status)
     # SLURM may still hold the job of a run that will never start.
     if not status.state.live and live_row(status.facts) is None:
         print(f"Run {known.run_id} has ended already: {status.state}")
@@ -39,6 +41,15 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
     print(f"Run {known.run_id}{what}: {status.state}")
 
 
+def check_answer(status: RunStatus) -> None:
+    """Raises RunError where only SLURM knows whether a run's job is still there, and does not answer."""
+    jobs = slurm_jobs(status.facts)
+    if jobs and status.facts.answer.queue is None:
+        raise RunError("SLURM must answer to say what became of a job",
+                       value=f"it does not, about job {jobs[-1]}; the run's files say: {status.state}",
+                       remedy="Try again in a minute, where squeue works")  # fmt: skip
+
+
 def stop(
     facts: RunFacts,
     cancel_slurm_jobs: Callable[[Sequence[str]], str] = cancel_jobs,
@@ -54,14 +65,10 @@ def stop(
         host: This machine; None asks it.
 
     Raises:
-        RunError: It is on another machine, belongs to another user, or SLURM refuses or does not answer.
+        RunError: It is on another machine, belongs to another user, or SLURM refuses.
     """
-    jobs, queue = slurm_jobs(facts), facts.answer.queue
-    if jobs and queue is None:
-        raise RunError("SLURM does not answer here", value=f"job {jobs[-1]}",
-                       remedy="Cancel the run where squeue works")  # fmt: skip
     # All of them: a run that was resubmitted may have an older job that is not quite over.
-    live = [row.job_id for row in queue or () if row.state in WAITING | ACTIVE]
+    live = [row.job_id for row in facts.answer.queue or () if row.state in WAITING | ACTIVE]
     if live:
         refusal = cancel_slurm_jobs(live)
         if refusal:

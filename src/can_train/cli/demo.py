@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from can_train.cli.output import duration
+from can_train.cli.output import duration, make_console
 from can_train.errors import as_typed
 from can_train.reporter import COLUMNS, SilentReporter, wrapped
 
@@ -181,10 +181,10 @@ class _Reporter(SilentReporter):
     @contextmanager
     def stage(self, title: str, *, total: int | None = None, unit: str = "") -> Iterator["Stage"]:
         """Shows the title, and lets the other process come and go between two steps of a training."""
-        from rich.console import Console
+        from rich.text import Text
 
-        console = Console(stderr=True)
-        with console.status(f"{title} ...") if console.is_interactive else nullcontext():
+        console = make_console(stderr=True)
+        with console.status(Text(f"{title} ...")) if console.is_interactive else nullcontext():
             yield _DemoStage(self._taken if title == "training" else None)
 
 

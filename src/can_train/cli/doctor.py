@@ -24,7 +24,7 @@ from can_train.cli.output import make_reporter, print_json, print_wrapped
 from can_train.cli.train_options import GROUPS, OPTIONS, Flags, Groups, check_flags, make_command
 from can_train.config.resolved import NO_TRACKER, PATH_FLAGS, PathSettings, UserFile, data_root, state_dir, user_file
 from can_train.config.settings import split_list
-from can_train.errors import CanTrainError, ConfigError, DeviceError, as_typed
+from can_train.errors import CanTrainError, ConfigError, DeviceError, as_typed, first_sentence
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import CARDS, cards_named, find_card, gpu_key, read_gpu_constants, usable
@@ -227,7 +227,7 @@ def _examine_torch(cards: list[Gpu]) -> list[Finding]:
             free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         except RuntimeError as error:
             # Another process has it for itself, or it has failed.
-            findings.append(Finding("GPU", PROBLEM, f"cuda:{index} does not answer: {str(error).splitlines()[0]}",
+            findings.append(Finding("GPU", PROBLEM, f"cuda:{index} does not answer: {first_sentence(error)}",
                                     "Look at it with nvidia-smi, or choose another with --device"))  # fmt: skip
             continue
         cards.append(Gpu(device=f"cuda:{index}", name=torch.cuda.get_device_name(index), total_bytes=total_bytes,

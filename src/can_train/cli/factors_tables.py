@@ -119,7 +119,10 @@ def record_notes(records: Records) -> list[str]:
         + ("lost: its process is gone" if started.is_running() is False else "still runs or was lost")
         for started in records.unfinished
     ]
-    return unfinished + [f"set aside: {aside.shown}: {aside.reason}" for aside in records.set_aside]
+    return unfinished + [
+        f"{'clock ahead' if aside.is_read else 'set aside'}: {aside.shown}: {aside.reason}"
+        for aside in records.set_aside
+    ]
 
 
 def factors_json(summaries: Sequence[FactorSummary], records: Records, *, show: bool) -> dict[str, Any]:
@@ -127,7 +130,9 @@ def factors_json(summaries: Sequence[FactorSummary], records: Records, *, show: 
     return {
         "factors": [_summary_json(summary, show=show) for summary in summaries],
         "unfinished": [{**asdict(started), "lost": started.is_running() is False} for started in records.unfinished],
-        "set_aside": [{"path": aside.shown, "reason": aside.reason} for aside in records.set_aside],
+        "set_aside": [
+            {"path": aside.shown, "reason": aside.reason, "is_read": aside.is_read} for aside in records.set_aside
+        ],
     }
 
 

@@ -80,19 +80,25 @@ def print_wrapped(text: str) -> None:
     print(wrapped(text, columns, hang=_GAP))
 
 
+def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Makes a console of Rich's that shows every text as it is: brackets and colons in it are no markup."""
+    # Rich takes a tenth of a second to import, which `--help` does not pay.
+    from rich.console import Console
+
+    return Console(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+
+
 def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> None:
     """Prints each table under its title, with its notes below it.
 
     A table that is too wide for the terminal, or for `pipe_columns` where there is none, becomes a paragraph for each
     row.
     """
-    from rich.console import Console
     from rich.text import Text
 
-    # Without markup: brackets in a cell are its own.
-    console = Console(highlight=False, markup=False)
+    console = make_console()
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=pipe_columns)
+        console = make_console(width=pipe_columns)
     for table in tables:
         console.print()
         console.print(Text(table.title, style="bold"))
@@ -120,10 +126,10 @@ def print_judgement(summary: Sequence[Table], tables: Sequence[Table], verbosity
 
 
 def _rich_table(table: Table, widths: Sequence[int], *, lines: bool) -> RichTable:
-    from rich import box
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
 
-    kind = box.SIMPLE_HEAD if lines else None
+    kind = SIMPLE_HEAD if lines else None
     drawn = RichTable(box=kind, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, (name, width) in enumerate(zip(table.columns, widths, strict=True)):
         is_text = width >= _WRAPPED_FROM
@@ -172,10 +178,7 @@ class TerminalReporter:
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
-        # Rich takes a tenth of a second to import, which `--help` does not pay.
-        from rich.console import Console
-
-        self._console = Console(stderr=True, highlight=False)
+        self._console = make_console(stderr=True)
         self._verbose = verbose
 
     def notice(self, text: str) -> None:
@@ -199,13 +202,13 @@ class TerminalReporter:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             # With the longest title they fit 80 columns.
             BarColumn(bar_width=10),
-            TextColumn("{task.fields[amount]}"),
+            TextColumn("{task.fields[amount]}", markup=False),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
         )
         with Progress(*columns, console=self._console) as progress:
             task = progress.add_task(title, total=total, amount="", figures="")

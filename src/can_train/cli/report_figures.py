@@ -154,7 +154,7 @@ def _memory_chart(steps: Sequence[StepRecord], limits: Sequence[MemoryLimits], x
 
 def _held(limits: Sequence[MemoryLimits], last: int, value_of: Any) -> list[Point]:
     """Returns the value of each stretch of steps between two changes of the limits, at both of its ends."""
-    ends = [*(one.from_step for one in limits[1:]), last]
+    ends = [*(one.from_step for one in limits[1:]), *([last] if limits else [])]
     points: list[Point] = []
     for one, end in zip(limits, ends, strict=True):
         begin = 0 if one is limits[0] else one.from_step

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from can_train.cli.cancel import check_answer
 from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_json, print_note
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.cli.train_options import OPTIONS, Flags, make_command, make_request, split_names
 from can_train.config.resolved import user_file
 from can_train.errors import ConfigError, RunError
-from can_train.slurm.run_state import FINISHED
+from can_train.slurm.run_state import FINISHED, live_row
 
 if TYPE_CHECKING:
     from can_train.slurm.status import RunStatus
@@ -53,12 +54,15 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
     locator = RunLocator(runs_dir, state_dir)
     found = locator.status(locator.find(run))
     _check_state(found, run)
+    jobs = found.facts.jobs
+    in_slurm = not here and bool(jobs) and jobs[-1].executor == "slurm"
+    if in_slurm:
+        check_answer(found)
     if not found.state.certain and not quiet:
         print_note(str(found.state))
     from can_train.training.resume import ResumeRequest, change_run
 
-    folder, jobs = found.known.folder, found.facts.jobs
-    in_slurm = not here and bool(jobs) and jobs[-1].executor == "slurm"
+    folder = found.known.folder
     if device is not None and not in_slurm:
         from can_train.memory.meters import resolve_device
 
@@ -69,7 +73,10 @@ def resume(  # noqa: PLR0913 - Typer makes an option of each argument
         print_note(sentence)
     goes_on = found.facts.result is not None and folder.result() is None
     if in_slurm and (goes_on or found.state.state != FINISHED):
-        _print_job(_submit_again(found, locator), found, as_json=as_json)
+        # Of two that resume it at once, the second one finds the first one's job.
+        with folder.locked(doing="submitted"):
+            _check_state(locator.status(found.known), run)
+            _print_job(_submit_again(found, locator), found, as_json=as_json)
         return
     from can_train.cli.train import continue_run
 
@@ -81,6 +88,9 @@ def _check_state(found: "RunStatus", name: str) -> None:
     if not found.facts.has_folder:
         raise RunError("A run goes on from what is in its folder", value=f"{found.known.folder.path} is gone",
                        remedy="Train anew")  # fmt: skip
+    if (row := live_row(found.facts)) is not None and not found.state.live:
+        raise RunError("A run whose job is still in the queue is not submitted again", value=f"job {row.job_id}",
+                       remedy=f"Take that one out first: can-train cancel {name}")  # fmt: skip
     if found.state.live and found.state.certain:
         remedy = f"Follow it with can-train logs {name} -f, or end it: can-train cancel {name}"
         raise RunError("A run that is queued or running goes on by itself", value=str(found.state), remedy=remedy)
@@ -91,11 +101,17 @@ def _submit_again(found: "RunStatus", locator: RunLocator) -> "JobRecord":
     from can_train.cli.train import continue_in_job
     from can_train.config.compose import from_plain
     from can_train.slurm.script import Submission
+    from can_train.slurm.status import run_statuses
+    from can_train.slurm.submission_plan import dependency_on
     from can_train.training.run_folder import RunFolder
 
     settings = from_plain(found.known.folder.config())
     folder = RunFolder(found.known.folder.path.resolve())
-    submission = Submission(name=settings.key, state_dir=locator.state_folder, reason="resumed")
+    # Those that are gone have nothing to wait for; the run itself says what it lacks.
+    awaited = found.known.record.after.split(",")
+    parents = run_statuses([known for known in locator.runs() if known.run_id in awaited], locator.registry)
+    dependency = dependency_on(parents, settings.cluster.executor)
+    submission = Submission(name=settings.key, state_dir=locator.state_folder, dependency=dependency, reason="resumed")
     return submit_again(continue_in_job, folder, settings, submission)
 
 

@@ -135,7 +135,7 @@ def _trained(each: RunStatus) -> str:
     words = [config.get("model_name"), config.get("size"), _group(config, "mode").get("name")]
     changed = [f"{name.rpartition('.')[2]}={_short(one['value'])}" for name, one in (_changed(each) or {}).items()]
     more = f" and {len(changed) - _LISTED_SETTINGS} more" if len(changed) > _LISTED_SETTINGS else ""
-    what = " ".join(filter(None, words)) if all(words[::2]) else each.known.record.key
+    what = " ".join(str(word) for word in words if word) if all(words[::2]) else each.known.record.key
     return "\n".join(filter(None, [what, " ".join(changed[:_LISTED_SETTINGS]) + more]))
 
 

@@ -195,6 +195,7 @@ def next_commands(found: RunStatus) -> list[str]:
         return [f"{command} logs {name} -f", f"{command} cancel {name}"]
     if found.state.state == FINISHED and found.facts.result is not None:
         # A task without data sets to choose from is evaluated on its own.
-        data = " --dataset path/to/data" if found.known.folder.config()["dataset"]["name"] else ""
+        chosen = found.known.folder.config().get("dataset")
+        data = " --dataset path/to/data" if isinstance(chosen, Mapping) and chosen.get("name") else ""
         return [f"{command} evaluate {name}{data}", f"{command} resubmit {name} --seed 1"]
     return [f"{command} resume {name}", f"{command} logs {name}"] if found.facts.has_folder else []

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, get_origin, get_type_hints
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -49,6 +50,8 @@ _OPEN_GROUP: Final = "cluster.additional"  # takes any key: options of sbatch
 _ONLY_SLURM: Final = (*CLUSTER_FLAGS, "exclude")
 _WRONG_FORM: Final = "A value cannot be read"
 _WRITE_IT: Final = "Write it as --set training.lr=0.01; text that is more than a word: --set 'group.key=\"text\"'"
+# What its parser raises; the last two for a number of thousands of digits, and for as many brackets.
+_UNREADABLE: Final = (HydraException, ValueError, RecursionError)
 # What a value must be, by the type that OmegaConf could not convert it to.
 _KINDS: Final = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "text",
                  "List": "a list, as [1,2]", "Dict": "settings, as {a:1,b:2}"}  # fmt: skip
@@ -433,7 +436,7 @@ def _swept(text: str) -> Sequence[str]:
     """Lists the single assignments that one `--set` means."""
     try:
         override = _parser().parse_override(text)
-    except HydraException:
+    except _UNREADABLE:
         # Composition reports the error.
         return [text]
     if not override.is_sweep_override():
@@ -466,7 +469,7 @@ def _parsed(override: Override) -> Any:
     text = f"{override.key}={override.value}"
     try:
         parsed = _parser().parse_override(text)
-    except HydraException as error:
+    except _UNREADABLE as error:
         raise ConfigError(_WRONG_FORM, value=text, remedy=_WRITE_IT) from error
     if parsed.is_sweep_override():
         raise ConfigError("A run takes one value of each setting", value=text,
@@ -546,7 +549,7 @@ def _apply_user_file(config: DictConfig, file: UserFile, classes: Mapping[str, t
             _apply(config, [Override(key=f"{group}.{name}", value=value, spelling=name, grammar=False)])
             # One after another, so that the error names the one that is wrong.
             plain: Any = OmegaConf.to_container(config[group], resolve=True)
-            _make_settings(classes[group], plain)
+            _make_settings(classes[group], plain, group)
         except ConfigError as error:
             raise ConfigError(f"{file.path}: {name}: {error.rule}", value=error.value, remedy=error.remedy) from error
 
@@ -595,10 +598,27 @@ def _compose(
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(first.absolute()), version_base="1.3"):
-            return compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("A preset does not fit the settings", value=_reason(error.__cause__ or error),
+            config = compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
+        for group in _CHOSEN_GROUPS:
+            _fit_schema(config, group, classes[group])
+        # What refers to another value, or to the environment, is read now.
+        OmegaConf.to_container(config, resolve=True)
+    # A person's file makes YAML's reader, Hydra and OmegaConf stumble each in ways of its own.
+    except Exception as error:
+        raise ConfigError("A preset does not fit the settings", value=_reason(error.__cause__ or error).rstrip("."),
                           remedy=f"Mend it in {' or '.join(map(str, reversed(folders)))}") from error  # fmt: skip
+    return config
+
+
+def _fit_schema(config: DictConfig, group: str, cls: type) -> None:
+    """Lays a group over the defaults of its settings class where its preset has not begun with them."""
+    found = OmegaConf.select(config, group)
+    if OmegaConf.is_dict(found) and OmegaConf.get_type(found) is not dict:
+        return
+    plain = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found or {}
+    if not isinstance(plain, dict):
+        raise ValueError(f"{group}: a preset has a setting a line")
+    OmegaConf.update(config, group, OmegaConf.merge(OmegaConf.structured(_schema(cls)), plain), merge=False)
 
 
 def _load(plain: Mapping[str, Any]) -> tuple[DictConfig, dict[str, type]]:
@@ -635,15 +655,23 @@ def _escaped(value: Any) -> Any:
 def _make_run(config: DictConfig, classes: Mapping[str, type]) -> ResolvedRun:
     plain: Any = OmegaConf.to_container(config, resolve=True)
     values: dict[str, Any] = {name: str(plain[name]) for name in _SCALARS}
-    return ResolvedRun(**values, **{name: _make_settings(cls, plain[name]) for name, cls in classes.items()})
+    return ResolvedRun(**values, **{name: _make_settings(cls, plain[name], name) for name, cls in classes.items()})
 
 
-def _make_settings(cls: Any, plain: Mapping[str, Any]) -> Any:
+def _make_settings(cls: Any, plain: Mapping[str, Any], group: str) -> Any:
     # hydra_zen.instantiate would resolve texts a second time, and a path may hold `${`.
-    kinds = get_type_hints(cls)
-    given = {name: value for name, value in plain.items() if name != "_target_"}
-    return cls(**{name: _make_settings(kinds[name], value) if is_dataclass(kinds[name]) else value
-                  for name, value in given.items()})  # fmt: skip
+    kinds, given = get_type_hints(cls), {}
+    for name, value in plain.items():
+        if name == "_target_":
+            continue
+        key = f"{group}.{name}"
+        # hydra-zen lets anything stand for a list or a mapping.
+        wanted: Any = {Sequence: list, Mapping: dict}.get(get_origin(kinds[name]), object)
+        if not isinstance(value, wanted):
+            kind = _KINDS["List" if wanted is list else "Dict"]
+            raise ConfigError(f"{_as_given(key)} must be {kind}", value=repr(value))
+        given[name] = _make_settings(kinds[name], value, key) if is_dataclass(kinds[name]) else value
+    return cls(**given)
 
 
 def _spec_and_mode(task: TaskSettings, model: str, mode: str | None) -> tuple[ModelSpec, str]:
@@ -720,7 +748,10 @@ def _misfit(error: OmegaConfBaseException, key: str, value: Any) -> ConfigError:
 
 def _reason(error: BaseException) -> str:
     """Says in a line what OmegaConf found wrong, after the preset and the key that it is about."""
-    lines = str(error).strip().splitlines()
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(error, yaml.YAMLError):
+        # Where it is wrong comes last.
+        lines = [" ".join(" ".join(lines).split())]
     # Hydra's own first line: `In 'memory/tight': ConfigKeyError raised while composing config:`
     preset = re.match(r"In '(.*)': .* raised while composing", lines[0])
     line = lines[1] if preset and len(lines) > 1 else lines[0]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
     from can_train.reporter import Reporter
 
+_MOST_NESTED: Final = 1000  # levels of YAML that libyaml is trusted with
 PATH_FLAGS: Final = ("runs_dir", "data_root", "state_dir")
 CLUSTER_FLAGS: Final = (
     "partition", "account", "qos", "time", "nodes", "gpus", "cpus", "mem", "constraint", "gres", "max_parallel",
@@ -213,10 +214,14 @@ def plain_from_yaml(text: str) -> dict[str, Any]:
     """
     import yaml
 
+    # libyaml is seven times as fast, where it is installed, and listings read hundreds of configurations; but what is
+    # nested a hundred thousand levels deep ends it, and the process, with a segmentation fault.
+    may_be_deep = sum(map(text.count, "[{-?")) > _MOST_NESTED
     try:
-        # libyaml is seven times as fast, where it is installed, and listings read hundreds of configurations.
-        plain = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
+        plain = yaml.load(
+            text, Loader=yaml.SafeLoader if may_be_deep else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        )
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
     if not isinstance(plain, dict):
         raise ValueError("not a mapping")
@@ -259,7 +264,7 @@ def _user_values(path: Path, text: str) -> dict[str, str]:
     try:
         # Values stay text, as those of flags: YAML would read the time limit 1:30:00 as a number of seconds.
         plain = yaml.load(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML", value=" ".join(str(error).split())) from error
     if plain is not None and not isinstance(plain, dict):
         raise ConfigError(f"{path} has a setting a line", value=repr(plain), remedy="Write data_root: /path")

@@ -50,8 +50,10 @@ class BatchDependence:
     drops: bool  # Whether the model drops activations: the masks depend on the split
     measured: bool = True  # Whether it could be measured, which takes memory; if not, nothing is known
 
-    def sentences(self, *, split: bool) -> list[str]:
-        """Returns what a plan says about it; `split` tells whether its batches are split, as most never are."""
+    def sentences(self, *, split: bool, ranks: int = 1) -> list[str]:
+        """Returns what a plan says about it; `split` tells whether its batches are split, as most never are, and
+        `ranks` on how many processes.
+        """
         sentences = []
         if not self.measured:
             unknown = "whether samples of a batch depend on each other is not known"
@@ -61,7 +63,12 @@ class BatchDependence:
             largest = ", ".join(f"{term} {difference:.1%}" for term, difference in self.terms.items())
             depend = f"Samples depend on the rest of their batch{through}"
             sentences.append(f"{depend}: micro-batches change the gradient of {largest}")
-        if self.drops and split:
+        if self.drops and ranks > 1:
+            sentences.append(
+                f"Dropout draws other masks on each of {ranks} processes, and for each micro-batch, than a single"
+                " process does: losses differ from those of one; apart from that, the gradient is the batch's"
+            )
+        elif self.drops and split:
             sentences.append(
                 "Dropout draws other masks for micro-batches than for the whole batch; apart from that, the gradient"
                 " is the batch's"

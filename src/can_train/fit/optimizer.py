@@ -224,13 +224,37 @@ class Optimization:
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state from `state_dict`."""
+        """Restores a state from `state_dict`.
+
+        Raises:
+            ValueError: It belongs to other parameters, or a part of it is something else.
+        """
+        own = {name: part.state_dict() for name, part in self._parts.items()}
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
+            # PyTorch copies most of it unseen, and fails in the next step.
+            now = part.state_dict()
+            _check_form(own[name].get("param_groups", own[name]), now.get("param_groups", now))
+        for parameter, values in self.optimizer.state.items():
+            for value in values.values():
+                if isinstance(value, torch.Tensor) and value.shape not in (parameter.shape, ()):
+                    raise ValueError(f"a moment is {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
 
     @property
     def _parts(self) -> dict[str, Any]:
         return {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+
+
+def _check_form(own: Any, found: Any) -> None:
+    """Raises ValueError where a restored setting is missing, or is no number in place of one."""
+    if isinstance(own, dict):
+        for name, value in own.items():
+            _check_form(value, found[name])
+    elif isinstance(own, list | tuple):
+        for one, other in zip(own, found, strict=True):
+            _check_form(one, other)
+    elif isinstance(own, int | float) and not isinstance(found, int | float):
+        raise ValueError(f"{found!r} is in the place of {own}")
 
 
 def make_optimization(

@@ -298,7 +298,7 @@ class Planner:
         notices = [
             *self.task.notices(),
             *self.meter.notices,
-            *self.batch_dependence.sentences(split=plan.most_parts > 1),
+            *self.batch_dependence.sentences(split=plan.most_parts > 1, ranks=self.ranks),
         ]
         if limits is not None:
             if request.searches:

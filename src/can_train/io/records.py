@@ -13,8 +13,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TypeVar
 
@@ -50,6 +50,10 @@ _READ_BYTES: Final = 2**16  # read at a time: most records arrive whole with one
 # Seconds by which a process may seem to start after the record of it: the kernel counts from a boot time that is
 # rounded to a second and moves when the clock is corrected.
 _CLOCK_SLACK_S: Final = 2.0
+
+# Seconds by which a record may seem to be made after its file was written: two machines' clocks, or time zones, differ.
+_CLOCKS_APART_S: Final = 86400.0
+_TIMES: Final = ("time", "start_time", "end_time")  # fields of records
 
 _Record = TypeVar("_Record")
 
@@ -204,17 +208,18 @@ def parse_object(text: str) -> dict[str, Any]:
     """Parses a JSON object; anything else, such as a line that is still being written, has no values."""
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}
 
 
 @dataclass(frozen=True)
 class SetAside:
-    """A file that could not be read as a record. It stays where it is."""
+    """A file that could not be read as a record, or only in part. It stays where it is."""
 
     path: Path
     reason: str
+    is_read: bool = False  # whether it counts all the same, from when its file was written
 
     @property
     def shown(self) -> str:
@@ -286,6 +291,17 @@ def write_document(path: Path, record: Any) -> None:
         raise unusable("written", path, error) from error
 
 
+def check_writable(folder: Path) -> None:
+    """Makes a folder, and a file in it for a moment.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _temporary(folder / "_") as (temporary, _):
+        temporary.unlink()
+
+
 def list_names(folder: Path) -> list[str]:
     """Returns the sorted names in a folder; none where it does not exist.
 
@@ -309,14 +325,22 @@ def read_documents(
         folder: Folder of the files.
         names: Names of the files.
         kind: The dataclass.
-        set_aside: Files that are no such records are appended to it.
+        set_aside: Files that are no such records are appended to it, and those that count from another time than they
+            say: a clock that was far ahead would have them follow whatever comes.
         most_bytes: Largest file that is taken for a record.
     """
     records = []
     for name in names:
         path = f"{folder}{os.sep}{name}"
         try:
-            records.append(parse_document(_read_bytes(path, most_bytes), kind))
+            data, written = _read_bytes(path, most_bytes)
+            record = parse_document(data, kind)
+            if ahead := _times_ahead(record, written):
+                dated = ", ".join(sorted({getattr(record, name) for name in ahead}))
+                record = replace(record, **dict.fromkeys(ahead, written))  # type: ignore[type-var]
+                reason = f"dated {dated}, after its file was written, and counted from then: {written}"
+                set_aside.append(SetAside(Path(path), reason, is_read=True))
+            records.append(record)
         except (OSError, ValueError, RecursionError) as error:
             set_aside.append(SetAside(Path(path), str(error)))
     return records
@@ -331,15 +355,26 @@ def unusable(verb: str, path: Path, error: Exception) -> StateError:
     )
 
 
-def _read_bytes(path: str, most_bytes: int) -> bytes:
+def _times_ahead(record: Any, written: str) -> list[str]:
+    """Lists the fields of a record whose times lie far after its file was written."""
+    texts = {name: getattr(record, name) for name in _TIMES if hasattr(record, name)}
+    # Compared as text first: nearly all are as late as they say, and a store has thousands.
+    later = [name for name, text in texts.items() if not text.endswith("+00:00") or text > written]
+    end = datetime.fromisoformat(written) + timedelta(seconds=_CLOCKS_APART_S)
+    return [name for name in later if datetime.fromisoformat(texts[name]) > end]
+
+
+def _read_bytes(path: str, most_bytes: int) -> tuple[bytes, str]:
+    """Reads a file, and when it was written."""
     # Without O_NONBLOCK, a pipe of such a name would block its reader for ever.
     with open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         data = file.read(_READ_BYTES) or b""
+        status = os.fstat(file.fileno())
         if len(data) == _READ_BYTES:
-            if os.fstat(file.fileno()).st_size > most_bytes:
+            if status.st_size > most_bytes:
                 raise ValueError(f"larger than {most_bytes >> 20} MiB, so not written by can-train")
             data += file.read()
-    return data
+    return data, utc_text(datetime.fromtimestamp(status.st_mtime, UTC))
 
 
 class _Header(msgspec.Struct):
@@ -436,5 +471,6 @@ def _find(pid: int, recorded_at: str) -> "psutil.Process | None":
         # started after the record was written is such a new one.
         is_same = process.create_time() <= datetime.fromisoformat(recorded_at).timestamp() + _CLOCK_SLACK_S
         return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
+    # A damaged record may have a number that no process has.
+    except (psutil.NoSuchProcess, OverflowError):
         return None

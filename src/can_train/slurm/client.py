@@ -4,8 +4,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 from can_train.errors import CanTrainError
@@ -13,6 +16,11 @@ from can_train.io.units import parse_time_min
 
 _QUERY_TIMEOUT_S: Final = 20.0
 """Longest wait for an answer: a busy controller needs seconds, and a dead one is asked for a minute and more."""
+_PERSON_TIMEOUT_S: Final = 4.0
+"""Longest wait of a person who asks about runs: squeue and sacct together, the latter for what is left of it."""
+_LEAST_TIMEOUT_S: Final = 0.5
+SUBMIT_TIMEOUT_S: Final = 60.0
+"""Longest wait for sbatch: above what it takes where the controller is busy."""
 _ACTION_TIMEOUT_S: Final = 90.0
 """Longest wait for a change: scancel waits up to 60 s for a job that is being completed."""
 
@@ -122,23 +130,29 @@ def query_jobs(job_ids: Iterable[str]) -> SlurmAnswer:
     # Without any, squeue would list everybody's.
     if not jobs:
         return SlurmAnswer(queue=(), accounts=())
-    queue = _query_queue(jobs)
+    begun = time.monotonic()
+    queue = _query_queue(jobs, timeout_s=_PERSON_TIMEOUT_S)
     # Where the controller is down, the accounting would only repeat what it last heard.
-    return SlurmAnswer() if queue is None else SlurmAnswer(queue=queue, accounts=query_accounts(jobs))
+    if queue is None:
+        return SlurmAnswer()
+    left_s = max(_LEAST_TIMEOUT_S, begun + _PERSON_TIMEOUT_S - time.monotonic())
+    return SlurmAnswer(queue=queue, accounts=query_accounts(jobs, timeout_s=left_s))
 
 
-def query_accounts(jobs: str) -> list[AccountRow] | None:
+def query_accounts(jobs: str, *, timeout_s: float = _QUERY_TIMEOUT_S) -> list[AccountRow] | None:
     """Asks sacct about jobs, separated by commas; None where there is no accounting."""
     fields = ",".join(_SACCT_FIELDS.values())
     # Without --jobs sacct begins at midnight; without --duplicates it shows only the last attempt.
-    result = run_command("sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={jobs}", "-o", fields)
+    asked = ("sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={jobs}", "-o", fields)
+    result = run_command(*asked, timeout_s=timeout_s)
     return parse_sacct(result.output) if result.status == 0 else None
 
 
-def _query_queue(jobs: str) -> list[QueueRow] | None:
+def _query_queue(jobs: str, *, timeout_s: float = _QUERY_TIMEOUT_S) -> list[QueueRow] | None:
     # All states: jobs that ended minutes ago are still listed, sooner than in sacct and also without accounting.
     fields = "|".join(_SQUEUE_FIELDS.values())
-    result = run_command("squeue", "--all", "--array", "--noheader", "--states=all", f"--jobs={jobs}", "-o", fields)
+    asked = ("squeue", "--all", "--array", "--noheader", "--states=all", f"--jobs={jobs}", "-o", fields)
+    result = run_command(*asked, timeout_s=timeout_s)
     return parse_squeue(result.output) if result.status == 0 or _UNKNOWN_JOB in result.errors else None
 
 
@@ -230,6 +244,37 @@ def moved_dependency(dependency: str, old: str, new: str) -> str:
         return dependency
     # squeue adds the state of each dependency, which scontrol does not accept.
     return re.sub(whole_id, new, re.sub(r"\(\w+\)", "", dependency))
+
+
+# A submission that got no answer
+
+_LIMITED: Final = """\
+import subprocess, sys
+try:
+    sys.exit(subprocess.run(sys.argv[2:], timeout=float(sys.argv[1])).returncode)
+except subprocess.TimeoutExpired:
+    pass
+"""
+
+
+def limited(command: Sequence[str]) -> list[str]:
+    """Returns a command that does what another one does, but ends after `SUBMIT_TIMEOUT_S`, as if it had succeeded and
+    printed nothing.
+    """
+    return [sys.executable, "-I", "-c", _LIMITED, str(SUBMIT_TIMEOUT_S), *command]
+
+
+def find_jobs(name: str, folder: Path) -> list[str]:
+    """Finds a person's jobs of a name in the queue that write their logs into a folder: those that SLURM took without
+    its answer having arrived. An array is one job.
+
+    Raises:
+        NoControllerError: The controller does not answer.
+    """
+    listed = query_cluster("squeue", "--me", "--noheader", f"--name={name}", "-o", "%F").split()
+    shown = {job_id: query_cluster("scontrol", "show", "job", "-o", job_id) for job_id in dict.fromkeys(listed)}
+    logs = {job_id: Path(_fields(text.partition("\n")[0]).get("StdOut", "")) for job_id, text in shown.items()}
+    return [job_id for job_id, log in logs.items() if log.parent == folder]
 
 
 # Partitions and nodes
@@ -350,7 +395,7 @@ def _fields(line: str) -> dict[str, str]:
     """Splits `Key=value` pairs; values may contain spaces (OS, Reason)."""
     keys = list(_KEY.finditer(line))
     ends = [*(match.start() for match in keys[1:]), len(line)]
-    pairs = [(match[1], line[match.end() : end].strip()) for match, end in zip(keys, ends, strict=True)]
+    pairs = [(match[1], line[match.end() : end].strip()) for match, end in zip(keys, ends, strict=False)]
     # The first one of a name counts: a person's text, which comes last (Reason), may look like more pairs.
     return dict(reversed(pairs))
 

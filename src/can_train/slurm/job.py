@@ -28,6 +28,7 @@ from can_train.slurm.status import read_tail
 from can_train.training.run_folder import (
     ENDING_BY_STATUS,
     RESTARTED,
+    TERMINATED,
     WARNED,
     AttemptEnd,
     Attempts,
@@ -129,6 +130,7 @@ MEMORY_GROWTH: Final = 1.5
 _FINE_STEP_MIB, _FINE_UP_TO_MIB, _COARSE_STEP_MIB = 100, 4096, 1024
 """Memory is asked for in steps that people would choose: 100 MiB up to 4 GiB, then whole GiB."""
 _KILLED: Final = 128 + 9
+_GONE: Final = (_KILLED, TERMINATED)  # statuses of a job step, one rank of which was killed
 _CARRIED_OVER: Final = ("partition", "account", "qos", "time", "mem", "exclude")
 """Resources that the next job asks for as the last one did, whatever the run's configuration says."""
 
@@ -198,9 +200,11 @@ def infer_ending(recorded: str, *, status: int, host_oom: bool) -> str:
         return recorded
     if host_oom:
         return "host_oom"
-    # srun terminates the other ranks of one that was killed.
-    if status == _KILLED and recorded in ("", "terminated"):
+    # The other ranks of one that was killed notice that it is gone, or srun terminates them, which is a larger status.
+    if (status == _KILLED and recorded in ("", "terminated")) or (status in _GONE and recorded == "rank_gone"):
         return "killed"
+    if recorded == "rank_gone":
+        return "failed"
     return recorded or ENDING_BY_STATUS.get(status, "failed")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from can_train.errors import without_positions
 from can_train.slurm.client import (
     ACTIVE,
     NEVER_SATISFIED,
@@ -106,6 +107,7 @@ _BY_SLURM_STATE: Final[Mapping[str, str]] = {
 _BY_ENDING: Final[Mapping[str, tuple[str, str]]] = {
     "finished": (FINISHED, ""),
     "failed": (FAILED, ""),
+    "rank_gone": (FAILED, ""),
     "gpu_oom": (GPU_OOM, ""),
     "host_oom": (HOST_OOM, ""),
     "killed": (FAILED, "killed by somebody or something that SLURM does not name"),
@@ -155,7 +157,7 @@ def classify_exit(attempt: AttemptFacts | None, row: AccountRow | None, log: str
     by_slurm = _BY_SLURM_STATE.get(row.state) if row else None
     # The kernel kills one process; the others then fail without it, or srun terminates them. Terminated processes of a
     # job that SLURM itself ended are not such a consequence.
-    is_consequence = ending in (None, "failed", "killed") or (ending == "terminated" and by_slurm is None)
+    is_consequence = ending in (None, "failed", "killed", "rank_gone") or (ending == "terminated" and by_slurm is None)
     oom_in_account = row is not None and _OOM in (row.state, *(step.state for step in row.steps))
     if is_consequence and by_slurm != TIME_LIMIT and (oom_in_account or causes[-1:] == [HOST_OOM]):
         memory = f" ({row.memory} of each node)" if row and row.memory else ""
@@ -191,7 +193,7 @@ def last_error_line(text: str) -> str:
     """Returns the last line of a log that is an error, else the training's last line, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     own = [line for line in lines if not line.startswith(_SCHEDULER_LINES)]
-    return ([line for line in own if _is_error(line)] or own or lines or [""])[-1]
+    return without_positions(([line for line in own if _is_error(line)] or own or lines or [""])[-1])
 
 
 def _is_error(line: str) -> bool:
@@ -216,7 +218,7 @@ def _ended_by_slurm(cause: str, row: AccountRow, end: AttemptEnd | None) -> str:
         NODE_FAILURE: f"of {row.nodes}" if row.nodes else "",
         PREEMPTED: f"on {row.nodes}, by a job that comes before it" if row.nodes else "",
     }
-    saved = "saved before it ended" if end is not None and end.ending != "failed" else ""
+    saved = "saved before it ended" if end is not None and end.ending not in ("failed", "rank_gone") else ""
     return ", ".join(filter(None, [words.get(cause), saved]))
 
 
@@ -249,6 +251,8 @@ def _exit_words(row: AccountRow) -> str:
 
 _UNOPENED: Final = "0:53"
 """Exit code of a job whose folder or log could not be opened, so that nothing of it ran."""
+_MAY_RETURN: Final = ("terminated", "time_limit", "killed", "rank_gone")
+"""Endings after which a job may go back into the queue."""
 _UNLAUNCHED: Final = "JobLaunchFailure"
 """SLURM's reason for the same."""
 
@@ -337,9 +341,11 @@ def _state_after_queue(facts: RunFacts) -> RunState:
         return _process_state(attempt, facts) if attempt else _unstarted_process_state(job, facts)
     end = attempt.end if attempt else None
     # A job whose process stopped at a signal may have been requeued.
-    if facts.answer.queue is None and (end is None or end.ending in ("terminated", "time_limit")):
+    if facts.answer.queue is None and (end is None or end.ending in _MAY_RETURN):
         state = RUNNING if attempt and end is None else QUEUED
-        sentence = f"as far as its files say; SLURM, which has its job {job_id}, does not answer here"
+        sentence = (
+            f"as far as its files say; SLURM, which has its job {job_id}, does not answer here; ask again in a minute"
+        )
         return RunState(state, sentence, certain=False)
     row = _final_row(job_id, facts)
     return classify_exit(attempt, row, facts.log_tail, facts) if attempt else _unstarted_job_state(row, facts)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -134,8 +135,8 @@ def _attempts(folder: RunFolder) -> list[AttemptFacts]:
     attempts = Attempts(folder.path)
     try:
         facts = [AttemptFacts(start=start, end=attempts.end(start.attempt)) for start in attempts.starts()]
-    except (OSError, ValueError, TypeError):
-        # A damaged record must not hide the run: the other facts decide.
+    except OSError:
+        # What cannot be read must not hide the run: the other facts decide.
         return []
     if facts and facts[-1].end is None and not facts[-1].start.job_id:
         facts[-1] = replace(facts[-1], alive=facts[-1].start.is_running())
@@ -308,7 +309,10 @@ def _number(values: Any, *path: str | int) -> float | None:
             values = values[key]
         except (KeyError, IndexError, TypeError):
             return None
-    return float(values) if isinstance(values, int | float) and not isinstance(values, bool) else None
+    if not isinstance(values, int | float) or isinstance(values, bool):
+        return None
+    # JSON's numbers are of any size, and a person's file may have NaN.
+    return float(values) if abs(values) <= sys.float_info.max else None
 
 
 def _integer(values: Any, *path: str | int) -> int | None:

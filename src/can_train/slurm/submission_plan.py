@@ -248,7 +248,6 @@ def plan_submission(
     # Both questions in one call, so that SLURM is asked only once.
     statuses = run_statuses([*identical, *parents], registry)
     duplicates = {one.index: find_duplicate_run(one.identity, statuses[: len(identical)]) for one in candidates}
-    dependencies = (_dependency(parent, runs[0].cluster.executor) for parent in statuses[len(identical) :])
     # Settings hold lists, so they are compared rather than hashed.
     groups: list[list[PlannedRun]] = []
     for one in candidates:
@@ -261,7 +260,7 @@ def plan_submission(
         groups=groups,
         duplicate_runs=[duplicate for duplicate in duplicates.values() if duplicate is not None],
         after=[parent.run_id for parent in parents],
-        dependency=",".join(filter(None, dependencies)),
+        dependency=dependency_on(statuses[len(identical) :], runs[0].cluster.executor),
         notices=list(dict.fromkeys(notices)),
     )
 
@@ -296,6 +295,15 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
     check_job(cluster, places)
     notices = [check_device(run.device, cluster), waiting_notice(places)]
     return replace(run, cluster=cluster), [notice for notice in notices if notice]
+
+
+def dependency_on(parents: Sequence[RunStatus], executor: str) -> str:
+    """Returns sbatch's condition to wait for runs, empty if all of them have finished.
+
+    Raises:
+        RunError: One of them will not finish, or cannot be waited for.
+    """
+    return ",".join(filter(None, [_dependency(parent, executor) for parent in parents]))
 
 
 def _dependency(parent: RunStatus, executor: str) -> str:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
@@ -14,11 +15,12 @@ from types import FrameType
 from typing import Any, Final, NoReturn, TextIO
 
 import submitit
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import RunError
 from can_train.io.records import utc_now
+from can_train.slurm.client import SUBMIT_TIMEOUT_S, NoControllerError, cancel_jobs, find_jobs, limited
 from can_train.slurm.job import Entry, Job
 from can_train.slurm.script import Submission, check_folder, job_environment, parameters, resources
 from can_train.slurm.snapshot import code_of
@@ -67,7 +69,8 @@ def start_jobs(
     folder = submission_folder(folders, submission)
     job_parameters = parameters(cluster, submission, code_of(folders[0].path))
     check_folder(folder)
-    executor = submitit.SlurmExecutor(folder)
+    _take_back_unseen(submission, folder)
+    executor = _Executor(folder)
     executor.parameters.update(job_parameters)
     tasks = [Job(entry, str(folder.path)) for folder in folders]
     try:
@@ -84,6 +87,69 @@ def start_jobs(
                 resources=resources(cluster))
         for folder, job in zip(folders, jobs, strict=True)
     ]  # fmt: skip
+
+
+class _Executor(submitit.SlurmExecutor):
+    """submitit's, but for its wait for sbatch, which is for ever."""
+
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[submitit.Job[Any]]:
+        if len(delayed_submissions) == 1:
+            return super()._internal_process_submissions(delayed_submissions)
+        # What submitit does, which makes an executor of its own class for an array.
+        self.folder.mkdir(parents=True, exist_ok=True)
+        pickles = [self.folder / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
+        for delayed, pickle in zip(delayed_submissions, pickles, strict=True):
+            delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
+            delayed.dump(pickle)
+        array = _Executor(self.folder, self.max_num_timeout)
+        array.parameters = {**self.parameters, "map_count": len(pickles)}
+        first = array._submit_command(self._submitit_command_str)
+        tasks = list(range(first.num_tasks))
+        jobs: list[submitit.Job[Any]] = [
+            submitit.SlurmJob(self.folder, f"{first.job_id}_{index}", tasks) for index in range(len(pickles))
+        ]
+        for job, pickle in zip(jobs, pickles, strict=True):
+            job.paths.move_temporary_file(pickle, "submitted_pickle")
+        return jobs
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return limited(super()._make_submission_command(submission_file_path))
+
+    # A static method in submitit, which calls it as a method.
+    def _get_job_id_from_submission_command(self, string: bytes | str) -> str:  # type: ignore[override]
+        if string:
+            return str(submitit.SlurmExecutor._get_job_id_from_submission_command(string))
+        try:
+            found = find_jobs(str(self.parameters["job_name"]), Path(self.folder))
+        except NoControllerError as error:
+            raise _unanswered(f"whether it took the job is not known ({error.value})") from error
+        if not found:
+            raise _unanswered("it did not take the job")
+        return found[-1]
+
+
+def _unanswered(known: str) -> RunError:
+    return RunError("SLURM must answer sbatch", value=f"it did not within {SUBMIT_TIMEOUT_S:g} s; {known}",
+                    remedy="Try again in a minute. A job that was taken all the same is taken back then")  # fmt: skip
+
+
+def _take_back_unseen(submission: Submission, folder: Path) -> None:
+    """Cancels the jobs of a submission whose answer never arrived, before there is another one.
+
+    Raises:
+        RunError: SLURM refuses.
+        NoControllerError: It does not answer.
+    """
+    # submitit leaves a link in the script's place once it knows the job's id.
+    unconfirmed = [script for script in folder.glob(".submission_file_*") if not script.is_symlink()]
+    if not unconfirmed:
+        return
+    jobs = find_jobs(submission.name, folder.absolute())
+    if jobs and (refusal := cancel_jobs(jobs)):
+        raise RunError("SLURM refuses to cancel a job that it took without an answer", value=refusal,
+                       remedy=f"Cancel job {', '.join(jobs)} with scancel, then try again")  # fmt: skip
+    for script in unconfirmed:
+        script.unlink(missing_ok=True)
 
 
 def submission_folder(folders: Sequence[RunFolder], submission: Submission) -> Path:

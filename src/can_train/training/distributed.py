@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]  # no __all__
 
-from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, RunError
+from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, RankGoneError, RunError, first_sentence
 from can_train.fit.packing import BatchCosts, share_out
 
 # Longest wait for all processes to be there: some read a hundred thousand files of Python from a slow disk first.
@@ -67,12 +67,6 @@ class RankFailedError(CanTrainError):
         super().__init__("Every process of a run must get through", value=found, remedy=remedy)
         # Whether memory was too small on one of them.
         self.did_not_fit = any(failure.did_not_fit for failure in failures)
-
-
-class RankGoneError(CanTrainError):
-    """Another process of the run ended without reporting why."""
-
-    exit_code = RUN_FAILED
 
 
 class Ranks:
@@ -176,7 +170,9 @@ class ConnectedRanks(Ranks):
         try:
             result = work()
         except Exception as error:
-            failure = Failure(self.rank, _first_line(error), isinstance(error, DoesNotFitError))
+            own = isinstance(error, CanTrainError)
+            message = str(error).splitlines()[0] if own else first_sentence(error)
+            failure = Failure(self.rank, message, isinstance(error, DoesNotFitError))
             # The others wait in the same exchange: without a report from here they would wait until the timeout. The
             # error here explains more than that another process ended too.
             with suppress(RankGoneError):
@@ -245,7 +241,7 @@ class ConnectedRanks(Ranks):
             return self._calls.run(call)
         # Gloo and NCCL report a closed connection as a plain RuntimeError, each in words of its own.
         except RuntimeError as error:
-            rule, found = "Every process of a run must stay until all have got through", _first_line(error)
+            rule, found = "Every process of a run must stay until all have got through", first_sentence(error)
             remedy = "Its own log says why; the run goes on from its last checkpoint"
             raise RankGoneError(rule, value=f"another one has ended ({found})", remedy=remedy) from error
 
@@ -309,7 +305,7 @@ def _connect(place: RankPlace) -> None:
         store = TCPStore(place.address, place.port, place.size, place.rank == 0, _JOIN_TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=_WAIT_TIMEOUT)
     except RuntimeError as error:
-        found = f"rank {place.rank} of {place.size} at {place.address}:{place.port}: {_first_line(error)}"
+        found = f"rank {place.rank} of {place.size} at {place.address}:{place.port}: {first_sentence(error)}"
         remedy = "MASTER_ADDR and MASTER_PORT name another place; GLOO_SOCKET_IFNAME names the network between nodes"
         raise RunError("The processes of a run must find each other", value=found, remedy=remedy) from error
 
@@ -346,8 +342,3 @@ def _packed(tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -
         collective(flat)
         for tensor, changed in zip(pack, flat.split([tensor.numel() for tensor in pack]), strict=True):
             tensor.copy_(changed.view(tensor.shape))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__

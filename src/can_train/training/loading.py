@@ -6,12 +6,13 @@ import hashlib
 import io
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -168,16 +169,23 @@ class Checkpoints:
             found = f"{self._folder}: {error.strerror}"
             raise CheckpointError("The checkpoint cannot be written", value=found, remedy=remedy) from error
 
-    def load(self, reporter: Reporter) -> dict[str, Any] | None:
+    def load(
+        self, reporter: Reporter, *, check: Callable[[Mapping[str, Any]], None] = lambda _: None, skip: int = 0
+    ) -> dict[str, Any] | None:
         """Reads the newest undamaged checkpoint, and drops damaged ones; None where there is none.
+
+        Args:
+            reporter: Is told of damaged ones.
+            check: Raises an error for a content that is damaged, too.
+            skip: The newest that are not looked at.
 
         Raises:
             CheckpointError: Every checkpoint is damaged, or is of another version.
         """
         entries = self._entries()
-        for position, entry in enumerate(entries):
-            if (state := self._read(entry)) is not None:
-                if position > 0:
+        for position, entry in enumerate(entries[skip:]):
+            if (state := self._read(entry)) is not None and _passes(check, state):
+                if position > 0 and not skip:
                     # Else the next save would keep the damaged one as its previous, and drop this one.
                     self._write_manifest(entries[position:])
                 return state
@@ -186,6 +194,10 @@ class Checkpoints:
             remedy = "Start the run again from the beginning"
             raise CheckpointError("No checkpoint of this run is whole", value=str(self._folder), remedy=remedy)
         return None
+
+    def drop(self, count: int) -> None:
+        """Drops the newest checkpoints, whose content turned out to be damaged."""
+        self._write_manifest(self._entries()[count:])
 
     def newest(self) -> dict[str, Any] | None:
         """Reads the newest checkpoint without changing anything; None where there is none.
@@ -203,10 +215,10 @@ class Checkpoints:
 
     def _entries(self) -> list[_Entry]:
         try:
-            return [_Entry(**entry) for entry in json.loads(self._manifest.read_text())["checkpoints"]]
+            return msgspec.convert(json.loads(self._manifest.read_text())["checkpoints"], list[_Entry])
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             manifest = str(self._manifest)
             raise CheckpointError("The checkpoint manifest cannot be read", value=manifest, remedy=_REMEDY) from error
 
@@ -232,6 +244,14 @@ class Checkpoints:
             versions = f"{entry.file}: format {found}, this version reads {_FORMAT_VERSION}"
             raise CheckpointError("The checkpoint is of another version", value=versions, remedy=_REMEDY)
         return dict(state)
+
+
+def _passes(check: Callable[[Mapping[str, Any]], None], state: Mapping[str, Any]) -> bool:
+    try:
+        check(state)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return True
 
 
 def load_finished(path: Path) -> FinishedModel:
@@ -297,7 +317,7 @@ def start_from(model: nn.Module, run_path: Path) -> None:
     """
     folder = RunFolder(run_path)
     state = Checkpoints(folder.checkpoints_path).load(SilentReporter())
-    if folder.result() is None or state is None:
+    if folder.result() is None or state is None or not isinstance(state.get("best"), dict):
         remedy = f"Finish it first: can-train resume {folder.run_id}"
         raise CheckpointError("Training starts from the weights of a finished run", value=str(run_path), remedy=remedy)
     best = state["best"]

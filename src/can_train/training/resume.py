@@ -57,10 +57,9 @@ def change_run(folder: RunFolder, request: ResumeRequest, reporter: Reporter) ->
     before = folder.config()
     run = with_changes(before, (), request.values)
     with folder.locked():
-        manifest = parse_object(text_or_nothing(folder.checkpoints_path / "manifest.json"))
-        newest = next(iter(manifest.get("checkpoints", ())), {"step": 0, "epochs_begun": 0})
+        step, begun = _newest_checkpoint(folder)
         result = folder.result()
-        done = newest["epochs_begun"] if result is None else result["epochs"]
+        done = begun if result is None else _count(result.get("epochs"))
         # One that stopped early, for want of a better loss, may go on for as long as it was to be trained at first.
         goes_on = request.epochs is not None and run.training.epochs > done
         if request.epochs is not None and run.training.epochs < done:
@@ -77,8 +76,21 @@ def change_run(folder: RunFolder, request: ResumeRequest, reporter: Reporter) ->
         changed = {name: each for name, each in values.items()
                    if each["before"] != each["after"] or (name == _EPOCHS and is_extended)}  # fmt: skip
         if changed:
-            folder.change(run.config, changed, step=newest["step"])
+            folder.change(run.config, changed, step=step)
     return [f"{name} is {each['after']} from here on, in place of {each['before']}" for name, each in changed.items()]
+
+
+def _newest_checkpoint(folder: RunFolder) -> tuple[int, int]:
+    """Reads the steps and the begun epochs of a run's newest checkpoint, 0 where there is none; a damaged list of them
+    is refused by the training.
+    """
+    entries = parse_object(text_or_nothing(folder.checkpoints_path / "manifest.json")).get("checkpoints")
+    newest = entries[0] if isinstance(entries, list) and entries and isinstance(entries[0], dict) else {}
+    return _count(newest.get("step")), _count(newest.get("epochs_begun"))
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _check_device(device: str, *, is_over: bool) -> None:

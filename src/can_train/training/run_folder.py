@@ -19,8 +19,10 @@ from threading import Timer, get_ident
 from types import FrameType
 from typing import Any, Final, TypeVar
 
+import msgspec
+
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir, state_folder
-from can_train.errors import CanTrainError, DoesNotFitError, RunError, StateError
+from can_train.errors import CanTrainError, DoesNotFitError, RankGoneError, RunError, StateError, without_positions
 from can_train.io import records
 from can_train.io.records import AttemptStart, is_file, this_host, utc_now, write_json_atomic, write_text_atomic
 from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
@@ -51,7 +53,7 @@ _MAX_POSTPONED: Final = 400  # times: 20 s, below the 30 s after which SLURM kil
 # Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
 # terminated, or fail because it is gone.
 _BY_SIGNIFICANCE: Final = (
-    "host_oom", "gpu_oom", "killed", "failed", "time_limit", "interrupted", "terminated", "finished",
+    "host_oom", "gpu_oom", "killed", "failed", "rank_gone", "time_limit", "interrupted", "terminated", "finished",
 )  # fmt: skip
 
 # A run id is a time, a key, and four hexadecimal digits.
@@ -65,6 +67,7 @@ _EPOCHS: Final = "training.epochs"
 
 _MESSAGE_LENGTH: Final = 500  # characters of an error that are kept; some of torch's fill pages
 _MAX_ENTRY_BYTES: Final = 2**20  # largest file that is read as an entry of the registry
+T = TypeVar("T")
 _LIBRARIES: Final = ("can-train", "torch", "numpy", "hydra-core")
 """Packages whose versions a run notes, beside those of tasks."""
 
@@ -144,8 +147,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class AttemptEnd:
     """How an attempt ended: finished, failed, gpu_oom, host_oom, time_limit (it was warned and saved its state),
-    terminated (by SIGTERM, and saved its state), interrupted (by SIGINT, and saved its state), or killed, which only
-    others can find out.
+    terminated (by SIGTERM, and saved its state), interrupted (by SIGINT, and saved its state), rank_gone (another
+    process of the run ended without a report), or killed, which only others can find out.
     """
 
     attempt: int
@@ -187,14 +190,16 @@ class Attempts:
         self._is_recorded = False
 
     def starts(self) -> list[AttemptStart]:
-        """Reads the starts of all attempts, the first one first."""
-        return [AttemptStart(**json.loads(path.read_text())) for path in sorted(self._folder.glob("*-began.json"))]
+        """Reads the starts of all attempts, the first one first; a damaged record hides nothing but itself."""
+        starts = [_read_record(path, AttemptStart) for path in sorted(self._folder.glob("*-began.json"))]
+        return [start for start in starts if start is not None and _is_time(start.start_time)]
 
     def end(self, attempt: int) -> AttemptEnd | None:
         """Reads how an attempt ended; of several records the most informative, None where there is none."""
         paths = self._folder.glob(f"{attempt:04d}-ended*.json")
-        ends = [AttemptEnd(**json.loads(path.read_text())) for path in paths]
-        return min(ends, key=_significance, default=None)
+        ends = [_read_record(path, AttemptEnd) for path in paths]
+        known = [end for end in ends if end is not None and end.ending in _BY_SIGNIFICANCE and _is_time(end.time)]
+        return min(known, key=_significance, default=None)
 
     def end_in(self, context: SlurmContext) -> AttemptEnd | None:
         """Reads how the last attempt of a job ended; None where none began or no record was written."""
@@ -284,6 +289,21 @@ def slurm_node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or this_host()
 
 
+def _read_record(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_time(text: str) -> bool:
+    try:
+        records.check_time("time", text)
+    except ValueError:
+        return False
+    return True
+
+
 def _significance(end: AttemptEnd) -> tuple[int, bool, str]:
     # What was found out after the job counts before what one of its ranks recorded.
     return _BY_SIGNIFICANCE.index(end.ending), end.rank is not None, end.time
@@ -303,9 +323,11 @@ def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]
     ending, details = "failed", {}
     if isinstance(error, DoesNotFitError):
         ending, details = "host_oom" if error.details.of_host else "gpu_oom", asdict(error.details)
+    elif isinstance(error, RankGoneError):
+        ending = "rank_gone"
     elif is_out_of_memory(error):
         ending = "host_oom" if is_host_memory(error) else "gpu_oom"
-    text = error.in_short if isinstance(error, CanTrainError) else str(error)
+    text = error.in_short if isinstance(error, CanTrainError) else without_positions(str(error))
     text = " ".join(line.strip() for line in text.splitlines() if line.strip())
     # The text of a CanTrainError is written for users; any other needs its type.
     if not isinstance(error, CanTrainError):
@@ -371,10 +393,9 @@ class RunFolder:
         that the run went on from, and `settings`, each with its value `before` and `after`; none if that is damaged.
         """
         try:
-            changes: list[dict[str, Any]] = json.loads((self.path / _CHANGES).read_text())["changes"]
-        except (OSError, ValueError, KeyError, TypeError):
+            return msgspec.convert(json.loads((self.path / _CHANGES).read_text())["changes"], list[dict[str, Any]])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
-        return changes
 
     def change(self, config: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]], *, step: int) -> None:
         """Replaces the configuration, and records the settings that changed (see `changes`). A result that more epochs
@@ -404,7 +425,7 @@ class RunFolder:
                 raise ValueError("not an object")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, OSError):
                 raise _unreadable("result", self.result_path, error) from error
             # The last checkpoint has the weights, so a resumed run has only to be judged once more.
@@ -415,18 +436,19 @@ class RunFolder:
         return result
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps a second process out of the run.
+    def locked(self, *, doing: str = "trained") -> Iterator[None]:
+        """Keeps a second process from training the run, or from what else is to be done once (`doing`).
 
         Raises:
-            RunError: Another process is training this run.
+            RunError: Another process is at it.
         """
-        with (self.path / "lock").open("w") as handle:
+        name = "lock" if doing == "trained" else f"{doing}.lock"
+        with (self.path / name).open("w") as handle:
             try:
                 # The kernel's lock, not the file's existence: a killed process leaves no lock behind.
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise RunError("The run is being trained by another process", value=self.run_id) from error
+                raise RunError(f"The run is being {doing} by another process", value=self.run_id) from error
             yield
 
 
@@ -472,7 +494,7 @@ class MetricsLog:
 
     def rewind(self, lines: int) -> None:
         """Keeps the first `lines` lines: steps after the last checkpoint are trained, and logged, once more."""
-        kept = self._path.read_text().splitlines(keepends=True)[:lines] if self._path.exists() else []
+        kept = records.text_or_nothing(self._path).splitlines(keepends=True)[:lines]
         write_text_atomic(self._path, "".join(kept))
         self.lines = len(kept)
 

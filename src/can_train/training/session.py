@@ -8,13 +8,15 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, asdict, dataclass, field, replace
+from dataclasses import InitVar, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from can_train.config.resolved import ResolvedRun
 from can_train.config.settings import TrainingSettings
-from can_train.errors import CheckpointError
+from can_train.errors import CheckpointError, first_sentence
 from can_train.fit.factor_rule import FactorChoice, FactorRule
 from can_train.fit.micro_batcher import BatchResult, MicroBatcher
 from can_train.fit.optimizer import (
@@ -29,8 +31,10 @@ from can_train.fit.optimizer import (
 from can_train.fit.phases import only_trained
 from can_train.fit.plan import Plan
 from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, packed_rows, rows_by_epoch, still_fits
+from can_train.fit.rescue import Backoff
 from can_train.io.records import write_json_atomic
 from can_train.memory.meters import LeakWatch, MemoryMonitor, Meter
+from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter
 from can_train.task import BatchTask, Phase, TaskInEpoch
 from can_train.training.distributed import Ranks
@@ -94,6 +98,19 @@ class Progress:
         self.step_in_epoch += 1
         self.step += 1
         self.updates = 0
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> Progress:
+        """Reads the progress in a checkpoint.
+
+        Raises:
+            ValueError: It is none.
+        """
+        progress = msgspec.convert(values, cls)
+        counts = (value for value in vars(progress).values() if isinstance(value, int))
+        if values.keys() != {each.name for each in fields(cls)} or min(counts) < 0:
+            raise ValueError("a count of its progress is missing or negative")
+        return progress
 
     def end_epoch(self) -> None:
         """Counts an epoch; its sums begin anew."""
@@ -412,21 +429,21 @@ class Session(Parts):
 
         self.ranks.on_rank0(write)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from a checkpoint's state, bit by bit."""
-        self.model.load_state_dict(state["model"])
-        self.best = state["best"] if self.ranks.is_first else {}
-        saved = zip(self.phases, state["trainable"], state["optimization"], strict=True)
-        for phase, trainable, optimization in saved:
-            phase.optimization.set_trainable(trainable)
-            phase.optimization.load_state_dict(optimization)
-            # `resume --epochs` may have made the schedule longer since.
-            phase.optimization.follow_schedule()
-            needed = phase.planner.explorer.optimizer_memory()
-            phase.reserve.expect(needed, held_bytes=phase.optimization.state_bytes)
-        self.progress = Progress(**state["progress"])
-        if self.folder.goes_on_for_longer(self.progress.step):
-            self.progress.trained, self.progress.epochs_without_gain = False, 0
+    def restore(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Continues from a checkpoint's state, bit by bit; returns it, or that of the checkpoint before it where the
+        content of this one is not what a run like this writes.
+
+        Raises:
+            CheckpointError: There is no other.
+        """
+        skipped = 0
+        while why := self._damage_on_ranks(state):
+            skipped += 1
+            damaged = f"The checkpoint of step {self.progress.step} is damaged ({why})"
+            self.reporter.notice(f"{damaged}; going back to the one before it")
+            state = load_checkpoint(self, skip=skipped) or state
+        if skipped:
+            self.ranks.on_rank0(lambda: self.checkpoints.drop(skipped))
         of_ranks, rank = [state, *state["other_ranks"]], self.ranks.rank
         if len(of_ranks) == self.ranks.size:
             same_device = state["device"] == self.meter.key
@@ -439,6 +456,45 @@ class Session(Parts):
         else:
             # Of a rank that the run did not have: its randomness begins here.
             seed_rank(seed=self.training.seed, rank=rank, step=self.progress.step)
+        return state
+
+    def _damage_on_ranks(self, state: Mapping[str, Any]) -> str:
+        return next(filter(None, self.ranks.gather(lambda: self._damage(state))), "")
+
+    def _damage(self, state: Mapping[str, Any]) -> str:
+        """Restores what needs no other rank and checks the rest; returns why that failed, empty if it did not."""
+        self.progress = Progress.from_plain(state["progress"])
+        try:
+            self._restore_own(state)
+            of_ranks = [state, *state["other_ranks"]]
+            own = of_ranks[self.ranks.rank if len(of_ranks) == self.ranks.size else 0]
+            restore_generators(own["randomness"])
+            for micro_batches in own["micro_batches"]:
+                msgspec.convert(micro_batches["backoff"], Backoff)
+            for plan in (one["thawed_plan"] for one in of_ranks):
+                RunPlan.from_plain(plan or self.own_plan.to_plain())
+        # Whatever stands in the place of what was saved, the readers of its parts stumble in ways of their own.
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return f"{type(error).__name__}: {first_sentence(error)}"
+        return ""
+
+    def _restore_own(self, state: Mapping[str, Any]) -> None:
+        if state["best"]:
+            self.model.load_state_dict(state["best"])
+        self.model.load_state_dict(state["model"])
+        self.best = state["best"] if self.ranks.is_first else {}
+        saved = zip(self.phases, state["trainable"], state["optimization"], strict=True)
+        for phase, trainable, optimization in saved:
+            phase.optimization.set_trainable(trainable)
+            phase.optimization.load_state_dict(optimization)
+            # `resume --epochs` may have made the schedule longer since.
+            phase.optimization.follow_schedule()
+            needed = phase.planner.explorer.optimizer_memory()
+            phase.reserve.expect(needed, held_bytes=phase.optimization.state_bytes)
+        if self.folder.goes_on_for_longer(self.progress.step):
+            self.progress.trained, self.progress.epochs_without_gain = False, 0
 
     def _restore_thawed(self, saved: Sequence[dict[str, Any] | None]) -> None:
         """Goes on by all ranks' plans of the attempt before. Limits that are found once more may differ a little, and
@@ -453,10 +509,10 @@ class Session(Parts):
             state.planned_for = state.optimization.trainable
 
 
-def load_checkpoint(parts: Parts) -> dict[str, Any] | None:
-    """Reads the last checkpoint on every rank; None where there is none."""
+def load_checkpoint(parts: Parts, *, skip: int = 0) -> dict[str, Any] | None:
+    """Reads the last checkpoint on every rank, but for the newest `skip`; None where there is none."""
     checkpoints = Checkpoints(parts.folder.checkpoints_path)
-    saved = parts.ranks.on_every_rank(lambda: checkpoints.load(parts.reporter))
+    saved = parts.ranks.on_every_rank(lambda: checkpoints.load(parts.reporter, check=_check_progress, skip=skip))
 
     def step() -> int | None:
         return None if saved is None else int(saved["progress"]["step"])
@@ -466,6 +522,13 @@ def load_checkpoint(parts: Parts) -> dict[str, Any] | None:
         remedy = "All nodes must share the run folder; if they do, resume once they see the same files"
         raise CheckpointError("Every rank goes on from the same checkpoint", value=seen, remedy=remedy)
     return saved
+
+
+def _check_progress(state: Mapping[str, Any]) -> None:
+    """Checks what a session needs of a checkpoint before it can restore one; raises ValueError or KeyError."""
+    Progress.from_plain(state["progress"])
+    msgspec.convert(state["metrics_lines"], int)
+    msgspec.convert(state["device"], str)
 
 
 def resolve_plans(planners: Planners, ranks: Ranks, factor: FactorRule, first_path: Path) -> list[RunPlan]:

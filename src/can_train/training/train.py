@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from torch import nn
 
 from can_train.config.resolved import ResolvedRun, cache_folder, state_dir
-from can_train.errors import RUN_FAILED, CanTrainError, DoesNotFitError, FailedRunError, OutOfMemoryDetails, StateError
+from can_train.errors import (
+    RUN_FAILED,
+    CanTrainError,
+    DoesNotFitError,
+    FailedRunError,
+    OutOfMemoryDetails,
+    RankGoneError,
+    StateError,
+)
 from can_train.factors.observations import Device, Observation, Started, write_record
 from can_train.factors.observations import Outcome as AttemptOutcome
 from can_train.factors.store import factor_rule, memory_fingerprint, next_time, policy_options, store_of
@@ -41,13 +49,13 @@ from can_train.fit.optimizer import Snapshot, seed_rank, step_generator
 from can_train.fit.phases import freeze
 from can_train.fit.planner import Planner, Planners, RunPlan, packed_rows
 from can_train.fit.rescue import describe_out_of_memory
-from can_train.io.records import this_host, write_json_atomic
+from can_train.io.records import check_writable, this_host, write_json_atomic
 from can_train.io.units import size_text
 from can_train.memory.meters import Meter, open_meter
 from can_train.memory.out_of_memory import headline, is_host_memory, is_out_of_memory, without_others
-from can_train.reporter import LoggedReporter, Reporter, SilentReporter
+from can_train.reporter import LoggedReporter, QuietAbout, Reporter, SilentReporter
 from can_train.task import BatchTask, Table
-from can_train.training.distributed import RankFailedError, RankGoneError, Ranks, rank_device
+from can_train.training.distributed import RankFailedError, Ranks, rank_device
 from can_train.training.inference import BatchedInference, InferenceDevice, Rows, with_samples
 from can_train.training.loading import check_inputs_unchanged, fresh_model, load_task, start_from
 from can_train.training.recording import rewind_steps, write_predictions
@@ -87,6 +95,7 @@ def train_new(
     log = LoggedReporter(reporter)
     reporter = log if ranks.is_first else SilentReporter()
     with stops.installed(), ExitStack() as lock:
+        reporter = _with_state(run, reporter, ranks)
         meter, task = _prepare(run, reporter, ranks)
         # After the data has been read: a run whose data are missing leaves no folder behind.
         folder = RunFolder(ranks.on_rank0(lambda: make_run(run, reporter).path))
@@ -115,6 +124,7 @@ def train_on(
         ranks.on_rank0(lambda: lock.enter_context(folder.locked()))
         finished = ranks.on_rank0(folder.result)
         if finished is None:
+            reporter = _with_state(run, reporter, ranks)
             ranks.on_rank0(lambda: _check_trackers(run))
             ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
         meter, task = _prepare(run, reporter, ranks)
@@ -122,6 +132,22 @@ def train_on(
             return _outcome(task, folder, finished)
         return _train_and_judge(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter,
                                       stops=stops, ranks=ranks))  # fmt: skip
+
+
+def _with_state(run: ResolvedRun, reporter: Reporter, ranks: Ranks) -> Reporter:
+    """Says once what a run lacks whose state folder cannot be written; returns the reporter of what follows."""
+    folder = state_dir(run.paths)
+    try:
+        check_writable(folder)
+    except OSError as error:
+        if ranks.is_first:
+            reporter.notice(
+                f"The state folder {folder} cannot be written: {error.strerror}. This run teaches later ones nothing, "
+                "`can-train runs` does not list it, and its prepared data are not kept. Choose another folder with "
+                "--state-dir, or make this one writable."
+            )
+        return QuietAbout(reporter, folder)
+    return reporter
 
 
 @contextmanager
@@ -248,7 +274,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     steps_done = 0 if checkpoint is None else checkpoint["progress"]["step"]
     session = Session(**vars(parts), planners=planners, plans=plans, steps_done=steps_done, reference_models=references)
     if checkpoint is not None:
-        session.restore(checkpoint)
+        checkpoint = session.restore(checkpoint)
         reporter.notice(f"Continuing at step {session.progress.step}")
         if parts.folder.goes_on_for_longer(session.progress.step):
             epochs, lr = parts.training.epochs, session.optimization.lr
@@ -257,7 +283,7 @@ def make_session(parts: Parts, factor: FactorRule) -> Session:
     if ranks.is_first:
         # What followed the checkpoint is trained, and logged, once more.
         session.metrics.rewind(0 if checkpoint is None else checkpoint["metrics_lines"])
-        rewind_steps(session.folder.path, steps_done)
+        rewind_steps(session.folder.path, session.progress.step)
     return session
 
 

@@ -106,6 +106,23 @@ def test_times_of_asc_that_count_from_the_line_before_are_added_up(tmp_path: Pat
     assert read(tmp_path / "log.asc", 70)[1].timestamp.tolist() == [0.75, 1.0, 1.25, 1.5]
 
 
+@pytest.mark.parametrize("late", [f"1{'0' * 308}.0", "9" * 400, f"{1e12:.1f}"])
+def test_a_time_beyond_any_clock_moves_none_that_count_from_it(tmp_path: Path, late: str) -> None:
+    row = "   {} 1  123  Rx  d 1 00\n"
+    steps = [*["0.250000"] * 300, late, late, *["0.250000"] * 300]
+    (tmp_path / "log.asc").write_text("base hex  timestamps relative\n" + "".join(map(row.format, steps)))
+    reader, frames = read(tmp_path / "log.asc", 70)
+    assert frames.timestamp.tolist() == [0.25 * number for number in range(1, 601)]
+    assert reader.report.malformed == 2
+
+
+def test_times_that_add_up_to_one_beyond_any_clock_are_an_error(tmp_path: Path) -> None:
+    rows = f"   {6e10:.1f} 1  123  Rx  d 1 00\n" * 3
+    (tmp_path / "log.asc").write_text("base hex  timestamps relative\n" + rows)
+    with pytest.raises(DataError, match="must add up to one of a clock"):
+        read(tmp_path / "log.asc")
+
+
 def test_asc_in_decimal_numbers_is_read(tmp_path: Path) -> None:
     (tmp_path / "log.asc").write_text("base dec  timestamps absolute\n0.1 1  291  Rx  d 3 0 255 16  Length = 0\n")
     frames = read(tmp_path / "log.asc")[1]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import DataError
 from can_train.tasks.can.data.formats import recognise, shortened
-from can_train.tasks.can.data.grammar import ParsedRows, parse_rows
+from can_train.tasks.can.data.grammar import MAX_TIME_S, ParsedRows, parse_rows
 from can_train.tasks.can.data.graphs import BENIGN, MAX_KINDS, Frames, Ints, too_many_kinds
 from can_train.tasks.can.data.log_text import BLOCK_BYTES, LogText, TextSample
 from can_train.tasks.can.data.recordings import BLOCK_FRAMES, Recording, recording_format
@@ -57,6 +57,7 @@ class _TextLog:
     """A log of text, of which `block_bytes` are parsed at once."""
 
     def __init__(self, path: Path, settings: CanDatasetSettings, block_bytes: int) -> None:
+        self._path = path
         self.text = LogText(path, block_bytes)
         self.grammar, self._narrow, self.channel = recognise(self.text.first_lines, settings, path)
         if settings.channel:
@@ -85,8 +86,13 @@ class _TextLog:
             return rows
         # Events that are no frames have times, too.
         steps = lines.str.extract(r"^[ \t]*([0-9.]+)[ \t]").cast(pl.Float64, strict=False).fill_null(0.0)
-        times = self._time_s + steps.cum_sum().to_numpy()
+        # One beyond any clock makes its row malformed, and must not move all those after it.
+        times = self._time_s + steps.set(steps > MAX_TIME_S, 0.0).cum_sum().to_numpy()
         self._time_s = float(times[-1])
+        if self._time_s > MAX_TIME_S:
+            raise DataError("The times of a log's lines must add up to one of a clock",
+                            value=f"{self._path}: {self._time_s:.3g} s after its beginning",
+                            remedy="Correct the log's times, or its line `timestamps relative`")  # fmt: skip
         return replace(rows, timestamp=times[rows.position])
 
 
