@@ -16,6 +16,7 @@ from can_train.memory.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator,
 
 Allocation = TypeVar("Allocation")
 _BERNOULLI: Final = torch.ops.aten.bernoulli_.float
+_BERNOULLI_DEFAULT: Final = 0.5  # its probability where none arrives
 _DIV: Final = torch.ops.aten.div_.Scalar
 _MUL: Final = torch.ops.aten.mul.Tensor
 
@@ -105,7 +106,8 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
         if tracked is None or tracked.allocation is None:
             return
         if func is _BERNOULLI:
-            self._noise = (tracked, args[1])
+            # Arguments that are the operator's defaults do not arrive.
+            self._noise = (tracked, args[1] if len(args) > 1 else _BERNOULLI_DEFAULT)
         elif before is not None and tracked is before[0]:
             if func is _DIV and args[1] == before[1]:
                 self._noise = (tracked, None)
