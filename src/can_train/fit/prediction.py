@@ -24,10 +24,17 @@ from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_i
 from can_train.fit.optimizer import Precision, measure_optimizer
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.phases import phase_training
-from can_train.memory.allocator import CachingAllocator
+from can_train.memory.allocator import AllocatorSettings, CachingAllocator
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import FRAGMENTATION, Card, context_bytes, find_card, screen_bytes
-from can_train.memory.cuda_dispatch import CUBLAS, CUDNN, TENSORS, NoCudaDispatchError, record_on_cuda
+from can_train.memory.cuda_dispatch import (
+    CUBLAS,
+    CUDNN,
+    TENSORS,
+    AllocationTrace,
+    NoCudaDispatchError,
+    record_on_cuda,
+)
 from can_train.memory.meters import CpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.task import BatchTask, Feature
@@ -38,9 +45,9 @@ _PRECISIONS: Final = ("fp32", "bf16", "fp16")
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _UNLIMITED: Final = 2**50
 # Upper ends of the workspaces, as multiples of what is assumed: cuBLASLt may keep as much again and twice of it;
-# Winograd's algorithm F(2 × 2, 3 × 3) transforms images to 4 times their size, not 2.25.
+# Winograd's algorithm F(2 × 2, 3 × 3) transforms images to 4 times their size, not twice.
 _CUBLAS_MOST: Final = 3
-_CUDNN_MOST: Final = 4 / 2.25
+_CUDNN_MOST: Final = 2
 # What the same step takes on CUDA, as a share of what it takes on the CPU: from byte masks and fused attention (BERT: 1
 # ÷ 1.72) to workspaces and what autocast keeps in single precision (CNNs, 95 of 100 rows).
 _CPU_LEAST: Final = 0.55
@@ -216,7 +223,7 @@ class _Step:
 
 def _of_target(step: _Step, card: Card) -> TargetPrediction:
     try:
-        recording = record_on_cuda(step.model, step.train_on_gpu, generation=card.generation)
+        trace = record_on_cuda(step.model, step.train_on_gpu, generation=card.generation)
     except NoCudaDispatchError as error:
         if any(parameter.is_meta for parameter in step.model.parameters()):
             raise ArgumentError(
@@ -224,11 +231,15 @@ def _of_target(step: _Step, card: Card) -> TargetPrediction:
                 remedy=error.remedy or "Give a model on the CPU",
             ) from error  # fmt: skip
         return _from_the_cpu(step, card, error)
-    settings = replace(read_allocator_settings(), memory_fraction=1.0)
+    return price_trace(trace, card, replace(read_allocator_settings(), memory_fraction=1.0))
+
+
+def price_trace(trace: AllocationTrace, card: Card, settings: AllocatorSettings) -> TargetPrediction:
+    """Tells what the allocations of a program take of a card, under settings of PyTorch's allocator."""
     peaks, reserved = [], 0
     for kinds in ((TENSORS,), (TENSORS, CUBLAS), (TENSORS, CUBLAS, CUDNN)):
         allocator = CachingAllocator(_UNLIMITED, settings=settings)
-        recording.replay(allocator, kinds)
+        trace.replay(allocator, kinds)
         peaks.append(allocator.peak_allocated_bytes)
         reserved = allocator.peak_reserved_bytes
     tensors, with_cublas, with_all = peaks
@@ -236,7 +247,7 @@ def _of_target(step: _Step, card: Card) -> TargetPrediction:
     least, context, most = context_bytes(card)
     on_card = CachingAllocator(card.total_bytes - context - screen_bytes(card), settings=settings)
     # A cache that is too large is released when memory runs out, so the interval of fragmentation begins at none.
-    gaps = max(reserved - with_all, 0)
+    gaps = reserved - with_all
     return TargetPrediction(
         card=card,
         tensors=MemoryTerm(what=TENSORS, num_bytes=tensors, least_bytes=tensors, most_bytes=tensors),
@@ -248,8 +259,8 @@ def _of_target(step: _Step, card: Card) -> TargetPrediction:
             what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=gaps + FRAGMENTATION * with_all
         ),
         context=MemoryTerm(what="CUDA context", num_bytes=context, least_bytes=least, most_bytes=most),
-        fits_card=recording.replay(on_card),
-    )  # fmt: skip
+        fits_card=trace.replay(on_card),
+    )
 
 
 def _from_the_cpu(step: _Step, card: Card, error: NoCudaDispatchError) -> TargetPrediction:

@@ -66,8 +66,8 @@ _CAPABILITIES: Final = {
     "blackwell": (10, 0),
 }  # compute capability of each generation of the catalogue, the lowest of its cards'
 
-_WINOGRAD_IMAGE: Final = (6 / 4) ** 2
-_WINOGRAD_FILTER: Final = (6 / 3) ** 2
+_WINOGRAD_IMAGE: Final = 2
+_WINOGRAD_FILTER: Final = 4
 _LEAST_CHANNELS: Final = 8  # of images and of filters; colours are too few for it
 
 _aten: Final = torch.ops.aten
@@ -324,15 +324,15 @@ def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]
 
 
 def _winograd_bytes(source: Tensor, weight: Tensor, stride: Sequence[int], result: Tensor) -> Iterator[int]:
-    """Yields the bytes of input, output and weights as Winograd's algorithm F(4 × 4, 3 × 3) transforms them: tiles of
-    6 × 6 numbers for 4 × 4 of an image, and for 3 × 3 of a filter.
+    """Yields what cuDNN takes for transformed copies of images and filters, of a dense convolution of 3 × 3.
 
-    Which algorithm cuDNN takes is its secret. This one explains the VGG16 rows of scripts/bench/prediction measured to
-    a tenth; networks with few convolutions of 3 × 3 at full size keep within 3 % with it and without.
+    Which algorithm it takes, and with what memory, is its secret. Winograd's F(4 × 4, 3 × 3) has tiles of 6 × 6 numbers
+    for 4 × 4 of an image, 2.25 times as much, and 6 × 6 for the 3 × 3 of a filter. Twice the images agree best with the
+    published peaks of scripts/bench/prediction measured, where single networks differ by much more.
     """
     is_dense = weight.shape[2:] == (3, 3) and set(stride) == {1} and min(weight.shape[:2]) >= _LEAST_CHANNELS
     if source.dtype is torch.float32 and is_dense:
-        yield int(_WINOGRAD_IMAGE * (source.nbytes + result.nbytes) + _WINOGRAD_FILTER * weight.nbytes)
+        yield _WINOGRAD_IMAGE * (source.nbytes + result.nbytes) + _WINOGRAD_FILTER * weight.nbytes
 
 
 class _Attention(TorchFunctionMode):
