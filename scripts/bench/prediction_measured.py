@@ -27,11 +27,12 @@ from can_train.memory.cuda_dispatch import record_on_cuda
 
 MIB: Final = 2**20
 FEW: Final = 4  # rows of a family that tell no constant of their own: it is that of the first family on the same card
+BEFORE_MOST: Final = 8  # rows of a family that are predicted from small batches, too: each takes half a minute
 NOTES: Final = """\
 *Rows*: those that were judged, of those with a measurement; the others fitted the context, or are left out: their model
 is not at hand, they are marked as suspect, or the recording failed. *After*: the recorded loop, and the constant.
 *Below*: share of the rows whose measurement is above the prediction by more than 2 %. *Context*: the constant.
-*Before*: the peak that `predict_peak` predicts without a target, and a constant of its own, fitted on the same rows.
+*Before*: what `predict_peak` predicts without a target of up to 8 rows, and a constant that is fitted on half of them.
 *Two-sided*: a batch that trained is predicted to fit, and the next larger one, which did not, not to."""
 
 
@@ -42,7 +43,7 @@ class Judged:
     rows: int
     measured: list[float] = field(default_factory=list)
     after: list[float] = field(default_factory=list)  # reserved, without a context
-    before: list[float] = field(default_factory=list)
+    before: list[tuple[float, float]] = field(default_factory=list)  # predicted from small batches, and measured
     fits: list[bool] = field(default_factory=list)  # of batches that trained
     fits_next: list[bool] = field(default_factory=list)  # of batches that did not
     left_out: dict[str, str] = field(default_factory=dict)  # model to reason
@@ -64,10 +65,10 @@ class Judged:
             cells.append(f"{context:,.0f} MiB")
         else:
             cells += ["", "", "", ""]
-        if len(self.before) == len(found) > 0:
-            before = np.array(self.before)
-            constant = float(median(measured[::2] - before[::2])) if len(found) >= FEW else context
-            cells += _errors(before[judged] + constant - measured[judged], measured[judged])
+        if self.before:
+            predicted, shown = np.array(self.before).T
+            constant = float(median(shown[::2] - predicted[::2]))
+            cells += _errors((predicted + constant - shown)[1::2], shown[1::2])
         else:
             cells += ["", ""]
         pairs = [one for one in (self.fits, [not fits for fits in self.fits_next]) if one]
@@ -113,7 +114,7 @@ def _source(row: Row) -> str:
 def judge(rows: Sequence[Row], *, before: bool) -> Judged:
     """Predicts the rows of one family."""
     judged = Judged(rows=len(rows))
-    for row in rows:
+    for index, row in enumerate(rows):
         try:
             if "SUSPECT" in row["notes"] or "leave out" in row["notes"]:
                 raise NoDefinitionError("marked as suspect")
@@ -121,8 +122,9 @@ def judge(rows: Sequence[Row], *, before: bool) -> Judged:
             if row["measured_mib"]:
                 program = program_of(row)
                 after = reserved_mib(program, card)
-                if before:
-                    judged.before.append(before_mib(program_of(row), int(row["batch"])))
+                if before and index % -(-len(rows) // BEFORE_MOST) == 0:
+                    predicted = before_mib(program_of(row), int(row["batch"]))
+                    judged.before.append((predicted, float(row["measured_mib"])))
                 judged.measured.append(float(row["measured_mib"]))
                 judged.after.append(after)
             else:

@@ -297,3 +297,15 @@ def test_precisions_and_targets_that_do_not_exist_are_refused() -> None:
         of_target(perceptron(), 10, target="rtx30900")
     with pytest.raises(ArgumentError, match="predicted of a model"):
         predict_peak(LineTask(), 10, target="rtx3090")
+
+
+def test_a_precision_counts_without_a_target_too() -> None:
+    model = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 10))
+    assert of_target(model, 20_000, precision="bf16").peak_bytes < 0.7 * of_target(model, 20_000).peak_bytes
+
+
+def test_what_has_no_version_without_values_is_predicted_on_the_cpu_and_says_so(dispatched: None) -> None:
+    model = nn.LSTM(8, 8)
+    found = predict_peak(model, 500, loss_of=lambda rows: model(torch.zeros(5, len(rows), 8))[0].sum(), target="t4")
+    assert "differs from CUDA" in found.notices[0]
+    assert found.tensors.least_bytes < found.tensors.num_bytes < found.tensors.most_bytes

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,6 +218,11 @@ def test_an_error_of_the_program_and_a_process_that_dies_are_told() -> None:
         recorded(lambda: 1 // 0)
     with pytest.raises(NoCudaDispatchError, match="has died"):
         recorded(lambda: __import__("os")._exit(3))
+
+
+def test_a_process_that_hangs_is_given_up() -> None:
+    with pytest.raises(NoCudaDispatchError, match="nothing was heard"):
+        record_on_cuda(nn.Identity(), lambda: time.sleep(60), generation="ampere", timeout_s=0.5)
 
 
 def test_a_replay_tells_what_does_not_fit_and_passes_over_a_workspace_of_cudnn(without_dispatch: None) -> None:

@@ -49,6 +49,7 @@ CUDNN: Final = "cuDNN workspaces"
 _SOURCE: Final = Path(__file__).with_suffix(".cpp")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _COMPILER_TIMEOUT_S: Final = 300.0
+_TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
 _TOLD: Final = 200  # characters of an error that are passed on
 _MIB: Final = 2**20
 
@@ -113,7 +114,9 @@ class AllocationTrace:
         return True
 
 
-def record_on_cuda(model: nn.Module, run: Callable[[], object], *, generation: str) -> AllocationTrace:
+def record_on_cuda(
+    model: nn.Module, run: Callable[[], object], *, generation: str, timeout_s: float = _TIMEOUT_S
+) -> AllocationTrace:
     """Records what a program allocates on a CUDA GPU.
 
     The model is on the GPU from the start, and so is what it is called with. Other tensors go there when they first
@@ -123,6 +126,7 @@ def record_on_cuda(model: nn.Module, run: Callable[[], object], *, generation: s
         model: A model on any device, `meta` included; nothing of this process changes.
         run: The program, steps of training for example. It runs in a child process.
         generation: The GPU's, as in the catalogue: kernels of attention and sizes of workspaces follow from it.
+        timeout_s: Seconds after which the child process is given up.
 
     Raises:
         NoCudaDispatchError: No library can be compiled here, or the program does what needs a tensor's values.
@@ -140,7 +144,8 @@ def record_on_cuda(model: nn.Module, run: Callable[[], object], *, generation: s
         child.start()
     theirs.close()
     try:
-        answer = ours.recv()
+        # A lock that another thread held when the process was copied is never released in the copy.
+        answer = ours.recv() if ours.poll(timeout_s) else f"nothing was heard of it for {timeout_s:.0f} s"
     except EOFError:
         answer = "the process that records has died"
     finally:
