@@ -315,29 +315,21 @@ class _Recorder(StorageTracker[int]):
 
 
 def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]:
-    """Yields the workspaces that cuDNN takes one after the other for a convolution in single precision, in bytes."""
-    if func is _aten.convolution.default:
-        source, weight, _, stride = args[:4]
-        if args[8] == 1:
-            yield from _winograd_bytes(source, weight, stride, result)
-    elif func is _aten.convolution_backward.default:
-        gradient, source, weight, _, stride = args[:5]
-        # One kernel for the gradient of the input, one for that of the weights.
-        for made in result[:2] if args[9] == 1 else ():
-            if made is not None:
-                yield from _winograd_bytes(source, weight, stride, gradient)
+    """Yields the workspaces that cuDNN takes, one after the other, for the gradients of a dense convolution of 3 × 3.
 
-
-def _winograd_bytes(source: Tensor, weight: Tensor, stride: Sequence[int], result: Tensor) -> Iterator[int]:
-    """Yields what cuDNN takes for transformed copies of images and filters, of a dense convolution of 3 × 3.
-
-    Which algorithm it takes, and with what memory, is its secret. Winograd's F(4 × 4, 3 × 3) has tiles of 6 × 6 numbers
-    for 4 × 4 of an image, 2.25 times as much, and 6 × 6 for the 3 × 3 of a filter. Twice the images agree best with the
-    published peaks of scripts/bench/prediction measured, where single networks differ by much more.
+    Which algorithm it takes, and with what memory, is its secret. Winograd's F(4 × 4, 3 × 3) makes tiles of 6 × 6
+    numbers of 4 × 4 of an image, 2.25 times as much, and 6 × 6 of the 3 × 3 of a filter. Twice the images, in the
+    backward pass alone, agree best with published peaks (scripts/bench/prediction measured), where single networks
+    differ by much more.
     """
-    is_dense = weight.shape[2:] == (3, 3) and set(stride) == {1} and min(weight.shape[:2]) >= _LEAST_CHANNELS
-    if source.dtype is torch.float32 and is_dense:
-        yield _WINOGRAD_IMAGE * (source.nbytes + result.nbytes) + _WINOGRAD_FILTER * weight.nbytes
+    if func is not _aten.convolution_backward.default:
+        return
+    gradient, source, weight, _, stride = args[:5]
+    is_dense = weight.shape[2:] == (3, 3) and set(stride) == {1} and args[9] == 1
+    if source.dtype is torch.float32 and is_dense and min(weight.shape[:2]) >= _LEAST_CHANNELS:
+        # One kernel for the gradient of the input, one for that of the weights.
+        for _ in filter(_is_on_gpu, result[:2]):
+            yield _WINOGRAD_IMAGE * (source.nbytes + gradient.nbytes) + _WINOGRAD_FILTER * weight.nbytes
 
 
 class _Attention(TorchFunctionMode):
