@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -227,6 +228,31 @@ def test_an_error_of_the_program_and_a_process_that_dies_are_told() -> None:
 def test_a_process_that_hangs_is_given_up() -> None:
     with pytest.raises(NoCudaDispatchError, match="nothing was heard"):
         record_on_cuda(nn.Identity(), lambda: time.sleep(60), generation="ampere", timeout_s=0.5)
+
+
+def test_a_parent_that_is_killed_takes_the_recording_with_it(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time\n"
+        "from torch import nn\n"
+        "from can_train.memory.cuda_dispatch import record_on_cuda\n"
+        "def hang():\n"
+        "    open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+        "record_on_cuda(nn.Identity(), hang, generation='ampere')\n"
+    )
+    told = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", code, str(told)]) as parent:
+        wait_until(lambda: told.exists() and told.read_text() != "")
+        child = psutil.Process(int(told.read_text()))
+        parent.kill()
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_replay_tells_what_does_not_fit_and_passes_over_a_workspace_of_cudnn(without_dispatch: None) -> None:

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,7 @@ _COMPILER_TIMEOUT_S: Final = 300.0
 _TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
 _TOLD: Final = 200  # characters of an error that are passed on
 _MIB: Final = 2**20
+_PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 
 # What cuBLAS keeps for each thread that multiplies matrices: `:4096:2:16:8`, and 32 MiB from Hopper on.
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`.
@@ -207,6 +209,8 @@ def _compile(library: Path, environment: Mapping[str, str]) -> None:
 def _answer(answers: Connection, library: Path, model: nn.Module, run: Callable[[], object], generation: str) -> None:
     """Records a program in this process, which must be a child, and sends the recording, or the error as text."""
     warnings.simplefilter("ignore")
+    # A parent that is killed takes this process with it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Threads of the parent are not here, and a pool of threads would wait for them.
     torch.set_num_threads(1)
     try:
