@@ -1,6 +1,10 @@
 """Compares predicted with measured peaks for the models of scripts/gpu-check on simulated GPUs of several sizes. Peaks
 are predicted from tiny probes and measured at five times their size and more. Then again with a hidden allocation:
 every batch that is larger than a probe takes another 12 % of the GPU, which no probe shows.
+
+`measured --data FILE` compares predictions with a table of peaks that others measured on GPUs and published
+(published_peaks.py has its columns). timm and torchvision, for rows of their models, come from the package index:
+`pip install --no-deps timm torchvision`.
 """
 
 import argparse
@@ -8,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from statistics import median
 from typing import Any, Final, cast
 
@@ -33,6 +38,9 @@ HIDDEN: Final = 0.12
 GOAL: Final = 0.01
 """Largest median error, relative to the measured peak."""
 
+FAMILIES: Final = ["mlp", "bert", "xlnet", "gpt2", "cnn", "cnn-generated", "torchvision", "timm"]
+"""Families of the published peaks, in the order of their table."""
+
 NOTES: Final = f"""\
 *Beyond probes*: cost of the measured batches over that of the largest probe. *Error*: predicted over measured peak,
 minus 1, from the probes alone; the median and the largest over the batches. *Hidden*: every batch larger than a probe
@@ -53,8 +61,19 @@ says no, `fits()` returns None. Measured on a simulated GPU without a limit, wit
 def main() -> None:
     """Measures, prints the table and writes it into RESULTS.md; exit status 1 if a goal is missed."""
     parser = argparse.ArgumentParser(prog="scripts/bench/prediction", description=__doc__)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    chosen = parser.parse_args().models
+    parser.add_argument("on", nargs="?", choices=("simulated", "measured"), default="simulated")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="simulated: those of gpu-check")
+    parser.add_argument("--data", type=Path, help="measured: the table of published peaks, CSV")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="measured: of its models")
+    parser.add_argument("--most", type=int, default=10_000, help="measured: rows of each source and family")
+    parser.add_argument("--before", nargs="*", choices=FAMILIES, default=["mlp"], help="measured: from the CPU, too")
+    arguments = parser.parse_args()
+    if arguments.on == "measured":
+        if arguments.data is None or not arguments.data.exists():
+            parser.error("measured needs --data FILE, a table of published peaks")
+        measure_published(arguments)
+        return
+    chosen = arguments.models
     rows, errors, unnoticed = [], [], []
     for model in chosen:
         for capacity in CAPACITIES:
@@ -77,6 +96,18 @@ def main() -> None:
         write_section("prediction", "Predicted against simulated peaks (`scripts/bench/prediction`)", text)
     if median(errors) > GOAL or unnoticed:
         sys.exit(f"missed: median error {median(errors):.2%}; not noticed: {unnoticed}")
+
+
+def measure_published(arguments: argparse.Namespace) -> None:
+    """Prints the comparison with published peaks; writes it into RESULTS.md where all families were compared."""
+    from bench import prediction_measured
+
+    text = prediction_measured.measure(arguments.data, arguments.families, arguments.most, arguments.before)
+    print(text)
+    if arguments.families == FAMILIES:
+        head = environment({"torch": version("torch")})
+        heading = "Predicted against published peaks (`scripts/bench/prediction measured`)"
+        write_section("prediction-measured", heading, f"{head}\n\n{text}")
 
 
 def measure(model: str, capacity: int) -> dict[str, Any]:

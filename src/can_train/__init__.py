@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from can_train.fit.cost_model import PeakPrediction
     from can_train.fit.micro_batcher import BatchResult, MicroBatcher
     from can_train.fit.packing import solve_accumulation
-    from can_train.fit.prediction import predict_peak
+    from can_train.fit.prediction import TargetPrediction, predict_peak
     from can_train.fit.search import SizeSearch, find_max_size
     from can_train.memory.meters import MemoryMonitor, simulated_gpu
     from can_train.memory.out_of_memory import is_out_of_memory
@@ -34,6 +34,7 @@ __all__ = [
     "PeakPrediction",
     "Phase",
     "SizeSearch",
+    "TargetPrediction",
     "Task",
     "TaskContext",
     "find_max_size",
@@ -52,7 +53,7 @@ _HOMES: Final = {
     "fit.cost_model": ("PeakPrediction",),
     "fit.micro_batcher": ("BatchResult", "MicroBatcher"),
     "fit.packing": ("solve_accumulation",),
-    "fit.prediction": ("predict_peak",),
+    "fit.prediction": ("TargetPrediction", "predict_peak"),
     "fit.search": ("SizeSearch", "find_max_size"),
     "memory.meters": ("MemoryMonitor", "simulated_gpu"),
     "memory.out_of_memory": ("is_out_of_memory",),

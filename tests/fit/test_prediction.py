@@ -1,6 +1,7 @@
 """Peaks predicted from tiny batches, against those measured of batches many times as large."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from can_train.errors import ArgumentError
-from can_train.fit.prediction import LossOf, predict_peak
+from can_train.errors import ArgumentError, ConfigError
+from can_train.fit.prediction import LossOf, TargetPrediction, predict_peak
+from can_train.memory.cuda_dispatch import NoCudaDispatchError, compiled_library
 from can_train.memory.simulated_gpu import LiveStorageTracker
 from can_train.task import Feature
 from fakes.line_fit import LineTask
@@ -194,3 +196,116 @@ def test_an_optimizer_that_cannot_be_measured_is_told(optimizer: Any) -> None:
     model = nn.Linear(8, 1)
     with pytest.raises(ArgumentError, match="steps on dense gradients, without a closure"):
         predict_peak(model, 4, loss_of=lambda rows: model(torch.ones(len(rows), 8)).sum(), optimizer=optimizer)
+
+
+DATA = torch.zeros(64, 64)
+
+
+def of_target(model: nn.Module, size: int, **others: Any) -> TargetPrediction:
+    return predict_peak(model, size, loss_of=lambda rows: model(DATA[rows % 64]).square().sum(), **others)
+
+
+@pytest.fixture
+def dispatched() -> None:
+    try:
+        compiled_library()
+    except NoCudaDispatchError as error:
+        pytest.skip(f"CUDA's dispatch cannot be had here: {error.value}")
+
+
+@pytest.mark.parametrize("size", [30, 20_000])
+def test_a_plain_network_takes_of_a_card_what_it_takes_on_the_cpu(size: int, dispatched: None) -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    found = of_target(model, size, target="rtx3090")
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        out: Tensor = model(DATA[rows % 64])
+        return out.square().sum()
+
+    assert found.tensors.num_bytes == pytest.approx(
+        measured(model, loss_of, np.arange(size), torch.optim.AdamW), rel=0.03
+    )
+    assert not found.notices
+    assert found.fits_card
+
+
+def test_terms_add_up_and_lie_in_their_intervals(dispatched: None) -> None:
+    found = of_target(perceptron(), 20_000, target="a100-40gb")
+    least, most = found.interval_bytes
+    assert least < found.peak_bytes + found.context.num_bytes <= found.device_bytes < most
+    assert found.device_bytes == found.reserved_bytes + found.context.num_bytes
+    for term in found.terms:
+        assert term.least_bytes <= term.num_bytes <= term.most_bytes
+
+
+def test_a_model_on_meta_is_predicted_for_a_card_and_refused_without_one(dispatched: None) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 10))
+
+    with torch.device("meta"):
+        model = build()
+    assert of_target(model, 5_000, target="rtx3090") == of_target(build(), 5_000, target="rtx3090")
+    with pytest.raises(ArgumentError, match="on meta has no memory"):
+        of_target(model, 5_000)
+
+
+def test_autocast_for_cuda_inside_the_loss_counts_as_much_as_the_precision(dispatched: None) -> None:
+    model = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 10))
+
+    def loss_of(rows: NDArray[np.int64]) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.float16):
+            out: Tensor = model(DATA[rows % 64])
+            return out.square().sum()
+
+    inside = predict_peak(model, 20_000, loss_of=loss_of, target="rtx3090")
+    assert inside == of_target(model, 20_000, target="rtx3090", precision="amp-fp16")
+    assert inside.peak_bytes < 0.7 * of_target(model, 20_000, target="rtx3090").peak_bytes
+
+
+def test_a_batch_that_is_too_large_for_a_card_does_not_fit_it(dispatched: None) -> None:
+    model = nn.Linear(64, 2048)
+    rows = 24 * 2**30 // (2048 * 4)
+    assert of_target(model, rows // 6, target="rtx3090").fits_card
+    assert not of_target(model, rows // 2, target="rtx3090").fits_card
+
+
+def test_padded_lengths_may_decide_shapes_for_a_card(dispatched: None) -> None:
+    model = Sentences()
+    found = predict_peak(model, PADDED, loss_of=lambda rows: model(LENGTHS[rows]), target="rtx3090")
+    peak = measured(model, lambda rows: model(LENGTHS[rows]), np.arange(len(LENGTHS)), torch.optim.AdamW)
+    assert not found.notices
+    assert found.tensors.num_bytes == pytest.approx(peak, rel=0.05)
+
+
+def test_without_a_compiler_the_cpu_predicts_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    model = perceptron()
+    found = of_target(model, 20_000, target="rtx3090")
+    assert "differs from CUDA" in found.notices[0]
+    assert found.tensors.num_bytes == of_target(model, 20_000).peak_bytes
+    assert found.interval_bytes[0] < 0.9 * found.device_bytes
+    with torch.device("meta"), pytest.raises(ArgumentError, match="what CUDA would allocate"):
+        of_target(nn.Linear(64, 64), 100, target="rtx3090")
+
+
+def test_precisions_and_targets_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="fp32, bf16, fp16"):
+        of_target(perceptron(), 10, precision="fp64")
+    with pytest.raises(ConfigError, match="GPU"):
+        of_target(perceptron(), 10, target="rtx30900")
+    with pytest.raises(ArgumentError, match="predicted of a model"):
+        predict_peak(LineTask(), 10, target="rtx3090")
+
+
+def test_a_precision_counts_without_a_target_too() -> None:
+    model = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 10))
+    assert of_target(model, 20_000, precision="bf16").peak_bytes < 0.7 * of_target(model, 20_000).peak_bytes
+
+
+def test_what_has_no_version_without_values_is_predicted_on_the_cpu_and_says_so(dispatched: None) -> None:
+    model = nn.LSTM(8, 8)
+    found = predict_peak(model, 500, loss_of=lambda rows: model(torch.zeros(5, len(rows), 8))[0].sum(), target="t4")
+    assert "differs from CUDA" in found.notices[0]
+    assert found.tensors.least_bytes < found.tensors.num_bytes < found.tensors.most_bytes

@@ -120,6 +120,11 @@ def test_a_mask_of_dropout_is_counted_as_what_cudas_kernel_keeps() -> None:
     assert masks_of(lambda x: F.dropout(x, 0.2), as_cuda=False)[0] == 3 * FLOAT_BYTES
 
 
+def test_a_mask_of_the_default_probability_is_counted_too() -> None:
+    # An operator's arguments that are its defaults do not arrive, and 0.5 is the default of the noise.
+    assert masks_of(lambda x: F.dropout(x, 0.5)) == masks_of(lambda x: F.dropout(x, 0.2))
+
+
 @pytest.mark.parametrize(
     "drop",
     [

@@ -1,4 +1,5 @@
-"""`predict_peak`: the peak that a step on a batch would have on a GPU, predicted without one from tiny batches.
+"""`predict_peak`: the peak that a step on a batch would have on a GPU, predicted without one: from tiny batches on the
+CPU, or for a card of the catalogue from what CUDA would allocate for the batch itself.
 
 Shapes: R samples, F features.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import numpy as np
 import torch
@@ -20,29 +21,127 @@ from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, PhaseLimit
 from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_it_was, probe
-from can_train.fit.optimizer import measure_optimizer
+from can_train.fit.optimizer import Precision, measure_optimizer
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.phases import phase_training
+from can_train.memory.allocator import AllocatorSettings, CachingAllocator
+from can_train.memory.allocator_settings import read_allocator_settings
+from can_train.memory.catalogue import FRAGMENTATION, Card, context_bytes, find_card, screen_bytes
+from can_train.memory.cuda_dispatch import (
+    CUBLAS,
+    CUDNN,
+    TENSORS,
+    AllocationTrace,
+    NoCudaDispatchError,
+    record_on_cuda,
+)
 from can_train.memory.meters import CpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.task import BatchTask, Feature
 
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
 _PROBED: Final = 256
+_PRECISIONS: Final = ("fp32", "bf16", "fp16")
+_RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
+_UNLIMITED: Final = 2**50
+# Upper ends of the workspaces, as multiples of what is assumed: cuBLASLt may keep as much again and twice of it;
+# Winograd's algorithm F(2 × 2, 3 × 3) transforms images to 4 times their size, not twice.
+_CUBLAS_MOST: Final = 3
+_CUDNN_MOST: Final = 2
+# What the same step takes on CUDA, as a share of what it takes on the CPU: from byte masks and fused attention (BERT: 1
+# ÷ 1.72) to workspaces and what autocast keeps in single precision (CNNs, 95 of 100 rows).
+_CPU_LEAST: Final = 0.55
+_CPU_MOST: Final = 1.4
 _CHECKED: Final = 4  # Costs of the largest probe: of a batch unlike the probes that tells whether the line holds for it
+Counts = Sequence[float] | NDArray[Any] | Tensor
+BatchCounts = int | Counts | Mapping[str | Feature, Counts]
+"""A number of samples, or what memory grows with for each of them."""
+
 LossOf = Callable[[NDArray[np.int64]], Tensor]
 """Computes the loss of the samples at some positions."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryTerm:
+    """A part of what a training takes of a GPU, with the interval that it is expected in; in bytes."""
+
+    what: str
+    num_bytes: float
+    least_bytes: float
+    most_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetPrediction:
+    """What a training step takes of a card of the catalogue."""
+
+    card: Card
+    tensors: MemoryTerm  # weights, gradients, optimizer state and what the batch takes, at their peak
+    workspaces: tuple[MemoryTerm, ...]  # of libraries, inside PyTorch's allocator; what each adds to the peak
+    fragmentation: MemoryTerm  # what the allocator reserves beyond the peak
+    context: MemoryTerm  # what CUDA and the libraries' kernels take outside the allocator
+    fits_card: bool  # whether the allocations fit, one after the other, beside the largest context
+    notices: tuple[str, ...] = ()  # sentences without a full stop
+
+    @property
+    def terms(self) -> tuple[MemoryTerm, ...]:
+        """All parts, which add up to what the driver shows."""
+        return (self.tensors, *self.workspaces, self.fragmentation, self.context)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The peak of allocated bytes, `torch.cuda.max_memory_allocated`."""
+        return self.tensors.num_bytes + sum(term.num_bytes for term in self.workspaces)
+
+    @property
+    def reserved_bytes(self) -> float:
+        """The peak of reserved bytes where nothing limits them, `torch.cuda.max_memory_reserved`."""
+        return self.peak_bytes + self.fragmentation.num_bytes
+
+    @property
+    def device_bytes(self) -> float:
+        """What `nvidia-smi` shows of the process."""
+        return sum(term.num_bytes for term in self.terms)
+
+    @property
+    def interval_bytes(self) -> tuple[float, float]:
+        """The interval around `device_bytes`."""
+        return sum(term.least_bytes for term in self.terms), sum(term.most_bytes for term in self.terms)
+
+
+@overload
 def predict_peak(
     task_or_model: BatchTask | nn.Module,
-    batch: int | Sequence[float] | NDArray[Any] | Mapping[str | Feature, Sequence[float] | NDArray[Any]],
+    batch: BatchCounts,
     *,
     loss_of: LossOf | None = None,
     optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
     training: TrainingSettings | None = None,
-) -> PeakPrediction:
-    """Predicts the peak of a training step from small ones, without a GPU.
+    precision: str = ...,
+    target: None = None,
+) -> PeakPrediction: ...
+@overload
+def predict_peak(
+    task_or_model: BatchTask | nn.Module,
+    batch: BatchCounts,
+    *,
+    loss_of: LossOf | None = None,
+    optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
+    training: TrainingSettings | None = None,
+    precision: str = ...,
+    target: str,
+) -> TargetPrediction: ...
+def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of their own
+    task_or_model: BatchTask | nn.Module,
+    batch: BatchCounts,
+    *,
+    loss_of: LossOf | None = None,
+    optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
+    training: TrainingSettings | None = None,
+    precision: str = "fp32",
+    target: str | None = None,
+) -> PeakPrediction | TargetPrediction:
+    """Predicts the peak of a training step without a GPU: from small ones, or for a card from the step itself.
 
     For a model of your own, here with a batch far larger than the data at hand:
 
@@ -61,16 +160,128 @@ def predict_peak(
         optimizer: For a model: makes its optimizer; None: AdamW. It is measured as it runs on a GPU, where most
             optimizers update many parameters at once (`foreach`).
         training: For a task: precision and optimizer; None: the defaults.
+        precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`.
+        target: For a model: a card, `rtx3090`. Two steps on the whole batch are recorded as CUDA would run them, with
+            tensors that have no values; the model may be on any device, `meta` included.
+
+    Returns:
+        The prediction; of a target, a `TargetPrediction` with a term for each part of its memory.
 
     Raises:
-        ArgumentError: An argument has the wrong type or shape.
+        ArgumentError: An argument has the wrong type or shape; or a model on `meta` has no target, or one whose step
+            cannot be recorded here.
+        ConfigError: The catalogue has no such card.
         DoesNotFitError: Not even the probes fit on this machine.
     """
     if not isinstance(task_or_model, nn.Module):
+        if target is not None:
+            raise ArgumentError("A target's peak is predicted of a model", value=f"{type(task_or_model).__name__}",
+                                remedy="For a task, can-train --dry-run --target-gpu plans for a card")  # fmt: skip
         return _of_task(task_or_model, batch, training or TrainingSettings())
     if loss_of is None:
         raise ArgumentError("A model's peak needs loss_of(rows), which computes the loss of some samples", value="None")
-    return _of_model(task_or_model, _counted(batch), loss_of, optimizer or torch.optim.AdamW)
+    name = precision.removeprefix("amp-")
+    if name not in _PRECISIONS:
+        raise ArgumentError("A model's precision is one of those of autocast", value=repr(precision),
+                            remedy=f"Valid: {', '.join(_PRECISIONS)}")  # fmt: skip
+    step = _Step(
+        model=task_or_model, batch=_counted(batch), loss_of=loss_of, precision=Precision.named(name),
+        make=optimizer or torch.optim.AdamW,
+    )  # fmt: skip
+    return _of_model(step) if target is None else _of_target(step, find_card(target))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """The training step of a model that is predicted."""
+
+    model: nn.Module
+    batch: _Batch
+    loss_of: LossOf
+    precision: Precision
+    make: Callable[[Sequence[nn.Parameter]], Optimizer]
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def loss(self, rows: NDArray[np.int64], device: str) -> Tensor:
+        """Returns the loss of the samples at some positions."""
+        with self.precision.context(torch.device(device)):
+            return self.loss_of(rows)
+
+    def train_on_gpu(self) -> None:
+        """Trains for some steps on the whole batch, once the model is on a GPU."""
+        optimizer = _as_on_a_gpu(self.make)(self.trained)
+        # The last feature counts samples.
+        rows = np.arange(round(self.batch.totals[-1]))
+        for _ in range(_RECORDED_STEPS):
+            self.loss(rows, "cuda").backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def _of_target(step: _Step, card: Card) -> TargetPrediction:
+    try:
+        trace = record_on_cuda(step.model, step.train_on_gpu, generation=card.generation)
+    except NoCudaDispatchError as error:
+        if any(parameter.is_meta for parameter in step.model.parameters()):
+            raise ArgumentError(
+                "A model on meta is predicted from what CUDA would allocate", value=f"{error.rule}: {error.value}",
+                remedy=error.remedy or "Give a model on the CPU",
+            ) from error  # fmt: skip
+        return _from_the_cpu(step, card, error)
+    return price_trace(trace, card, replace(read_allocator_settings(), memory_fraction=1.0))
+
+
+def price_trace(trace: AllocationTrace, card: Card, settings: AllocatorSettings) -> TargetPrediction:
+    """Tells what the allocations of a program take of a card, under settings of PyTorch's allocator."""
+    peaks, reserved = [], 0
+    for kinds in ((TENSORS,), (TENSORS, CUBLAS), (TENSORS, CUBLAS, CUDNN)):
+        allocator = CachingAllocator(_UNLIMITED, settings=settings)
+        trace.replay(allocator, kinds)
+        peaks.append(allocator.peak_allocated_bytes)
+        reserved = allocator.peak_reserved_bytes
+    tensors, with_cublas, with_all = peaks
+    cublas, cudnn = with_cublas - tensors, with_all - with_cublas
+    least, context, most = context_bytes(card)
+    on_card = CachingAllocator(card.total_bytes - context - screen_bytes(card), settings=settings)
+    # A cache that is too large is released when memory runs out, so the interval of fragmentation begins at none.
+    gaps = reserved - with_all
+    return TargetPrediction(
+        card=card,
+        tensors=MemoryTerm(what=TENSORS, num_bytes=tensors, least_bytes=tensors, most_bytes=tensors),
+        workspaces=(
+            MemoryTerm(what=CUBLAS, num_bytes=cublas, least_bytes=0, most_bytes=_CUBLAS_MOST * cublas),
+            MemoryTerm(what=CUDNN, num_bytes=cudnn, least_bytes=0, most_bytes=_CUDNN_MOST * cudnn),
+        ),
+        fragmentation=MemoryTerm(
+            what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=gaps + FRAGMENTATION * with_all
+        ),
+        context=MemoryTerm(what="CUDA context", num_bytes=context, least_bytes=least, most_bytes=most),
+        fits_card=trace.replay(on_card),
+    )
+
+
+def _from_the_cpu(step: _Step, card: Card, error: NoCudaDispatchError) -> TargetPrediction:
+    """Predicts from probes on the CPU where CUDA's dispatch cannot be had, with an interval that says so."""
+    found = _of_model(step)
+    peak, margin, (least, context, most) = found.peak_bytes, found.half_width_bytes, context_bytes(card)
+    gaps, most_tensors = FRAGMENTATION * peak, _CPU_MOST * peak + margin
+    return TargetPrediction(
+        card=card,
+        tensors=MemoryTerm(
+            what=TENSORS, num_bytes=peak, least_bytes=_CPU_LEAST * peak - margin, most_bytes=most_tensors
+        ),
+        workspaces=(),
+        fragmentation=MemoryTerm(what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=2 * gaps),
+        context=MemoryTerm(what="CUDA context", num_bytes=context, least_bytes=least, most_bytes=most),
+        fits_card=most_tensors + gaps + context + screen_bytes(card) <= card.total_bytes,
+        notices=(
+            f"Predicted from what the CPU allocates, which differs from CUDA: {error.rule}: {error.value}",
+            *(() if found.explains else ("The counts do not explain the memory of the batches that were run",)),
+        ),
+    )  # fmt: skip
 
 
 def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPrediction:
@@ -128,13 +339,15 @@ class _Batch:
         return mixed[: max(int(within.sum()), 1)]
 
 
-def _of_model(
-    model: nn.Module, batch: _Batch, loss_of: LossOf, make: Callable[[Sequence[nn.Parameter]], Optimizer]
-) -> PeakPrediction:
-    meter = CpuMeter(as_cuda=True)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _of_model(of: _Step) -> PeakPrediction:
+    meter, model, batch = CpuMeter(as_cuda=True), of.model, of.batch
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ArgumentError(
+            "Small batches run on the CPU, where a model on meta has no memory", value="parameters on meta",
+            remedy="Give a card, target='a100-80gb', or a model on the CPU",
+        )  # fmt: skip
     try:
-        optimizer = measure_optimizer(trained, _as_on_a_gpu(make))
+        optimizer = measure_optimizer(of.trained, _as_on_a_gpu(of.make))
     except (TypeError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
@@ -146,7 +359,7 @@ def _of_model(
 
     def step(rows: NDArray[np.int64]) -> None:
         try:
-            loss_of(rows).backward()
+            of.loss(rows, "cpu").backward()
         finally:
             for parameter in model.parameters():
                 parameter.grad = None

@@ -118,6 +118,11 @@ _OVERHEADS: Final = {
     **dict.fromkeys(("blackwell", UNKNOWN), (1024 * MIB, 128 * MIB)),
 }
 
+# Ends of what the context may take. Least: the smallest report above. Most: what GPUMemNet's measurements show on an
+# A100 (1,429 MiB without cuDNN, 1,679 with it, 1,721 with its batch norm), where all kernels were loaded at once.
+_CONTEXT_LEAST_BYTES: Final = 270 * MIB
+_CONTEXT_MOST_BYTES: Final = 1721 * MIB
+
 # In torch 2.13 the two libraries use one workspace together. Earlier versions are taken to have one for each.
 _SHARED_SINCE: Final = (2, 13)
 _SHARED_WORKSPACE_BYTES: Final = 64 * MIB  # the most of both threads together
@@ -170,12 +175,23 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
             workspace_bytes = min(workspace_bytes, _SHARED_WORKSPACE_BYTES)
         uses.append(MemoryUse("CUDA context and the libraries' kernels", context))
         if card.desktop:
-            uses.append(MemoryUse("a screen and its programs", _SCREEN_BYTES))
+            uses.append(MemoryUse("a screen and its programs", screen_bytes(card)))
     else:
         total_bytes, source, workspace_bytes = measured.total_bytes, measured.source, measured.workspace_bytes
         uses.append(MemoryUse("CUDA context, the libraries' kernels and the driver", measured.outside_bytes))
     uses.append(MemoryUse("the libraries' workspaces, which probes on a CPU do not show", workspace_bytes))
     return UsableMemory(key=card.key, name=card.name, total_bytes=total_bytes, subtracted=tuple(uses), source=source)
+
+
+def context_bytes(card: Card) -> tuple[int, int, int]:
+    """Returns what CUDA's context and the libraries' kernels take of a card: at least, as assumed, and at most."""
+    assumed, _ = _OVERHEADS[card.generation]
+    return _CONTEXT_LEAST_BYTES, assumed, max(_CONTEXT_MOST_BYTES, assumed)
+
+
+def screen_bytes(card: Card) -> int:
+    """Returns what a screen and its programs take of a card that may have one."""
+    return _SCREEN_BYTES if card.desktop else 0
 
 
 def shares_workspaces(torch_version: str) -> bool:

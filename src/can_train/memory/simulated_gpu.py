@@ -16,6 +16,7 @@ from can_train.memory.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator,
 
 Allocation = TypeVar("Allocation")
 _BERNOULLI: Final = torch.ops.aten.bernoulli_.float
+_BERNOULLI_DEFAULT: Final = 0.5  # its probability where none arrives
 _DIV: Final = torch.ops.aten.div_.Scalar
 _MUL: Final = torch.ops.aten.mul.Tensor
 
@@ -88,7 +89,7 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
         """Counts tensors that were made before the mode was entered, or outside the device, from now on."""
         self._free_dead()
         for tensor in tensors:
-            for storage in _storages(tensor):
+            for storage in self._storages(tensor):
                 tracked = self._find(storage)
                 if tracked is None or tracked.allocation is None:
                     self._track(storage, outside=False)
@@ -105,7 +106,8 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
         if tracked is None or tracked.allocation is None:
             return
         if func is _BERNOULLI:
-            self._noise = (tracked, args[1])
+            # Arguments that are the operator's defaults do not arrive.
+            self._noise = (tracked, args[1] if len(args) > 1 else _BERNOULLI_DEFAULT)
         elif before is not None and tracked is before[0]:
             if func is _DIV and args[1] == before[1]:
                 self._noise = (tracked, None)
@@ -130,7 +132,7 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
         try:
             # Most operations return one tensor, and `tree_iter` is slow.
             for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
-                for storage in _storages(tensor) if isinstance(tensor, Tensor) else ():
+                for storage in self._storages(tensor) if isinstance(tensor, Tensor) else ():
                     tracked = self._find(storage)
                     if tracked is None:
                         self._track(storage, outside=self._outside or _is_view(func, args, storage))
@@ -139,6 +141,15 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
         except torch.OutOfMemoryError as error:
             return str(error)
         return ""
+
+    def _storages(self, tensor: Tensor) -> tuple[UntypedStorage, ...]:
+        """Returns the storages of a tensor that take memory of the device."""
+        # Meta tensors take no memory.
+        if not tensor.is_cpu:
+            return ()
+        if tensor.layout is torch.strided:
+            return (tensor.untyped_storage(),)
+        return tuple(getattr(tensor, part)().untyped_storage() for part in _SPARSE_PARTS.get(tensor.layout, ()))
 
     def _find(self, storage: UntypedStorage) -> _TrackedStorage[Allocation] | None:
         tracked = self._tracked.get(id(storage))
@@ -174,15 +185,6 @@ _SPARSE_PARTS: Final[Mapping[torch.layout, tuple[str, ...]]] = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-
-
-def _storages(tensor: Tensor) -> tuple[UntypedStorage, ...]:
-    # Meta tensors take no memory.
-    if not tensor.is_cpu:
-        return ()
-    if tensor.layout is torch.strided:
-        return (tensor.untyped_storage(),)
-    return tuple(getattr(tensor, part)().untyped_storage() for part in _SPARSE_PARTS.get(tensor.layout, ()))
 
 
 def _is_view(func: Any, args: tuple[Any, ...], storage: UntypedStorage) -> bool:

@@ -1,0 +1,494 @@
+"""What PyTorch would allocate on a CUDA GPU, recorded without one.
+
+PyTorch dispatches operations on fake CUDA tensors, which have shapes and no memory, as it does those on real ones: with
+CUDA's autocast lists, its fused kernels and their byte masks, and the tensors that these keep for the backward pass. A
+build without CUDA does so once cuda_dispatch.cpp is loaded. That changes a process for good, so it happens in a child
+process, which has the model from its parent by `fork` and ends with the recording.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from can_train.errors import DeviceError
+from can_train.memory.simulated_gpu import StorageTracker
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from can_train.memory.allocator import Block, CachingAllocator
+
+TENSORS: Final = "tensors"
+CUBLAS: Final = "cuBLAS workspaces"
+CUDNN: Final = "cuDNN workspaces"
+
+_SOURCE: Final = Path(__file__).with_suffix(".cpp")
+_COMPILERS: Final = ("c++", "g++", "clang++")
+_COMPILER_TIMEOUT_S: Final = 300.0
+_TIMEOUT_S: Final = 600.0  # a step of the largest networks takes less than a minute
+_TOLD: Final = 200  # characters of an error that are passed on
+_MIB: Final = 2**20
+_PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
+
+# What cuBLAS keeps for each thread that multiplies matrices: `:4096:2:16:8`, and 32 MiB from Hopper on.
+# Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`.
+_CUBLAS_BYTES: Final = (4096 * 2 + 16 * 8) * 1024
+_CUBLAS_BYTES_HOPPER: Final = 32 * _MIB
+_CAPABILITIES: Final = {
+    "pascal": (6, 0),
+    "volta": (7, 0),
+    "turing": (7, 5),
+    "ampere": (8, 0),
+    "ada": (8, 9),
+    "hopper": (9, 0),
+    "blackwell": (10, 0),
+}  # compute capability of each generation of the catalogue, the lowest of its cards'
+
+_WINOGRAD_IMAGE: Final = 2
+_WINOGRAD_FILTER: Final = 4
+_LEAST_CHANNELS: Final = 8  # of images and of filters; colours are too few for it
+
+_aten: Final = torch.ops.aten
+_PRODUCTS: Final = frozenset(
+    {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.addmv.default,
+     _aten.mv.default, _aten.dot.default}
+)  # fmt: skip
+# Operations that take tensors of two devices as they are.
+_ACROSS_DEVICES: Final = frozenset({_aten.copy_.default, _aten._to_copy.default, torch.ops.prim.device.default})
+# Operations with a kernel of CUDA's that a build without CUDA takes apart. No kernel is run on fake tensors, but where
+# one is registered they stay whole.
+_FUSED_ON_CUDA: Final = ("silu_backward", "mish_backward", "_fused_rms_norm")
+
+
+class NoCudaDispatchError(DeviceError):
+    """CUDA's dispatch cannot be had here, or cannot record a program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationTrace:
+    """The allocations of a program on a CUDA GPU, in order."""
+
+    events: Sequence[tuple[int, int]]  # (number of an allocation, its bytes), or (the same number, 0) when it is freed
+    workspaces: Mapping[int, str]  # number of an allocation to `CUBLAS` or `CUDNN`; all others are tensors
+
+    def replay(self, allocator: CachingAllocator, kinds: Sequence[str] = (TENSORS, CUBLAS, CUDNN)) -> bool:
+        """Repeats the allocations of these kinds with an allocator; returns whether all of them fitted.
+
+        A workspace of cuDNN that does not fit is passed over: PyTorch then takes an algorithm that needs none.
+        """
+        blocks: dict[int, Block] = {}
+        for number, size in self.events:
+            kind = self.workspaces.get(number, TENSORS)
+            if kind not in kinds:
+                continue
+            if not size:
+                if (block := blocks.pop(number, None)) is not None:
+                    allocator.free(block)
+            elif (block := allocator.malloc(size)) is not None:
+                blocks[number] = block
+            elif kind != CUDNN:
+                return False
+        return True
+
+
+def record_on_cuda(
+    model: nn.Module, run: Callable[[], object], *, generation: str, timeout_s: float = _TIMEOUT_S
+) -> AllocationTrace:
+    """Records what a program allocates on a CUDA GPU.
+
+    The model is on the GPU from the start, and so is what it is called with. Other tensors go there when they first
+    meet a tensor that is; tensors of whole numbers and single values are real until then, and may decide shapes.
+
+    Args:
+        model: A model on any device, `meta` included; nothing of this process changes.
+        run: The program, steps of training for example. It runs in a child process.
+        generation: The GPU's, as in the catalogue: kernels of attention and sizes of workspaces follow from it.
+        timeout_s: Seconds after which the child process is given up.
+
+    Raises:
+        NoCudaDispatchError: No library can be compiled here, or the program does what needs a tensor's values.
+    """
+    library = compiled_library()
+    # Dispatch modes import it when they are first used, which takes a second: here once, and not in every child.
+    import_module("torch._dynamo")
+    # Fork is the only way to hand over any model and any closure. The child computes on one thread of its own and takes
+    # no locks of others, as the workers of PyTorch's data loader do; Python 3.12 warns of it all the same.
+    context = get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(theirs, library, model, run, generation))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    theirs.close()
+    try:
+        # A lock that another thread held when the process was copied is never released in the copy.
+        answer = ours.recv() if ours.poll(timeout_s) else f"nothing was heard of it for {timeout_s:.0f} s"
+    except EOFError:
+        answer = "the process that records has died"
+    finally:
+        ours.close()
+        child.kill()
+        child.join()
+    if isinstance(answer, str):
+        raise NoCudaDispatchError(
+            "A program is recorded on tensors without values", value=answer,
+            remedy="Let no shape and no branch of the model depend on a tensor's values",
+        )  # fmt: skip
+    events, workspaces = answer
+    return AllocationTrace(events=events, workspaces=workspaces)
+
+
+def compiled_library(environment: Mapping[str, str] = os.environ) -> Path:
+    """Returns the library of cuda_dispatch.cpp, compiled for the installed torch the first time.
+
+    It lies in the user's cache folder. Two processes may compile it at once: each replaces it as a whole.
+
+    Raises:
+        NoCudaDispatchError: There is no compiler, or the library cannot be made.
+    """
+    if sys.platform != "linux" or torch.version.cuda or torch.version.hip:
+        raise NoCudaDispatchError(
+            "CUDA's dispatch is recorded on Linux, with a PyTorch built without CUDA",
+            value=f"{sys.platform}, torch {torch.__version__}",
+        )
+    key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
+    base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    library = base / "can-train" / f"cuda_dispatch-{torch.__version__}-{platform.machine()}-{key}.so"
+    if not library.exists():
+        _compile(library, environment)
+    return library
+
+
+def _compile(library: Path, environment: Mapping[str, str]) -> None:
+    named = [environment["CXX"]] if environment.get("CXX") else _COMPILERS
+    compiler = next(filter(None, (shutil.which(name, path=environment.get("PATH")) for name in named)), None)
+    if compiler is None:
+        raise NoCudaDispatchError("CUDA's dispatch needs a C++ compiler", value=f"no {' or '.join(named)}",
+                                  remedy="Install g++, or name one in $CXX")  # fmt: skip
+    installed = Path(torch.__file__).parent
+    # torch.utils.cpp_extension would need setuptools, ninja and Python's headers, for a library that needs none.
+    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-I{installed / 'include'}"]
+    linked = [f"-L{installed / 'lib'}", "-ltorch_cpu", "-lc10"]
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            command = [compiler, *options, str(_SOURCE), *linked, "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILER_TIMEOUT_S)
+            made.replace(library)
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or f"{error}"
+        raise NoCudaDispatchError("The library of CUDA's dispatch must compile", value=told.strip()[:_TOLD]) from error
+
+
+def _answer(answers: Connection, library: Path, model: nn.Module, run: Callable[[], object], generation: str) -> None:
+    """Records a program in this process, which must be a child, and sends the recording, or the error as text."""
+    warnings.simplefilter("ignore")
+    # A parent that is killed takes this process with it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Threads of the parent are not here, and a pool of threads would wait for them.
+    torch.set_num_threads(1)
+    try:
+        ctypes.CDLL(str(library)).can_train_start_autograd()
+        recorder = _Recorder(model, generation)
+        with recorder.recording():
+            run()
+        answers.send((recorder.events, recorder.workspaces))
+    except BaseException as error:  # noqa: BLE001 - it is the parent that says so
+        answers.send(f"{type(error).__name__}: {error}"[:_TOLD])
+
+
+class _Recorder(StorageTracker[int]):
+    """Records the allocations on a fake GPU, which it puts a model on."""
+
+    def __init__(self, model: nn.Module, generation: str) -> None:
+        super().__init__(as_cuda=False)
+        self.events: list[tuple[int, int]] = []
+        self.workspaces: dict[int, str] = {}
+        self._capability = _CAPABILITIES.get(generation, (10, 0))
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._on_gpu = WeakIdKeyDictionary()  # what tensors outside the GPU became there
+        self._has_cublas: set[bool] = set()  # whether of the thread of the backward pass
+        self._model = model
+        self._library = torch.library.Library("aten", "IMPL", "CUDA")
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Puts the model on the GPU, and records what the block allocates there."""
+        for name in _FUSED_ON_CUDA:
+            self._library.impl(name, _never_run)
+        _pretend_cuda(self._capability)
+        with self._fake:
+            self._move_model()
+        self._model.register_forward_pre_hook(self._move_inputs, with_kwargs=True)
+        self.seed_resident([*self._model.parameters(), *self._model.buffers()])
+        with self._fake, self, _Attention(self._capability):
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operation on real numbers, or on fake tensors, and then records what it allocates."""
+        kwargs = kwargs or {}
+        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+        if _is_real(tensors, args, kwargs):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func not in _ACROSS_DEVICES and any(_is_on_gpu(tensor) for tensor in tensors):
+            args, kwargs = tree_map_only(Tensor, self._move, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, self._without_values, (args, kwargs))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._take_workspaces(func, args, result)
+        return result
+
+    def _storages(self, tensor: Tensor) -> tuple[UntypedStorage, ...]:
+        return (tensor.untyped_storage(),) if _is_on_gpu(tensor) and tensor.layout is torch.strided else ()
+
+    def _allocate(self, size: int) -> int:
+        number = len(self.events)
+        self.events.append((number, size))
+        return number
+
+    def _free(self, allocation: int) -> None:
+        self.events.append((allocation, 0))
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor on the GPU, the same one as long as the given one lives; single values stay."""
+        if _is_on_gpu(tensor) or (tensor.dim() == 0 and tensor not in self._on_gpu):
+            return tensor
+        if tensor not in self._on_gpu:
+            with self._fake, self:
+                self._on_gpu[tensor] = self._without_values(tensor.detach()).to("cuda")
+        moved: Tensor = self._on_gpu[tensor]
+        return moved
+
+    def _without_values(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
+
+    def _move_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Autograd must see the move: inputs may need gradients.
+        return tree_map_only(Tensor, lambda given: given if _is_on_gpu(given) else given.to("cuda"), (args, kwargs))
+
+    def _move_model(self) -> None:
+        """Replaces parameters and buffers by fake ones on the GPU; those that modules share stay shared."""
+        for module in self._model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and tensor not in self._on_gpu:
+                        self._on_gpu[tensor] = _fake_like(tensor)
+                    if tensor is not None:
+                        tensors[name] = self._on_gpu[tensor]
+
+    def _take_workspaces(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Records the memory that CUDA's libraries take for an operation beside its results."""
+        if func in _PRODUCTS and _is_on_gpu(result):
+            # Nodes of a backward pass run in a thread of their own, whose handle has a workspace of its own.
+            is_backward = torch._C._current_graph_task_id() != -1
+            if is_backward not in self._has_cublas:
+                self._has_cublas.add(is_backward)
+                self.workspaces[self._allocate(_cublas_bytes(self._capability))] = CUBLAS
+        for size in _cudnn_bytes(func, args, result):
+            number = self._allocate(size)
+            self.workspaces[number] = CUDNN
+            self._free(number)
+
+
+def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]:
+    """Yields the workspaces that cuDNN takes, one after the other, for the gradients of a dense convolution of 3 × 3.
+
+    Which algorithm it takes, and with what memory, is its secret. Winograd's F(4 × 4, 3 × 3) makes tiles of 6 × 6
+    numbers of 4 × 4 of an image, 2.25 times as much, and 6 × 6 of the 3 × 3 of a filter. Twice the images, in the
+    backward pass alone, agree best with published peaks (scripts/bench/prediction measured), where single networks
+    differ by much more.
+    """
+    if func is not _aten.convolution_backward.default:
+        return
+    gradient, source, weight, _, stride = args[:5]
+    is_dense = weight.shape[2:] == (3, 3) and set(stride) == {1} and args[9] == 1
+    if source.dtype is torch.float32 and is_dense and min(weight.shape[:2]) >= _LEAST_CHANNELS:
+        # One kernel for the gradient of the input, one for that of the weights.
+        for _ in filter(_is_on_gpu, result[:2]):
+            yield _WINOGRAD_IMAGE * (source.nbytes + gradient.nbytes) + _WINOGRAD_FILTER * weight.nbytes
+
+
+class _Attention(TorchFunctionMode):
+    """Chooses the kernel of attention as CUDA does; a build without CUDA knows only the one that takes it apart.
+
+    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`, and attention.cpp.
+    """
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        super().__init__()
+        self._capability = capability
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs a function; attention on the GPU with the kernel that CUDA would choose."""
+        if func is F.scaled_dot_product_attention:
+            call = _AttentionCall.bound(*args, **(kwargs or {}))
+            if _is_on_gpu(call.query) and (kernel := call.kernel(self._capability)) is not None:
+                return kernel()
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(kw_only=True)
+class _AttentionCall:
+    """Arguments of `scaled_dot_product_attention`: [N, H, L, E] queries, [N, H, S, E] keys, [N, H, S, V] values."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @classmethod
+    def bound(cls, *args: Any, **kwargs: Any) -> _AttentionCall:
+        """Reads the arguments, and casts them as autocast does."""
+        call = cls(**dict(zip((one.name for one in fields(cls)), args, strict=False)), **kwargs)
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            call.query, call.key, call.value = (one.to(dtype) for one in (call.query, call.key, call.value))
+        return call
+
+    @property
+    def _is_half(self) -> bool:
+        return self.query.dtype in (torch.float16, torch.bfloat16)
+
+    def kernel(self, capability: tuple[int, int]) -> Callable[[], Tensor] | None:
+        """Returns the fused kernel for these arguments on a card; None where there is none."""
+        if self.query.dim() != 4:
+            return None
+        if torch.backends.cuda.flash_sdp_enabled() and self._suits_flash(capability):
+            return self._flash
+        if torch.backends.cuda.mem_efficient_sdp_enabled() and self._suits_efficient(capability):
+            return self._efficient
+        return None
+
+    def _suits_flash(self, capability: tuple[int, int]) -> bool:
+        width = self.query.size(-1)
+        widest = 192 if capability in ((8, 6), (8, 9)) else 256
+        is_square = self.query.size(-2) == self.key.size(-2)
+        return (
+            capability >= (8, 0)
+            and self._is_half
+            and self.attn_mask is None
+            and width == self.key.size(-1) == self.value.size(-1) <= widest
+            and (is_square or not self.is_causal)
+        )
+
+    def _suits_efficient(self, capability: tuple[int, int]) -> bool:
+        if self.query.dtype is torch.float64 or (self.query.dtype is torch.bfloat16 and capability < (8, 0)):
+            return False
+        # `minimum_gemm_alignment`: 16 bytes where tensor cores multiply.
+        with_cores = capability >= (8, 0) or (capability >= (7, 0) and self._is_half)
+        alignment = 16 // self.query.element_size() if with_cores else 1
+        sizes = (self.query.size(-1), self.value.size(-1))
+        same_heads = self.query.size(1) == self.key.size(1) == self.value.size(1)
+        return same_heads and all(size % alignment == 0 for size in sizes)
+
+    def _flash(self) -> Tensor:
+        width = self.query.size(-1)
+        scale = width**-0.5 if self.scale is None else self.scale
+        padded = [F.pad(one, (0, -width % 8)) if width % 8 else one for one in (self.query, self.key, self.value)]
+        found: Tensor = _aten._scaled_dot_product_flash_attention(
+            *padded,
+            self.dropout_p,
+            self.is_causal,
+            False,
+            scale=scale,
+        )[0]
+        return found[..., :width] if width % 8 else found
+
+    def _efficient(self) -> Tensor:
+        needs_sums = any(one.requires_grad for one in (self.query, self.key, self.value))
+        found: Tensor = _aten._scaled_dot_product_efficient_attention(
+            self.query, self.key, self.value, self._bias(), needs_sums, self.dropout_p, self.is_causal, scale=self.scale
+        )[0]
+        return found
+
+    def _bias(self) -> Tensor | None:
+        """Returns the mask as the kernel takes it: added to the scores, its rows padded to a multiple of 8."""
+        if (mask := self.attn_mask) is None:
+            return None
+        if mask.dtype is torch.bool:
+            mask = torch.where(mask, 0.0, float("-inf")).to(self.query.dtype)
+        mask = mask.to(self.query.dtype)
+        columns = self.key.size(-2)
+        if columns % 8:
+            mask = F.pad(mask.expand(*mask.shape[:-1], columns), (0, -columns % 8))[..., :columns]
+        return mask.expand(*self.query.shape[:-1], columns)
+
+
+def _cublas_bytes(capability: tuple[int, int], environment: Mapping[str, str] = os.environ) -> int:
+    """Returns what cuBLAS keeps for a thread: by default, or as the user's variable says, `:4096:8`."""
+    pairs = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    chosen = sum(int(size) * int(count) for size, count in pairs) * 1024
+    return chosen or (_CUBLAS_BYTES if capability < (9, 0) else _CUBLAS_BYTES_HOPPER)
+
+
+def _is_on_gpu(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.device.type == "cuda"
+
+
+def _is_real(tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tells whether an operation runs for real: on whole numbers or single values of the host, or to make them."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return False
+    if tensors:
+        return not any(isinstance(one, FakeTensor) or (one.is_floating_point() and one.dim()) for one in tensors)
+    dtype = kwargs.get("dtype")
+    makes_one = bool(args) and isinstance(args[0], list | tuple) and not args[0]
+    if dtype is None:
+        return makes_one or all(isinstance(value, int) for value in args)
+    return makes_one or not dtype.is_floating_point
+
+
+def _fake_like(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def _never_run(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("a kernel was run on a fake tensor")
+
+
+def _pretend_cuda(capability: tuple[int, int]) -> None:
+    """Lets this process, which must be a child, believe that there is one GPU: models and autocast ask for it."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_capability = lambda device=None: capability
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: including_emulation or capability >= (8, 0)
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False

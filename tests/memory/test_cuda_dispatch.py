@@ -1,0 +1,293 @@
+"""What a CUDA GPU would allocate: recorded on tensors without values, and counted against the kernels' formulas."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from can_train.memory.allocator import MIN_BLOCK_BYTES, CachingAllocator
+from can_train.memory.cuda_dispatch import (
+    CUBLAS,
+    CUDNN,
+    TENSORS,
+    AllocationTrace,
+    NoCudaDispatchError,
+    compiled_library,
+    record_on_cuda,
+)
+
+MIB = 2**20
+
+
+def available() -> bool:
+    try:
+        compiled_library()
+    except NoCudaDispatchError as error:
+        # Aloud: pytest prints the reason of a skip.
+        pytest.skip(f"CUDA's dispatch cannot be had here: {error.value}")
+    return True
+
+
+@pytest.fixture(autouse=True)
+def needs_dispatch(request: pytest.FixtureRequest) -> None:
+    if "without_dispatch" not in request.fixturenames:
+        available()
+
+
+@pytest.fixture
+def without_dispatch() -> None:
+    """Marks a test that needs no library."""
+
+
+def recorded(run: Callable[[], object], model: nn.Module | None = None, generation: str = "ampere") -> AllocationTrace:
+    return record_on_cuda(model or nn.Identity(), run, generation=generation)
+
+
+def peak(recording: AllocationTrace, *kinds: str) -> int:
+    allocator = CachingAllocator(2**50)
+    assert recording.replay(allocator, kinds or (TENSORS,))
+    return allocator.peak_allocated_bytes
+
+
+def sizes(recording: AllocationTrace) -> list[int]:
+    """Bytes of the tensors, in the order in which they are made."""
+    return [size for number, size in recording.events if size and number not in recording.workspaces]
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda", requires_grad=True)
+
+
+def attend(dtype: torch.dtype, *, mask: bool = False, dropout: float = 0.1, width: int = 64) -> Callable[[], object]:
+    def run() -> None:
+        query, key, value = (on_gpu(2, 4, 128, width, dtype=dtype) for _ in range(3))
+        bias = torch.zeros(2, 1, 128, 128, dtype=dtype, device="cuda") if mask else None
+        F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout)
+
+    return run
+
+
+SCORES = 2 * 4 * 128 * 128
+"""Scores of the attention above, one for each pair of positions and head."""
+
+
+def test_dropout_keeps_a_mask_of_a_byte_an_element() -> None:
+    found = sizes(recorded(lambda: F.dropout(on_gpu(1000, 10), 0.2)))
+    assert found == [40_000, 40_000, 10_000]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_attention_with_dropout_keeps_sums_and_no_scores(dtype: torch.dtype) -> None:
+    found = sizes(recorded(attend(dtype)))
+    each = 2 * 4 * 128 * 64 * dtype.itemsize
+    assert found[:3] == [each] * 3  # queries, keys and values
+    result, sums, *state = sorted(found[3:], reverse=True)
+    assert (result, sums) == (each, 2 * 4 * 128 * 4)  # a sum for each query, in single precision
+    assert sum(state) <= 32  # of the generator
+
+
+def test_the_efficient_kernel_takes_a_mask_and_no_copy_of_it_for_each_head() -> None:
+    found = sizes(recorded(attend(torch.float16, mask=True)))
+    assert sorted(found, reverse=True)[:5] == [2 * 4 * 128 * 64 * 2] * 4 + [2 * 128 * 128 * 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "generation"),
+    [(torch.float64, 64, "ampere"), (torch.bfloat16, 64, "turing"), (torch.float32, 63, "ampere")],
+    ids=["fp64", "bf16 before Ampere", "an odd width"],
+)
+def test_attention_without_a_fused_kernel_makes_scores(dtype: torch.dtype, width: int, generation: str) -> None:
+    assert SCORES * dtype.itemsize in sizes(recorded(attend(dtype, width=width), generation=generation))
+
+
+def test_kernels_that_the_user_turns_off_are_not_chosen() -> None:
+    def run() -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            attend(torch.float32)()
+
+    assert max(sizes(recorded(run))) == SCORES * 4
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (lambda x: x @ x, torch.float16),
+        (lambda x: F.softmax(x, dim=1), torch.float32),
+        (lambda x: F.layer_norm(x, (32,)), torch.float32),
+        (F.gelu, torch.float16),
+        (lambda x: x.square().sum(), torch.float32),
+    ],
+    ids=["matmul", "softmax", "layer norm", "gelu", "sum"],
+)
+def test_autocast_follows_the_list_of_cuda(function: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    def run() -> None:
+        half = on_gpu(32, 32, dtype=torch.float16)
+        with torch.autocast("cuda", dtype=torch.float16):
+            assert function(half).dtype is dtype
+
+    recorded(run)
+
+
+def test_operators_that_cuda_fuses_keep_no_temporaries() -> None:
+    def run() -> None:
+        F.silu(on_gpu(1000)).sum().backward()
+
+    # The input, its result, the sum, and in the backward pass the sum's gradient and the input's.
+    assert [size for size in sizes(recorded(run)) if size >= 4000] == [4000, 4000, 4000]
+
+
+def test_each_thread_of_a_training_step_has_a_workspace_of_cublas() -> None:
+    model = nn.Linear(10, 10)
+    found = recorded(lambda: model(on_gpu(10, 10)).sum().backward(), model)
+    kinds = list(found.workspaces.values())
+    assert kinds == [CUBLAS, CUBLAS]
+
+
+@pytest.mark.parametrize(("generation", "mebibytes"), [("ampere", 8.125), ("hopper", 32)])
+def test_workspaces_of_cublas_are_those_of_the_card(
+    generation: str, mebibytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    found = recorded(lambda: on_gpu(8, 8) @ on_gpu(8, 8), generation=generation)
+    assert peak(found, CUBLAS) == mebibytes * MIB
+
+
+def test_a_workspace_of_cublas_that_the_user_sizes_is_that_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert peak(recorded(lambda: on_gpu(8, 8) @ on_gpu(8, 8)), CUBLAS) == 16 * 8 * 1024
+
+
+def test_gradients_of_a_dense_convolution_take_a_workspace_and_those_of_a_grouped_one_none() -> None:
+    def convolve(groups: int) -> Callable[[], object]:
+        def run() -> None:
+            image, filters = on_gpu(4, 16, 32, 32), on_gpu(16, 16 // groups, 3, 3)
+            F.conv2d(image, filters, padding=1, groups=groups).sum().backward()
+
+        return run
+
+    image, filters = 4 * 16 * 32 * 32 * 4, 16 * 16 * 9 * 4
+    assert peak(recorded(convolve(1)), CUDNN) == 2 * 2 * image + 4 * filters
+    assert peak(recorded(convolve(16)), CUDNN) == 0
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
+
+
+def test_a_model_on_meta_takes_what_it_takes_on_the_cpu() -> None:
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = small()
+        data = torch.zeros(1000, 64)
+        found.append(peak(recorded(lambda m=model, x=data: m(x).square().sum().backward(), model)))
+    weights = sum(-(-one.nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for one in small().parameters())
+    assert found[0] == found[1] > weights + 1000 * 256 * 4
+
+
+def test_nothing_of_the_fake_gpu_reaches_the_caller() -> None:
+    model, data = small(), torch.ones(3, 64)
+    # Autograd's threads are started once in a process: here without any for a GPU.
+    model(data).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    recorded(lambda: model(data).sum().backward(), model)
+    assert not torch.cuda.is_available()
+    assert not model._forward_pre_hooks
+    assert all(not parameter.is_meta and parameter.device.type == "cpu" for parameter in model.parameters())
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.empty(1, device="cuda")
+
+
+def test_lengths_may_decide_shapes_and_activations_may_not() -> None:
+    lengths, words = torch.tensor([3, 5, 2]), nn.Embedding(10, 8)
+
+    def padded() -> None:
+        assert words(torch.zeros(3, int(lengths[torch.arange(2)].max()), dtype=torch.int64)).shape == (3, 5, 8)
+
+    recorded(padded, words)
+    with pytest.raises(NoCudaDispatchError, match="without values"):
+        recorded(lambda: words(lengths).sum().item(), words)
+
+
+def test_an_error_of_the_program_and_a_process_that_dies_are_told() -> None:
+    with pytest.raises(NoCudaDispatchError, match="ZeroDivisionError"):
+        recorded(lambda: 1 // 0)
+    with pytest.raises(NoCudaDispatchError, match="has died"):
+        recorded(lambda: __import__("os")._exit(3))
+
+
+def test_a_process_that_hangs_is_given_up() -> None:
+    with pytest.raises(NoCudaDispatchError, match="nothing was heard"):
+        record_on_cuda(nn.Identity(), lambda: time.sleep(60), generation="ampere", timeout_s=0.5)
+
+
+def test_a_parent_that_is_killed_takes_the_recording_with_it(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time\n"
+        "from torch import nn\n"
+        "from can_train.memory.cuda_dispatch import record_on_cuda\n"
+        "def hang():\n"
+        "    open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+        "record_on_cuda(nn.Identity(), hang, generation='ampere')\n"
+    )
+    told = tmp_path / "pid"
+    with subprocess.Popen([sys.executable, "-c", code, str(told)]) as parent:
+        wait_until(lambda: told.exists() and told.read_text() != "")
+        child = psutil.Process(int(told.read_text()))
+        parent.kill()
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_replay_tells_what_does_not_fit_and_passes_over_a_workspace_of_cudnn(without_dispatch: None) -> None:
+    found = AllocationTrace(events=[(0, 4 * MIB), (1, 40 * MIB), (1, 0)], workspaces={1: CUDNN})
+    assert found.replay(CachingAllocator(20 * MIB))
+    assert not AllocationTrace(events=found.events, workspaces={}).replay(CachingAllocator(20 * MIB))
+
+
+def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path, without_dispatch: None) -> None:
+    if sys.platform != "linux" or torch.version.cuda or torch.version.hip:
+        pytest.skip("another reason comes first here")
+    with pytest.raises(NoCudaDispatchError, match=r"needs a C\+\+ compiler"):
+        compiled_library({"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)})
+
+
+def test_a_compiler_that_fails_leaves_no_library_behind(tmp_path: Path, without_dispatch: None) -> None:
+    if sys.platform != "linux" or torch.version.cuda or torch.version.hip:
+        pytest.skip("another reason comes first here")
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'out of ideas' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    with pytest.raises(NoCudaDispatchError, match="out of ideas"):
+        compiled_library({"XDG_CACHE_HOME": str(tmp_path), "CXX": str(broken)})
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_process_with_threads_can_record() -> None:
+    code = (
+        "import threading, torch\n"
+        "from torch import nn\n"
+        "from can_train.memory.cuda_dispatch import record_on_cuda\n"
+        "torch.set_num_threads(2)\n"
+        "torch.ones(2000, 2000) @ torch.ones(2000, 2000)\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "print(len(record_on_cuda(nn.Linear(4, 4), lambda: None, generation='ampere').events))\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout.strip() == "2"
