@@ -17,7 +17,6 @@ from bench.measure_data import read_frames, run_python
 from bench.results_file import environment, markdown, write_section
 from can_train.config.resolved import cache_folder, data_root
 from can_train.fit.optimizer import Precision
-from can_train.fit.packing import members
 from can_train.memory.meters import open_meter
 from can_train.reporter import SilentReporter
 from can_train.tasks.can.contributions import FRAMES, PROPERTIES
@@ -120,11 +119,15 @@ def injected_ids(log: Path, flat: FlatGraphs, rows: Ints) -> Iterator[Ints]:
 
 
 def frame_counts(flat: FlatGraphs, rows: Ints) -> Floats:
-    """Returns [N, P] the frames of each ID in some windows, in place of contributions."""
-    nodes = members(flat.node_ptr, rows).positions
-    found = np.zeros((len(nodes), len(PROPERTIES)))
-    found[:, PROPERTIES.index(FRAMES)] = flat.node_features[nodes, NODE_FEATURES.index("count")]
-    return found
+    """Returns [I, P] the frames of each ID in some windows, in place of contributions."""
+    parts = []
+    for row in rows:
+        nodes = slice(flat.node_ptr[row], flat.node_ptr[row + 1])
+        # An ID that is absent has none.
+        part = np.zeros((flat.num_ids[row], len(PROPERTIES)))
+        part[: flat.num_nodes[row], PROPERTIES.index(FRAMES)] = flat.node_features[nodes, NODE_FEATURES.index("count")]
+        parts.append(part)
+    return np.concatenate(parts) if parts else np.zeros((0, len(PROPERTIES)))
 
 
 def whole_table(found: Mapping[str, Mapping[str, Floats]]) -> list[list[str]]:
