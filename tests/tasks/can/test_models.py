@@ -19,9 +19,10 @@ from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.evaluation.metrics import ERROR_TERMS
 from can_train.tasks.can.inputs import UNKNOWN_ID, InputEncoder, InputStatistics
-from can_train.tasks.can.losses import MISSING_ID, AutoencoderBatch, ClassifierBatch
+from can_train.tasks.can.losses import AutoencoderBatch, ClassifierBatch
 from can_train.tasks.can.models import (
     CLOSE_FRAMES,
+    MISSING_ID,
     STRANGE_ID,
     EdgeAttention,
     GatClassifier,

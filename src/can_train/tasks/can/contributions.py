@@ -15,8 +15,7 @@ from can_train.tasks.can.data.batches import GraphBatch
 from can_train.tasks.can.data.behaviour import BEHAVIOUR
 from can_train.tasks.can.data.graphs import EDGE_FEATURES, MAX_PAYLOAD_BYTES
 from can_train.tasks.can.evaluation.metrics import ERROR_TERMS, ERROR_WEIGHTS
-from can_train.tasks.can.losses import MISSING_ID
-from can_train.tasks.can.models import GatClassifier, Vgae, worst_nodes
+from can_train.tasks.can.models import MISSING_ID, GatClassifier, Vgae, worst_nodes
 
 # Properties of a CAN ID in a window that a person can look up in the log. Several columns of a network's input tell of
 # one property.

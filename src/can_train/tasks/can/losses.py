@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Final, Self, cast
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -20,11 +20,7 @@ from can_train.task import Outputs
 from can_train.tasks.can.data.batches import GraphBatch
 from can_train.tasks.can.data.graphs import Bools, Floats, Ints
 from can_train.tasks.can.inputs import InputEncoder
-from can_train.tasks.can.models import Reconstruction, worst_nodes
-
-# What a classifier's score grows by for one ID that is overdue. It is no part of the loss: by definition, benign
-# training windows have no such ID, so that nothing could be learned of it.
-MISSING_ID: Final = 8.0
+from can_train.tasks.can.models import MISSING_ID, Reconstruction, worst_nodes
 
 # Makes a batch of some windows.
 Gather = Callable[[Ints], GraphBatch]

@@ -25,6 +25,9 @@ WORST_NODES: Final = 3  # of a window, whose error is scored beside the mean ove
 # on a known bus. By definition, benign training windows have no such ID: they can teach nothing about it.
 CLOSE_FRAMES: Final = 2.0
 STRANGE_ID: Final = 8.0
+# What a classifier's score grows by for one ID that is overdue. It is no part of the loss: by definition, benign
+# training windows have no such ID, so that nothing could be learned of it.
+MISSING_ID: Final = 8.0
 NEGATIVE_SLOPE: Final = 0.2  # of the attention's leaky ReLU: GATConv's
 MAX_LOG_STD: Final = 5.0  # log standard deviations are clipped to ± this: their exp() stays finite in half precision
 
