@@ -50,9 +50,13 @@ def hits_of(flat: FlatGraphs, blamed: int) -> np.ndarray:
             return flat.label[rows] > 0
 
         def contributions(self, samples: Any, rows: np.ndarray) -> np.ndarray:
-            codes = [flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]] for row in rows]
-            ids = flat.ids[np.concatenate(codes)]
-            return np.tile((ids == blamed)[:, None], len(PROPERTIES)).astype(float)
+            return np.concatenate([self._of_window(row) for row in rows] or [np.zeros((0, len(PROPERTIES)))])
+
+        def _of_window(self, row: int) -> np.ndarray:
+            ids = flat.ids[flat.node_code[flat.node_ptr[row] : flat.node_ptr[row + 1]]]
+            found = np.zeros((flat.num_ids[row], len(PROPERTIES)))
+            found[: len(ids)] = (ids == blamed)[:, None]
+            return found
 
     vocabulary = flat.ids[flat.ids != INJECTED]
     model = SimpleNamespace(combine=lambda scores: scores, threshold=0.5, vocabulary=vocabulary)

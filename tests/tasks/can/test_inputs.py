@@ -128,7 +128,7 @@ def test_a_punctual_id_is_overdue_once_it_is_silent_for_longer_than_ever(tmp_pat
     assert set(batch.absent_id[overdue > 0].tolist()) == {SILENCED}
     assert (overdue[batch.absent_id == SILENCED] == 1).all()
     longest = statistics.id_silence[1 + BUS.index(SILENCED)]
-    for longer, expected in ((0.5, 0.0), (0.75, 0.5), (1.0, 1.0)):
+    for longer, expected in ((1.0, 0.0), (1.25, 0.5), (1.5, 1.0)):
         silent = replace(batch, absent_silence=torch.full_like(batch.absent_silence, longest + longer))
         assert inputs.overdue(silent)[batch.absent_id == SILENCED].tolist() == pytest.approx([expected] * 3)
     # On another bus, or where no ID may be seen, none is missed.

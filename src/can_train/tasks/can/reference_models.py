@@ -169,7 +169,7 @@ class FinishedNetwork(WindowModel):
 class WindowReferenceModel(FinishedNetwork, ReferenceModel):
     """A finished model that a mode consults about windows, of which [R] need its outputs.
 
-    The output is `logits` of a classifier, `errors` or `reconstruction` of an autoencoder.
+    The output is `logits` or `score` of a classifier, `errors` or `reconstruction` of an autoencoder.
 
     Raises:
         CheckpointError: The weights do not fit the run's settings, or the model does not fit the windows.
@@ -207,7 +207,7 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
                 "node": len(target_weights(self.finished.run.dataset)),
                 "edge": len(EDGE_FEATURES),
             }
-        return {self.output: {"logits": 2, "errors": len(ERROR_TERMS)}[self.output]}
+        return {self.output: {"logits": 2, "score": 1, "errors": len(ERROR_TERMS)}[self.output]}
 
     def batch_features(self, rows: Ints) -> Floats:
         """Returns [R, 3]: nodes, edges without self-loops, and one graph."""
@@ -221,9 +221,11 @@ class WindowReferenceModel(FinishedNetwork, ReferenceModel):
         return {"latent": nodes, "node": nodes, "edge": edges}
 
     def outputs(self, model: nn.Module, rows: Ints, device: torch.device, dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Returns [R, 2] logits; [R, 5] errors; or [N, Z] latents with [N, T] node and [E, 11] edge features."""
-        if self.output == "errors":
-            return {"errors": self.scores(model, rows, device, dtype)}
+        """Returns [R, 2] logits, [R, 1] scores, [R, 5] errors, or [N, Z] latents with [N, T] node and [E, 11] edge
+        features.
+        """
+        if self.output in ("errors", "score"):
+            return {self.output: self.scores(model, rows, device, dtype)}
         batch = self._gather(rows).to(device, dtype)
         if self.output == "logits":
             return {"logits": model(batch)}

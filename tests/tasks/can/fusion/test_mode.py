@@ -59,7 +59,7 @@ def task_of(folder: Path, **settings: Any) -> Any:
 
 def tell(task: FusionTask, role: str, said: NDArray[np.float64]) -> None:
     """Has a model say something of every window of the data set."""
-    output = {"autoencoder": "errors", "classifier": "logits"}[role]
+    output = {"autoencoder": "errors", "classifier": "score"}[role]
     task.bind_outputs(role, lambda rows: {output: torch.from_numpy(said[rows]).float()})
 
 
@@ -84,7 +84,7 @@ def choices(task: FusionTask, agent: FusionAgent, steps: int) -> None:
 def test_what_the_models_say_is_read_by_their_own_units_and_thresholds(folder: Path) -> None:
     task = task_of(folder)
     tell(task, "autoencoder", np.tile([3.0, 6.0, 12.0, 0.0, 0.0], (WINDOWS, 1)))
-    tell(task, "classifier", np.tile([1.0, 1.0 + ATTACK_THRESHOLD], (WINDOWS, 1)))
+    tell(task, "classifier", np.full((WINDOWS, 1), ATTACK_THRESHOLD))
     states = task._problem.scores.states(task.validation_rows)
     # Each term is 1.5 units, and so is the anomaly score: exactly its threshold.
     np.testing.assert_allclose(states, np.tile([0.5, 0.5, 0.0, 0.0, 0.6, 0.6, 0.6], (len(states), 1)), atol=1e-6)
@@ -107,8 +107,8 @@ def test_every_window_that_trains_validates_or_is_judged_is_asked_about(folder: 
 @pytest.mark.parametrize("role", MADE_BY)
 def test_what_is_no_number_is_refused_with_its_run(folder: Path, role: str) -> None:
     task = task_of(folder)
-    said = np.ones((WINDOWS, 5 if role == "autoencoder" else 2))
-    said[task.train_rows[3], 1] = np.nan
+    said = np.ones((WINDOWS, 5 if role == "autoencoder" else 1))
+    said[task.train_rows[3], -1] = np.nan
     with pytest.raises(RunError, match=rf"score of the {role} must be a finite number: 1 of \d+ are not, by untrained"):
         tell(task, role, said)
 

@@ -294,7 +294,7 @@ class FusionTask(WindowTask):
         self._scored_rows = np.unique(np.concatenate([split.train, split.validation, *split.test.values()]))
         self._autoencoder, self._classifier = (
             WindowReferenceModel(role, finished[role], data, self._scored_rows, output=output)
-            for role, output in ((AUTOENCODER, "errors"), (CLASSIFIER, "logits"))
+            for role, output in ((AUTOENCODER, "errors"), (CLASSIFIER, "score"))
         )
         size = len(data.flat)
         self._problem = MixingProblem(
@@ -321,8 +321,7 @@ class FusionTask(WindowTask):
             errors = _read(outputs, rows, "errors")
             scores.anomaly[rows], scores.errors[rows] = scale_errors(self._autoencoder, errors)
         else:
-            logits = _read(outputs, rows, "logits")
-            scores.attack[rows] = scale_logits(self._classifier, logits[:, 1:] - logits[:, :1])
+            scores.attack[rows] = scale_logits(self._classifier, _read(outputs, rows, "score"))
 
     def build_model(self) -> FusionAgent:
         """Makes an agent with fresh weights and an empty memory."""
