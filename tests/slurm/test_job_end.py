@@ -45,3 +45,12 @@ def test_the_accounting_tells_of_a_step_that_ran_out(tmp_path: Path, monkeypatch
     sacct.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     assert host_memory_ran_out("30", "")
+
+
+def test_what_an_attempt_before_this_one_ran_out_of_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ("30|FAILED|||||||", "30.0|OUT_OF_MEMORY|||||||", "30|RUNNING|||||||", "30.0|FAILED|||||||")
+    sacct = tmp_path / "sacct"
+    sacct.write_text("#!/bin/sh\nprintf '" + "\\n".join(rows) + "\\n'\n")
+    sacct.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert not host_memory_ran_out("30", "")

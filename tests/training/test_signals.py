@@ -1,16 +1,15 @@
-import importlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from can_train.errors import ConfigError
 from can_train.reporter import LoggedReporter, SilentReporter
-from can_train.training.run_folder import RunFolder, StopRequests
+from can_train.training.run_folder import Attempts, RunFolder, StopRequests
 from can_train.training.train import logged
 
 
@@ -36,26 +35,52 @@ def test_a_signal_ends_the_process_at_once(number: int, status: int) -> None:
     assert stop.value.code == status
 
 
-def test_a_signal_during_an_import_ends_the_process_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raised within it, it would come out of an extension module as an ImportError."""
-    lines = [
-        "import os, signal, time",
-        f"os.kill(os.getpid(), {int(signal.SIGUSR2)})",
-        "time.sleep(0.2)",
-        "DONE = True",
-    ]
-    (tmp_path / "imported_meanwhile.py").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "imported_meanwhile", raising=False)
+def test_a_signal_while_an_extension_module_is_initialized_ends_the_process_after_it() -> None:
+    """Raised within it, it would come out as an ImportError."""
+    done: list[str] = []
+
+    class ExtensionFileLoader:
+        """Stands for importlib's, whose frame is below those of an initialization."""
+
+        def exec_module(self) -> None:
+            send(signal.SIGUSR2)
+            time.sleep(0.2)
+            done.append("initialized")
+
+    ExtensionFileLoader.exec_module.__code__ = ExtensionFileLoader.exec_module.__code__.replace(
+        co_qualname="ExtensionFileLoader.exec_module"
+    )
 
     def import_and_wait() -> None:
-        importlib.import_module("imported_meanwhile")
+        ExtensionFileLoader().exec_module()
         time.sleep(10)
 
     with pytest.raises(SystemExit) as stop, StopRequests().installed():
         import_and_wait()
-    assert stop.value.code == 140
-    assert sys.modules["imported_meanwhile"].DONE
+    assert (stop.value.code, done) == (140, ["initialized"])
+
+
+@pytest.mark.parametrize(
+    ("deferring", "kind", "ending"), [(False, SystemExit, "time_limit"), (True, ValueError, "failed")]
+)
+def test_what_a_signal_interrupts_may_fail_while_it_cleans_up(
+    tmp_path: Path, deferring: bool, kind: type[BaseException], ending: str
+) -> None:
+    """Nothing that is deferred is interrupted: its errors are its own."""
+    stops, attempts = StopRequests(), Attempts(tmp_path)
+
+    def work() -> None:
+        with stops.deferred() if deferring else nullcontext():
+            try:
+                send(signal.SIGUSR2)
+            finally:
+                fail()
+
+    with pytest.raises(kind), stops.installed(), attempts.recorded(stops):
+        work()
+    ended = attempts.end(1)
+    assert ended is not None
+    assert ended.ending == ending
 
 
 def test_a_deferred_signal_waits_until_it_is_asked_for() -> None:

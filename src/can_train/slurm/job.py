@@ -385,8 +385,9 @@ def host_memory_ran_out(job_id: str, log: str) -> bool:
     # Groups above the job's count the kills of other jobs, too.
     if any(re.fullmatch(r"job_\d+", group.path.name) and group.has_killed() for group in control_groups()):
         return True
+    # The last row is this attempt's; those before it are of others, or of a job from before SLURM counted anew.
     rows = query_accounts(job_id) or []
-    return any(step.state == "OUT_OF_MEMORY" for row in rows for step in row.steps)
+    return any(step.state == "OUT_OF_MEMORY" for row in rows[-1:] for step in row.steps)
 
 
 def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:

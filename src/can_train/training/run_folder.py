@@ -47,8 +47,8 @@ RESTARTED: Final = ("time_limit", "killed")
 """Endings after which can-train requeues a job."""
 
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-_POSTPONED_S: Final = 0.05  # until a signal that arrives during an import is looked at again
-_MAX_POSTPONED: Final = 400  # times: 20 s, below the 30 s after which SLURM kills
+_POSTPONED_S: Final = 0.05  # until a signal that arrives while an extension module is initialized is looked at again
+_MAX_POSTPONED: Final = 60  # times: 3 s, since SLURM kills what does not leave
 
 # Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
 # terminated, or fail because it is gone.
@@ -75,7 +75,7 @@ _LIBRARIES: Final = ("can-train", "torch", "numpy", "hydra-core")
 class StopRequests:
     """Turns signals into `SystemExit(128 + signal)`: 143 for SIGTERM, 130 for SIGINT, 140 for SIGUSR2.
 
-    One that arrives during an import does so after it.
+    One that arrives while an extension module is initialized does so after it.
 
     Attributes:
         received: The first signal; None: none yet.
@@ -86,6 +86,7 @@ class StopRequests:
         self.received: int | None = None
         self.terminated = False
         self._deferring = False
+        self._has_interrupted = False
         self._postponed: list[Timer] = []
 
     @contextmanager
@@ -116,9 +117,17 @@ class StopRequests:
         """Raises `SystemExit` with 128 + the number of the signal received."""
         raise SystemExit(128 + (self.received or 0))
 
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Returns the `SystemExit` that an error follows from: what a signal interrupts may fail while it cleans up. Any
+        other error is returned as it is.
+        """
+        if self._has_interrupted and isinstance(error, Exception):
+            return SystemExit(128 + (self.received or 0))
+        return error
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._deferring and len(self._postponed) < _MAX_POSTPONED and _is_importing(frame):
-            # Extension modules turn what is raised while they are initialized into an ImportError, or lose it.
+        if not self._deferring and len(self._postponed) < _MAX_POSTPONED and _is_initializing_extension(frame):
+            # Extension modules turn what is raised meanwhile into an ImportError, or lose it.
             timer = Timer(_POSTPONED_S, signal.pthread_kill, (get_ident(), number))
             timer.daemon = True
             timer.start()
@@ -129,6 +138,7 @@ class StopRequests:
             self.received = number
         self.terminated |= number == signal.SIGTERM
         if first and not self._deferring:
+            self._has_interrupted = True
             self.exit()
         # SLURM sends SIGTERM twice, and again after its warning. The second one must not cut short what the first one
         # made the process save; SLURM kills a process that takes too long. Only a person sends SIGINT, and means it.
@@ -136,9 +146,9 @@ class StopRequests:
             raise SystemExit(128 + number)
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def _is_initializing_extension(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        if frame.f_code.co_qualname.startswith("ExtensionFileLoader."):
             return True
         frame = frame.f_back
     return False
@@ -240,8 +250,10 @@ class Attempts:
                     self._current = self._begin()
             yield
         except BaseException as raised:
-            error = raised
-            raise
+            error = stops.cause_of(raised)
+            if error is raised:
+                raise
+            raise error from None
         finally:
             with stops.deferred():
                 self.record_end(*_describe_end(error), rank=self._context.rank)
