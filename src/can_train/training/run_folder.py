@@ -118,8 +118,8 @@ class StopRequests:
         raise SystemExit(128 + (self.received or 0))
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Returns the `SystemExit` that an error follows from, else the error: what a signal interrupts may fail while it
-        cleans up.
+        """Returns the `SystemExit` that an error follows from: what a signal interrupts may fail as it cleans up. Any
+        other error is returned as it is.
         """
         if self._has_interrupted and isinstance(error, Exception):
             return SystemExit(128 + (self.received or 0))
