@@ -121,11 +121,13 @@ def injected_ids(log: Path, flat: FlatGraphs, rows: Ints) -> Iterator[Ints]:
 def frame_counts(flat: FlatGraphs, rows: Ints) -> Floats:
     """Returns [I, P] the frames of each ID in some windows, in place of contributions."""
     parts = []
-    for row in rows:
+    for row, num_ids in zip(rows, flat.num_ids[rows], strict=True):
         nodes = slice(flat.node_ptr[row], flat.node_ptr[row + 1])
         # An ID that is absent has none.
-        part = np.zeros((flat.num_ids[row], len(PROPERTIES)))
-        part[: flat.num_nodes[row], PROPERTIES.index(FRAMES)] = flat.node_features[nodes, NODE_FEATURES.index("count")]
+        part = np.zeros((num_ids, len(PROPERTIES)))
+        part[: nodes.stop - nodes.start, PROPERTIES.index(FRAMES)] = flat.node_features[
+            nodes, NODE_FEATURES.index("count")
+        ]
         parts.append(part)
     return np.concatenate(parts) if parts else np.zeros((0, len(PROPERTIES)))
 

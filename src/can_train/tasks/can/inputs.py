@@ -203,18 +203,16 @@ class InputEncoder(nn.Module):
         """Returns [N] how much of a stranger each ID is, from 0 (known, or on a bus that is not) to nearly 1 (the only
         unknown one of many).
         """
-        if not self.identity:
-            return torch.zeros_like(batch.past_windows)
         known = index != UNKNOWN_ID
         return torch.where(known, 0.0, _familiarity(batch, known)[batch.batch])
 
     def overdue(self, batch: GraphBatch) -> Tensor:
         """Returns [A] how suspicious it is that each regular ID is missing: from 0 (it was silent for as long in benign
-        training windows, or is not known) to nearly 1.
+        training windows, or is not known, as none is without `identity`) to 1.
         """
         own, (low, high) = self._look_up(batch.absent_id), OVERDUE
         longer = ((batch.absent_silence - self.id_silence[own] - low) / (high - low)).clamp(0, 1)
-        if not (self.identity and self.behaviour):
+        if not self.behaviour:
             return torch.zeros_like(longer)
         familiarity = _familiarity(batch, self.id_index(batch) != UNKNOWN_ID)[batch.absent_batch]
         return torch.where(own != UNKNOWN_ID, longer * familiarity, 0.0)

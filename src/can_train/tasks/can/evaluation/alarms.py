@@ -231,7 +231,8 @@ def usual_windows(rows: Ints, flagged: Bools) -> Ints:
 
 def id_value(flat: FlatGraphs, row: int, own: int, name: str) -> float | None:
     """Returns a property of a window's ID as a person reads it in the log; None where it is no number."""
-    absence = own - int(flat.num_nodes[row])
+    # `num_nodes` counts those of all windows.
+    absence = own - int(flat.node_ptr[row + 1] - flat.node_ptr[row])
     if absence < 0:
         return _node_value(flat, row, own, name)
     if name == SILENCE:
