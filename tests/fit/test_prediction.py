@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.prediction import LossOf, TargetPrediction, predict_peak
 from can_train.memory.cuda_dispatch import NoCudaDispatchError, compiled_library
+from can_train.memory.cuda_operators import CUDNN
 from can_train.memory.simulated_gpu import LiveStorageTracker
 from can_train.task import Feature
 from fakes.line_fit import LineTask
@@ -295,8 +296,6 @@ def test_precisions_and_targets_that_do_not_exist_are_refused() -> None:
         of_target(perceptron(), 10, precision="fp64")
     with pytest.raises(ConfigError, match="GPU"):
         of_target(perceptron(), 10, target="rtx30900")
-    with pytest.raises(ArgumentError, match="predicted of a model"):
-        predict_peak(LineTask(), 10, target="rtx3090")
 
 
 def test_a_precision_counts_without_a_target_too() -> None:
@@ -304,8 +303,57 @@ def test_a_precision_counts_without_a_target_too() -> None:
     assert of_target(model, 20_000, precision="bf16").peak_bytes < 0.7 * of_target(model, 20_000).peak_bytes
 
 
-def test_what_has_no_version_without_values_is_predicted_on_the_cpu_and_says_so(dispatched: None) -> None:
-    model = nn.LSTM(8, 8)
-    found = predict_peak(model, 500, loss_of=lambda rows: model(torch.zeros(5, len(rows), 8))[0].sum(), target="t4")
+class Positive(nn.Linear):
+    """Goes on with the samples whose first output is positive, which takes values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found[found[:, 0] > 0]
+
+
+def test_what_needs_values_is_predicted_on_the_cpu_and_says_so(dispatched: None) -> None:
+    model = Positive(8, 8)
+    found = predict_peak(model, 500, loss_of=lambda rows: model(torch.ones(len(rows), 8)).sum(), target="t4")
     assert "differs from CUDA" in found.notices[0]
     assert found.tensors.least_bytes < found.tensors.num_bytes < found.tensors.most_bytes
+
+
+def test_what_cudnn_keeps_of_a_recurrent_layer_is_a_term_with_an_interval(dispatched: None) -> None:
+    model = nn.LSTM(64, 64)
+    found = predict_peak(model, 500, loss_of=lambda rows: model(torch.zeros(50, len(rows), 64))[0].sum(), target="t4")
+    assert not found.notices
+    (cudnn,) = (term for term in found.workspaces if term.what == CUDNN)
+    # What it keeps, and what it works with in the backward pass.
+    assert cudnn.num_bytes == pytest.approx((6 + 4) * 500 * 50 * 64 * 4, rel=0.1)
+    assert cudnn.least_bytes < cudnn.num_bytes < cudnn.most_bytes
+
+
+@pytest.mark.parametrize("batch", [20_000, [3] * 20_000], ids=["a number", "rows"])
+def test_a_task_is_predicted_for_a_card(batch: Any, dispatched: None) -> None:
+    task = LineTask()
+    found, near = predict_peak(task, batch, target="t4"), predict_peak(task, batch)
+    assert not found.notices
+    assert found.tensors.num_bytes == pytest.approx(near.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("target", [None, "t4"], ids=["on the CPU", "for a card"])
+def test_images_have_the_format_that_is_asked_for(target: str | None, dispatched: None) -> None:
+    formats = []
+
+    class Seen(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            formats.append(x.is_contiguous(memory_format=torch.channels_last))
+            found = super().forward(x)
+            # A child process has its own list.
+            assert found.is_contiguous(memory_format=torch.channels_last)
+            return found
+
+    model, images = Seen(8, 8, 3), torch.zeros(16, 8, 12, 12)
+    found = predict_peak(
+        model, 16, loss_of=lambda rows: model(images[rows]).sum(), memory_format=torch.channels_last, target=target
+    )
+    assert all(formats)
+    assert bool(formats) == (target is None)
+    assert not (isinstance(found, TargetPrediction) and found.notices)
+    assert model(images.contiguous(memory_format=torch.channels_last)).shape[1] == 8
+    assert not model._forward_pre_hooks

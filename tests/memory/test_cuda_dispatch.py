@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from can_train.memory.allocator import MIN_BLOCK_BYTES, CachingAllocator
 from can_train.memory.cuda_dispatch import (
     CUBLAS,
-    CUDNN,
     TENSORS,
     AllocationTrace,
     NoCudaDispatchError,
     compiled_library,
     record_on_cuda,
 )
+from can_train.memory.cuda_operators import CUDNN
 
 MIB = 2**20
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, Final, overload
 
 import numpy as np
@@ -16,32 +17,35 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, PhaseLimit
 from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_it_was, probe
-from can_train.fit.optimizer import Precision, measure_optimizer
+from can_train.fit.optimizer import Precision, make_optimizer, measure_optimizer, step_generator
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
-from can_train.fit.phases import phase_training
+from can_train.fit.phases import only_trained, phase_parameters, phase_training
 from can_train.memory.allocator import AllocatorSettings, CachingAllocator
 from can_train.memory.allocator_settings import read_allocator_settings
 from can_train.memory.catalogue import FRAGMENTATION, Card, context_bytes, find_card, screen_bytes
 from can_train.memory.cuda_dispatch import (
     CUBLAS,
-    CUDNN,
     TENSORS,
     AllocationTrace,
     NoCudaDispatchError,
     record_on_cuda,
 )
+from can_train.memory.cuda_operators import AMPERE, CUDNN
 from can_train.memory.meters import CpuMeter
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
-from can_train.task import BatchTask, Feature
+from can_train.task import BatchTask, Feature, Phase
 
 # Samples of a uniform batch that probes choose from: they are all alike, and a batch may be larger than the data.
 _PROBED: Final = 256
 _PRECISIONS: Final = ("fp32", "bf16", "fp16")
+_GPU: Final = torch.device("cuda")
+_IMAGE_DIMS: Final = 4  # samples, channels, height and width
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _UNLIMITED: Final = 2**50
 # Upper ends of the workspaces, as multiples of what is assumed: cuBLASLt may keep as much again and twice of it;
@@ -118,6 +122,7 @@ def predict_peak(
     optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
     training: TrainingSettings | None = None,
     precision: str = ...,
+    memory_format: torch.memory_format = ...,
     target: None = None,
 ) -> PeakPrediction: ...
 @overload
@@ -129,6 +134,7 @@ def predict_peak(
     optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
     training: TrainingSettings | None = None,
     precision: str = ...,
+    memory_format: torch.memory_format = ...,
     target: str,
 ) -> TargetPrediction: ...
 def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of their own
@@ -139,6 +145,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
     optimizer: Callable[[Sequence[nn.Parameter]], Optimizer] | None = None,
     training: TrainingSettings | None = None,
     precision: str = "fp32",
+    memory_format: torch.memory_format = torch.preserve_format,
     target: str | None = None,
 ) -> PeakPrediction | TargetPrediction:
     """Predicts the peak of a training step without a GPU: from small ones, or for a card from the step itself.
@@ -161,8 +168,9 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
             optimizers update many parameters at once (`foreach`).
         training: For a task: precision and optimizer; None: the defaults.
         precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`.
-        target: For a model: a card, `rtx3090`. Two steps on the whole batch are recorded as CUDA would run them, with
-            tensors that have no values; the model may be on any device, `meta` included.
+        memory_format: For a model: that of the images that it is called with, `torch.channels_last`.
+        target: A card, `rtx3090`. Two steps on the whole batch are recorded as CUDA would run them, with tensors that
+            have no values; a model of your own may be on any device, `meta` included.
 
     Returns:
         The prediction; of a target, a `TargetPrediction` with a term for each part of its memory.
@@ -174,10 +182,10 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         DoesNotFitError: Not even the probes fit on this machine.
     """
     if not isinstance(task_or_model, nn.Module):
-        if target is not None:
-            raise ArgumentError("A target's peak is predicted of a model", value=f"{type(task_or_model).__name__}",
-                                remedy="For a task, can-train --dry-run --target-gpu plans for a card")  # fmt: skip
-        return _of_task(task_or_model, batch, training or TrainingSettings())
+        chosen = training or TrainingSettings()
+        if target is None:
+            return _of_task(task_or_model, batch, chosen)
+        return _of_target(_TaskStep(task=task_or_model, batch=batch, training=chosen), find_card(target))
     if loss_of is None:
         raise ArgumentError("A model's peak needs loss_of(rows), which computes the loss of some samples", value="None")
     name = precision.removeprefix("amp-")
@@ -186,7 +194,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
                             remedy=f"Valid: {', '.join(_PRECISIONS)}")  # fmt: skip
     step = _Step(
         model=task_or_model, batch=_counted(batch), loss_of=loss_of, precision=Precision.named(name),
-        make=optimizer or torch.optim.AdamW,
+        make=optimizer or torch.optim.AdamW, memory_format=memory_format,
     )  # fmt: skip
     return _of_model(step) if target is None else _of_target(step, find_card(target))
 
@@ -200,6 +208,7 @@ class _Step:
     loss_of: LossOf
     precision: Precision
     make: Callable[[Sequence[nn.Parameter]], Optimizer]
+    memory_format: torch.memory_format
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -207,8 +216,27 @@ class _Step:
 
     def loss(self, rows: NDArray[np.int64], device: str) -> Tensor:
         """Returns the loss of the samples at some positions."""
-        with self.precision.context(torch.device(device)):
-            return self.loss_of(rows)
+        # Weights take as much in any format, and convolutions follow their inputs.
+        hook = self.model.register_forward_pre_hook(self._with_format, with_kwargs=True, prepend=True)
+        try:
+            with self.precision.context(torch.device(device)):
+                return self.loss_of(rows)
+        finally:
+            hook.remove()
+
+    def _with_format(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        def convert(given: Tensor) -> Tensor:
+            return given.contiguous(memory_format=self.memory_format) if given.dim() == _IMAGE_DIMS else given
+
+        return (
+            (args, kwargs)
+            if self.memory_format is torch.preserve_format
+            else tree_map_only(Tensor, convert, (args, kwargs))
+        )
+
+    def on_cpu(self) -> PeakPrediction:
+        """Predicts from small batches on the CPU."""
+        return _of_model(self)
 
     def train_on_gpu(self) -> None:
         """Trains for some steps on the whole batch, once the model is on a GPU."""
@@ -221,7 +249,60 @@ class _Step:
             optimizer.zero_grad(set_to_none=True)
 
 
-def _of_target(step: _Step, card: Card) -> TargetPrediction:
+@dataclass(frozen=True, kw_only=True)
+class _TaskStep:
+    """The training step of a task that is predicted."""
+
+    task: BatchTask
+    batch: Any
+    training: TrainingSettings
+
+    @cached_property
+    def model(self) -> nn.Module:
+        return self.task.build_model()
+
+    def on_cpu(self) -> PeakPrediction:
+        """Predicts from small batches on the CPU."""
+        return _of_task(self.task, self.batch, self.training)
+
+    def train_on_gpu(self) -> None:
+        """Trains every phase for some steps on the whole batch, once the model is on a GPU."""
+        phases = [(phase, phase_training(self.training, phase)) for phase in self.task.phases()]
+        optimizers = [
+            _as_on_a_gpu(partial(make_optimizer, training=training, lr=training.lr, device=_GPU))(
+                [parameter for _, parameter in phase_parameters(self.model, phase)]
+            )
+            for phase, training in phases
+        ]
+        for _ in range(_RECORDED_STEPS):
+            for (phase, training), optimizer in zip(phases, optimizers, strict=True):
+                with only_trained(self.model, phase):
+                    self._loss(phase, training).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+    def _loss(self, phase: Phase, training: TrainingSettings) -> Tensor:
+        task, precision = self.task.in_phase(phase), Precision.named(training.precision)
+        rows = self._rows
+        batch = task.logical_batch(rows, _GPU, precision.dtype, step_generator(seed=training.seed, step=0))
+        with precision.context(_GPU):
+            losses = batch.losses(self.model, 0, len(rows))
+        weights = task.loss_weights
+        parts = [weights.get(term, 1.0) * total / (own or 1.0) for term, (total, own) in losses.items()]
+        return sum(parts[1:], start=parts[0])
+
+    @cached_property
+    def _rows(self) -> NDArray[np.int64]:
+        """Samples of the batch; of a number of them, those that have the most of what memory grows with."""
+        if np.ndim(self.batch):
+            return np.asarray(self.batch, dtype=np.int64)
+        rows = self.task.train_rows
+        counts = self.task.batch_features(rows)
+        each = (counts / np.maximum(counts.mean(axis=0), 1e-12)).sum(axis=1)
+        return np.resize(rows[np.argsort(-each, kind="stable")], _size(self.batch))
+
+
+def _of_target(step: _Step | _TaskStep, card: Card) -> TargetPrediction:
     try:
         trace = record_on_cuda(step.model, step.train_on_gpu, generation=card.generation)
     except NoCudaDispatchError as error:
@@ -230,7 +311,7 @@ def _of_target(step: _Step, card: Card) -> TargetPrediction:
                 "A model on meta is predicted from what CUDA would allocate", value=f"{error.rule}: {error.value}",
                 remedy=error.remedy or "Give a model on the CPU",
             ) from error  # fmt: skip
-        return _from_the_cpu(step, card, error)
+        return _from_the_cpu(step.on_cpu(), card, error)
     return price_trace(trace, card, replace(read_allocator_settings(), memory_fraction=1.0))
 
 
@@ -263,9 +344,8 @@ def price_trace(trace: AllocationTrace, card: Card, settings: AllocatorSettings)
     )
 
 
-def _from_the_cpu(step: _Step, card: Card, error: NoCudaDispatchError) -> TargetPrediction:
-    """Predicts from probes on the CPU where CUDA's dispatch cannot be had, with an interval that says so."""
-    found = _of_model(step)
+def _from_the_cpu(found: PeakPrediction, card: Card, error: NoCudaDispatchError) -> TargetPrediction:
+    """Takes what probes on the CPU tell where CUDA's dispatch cannot be had, with an interval that says so."""
     peak, margin, (least, context, most) = found.peak_bytes, found.half_width_bytes, context_bytes(card)
     gaps, most_tensors = FRAGMENTATION * peak, _CPU_MOST * peak + margin
     return TargetPrediction(
@@ -285,7 +365,7 @@ def _from_the_cpu(step: _Step, card: Card, error: NoCudaDispatchError) -> Target
 
 
 def _of_task(task: BatchTask, batch: Any, training: TrainingSettings) -> PeakPrediction:
-    model, meter = task.build_model(), CpuMeter(as_cuda=True)
+    model, meter = task.build_model(), CpuMeter(cuda=AMPERE)
     explorers = [
         Explorer(task=task.in_phase(phase), model=model, training=phase_training(training, phase), meter=meter,
                  rows=task.train_rows, verify=False, phase=phase)
@@ -340,7 +420,7 @@ class _Batch:
 
 
 def _of_model(of: _Step) -> PeakPrediction:
-    meter, model, batch = CpuMeter(as_cuda=True), of.model, of.batch
+    meter, model, batch = CpuMeter(cuda=AMPERE), of.model, of.batch
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ArgumentError(
             "Small batches run on the CPU, where a model on meta has no memory", value="parameters on meta",

@@ -155,6 +155,7 @@ class UsableMemory:
     total_bytes: int  # what its driver shows
     subtracted: tuple[MemoryUse, ...]  # in this order
     source: str  # where the figures come from: `ASSUMED`, or "measured on …"
+    generation: str = UNKNOWN  # its architecture
 
     @property
     def capacity_bytes(self) -> int:
@@ -180,7 +181,10 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
         total_bytes, source, workspace_bytes = measured.total_bytes, measured.source, measured.workspace_bytes
         uses.append(MemoryUse("CUDA context, the libraries' kernels and the driver", measured.outside_bytes))
     uses.append(MemoryUse("the libraries' workspaces, which probes on a CPU do not show", workspace_bytes))
-    return UsableMemory(key=card.key, name=card.name, total_bytes=total_bytes, subtracted=tuple(uses), source=source)
+    return UsableMemory(
+        key=card.key, name=card.name, total_bytes=total_bytes, subtracted=tuple(uses), source=source,
+        generation=card.generation,
+    )  # fmt: skip
 
 
 def context_bytes(card: Card) -> tuple[int, int, int]:

@@ -21,21 +21,31 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
+from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from can_train.errors import DeviceError
+from can_train.memory.cuda_operators import (
+    CUDNN,
+    AttentionCall,
+    Capability,
+    capability_of,
+    composite,
+    flash_backward_bytes,
+    recurrent_kernels,
+    register,
+)
 from can_train.memory.simulated_gpu import StorageTracker
 
 if TYPE_CHECKING:
@@ -45,7 +55,6 @@ if TYPE_CHECKING:
 
 TENSORS: Final = "tensors"
 CUBLAS: Final = "cuBLAS workspaces"
-CUDNN: Final = "cuDNN workspaces"
 
 _SOURCE: Final = Path(__file__).with_suffix(".cpp")
 _COMPILERS: Final = ("c++", "g++", "clang++")
@@ -59,16 +68,6 @@ _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`.
 _CUBLAS_BYTES: Final = (4096 * 2 + 16 * 8) * 1024
 _CUBLAS_BYTES_HOPPER: Final = 32 * _MIB
-_CAPABILITIES: Final = {
-    "pascal": (6, 0),
-    "volta": (7, 0),
-    "turing": (7, 5),
-    "ampere": (8, 0),
-    "ada": (8, 9),
-    "hopper": (9, 0),
-    "blackwell": (10, 0),
-}  # compute capability of each generation of the catalogue, the lowest of its cards'
-
 _WINOGRAD_IMAGE: Final = 2
 _WINOGRAD_FILTER: Final = 4
 _LEAST_CHANNELS: Final = 8  # of images and of filters; colours are too few for it
@@ -82,7 +81,11 @@ _PRODUCTS: Final = frozenset(
 _ACROSS_DEVICES: Final = frozenset({_aten.copy_.default, _aten._to_copy.default, torch.ops.prim.device.default})
 # Operations with a kernel of CUDA's that a build without CUDA takes apart. No kernel is run on fake tensors, but where
 # one is registered they stay whole.
-_FUSED_ON_CUDA: Final = ("silu_backward", "mish_backward", "_fused_rms_norm")
+_FUSED_ON_CUDA: Final = [
+    getattr(_aten, name).default
+    for name in ("silu_backward", "mish_backward", "_fused_rms_norm")
+    if hasattr(_aten, name)
+]
 
 
 class NoCudaDispatchError(DeviceError):
@@ -227,28 +230,40 @@ class _Recorder(StorageTracker[int]):
     """Records the allocations on a fake GPU, which it puts a model on."""
 
     def __init__(self, model: nn.Module, generation: str) -> None:
-        super().__init__(as_cuda=False)
+        super().__init__(cuda=None)
         self.events: list[tuple[int, int]] = []
         self.workspaces: dict[int, str] = {}
-        self._capability = _CAPABILITIES.get(generation, (10, 0))
+        self._capability = capability_of(generation)
+        self._span = ""  # library whose memory is made now; empty: tensors
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._on_gpu = WeakIdKeyDictionary()  # what tensors outside the GPU became there
         self._has_cublas: set[bool] = set()  # whether of the thread of the backward pass
         self._model = model
-        self._library = torch.library.Library("aten", "IMPL", "CUDA")
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Puts the model on the GPU, and records what the block allocates there."""
-        for name in _FUSED_ON_CUDA:
-            self._library.impl(name, _never_run)
+        fused = register("CUDA", dict.fromkeys(_FUSED_ON_CUDA, _never_run))
+        attention = {_aten.scaled_dot_product_attention.default: partial(_attention, self._capability)}
+        chosen = register("AutogradCUDA", attention | recurrent_kernels(None))
         _pretend_cuda(self._capability)
         with self._fake:
             self._move_model()
         self._model.register_forward_pre_hook(self._move_inputs, with_kwargs=True)
         self.seed_resident([*self._model.parameters(), *self._model.buffers()])
-        with self._fake, self, _Attention(self._capability):
+        with self._fake, self:
             yield
+        for library in (fused, chosen):
+            library._destroy()
+
+    @contextmanager
+    def library(self, name: str) -> Iterator[None]:
+        """Opens a span whose new tensors are a library's memory."""
+        before, self._span = self._span, name
+        try:
+            yield
+        finally:
+            self._span = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -272,6 +287,8 @@ class _Recorder(StorageTracker[int]):
     def _allocate(self, size: int) -> int:
         number = len(self.events)
         self.events.append((number, size))
+        if self._span:
+            self.workspaces[number] = self._span
         return number
 
     def _free(self, allocation: int) -> None:
@@ -303,6 +320,8 @@ class _Recorder(StorageTracker[int]):
                         self._on_gpu[tensor] = _fake_like(tensor)
                     if tensor is not None:
                         tensors[name] = self._on_gpu[tensor]
+            if isinstance(module, nn.RNNBase):
+                module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
     def _take_workspaces(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Records the memory that CUDA's libraries take for an operation beside its results."""
@@ -312,10 +331,11 @@ class _Recorder(StorageTracker[int]):
             if is_backward not in self._has_cublas:
                 self._has_cublas.add(is_backward)
                 self.workspaces[self._allocate(_cublas_bytes(self._capability))] = CUBLAS
-        for size in _cudnn_bytes(func, args, result):
-            number = self._allocate(size)
-            self.workspaces[number] = CUDNN
-            self._free(number)
+        if func is _aten._scaled_dot_product_flash_attention_backward.default:
+            self._free(self._allocate(flash_backward_bytes(args[1])))
+        with self.library(CUDNN):
+            for size in _cudnn_bytes(func, args, result):
+                self._free(self._allocate(size))
 
 
 def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]:
@@ -336,119 +356,24 @@ def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]
             yield _WINOGRAD_IMAGE * (source.nbytes + gradient.nbytes) + _WINOGRAD_FILTER * weight.nbytes
 
 
-class _Attention(TorchFunctionMode):
-    """Chooses the kernel of attention as CUDA does; a build without CUDA knows only the one that takes it apart.
-
-    Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`, and attention.cpp.
-    """
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        super().__init__()
-        self._capability = capability
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs a function; attention on the GPU with the kernel that CUDA would choose."""
-        if func is F.scaled_dot_product_attention:
-            call = _AttentionCall.bound(*args, **(kwargs or {}))
-            if _is_on_gpu(call.query) and (kernel := call.kernel(self._capability)) is not None:
-                return kernel()
-        return func(*args, **(kwargs or {}))
-
-
-@dataclass(kw_only=True)
-class _AttentionCall:
-    """Arguments of `scaled_dot_product_attention`: [N, H, L, E] queries, [N, H, S, E] keys, [N, H, S, V] values."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    @classmethod
-    def bound(cls, *args: Any, **kwargs: Any) -> _AttentionCall:
-        """Reads the arguments, and casts them as autocast does."""
-        call = cls(**dict(zip((one.name for one in fields(cls)), args, strict=False)), **kwargs)
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
-            call.query, call.key, call.value = (one.to(dtype) for one in (call.query, call.key, call.value))
-        return call
-
-    @property
-    def _is_half(self) -> bool:
-        return self.query.dtype in (torch.float16, torch.bfloat16)
-
-    def kernel(self, capability: tuple[int, int]) -> Callable[[], Tensor] | None:
-        """Returns the fused kernel for these arguments on a card; None where there is none."""
-        if self.query.dim() != 4:
-            return None
-        if torch.backends.cuda.flash_sdp_enabled() and self._suits_flash(capability):
-            return self._flash
-        if torch.backends.cuda.mem_efficient_sdp_enabled() and self._suits_efficient(capability):
-            return self._efficient
-        return None
-
-    def _suits_flash(self, capability: tuple[int, int]) -> bool:
-        width = self.query.size(-1)
-        widest = 192 if capability in ((8, 6), (8, 9)) else 256
-        is_square = self.query.size(-2) == self.key.size(-2)
-        return (
-            capability >= (8, 0)
-            and self._is_half
-            and self.attn_mask is None
-            and width == self.key.size(-1) == self.value.size(-1) <= widest
-            and (is_square or not self.is_causal)
-        )
-
-    def _suits_efficient(self, capability: tuple[int, int]) -> bool:
-        if self.query.dtype is torch.float64 or (self.query.dtype is torch.bfloat16 and capability < (8, 0)):
-            return False
-        # `minimum_gemm_alignment`: 16 bytes where tensor cores multiply.
-        with_cores = capability >= (8, 0) or (capability >= (7, 0) and self._is_half)
-        alignment = 16 // self.query.element_size() if with_cores else 1
-        sizes = (self.query.size(-1), self.value.size(-1))
-        same_heads = self.query.size(1) == self.key.size(1) == self.value.size(1)
-        return same_heads and all(size % alignment == 0 for size in sizes)
-
-    def _flash(self) -> Tensor:
-        width = self.query.size(-1)
-        scale = width**-0.5 if self.scale is None else self.scale
-        padded = [F.pad(one, (0, -width % 8)) if width % 8 else one for one in (self.query, self.key, self.value)]
-        found: Tensor = _aten._scaled_dot_product_flash_attention(
-            *padded,
-            self.dropout_p,
-            self.is_causal,
-            False,
-            scale=scale,
+def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
+    """Runs the kernel of attention that CUDA would choose; a build without CUDA knows only what takes it apart."""
+    call = AttentionCall.bound(*args, **kwargs)
+    backend = call.backend(capability)
+    if backend is SDPBackend.FLASH_ATTENTION:
+        found = _aten._scaled_dot_product_flash_attention(
+            *call.padded(), call.dropout_p, call.is_causal, False, scale=call.factor
         )[0]
-        return found[..., :width] if width % 8 else found
-
-    def _efficient(self) -> Tensor:
-        needs_sums = any(one.requires_grad for one in (self.query, self.key, self.value))
-        found: Tensor = _aten._scaled_dot_product_efficient_attention(
-            self.query, self.key, self.value, self._bias(), needs_sums, self.dropout_p, self.is_causal, scale=self.scale
-        )[0]
-        return found
-
-    def _bias(self) -> Tensor | None:
-        """Returns the mask as the kernel takes it: added to the scores, its rows padded to a multiple of 8."""
-        if (mask := self.attn_mask) is None:
-            return None
-        if mask.dtype is torch.bool:
-            mask = torch.where(mask, 0.0, float("-inf")).to(self.query.dtype)
-        mask = mask.to(self.query.dtype)
-        columns = self.key.size(-2)
-        if columns % 8:
-            mask = F.pad(mask.expand(*mask.shape[:-1], columns), (0, -columns % 8))[..., :columns]
-        return mask.expand(*self.query.shape[:-1], columns)
+        return cast("Tensor", found)[..., : call.query.size(-1)]
+    if backend is SDPBackend.EFFICIENT_ATTENTION:
+        needs_sums = any(one.requires_grad for one in (call.query, call.key, call.value))
+        return cast("Tensor", _aten._scaled_dot_product_efficient_attention(
+            call.query, call.key, call.value, call.bias(), needs_sums, call.dropout_p, call.is_causal, scale=call.scale
+        )[0])  # fmt: skip
+    return cast("Tensor", composite(_aten.scaled_dot_product_attention.default)(*args, **kwargs))
 
 
-def _cublas_bytes(capability: tuple[int, int], environment: Mapping[str, str] = os.environ) -> int:
+def _cublas_bytes(capability: Capability, environment: Mapping[str, str] = os.environ) -> int:
     """Returns what cuBLAS keeps for a thread: by default, or as the user's variable says, `:4096:8`."""
     pairs = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
     chosen = sum(int(size) * int(count) for size, count in pairs) * 1024
@@ -484,7 +409,7 @@ def _never_run(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError("a kernel was run on a fake tensor")
 
 
-def _pretend_cuda(capability: tuple[int, int]) -> None:
+def _pretend_cuda(capability: Capability) -> None:
     """Lets this process, which must be a child, believe that there is one GPU: models and autocast ask for it."""
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1

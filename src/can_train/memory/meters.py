@@ -23,6 +23,7 @@ from can_train.io.units import exact_size, parse_size
 from can_train.memory.allocator import AllocatorSettings, no_contention
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, gpu_key
+from can_train.memory.cuda_operators import Capability, capability_of
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.simulated_gpu import LiveStorageTracker, SimulatedGpu
@@ -122,16 +123,16 @@ class Meter(ABC):
 
 
 class CpuMeter(Meter):
-    """Counts live storages on measured spans only, against the host memory that is available at the start; `as_cuda`
-    counts what operations keep as a GPU would keep it, for predictions.
+    """Counts live storages on measured spans only, against the host memory that is available at the start; `cuda` is
+    the capability of the GPU whose operators run on measured spans, for predictions, and None for the CPU's own.
     """
 
     counts_always = False
     is_host = True
     host_bytes = 0  # what measured spans may use where that is not the capacity
 
-    def __init__(self, *, as_cuda: bool = False) -> None:
-        self._as_cuda = as_cuda
+    def __init__(self, *, cuda: Capability | None = None) -> None:
+        self._cuda = cuda
         self.device = torch.device("cpu")
         self.name = "cpu"
         self.total_bytes = psutil.virtual_memory().total
@@ -143,7 +144,7 @@ class CpuMeter(Meter):
     @contextmanager
     def measuring(self, resident: Iterable[Tensor]) -> Iterator[None]:
         """Counts storages inside the block; more than the capacity raises `torch.OutOfMemoryError`."""
-        tracker = LiveStorageTracker(self.host_bytes or self.capacity_bytes, resident, as_cuda=self._as_cuda)
+        tracker = LiveStorageTracker(self.host_bytes or self.capacity_bytes, resident, cuda=self._cuda)
         self._open.append(tracker)
         try:
             with tracker:
@@ -181,7 +182,7 @@ class AbsentGpuMeter(CpuMeter):
     is_host = False
 
     def __init__(self, target: UsableMemory) -> None:
-        super().__init__(as_cuda=True)
+        super().__init__(cuda=capability_of(target.generation))
         # A probe that would not fit on the GPU still tells what it costs.
         self.host_bytes = self.capacity_bytes
         self.name = target.name

@@ -5,20 +5,16 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from can_train.memory.allocator import MIN_BLOCK_BYTES, Block, CachingAllocator, no_contention, segment_bytes
+from can_train.memory.cuda_operators import AMPERE, CUDA_OPERATORS, Capability, DeviceMode
 
 Allocation = TypeVar("Allocation")
-_BERNOULLI: Final = torch.ops.aten.bernoulli_.float
-_BERNOULLI_DEFAULT: Final = 0.5  # its probability where none arrives
-_DIV: Final = torch.ops.aten.div_.Scalar
-_MUL: Final = torch.ops.aten.mul.Tensor
 
 
 class _TrackedStorage(weakref.ref[UntypedStorage], Generic[Allocation]):
@@ -30,23 +26,34 @@ class _TrackedStorage(weakref.ref[UntypedStorage], Generic[Allocation]):
     size: int
 
 
-class StorageTracker(TorchDispatchMode, Generic[Allocation]):
+class StorageTracker(DeviceMode, Generic[Allocation]):
     """Counts the storages that operations make while it is active, until they die, then or later.
 
     Only memory on the CPU counts. A view of a storage that was made elsewhere, unseen and not given to
     `seed_resident`, is a view of memory outside the device: it takes nothing.
     """
 
-    def __init__(self, *, as_cuda: bool) -> None:
+    def __init__(self, *, cuda: Capability | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._as_cuda = as_cuda  # Whether sizes are those of CUDA where the CPU's differ: of dropout's masks
-        # The noise that the last operation drew or scaled, and what is left to scale it by.
-        self._noise: tuple[_TrackedStorage[Allocation], float | None] | None = None
+        self._cuda = cuda  # of the GPU whose operators run; None: the CPU's own do
         self._outside = False
         self._tracked: dict[int, _TrackedStorage[Allocation]] = {}
         # Garbage may be collected at any moment, also while the books are being changed, so dead storages wait here
         # until the next operation or reading. A bound method of the deque does not keep the mode alive.
         self._dead: deque[_TrackedStorage[Allocation]] = deque()
+
+    def __enter__(self) -> Self:
+        """Counts from now on."""
+        if self._cuda is not None:
+            CUDA_OPERATORS.open(self._cuda)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Leaves the operations that follow alone."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._cuda is not None:
+            CUDA_OPERATORS.close()
 
     @contextmanager
     def host(self) -> Iterator[None]:
@@ -72,11 +79,9 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
         if torch.is_inference_mode_enabled():
             # Only there do composite operations (an LSTM, attention) arrive whole: taken apart, their temporaries show.
             with self:
-                result = func.decompose(*args, **(kwargs or {}))
+                result = CUDA_OPERATORS.kernels.get(func, func.decompose)(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        if self._as_cuda and (func is _BERNOULLI or self._noise is not None):
-            self._shrink_dropout_mask(func, args)
         result = func(*args, **(kwargs or {}))
         failure = self._track_results(result, func, args)
         if failure:
@@ -93,28 +98,6 @@ class StorageTracker(TorchDispatchMode, Generic[Allocation]):
                 tracked = self._find(storage)
                 if tracked is None or tracked.allocation is None:
                     self._track(storage, outside=False)
-
-    def _shrink_dropout_mask(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Counts what dropout keeps for its backward pass as CUDA's kernel keeps it: a byte an element.
-
-        The CPU draws noise of the input's type (`bernoulli_`), scales it (`div_`), and multiplies by it. So does CUDA
-        where dropout works in place or drops whole channels.
-        """
-        before, self._noise = self._noise, None
-        position = int(func is _MUL)
-        tracked = self._find(args[position].untyped_storage()) if isinstance(args[position], Tensor) else None
-        if tracked is None or tracked.allocation is None:
-            return
-        if func is _BERNOULLI:
-            # Arguments that are the operator's defaults do not arrive.
-            self._noise = (tracked, args[1] if len(args) > 1 else _BERNOULLI_DEFAULT)
-        elif before is not None and tracked is before[0]:
-            if func is _DIV and args[1] == before[1]:
-                self._noise = (tracked, None)
-            elif func is _MUL and before[1] is None and args[0].shape == args[1].shape:
-                mask = self._allocate(args[1].numel())
-                self._free(tracked.allocation)
-                tracked.allocation = mask
 
     def _free_dead(self) -> None:
         """Takes back the room of the storages that have died since the last operation or reading."""
@@ -201,12 +184,12 @@ class LiveStorageTracker(StorageTracker[int]):
     """Tracks the live and peak bytes of every storage that operations make, and refuses to exceed a limit.
 
     Sizes are rounded up as CUDA's caching allocator rounds them, so that figures compare across devices. `resident` are
-    the tensors alive before the mode is entered (parameters, gradients, optimizer state); `as_cuda` tells whether
-    masks of dropout count as on a GPU.
+    the tensors alive before the mode is entered (parameters, gradients, optimizer state); `cuda` is the capability of
+    the GPU whose operators run, None for the CPU's own.
     """
 
-    def __init__(self, limit_bytes: int, resident: Iterable[Tensor] = (), *, as_cuda: bool = True) -> None:
-        super().__init__(as_cuda=as_cuda)
+    def __init__(self, limit_bytes: int, resident: Iterable[Tensor] = (), *, cuda: Capability | None = AMPERE) -> None:
+        super().__init__(cuda=cuda)
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0  # the most that was live or asked for at once
         self._live_bytes = 0
@@ -254,7 +237,7 @@ class SimulatedGpu(StorageTracker[Block]):
         resident: Iterable[Tensor] = (),
         contention: Callable[[], int] = no_contention,
     ) -> None:
-        super().__init__(as_cuda=True)
+        super().__init__(cuda=AMPERE)
         self._allocator = CachingAllocator(capacity_bytes, expandable=expandable, contention=contention)
         self.seed_resident(resident)
 

@@ -1,0 +1,561 @@
+"""Operators that keep or take other memory on CUDA than on the CPU: dropout, attention, recurrent layers, RMS norm, and
+what autocast computes in single precision. While they are replaced, tensors on the CPU take what CUDA's would.
+
+Shapes: N batch, H heads, L queries, S keys, E and V width of a head; T steps, I inputs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+from torch.autograd.function import once_differentiable
+from torch.library import Library
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map_only
+
+CUDNN: Final = "cuDNN workspaces"
+
+Capability = tuple[int, int]
+"""Compute capability of a GPU."""
+
+AMPERE: Final[Capability] = (8, 0)
+_CAPABILITIES: Final[Mapping[str, Capability]] = {
+    "pascal": (6, 0),
+    "volta": (7, 0),
+    "turing": (7, 5),
+    "ampere": AMPERE,
+    "ada": (8, 9),
+    "hopper": (9, 0),
+}  # the lowest of each generation's cards in the catalogue
+_NEWEST: Final[Capability] = (10, 0)
+
+_aten: Final = torch.ops.aten
+_HALF: Final = (torch.float16, torch.bfloat16)
+Kernels = dict[OpOverload, Callable[..., Any]]
+
+
+def capability_of(generation: str) -> Capability:
+    """Returns the compute capability of a generation of the catalogue; the newest one's where it is unknown."""
+    return _CAPABILITIES.get(generation, _NEWEST)
+
+
+class DeviceMode(TorchDispatchMode):
+    """A dispatch mode that counts what tensors take of a device."""
+
+    @abstractmethod
+    def host(self) -> AbstractContextManager[None]:
+        """Opens a span whose new tensors take nothing of the device."""
+
+    def library(self, name: str) -> AbstractContextManager[None]:
+        """Opens a span whose new tensors are a library's memory, `CUDNN`; the tensors' own where none is named."""
+        return nullcontext()
+
+
+@contextmanager
+def _everywhere(span: Callable[[DeviceMode], AbstractContextManager[None]]) -> Iterator[None]:
+    """Opens a span of every device that is counted."""
+    with ExitStack() as stack:
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, DeviceMode):
+                stack.enter_context(span(mode))
+        yield
+
+
+_on_host: Final = partial(_everywhere, lambda mode: mode.host())
+
+
+class CudaOperators:
+    """Replaces the operators of tensors on the CPU, from `open` to `close`, in the whole process.
+
+    Where several spans overlap, the first one's capability holds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_open = 0
+        self._libraries: list[Library] = []
+        self.kernels: Kernels = {}
+
+    def open(self, capability: Capability) -> None:
+        """Replaces the operators by those of a GPU."""
+        with self._lock:
+            self._num_open += 1
+            if self._num_open == 1:
+                self.kernels = _cpu_kernels(capability)
+                self._libraries = [register("AutogradCPU", self.kernels), register("AutocastCPU", _autocast_kernels())]
+
+    def close(self) -> None:
+        """Brings the CPU's own operators back when the last span ends."""
+        with self._lock:
+            self._num_open -= 1
+            if not self._num_open:
+                self.kernels = {}
+                for library in self._libraries:
+                    library._destroy()
+
+
+# PyTorch has one table of operators a process, so what replaces them is the process's, too.
+CUDA_OPERATORS: Final = CudaOperators()
+
+
+def register(key: str, kernels: Kernels) -> Library:
+    """Registers kernels under a dispatch key for as long as the library lives."""
+    library = Library("aten", "IMPL", key)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+        for operator, kernel in kernels.items():
+            library.impl(operator, kernel)
+    return library
+
+
+def _cpu_kernels(capability: Capability) -> Kernels:
+    kernels: Kernels = {
+        _aten.dropout.default: _dropout,
+        _aten.scaled_dot_product_attention.default: partial(_attention_on_cpu, capability),
+        _aten.softmax.int: partial(_softmax, _aten.softmax.int),
+        _aten.log_softmax.int: partial(_softmax, _aten.log_softmax.int),
+        **recurrent_kernels(composite),
+    }
+    # Versions of PyTorch without this operator take RMS norm apart on CUDA, too.
+    return kernels | ({_aten.rms_norm.default: _rms_norm} if hasattr(_aten, "_fused_rms_norm") else {})
+
+
+def composite(operator: OpOverload) -> Callable[..., Any]:
+    """Returns what an operator is made of on devices that have no kernel of their own for it."""
+    return partial(operator._op_dk, DispatchKey.CompositeImplicitAutograd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedKernel:
+    """A kernel of CUDA's, and the memory that it takes beside its results."""
+
+    compute: Callable[..., Sequence[Tensor]]  # makes the results from the inputs, outside the device
+    kept_inputs: int | None = None  # how many of its first inputs it keeps for the backward pass; None: all
+    kept_bytes: int = 0  # what it keeps beside them and its results
+    forward_bytes: int = 0  # what it takes while it runs
+    backward_bytes: int = 0
+    library: str = ""  # whose memory this is; empty: PyTorch's
+
+
+class _Fused(torch.autograd.Function):
+    """Runs a fused kernel: it is computed on the host, and its memory is taken of the device."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: FusedKernel, needs_gradients: bool, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """Computes the results, copies them to the device, and keeps what the backward pass needs."""
+        with _on_host():
+            # Copies: the device's own memory is free as soon as autograd lets go of it.
+            own = [None if one is None else one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
+            with torch.set_grad_enabled(needs_gradients):
+                computed = kernel.compute(*own)
+        device = next(one.device for one in inputs if one is not None)
+        results = tuple(one.detach().clone() for one in computed)
+        with _everywhere(lambda mode: mode.library(kernel.library)):
+            torch.empty(kernel.forward_bytes, dtype=torch.uint8, device=device)
+            kept = torch.empty(kernel.kept_bytes if needs_gradients else 0, dtype=torch.uint8, device=device)
+        ctx.kernel, ctx.graph = kernel, (own, computed)
+        ctx.save_for_backward(*inputs[: kernel.kept_inputs], *results, kept)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        """Computes the gradients of the inputs."""
+        saved = ctx.saved_tensors
+        own, computed = ctx.graph
+        trained = [one for one in own if one is not None and one.requires_grad]
+        with _on_host():
+            found = iter(_gradients_of(computed, trained, gradients))
+        result = [None if one is None or not one.requires_grad else next(found) for one in own]
+        result = [None if one is None else one.clone() for one in result]
+        with _everywhere(lambda mode: mode.library(ctx.kernel.library)):
+            torch.empty(ctx.kernel.backward_bytes, dtype=torch.uint8, device=saved[-1].device)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.graph = None
+        return (None, None, *result)
+
+
+def _gradients_of(
+    computed: Sequence[Tensor], trained: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
+    pairs = [
+        (one, gradient)
+        for one, gradient in zip(computed, gradients, strict=True)
+        if gradient is not None and one.requires_grad
+    ]
+    if not pairs:
+        # Computed from shapes alone.
+        return [torch.empty_like(one) for one in trained]
+    results, wanted = zip(*pairs, strict=True)
+    return torch.autograd.grad(results, trained, wanted, retain_graph=True, allow_unused=True)
+
+
+def run_fused(kernel: FusedKernel, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Runs a kernel so that its memory counts as CUDA's; returns its results."""
+    needs_gradients = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
+    results: tuple[Tensor, ...] = _Fused.apply(kernel, needs_gradients, *inputs)  # type: ignore[no-untyped-call]
+    return results
+
+
+def _dropout(inputs: Tensor, p: float, train: bool) -> Tensor:
+    if train and 0 < p < 1 and inputs.numel():
+        # CUDA's mask has a byte an element; the CPU's has the inputs' type.
+        dropped: Tensor = _aten.native_dropout.default(inputs, p, train)[0]
+        return dropped
+    kept: Tensor = composite(_aten.dropout.default)(inputs, p, train)
+    return kept
+
+
+def _softmax(operator: OpOverload, inputs: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    if inputs.dtype not in _HALF or dtype is not torch.float32:
+        result: Tensor = composite(operator)(inputs, dim, dtype)
+        return result
+    # CUDA's kernel reads half precision and writes single. Source: ATen/native/SoftMax.cpp, `half_to_float`.
+    kernel = FusedKernel(compute=lambda given: (composite(operator)(given, dim, dtype),), kept_inputs=0)
+    return run_fused(kernel, inputs)[0]
+
+
+def _rms_norm(
+    inputs: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    def compute(inputs: Tensor, weight: Tensor | None) -> Sequence[Tensor]:
+        return (composite(_aten.rms_norm.default)(inputs, normalized_shape, weight, eps),)
+
+    rows = inputs.shape[: inputs.dim() - len(normalized_shape)].numel()
+    return run_fused(FusedKernel(compute=compute, kept_bytes=rows * torch.float32.itemsize), inputs, weight)[0]
+
+
+_FLASH_ROWS: Final = 128  # queries that flash attention's backward kernel works on at once
+_FLASH_WIDTHS: Final = (32, 64)  # what it rounds widths up to: of at most 128, and of wider ones
+_WIDE: Final = 128
+_EFFICIENT_ROWS: Final = 32  # queries that the sums of memory-efficient attention are rounded up to
+
+
+@dataclass(kw_only=True)
+class AttentionCall:
+    """Arguments of `scaled_dot_product_attention`: [N, H, L, E] queries, [N, H, S, E] keys, [N, H, S, V] values."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @classmethod
+    def bound(cls, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> AttentionCall:
+        """Reads the operator's arguments."""
+        names = ("attn_mask", "dropout_p", "is_causal")
+        return cls(query=query, key=key, value=value, **dict(zip(names, args, strict=False)), **kwargs)
+
+    @property
+    def _is_half(self) -> bool:
+        return self.query.dtype in _HALF
+
+    def backend(self, capability: Capability) -> SDPBackend:
+        """Returns the kernel that CUDA chooses on a card.
+
+        Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`, and attention.cpp.
+        """
+        if self.query.dim() != 4:
+            return SDPBackend.MATH
+        if torch.backends.cuda.flash_sdp_enabled() and self._suits_flash(capability):
+            return SDPBackend.FLASH_ATTENTION
+        if torch.backends.cuda.mem_efficient_sdp_enabled() and self._suits_efficient(capability):
+            return SDPBackend.EFFICIENT_ATTENTION
+        return SDPBackend.MATH
+
+    def _suits_flash(self, capability: Capability) -> bool:
+        width = self.query.size(-1)
+        widest = 192 if capability in ((8, 6), (8, 9)) else 256
+        is_square = self.query.size(-2) == self.key.size(-2)
+        return (
+            capability >= AMPERE
+            and self._is_half
+            and self.attn_mask is None
+            and width == self.key.size(-1) == self.value.size(-1) <= widest
+            and (is_square or not self.is_causal)
+        )
+
+    def _suits_efficient(self, capability: Capability) -> bool:
+        if self.query.dtype is torch.float64 or (self.query.dtype is torch.bfloat16 and capability < AMPERE):
+            return False
+        # `minimum_gemm_alignment`: 16 bytes where tensor cores multiply.
+        with_cores = capability >= AMPERE or (capability >= (7, 0) and self._is_half)
+        alignment = 16 // self.query.element_size() if with_cores else 1
+        sizes = (self.query.size(-1), self.value.size(-1))
+        same_heads = self.query.size(1) == self.key.size(1) == self.value.size(1)
+        return same_heads and all(size % alignment == 0 for size in sizes)
+
+    def padded(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys and values as flash attention takes them, their widths a multiple of 8."""
+        width = self.query.size(-1)
+        query, key, value = (
+            F.pad(one, (0, -width % 8)) if width % 8 else one for one in (self.query, self.key, self.value)
+        )
+        return query, key, value
+
+    @property
+    def factor(self) -> float:
+        """What scores are multiplied by."""
+        return float(self.query.size(-1) ** -0.5) if self.scale is None else self.scale
+
+    def bias(self) -> Tensor | None:
+        """Returns the mask as memory-efficient attention takes it: added to the scores, its rows padded to a multiple
+        of 8.
+        """
+        if (mask := self.attn_mask) is None:
+            return None
+        if mask.dtype is torch.bool:
+            mask = torch.where(mask, 0.0, float("-inf")).to(self.query.dtype)
+        mask = mask.to(self.query.dtype)
+        columns = self.key.size(-2)
+        if columns % 8:
+            mask = F.pad(mask.expand(*mask.shape[:-1], columns), (0, -columns % 8))[..., :columns]
+        return mask.expand(*self.query.shape[:-1], columns)
+
+    def composed(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Sequence[Tensor]:
+        """Computes attention with any kernel there is; the result's [N, L, H, V] lie one after the other."""
+        attended = composite(_aten.scaled_dot_product_attention.default)(
+            query, key, value, bias, self.dropout_p, self.is_causal, scale=self.factor, enable_gqa=self.enable_gqa
+        )
+        return (attended.transpose(1, 2).contiguous().transpose(1, 2),)
+
+    def composed_like_query(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
+        """Computes attention; the result lies in memory as flash attention's does, like the queries."""
+        (attended,) = self.composed(query, key, value)
+        return (torch.empty_like(query.transpose(1, 2)).transpose(1, 2).copy_(attended),)
+
+
+def flash_backward_bytes(query: Tensor) -> int:
+    """Returns what the backward kernel of flash attention takes beside the gradients, in single precision.
+
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_bwd`: `softmax_d` and `dq_accum`.
+    """
+    batch, heads, queries, width = query.shape
+    rows = -(-queries // _FLASH_ROWS) * _FLASH_ROWS
+    unit = _FLASH_WIDTHS[width > _WIDE]
+    return batch * heads * rows * (1 + -(-width // unit) * unit) * torch.float32.itemsize
+
+
+def _attention_on_cpu(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
+    call = AttentionCall.bound(*args, **kwargs)
+    backend = call.backend(capability)
+    batch, heads, queries, width = (1, *call.query.shape)[-4:]
+    if backend is SDPBackend.FLASH_ATTENTION:
+        query, key, value = call.padded()
+        sums = batch * heads * queries * torch.float32.itemsize
+        kernel = FusedKernel(
+            compute=call.composed_like_query, kept_bytes=sums, backward_bytes=flash_backward_bytes(query)
+        )
+        return run_fused(kernel, query, key, value)[0][..., :width]
+    if backend is SDPBackend.EFFICIENT_ATTENTION:
+        rows = -(-queries // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
+        sums = batch * heads * torch.float32.itemsize
+        kernel = FusedKernel(compute=call.composed, kept_bytes=sums * rows, backward_bytes=sums * queries)
+        return run_fused(kernel, call.query, call.key, call.value, call.bias())[0]
+    with sdpa_kernel(SDPBackend.MATH):
+        attended: Tensor = composite(_aten.scaled_dot_product_attention.default)(*args, **kwargs)
+        return attended
+
+
+# Numbers that cuDNN keeps for each step, sample and hidden unit of each layer. The gates are what gradients need at the
+# least. What it keeps beside them is a guess (an LSTM's cells and results, a GRU's two more): the library tells sizes
+# only where it runs.
+_GATES: Final = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+_KEPT: Final = {"lstm": 6, "gru": 5, "rnn_tanh": 1, "rnn_relu": 1}
+# Numbers that a cell keeps for each sample and hidden unit. Source: aten/src/ATen/native/cuda/RNN.cu, `workspace`.
+_CELL_KEPT: Final = {"lstm": 4, "gru": 5}
+
+
+def recurrent_kernels(composed: Callable[[OpOverload], Callable[..., Any]] | None) -> Kernels:
+    """Returns the kernels of recurrent layers and cells; `composed` makes what computes an operator. None: results are
+    tensors without values.
+    """
+    kernels: Kernels = {}
+    for name in _GATES:
+        for overload in ("input", "data"):
+            operator = getattr(getattr(_aten, name), overload)
+            kernels[operator] = partial(_recurrent, operator, composed)
+    for name in _CELL_KEPT:
+        operator = getattr(_aten, f"{name}_cell").default
+        kernels[operator] = partial(_cell, operator, composed)
+    return kernels
+
+
+def _recurrent(
+    operator: OpOverload, composed: Callable[[OpOverload], Callable[..., Any]] | None, *args: Any
+) -> tuple[Tensor, ...]:
+    """Runs the layers of a recurrent network as cuDNN does, at once."""
+    is_packed = operator._overloadname == "data"
+    name = operator._schema.name.removeprefix("aten::")
+    inputs, states, weights = args[0], args[1 + is_packed], args[2 + is_packed]
+    lengths, options = args[1 : 1 + is_packed], args[3 + is_packed :]
+    is_lstm = isinstance(states, list | tuple)
+    states = list(states) if is_lstm else [states]
+    _, layers, _, train, bidirectional = options[:5]
+
+    def compute(inputs: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        own, parameters = list(others[: len(states)]), list(others[len(states) :])
+        if composed is None:
+            width = own[0].size(-1) * (1 + bidirectional)
+            return (inputs.new_empty(*inputs.shape[:-1], width), *(torch.empty_like(one) for one in own))
+        # The CPU's library lacks half precision for some of them.
+        with torch.autocast("cpu", enabled=False):
+            wide = [one.float() if one.dtype in _HALF else one for one in (inputs, *own, *parameters)]
+            own, parameters = wide[1 : 1 + len(own)], wide[1 + len(own) :]
+            results = composed(operator)(wide[0], *lengths, own if is_lstm else own[0], parameters, *options)
+            return [one.to(inputs.dtype) for one in results]
+
+    each = inputs.shape[:-1].numel() * states[-1].size(-1) * (1 + bidirectional)
+    kernel = partial(FusedKernel, compute=compute, library=CUDNN)
+    tensors = _as_autocast(inputs, *states, *weights)
+    size = tensors[0].element_size() * each
+    workspace = _GATES[name] * size
+    return run_fused(
+        kernel(kept_bytes=_KEPT[name] * layers * size * train, forward_bytes=workspace, backward_bytes=workspace),
+        *tensors,
+    )
+
+
+def _cell(
+    operator: OpOverload, composed: Callable[[OpOverload], Callable[..., Any]] | None, *args: Any
+) -> tuple[Tensor, ...] | Tensor:
+    """Runs a step of an LSTM or a GRU, which CUDA fuses after the two matrix products."""
+    inputs, states, weights, state_weights, *biases = args
+    is_lstm = operator is _aten.lstm_cell.default
+    hidden = states[0] if is_lstm else states
+    bias, state_bias = biases or (None, None)
+    gates = F.linear(inputs, weights, bias), F.linear(hidden, state_weights, state_bias)
+    (state,) = _as_autocast(states[1] if is_lstm else states)
+
+    def compute(state: Tensor, *gates: Tensor) -> Sequence[Tensor]:
+        if composed is None:
+            return [torch.empty_like(state) for _ in range(1 + is_lstm)]
+        return _lstm_step(state, *gates) if is_lstm else (_gru_step(state, *gates),)
+
+    kept = _CELL_KEPT["lstm" if is_lstm else "gru"] * state.nbytes
+    results = run_fused(FusedKernel(compute=compute, kept_bytes=kept, kept_inputs=int(is_lstm)), state, *gates)
+    return results if is_lstm else results[0]
+
+
+def _lstm_step(cell: Tensor, gates: Tensor, state_gates: Tensor) -> tuple[Tensor, Tensor]:
+    into, forget, new, out = (state_gates + gates).chunk(4, dim=1)
+    cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
+    return out.sigmoid() * cell.tanh(), cell
+
+
+def _gru_step(state: Tensor, gates: Tensor, state_gates: Tensor) -> Tensor:
+    (reset, keep, new), (state_reset, state_keep, state_new) = gates.chunk(3, dim=1), state_gates.chunk(3, dim=1)
+    new = (new + (state_reset + reset).sigmoid() * state_new).tanh()
+    return (state - new) * (state_keep + keep).sigmoid() + new
+
+
+def _as_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Casts tensors as autocast does for recurrent layers."""
+    device = next(one.device.type for one in tensors if one is not None)
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(None if one is None else one.to(dtype) for one in tensors)
+
+
+# What CUDA's autocast computes in single precision and the CPU's in half. Source: ATen/autocast_mode.h,
+# AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and AT_FORALL_PROMOTE. Of those that only the CPU's computes in single
+# precision, some (padding, pooling in 3-D, Fourier transforms) have no kernel for half.
+_IN_FP32: Final = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "softplus", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity",
+    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
+    "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
+    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa", "norm.Scalar",
+    "norm.ScalarOpt_dim",
+)  # fmt: skip
+_INTO_FP32: Final = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+)  # fmt: skip
+_IN_WIDEST: Final = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "tensordot", "scatter_add",
+)  # fmt: skip
+_IN_HALF: Final = ("addmv", "addr", "mv", "linalg_multi_dot", "chain_matmul")
+_WITHOUT_AUTOCAST: Final = DispatchKeySet(DispatchKey.AutocastCPU)
+
+
+def _autocast_kernels() -> Kernels:
+    kinds = (
+        (_IN_FP32, _in_fp32), (_INTO_FP32, _into_fp32), (_IN_WIDEST, _in_widest), (_IN_HALF, _in_half)
+    )  # fmt: skip
+    # The loss is composed of operators that have their own places in CUDA's lists.
+    kernels: Kernels = {_aten.cross_entropy_loss.default: composite(_aten.cross_entropy_loss.default)}
+    for names, cast in kinds:
+        for name in names:
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(_aten, packet, None), overload or "default", None)
+            # Older versions of PyTorch lack some.
+            if operator is not None and not _is_cast_on_cpu(operator):
+                kernels[operator] = partial(_run_autocast, operator, cast)
+    return kernels
+
+
+def _is_cast_on_cpu(operator: OpOverload) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCPU"))
+
+
+def _run_autocast(operator: OpOverload, cast: Callable[[Any, Any], tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_WITHOUT_AUTOCAST):
+        args, kwargs = cast(args, kwargs)
+        return operator(*args, **kwargs)
+
+
+def _is_eligible(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_floating_point() and tensor.dtype is not torch.float64
+
+
+def _cast_to(dtype: torch.dtype, arguments: Any) -> Any:
+    return tree_map_only(Tensor, lambda one: one.to(dtype) if _is_eligible(one) else one, arguments)
+
+
+def _in_fp32(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _cast_to(torch.float32, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _in_half(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _cast_to(torch.get_autocast_dtype("cpu"), (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _into_fp32(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Lets an operator with an argument for it make results of single precision."""
+    chosen = any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values()))
+    return args, kwargs if chosen or not _is_eligible(args[0]) else {**kwargs, "dtype": torch.float32}
+
+
+def _in_widest(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    widest = torch.get_autocast_dtype("cpu")
+
+    def look(tensor: Tensor) -> Tensor:
+        nonlocal widest
+        widest = torch.float32 if tensor.dtype is torch.float32 else widest
+        return tensor
+
+    tree_map_only(Tensor, look, (args, kwargs))
+    return _cast_to(widest, (args, kwargs))  # type: ignore[no-any-return]
