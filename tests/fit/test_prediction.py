@@ -294,8 +294,12 @@ def test_without_a_compiler_the_cpu_predicts_and_says_so(tmp_path: Path, monkeyp
 def test_precisions_and_targets_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ArgumentError, match="fp32, bf16, fp16"):
         of_target(perceptron(), 10, precision="fp64")
-    with pytest.raises(ConfigError, match="GPU"):
+    with pytest.raises(ConfigError, match="target='16GiB'"):
         of_target(perceptron(), 10, target="rtx30900")
+
+
+def test_a_card_may_be_named_by_its_memory(dispatched: None) -> None:
+    assert of_target(perceptron(), 10, target="16GiB").card.total_bytes == 16 * 2**30
 
 
 def test_a_precision_counts_without_a_target_too() -> None:

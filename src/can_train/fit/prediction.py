@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final, overload
@@ -20,15 +21,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from can_train.config.settings import TrainingSettings
-from can_train.errors import ArgumentError
+from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, PhaseLimit
 from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_it_was, probe
 from can_train.fit.optimizer import Precision, make_optimizer, measure_optimizer, step_generator
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.phases import only_trained, phase_parameters, phase_training
+from can_train.io.units import parse_size
 from can_train.memory.allocator import AllocatorSettings, CachingAllocator
 from can_train.memory.allocator_settings import read_allocator_settings
-from can_train.memory.catalogue import FRAGMENTATION, Card, context_bytes, find_card, screen_bytes
+from can_train.memory.catalogue import FRAGMENTATION, Card, context_bytes, find_card, other_card, screen_bytes
 from can_train.memory.cuda_dispatch import (
     CUBLAS,
     TENSORS,
@@ -169,8 +171,9 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         training: For a task: precision and optimizer; None: the defaults.
         precision: For a model: `fp32`, or `bf16` or `fp16` (`amp-bf16`, `amp-fp16`) for autocast around `loss_of`.
         memory_format: For a model: that of the images that it is called with, `torch.channels_last`.
-        target: A card, `rtx3090`. Two steps on the whole batch are recorded as CUDA would run them, with tensors that
-            have no values; a model of your own may be on any device, `meta` included.
+        target: A card, `rtx3090`, or the memory of another one, `16GiB`. Two steps on the whole batch are recorded as
+            CUDA would run them, with tensors that have no values; a model of your own may be on any device, `meta`
+            included.
 
     Returns:
         The prediction; of a target, a `TargetPrediction` with a term for each part of its memory.
@@ -185,7 +188,7 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         chosen = training or TrainingSettings()
         if target is None:
             return _of_task(task_or_model, batch, chosen)
-        return _of_target(_TaskStep(task=task_or_model, batch=batch, training=chosen), find_card(target))
+        return _of_target(_TaskStep(task=task_or_model, batch=batch, training=chosen), _card(target))
     if loss_of is None:
         raise ArgumentError("A model's peak needs loss_of(rows), which computes the loss of some samples", value="None")
     name = precision.removeprefix("amp-")
@@ -196,7 +199,13 @@ def predict_peak(  # noqa: PLR0913 - the entrance for people with a loop of thei
         model=task_or_model, batch=_counted(batch), loss_of=loss_of, precision=Precision.named(name),
         make=optimizer or torch.optim.AdamW, memory_format=memory_format,
     )  # fmt: skip
-    return _of_model(step) if target is None else _of_target(step, find_card(target))
+    return _of_model(step) if target is None else _of_target(step, _card(target))
+
+
+def _card(target: str) -> Card:
+    with suppress(ConfigError):
+        return other_card(parse_size(target))
+    return find_card(target, by_memory="target='16GiB'")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,9 +238,9 @@ _GIGABYTE: Final = ("gb", "g", "gib", "")  # how the unit behind a size is spelt
 _SHOWN: Final = (0.87, 1.03)
 
 
-def find_card(text: str) -> Card:
+def find_card(text: str, *, by_memory: str = "--target-memory 16GiB") -> Card:
     """Finds the card of a key, or of what a driver, a scheduler or a person calls it. Raises ConfigError where the
-    catalogue has none of this name, or has it in several memory sizes.
+    catalogue has none of this name, or has it in several memory sizes; `by_memory` is what names a GPU by its memory.
 
     >>> find_card("gpu:nvidia_h100_80gb_hbm3:4").key, find_card("Tesla V100-SXM2-16GB").key, find_card("rtx3090").key
     ('h100-80gb', 'v100-16gb', 'rtx-3090-24gb')
@@ -251,7 +251,7 @@ def find_card(text: str) -> Card:
     if found:
         names = " or ".join(card.key for card in found)
         raise ConfigError("This name stands for cards of several sizes", value=repr(text), remedy=f"Say {names}")
-    more = "; or the memory of another one, or of a slice: --target-memory 16GiB"
+    more = f"; or the memory of another one, or of a slice: {by_memory}"
     unknown = unknown_name("GPU", "-".join(_words(text)), (card.key for card in CARDS), more=more)
     raise ConfigError(unknown.rule, value=repr(text), remedy=unknown.remedy)
 
