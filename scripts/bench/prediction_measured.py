@@ -33,6 +33,7 @@ from can_train.memory.cuda_dispatch import AllocationTrace, record_on_cuda
 MIB: Final = 2**20
 FEW: Final = 4  # rows of a family that tell no constant of their own: it is that of the first family on the same card
 BEFORE_MOST: Final = 8  # rows of a family that are predicted from small batches, too: each takes half a minute
+BEFORE_EVERY: Final = 10  # so many rows apart
 NAMED: Final = 12  # models that a reason for leaving out names
 FAR: Final = 0.15  # relative error of rows that are named
 # Kinds of timm's networks, by words in their names; the first one that matches counts.
@@ -121,7 +122,7 @@ def _kind(model: str) -> str:
 
 def _held_out(pairs: np.ndarray) -> list[str]:
     """Returns the errors of every second pair of a prediction and a measurement; the others fit a constant."""
-    if len(pairs) < 2:
+    if len(pairs) < FEW:
         return []
     predicted, measured = pairs.T
     constant = float(median(measured[::2] - predicted[::2]))
@@ -220,14 +221,15 @@ def _source(row: Row) -> str:
 def judge(rows: Sequence[Row], recorder: Recorder, *, before: bool) -> Judged:
     """Predicts the rows of one family."""
     judged = Judged(rows=len(rows))
-    for index, row in enumerate(rows):
+    for row in rows:
         try:
             if "SUSPECT" in row["notes"] or "leave out" in row["notes"]:
                 raise NoDefinitionError("marked as suspect")
             card = find_card(row["gpu"])
             if row["measured_mib"]:
                 judge_measured(row, card, recorder.trace(row, card), judged)
-                if before and index % -(-len(rows) // BEFORE_MOST) == 0:
+                is_next = len(judged.measured) % BEFORE_EVERY == 0 and len(judged.before) < BEFORE_MOST
+                if before and is_next:
                     predicted = before_mib(program_of(row), int(row["batch"]))
                     judged.before.append((predicted, float(row["measured_mib"])))
             else:

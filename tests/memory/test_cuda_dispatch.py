@@ -172,12 +172,13 @@ def convolve(channels: int, groups: int = 1) -> Callable[[], object]:
     return run
 
 
-@pytest.mark.parametrize(("channels", "copies"), [(16, 2), (384, 1)])
-def test_gradients_of_a_dense_convolution_take_copies_of_both_images_fewer_of_many_channels(
-    channels: int, copies: int
+@pytest.mark.parametrize(("channels", "copies"), [(4, None), (16, 2), (384, 0.5), (1024, 1.5)])
+def test_gradients_of_a_dense_convolution_take_copies_of_both_images_by_their_channels(
+    channels: int, copies: float | None
 ) -> None:
     image, filters = 4 * channels * 32 * 32 * 4, channels * channels * 9 * 4
-    assert peak(recorded(convolve(channels)), CUDNN) == copies * 2 * image + 4 * filters
+    expected = 0 if copies is None else copies * 2 * image + 4 * filters
+    assert peak(recorded(convolve(channels)), CUDNN) == expected
 
 
 def test_gradients_of_a_grouped_convolution_take_no_workspace() -> None:
