@@ -162,9 +162,10 @@ class Recorder:
         except (NoDefinitionError, CanTrainError) as error:
             reason = str(error)
         if self.folder:
-            kinds = np.array(list(trace.workspaces.values()), dtype="U32")
-            found = {"events": np.array(trace.events), "numbers": list(trace.workspaces), "kinds": kinds}
-            np.savez_compressed(path, **found, reason=reason)
+            np.savez_compressed(
+                path, reason=reason, events=np.array(trace.events), numbers=np.array(list(trace.workspaces)),
+                kinds=np.array(list(trace.workspaces.values()), dtype="U32"),
+            )  # fmt: skip
         if reason:
             raise NoDefinitionError(reason)
         return trace
@@ -192,7 +193,8 @@ def measure(path: Path, families: Sequence[str], most: int, before: Sequence[str
         far += judged.far(float((added[0][5] or "0").split()[0].replace(",", "")))
         left_out += [f"{source}, {own[0]['family']}: {told}" for told in _told(judged.left_out)]
     head = ["rows of", "rows", "error: median", "p95", "under", "context", "below, above", "FakeTensor", "before"]
-    sampled = f"At most {most} rows of each source and family, evenly spaced, of {len(rows):,} in all.\n\n"
+    sampled = f"At most {most:,} rows of each source and family, evenly spaced, of {len(rows):,} in all"
+    sampled += ", as far as they were recorded (`--only-saved`).\n\n" if recorder.only_saved else ".\n\n"
     lists = [f"Left out:\n\n{_listed(left_out)}", f"Missed by more than {FAR:.0%}:\n\n{_listed(far)}", GUESSES]
     return "\n\n".join([f"{sampled}{markdown([[*head, 'two-sided'], *table])}", NOTES, *lists])
 
