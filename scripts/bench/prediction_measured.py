@@ -35,6 +35,7 @@ FEW: Final = 4  # rows of a family that tell no constant of their own: it is tha
 BEFORE_MOST: Final = 8  # rows of a family that are predicted from small batches, too: each takes half a minute
 BEFORE_EVERY: Final = 10  # so many rows apart
 NAMED: Final = 12  # models that a reason for leaving out names
+NOT_RECORDED: Final = "not recorded"
 FAR: Final = 0.15  # relative error of rows that are named
 # Kinds of timm's networks, by words in their names; the first one that matches counts.
 KINDS: Final = {
@@ -51,8 +52,8 @@ interval that `predict_peak` states for a card. *FakeTensor*: the error of its e
 the measurements, and a constant fitted on half of them. Horus's estimates were published for other rows only.
 *Before*: what `predict_peak` predicts without a target of up to 8 rows, and a constant that is fitted on half of them.
 *Two-sided*: a batch that trained is predicted to fit (`fits_card`), and the next larger one, which did not, not to.
-What cuDNN takes is assumed as it suits every second generated CNN; the ends of the interval were chosen by all rows.
-The loop of timm's rows on the A100 is not published, and was chosen by every second of them."""
+What cuDNN takes and the ends of the interval were chosen by the recorded CNNs, so their rows are not held out for it.
+The loop of timm's rows on the A100 is not published, and was chosen by the first half's with few dense convolutions."""
 GUESSES: Final = """\
 A guess, which nothing here confirms: cuDNN tries its algorithms out in timm's loop (`cudnn.benchmark`), and peaks of
 the first step show; definitions have changed since (sam2_hiera, fastvit, coatnet); of generated CNNs with more than 380
@@ -154,7 +155,7 @@ class Recorder:
             kinds = dict(zip(saved["numbers"].tolist(), saved["kinds"].tolist(), strict=True))
             return AllocationTrace(events=saved["events"].tolist(), workspaces=kinds)
         if self.only_saved:
-            raise NoDefinitionError("not recorded")
+            raise NoDefinitionError(NOT_RECORDED)
         trace, reason = AllocationTrace(events=[(0, 0)], workspaces={}), ""
         try:
             program = program_of(row, batch)
@@ -205,7 +206,7 @@ def _told(left_out: Mapping[str, str]) -> list[str]:
     for model, reason in left_out.items():
         models[reason].append(model)
     return [
-        f"{reason}: {len(found)} ({', '.join(found[:NAMED])}{', …' if len(found) > NAMED else ''})"
+        f"{reason}: {len(found)}" + (f" ({', '.join(found[:NAMED])})" if reason != NOT_RECORDED else "")
         for reason, found in models.items()
     ]
 

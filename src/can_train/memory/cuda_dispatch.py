@@ -323,8 +323,8 @@ def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]
 
     Which algorithm it takes, and with what memory, is its secret. Winograd's F(4 × 4, 3 × 3) makes tiles of 6 × 6
     numbers of 4 × 4 of an image, 2.25 times as much, and 6 × 6 of the 3 × 3 of a filter. Twice the images, in the
-    backward pass alone, and fewer of them where they have many channels, agree best with every second published peak of
-    generated CNNs (scripts/bench/prediction measured); single networks differ by much more.
+    backward pass alone, and fewer of them where they have many channels, agree best with published peaks of generated
+    CNNs (scripts/bench/prediction measured); single networks differ by much more.
     """
     if func is not _aten.convolution_backward.default:
         return
