@@ -66,6 +66,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="measured: the table of published peaks, CSV")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="measured: of its models")
     parser.add_argument("--most", type=int, default=10_000, help="measured: rows of each source and family")
+    parser.add_argument("--save", type=Path, help="measured: folder that keeps recordings, for another run")
+    parser.add_argument("--only-saved", action="store_true", help="measured: no rows that it lacks")
     parser.add_argument("--before", nargs="*", choices=FAMILIES, default=["mlp"], help="measured: from the CPU, too")
     arguments = parser.parse_args()
     if arguments.on == "measured":
@@ -102,7 +104,10 @@ def measure_published(arguments: argparse.Namespace) -> None:
     """Prints the comparison with published peaks; writes it into RESULTS.md where all families were compared."""
     from bench import prediction_measured
 
-    text = prediction_measured.measure(arguments.data, arguments.families, arguments.most, arguments.before)
+    if arguments.save:
+        arguments.save.mkdir(parents=True, exist_ok=True)
+    recorder = prediction_measured.Recorder(folder=arguments.save, only_saved=arguments.only_saved)
+    text = prediction_measured.measure(arguments.data, arguments.families, arguments.most, arguments.before, recorder)
     print(text)
     if arguments.families == FAMILIES:
         head = environment({"torch": version("torch")})

@@ -1,6 +1,6 @@
 """Peaks predicted from tiny batches, against those measured of batches many times as large."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import ArgumentError, ConfigError
-from can_train.fit.prediction import LossOf, TargetPrediction, predict_peak
-from can_train.memory.cuda_dispatch import NoCudaDispatchError, compiled_library
+from can_train.fit.prediction import LossOf, TargetPrediction, predict_peak, price_trace
+from can_train.memory.allocator import PLAIN
+from can_train.memory.catalogue import find_card
+from can_train.memory.cuda_dispatch import AllocationTrace, NoCudaDispatchError, compiled_library
 from can_train.memory.cuda_operators import CUDNN
 from can_train.memory.simulated_gpu import LiveStorageTracker
 from can_train.task import Feature
 from fakes.line_fit import LineTask
 
 ENDLESS = 2**62
+MIB = 2**20
 
 
 def measured(model: nn.Module, loss_of: LossOf, rows: NDArray[np.int64], make: Callable[..., Any]) -> int:
@@ -268,6 +271,24 @@ def test_a_batch_that_is_too_large_for_a_card_does_not_fit_it(dispatched: None) 
     rows = 24 * 2**30 // (2048 * 4)
     assert of_target(model, rows // 6, target="rtx3090").fits_card
     assert not of_target(model, rows // 2, target="rtx3090").fits_card
+
+
+def priced(sizes: Sequence[int], workspace: int = 0) -> TargetPrediction:
+    """Of tensors of so many MiB, and then a workspace of cuDNN."""
+    events = [(number, size * MIB) for number, size in enumerate(sizes)]
+    used = [(len(events), workspace * MIB), (len(events), 0)] if workspace else []
+    trace = AllocationTrace(events=[*events, *used], workspaces={len(events): CUDNN})
+    return price_trace(trace, find_card("rtx3090"), PLAIN)
+
+
+def test_a_larger_workspace_of_cudnn_widens_the_interval_by_what_it_would_reserve() -> None:
+    assert priced([100], workspace=40).workspaces[1].most_bytes == 4 * 40 * MIB
+    assert priced([100]).workspaces[1].most_bytes == 0
+
+
+def test_what_fits_only_beside_the_context_that_is_assumed_does_not_surely_fit() -> None:
+    assert priced([22_300]).fits_card
+    assert not priced([22_600]).fits_card
 
 
 def test_padded_lengths_may_decide_shapes_for_a_card(dispatched: None) -> None:

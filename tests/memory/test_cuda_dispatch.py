@@ -164,17 +164,25 @@ def test_a_workspace_of_cublas_that_the_user_sizes_is_that_large(monkeypatch: py
     assert peak(recorded(lambda: on_gpu(8, 8) @ on_gpu(8, 8)), CUBLAS) == 16 * 8 * 1024
 
 
-def test_gradients_of_a_dense_convolution_take_a_workspace_and_those_of_a_grouped_one_none() -> None:
-    def convolve(groups: int) -> Callable[[], object]:
-        def run() -> None:
-            image, filters = on_gpu(4, 16, 32, 32), on_gpu(16, 16 // groups, 3, 3)
-            F.conv2d(image, filters, padding=1, groups=groups).sum().backward()
+def convolve(channels: int, groups: int = 1) -> Callable[[], object]:
+    def run() -> None:
+        image, filters = on_gpu(4, channels, 32, 32), on_gpu(channels, channels // groups, 3, 3)
+        F.conv2d(image, filters, padding=1, groups=groups).sum().backward()
 
-        return run
+    return run
 
-    image, filters = 4 * 16 * 32 * 32 * 4, 16 * 16 * 9 * 4
-    assert peak(recorded(convolve(1)), CUDNN) == 2 * 2 * image + 4 * filters
-    assert peak(recorded(convolve(16)), CUDNN) == 0
+
+@pytest.mark.parametrize(("channels", "copies"), [(4, None), (16, 2), (384, 0.5), (1024, 1.5)])
+def test_gradients_of_a_dense_convolution_take_copies_of_both_images_by_their_channels(
+    channels: int, copies: float | None
+) -> None:
+    image, filters = 4 * channels * 32 * 32 * 4, channels * channels * 9 * 4
+    expected = 0 if copies is None else copies * 2 * image + 4 * filters
+    assert peak(recorded(convolve(channels)), CUDNN) == expected
+
+
+def test_gradients_of_a_grouped_convolution_take_no_workspace() -> None:
+    assert peak(recorded(convolve(16, groups=16)), CUDNN) == 0
 
 
 def small() -> nn.Module:

@@ -3,9 +3,11 @@
 Source: GPUMemNet, Datasets/MLP (mlp_data_step1.csv, mlp_data_step2.csv), on an A100, as `nvidia-smi` shows it.
 """
 
+from pathlib import Path
+
 import pytest
 
-from bench.prediction_measured import reserved_mib
+from bench.prediction_measured import Recorder, reserved_mib
 from bench.published_peaks import NoDefinitionError, program_of
 from can_train.memory.catalogue import find_card
 from can_train.memory.cuda_dispatch import NoCudaDispatchError, compiled_library
@@ -44,3 +46,13 @@ def test_a_network_takes_what_others_have_measured(
 def test_a_network_whose_last_layer_was_drawn_by_lot_has_no_definition() -> None:
     with pytest.raises(NoDefinitionError, match="by lot"):
         program_of(row("input:56_output:1_depth:6_arch:pyramid_batch:253"))
+
+
+def test_a_saved_recording_is_read_again_and_a_row_without_one_is_left_out(tmp_path: Path) -> None:
+    lot, card = row("input:56_output:1_depth:6_arch:pyramid_batch:253"), find_card("a100-40gb")
+    with pytest.raises(NoDefinitionError, match="not recorded"):
+        Recorder(folder=tmp_path, only_saved=True).trace(lot, card)
+    with pytest.raises(NoDefinitionError, match="by lot"):
+        Recorder(folder=tmp_path).trace(lot, card)
+    with pytest.raises(NoDefinitionError, match="by lot"):
+        Recorder(folder=tmp_path, only_saved=True).trace(lot, card)

@@ -50,10 +50,12 @@ _GPU: Final = torch.device("cuda")
 _IMAGE_DIMS: Final = 4  # samples, channels, height and width
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _UNLIMITED: Final = 2**50
-# Upper ends of the workspaces, as multiples of what is assumed: cuBLASLt may keep as much again and twice of it;
-# Winograd's algorithm F(2 × 2, 3 × 3) transforms images to 4 times their size, not twice.
+# Upper ends of the workspaces, as multiples of what is assumed: cuBLASLt may keep as much again and twice of it; what
+# cuDNN takes differs most between networks, and so much of it leaves 2 of 100 published peaks of generated CNNs above.
 _CUBLAS_MOST: Final = 3
-_CUDNN_MOST: Final = 2
+_CUDNN_MOST: Final = 4
+# Gaps beyond those of the replay, as a share of the peak: networks without dense convolutions need it for as many.
+_GAPS_MOST: Final = 0.1
 # What the same step takes on CUDA, as a share of what it takes on the CPU: from byte masks and fused attention (BERT: 1
 # ÷ 1.72) to workspaces and what autocast keeps in single precision (CNNs, 95 of 100 rows).
 _CPU_LEAST: Final = 0.55
@@ -86,7 +88,7 @@ class TargetPrediction:
     workspaces: tuple[MemoryTerm, ...]  # of libraries, inside PyTorch's allocator; what each adds to the peak
     fragmentation: MemoryTerm  # what the allocator reserves beyond the peak
     context: MemoryTerm  # what CUDA and the libraries' kernels take outside the allocator
-    fits_card: bool  # whether the allocations fit, one after the other, beside the largest context
+    fits_card: bool  # whether the allocations fit, one after the other, beside the largest context, or a screen
     notices: tuple[str, ...] = ()  # sentences without a full stop
 
     @property
@@ -328,14 +330,15 @@ def price_trace(trace: AllocationTrace, card: Card, settings: AllocatorSettings)
     """Tells what the allocations of a program take of a card, under settings of PyTorch's allocator."""
     peaks, reserved = [], 0
     for kinds in ((TENSORS,), (TENSORS, CUBLAS), (TENSORS, CUBLAS, CUDNN)):
-        allocator = CachingAllocator(_UNLIMITED, settings=settings)
-        trace.replay(allocator, kinds)
+        allocator = _replayed(trace, settings, kinds)
         peaks.append(allocator.peak_allocated_bytes)
         reserved = allocator.peak_reserved_bytes
     tensors, with_cublas, with_all = peaks
     cublas, cudnn = with_cublas - tensors, with_all - with_cublas
+    # Larger workspaces may raise what is reserved where they do not raise the peak: freed blocks do not hold them.
+    further = max(0, _replayed(_with_larger_workspaces(trace), settings).peak_reserved_bytes - reserved)
     least, context, most = context_bytes(card)
-    on_card = CachingAllocator(card.total_bytes - context - screen_bytes(card), settings=settings)
+    on_card = CachingAllocator(card.total_bytes - max(most, context + screen_bytes(card)), settings=settings)
     # A cache that is too large is released when memory runs out, so the interval of fragmentation begins at none.
     gaps = reserved - with_all
     return TargetPrediction(
@@ -343,14 +346,30 @@ def price_trace(trace: AllocationTrace, card: Card, settings: AllocatorSettings)
         tensors=MemoryTerm(what=TENSORS, num_bytes=tensors, least_bytes=tensors, most_bytes=tensors),
         workspaces=(
             MemoryTerm(what=CUBLAS, num_bytes=cublas, least_bytes=0, most_bytes=_CUBLAS_MOST * cublas),
-            MemoryTerm(what=CUDNN, num_bytes=cudnn, least_bytes=0, most_bytes=_CUDNN_MOST * cudnn),
+            MemoryTerm(what=CUDNN, num_bytes=cudnn, least_bytes=0, most_bytes=cudnn + further),
         ),
         fragmentation=MemoryTerm(
-            what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=gaps + FRAGMENTATION * with_all
+            what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=gaps + _GAPS_MOST * with_all
         ),
         context=MemoryTerm(what="CUDA context", num_bytes=context, least_bytes=least, most_bytes=most),
         fits_card=trace.replay(on_card),
     )
+
+
+def _replayed(
+    trace: AllocationTrace, settings: AllocatorSettings, kinds: Sequence[str] = (TENSORS, CUBLAS, CUDNN)
+) -> CachingAllocator:
+    allocator = CachingAllocator(_UNLIMITED, settings=settings)
+    trace.replay(allocator, kinds)
+    return allocator
+
+
+def _with_larger_workspaces(trace: AllocationTrace) -> AllocationTrace:
+    """Returns a program whose workspaces of cuDNN are as large as they may be."""
+    events = [
+        (number, size * (_CUDNN_MOST if trace.workspaces.get(number) == CUDNN else 1)) for number, size in trace.events
+    ]
+    return replace(trace, events=events)
 
 
 def _from_the_cpu(found: PeakPrediction, card: Card, error: NoCudaDispatchError) -> TargetPrediction:

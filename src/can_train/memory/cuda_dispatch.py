@@ -68,9 +68,9 @@ _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`.
 _CUBLAS_BYTES: Final = (4096 * 2 + 16 * 8) * 1024
 _CUBLAS_BYTES_HOPPER: Final = 32 * _MIB
-_WINOGRAD_IMAGE: Final = 2
 _WINOGRAD_FILTER: Final = 4
-_LEAST_CHANNELS: Final = 8  # of images and of filters; colours are too few for it
+# Multiples of both images by the fewer channels of the two, from so many on; colours are too few for the algorithm.
+_WINOGRAD_IMAGE: Final = ((1024, 1.5), (384, 0.5), (8, 2.0))
 
 _aten: Final = torch.ops.aten
 _PRODUCTS: Final = frozenset(
@@ -343,17 +343,18 @@ def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]
 
     Which algorithm it takes, and with what memory, is its secret. Winograd's F(4 × 4, 3 × 3) makes tiles of 6 × 6
     numbers of 4 × 4 of an image, 2.25 times as much, and 6 × 6 of the 3 × 3 of a filter. Twice the images, in the
-    backward pass alone, agree best with published peaks (scripts/bench/prediction measured), where single networks
-    differ by much more.
+    backward pass alone, and fewer of them where they have many channels, agree best with published peaks of generated
+    CNNs (scripts/bench/prediction measured); single networks differ by much more.
     """
     if func is not _aten.convolution_backward.default:
         return
     gradient, source, weight, _, stride = args[:5]
     is_dense = weight.shape[2:] == (3, 3) and set(stride) == {1} and args[9] == 1
-    if source.dtype is torch.float32 and is_dense and min(weight.shape[:2]) >= _LEAST_CHANNELS:
+    copies = next((copies for least, copies in _WINOGRAD_IMAGE if min(weight.shape[:2]) >= least), 0.0)
+    if source.dtype is torch.float32 and is_dense and copies:
         # One kernel for the gradient of the input, one for that of the weights.
         for _ in filter(_is_on_gpu, result[:2]):
-            yield _WINOGRAD_IMAGE * (source.nbytes + gradient.nbytes) + _WINOGRAD_FILTER * weight.nbytes
+            yield int(copies * (source.nbytes + gradient.nbytes)) + _WINOGRAD_FILTER * weight.nbytes
 
 
 def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
