@@ -208,10 +208,15 @@ def infer_ending(recorded: str, *, status: int, host_oom: bool) -> str:
     return recorded or ENDING_BY_STATUS.get(status, "failed")
 
 
+_RESTART_REASONS: Final[Mapping[str, str]] = {
+    "time_limit": "the time limit", "killed": "a killed process", "in_use": "an earlier attempt still trains the run",
+}  # fmt: skip
+
+
 def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Decision:
     """Decides whether and how a run starts again, no more often than its settings allow."""
     if outcome.ending in RESTARTED:
-        what = "the time limit" if outcome.ending == "time_limit" else "a killed process"
+        what = _RESTART_REASONS[outcome.ending]
         if outcome.restarts < limits.max_restarts:
             return Requeue(what)
         return NoRestart(f"{what}, after {_times(outcome.restarts)} back into the queue (cluster.max_restarts)")
@@ -331,6 +336,9 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     """
     ended = _find_ended_job(state_dir)
     if ended is None or (ended.end and ended.end.ending == "finished"):
+        return ""
+    # SLURM had given the node up, and has started the job elsewhere: that one would be put back into the queue.
+    if ended.attempts.is_superseded():
         return ""
     log = read_tail(Path(ended.job.log_path))
     job_id = ended.job.job_id
