@@ -345,12 +345,15 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     host_oom = host_memory_ran_out(job_id, log)
     ending = infer_ending(ended.end.ending if ended.end else "", status=status, host_oom=host_oom)
     decision = decide_restart(_outcome(ended, ending), cluster_settings(ended.folder))
-    _record_end(ended, ending, decision, last_error_line(log) or f"exit status {status}")
+    is_running = is_job_running(job_id)
+    # SLURM knows why it ends a job. Where it loses a node, srun fails, and the training there may still go on.
+    if is_running or ended.end or ending != "failed":
+        _record_end(ended, ending, decision, last_error_line(log) or f"exit status {status}")
     if isinstance(decision, NoRestart):
         return decision.reason
     was_cancelled = any(cancel.time > ended.job.time for cancel in ended.registry.cancels(ended.run.run_id))
     # A job that SLURM is ending is restarted by SLURM (preemption, a failed node) or by nobody (scancel).
-    if was_cancelled or not is_job_running(job_id):
+    if was_cancelled or not is_running:
         return ""
     if isinstance(decision, Requeue):
         done = requeue_job(job_id)
