@@ -3,22 +3,25 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from sandbox import daemons
-from sandbox.cluster import Cluster
+from sandbox.cluster import FOLDER_VARIABLE, PORT_VARIABLE, Cluster
 from slurm.real.on_slurm import Slurm
 from slurm.real.test_nothing_lost import SMALL, Run, Stage, assert_went_on
 
 
 @pytest.fixture
-def stage(slurm: Slurm, sandbox: Cluster) -> Iterator[Stage]:
+def stage(slurm: Slurm, sandbox: Cluster, repository: Path) -> Iterator[Stage]:
     stage = Stage(slurm)
     yield stage
-    daemons.start(sandbox)
+    variables = {**os.environ, FOLDER_VARIABLE: str(sandbox.folder), PORT_VARIABLE: str(sandbox.port)}
+    subprocess.run([sys.executable, repository / "scripts" / "slurm-sandbox", "start"], env=variables, check=True)
     stage.mend_node()
 
 
