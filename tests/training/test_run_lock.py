@@ -146,6 +146,7 @@ def test_an_earlier_attempt_of_this_machine_saves_ends_and_is_continued(
     assert f"process {orphan.process.pid} of " in folder.attempts.waits_for(2)
     open_gate(folder)
     assert (orphan.wait(), later.wait()) == (143, 0), later.log
+    assert "A later attempt waits" not in orphan.log, "it was asked to end before its next checkpoint"
     assert endings(folder) == ["terminated", "finished"]
     assert saved(folder) != before
     assert "Continuing at step" in later.log

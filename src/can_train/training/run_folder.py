@@ -243,8 +243,7 @@ class Attempts:
         return sum(end is not None and end.ending in RESTARTED for end in ends)
 
     def is_superseded(self) -> bool:
-        """Returns whether this attempt's job was started again, or another one: its process is not to train any more.
-        """
+        """Returns whether this attempt's job was started again, or another one: its process is to train no more."""
         own = self._current or self._last_in(self._context) or 0
         return any(self._is_in_other_job(start) for start in self.starts(after=own))
 

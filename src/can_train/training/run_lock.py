@@ -1,5 +1,5 @@
-"""The lock of a run: the process that has it, and how an attempt in a job waits for that of an earlier one, which trains
-on although SLURM has given its job up. That happens where a node's slurmd dies, or the network to it, and not the node.
+"""The lock of a run: the process that has it, and how an attempt in a job waits for that of an earlier one, which
+trains on although SLURM has given its job up: the node's slurmd has died, or the network to it, and not the node.
 """
 
 import fcntl
