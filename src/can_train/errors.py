@@ -8,6 +8,7 @@ CanTrainError
 │   └── MissingDataError
 ├── CheckpointError
 ├── RunError
+│   └── EarlierAttemptError
 ├── FailedRunError
 │   └── RankGoneError
 ├── StateError
@@ -123,6 +124,10 @@ class CheckpointError(CanTrainError):
 
 class RunError(CanTrainError):
     """An unknown run, or a run in a state that forbids the command."""
+
+
+class EarlierAttemptError(RunError):
+    """A run whose job was started again is still trained by an earlier attempt's process."""
 
 
 class FailedRunError(CanTrainError):

@@ -1,5 +1,6 @@
 """SLURM's programs: what they print, as recorded from SLURM 22.05 and 21.08 or of any other form, and how they fail."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from can_train.slurm.client import (
+    SUBMIT_TIMEOUT_S,
     AccountRow,
     JobStep,
     NoControllerError,
     Partition,
     QueueRow,
+    limited,
     moved_dependency,
     parse_partitions,
     parse_sacct,
@@ -247,3 +250,15 @@ def test_nobody_who_answers_is_an_error_that_names_the_alternatives(
         query_cluster("scontrol", "ping")
     with pytest.raises(NoControllerError, match=r"no answer after 0\.2 s"):
         query_cluster("sinfo", timeout_s=0.2)
+
+
+def test_a_command_that_hangs_ends_with_all_that_it_has_started() -> None:
+    command = limited(["sh", "-c", "echo 5; sleep 600; true"])
+    command[command.index(str(SUBMIT_TIMEOUT_S))] = "0.5"
+    # Its output ends only when nothing has it open any more.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "5\n")
+
+
+def test_a_command_that_ends_in_time_keeps_its_status() -> None:
+    assert subprocess.run(limited(["sh", "-c", "exit 3"]), check=False).returncode == 3

@@ -1,10 +1,18 @@
-"""What is found out after a job: how much memory it had, and whether that ran out."""
+"""What is found out after a job: how much memory it had, and whether that ran out; and what is done then."""
 
 from pathlib import Path
 
 import pytest
 
-from can_train.slurm.job import host_memory_ran_out, job_memory_mib
+from can_train.config.resolved import plain_to_yaml
+from can_train.slurm.job import after_job, host_memory_ran_out, job_memory_mib
+from can_train.training.run_folder import Attempts, RunFolder, SlurmContext
+from fakes.made_runs import Runs, end
+
+SLURM = """#!/bin/sh
+echo "$(basename "$0") $*" >> "{calls}"
+[ "$(basename "$0")" != squeue ] || echo "7|{state}|None|n1||"
+"""
 
 
 @pytest.mark.parametrize(
@@ -54,3 +62,81 @@ def test_what_an_attempt_before_this_one_ran_out_of_is_over(tmp_path: Path, monk
     sacct.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
     assert not host_memory_ran_out("30", "")
+
+
+class EndedJob:
+    """Job 7, whose training has ended, with a SLURM that says how it is and notes what it is asked for."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, state: str = "RUNNING") -> None:
+        self.runs = Runs(folder)
+        self.path = self.runs.add(1)
+        self._calls_path = folder / "calls"
+        (self.path / "config.yaml").write_text(plain_to_yaml({"cluster": {"max_restarts": 3}}))
+        self.runs.submit(self.path, "7")
+        self.begin(restarts=0)
+        for program in ("scontrol", "squeue", "sacct"):
+            (folder / program).write_text(SLURM.format(calls=self._calls_path, state=state))
+            (folder / program).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def begin(self, *, restarts: int) -> int:
+        return Attempts(self.path, SlurmContext(job_id="7", restarts=restarts)).current
+
+    def after(self, status: int) -> str:
+        def resubmit(*_: object) -> None:
+            raise AssertionError
+
+        return after_job(resubmit, self.runs.state_dir, status=status, environment=b"")  # type: ignore[arg-type]
+
+    @property
+    def is_requeued(self) -> bool:
+        return "scontrol requeue 7" in self._calls_path.read_text()
+
+    @property
+    def ending(self) -> str:
+        found = RunFolder(self.path).attempts.end(1)
+        return found.ending if found else ""
+
+
+@pytest.mark.parametrize("status", [137, 143])
+def test_a_job_whose_training_was_killed_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    if status == 143:  # while srun terminated the other ranks
+        end(job.path, "rank_gone")
+    assert job.after(status) == "a killed process: put back into the queue"
+    assert (job.ending, job.is_requeued) == ("killed", True)
+
+
+def test_a_job_whose_run_an_earlier_attempt_trains_is_put_back_until_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    end(job.path, "in_use", message="process 5 of n2 did not end")
+    assert job.after(2) == "an earlier attempt still trains the run: put back into the queue"
+    assert job.is_requeued
+    for restarts in (1, 2, 3):
+        end(job.path, "in_use", job.begin(restarts=restarts), "process 5 of n2 did not end")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    assert "after 3 times back into the queue" in job.after(2)
+
+
+def test_what_is_left_of_a_job_that_was_started_again_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    job.begin(restarts=1)
+    assert job.after(137) == ""
+    assert (job.ending, (tmp_path / "calls").exists()) == ("", False)
+
+
+@pytest.mark.parametrize(("state", "ending"), [("RUNNING", "failed"), ("PENDING", "")])
+def test_a_job_whose_node_slurm_has_lost_has_not_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, ending: str
+) -> None:
+    """It waits already to be started elsewhere when srun fails for want of the node."""
+    job = EndedJob(tmp_path, monkeypatch, state=state)
+    assert job.after(1) == ""
+    assert (job.ending, job.is_requeued) == (ending, False)

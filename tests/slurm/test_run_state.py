@@ -5,8 +5,16 @@ from typing import Any
 
 import pytest
 
-from can_train.slurm.client import SlurmAnswer
-from can_train.slurm.run_state import CAUSES, LIVE, RunFacts, infer_attempt_state, infer_run_state, last_error_line
+from can_train.slurm.client import QueueRow, SlurmAnswer
+from can_train.slurm.run_state import (
+    CAUSES,
+    LIVE,
+    AttemptFacts,
+    RunFacts,
+    infer_attempt_state,
+    infer_run_state,
+    last_error_line,
+)
 from can_train.training.run_folder import CancelRecord
 from fakes.run_facts import JOBS, RUN, attempt, job, minute, of_job, recorded, text_of
 
@@ -21,6 +29,12 @@ def begun(example: str, ending: str | None = None, **values: Any) -> Any:
 def without_reasons(answer: SlurmAnswer) -> SlurmAnswer:
     """What sacct says in the first seconds after a job's end."""
     return replace(answer, accounts=[replace(row, reason="") for row in answer.accounts or ()])
+
+
+def restarted(state: str, second: AttemptFacts) -> RunFacts:
+    """A job that was started again while the process of its first attempt trained on."""
+    answer = SlurmAnswer(queue=[QueueRow(job_id="9", state=state, nodes="n1")])
+    return RunFacts(run=RUN, jobs=[job("9")], attempts=[attempt(1, "9"), second], answer=answer)
 
 
 CASES: dict[str, tuple[RunFacts, str, str]] = {
@@ -114,6 +128,15 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
     "nothing was started": (RunFacts(run=RUN), "never started", "no job was started"),
     "here after it had been a job": (
         of_job("fail", begun("fail", "failed"), attempt(2, alive=True)), "running", "process 7"),
+    "waiting for the process of an earlier attempt": (
+        restarted("RUNNING", replace(attempt(2, "9", restarts=1), waits_for="it waits for process 5")),
+        "running", "on n1; it waits for process 5"),
+    "put back, since an earlier attempt trained on": (
+        restarted("PENDING", attempt(2, "9", "in_use", message="process 5 did not end", restarts=1)),
+        "queued", "before that: requeued, process 5 did not end"),
+    "an earlier attempt trained on for too long": (
+        restarted("FAILED", attempt(2, "9", "in_use", message="process 5 did not end", restarts=1)),
+        "failed", "process 5 did not end"),
     "submitted again after it had failed": (
         RunFacts(run=RUN, jobs=[job(JOBS["fail"]), job(JOBS["held"], 30, reason="host out-of-memory: 600M not 400M")],
                  attempts=[begun("fail", "failed")], answer=recorded("held")),

@@ -10,7 +10,7 @@ from can_train.errors import RunError
 from can_train.io.records import utc_now
 from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer
 from can_train.slurm.status import find_run, read_tail, run_statuses
-from can_train.training.run_folder import short_name
+from can_train.training.run_folder import Attempts, SlurmContext, short_name
 from fakes.made_runs import KEY, RESULT, Runs, at, begin, end
 
 
@@ -108,6 +108,17 @@ def test_a_process_that_is_there_runs_and_one_whose_number_was_used_before_does_
     begin(runs.add(3), host="another machine")
     states = {each.known.run_id[13:15]: (each.state.state, each.state.certain) for each in runs.look()}
     assert states == {"01": ("running", True), "02": ("failed", True), "03": ("running", False)}
+
+
+def test_what_an_attempt_waits_for_is_said_until_it_trains(runs: Runs) -> None:
+    path = runs.add(1)
+    runs.submit(path, "7")
+    begin(path, job_id="7")
+    answer = SlurmAnswer(queue=[QueueRow(job_id="7", state="RUNNING", nodes="n1")])
+    attempts = Attempts(path, SlurmContext(job_id="7", restarts=1))
+    with attempts.waiting("it waits for process 5"):
+        assert [each.state.sentence for each in runs.look(answer)] == ["on n1; it waits for process 5"]
+    assert [each.state.sentence for each in runs.look(answer)] == ["on n1"]
 
 
 def test_each_run_gets_what_slurm_said_of_its_own_jobs(runs: Runs) -> None:

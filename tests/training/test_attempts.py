@@ -4,7 +4,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from can_train.errors import CanTrainError, ConfigError, DoesNotFitError, OutOfMemoryDetails, RankGoneError
+from can_train.errors import (
+    CanTrainError,
+    ConfigError,
+    DoesNotFitError,
+    EarlierAttemptError,
+    OutOfMemoryDetails,
+    RankGoneError,
+)
 from can_train.training.run_folder import TERMINATED, WARNED, Attempts, SlurmContext, StopRequests
 
 JOB = SlurmContext(job_id="7", restarts=1)
@@ -40,6 +47,7 @@ def test_an_attempt_that_ends_well_says_so(tmp_path: Path) -> None:
         (ConfigError("A rule", value="x", remedy="Mend it"), "failed", "A rule: x. Mend it."),
         (caused(2, CanTrainError("A rule")), "failed", "A rule."),
         (caused(3, RankGoneError("Stay", value="another one has ended")), "rank_gone", "Stay: another one has ended."),
+        (caused(2, EarlierAttemptError("One trains")), "in_use", "One trains."),
         (RuntimeError("[/__w/pair.cc:537] Closed [/x]"), "failed", "RuntimeError: Closed [/x]"),
         (KeyError("name"), "failed", "KeyError: 'name'"),
         (RuntimeError("two\n  lines"), "failed", "RuntimeError: two lines"),

@@ -438,7 +438,7 @@ def this_host() -> str:
 
 def is_running(pid: int, recorded_at: str) -> bool:
     """Returns whether the process that had an id at a time (ISO 8601 with a time zone) still runs."""
-    return _find(pid, recorded_at) is not None
+    return find_process(pid, recorded_at) is not None
 
 
 def terminate(pid: int, recorded_at: str) -> bool:
@@ -450,7 +450,7 @@ def terminate(pid: int, recorded_at: str) -> bool:
     import psutil
 
     try:
-        process = _find(pid, recorded_at)
+        process = find_process(pid, recorded_at)
         if process is None or "python" not in " ".join(process.cmdline()).lower():
             return False
         process.terminate()
@@ -461,7 +461,8 @@ def terminate(pid: int, recorded_at: str) -> bool:
     return True
 
 
-def _find(pid: int, recorded_at: str) -> "psutil.Process | None":
+def find_process(pid: int, recorded_at: str) -> "psutil.Process | None":
+    """Finds the process that had an id at a time (ISO 8601 with a time zone); None where it has ended."""
     # Imported here: records are written and compared more often than processes are looked for.
     import psutil
 

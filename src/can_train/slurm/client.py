@@ -249,11 +249,13 @@ def moved_dependency(dependency: str, old: str, new: str) -> str:
 # A submission that got no answer
 
 _LIMITED: Final = """\
-import subprocess, sys
+import os, signal, subprocess, sys
+child = subprocess.Popen(sys.argv[2:], process_group=0)
 try:
-    sys.exit(subprocess.run(sys.argv[2:], timeout=float(sys.argv[1])).returncode)
-except subprocess.TimeoutExpired:
-    pass
+    sys.exit(child.wait(float(sys.argv[1])))
+except (subprocess.TimeoutExpired, KeyboardInterrupt):
+    # A site's own sbatch may be a script: what that has started would keep the output open.
+    os.killpg(child.pid, signal.SIGKILL)
 """
 
 

@@ -208,10 +208,15 @@ def infer_ending(recorded: str, *, status: int, host_oom: bool) -> str:
     return recorded or ENDING_BY_STATUS.get(status, "failed")
 
 
+_RESTART_REASONS: Final[Mapping[str, str]] = {
+    "time_limit": "the time limit", "killed": "a killed process", "in_use": "an earlier attempt still trains the run",
+}  # fmt: skip
+
+
 def decide_restart(outcome: JobOutcome, limits: ClusterSettings) -> Decision:
     """Decides whether and how a run starts again, no more often than its settings allow."""
     if outcome.ending in RESTARTED:
-        what = "the time limit" if outcome.ending == "time_limit" else "a killed process"
+        what = _RESTART_REASONS[outcome.ending]
         if outcome.restarts < limits.max_restarts:
             return Requeue(what)
         return NoRestart(f"{what}, after {_times(outcome.restarts)} back into the queue (cluster.max_restarts)")
@@ -332,17 +337,23 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     ended = _find_ended_job(state_dir)
     if ended is None or (ended.end and ended.end.ending == "finished"):
         return ""
+    # SLURM had given the node up, and has started the job elsewhere: that one would be put back into the queue.
+    if ended.attempts.is_superseded():
+        return ""
     log = read_tail(Path(ended.job.log_path))
     job_id = ended.job.job_id
     host_oom = host_memory_ran_out(job_id, log)
     ending = infer_ending(ended.end.ending if ended.end else "", status=status, host_oom=host_oom)
     decision = decide_restart(_outcome(ended, ending), cluster_settings(ended.folder))
-    _record_end(ended, ending, decision, last_error_line(log) or f"exit status {status}")
+    is_running = is_job_running(job_id)
+    # SLURM knows why it ends a job. Where it loses a node, srun fails, and the training there may still go on.
+    if is_running or ended.end or ending != "failed":
+        _record_end(ended, ending, decision, last_error_line(log) or f"exit status {status}")
     if isinstance(decision, NoRestart):
         return decision.reason
     was_cancelled = any(cancel.time > ended.job.time for cancel in ended.registry.cancels(ended.run.run_id))
     # A job that SLURM is ending is restarted by SLURM (preemption, a failed node) or by nobody (scancel).
-    if was_cancelled or not is_job_running(job_id):
+    if was_cancelled or not is_running:
         return ""
     if isinstance(decision, Requeue):
         done = requeue_job(job_id)

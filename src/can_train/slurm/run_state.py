@@ -51,6 +51,7 @@ class AttemptFacts:
     start: AttemptStart
     end: AttemptEnd | None = None  # as its process recorded
     alive: bool | None = None  # whether its process runs; None: this machine cannot know, or it is in a job
+    waits_for: str = ""  # what it waits for before it trains, in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,7 @@ _BY_ENDING: Final[Mapping[str, tuple[str, str]]] = {
     "finished": (FINISHED, ""),
     "failed": (FAILED, ""),
     "rank_gone": (FAILED, ""),
+    "in_use": (REQUEUED, ""),
     "gpu_oom": (GPU_OOM, ""),
     "host_oom": (HOST_OOM, ""),
     "killed": (FAILED, "killed by somebody or something that SLURM does not name"),
@@ -251,7 +253,7 @@ def _exit_words(row: AccountRow) -> str:
 
 _UNOPENED: Final = "0:53"
 """Exit code of a job whose folder or log could not be opened, so that nothing of it ran."""
-_MAY_RETURN: Final = ("terminated", "time_limit", "killed", "rank_gone")
+_MAY_RETURN: Final = ("terminated", "time_limit", "killed", "rank_gone", "in_use")
 """Endings after which a job may go back into the queue."""
 _UNLAUNCHED: Final = "JobLaunchFailure"
 """SLURM's reason for the same."""
@@ -275,7 +277,8 @@ def infer_run_state(facts: RunFacts) -> RunState:
         return replace(found, sentence="but its result.json is gone")
     if found.state == REQUEUED:
         # The job was requeued, and left the queue again before anybody looked.
-        return RunState(CANCELLED if facts.cancels else FAILED, "it left the queue, and SLURM does not say why")
+        why = found.sentence or "it left the queue, and SLURM does not say why"
+        return RunState(CANCELLED if facts.cancels else FAILED, why)
     return found
 
 
@@ -325,7 +328,8 @@ def _state_in_queue(row: QueueRow, facts: RunFacts) -> RunState:
         # The job is about to leave the queue or to be requeued, or its next attempt is about to begin.
         ended = _in_words(_recorded(attempts[-1].end))
         return RunState(RUNNING, f"{where}; an attempt ended ({ended}), its job has not")
-    return RunState(RUNNING, "; ".join(filter(None, [where if attempts else f"starting {where}", again])))
+    where, waits = (where, attempts[-1].waits_for) if attempts else (f"starting {where}", "")
+    return RunState(RUNNING, "; ".join(filter(None, [where, waits, again])))
 
 
 def _state_after_queue(facts: RunFacts) -> RunState:

@@ -138,8 +138,10 @@ def _attempts(folder: RunFolder) -> list[AttemptFacts]:
     except OSError:
         # What cannot be read must not hide the run: the other facts decide.
         return []
-    if facts and facts[-1].end is None and not facts[-1].start.job_id:
-        facts[-1] = replace(facts[-1], alive=facts[-1].start.is_running())
+    if facts and facts[-1].end is None:
+        start = facts[-1].start
+        alive = None if start.job_id else start.is_running()
+        facts[-1] = replace(facts[-1], alive=alive, waits_for=attempts.waits_for(start.attempt))
     return facts
 
 

@@ -1,6 +1,5 @@
 """The folder of one run with its attempts, the signals that end an attempt, and the registry of all runs."""
 
-import fcntl
 import json
 import os
 import platform
@@ -22,11 +21,28 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, state_dir, state_folder
-from can_train.errors import CanTrainError, DoesNotFitError, RankGoneError, RunError, StateError, without_positions
+from can_train.errors import (
+    CanTrainError,
+    DoesNotFitError,
+    EarlierAttemptError,
+    RankGoneError,
+    RunError,
+    StateError,
+    without_positions,
+)
 from can_train.io import records
-from can_train.io.records import AttemptStart, is_file, this_host, utc_now, write_json_atomic, write_text_atomic
+from can_train.io.records import (
+    AttemptStart,
+    is_file,
+    text_or_nothing,
+    this_host,
+    utc_now,
+    write_json_atomic,
+    write_text_atomic,
+)
 from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
 from can_train.reporter import Reporter
+from can_train.training.run_lock import holder_in_words, read_holder, try_lock, wait_for_lock, write_holder
 
 CONFIG: Final = "config.yaml"
 """The file that makes a folder a run's."""
@@ -43,7 +59,7 @@ TERMINATED: Final = 128 + signal.SIGTERM
 ENDING_BY_STATUS: Final = {TERMINATED: "terminated", 128 + signal.SIGINT: "interrupted", WARNED: "time_limit"}
 """What an exit status of 128 + a signal means."""
 
-RESTARTED: Final = ("time_limit", "killed")
+RESTARTED: Final = ("time_limit", "killed", "in_use")
 """Endings after which can-train requeues a job."""
 
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -53,7 +69,8 @@ _MAX_POSTPONED: Final = 60  # times: 3 s, since SLURM kills what does not leave
 # Endings, the most informative first: a rank that runs out of memory takes the others with it, which are then
 # terminated, or fail because it is gone.
 _BY_SIGNIFICANCE: Final = (
-    "host_oom", "gpu_oom", "killed", "failed", "rank_gone", "time_limit", "interrupted", "terminated", "finished",
+    "host_oom", "gpu_oom", "killed", "in_use", "failed", "rank_gone", "time_limit", "interrupted", "terminated",
+    "finished",
 )  # fmt: skip
 
 # A run id is a time, a key, and four hexadecimal digits.
@@ -158,7 +175,8 @@ def _is_initializing_extension(frame: FrameType | None) -> bool:
 class AttemptEnd:
     """How an attempt ended: finished, failed, gpu_oom, host_oom, time_limit (it was warned and saved its state),
     terminated (by SIGTERM, and saved its state), interrupted (by SIGINT, and saved its state), rank_gone (another
-    process of the run ended without a report), or killed, which only others can find out.
+    process of the run ended without a report), in_use (an earlier attempt's process trains on), or killed, which only
+    others can find out.
     """
 
     attempt: int
@@ -199,9 +217,12 @@ class Attempts:
         self._current: int | None = None
         self._is_recorded = False
 
-    def starts(self) -> list[AttemptStart]:
-        """Reads the starts of all attempts, the first one first; a damaged record hides nothing but itself."""
-        starts = [_read_record(path, AttemptStart) for path in sorted(self._folder.glob("*-began.json"))]
+    def starts(self, *, after: int = 0) -> list[AttemptStart]:
+        """Reads the starts of all attempts after one, the first one first; a damaged record hides nothing but
+        itself.
+        """
+        paths = [path for path in sorted(self._folder.glob("*-began.json")) if path.name > f"{after:04d}-began.json"]
+        starts = [_read_record(path, AttemptStart) for path in paths]
         return [start for start in starts if start is not None and _is_time(start.start_time)]
 
     def end(self, attempt: int) -> AttemptEnd | None:
@@ -220,6 +241,35 @@ class Attempts:
         attempts = [start.attempt for start in self.starts() if start.job_id == job_id]
         ends = [self.end(attempt) for attempt in attempts[:-1]]
         return sum(end is not None and end.ending in RESTARTED for end in ends)
+
+    def is_superseded(self) -> bool:
+        """Returns whether this attempt's job was started again, or another one: its process is to train no more."""
+        own = self._current or self._last_in(self._context) or 0
+        return any(self._is_in_other_job(start) for start in self.starts(after=own))
+
+    def supersedes(self, earlier: AttemptStart) -> bool:
+        """Returns whether this attempt, begun by a job, has the run in place of an earlier one in another job, or in
+        this one before it was started again. One outside of jobs is a person's, and stays.
+        """
+        return earlier.attempt < (self._current or 0) and self._is_in_other_job(earlier)
+
+    def _is_in_other_job(self, start: AttemptStart) -> bool:
+        own = (self._context.job_id, self._context.restarts)
+        return bool(self._context.job_id and start.job_id) and (start.job_id, start.restarts) != own
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Records what this attempt waits for in the block."""
+        path = self._folder / f"{self.current:04d}-waits.txt"
+        write_text_atomic(path, what)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+    def waits_for(self, attempt: int) -> str:
+        """Reads what an attempt waits for; empty: nothing."""
+        return text_or_nothing(self._folder / f"{attempt:04d}-waits.txt")
 
     @property
     def current(self) -> int:
@@ -272,14 +322,18 @@ class Attempts:
         attempts = [start.attempt for start in self.starts() if (start.job_id, start.restarts) == job]
         return max(attempts, default=None)
 
+    def this_process(self, attempt: int | None = None) -> AttemptStart:
+        """Describes this process, as it begins an attempt or is in one; its number is 0 before that."""
+        return AttemptStart(attempt=attempt or self._current or 0, start_time=utc_now(), host=this_host(),
+                            pid=os.getpid(), job_id=self._context.job_id,
+                            restarts=self._context.restarts)  # fmt: skip
+
     def _begin(self) -> int:
         self._folder.mkdir(exist_ok=True)
         while True:
             attempt = len(list(self._folder.glob("*-began.json"))) + 1
-            start = AttemptStart(attempt=attempt, start_time=utc_now(), host=this_host(), pid=os.getpid(),
-                                 job_id=self._context.job_id, restarts=self._context.restarts)  # fmt: skip
             try:
-                data = records.json_text(asdict(start)).encode()
+                data = records.json_text(asdict(self.this_process(attempt))).encode()
                 records.write_new_atomic(self._folder / f"{attempt:04d}-began.json", data)
             except FileExistsError:
                 # Another process of the same run took this number in the meantime.
@@ -337,6 +391,8 @@ def _describe_end(error: BaseException | None) -> tuple[str, str, dict[str, Any]
         ending, details = "host_oom" if error.details.of_host else "gpu_oom", asdict(error.details)
     elif isinstance(error, RankGoneError):
         ending = "rank_gone"
+    elif isinstance(error, EarlierAttemptError):
+        ending = "in_use"
     elif is_out_of_memory(error):
         ending = "host_oom" if is_host_memory(error) else "gpu_oom"
     text = error.in_short if isinstance(error, CanTrainError) else without_positions(str(error))
@@ -361,6 +417,8 @@ class RunFolder:
         self.predictions_path = path / "predictions"
         self.reference_models_path = path / "reference_models.json"
         self.attempts = Attempts(path)
+        self._lock_path = path / "lock"
+        self._holder: AttemptStart | None = None  # what this process has written into the lock
 
     @classmethod
     def create(cls, runs_dir: Path, key: str, config: Mapping[str, Any]) -> "RunFolder":
@@ -454,14 +512,44 @@ class RunFolder:
         Raises:
             RunError: Another process is at it.
         """
-        name = "lock" if doing == "trained" else f"{doing}.lock"
-        with (self.path / name).open("w") as handle:
-            try:
-                # The kernel's lock, not the file's existence: a killed process leaves no lock behind.
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise RunError(f"The run is being {doing} by another process", value=self.run_id) from error
+        path = self._lock_path if doing == "trained" else self.path / f"{doing}.lock"
+        # Not emptied when it is opened: it names the process that has it.
+        with path.open("a+") as file:
+            if not try_lock(file):
+                raise self._in_use(doing, read_holder(path))
+            write_holder(file, self.attempts.this_process())
             yield
+
+    @contextmanager
+    def locked_to_train(self, reporter: Reporter) -> Iterator[None]:
+        """Keeps a second process from training the run. In a job that SLURM has started again, it waits until the
+        process of an earlier attempt has ended (see `wait_for_lock`).
+
+        Raises:
+            RunError: Another process trains it.
+            EarlierAttemptError: An earlier attempt's process does not end.
+        """
+        with self._lock_path.open("a+") as file:
+            if not try_lock(file):
+                holder = read_holder(self._lock_path)
+                if holder is None or not self.attempts.supersedes(holder):
+                    raise self._in_use("trained", holder)
+                with self.attempts.waiting(f"it waits for {holder_in_words(holder)}, which trains the run, to end"):
+                    wait_for_lock(file, holder, reporter)
+            self._holder = self.attempts.this_process()
+            write_holder(file, self._holder)
+            yield
+
+    def is_taken_over(self) -> bool:
+        """Returns whether another process has the lock that this one had: some file systems (NFS without its lock
+        service, Lustre) let one have it on each machine.
+        """
+        holder = read_holder(self._lock_path)
+        return None not in (self._holder, holder) and holder != self._holder
+
+    def _in_use(self, doing: str, holder: AttemptStart | None) -> RunError:
+        who = f": {holder_in_words(holder)}" if holder else ""
+        return RunError(f"The run is being {doing} by another process", value=f"{self.run_id}{who}")
 
 
 def new_run_id(key: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, asdict, dataclass, field, fields, replace
@@ -41,7 +42,7 @@ from can_train.training.distributed import Ranks
 from can_train.training.inference import rescue_settings
 from can_train.training.loading import Checkpoints
 from can_train.training.recording import StepLog, StepRecord, memory_limits, steps_path
-from can_train.training.run_folder import MetricsLog, RunFolder, StopRequests
+from can_train.training.run_folder import TERMINATED, MetricsLog, RunFolder, StopRequests
 from can_train.training.trackers import Tracker
 
 if TYPE_CHECKING:
@@ -399,7 +400,16 @@ class Session(Parts):
         self.track({"train/loss": loss, "train/micro_batch_size": largest, "train/ooms_rescued": rescued})
 
     def save(self) -> None:
-        """Writes a checkpoint of everything that the next step depends on, on every rank."""
+        """Writes a checkpoint of everything that the next step depends on, on every rank.
+
+        Where a later attempt has begun in a job, it counts as SIGTERM.
+
+        Raises:
+            SystemExit: A later attempt trains already; what it has saved is left as it is.
+        """
+        if self.ranks.on_rank0(self.folder.is_taken_over):
+            self.reporter.notice("A later attempt trains this run; this process ends, and saves nothing")
+            raise SystemExit(TERMINATED)
         self.steps.flush()
         # These differ from rank to rank; all else is the same on all of them, so rank 0 writes it alone.
         of_ranks = self.ranks.gather(
@@ -426,6 +436,9 @@ class Session(Parts):
             }
             begun = self.progress.epoch + (self.progress.step_in_epoch > 0)
             self.checkpoints.save(state, step=self.progress.step, epochs_begun=begun)
+            if not self.stops.received and self.folder.attempts.is_superseded():
+                self.reporter.notice("A later attempt waits for this run: its job was started again. This process ends")
+                self.stops.received = signal.SIGTERM
 
         self.ranks.on_rank0(write)
 

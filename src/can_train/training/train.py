@@ -121,7 +121,7 @@ def train_on(
     log = LoggedReporter(reporter)
     reporter = log if ranks.is_first else SilentReporter()
     with stops.installed(), ExitStack() as lock:
-        ranks.on_rank0(lambda: lock.enter_context(folder.locked()))
+        ranks.on_rank0(lambda: lock.enter_context(folder.locked_to_train(reporter)))
         finished = ranks.on_rank0(folder.result)
         if finished is None:
             reporter = _with_state(run, reporter, ranks)

@@ -1,11 +1,14 @@
 """One run on two nodes of two ranks each, started by a real SLURM, trains what one process trains."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from can_train.training.run_folder import Attempts
 from fakes.bitwise import final_state
 from slurm.real.on_slurm import Slurm
 
@@ -90,3 +93,33 @@ def test_samples_that_fit_on_one_rank_no_more_end_all_with_the_cause(slurm: Slur
     told = json.loads(slurm.can_train("status", run["run_id"], "--json").stdout)
     assert told["state"] == "CUDA out-of-memory"
     assert not (run["path"] / "result.json").exists()
+
+
+def rank_process(job: str, rank: int) -> psutil.Process | None:
+    """The process of a rank of a job of this machine, once it trains."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            variables = process.environ() if "submitit" in " ".join(process.cmdline()) else {}
+            if (variables.get("SLURM_JOB_ID"), variables.get("SLURM_PROCID")) == (job, str(rank)):
+                return process
+    return None
+
+
+def test_a_job_of_which_any_rank_is_killed_is_put_back_and_goes_on(slurm: Slurm) -> None:
+    line = (*TRAIN, *FOUR, "--nodes", "1", "--epochs", "8", "--checkpoint-every", "4", "--device", "cpu")
+    (run,) = json.loads(slurm.can_train(*line).stdout)["submitted"]
+    attempts = Attempts(slurm.folder / "runs" / run["run_id"])
+    manifest = slurm.folder / "runs" / run["run_id"] / "checkpoints" / "manifest.json"
+    saved = ""
+    for rank in (1, 0):
+        slurm.wait_for(lambda seen=saved: manifest.exists() and manifest.read_text() != seen)  # type: ignore[misc]
+        process = rank_process(run["job_id"], rank)
+        assert process is not None
+        process.kill()
+        slurm.kick(run["job_id"])
+        saved = manifest.read_text()
+    assert slurm.ended(run["job_id"]) == "COMPLETED", Path(run["log"]).read_text()
+    ends = [attempts.end(start.attempt) for start in attempts.starts()]
+    assert [end.ending for end in ends if end] == ["killed", "killed", "finished"]
+    assert slurm.attempts(run["job_id"]) == ["REQUEUED", "REQUEUED", "COMPLETED"]
+    assert "killed process: put back into the queue" in Path(run["log"]).read_text()

@@ -1,0 +1,104 @@
+"""The lock of a run: the process that has it, and how an attempt in a job waits for that of an earlier one, which
+trains on although SLURM has given its job up: the node's slurmd has died, or the network to it, and not the node.
+"""
+
+import fcntl
+import signal
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final, TextIO
+
+import msgspec
+
+from can_train.errors import EarlierAttemptError
+from can_train.io.records import AttemptStart, find_process, json_text, this_host
+from can_train.reporter import Reporter
+
+WAIT_S: Final = 900.0
+"""Longest wait for an earlier attempt, which ends at its next checkpoint; meanwhile the job's nodes do nothing."""
+SAVE_S: Final = 120.0
+"""Time for a process that was asked to end; a job is warned as long before its time limit."""
+_LOOK_INTERVAL_S: Final = 1.0
+
+
+def try_lock(file: TextIO) -> bool:
+    """Locks a file unless another process has; returns whether this one has it now."""
+    try:
+        # The kernel's lock, not the file's existence: a killed process leaves no lock behind.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def write_holder(file: TextIO, holder: AttemptStart) -> None:
+    """Writes into a lock which process has it."""
+    file.truncate(0)
+    file.write(json_text(asdict(holder)))
+    file.flush()
+
+
+def read_holder(path: Path) -> AttemptStart | None:
+    """Reads which process has a lock, or had it last; None where that is not known."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=AttemptStart)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def holder_in_words(holder: AttemptStart) -> str:
+    """Names the process that has a lock."""
+    job = f" (job {holder.job_id})" if holder.job_id else ""
+    return f"process {holder.pid} of {holder.host}{job}"
+
+
+def wait_for_lock(
+    file: TextIO, holder: AttemptStart, reporter: Reporter, *, wait_s: float = WAIT_S, save_s: float = SAVE_S
+) -> None:
+    """Locks a file once the process of an earlier attempt has let it go. On this machine that is asked to end, and
+    killed if it does not; on another one it ends by itself (`Attempts.is_superseded`).
+
+    Args:
+        file: The open lock.
+        holder: The process.
+        reporter: Is told what is waited for.
+        wait_s: Longest wait.
+        save_s: Time after which a process of this machine is killed.
+
+    Raises:
+        EarlierAttemptError: The process trains on.
+    """
+    who, began, is_asked = holder_in_words(holder), time.monotonic(), _send(signal.SIGTERM, holder, file)
+    ends = "it was asked to save and to end" if is_asked else "it ends at its next checkpoint"
+    reporter.notice(f"An earlier attempt, {who}, still trains this run, whose job was started again: {ends}")
+    while not try_lock(file):
+        waited_s = time.monotonic() - began
+        if waited_s > wait_s:
+            raise EarlierAttemptError("A run is trained by one process at a time",
+                                      value=f"{who} did not end within {wait_s / 60:.0f} min",
+                                      remedy="End it where it runs, or wait until it has saved")  # fmt: skip
+        if is_asked and waited_s > save_s:
+            is_asked = False
+            if _send(signal.SIGKILL, holder, file):
+                reporter.notice(f"It did not within {save_s:.0f} s, and was killed")
+        time.sleep(_LOOK_INTERVAL_S)
+
+
+def _send(number: int, holder: AttemptStart, file: TextIO) -> bool:
+    """Sends a signal to the process that has a lock, if this machine can tell that it is that process."""
+    # Imported here: few commands look for processes.
+    import psutil
+
+    if holder.host != this_host():
+        return False
+    try:
+        process = find_process(holder.pid, holder.start_time)
+        # Machines may share a name, and a process id proves nothing: what has the lock has its file open.
+        has_file = process and str(Path(file.name).resolve()) in {one.path for one in process.open_files()}
+        if process is None or not has_file:
+            return False
+        process.send_signal(number)
+    except psutil.Error:
+        return False
+    return True
