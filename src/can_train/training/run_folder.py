@@ -608,7 +608,7 @@ class Registry:
         names, end = records.list_names(folder), records.DOCUMENT_SUFFIX
         names = [name for name in names if name.startswith(prefix) and name.endswith(end)]
         # A damaged entry hides nothing but itself.
-        return records.read_documents(folder, names, kind, [], most_bytes=_MAX_ENTRY_BYTES)
+        return list(records.read_documents(folder, names, kind, [], most_bytes=_MAX_ENTRY_BYTES).values())
 
 
 def make_run(run: ResolvedRun, reporter: Reporter) -> RunFolder:
