@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from can_train.config.resolved import ResolvedRun, state_dir, state_folder
 from can_train.errors import ArgumentError, ConfigError, StateError
 from can_train.factors.exchange import make_export, read_import
+from can_train.factors.figures import read_figures
 from can_train.factors.observations import ALLOCATOR, Event, Observation, active_events, read_records, write_record
 from can_train.factors.policies import FactorPolicy, make_policy
 from can_train.factors.summary import (
@@ -73,6 +74,27 @@ class FactorStore:
         records = read_records(self.state)
         return summarize(records.finished, records.events, self.policy), records.events
 
+    def find(self, key: str | None, device: str | None = None) -> list[FactorSummary]:
+        """Summarizes a configuration on every kind of device; arguments and errors are those of `find_summaries`.
+
+        Raises:
+            StateError: The folder cannot be read.
+        """
+        records = read_records(self.state)
+        found = {(one.key, one.device) for one in find_summaries(read_figures(self.state, records), key, device)}
+        summaries = summarize(records.of_keys({key for key, _ in found}), records.events, self.policy)
+        return [summary for summary in summaries if (summary.key, summary.device) in found]
+
+    def of_key(self, key: str) -> list[FactorSummary]:
+        """Summarizes a configuration of exactly this key on every kind of device; none where nothing is known of it.
+
+        Raises:
+            StateError: The folder cannot be read.
+        """
+        records = read_records(self.state)
+        summaries = summarize(records.of_keys([key]), records.events, self.policy)
+        return [summary for summary in summaries if summary.key == key]
+
     def get_factor(self, key: str, device: str | None = None) -> float:
         """Returns the factor of the next run.
 
@@ -91,7 +113,7 @@ class FactorStore:
         return summary.factor
 
     def _seen_last(self, key: str, device: str | None) -> FactorSummary:
-        return max(find_summaries(self.records(), key, device), key=lambda summary: summary.last_seen)
+        return max(self.find(key, device), key=lambda summary: summary.last_seen)
 
     def get_stats(self, key: str, device: str | None = None) -> dict[str, Any]:
         """Returns figures of past runs: `num_runs`, `avg_memory_pct`, `max_memory_pct` (shares of the capacity, None

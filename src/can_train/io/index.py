@@ -97,15 +97,11 @@ class Index(Generic[_Record]):
         # A version whose records have another shape may have left something out.
         shape = zlib.crc32(msgspec.json.encode(msgspec.json.schema(kind.type)))
         path = path.with_name(f"{path.name}-{shape:08x}")
-        try:
-            data = memoryview(path.read_bytes())
-            check, size = (int.from_bytes(data[at : at + _NUMBER_BYTES]) for at in (0, _NUMBER_BYTES))
-            if zlib.crc32(data[_NUMBER_BYTES:]) != check:
-                return cls(path, kind)
-            rest = data[2 * _NUMBER_BYTES :]
-            header = msgspec.msgpack.decode(rest[:size], type=_Header)
-        except (OSError, ValueError):
+        data, check = _read(path)
+        if not check:
             return cls(path, kind)
+        size, rest = int.from_bytes(data[:_NUMBER_BYTES]), data[_NUMBER_BYTES:]
+        header = msgspec.msgpack.decode(rest[:size], type=_Header)
         names, body = header.sizes
         return cls(path, kind, check, header, bytes(rest[size : size + names]), bytes(rest[size + names :][:body]))
 
@@ -159,8 +155,7 @@ class Index(Generic[_Record]):
         every = self.names.union(*by_group.values())
         names = zlib.compress("\0".join(every).encode(), 0)
         header = msgspec.msgpack.encode(_Header(len(every), (len(names), len(body)), latest, groups))
-        data = b"".join((len(header).to_bytes(_NUMBER_BYTES), header, names, body))
-        return zlib.crc32(data).to_bytes(_NUMBER_BYTES) + data
+        return b"".join((len(header).to_bytes(_NUMBER_BYTES), header, names, body))
 
 
 def read_folder(
@@ -181,8 +176,8 @@ def read_folder(
     if not index.check:
         return index, list_names(folder)
     started, changed_ns = time.monotonic(), _changed_ns(folder)
-    listing = _read_listing(index)
-    if listing is not None and listing.changed_ns == changed_ns:
+    listing = recall(_listing_path(index), _Listing)
+    if listing is not None and (listing.check, listing.changed_ns) == (index.check, changed_ns):
         return index, listing.names
     names = set(list_names(folder))
     if not index.names <= names:
@@ -194,16 +189,43 @@ def read_folder(
         if not (end and name.endswith(kind.superseded) and name[:-end] + kind.suffix in index.names)
     )  # fmt: skip
     if _server_time(index.path) - (time.monotonic() - started) - changed_ns / 1e9 > settled_s:
-        with suppress(OSError, ValueError):
-            write_bytes_atomic(_listing_path(index), msgspec.msgpack.encode(_Listing(index.check, changed_ns, others)))
+        remember(_listing_path(index), _Listing(index.check, changed_ns, others))
     return index, others
 
 
 def write_index(index: Index[_Record], records: Mapping[str, _Record]) -> None:
     """Writes an index with more files in it, where it can be written."""
+    _write(index.path, index.extended(records))
+
+
+def remember(path: Path, value: object) -> None:
+    """Writes a value that can be made again, where it can be written."""
+    # File names may have no encoding.
+    with suppress(ValueError):
+        _write(path, msgspec.msgpack.encode(value))
+
+
+def recall(path: Path, kind: type[_Record]) -> _Record | None:
+    """Reads what `remember` wrote; None where it is missing or damaged."""
+    with suppress(ValueError):
+        return msgspec.msgpack.decode(_read(path)[0], type=kind)
+    return None
+
+
+def _write(path: Path, data: bytes) -> None:
     with suppress(OSError):
-        index.path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomic(index.path, index.extended(records))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomic(path, zlib.crc32(data).to_bytes(_NUMBER_BYTES) + data)
+
+
+def _read(path: Path) -> tuple[memoryview, int]:
+    """Reads a file of `_write`, and its checksum; nothing where it is missing or damaged."""
+    try:
+        data = memoryview(path.read_bytes())
+    except OSError:
+        data = memoryview(b"")
+    check, rest = int.from_bytes(data[:_NUMBER_BYTES]), data[_NUMBER_BYTES:]
+    return (rest, check) if zlib.crc32(rest) == check else (memoryview(b""), 0)
 
 
 def _changed_ns(folder: Path) -> int:
@@ -227,13 +249,6 @@ def _server_time(path: Path) -> float:
         os.utime(path)
         return path.stat().st_mtime
     return 0.0
-
-
-def _read_listing(index: Index[_Record]) -> _Listing | None:
-    with suppress(OSError, ValueError):
-        listing = msgspec.msgpack.decode(_listing_path(index).read_bytes(), type=_Listing)
-        return listing if listing.check == index.check else None
-    return None
 
 
 def _listing_path(index: Index[_Record]) -> Path:

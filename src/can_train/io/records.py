@@ -341,6 +341,9 @@ def read_documents(
                 reason = f"dated {dated}, after its file was written, and counted from then: {written}"
                 set_aside.append(SetAside(Path(path), reason, is_read=True))
             records[name] = record
+        except FileNotFoundError:
+            # Its writer has deleted it since it was listed.
+            continue
         except (OSError, ValueError, RecursionError) as error:
             set_aside.append(SetAside(Path(path), str(error)))
     return records
