@@ -10,9 +10,9 @@ from typing import Final
 import msgspec
 
 from can_train import __version__
-from can_train.factors.observations import Records, index_folder
+from can_train.factors.observations import Records
 from can_train.factors.summary import Figures, summarize
-from can_train.io.index import INDEX_FROM, recall, remember
+from can_train.io.index import INDEX_FROM, index_folder, recall, remember
 
 _FILE: Final = "figures"
 

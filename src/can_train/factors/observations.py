@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta
 
 from can_train.fit.factor_rule import KnownLimits
-from can_train.io.index import INDEX_FROM, Index, Kind, digest, read_folder, write_index
+from can_train.io.index import INDEX_FROM, Index, Kind, digest, index_folder, read_folder, write_index
 from can_train.io.records import (
     DOCUMENT_SUFFIX,
     AttemptStart,
@@ -296,11 +296,6 @@ class Records:
         return max(times, default=None)
 
 
-def index_folder(state: Path) -> Path:
-    """Returns the folder of what is remembered of a state folder's records, which may be deleted at any time."""
-    return state / "index"
-
-
 def read_records(state: Path, *, index_from: int = INDEX_FROM) -> Records:
     """Reads a state folder, which need not exist. Writes nothing but an index, where the folder has become large.
 
@@ -334,6 +329,14 @@ def read_records(state: Path, *, index_from: int = INDEX_FROM) -> Records:
         _index=index,
         _others=runs,
     )
+
+
+def repeated_starts(state: Path) -> list[Path]:
+    """Lists the records of attempts that began, and have an observation by now, which says the same."""
+    folder = state / _OBSERVATIONS
+    names = set(list_names(folder))
+    starts = sorted(name for name in names if name.endswith(_STARTED_SUFFIX))
+    return [folder / name for name in starts if name.removesuffix(_STARTED_SUFFIX) + DOCUMENT_SUFFIX in names]
 
 
 def write_record(state: Path, record: Observation | Started | Event) -> Path:

@@ -70,6 +70,11 @@ class _Listing(msgspec.Struct):
     names: list[str]  # that are not in the index
 
 
+def index_folder(state: Path) -> Path:
+    """Returns the folder of what is remembered of a state folder, which may be deleted at any time."""
+    return state / "index"
+
+
 def digest(names: Iterable[str]) -> int:
     """Computes a number from names, in whatever order they come; that of two sets together is `a ^ b`."""
     return reduce(xor, (zlib.crc32(name) << 32 | zlib.adler32(name) for name in map(os.fsencode, names)), 0)

@@ -341,10 +341,10 @@ def read_documents(
                 reason = f"dated {dated}, after its file was written, and counted from then: {written}"
                 set_aside.append(SetAside(Path(path), reason, is_read=True))
             records[name] = record
-        except FileNotFoundError:
-            # Its writer has deleted it since it was listed.
-            continue
         except (OSError, ValueError, RecursionError) as error:
+            if isinstance(error, FileNotFoundError) and not Path(path).is_symlink():
+                # Its writer has deleted it since it was listed.
+                continue
             set_aside.append(SetAside(Path(path), str(error)))
     return records
 
