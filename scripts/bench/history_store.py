@@ -109,8 +109,17 @@ def _result(run_id: str, number: int) -> Mapping[str, Any]:
     values = {name: 0.5 + (number * 31 + index * 17) % 1000 / 2000 for index, name in enumerate(_METRICS)}
     tests = {f"test_{index:02d}": {"model": values, "baselines": {f"rule_{rule}": values for rule in range(3)}}
              for index in range(_TEST_SETS)}  # fmt: skip
-    return {"run_id": run_id, "status": "finished", "epochs": 4, "steps": 40, "best_epoch": 2, "device": "v100-16gb",
-            "best_validation_loss": 0.5, "peak_memory_pct": 0.6, "judgement": {"test": tests, "validation": values}}
+    return {
+        "run_id": run_id,
+        "status": "finished",
+        "epochs": 4,
+        "steps": 40,
+        "best_epoch": 2,
+        "device": "v100-16gb",
+        "best_validation_loss": 0.5,
+        "peak_memory_pct": 0.6,
+        "judgement": {"test": tests, "validation": values},
+    }
 
 
 def _document(record: Any) -> bytes:

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
-from can_train.cli import prune as module
 from can_train.cli.main import main
 from can_train.cli.prune import find_prunable
 from can_train.factors.observations import Event, read_records, write_record
@@ -103,9 +103,7 @@ def test_a_file_that_may_still_be_written_stays_whatever_age_is_asked_for(runs: 
     assert found(runs, days=0.1) == {"unfinished files": {".0123456789abcdef.tmp"}}
 
 
-def test_without_a_terminal_nothing_is_deleted_and_that_is_said(
-    runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_nothing_is_deleted_and_that_is_said(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     years_old(runs)
     assert main(["doctor", "--prune", *runs.flags]) == 2
     out, err = capsys.readouterr()
@@ -120,7 +118,7 @@ def test_without_a_terminal_nothing_is_deleted_and_that_is_said(
 def test_a_person_is_asked(runs: Runs, monkeypatch: pytest.MonkeyPatch, *, answer: bool) -> None:
     years_old(runs)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(module.typer, "confirm", lambda *_, **__: answer)
+    monkeypatch.setattr(typer, "confirm", lambda *_, **__: answer)
     assert main(["doctor", "--prune", *runs.flags]) == (0 if answer else 1)
     assert found(runs) == ({} if answer else EVERYTHING)
 

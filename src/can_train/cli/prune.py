@@ -1,5 +1,5 @@
-"""`can-train doctor --prune`: finds what a state folder holds for nothing, and deletes it when a person agrees. All of it
-is made again when it is needed. Runs, checkpoints, observations and events stay.
+"""`can-train doctor --prune`: finds what a state folder has that was not used for long and can be made again, and deletes
+it when a person agrees. Runs, checkpoints, observations and events stay.
 """
 
 import os
@@ -18,7 +18,7 @@ from can_train.cli.output import TextTable, print_json, print_tables
 from can_train.errors import ConfigError
 from can_train.factors.observations import repeated_starts
 from can_train.io.index import index_folder
-from can_train.io.records import TEMPORARY_SUFFIX, parse_object, text_or_nothing
+from can_train.io.records import TEMPORARY_SUFFIX
 from can_train.io.units import parse_time_min, size_text
 from can_train.reporter import COLUMNS
 from can_train.slurm.snapshot import code_folder, described_folder
@@ -110,7 +110,9 @@ def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: b
         ConfigError: Nobody can be asked, and `yes` is not given; nothing is deleted.
     """
     if not _AGE.fullmatch(older_than):
-        raise ConfigError("--older-than is a number of days or hours", value=older_than, remedy="Write it as 90d or 12h")
+        raise ConfigError(
+            "--older-than is a number of days or hours", value=older_than, remedy="Write it as 90d or 12h"
+        )
     older_s = 60.0 * parse_time_min(older_than)
     found = find_prunable(state, runs_dir, older_s=older_s, now=time.time())
     total = f"{len(found)} of them, {size_text(sum(one.size_bytes for one in found))}"

@@ -6,7 +6,7 @@ locked. What they mean for the next run is decided elsewhere (`can_train.factors
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -264,7 +264,7 @@ class Records:
     events: list[Event]
     set_aside: list[SetAside]  # files that could not be read
     _index: Index[Observation]
-    _others: Mapping[str, Observation]  # that are not in the index, by the names of their files
+    _others: dict[str, Observation]  # that are not in the index, by the names of their files
 
     @cached_property
     def finished(self) -> list[Observation]:

@@ -152,13 +152,14 @@ class FactorSummary:
     @property
     def figures(self) -> Figures:
         """All but the runs."""
-        numbers = {
+        values: dict[str, Any] = {
             "runs": len(self.runs),
             "runs_before_reset": len(self.runs_before_reset),
             "runs_with_other_settings": sum(len(other.all_runs) for other in self.other_settings),
         }
-        named = {one.name for one in fields(Figures)} - numbers.keys()
-        return Figures(**{name: getattr(self, name) for name in named}, **numbers)
+        return Figures(
+            **{one.name: getattr(self, one.name) for one in fields(Figures) if one.name not in values}, **values
+        )
 
     @property
     def peaks(self) -> tuple[float, ...]:

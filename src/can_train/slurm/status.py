@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from can_train.errors import RunError, nearest_first
-from can_train.io.records import is_folder, is_running, parse_object, text_or_nothing, this_host, utc_text
+from can_train.io.records import is_file, is_folder, is_running, parse_object, text_or_nothing, this_host, utc_text
 from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer, query_jobs
 from can_train.slurm.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
 from can_train.training.run_folder import (

@@ -25,7 +25,15 @@ from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yam
 from can_train.errors import CanTrainError, DoesNotFitError, RankGoneError, RunError, StateError, without_positions
 from can_train.io import records
 from can_train.io.index import INDEX_FROM, Kind, index_folder, read_folder, write_index
-from can_train.io.records import AttemptStart, SetAside, is_file, this_host, utc_now, write_json_atomic, write_text_atomic
+from can_train.io.records import (
+    AttemptStart,
+    SetAside,
+    is_file,
+    this_host,
+    utc_now,
+    write_json_atomic,
+    write_text_atomic,
+)
 from can_train.memory.out_of_memory import is_host_memory, is_out_of_memory
 from can_train.reporter import Reporter
 
