@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from can_train.config.compose import RunRequest, resolve
 from can_train.config.resolved import plain_to_yaml
-from can_train.factors.observations import Device, Event, Observation, Started
+from can_train.factors.observations import Device, Event, Observation
 from can_train.io.records import SCHEMA, json_text, time_stamp, utc_text
 from can_train.training.run_folder import RunRecord
 
@@ -57,16 +57,13 @@ def observation_of(number: int) -> Observation:
 
 
 def add_observations(state: Path, numbers: range) -> None:
-    """Writes attempts, each with its record of when it began."""
+    """Writes the observations of attempts."""
     folder = state / "observations"
     folder.mkdir(parents=True, exist_ok=True)
     for number in numbers:
-        ended = observation_of(number)
-        began = Started(run_id=ended.run_id, key=ended.key, device=ended.device, attempt=1,
-                        start_time=ended.start_time, host="node", pid=1)  # fmt: skip
-        name = f"{time_stamp(ended.start_time)}-{ended.run_id}-1"
-        (folder / f"{name}.started.json").write_bytes(_document(began))
-        (folder / f"{name}.json").write_bytes(_document(ended))
+        record = observation_of(number)
+        path = folder / f"{time_stamp(record.start_time)}-{record.run_id}-1.json"
+        path.write_bytes(_document(record))
 
 
 def add_events(state: Path) -> None:
