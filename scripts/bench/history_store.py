@@ -18,6 +18,7 @@ from can_train.training.run_folder import RunRecord
 
 CONFIGURATIONS: Final = 50
 DEVICES: Final = ("v100-16gb", "v100-32gb", "a100-40gb", "h100-80gb")
+DATA_SETS: Final = ("synthetic", "hcrl_ch", "hcrl_sa", "set_01", "set_02")
 EVENTS: Final = 100
 _FIRST: Final = datetime(2023, 1, 1, tzinfo=UTC)
 _APART: Final = timedelta(minutes=5)  # between two attempts
@@ -80,9 +81,9 @@ def add_events(state: Path) -> None:
 
 def add_runs(runs_dir: Path, state: Path, numbers: range) -> None:
     """Writes finished runs, and their entries in the registry."""
-    config = resolve(RunRequest(model="gat", size="student", dataset="synthetic")).config
-    texts = [plain_to_yaml({**config, "dataset": {**config["dataset"], "name": f"set_{index:02d}"}})
-             for index in range(CONFIGURATIONS)]  # fmt: skip
+    lists = [RunRequest(model="gat", size="student", dataset=name, sets=[f"training.lr=0.{number}"])
+             for name in DATA_SETS for number in range(1, CONFIGURATIONS // len(DATA_SETS) + 1)]  # fmt: skip
+    texts = [plain_to_yaml(resolve(request).config) for request in lists]
     for number in numbers:
         path, began = runs_dir / run_id_of(number), utc_text(_FIRST + number * _APART)
         record = RunRecord(run_id=path.name, path=str(path), key=key_of(number), time=began)

@@ -1,6 +1,5 @@
 """Thousands of runs are listed from an index, which changes nothing but the time that it takes."""
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +78,7 @@ def test_a_run_is_found_in_a_folder_of_runs_that_is_named_by_a_link(tmp_path: Pa
     path = runs.add(1)
     (tmp_path / "link").symlink_to(runs.runs_dir)
     (known,) = known_runs(runs.registry, tmp_path / "link")
-    assert os.path.samefile(known.folder.path, path)
+    assert known.folder.path.samefile(path)
     assert find_run([known], str(tmp_path / "link" / path.name)) is known
 
 

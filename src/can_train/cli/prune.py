@@ -1,5 +1,5 @@
-"""`can-train doctor --prune`: finds what a state folder has that was not used for long and can be made again, and deletes
-it when a person agrees. Runs, checkpoints, observations and events stay.
+"""`can-train doctor --prune`: finds what was not used for long and can be made again; deletes it when a person agrees.
+Runs, checkpoints, observations and events stay.
 """
 
 import os

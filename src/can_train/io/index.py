@@ -205,8 +205,8 @@ def write_index(index: Index[_Record], records: Mapping[str, _Record]) -> None:
 
 def remember(path: Path, value: object) -> None:
     """Writes a value that can be made again, where it can be written."""
-    # File names may have no encoding.
-    with suppress(ValueError):
+    # File names may have no encoding, and numbers from elsewhere may be too large.
+    with suppress(ValueError, OverflowError, TypeError):
         _write(path, msgspec.msgpack.encode(value))
 
 

@@ -48,6 +48,14 @@ class KnownRun:
         """Its folder."""
         return RunFolder(Path(self.path))
 
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """Its configuration, read once; empty if it is damaged."""
+        try:
+            return self.folder.config()
+        except RunError:
+            return {}
+
     @property
     def run_id(self) -> str:
         """The run's id."""
