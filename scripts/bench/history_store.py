@@ -81,7 +81,7 @@ def add_events(state: Path) -> None:
 
 def add_runs(runs_dir: Path, state: Path, numbers: range) -> None:
     """Writes finished runs, and their entries in the registry."""
-    lists = [RunRequest(model="gat", size="student", dataset=name, sets=[f"training.lr=0.{number}"])
+    lists = [RunRequest(model="gat", size="student", dataset=name, sets=(f"training.lr=0.{number}",))
              for name in DATA_SETS for number in range(1, CONFIGURATIONS // len(DATA_SETS) + 1)]  # fmt: skip
     texts = [plain_to_yaml(resolve(request).config) for request in lists]
     for number in numbers:
