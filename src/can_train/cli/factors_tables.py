@@ -9,7 +9,7 @@ from can_train.cli.output import TextTable
 from can_train.factors.exchange import run_notes
 from can_train.factors.observations import ANY_DEVICE, Records
 from can_train.factors.store import Replay
-from can_train.factors.summary import FactorSummary, Figures
+from can_train.factors.summary import FactorSummary, FactorFigures
 
 _COLUMNS: Final = (
     "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",
@@ -18,7 +18,7 @@ _RUN_COLUMNS: Final = ("run", "attempt", "ended", "factor", "used", "peak", "bat
 _BEFORE_RESET: Final = "before the reset"
 
 
-def factors_table(found: Sequence[Figures], notes: Sequence[str] = ()) -> TextTable:
+def factors_table(found: Sequence[FactorFigures], notes: Sequence[str] = ()) -> TextTable:
     """Makes the overview: one row for each configuration and kind of device."""
     rows = [
         (one.key, "any other" if one.device == ANY_DEVICE else one.device, _factor(one), str(one.runs),
@@ -29,7 +29,7 @@ def factors_table(found: Sequence[Figures], notes: Sequence[str] = ()) -> TextTa
     return TextTable("Safety factors of the next runs", _COLUMNS, rows, notes)
 
 
-def _factor(summary: Figures | FactorSummary) -> str:
+def _factor(summary: FactorFigures | FactorSummary) -> str:
     if summary.factor is None:
         return "–"
     if summary.state == "pinned" or summary.interval is None:
@@ -37,7 +37,7 @@ def _factor(summary: Figures | FactorSummary) -> str:
     return f"{summary.factor:.3f} ± {summary.interval:.3f}"
 
 
-def _reasons(figures: Figures) -> Iterator[str]:
+def _reasons(figures: FactorFigures) -> Iterator[str]:
     yield figures.reason
     if figures.state == "learned":
         yield f"first: {figures.initial_reason}"
@@ -125,10 +125,10 @@ def record_notes(records: Records) -> list[str]:
     ]
 
 
-def factors_json(found: Sequence[Figures | FactorSummary], records: Records) -> dict[str, Any]:
+def factors_json(found: Sequence[FactorFigures | FactorSummary], records: Records) -> dict[str, Any]:
     """Makes the overview, with the runs of summaries, as plain values; peaks are shares of the capacity."""
     return {
-        "factors": [_figures_json(one) if isinstance(one, Figures) else _summary_json(one) for one in found],
+        "factors": [_figures_json(one) if isinstance(one, FactorFigures) else _summary_json(one) for one in found],
         "unfinished": [{**asdict(started), "lost": started.is_running() is False} for started in records.unfinished],
         "set_aside": [
             {"path": aside.shown, "reason": aside.reason, "is_read": aside.is_read} for aside in records.set_aside
@@ -136,7 +136,7 @@ def factors_json(found: Sequence[Figures | FactorSummary], records: Records) -> 
     }
 
 
-def _figures_json(figures: Figures) -> dict[str, Any]:
+def _figures_json(figures: FactorFigures) -> dict[str, Any]:
     return {
         "config_key": figures.key,
         "device": figures.device,

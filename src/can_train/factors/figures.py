@@ -11,7 +11,7 @@ import msgspec
 
 from can_train import __version__
 from can_train.factors.observations import Records
-from can_train.factors.summary import Figures, summarize
+from can_train.factors.summary import FactorFigures, summarize
 from can_train.io.index import INDEX_FROM, index_folder, recall, remember
 
 _FILE: Final = "figures"
@@ -19,10 +19,10 @@ _FILE: Final = "figures"
 
 class _Remembered(msgspec.Struct):
     made_by: str  # the version, and the events in force
-    keys: dict[str, tuple[int, list[Figures]]]  # with the digest of the observations that the figures are of
+    keys: dict[str, tuple[int, list[FactorFigures]]]  # with the digest of the observations that the figures are of
 
 
-def read_figures(state: Path, records: Records, *, remember_from: int = INDEX_FROM) -> list[Figures]:
+def read_figures(state: Path, records: Records, *, remember_from: int = INDEX_FROM) -> list[FactorFigures]:
     """Returns the figures of every configuration on every kind of device, by key, then by device.
 
     Args:
@@ -35,7 +35,7 @@ def read_figures(state: Path, records: Records, *, remember_from: int = INDEX_FR
     remembered = earlier.keys if earlier is not None and earlier.made_by == made_by else {}
     known = {key: figures for key, (digest, figures) in remembered.items() if records.keys.get(key) == digest}
     runs = records.of_keys(records.keys.keys() - known.keys())
-    found: dict[str, list[Figures]] = {}
+    found: dict[str, list[FactorFigures]] = {}
     for summary in summarize(runs, records.events):
         # Events alone make figures of the keys that they name, also where those of their runs are known.
         found.setdefault(summary.key, []).append(summary.figures)

@@ -80,7 +80,7 @@ State = Literal["pinned", "learned", "imported", "first", "reset"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class FactorFigures:
     """What a summary says without its runs. Its fields are those of `FactorSummary`, and numbers of runs."""
 
     key: str
@@ -150,15 +150,15 @@ class FactorSummary:
         return self.all_runs[-1].size if self.all_runs else ""
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> FactorFigures:
         """All but the runs."""
         values: dict[str, Any] = {
             "runs": len(self.runs),
             "runs_before_reset": len(self.runs_before_reset),
             "runs_with_other_settings": sum(len(other.all_runs) for other in self.other_settings),
         }
-        return Figures(
-            **{one.name: getattr(self, one.name) for one in fields(Figures) if one.name not in values}, **values
+        return FactorFigures(
+            **{one.name: getattr(self, one.name) for one in fields(FactorFigures) if one.name not in values}, **values
         )
 
     @property
@@ -317,7 +317,7 @@ def with_settings(runs: Iterable[Observation], fingerprint: Mapping[str, Any]) -
     return [run for run in runs if _separating(run.fingerprint) == wanted]
 
 
-_Found = TypeVar("_Found", FactorSummary, Figures)
+_Found = TypeVar("_Found", FactorSummary, FactorFigures)
 
 
 def find_summaries(summaries: Sequence[_Found], key: str | None, device: str | None = None) -> list[_Found]:
@@ -352,7 +352,7 @@ def find_summaries(summaries: Sequence[_Found], key: str | None, device: str | N
     raise unknown_name("device", device or "", devices)
 
 
-def full_key(summaries: Sequence[FactorSummary | Figures], key: str) -> str:
+def full_key(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> str:
     """Completes a key that was given without its size.
 
     Raises:
@@ -367,7 +367,7 @@ def full_key(summaries: Sequence[FactorSummary | Figures], key: str) -> str:
     return keys.pop()
 
 
-def keys_like(summaries: Sequence[FactorSummary | Figures], key: str) -> set[str]:
+def keys_like(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> set[str]:
     """Returns the keys that a key may mean: a trained one of this name, else those that it is without their size."""
     trained = {summary.key: summary.size for summary in summaries if summary.has_runs}
     sized = {full for full, size in trained.items() if without_size(full, size) == key}
