@@ -9,7 +9,7 @@ from can_train.cli.output import TextTable
 from can_train.factors.exchange import run_notes
 from can_train.factors.observations import ANY_DEVICE, Records
 from can_train.factors.store import Replay
-from can_train.factors.summary import FactorSummary, FactorFigures
+from can_train.factors.summary import FactorFigures, FactorSummary
 
 _COLUMNS: Final = (
     "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",
