@@ -113,7 +113,7 @@ class FactorStore:
         return summary.factor
 
     def _seen_last(self, key: str, device: str | None) -> FactorSummary:
-        return max(self.find(key, device), key=lambda summary: summary.last_seen)
+        return max(find_summaries(self.records(), key, device), key=lambda summary: summary.last_seen)
 
     def get_stats(self, key: str, device: str | None = None) -> dict[str, Any]:
         """Returns figures of past runs: `num_runs`, `avg_memory_pct`, `max_memory_pct` (shares of the capacity, None
