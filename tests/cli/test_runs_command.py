@@ -14,6 +14,8 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.cli.output import duration
+from can_train.cli.runs import _made_by, _Remembered
+from can_train.io.index import recall, remember
 from can_train.io.records import utc_now
 from fakes.finished_runs import Shelf
 from fakes.made_runs import KEY, RESULT, Runs, begin, end
@@ -313,3 +315,22 @@ def test_a_file_of_wrong_content_hides_no_run_and_breaks_no_command(
         assert main([*line, *runs.flags]) in (0, 2)
         captured = capsys.readouterr()
         assert path.name[9:15] in captured.out + captured.err
+
+
+def test_what_was_changed_is_remembered_until_the_memory_is_damaged_or_the_presets_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shelf, memory = Shelf(tmp_path), tmp_path / "state" / "index" / "changes"
+    shelf.put(1, shelf.resolved("gat", "normal", sets=("training.lr=0.5",)), {})
+    before = said(capsys, "runs", "--json", *shelf.flags)
+    assert strictly(before)[0]["changed_settings"]["training.lr"] == {"value": 0.5, "default": 0.001}
+    found = recall(memory, _Remembered)
+    assert found is not None
+    (digest,) = found.changed
+    remember(memory, _Remembered(_made_by(), {digest: {"training.lr": {"value": 7, "default": 8}}}))
+    assert strictly(said(capsys, "runs", "--json", *shelf.flags))[0]["changed_settings"]["training.lr"]["value"] == 7
+    remember(memory, _Remembered("another version", {digest: {}}))
+    assert said(capsys, "runs", "--json", *shelf.flags) == before
+    memory.write_bytes(b"damaged")
+    assert said(capsys, "runs", "--json", *shelf.flags) == before

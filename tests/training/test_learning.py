@@ -43,6 +43,8 @@ def test_a_run_that_ends_leaves_one_observation(tmp_path: Path) -> None:
     assert observed.peak_allocated_bytes == session.monitor.peak_bytes > 0
     assert (observed.logical_batch, observed.binding_limit) == (20, "requested")
     assert (tmp_path / "state" / "batch_size_factors.json").exists()
+    # The record that it began says nothing more.
+    assert len(list((tmp_path / "state" / "observations").iterdir())) == 1
 
 
 class CostlyTask(LineTask):

@@ -63,11 +63,15 @@ class Finding:
 
 _LINE: Final = ("model", "dataset", "mode", "size", "device", "memory", "task", "model_args", "set")
 """Options of a training line that say what is trained; they are for --gradients."""
-_MACHINE: Final = ("gradients", "target_gpu", "json", *PATH_FLAGS)
+_OF_PRUNE: Final = ("older_than", "yes")
+_MACHINE: Final = ("gradients", "target_gpu", "prune", *_OF_PRUNE, "json", *PATH_FLAGS)
 """Options of the doctor's own."""
 _OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "gradients": (bool, False, "Show that splitting a batch keeps its gradient; takes the flags of a training line."),
     "target_gpu": (str | None, None, "GPUs to look up in the catalogue: a100-40gb,t4."),
+    "prune": (bool, False, "List what can be made again and was not used for long, and ask whether to delete it."),
+    "older_than": (str | None, None, "Time without use, with --prune: 30d, 12h. [90d]"),
+    "yes": (bool, False, "Do not ask before --prune deletes."),
     "json": (bool, False, "Print JSON."),
     **{name: OPTIONS[name] for name in (*PATH_FLAGS, *_LINE)},
 }
@@ -93,6 +97,7 @@ def _doctor(flags: Flags) -> None:
     the batch is split.
     """
     check_flags(flags)
+    _check_actions(flags)
     if flags["gradients"]:
         _check_gradients(flags)
         return
@@ -102,6 +107,13 @@ def _doctor(flags: Flags) -> None:
             raise ConfigError(f"{flag} is of a training line, and the doctor looks at the machine",
                               remedy="Add --gradients, or leave it out")  # fmt: skip
     paths = PathSettings(**{name: flags[name] or "" for name in PATH_FLAGS})
+    if flags["prune"]:
+        # It imports all that knows of runs.
+        from can_train.cli.prune import OLDER_THAN, prune
+
+        older_than = flags["older_than"] or OLDER_THAN
+        prune(state_dir(paths), _runs_dir(paths), older_than, yes=flags["yes"], as_json=flags["json"])
+        return
     findings = []
     for finding in examine(paths, split_list(flags["target_gpu"] or "")):
         findings.append(finding)
@@ -115,6 +127,16 @@ def _doctor(flags: Flags) -> None:
         print(as_typed(f"\n{summary(problems)}"))
     if problems:
         raise typer.Exit(2)
+
+
+def _check_actions(flags: Flags) -> None:
+    for name in _OF_PRUNE:
+        if flags[name] and not flags["prune"]:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --prune", remedy="Add --prune, or leave it out")
+    for name in ("gradients", "target_gpu"):
+        if flags[name] and flags["prune"]:
+            raise ConfigError("One thing at a time", value=f"--prune and --{name.replace('_', '-')}",
+                              remedy="Leave one out")  # fmt: skip
 
 
 def _check_gradients(flags: Flags) -> None:

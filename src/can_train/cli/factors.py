@@ -23,10 +23,11 @@ from can_train.cli.factors_tables import (
 from can_train.cli.output import print_json, print_tables
 from can_train.errors import ConfigError, StateError, as_typed, nearest_first, unknown_name
 from can_train.factors.exchange import make_export
+from can_train.factors.figures import read_figures
 from can_train.factors.observations import read_records
 from can_train.factors.policies import POLICIES
 from can_train.factors.store import FactorStore, get_safety_factor_db, replay_runs
-from can_train.factors.summary import find_summaries, full_key, keys_like, policy_of, summarize
+from can_train.factors.summary import find_summaries, full_key, keys_like, policy_of
 from can_train.io.records import json_text, write_text_atomic
 
 _STANDARD_OUTPUT: Final = "-"
@@ -101,14 +102,15 @@ def factors(  # noqa: PLR0913 - Typer makes an option of each argument
 
 def _print_summaries(store: FactorStore, key: str | None, device: str | None, *, show: bool, as_json: bool) -> None:
     records = read_records(store.state)
-    summaries = summarize(records.finished, records.events, store.policy)
-    if summaries or key is not None:
-        summaries = find_summaries(summaries, key, device)
+    figures = read_figures(store.state, records)
+    if figures or key is not None:
+        figures = find_summaries(figures, key, device)
+    summaries = store.find(key, device) if figures and show else []
     if as_json:
-        print_json(factors_json(summaries, records, show=show))
-    elif summaries:
-        tables = [factors_table(summaries, record_notes(records))]
-        print_tables(tables + [table for summary in summaries if show for table in runs_tables(summary)])
+        print_json(factors_json(summaries or figures, records))
+    elif figures:
+        tables = [factors_table(figures, record_notes(records))]
+        print_tables(tables + [table for summary in summaries for table in runs_tables(summary)])
     else:
         lines = [f"Nothing has been learned yet in {store.state}.", *record_notes(records), _NEXT]
         print(as_typed("\n".join(lines)))
@@ -117,7 +119,7 @@ def _print_summaries(store: FactorStore, key: str | None, device: str | None, *,
 def _print_replay(store: FactorStore, key: str | None, device: str | None, name: str, *, as_json: bool) -> None:
     if name not in POLICIES:
         raise unknown_name("policy", name, POLICIES)
-    found = [summary for summary in find_summaries(store.records(), key, device) if summary.runs]
+    found = [summary for summary in store.find(key, device) if summary.runs]
     replays = [replay_runs(summary, policy_of(summary.runs[-1], name)) for summary in found]
     if as_json:
         print_json({"replays": [replay_json(one, name) for one in replays]})
@@ -157,7 +159,7 @@ def _on(device: str | None) -> str:
 
 
 def _reset(store: FactorStore, key: str | None, device: str | None, *, yes: bool) -> ActionResult:
-    found = find_summaries(store.records(), key, device)
+    found = store.find(key, device)
     devices = {summary.device for summary in found}
     if device is not None and device not in devices:
         # What was imported for any device would serve this one, and nothing was learned on it.
@@ -212,7 +214,7 @@ def _unpin(store: FactorStore, key: str | None, device: str | None) -> ActionRes
 
 
 def _export(store: FactorStore, key: str | None, device: str | None, file: str) -> ActionResult:
-    export = make_export(find_summaries(store.records(), key, device), read_records(store.state).events)
+    export = make_export(store.find(key, device), read_records(store.state).events)
     text = json_text(export)
     if file == _STANDARD_OUTPUT:
         sys.stdout.write(text)
@@ -235,7 +237,7 @@ def _plot(store: FactorStore, key: str | None, device: str | None, file: Path) -
     if file.suffix.lower() != ".svg":
         raise ConfigError("A plot is written as SVG", value=str(file), remedy="Name a file that ends in .svg")
     # A factor that was pinned or imported for any device has no runs.
-    found = [summary for summary in find_summaries(store.records(), key, device) if summary.runs]
+    found = [summary for summary in store.find(key, device) if summary.runs]
     if len(found) > 1:
         devices = ", ".join(summary.device for summary in found)
         remedy = f"Add --device {found[0].device}"

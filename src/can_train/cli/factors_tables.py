@@ -9,7 +9,7 @@ from can_train.cli.output import TextTable
 from can_train.factors.exchange import run_notes
 from can_train.factors.observations import ANY_DEVICE, Records
 from can_train.factors.store import Replay
-from can_train.factors.summary import FactorSummary
+from can_train.factors.summary import FactorFigures, FactorSummary
 
 _COLUMNS: Final = (
     "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",
@@ -18,18 +18,18 @@ _RUN_COLUMNS: Final = ("run", "attempt", "ended", "factor", "used", "peak", "bat
 _BEFORE_RESET: Final = "before the reset"
 
 
-def factors_table(summaries: Sequence[FactorSummary], notes: Sequence[str] = ()) -> TextTable:
+def factors_table(found: Sequence[FactorFigures], notes: Sequence[str] = ()) -> TextTable:
     """Makes the overview: one row for each configuration and kind of device."""
     rows = [
-        (summary.key, "any other" if summary.device == ANY_DEVICE else summary.device, _factor(summary),
-         str(len(summary.runs)), _percent(summary.mean_peak), _percent(summary.max_peak), _percent(summary.last_peak),
-         str(summary.ooms), "yes" if summary.converged else "no", "; ".join(_reasons(summary)))
-        for summary in summaries
+        (one.key, "any other" if one.device == ANY_DEVICE else one.device, _factor(one), str(one.runs),
+         _percent(one.mean_peak), _percent(one.max_peak), _percent(one.last_peak), str(one.ooms),
+         "yes" if one.converged else "no", "; ".join(_reasons(one)))
+        for one in found
     ]  # fmt: skip
     return TextTable("Safety factors of the next runs", _COLUMNS, rows, notes)
 
 
-def _factor(summary: FactorSummary) -> str:
+def _factor(summary: FactorFigures | FactorSummary) -> str:
     if summary.factor is None:
         return "–"
     if summary.state == "pinned" or summary.interval is None:
@@ -37,16 +37,16 @@ def _factor(summary: FactorSummary) -> str:
     return f"{summary.factor:.3f} ± {summary.interval:.3f}"
 
 
-def _reasons(summary: FactorSummary) -> Iterator[str]:
-    yield summary.reason
-    if summary.state == "learned":
-        yield f"first: {summary.initial_reason}"
-    if summary.state == "pinned" and summary.interval is not None:
-        yield f"learned: {summary.learned_factor:.3f} ± {summary.interval:.3f}"
-    if summary.runs_before_reset:
-        yield f"+{counted(len(summary.runs_before_reset), 'run')} {_BEFORE_RESET}"
-    if summary.other_settings:
-        yield f"+{counted(_other_runs(summary), 'run')} with other settings"
+def _reasons(figures: FactorFigures) -> Iterator[str]:
+    yield figures.reason
+    if figures.state == "learned":
+        yield f"first: {figures.initial_reason}"
+    if figures.state == "pinned" and figures.interval is not None:
+        yield f"learned: {figures.learned_factor:.3f} ± {figures.interval:.3f}"
+    if figures.runs_before_reset:
+        yield f"+{counted(figures.runs_before_reset, 'run')} {_BEFORE_RESET}"
+    if figures.runs_with_other_settings:
+        yield f"+{counted(figures.runs_with_other_settings, 'run')} with other settings"
 
 
 def runs_tables(summary: FactorSummary) -> list[TextTable]:
@@ -125,10 +125,10 @@ def record_notes(records: Records) -> list[str]:
     ]
 
 
-def factors_json(summaries: Sequence[FactorSummary], records: Records, *, show: bool) -> dict[str, Any]:
-    """Makes the overview, and with `show` the runs, as plain values; peaks are shares of the capacity."""
+def factors_json(found: Sequence[FactorFigures | FactorSummary], records: Records) -> dict[str, Any]:
+    """Makes the overview, with the runs of summaries, as plain values; peaks are shares of the capacity."""
     return {
-        "factors": [_summary_json(summary, show=show) for summary in summaries],
+        "factors": [_figures_json(one) if isinstance(one, FactorFigures) else _summary_json(one) for one in found],
         "unfinished": [{**asdict(started), "lost": started.is_running() is False} for started in records.unfinished],
         "set_aside": [
             {"path": aside.shown, "reason": aside.reason, "is_read": aside.is_read} for aside in records.set_aside
@@ -136,37 +136,38 @@ def factors_json(summaries: Sequence[FactorSummary], records: Records, *, show: 
     }
 
 
-def _summary_json(summary: FactorSummary, *, show: bool) -> dict[str, Any]:
-    figures = {
-        "config_key": summary.key,
-        "device": summary.device,
-        "state": summary.state,
-        "safety_factor": summary.factor,
-        "learned_factor": summary.learned_factor,
-        "interval": summary.interval,
-        "target": summary.target,
-        "aim": summary.aim,
-        "aim_reason": summary.aim_reason,
-        "reason": summary.reason,
-        "initial_factor_reason": summary.initial_reason,
-        "num_runs": len(summary.runs),
-        "runs_before_reset": len(summary.runs_before_reset),
-        "runs_with_other_settings": _other_runs(summary),
-        "avg_memory_pct": summary.mean_peak,
-        "max_memory_pct": summary.max_peak,
-        "last_memory_pct": summary.last_peak,
-        "ooms": summary.ooms,
-        "factor_variance": summary.factor_variance,
-        "converged": summary.converged,
+def _figures_json(figures: FactorFigures) -> dict[str, Any]:
+    return {
+        "config_key": figures.key,
+        "device": figures.device,
+        "state": figures.state,
+        "safety_factor": figures.factor,
+        "learned_factor": figures.learned_factor,
+        "interval": figures.interval,
+        "target": figures.target,
+        "aim": figures.aim,
+        "aim_reason": figures.aim_reason,
+        "reason": figures.reason,
+        "initial_factor_reason": figures.initial_reason,
+        "num_runs": figures.runs,
+        "runs_before_reset": figures.runs_before_reset,
+        "runs_with_other_settings": figures.runs_with_other_settings,
+        "avg_memory_pct": figures.mean_peak,
+        "max_memory_pct": figures.max_peak,
+        "last_memory_pct": figures.last_peak,
+        "ooms": figures.ooms,
+        "factor_variance": figures.factor_variance,
+        "converged": figures.converged,
     }
-    if not show:
-        return figures
+
+
+def _summary_json(summary: FactorSummary) -> dict[str, Any]:
     before = len(summary.runs_before_reset)
     runs = [
         {**asdict(run), "peak_memory_pct": run.peak, "before_reset": index < before}
         for index, run in enumerate(summary.all_runs)
     ]
-    others = [_summary_json(other, show=True) for other in summary.other_settings]
+    figures, others = _figures_json(summary.figures), [_summary_json(other) for other in summary.other_settings]
     return {**figures, "fingerprint": summary.fingerprint, "runs": runs, "other_settings": others}
 
 
@@ -199,10 +200,6 @@ def counted(count: int, what: str) -> str:
     ('1 run', '2 runs')
     """
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _other_runs(summary: FactorSummary) -> int:
-    return sum(len(other.all_runs) for other in summary.other_settings)
 
 
 def _minute(time: datetime) -> str:

@@ -173,7 +173,7 @@ def _factor_history(run: ComparedRun, state_folder: Path) -> FactorSummary | Non
 
     key, run_id = run.found.known.record.key, run.found.known.run_id
     try:
-        known = [one for one in get_safety_factor_db(str(state_folder)).records() if one.key == key]
+        known = get_safety_factor_db(str(state_folder)).of_key(key)
     except StateError:
         return None
     every = [other for one in known for other in (*one.other_settings, one)]

@@ -1,15 +1,19 @@
 """`can-train runs` and `can-train status RUN`: the states of runs as tables and as JSON, and which is best."""
 
+import hashlib
 import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final
 
+import msgspec
 import typer
 
+from can_train import __version__
 from can_train.cli.output import (
     TextTable,
     duration,
@@ -21,8 +25,10 @@ from can_train.cli.output import (
     seconds_between,
 )
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
-from can_train.config.task_settings import key_name
-from can_train.errors import ConfigError, RunError, as_typed, unknown_name
+from can_train.config.resolved import config_folder
+from can_train.config.task_settings import key_name, task_names
+from can_train.errors import ConfigError, as_typed, unknown_name
+from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import is_file
 from can_train.reporter import COLUMNS
 from can_train.slurm.run_state import QUEUED, RUNNING, infer_attempt_state, live_row
@@ -38,7 +44,9 @@ _COLUMNS: Final = ("run", "state", "time", "device", "score", "trained")
 _UNKNOWN: Final = "unknown data set"  # of a run whose configuration cannot be read
 _SCORES: Final = ("mcc", "best_validation_loss")
 """Metrics, of which the first that a result has is its score in a list."""
+_Changed = dict[str, dict[str, Any]]  # by setting: its value, and the preset's
 _LISTED_SETTINGS: Final = 6  # changed settings that a list has of a run
+_MOST_REMEMBERED: Final = 1000  # configurations whose changed settings are remembered
 
 
 def runs(  # noqa: PLR0913 - Typer makes an option of each argument
@@ -62,7 +70,9 @@ def runs(  # noqa: PLR0913 - Typer makes an option of each argument
     elif watch:
         _watch(locator, limit)
     elif as_json:
-        print_json([_listed_json(each) for each in _newest(locator, limit)[0]])
+        newest = _newest(locator, limit)[0]
+        changed = _changed_settings(newest, locator.state_folder)
+        print_json([_listed_json(each, changed[each.known.run_id]) for each in newest])
     else:
         _print_runs(*_newest(locator, limit), locator)
 
@@ -90,10 +100,10 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
         print(f"No run is there yet, neither in {locator.runs_dir} nor in the state folder.")
         print(as_typed("can-train --help shows how to start one."))
         return
-    tables = []
+    tables, changed = [], _changed_settings(statuses, locator.state_folder)
     for name, group in _by_data_set(statuses).items():
         scores = [score(_result(each)) for each in group]
-        rows = [_row(each, mine) for each, mine in zip(group, scores, strict=True)]
+        rows = [_row(each, mine, changed[each.known.run_id]) for each, mine in zip(group, scores, strict=True)]
         metrics = dict.fromkeys(mine[0] for mine in scores if mine is not None)
         tables.append(TextTable(name, _COLUMNS, rows, [_meaning(metric) for metric in metrics]))
     print_tables(tables, pipe_columns=COLUMNS)
@@ -105,7 +115,7 @@ def _by_data_set(statuses: Sequence[RunStatus]) -> dict[str, list[RunStatus]]:
     """Groups runs by the data set that they were trained on; data of one name in several places are several."""
     groups: dict[tuple[str, str], list[RunStatus]] = {}
     for each in statuses:
-        config = _config(each)
+        config = each.known.config
         data = _group(config, "dataset")
         # A task without data sets to choose from stands for its own.
         name = data.get("name") or key_name(str(config.get("task") or "")) or _UNKNOWN
@@ -115,7 +125,7 @@ def _by_data_set(statuses: Sequence[RunStatus]) -> dict[str, list[RunStatus]]:
             for (name, path), group in groups.items()}  # fmt: skip
 
 
-def _row(each: RunStatus, mine: tuple[str, float] | None) -> tuple[str, ...]:
+def _row(each: RunStatus, mine: tuple[str, float] | None, changed: _Changed | None) -> tuple[str, ...]:
     seconds, epoch, epochs = _seconds(each), each.progress.epoch, each.progress.epochs
     done = f" {_done_of(epoch or 0, epochs)}" if each.state.live and epochs else ""
     return (
@@ -125,18 +135,18 @@ def _row(each: RunStatus, mine: tuple[str, float] | None) -> tuple[str, ...]:
         " ".join(duration(seconds).split()[:2]) if seconds is not None else "",
         _device(each),
         f"{mine[1]:.3f}" if mine is not None else "",
-        _trained(each),
+        _trained(each, changed),
     )
 
 
-def _trained(each: RunStatus) -> str:
+def _trained(each: RunStatus, changed: _Changed | None) -> str:
     """Writes what was trained, and below it the settings that are not the presets'."""
-    config = _config(each)
+    config = each.known.config
     words = [config.get("model_name"), config.get("size"), _group(config, "mode").get("name")]
-    changed = [f"{name.rpartition('.')[2]}={_short(one['value'])}" for name, one in (_changed(each) or {}).items()]
-    more = f" and {len(changed) - _LISTED_SETTINGS} more" if len(changed) > _LISTED_SETTINGS else ""
+    texts = [f"{name.rpartition('.')[2]}={_short(one['value'])}" for name, one in (changed or {}).items()]
+    more = f" and {len(texts) - _LISTED_SETTINGS} more" if len(texts) > _LISTED_SETTINGS else ""
     what = " ".join(str(word) for word in words if word) if all(words[::2]) else each.known.record.key
-    return "\n".join(filter(None, [what, " ".join(changed[:_LISTED_SETTINGS]) + more]))
+    return "\n".join(filter(None, [what, " ".join(texts[:_LISTED_SETTINGS]) + more]))
 
 
 def _short(value: Any) -> str:
@@ -144,19 +154,49 @@ def _short(value: Any) -> str:
     return short_name(value.rpartition("/")[2]) if isinstance(value, str) and "/" in value else str(value)
 
 
-def _changed(each: RunStatus) -> dict[str, dict[str, Any]] | None:
-    # Hydra is imported with it.
+class _Remembered(msgspec.Struct):
+    made_by: str  # the version, and its presets
+    changed: dict[str, _Changed]  # by the digest of a configuration
+
+
+def _changed_settings(statuses: Sequence[RunStatus], state: Path) -> dict[str, _Changed | None]:
+    """Finds the settings of runs that are not the presets', by the runs' ids; None where there are no such presets."""
+    path, made_by = index_folder(state) / "changes", _made_by()
+    earlier = recall(path, _Remembered)
+    known = earlier.changed if earlier is not None and earlier.made_by == made_by else {}
+    found: dict[str, _Changed | None] = {}
+    fresh: dict[str, _Changed] = {}
+    for each in statuses:
+        config = each.known.config
+        digest = hashlib.sha256(repr(config).encode(errors="surrogatepass")).hexdigest()
+        changed = known[digest] if digest in known else _compare_with_presets(config)
+        if changed is not None and digest not in known and _is_of_this_version(config):
+            fresh[digest] = changed
+        found[each.known.run_id] = changed
+    if fresh:
+        latest = [*(known | fresh).items()][-_MOST_REMEMBERED:]
+        remember(path, _Remembered(made_by, dict(latest)))
+    return found
+
+
+def _compare_with_presets(config: Mapping[str, Any]) -> _Changed | None:
+    # Hydra is imported with it, which takes longer than all else of a listing.
     from can_train.config.compose import changed_settings
 
-    return finite(changed_settings(_config(each)))  # type: ignore[no-any-return]
+    return finite(changed_settings(config))  # type: ignore[no-any-return]
 
 
-def _config(each: RunStatus) -> Mapping[str, Any]:
-    """Returns a run's configuration, empty if it cannot be read."""
-    try:
-        return each.known.folder.config()
-    except RunError:
-        return {}
+def _made_by() -> str:
+    # Presets are files that a person edits.
+    files = [*Path(__file__).parents[1].rglob("*.py"), *config_folder().rglob("*.yaml")]
+    return f"{__version__} {max(path.stat().st_mtime_ns for path in files)}"
+
+
+def _is_of_this_version(config: Mapping[str, Any]) -> bool:
+    """Whether nothing but this version's own files decides what a run's presets are."""
+    paths = _group(config, "paths")
+    elsewhere = (paths.get("code_dir"), paths.get("config_dir"), _group(config, "dataset").get("path"))
+    return config.get("task") in task_names() and not any(elsewhere)
 
 
 def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -165,7 +205,7 @@ def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _device(each: RunStatus) -> str:
     """Returns the kind of device that a run was trained on; as it was asked for until it has finished."""
-    return str(_result(each).get("device") or _config(each).get("device") or "")
+    return str(_result(each).get("device") or each.known.config.get("device") or "")
 
 
 def score(result: Mapping[str, Any]) -> tuple[str, float] | None:
@@ -182,8 +222,8 @@ def _meaning(metric: str) -> str:
     return f"{metric}{'' if is_of_run else ', the mean over the test sets'}: {better} is better"
 
 
-def _listed_json(each: RunStatus) -> dict[str, Any]:
-    return {**run_json(each), "changed_settings": _changed(each)}
+def _listed_json(each: RunStatus, changed: _Changed | None) -> dict[str, Any]:
+    return {**run_json(each), "changed_settings": changed}
 
 
 def change_text(change: Mapping[str, Any]) -> str:
@@ -305,7 +345,7 @@ def run_json(found: RunStatus) -> dict[str, Any]:
 
 def _what_json(found: RunStatus) -> dict[str, Any]:
     """Makes the part of a run's JSON object that says what is trained, where, and with what success."""
-    config, mine = _config(found), score(_result(found))
+    config, mine = found.known.config, score(_result(found))
     data = _group(config, "dataset")
     return {
         "dataset": data.get("name"),
@@ -365,21 +405,27 @@ def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) 
     for name, group in _by_data_set([each for each in finished if each.known.run_id in ranked]).items():
         group.sort(key=lambda each: ranked[each.known.run_id].value, reverse=higher_is_better(metric))
         groups[name] = [(each, ranked[each.known.run_id]) for each in (group[:limit] if limit else group)]
+    listed = [each for best in groups.values() for each, _ in best]
+    changed = _changed_settings(listed, locator.state_folder)
     if as_json:
         print_json([
-            {**_listed_json(each), "metric": metric, "higher_is_better": higher_is_better(metric), "rank": number,
-             "value": one.value, "parts": finite(one.parts)}
+            {**_listed_json(each, changed[each.known.run_id]), "metric": metric,
+             "higher_is_better": higher_is_better(metric), "rank": number, "value": one.value,
+             "parts": finite(one.parts)}
             for best in groups.values() for number, (each, one) in enumerate(best, start=1)
         ])  # fmt: skip
         return
-    print_tables([_best_table(name, best, metric) for name, best in groups.items()], pipe_columns=COLUMNS)
+    tables = [_best_table(name, best, metric, changed) for name, best in groups.items()]
+    print_tables(tables, pipe_columns=COLUMNS)
 
 
 def _result(each: RunStatus) -> Mapping[str, Any]:
     return each.facts.result or {}
 
 
-def _best_table(name: str, best: Sequence[tuple[RunStatus, RankedResult]], metric: str) -> TextTable:
+def _best_table(
+    name: str, best: Sequence[tuple[RunStatus, RankedResult]], metric: str, changed: Mapping[str, _Changed | None]
+) -> TextTable:
     has_parts = max(len(one.parts) for _, one in best) > 1
     # Of one test set the table's title has the name.
     columns = ("run", metric.rpartition(".")[2], *(("lowest", "highest") if has_parts else ()), "device", "trained")
@@ -387,7 +433,8 @@ def _best_table(name: str, best: Sequence[tuple[RunStatus, RankedResult]], metri
     for each, one in best:
         extremes = (min(one.parts.values()), max(one.parts.values())) if has_parts else ()
         figures = [f"{value:.4g}" for value in (one.value, *extremes)]
-        rows.append((short_name(each.known.run_id), *figures, _device(each), _trained(each)))
+        trained = _trained(each, changed[each.known.run_id])
+        rows.append((short_name(each.known.run_id), *figures, _device(each), trained))
     return TextTable(f"{name}: best by {metric}", columns, rows, [_meaning(metric)])
 
 

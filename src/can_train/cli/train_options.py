@@ -129,7 +129,7 @@ _NOT_SETTINGS: Final = {"set_", "run", "stages", "show", "preset", "gradients"} 
 
 _SHORT: Final = {"quiet": ("-q",), "verbose": ("-v",)}
 # What help shows as the value; it is passed on as text, and composition names value and setting if it does not fit.
-_METAVARS: Final = {"set": "GROUP.KEY=VALUE", "model_args": "K=V,K=V", "after": "RUN"}
+_METAVARS: Final = {"set": "GROUP.KEY=VALUE", "model_args": "K=V,K=V", "after": "RUN", "older_than": "AGE"}
 _TYPE_METAVARS: Final = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
 
 

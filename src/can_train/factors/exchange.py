@@ -54,8 +54,7 @@ def _export_entry(summary: FactorSummary, events: Sequence[Event]) -> dict[str, 
         for run in summary.all_runs
     ]
     own = {(run["run_id"], run["timestamp"]) for run in runs}
-    size = summary.all_runs[-1].size if summary.all_runs else ""
-    entry = active_events(events, summary.key, summary.device, size).imported
+    entry = active_events(events, summary.key, summary.device, summary.size).imported
     imported = [run for run in entry.runs if (run.get("run_id"), run.get("timestamp")) not in own] if entry else []
     return {
         "safety_factor": summary.factor,

@@ -5,7 +5,8 @@ locked. What they mean for the next run is decided elsewhere (`can_train.factors
 
 import os
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta
 
 from can_train.fit.factor_rule import KnownLimits
+from can_train.io.index import INDEX_FROM, Index, Kind, digest, index_folder, read_folder, write_index
 from can_train.io.records import (
     DOCUMENT_SUFFIX,
     AttemptStart,
@@ -250,39 +252,91 @@ def active_events(events: Iterable[Event], key: str, device: str, size: str = ""
     return ActiveEvents(pin, cutoff, imported)
 
 
+_KIND: Final = Kind(Observation, group=lambda run: run.key, latest=lambda run: run.ended,
+                    superseded=_STARTED_SUFFIX, suffix=DOCUMENT_SUFFIX)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Records:
     """All records in a state folder: attempts by the time they began, events by theirs."""
 
-    finished: list[Observation]
     unfinished: list[Started]  # without an observation
     events: list[Event]
     set_aside: list[SetAside]  # files that could not be read
+    _index: Index[Observation]
+    _others: dict[str, Observation]  # that are not in the index, by the names of their files
+
+    @cached_property
+    def finished(self) -> list[Observation]:
+        """All observations; those of a hundred thousand attempts take seconds to read, those of a key do not."""
+        return self._sorted(self._index.records(self._index.groups) | self._others)
+
+    def of_keys(self, keys: Collection[str]) -> list[Observation]:
+        """Returns the observations of some configurations."""
+        others = {name: run for name, run in self._others.items() if run.key in keys}
+        return self._sorted(self._index.records(keys) | others)
+
+    def _sorted(self, runs: dict[str, Observation]) -> list[Observation]:
+        # Those of one moment by their files' names.
+        return [run for _, run in sorted(runs.items(), key=lambda item: (item[1].started, item[0]))]
+
+    @cached_property
+    def keys(self) -> dict[str, int]:
+        """The keys of the configurations with observations, each with a number that changes with these."""
+        found = defaultdict(int, self._index.groups)
+        for name, run in self._others.items():
+            found[run.key] ^= digest([name])
+        return dict(found)
+
+    @property
+    def latest(self) -> datetime | None:
+        """The latest moment in any record; None without records."""
+        times = [run.ended for run in self._others.values()] + [started.started for started in self.unfinished]
+        times += [event.moment for event in self.events] + [time for time in (self._index.latest,) if time]
+        return max(times, default=None)
 
 
-def read_records(state: Path) -> Records:
-    """Reads a state folder, which need not exist. Writes nothing.
+def read_records(state: Path, *, index_from: int = INDEX_FROM) -> Records:
+    """Reads a state folder, which need not exist. Writes nothing but an index, where the folder has become large.
+
+    Args:
+        state: The folder.
+        index_from: Least number of observations outside the index that are added to it.
 
     Raises:
         StateError: The folder cannot be listed.
     """
     folder, events = state / _OBSERVATIONS, state / _EVENTS
-    names = [name for name in list_names(folder) if name.endswith(DOCUMENT_SUFFIX)]
+    index, names = read_folder(folder, index_folder(state) / _OBSERVATIONS, _KIND)
+    names = [name for name in names if name.endswith(DOCUMENT_SUFFIX)]
     finished = [name for name in names if not name.endswith(_STARTED_SUFFIX)]
     ended = {name.removesuffix(DOCUMENT_SUFFIX) + _STARTED_SUFFIX for name in finished}
     unfinished = [name for name in names if name.endswith(_STARTED_SUFFIX) and name not in ended]
     decided = [name for name in list_names(events) if name.endswith(DOCUMENT_SUFFIX)]
     aside: list[SetAside] = []
     runs = read_documents(folder, finished, Observation, aside, most_bytes=_MOST_OBSERVATION_BYTES)
+    doubtful = {one.path.name for one in aside}
     running = read_documents(folder, unfinished, Started, aside, most_bytes=_MOST_OBSERVATION_BYTES)
     decisions = read_documents(events, decided, Event, aside, most_bytes=_MOST_EVENT_BYTES)
-    # The sorts are stable: records of one moment stay in the order of their files' names.
+    certain = {name: run for name, run in runs.items() if name not in doubtful}
+    if index.is_worth_extending(len(certain), index_from):
+        write_index(index, certain)
     return Records(
-        sorted(runs, key=lambda run: run.started),
-        sorted(running, key=lambda started: started.started),
-        sorted(decisions, key=lambda event: event.moment),
-        aside,
+        # The sorts are stable: records of one moment stay in the order of their files' names.
+        unfinished=sorted(running.values(), key=lambda started: started.started),
+        events=sorted(decisions.values(), key=lambda event: event.moment),
+        set_aside=aside,
+        _index=index,
+        _others=runs,
     )
+
+
+def repeated_starts(state: Path) -> list[Path]:
+    """Lists the records of attempts that began, and have an observation by now, which says the same."""
+    folder = state / _OBSERVATIONS
+    names = set(list_names(folder))
+    starts = sorted(name for name in names if name.endswith(_STARTED_SUFFIX))
+    return [folder / name for name in starts if name.removesuffix(_STARTED_SUFFIX) + DOCUMENT_SUFFIX in names]
 
 
 def write_record(state: Path, record: Observation | Started | Event) -> Path:

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from can_train.config.resolved import ResolvedRun, state_dir, state_folder
 from can_train.errors import ArgumentError, ConfigError, StateError
 from can_train.factors.exchange import make_export, read_import
+from can_train.factors.figures import read_figures
 from can_train.factors.observations import ALLOCATOR, Event, Observation, active_events, read_records, write_record
 from can_train.factors.policies import FactorPolicy, make_policy
 from can_train.factors.summary import (
@@ -73,6 +74,27 @@ class FactorStore:
         records = read_records(self.state)
         return summarize(records.finished, records.events, self.policy), records.events
 
+    def find(self, key: str | None, device: str | None = None) -> list[FactorSummary]:
+        """Summarizes a configuration on every kind of device; arguments and errors are those of `find_summaries`.
+
+        Raises:
+            StateError: The folder cannot be read.
+        """
+        records = read_records(self.state)
+        found = {(one.key, one.device) for one in find_summaries(read_figures(self.state, records), key, device)}
+        summaries = summarize(records.of_keys({key for key, _ in found}), records.events, self.policy)
+        return [summary for summary in summaries if (summary.key, summary.device) in found]
+
+    def of_key(self, key: str) -> list[FactorSummary]:
+        """Summarizes a configuration of exactly this key on every kind of device; none where nothing is known of it.
+
+        Raises:
+            StateError: The folder cannot be read.
+        """
+        records = read_records(self.state)
+        summaries = summarize(records.of_keys([key]), records.events, self.policy)
+        return [summary for summary in summaries if summary.key == key]
+
     def get_factor(self, key: str, device: str | None = None) -> float:
         """Returns the factor of the next run.
 
@@ -128,7 +150,8 @@ class FactorStore:
             plain = json.loads(json.dumps(dict(fingerprint), allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise StateError("A fingerprint holds what JSON can hold", value=str(error)) from error
-        runs = with_settings([run for run in records.finished if run.key == key], plain)
+        every = records.of_keys([key])
+        runs = with_settings(every, plain)
         here = [run for run in runs if run.device.key == device]
         active = active_events(records.events, key, device, size or (here[-1].size if here else ""))
         summary = summarize_runs((key, device), here, active, self.policy)
@@ -137,7 +160,7 @@ class FactorStore:
             elsewhere = [run for run in runs if run.device.key != device and _shows_ratio(run, records.events)]
             return Known(None, other_device=_other_device(elsewhere), earlier=earlier)
         aim = None if summary.interval is None else Aim(summary.aim, summary.aim_reason)
-        attempts = [run for run in records.finished if run_id and run.run_id == run_id]
+        attempts = [run for run in every if run_id and run.run_id == run_id]
         last = max((run.attempt for run in attempts), default=0)
         after_oom = any(run.outcome == "oom" for run in attempts if run.attempt == last)
         choice = FactorChoice(summary.factor, summary.reason)
@@ -233,12 +256,10 @@ def next_time(state: Path) -> str:
     # What comes later must not look earlier: a clock that was set back would put an out-of-memory before the runs that
     # led to it, and a reset before what it resets.
     try:
-        records = read_records(state)
+        latest = read_records(state).latest
     except StateError:
-        return utc_text(now)
-    times = [run.ended for run in records.finished]
-    times += [started.started for started in records.unfinished] + [event.moment for event in records.events]
-    return utc_text(max([now, *(time + timedelta(microseconds=1) for time in times)]))
+        latest = None
+    return utc_text(now if latest is None else max(now, latest + timedelta(microseconds=1)))
 
 
 def _shows_ratio(run: Observation, events: Iterable[Event]) -> bool:

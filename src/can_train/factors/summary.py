@@ -3,10 +3,10 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from math import fsum
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from can_train.config.task_settings import installed_sizes
 from can_train.errors import ConfigError, unknown_name
@@ -79,6 +79,38 @@ _AIM_REASONS: Final[Mapping[AimLimit, str]] = {
 State = Literal["pinned", "learned", "imported", "first", "reset"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class FactorFigures:
+    """What a summary says without its runs. Its fields are those of `FactorSummary`, and numbers of runs."""
+
+    key: str
+    device: str
+    size: str
+    state: State
+    factor: float | None
+    learned_factor: float | None
+    interval: float | None
+    target: float
+    aim: float
+    aim_reason: str
+    reason: str
+    initial_reason: str
+    runs: int
+    runs_before_reset: int
+    runs_with_other_settings: int
+    mean_peak: float | None
+    max_peak: float | None
+    last_peak: float | None
+    ooms: int
+    factor_variance: float
+    converged: bool
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether there is a run, learned from or not."""
+        return self.runs + self.runs_before_reset > 0
+
+
 @dataclass(frozen=True)
 class FactorSummary:
     """What is known of one configuration on one kind of device, with the settings that were seen last. Peaks are shares
@@ -106,6 +138,28 @@ class FactorSummary:
     def all_runs(self) -> tuple[Observation, ...]:
         """Every run, oldest first."""
         return self.runs_before_reset + self.runs
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether there is a run, learned from or not."""
+        return bool(self.all_runs)
+
+    @property
+    def size(self) -> str:
+        """The model's size in the key; empty where it has none, or no run says so."""
+        return self.all_runs[-1].size if self.all_runs else ""
+
+    @property
+    def figures(self) -> FactorFigures:
+        """All but the runs."""
+        values: dict[str, Any] = {
+            "runs": len(self.runs),
+            "runs_before_reset": len(self.runs_before_reset),
+            "runs_with_other_settings": sum(len(other.all_runs) for other in self.other_settings),
+        }
+        return FactorFigures(
+            **{one.name: getattr(self, one.name) for one in fields(FactorFigures) if one.name not in values}, **values
+        )
 
     @property
     def peaks(self) -> tuple[float, ...]:
@@ -263,9 +317,10 @@ def with_settings(runs: Iterable[Observation], fingerprint: Mapping[str, Any]) -
     return [run for run in runs if _separating(run.fingerprint) == wanted]
 
 
-def find_summaries(
-    summaries: Sequence[FactorSummary], key: str | None, device: str | None = None
-) -> list[FactorSummary]:
+_Found = TypeVar("_Found", FactorSummary, FactorFigures)
+
+
+def find_summaries(summaries: Sequence[_Found], key: str | None, device: str | None = None) -> list[_Found]:
     """Finds a configuration on every kind of device.
 
     A key without its size is understood where one size only was trained. A key whose size has nothing of its own is
@@ -283,7 +338,7 @@ def find_summaries(
         raise ConfigError("Nothing has been learned yet", value=key or "", remedy="Train first: every run teaches")
     groups, devices = [{summary.key for summary in summaries}], set[str]()
     if key is not None:
-        sizes = {run.size for summary in summaries for run in summary.all_runs[-1:]} | installed_sizes()
+        sizes = {summary.size for summary in summaries if summary.has_runs} | installed_sizes()
         general = {without_size(key, size) for size in sizes} & groups[0] - {key}
         own = {full_key(summaries, key)} if keys_like(summaries, key) or not general else set()
         groups = [own, general]
@@ -297,7 +352,7 @@ def find_summaries(
     raise unknown_name("device", device or "", devices)
 
 
-def full_key(summaries: Sequence[FactorSummary], key: str) -> str:
+def full_key(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> str:
     """Completes a key that was given without its size.
 
     Raises:
@@ -312,10 +367,10 @@ def full_key(summaries: Sequence[FactorSummary], key: str) -> str:
     return keys.pop()
 
 
-def keys_like(summaries: Sequence[FactorSummary], key: str) -> set[str]:
+def keys_like(summaries: Sequence[FactorSummary | FactorFigures], key: str) -> set[str]:
     """Returns the keys that a key may mean: a trained one of this name, else those that it is without their size."""
-    trained = {summary.key: summary.all_runs[-1] for summary in summaries if summary.all_runs}
-    sized = {full for full, run in trained.items() if without_size(full, run.size) == key}
+    trained = {summary.key: summary.size for summary in summaries if summary.has_runs}
+    sized = {full for full, size in trained.items() if without_size(full, size) == key}
     if key in trained or not sized:
         return {summary.key for summary in summaries if summary.key == key}
     return sized

@@ -318,8 +318,8 @@ def list_names(folder: Path) -> list[str]:
 
 def read_documents(
     folder: Path, names: Iterable[str], kind: type[_Record], set_aside: list[SetAside], *, most_bytes: int
-) -> list[_Record]:
-    """Reads records of one dataclass.
+) -> dict[str, _Record]:
+    """Reads records of one dataclass; returns them by the names of their files.
 
     Args:
         folder: Folder of the files.
@@ -329,19 +329,22 @@ def read_documents(
             say: a clock that was far ahead would have them follow whatever comes.
         most_bytes: Largest file that is taken for a record.
     """
-    records = []
+    records = {}
     for name in names:
         path = f"{folder}{os.sep}{name}"
         try:
             data, written = _read_bytes(path, most_bytes)
             record = parse_document(data, kind)
             if ahead := _times_ahead(record, written):
-                dated = ", ".join(sorted({getattr(record, name) for name in ahead}))
+                dated = ", ".join(sorted({getattr(record, field) for field in ahead}))
                 record = replace(record, **dict.fromkeys(ahead, written))  # type: ignore[type-var]
                 reason = f"dated {dated}, after its file was written, and counted from then: {written}"
                 set_aside.append(SetAside(Path(path), reason, is_read=True))
-            records.append(record)
+            records[name] = record
         except (OSError, ValueError, RecursionError) as error:
+            if isinstance(error, FileNotFoundError) and not Path(path).is_symlink():
+                # Its writer has deleted it since it was listed.
+                continue
             set_aside.append(SetAside(Path(path), str(error)))
     return records
 

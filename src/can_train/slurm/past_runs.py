@@ -46,16 +46,6 @@ class PastRuns:
         self.registry = Registry(state)
         self.known = known_runs(self.registry, runs_dir)
         self.awaited = [find_run(self.known, name) for name in awaited]
-        self._configs: dict[str, Mapping[str, Any]] = {}
-
-    def config(self, known: KnownRun) -> Mapping[str, Any]:
-        """Returns a run's configuration, empty if it is damaged."""
-        if known.run_id not in self._configs:
-            try:
-                self._configs[known.run_id] = known.folder.config()
-            except RunError:
-                self._configs[known.run_id] = {}
-        return self._configs[known.run_id]
 
     def newest(self, run: ResolvedRun, needed: Prerequisite) -> KnownRun | None:
         """Returns the newest run that has finished and fits."""
@@ -63,7 +53,7 @@ class PastRuns:
             # Cheap checks first: of hundreds of runs most are of another kind or have not finished.
             if not (_may_fit(known, needed) and is_file(known.folder.result_path)):
                 continue
-            if not misfits(self.config(known), run, needed) and is_whole(known.folder):
+            if not misfits(known.config, run, needed) and is_whole(known.folder):
                 return known
         return None
 
@@ -95,7 +85,7 @@ def resolve_prerequisites(
         if name:
             folders[needed.role] = _find_named(name, needed, run, request, past).folder.path
             continue
-        awaited = next((known for known in past.awaited if not misfits(past.config(known), run, needed)), None)
+        awaited = next((known for known in past.awaited if not misfits(known.config, run, needed)), None)
         found = awaited or past.newest(run, needed)
         if found is None and needed.required:
             raise ConfigError(f"Mode {run.mode.name} builds on {needed.what}, and no finished run fits",

@@ -234,7 +234,7 @@ def _with_earlier_run(step: PlannedStage, since: float, context: PipelineContext
         for known in context.past.known
         if known.record.key == step.run.key
         and datetime.fromisoformat(known.record.time).timestamp() >= since
-        and identity_config(context.past.config(known), roles) == wanted
+        and identity_config(known.config, roles) == wanted
     ]
     finished = next((known for known in same if is_whole(known.folder)), None)
     if finished is not None:

@@ -17,7 +17,14 @@ from typing import Any, Final
 from can_train.config.resolved import ResolvedRun
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, RunError
-from can_train.io.records import unusable, write_bytes_atomic, write_json_atomic, write_text_atomic
+from can_train.io.records import (
+    parse_object,
+    text_or_nothing,
+    unusable,
+    write_bytes_atomic,
+    write_json_atomic,
+    write_text_atomic,
+)
 from can_train.io.units import size_text
 
 _DESCRIPTION: Final = "code.json"
@@ -52,7 +59,18 @@ class Code:
 
     def folder(self, state_dir: Path) -> Path:
         """Names its place in a state folder."""
-        return state_dir / "code" / self.digest
+        return code_folder(state_dir) / self.digest
+
+
+def code_folder(state_dir: Path) -> Path:
+    """Returns the folder of the snapshots in a state folder."""
+    return state_dir / "code"
+
+
+def described_folder(run_path: Path) -> Path | None:
+    """Returns the folder of the snapshot that a run has the code of; None where its folder names none."""
+    folder = parse_object(text_or_nothing(run_path / _DESCRIPTION)).get("folder")
+    return Path(folder) if isinstance(folder, str) else None
 
 
 def read_code(package: Path | None = None) -> Code:

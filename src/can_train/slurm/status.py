@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from can_train.errors import RunError, nearest_first
-from can_train.io.records import is_folder, is_running, parse_object, text_or_nothing, this_host, utc_text
+from can_train.io.records import is_file, is_folder, is_running, parse_object, text_or_nothing, this_host, utc_text
 from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer, query_jobs
 from can_train.slurm.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
 from can_train.training.run_folder import (
@@ -21,6 +22,7 @@ from can_train.training.run_folder import (
     Registry,
     RunFolder,
     RunRecord,
+    may_be_called,
     short_name,
     split_run_id,
 )
@@ -39,7 +41,20 @@ class KnownRun:
     """A run of the registry or of a folder of runs; without an entry there, `record` is made from the folder's name."""
 
     record: RunRecord
-    folder: RunFolder
+    path: str  # of its folder, which may be another one than the record's
+
+    @cached_property
+    def folder(self) -> RunFolder:
+        """Its folder."""
+        return RunFolder(Path(self.path))
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """Its configuration, read once; empty if it is damaged."""
+        try:
+            return self.folder.config()
+        except RunError:
+            return {}
 
     @property
     def run_id(self) -> str:
@@ -183,12 +198,19 @@ def known_runs(registry: Registry, runs_dir: Path) -> list[KnownRun]:
         StateError: The registry cannot be read.
     """
     records = {record.run_id: record for record in registry.runs()}
-    folders = {path.parent.name: path.parent for path in runs_dir.glob(f"*/{CONFIG}")}
-    found = [_unregistered(path) for run_id, path in folders.items() if run_id not in records]
-    for record in records.values():
+    try:
+        names = set(os.listdir(runs_dir))  # noqa: PTH208 - of twenty thousand runs, paths cost more than all else
+    except OSError:
+        names = set()
+    real = os.path.realpath(runs_dir)
+    found = [_unregistered(runs_dir / name) for name in names - records.keys() if is_file(runs_dir / name / CONFIG)]
+    for run_id, record in records.items():
+        path = record.path
         # Some move the folder of runs and name the new place: the registry's path is then the old one.
-        path, moved = Path(record.path), folders.get(record.run_id)
-        found.append(KnownRun(record=record, folder=RunFolder(moved if moved and not is_folder(path) else path)))
+        may_have_moved = run_id in names and path != f"{real}{os.sep}{run_id}"
+        if may_have_moved and not is_folder(Path(path)) and is_file(runs_dir / run_id / CONFIG):
+            path = str(runs_dir / run_id)
+        found.append(KnownRun(record=record, path=path))
     return sorted(found, key=lambda known: (known.record.time, known.run_id), reverse=True)
 
 
@@ -206,11 +228,13 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
         return runs[0]
     if (folder := _run_folder(name)) is not None:
         here = folder.resolve()
-        return next((known for known in runs if known.folder.path.resolve() == here), None) or _unregistered(here)
-    names = [(known, (known.run_id, short_name(known.run_id))) for known in runs]
-    matching = [known for known, own in names if name in own]
+        # Resolving takes time, and most folders still have the name of their run.
+        likely = sorted(runs, key=lambda known: known.run_id != here.name)
+        return next((known for known in likely if known.folder.path.resolve() == here), None) or _unregistered(here)
+    matching = [known for known in runs if may_be_called(known.run_id, name) and name in _names(known)]
     if not matching and name:
-        matching = [known for known, own in names if any(name in each for each in own)]
+        matching = [known for known in runs if may_be_called(known.run_id, name)]
+        matching = [known for known in matching if any(name in each for each in _names(known))]
     if len(matching) == 1:
         return matching[0]
     if matching:
@@ -222,6 +246,10 @@ def find_run(runs: Sequence[KnownRun], name: str) -> KnownRun:
         nearest = nearest_first(name, (known.run_id for known in runs))
         remedy = f"The nearest names:{_listed(nearest)}\ncan-train runs lists all runs"
     raise RunError("There is no such run", value=repr(name), remedy=remedy)
+
+
+def _names(known: KnownRun) -> tuple[str, str]:
+    return known.run_id, short_name(known.run_id)
 
 
 def _listed(run_ids: Iterable[str]) -> str:
@@ -262,7 +290,7 @@ def _unregistered(path: Path) -> KnownRun:
     # A folder that a person renamed has no time in its name.
     created = time or datetime.fromtimestamp((path / CONFIG).stat().st_mtime)
     record = RunRecord(run_id=run_id, path=str(path.resolve()), key=key, time=utc_text(created.astimezone()))
-    return KnownRun(record=record, folder=RunFolder(path))
+    return KnownRun(record=record, path=str(path))
 
 
 # How far a run has come

@@ -31,8 +31,10 @@ from can_train.errors import (
     without_positions,
 )
 from can_train.io import records
+from can_train.io.index import INDEX_FROM, Kind, index_folder, read_folder, write_index
 from can_train.io.records import (
     AttemptStart,
+    SetAside,
     is_file,
     text_or_nothing,
     this_host,
@@ -83,6 +85,7 @@ _CHANGES: Final = "changes.json"  # in a run's folder: what `resume` changed of 
 _EPOCHS: Final = "training.epochs"
 
 _MESSAGE_LENGTH: Final = 500  # characters of an error that are kept; some of torch's fill pages
+_RUNS: Final = "runs"  # the registry's folder in the state folder, and its index
 _MAX_ENTRY_BYTES: Final = 2**20  # largest file that is read as an entry of the registry
 T = TypeVar("T")
 _LIBRARIES: Final = ("can-train", "torch", "numpy", "hydra-core")
@@ -576,7 +579,16 @@ def short_name(run_id: str) -> str:
         '0728-101500-3fa9'
     """
     time, _ = split_run_id(run_id)
-    return f"{run_id[_YEAR_LENGTH:_STAMP_LENGTH]}-{run_id[-_TAIL_LENGTH:]}" if time else run_id
+    return _shortened(run_id) if time else run_id
+
+
+def _shortened(run_id: str) -> str:
+    return f"{run_id[_YEAR_LENGTH:_STAMP_LENGTH]}-{run_id[-_TAIL_LENGTH:]}"
+
+
+def may_be_called(run_id: str, part: str) -> bool:
+    """Returns False where neither a run's id nor its short name contains a text; fast, for thousands of runs."""
+    return part in run_id or part in _shortened(run_id)
 
 
 class MetricsLog:
@@ -650,13 +662,15 @@ class CancelRecord:
 
 
 _Record = TypeVar("_Record", RunRecord, JobRecord, CancelRecord)
+_RUN_KIND: Final = Kind(RunRecord, group=lambda record: "", latest=lambda record: datetime.fromisoformat(record.time))
 
 
 class Registry:
     """The runs of a state folder, which need not exist: one immutable file an entry, so that nothing needs a lock."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._folder = state_dir / "runs"
+        self._folder = state_dir / _RUNS
+        self._index = index_folder(state_dir) / _RUNS
 
     def add(self, record: RunRecord | JobRecord | CancelRecord) -> None:
         """Writes an entry.
@@ -675,28 +689,38 @@ class Registry:
         """Returns whether there is an entry of a run."""
         return (self._folder / run_id).is_dir()
 
-    def runs(self) -> list[RunRecord]:
-        """Reads all runs, the oldest first."""
-        names = records.list_names(self._folder)
-        found = [record for run_id in names for record in self._read(run_id, "run", RunRecord)]
+    def runs(self, *, index_from: int = INDEX_FROM) -> list[RunRecord]:
+        """Reads all runs, the oldest first; adds those to an index that are at least so many."""
+        index, names = read_folder(self._folder, self._index, _RUN_KIND)
+        certain, doubtful = dict[str, RunRecord](), list[RunRecord]()
+        for run_id in names:
+            aside: list[SetAside] = []
+            for record in self._read(run_id, "run", RunRecord, aside):
+                if aside or run_id in certain:
+                    doubtful.append(record)
+                else:
+                    certain[run_id] = record
+        if index.is_worth_extending(len(certain), index_from):
+            write_index(index, certain)
+        found = [*index.records(index.groups).values(), *certain.values(), *doubtful]
         return sorted(found, key=lambda record: (record.time, record.run_id))
 
     def jobs(self, run_id: str) -> list[JobRecord]:
         """Reads the jobs of a run, the first one first."""
-        return sorted(self._read(run_id, "job-", JobRecord), key=lambda record: record.time)
+        return sorted(self._read(run_id, "job-", JobRecord, []), key=lambda record: record.time)
 
     def cancels(self, run_id: str) -> list[CancelRecord]:
         """Reads when persons asked to cancel a run, the first time first."""
-        return sorted(self._read(run_id, "cancel-", CancelRecord), key=lambda record: record.time)
+        return sorted(self._read(run_id, "cancel-", CancelRecord, []), key=lambda record: record.time)
 
-    def _read(self, run_id: str, prefix: str, kind: type[_Record]) -> list[_Record]:
+    def _read(self, run_id: str, prefix: str, kind: type[_Record], aside: list[SetAside]) -> list[_Record]:
         folder = self._folder / run_id
         if not folder.is_dir():
             return []
         names, end = records.list_names(folder), records.DOCUMENT_SUFFIX
         names = [name for name in names if name.startswith(prefix) and name.endswith(end)]
         # A damaged entry hides nothing but itself.
-        return records.read_documents(folder, names, kind, [], most_bytes=_MAX_ENTRY_BYTES)
+        return list(records.read_documents(folder, names, kind, aside, most_bytes=_MAX_ENTRY_BYTES).values())
 
 
 def make_run(run: ResolvedRun, reporter: Reporter) -> RunFolder:

@@ -1,0 +1,168 @@
+"""`can-train doctor --prune`: finds what was not used for long and can be made again; deletes it when a person agrees.
+Runs, checkpoints, observations and events stay.
+"""
+
+import os
+import re
+import shutil
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import typer
+
+from can_train.cli.output import TextTable, print_json, print_tables
+from can_train.errors import ConfigError
+from can_train.factors.observations import repeated_starts
+from can_train.io.index import index_folder
+from can_train.io.records import TEMPORARY_SUFFIX
+from can_train.io.units import parse_time_min, size_text
+from can_train.reporter import COLUMNS
+from can_train.slurm.snapshot import code_folder, described_folder
+from can_train.slurm.status import known_runs
+from can_train.training.run_folder import Registry
+
+OLDER_THAN: Final = "90d"
+"""Time without use from which something is deleted, unless another is given."""
+
+_WRITING_S: Final = 86400.0  # after which a file that was being written is finished, or its writer dead
+_TEMPORARY: Final = re.compile(rf"\.[0-9a-f]{{16}}{re.escape(TEMPORARY_SUFFIX)}|\..*\.claim")
+_AGE: Final = re.compile(r"\d{1,9}[dh]")  # without a unit, it would be minutes, as SLURM has them
+_OUTPUTS: Final = "outputs"  # folder of prepared data with a folder for the outputs of each reference model
+_WHY: Final = {
+    "prepared data": "made again from the data set",
+    "outputs of reference models": "computed again by the model",
+    "copies of code": "of runs that are no longer there",
+    "what is remembered of records": "read again from their files",
+    "repeated starts": "their attempts' observations say the same",
+    "unfinished files": "their writers are gone",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prunable:
+    """A file or folder that may be deleted."""
+
+    kind: str
+    path: Path
+    size_bytes: int
+
+
+def find_prunable(state: Path, runs_dir: Path, *, older_s: float, now: float) -> list[Prunable]:
+    """Finds what may be deleted.
+
+    Args:
+        state: The state folder.
+        runs_dir: The folder of runs.
+        older_s: Seconds without use, from which something is named; those of unfinished files are at least a day.
+        now: Seconds since 1970.
+    """
+    found = []
+    for path, kind in _candidates(state, runs_dir).items():
+        used_at, size_bytes = _use_of(path)
+        if now - used_at > (max(older_s, _WRITING_S) if kind == "unfinished files" else older_s):
+            found.append(Prunable(kind=kind, path=path, size_bytes=size_bytes))
+    return found
+
+
+def _candidates(state: Path, runs_dir: Path) -> dict[Path, str]:
+    """Returns what may be deleted once it is old enough, each with its kind."""
+    prepared = state / "cache"
+    found = {path: "prepared data" for path in _children(prepared) if path.name != _OUTPUTS}
+    found |= dict.fromkeys(_children(prepared / _OUTPUTS), "outputs of reference models")
+    in_use = {described_folder(known.folder.path) for known in known_runs(Registry(state), runs_dir)}
+    found |= {path: "copies of code" for path in _children(code_folder(state)) if path not in in_use}
+    found |= dict.fromkeys(_children(index_folder(state)), "what is remembered of records")
+    found |= dict.fromkeys(repeated_starts(state), "repeated starts")
+    for root in (state, runs_dir):
+        for folder, _, names in os.walk(root):
+            found |= {Path(folder, name): "unfinished files" for name in names if _TEMPORARY.fullmatch(name)}
+    # A folder of prepared data gets its name when it is complete.
+    return found | {path: "unfinished files" for path in _children(prepared) if path.name.startswith(".")}
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _use_of(path: Path) -> tuple[float, int]:
+    """Returns when a file, or any file below a folder, was last read or written, and the bytes of all of them."""
+    used_at, size_bytes = 0.0, 0
+    for one in (path, *path.rglob("*")) if path.is_dir() and not path.is_symlink() else (path,):
+        with suppress(OSError):
+            status = one.lstat()
+            # Looking at a folder is no use of it.
+            used_at = max(used_at, status.st_mtime, 0.0 if one.is_dir() else status.st_atime)
+            size_bytes += status.st_size
+    return used_at, size_bytes
+
+
+def prune(state: Path, runs_dir: Path, older_than: str, *, yes: bool, as_json: bool) -> None:
+    """Lists what may be deleted, asks, and deletes it.
+
+    Raises:
+        ConfigError: Nobody can be asked, and `yes` is not given; nothing is deleted.
+    """
+    if not _AGE.fullmatch(older_than):
+        raise ConfigError(
+            "--older-than is a number of days or hours", value=older_than, remedy="Write it as 90d or 12h"
+        )
+    older_s = 60.0 * parse_time_min(older_than)
+    found = find_prunable(state, runs_dir, older_s=older_s, now=time.time())
+    total = f"{len(found)} of them, {size_text(sum(one.size_bytes for one in found))}"
+    if not as_json:
+        _print_found(found, state, older_than)
+    if found and not yes:
+        if as_json or not sys.stdin.isatty():
+            raise ConfigError("--prune asks before it deletes, and nobody can answer here; nothing was deleted",
+                              value=total, remedy="Add --yes")  # fmt: skip
+        if not typer.confirm(f"Delete {total}?", err=True):
+            typer.echo("Nothing was deleted.", err=True)
+            raise typer.Exit(1)
+    left = [one for one in found if not _delete(one.path)]
+    if as_json:
+        print_json({"older_than": older_than, "deleted": [_json(one) for one in found if one not in left],
+                    "left": [_json(one) for one in left]})  # fmt: skip
+    elif found:
+        print(f"Deleted {len(found) - len(left)} of {len(found)}.")
+    if left and as_json:
+        raise typer.Exit(2)
+    if left:
+        raise ConfigError("Some could not be deleted", value=str(left[0].path),
+                          remedy="Ask who owns them: can-train doctor --prune lists them again")  # fmt: skip
+
+
+def _print_found(found: list[Prunable], state: Path, older_than: str) -> None:
+    if not found:
+        print(f"Nothing in {state} has gone unused for {older_than}.")
+        return
+    rows = []
+    for kind, why in _WHY.items():
+        sizes = [one.size_bytes for one in found if one.kind == kind]
+        rows += [(kind, str(len(sizes)), size_text(sum(sizes)), why)] if sizes else []
+    columns = ("what", "number", "size", "why it can go")
+    print_tables([TextTable(f"Not used for {older_than}", columns, rows, [f"in {state}"])], pipe_columns=COLUMNS)
+
+
+def _json(one: Prunable) -> dict[str, str | int]:
+    return {"kind": one.kind, "path": str(one.path), "bytes": one.size_bytes}
+
+
+def _delete(path: Path) -> bool:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            # In one step, so that nobody takes half of it for the whole.
+            aside = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
+            path.rename(aside)
+            shutil.rmtree(aside)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,260 @@
+"""An index of a folder's immutable files, so that a hundred thousand of them need not be read again. It can be thrown
+away at any time: what is not in it is read from the files, and one that is damaged or cannot be written does not count.
+
+A file that is changed in place after it was read into the index is not noticed: nobody changes a record.
+"""
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property, reduce
+from operator import xor
+from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+import msgspec
+
+from can_train.io.records import list_names, unusable, utc_text, write_bytes_atomic
+
+INDEX_FROM: Final = 500
+"""Files that are read each time before they are worth an index."""
+
+SETTLED_S: Final = 3.0
+"""Seconds after which a change of a folder surely gives it another time: some file systems count in twos."""
+
+_SHARE: Final = 256  # of the indexed files: so many others are read each time before the index is written anew
+_LEVEL: Final = 1  # of compression: records of one folder differ little, so more gains little
+_NUMBER_BYTES: Final = 4
+
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True)
+class Kind(Generic[_Record]):
+    """The records of a folder.
+
+    Attributes:
+        type: The dataclass of them all.
+        group: Names what a reader asks for at a time.
+        latest: The latest moment that a record knows of.
+        superseded: Ends the names of files that say nothing more once a record is there; empty: none.
+        suffix: Ends the names of records in place of it.
+    """
+
+    type: type[_Record]
+    group: Callable[[_Record], str]
+    latest: Callable[[_Record], datetime]
+    superseded: str = ""
+    suffix: str = ""
+
+
+class _Group(msgspec.Struct):
+    digest: int = 0  # of the names of its files
+    chunks: list[tuple[int, int]] = []  # offset and size of each in the body
+
+
+class _Header(msgspec.Struct):
+    files: int = 0
+    sizes: tuple[int, int] = (0, 0)  # of the names and of the body, which follow
+    latest: str = ""
+    groups: dict[str, _Group] = {}
+
+
+class _Listing(msgspec.Struct):
+    check: int  # of the index that it completes
+    changed_ns: int  # when the folder was last changed
+    names: list[str]  # that are not in the index
+
+
+def index_folder(state: Path) -> Path:
+    """Returns the folder of what is remembered of a state folder, which may be deleted at any time."""
+    return state / "index"
+
+
+def digest(names: Iterable[str]) -> int:
+    """Computes a number from names, in whatever order they come; that of two sets together is `a ^ b`."""
+    return reduce(xor, (zlib.crc32(name) << 32 | zlib.adler32(name) for name in map(os.fsencode, names)), 0)
+
+
+@dataclass(frozen=True)
+class Index(Generic[_Record]):
+    """The content of an index.
+
+    Args:
+        path: Its file.
+        kind: What the records are.
+    """
+
+    path: Path
+    kind: Kind[_Record]
+    check: int = 0  # sum of the content
+    _header: _Header = field(default_factory=_Header)
+    _names: bytes = b""
+    _body: bytes = b""
+
+    @classmethod
+    def load(cls, path: Path, kind: Kind[_Record]) -> "Index[_Record]":
+        """Reads an index; it is empty where there is none that can be read."""
+        # A version whose records have another shape may have left something out.
+        shape = zlib.crc32(msgspec.json.encode(msgspec.json.schema(kind.type)))
+        path = path.with_name(f"{path.name}-{shape:08x}")
+        data, check = _read(path)
+        if not check:
+            return cls(path, kind)
+        size, rest = int.from_bytes(data[:_NUMBER_BYTES]), data[_NUMBER_BYTES:]
+        header = msgspec.msgpack.decode(rest[:size], type=_Header)
+        names, body = header.sizes
+        return cls(path, kind, check, header, bytes(rest[size : size + names]), bytes(rest[size + names :][:body]))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of its files."""
+        return frozenset(zlib.decompress(self._names).decode().split("\0")) if self._names else frozenset()
+
+    @property
+    def groups(self) -> Mapping[str, int]:
+        """Its groups, each with the digest of its files' names."""
+        return {name: group.digest for name, group in self._header.groups.items()}
+
+    @property
+    def latest(self) -> datetime | None:
+        """The latest moment that any of its records knows of."""
+        return datetime.fromisoformat(self._header.latest) if self._header.latest else None
+
+    def records(self, groups: Iterable[str]) -> dict[str, _Record]:
+        """Returns the records of some groups, by their files' names."""
+        decoder = msgspec.msgpack.Decoder(dict[str, self.kind.type])  # type: ignore[name-defined]
+        found: dict[str, _Record] = {}
+        for name in groups:
+            for start, size in self._header.groups.get(name, _Group()).chunks:
+                found |= decoder.decode(zlib.decompress(self._body[start : start + size]))
+        return found
+
+    def is_worth_extending(self, files: int, index_from: int) -> bool:
+        """Whether so many files that are not in it should be."""
+        return files >= max(index_from, self._header.files // _SHARE)
+
+    def extended(self, records: Mapping[str, _Record]) -> bytes:
+        """Returns the content of the index with more files in it."""
+        groups = {name: msgspec.structs.replace(group) for name, group in self._header.groups.items()}
+        latest, body = self._header.latest, bytearray(self._body)
+        by_group: dict[str, dict[str, msgspec.Raw]] = {}
+        for name, record in records.items():
+            # A number from elsewhere may be too large, and a name of no encoding.
+            with suppress(ValueError, OverflowError):
+                name.encode()
+                encoded = msgspec.Raw(msgspec.msgpack.encode(record))
+                by_group.setdefault(self.kind.group(record), {})[name] = encoded
+            latest = max(latest, utc_text(self.kind.latest(record)))
+        for name, added in by_group.items():
+            chunk = zlib.compress(msgspec.msgpack.encode(added), _LEVEL)
+            group = groups.get(name, _Group())
+            chunks = [*group.chunks, (len(body), len(chunk))]
+            groups[name] = _Group(digest=group.digest ^ digest(added), chunks=chunks)
+            body += chunk
+        # Not compressed: they are half of the content, and needed whenever a file was added.
+        every = self.names.union(*by_group.values())
+        names = zlib.compress("\0".join(every).encode(), 0)
+        header = msgspec.msgpack.encode(_Header(len(every), (len(names), len(body)), latest, groups))
+        return b"".join((len(header).to_bytes(_NUMBER_BYTES), header, names, body))
+
+
+def read_folder(
+    folder: Path, path: Path, kind: Kind[_Record], *, settled_s: float = SETTLED_S
+) -> tuple[Index[_Record], list[str]]:
+    """Reads the index of a folder, and lists the files that are not in it, by their names.
+
+    Args:
+        folder: It need not exist.
+        path: The file of the index; what was listed is remembered beside it.
+        kind: What the records are.
+        settled_s: Seconds for which a folder must have been left alone for its listing to be remembered.
+
+    Raises:
+        StateError: The folder cannot be listed.
+    """
+    index = Index.load(path, kind)
+    if not index.check:
+        return index, list_names(folder)
+    started, changed_ns = time.monotonic(), _changed_ns(folder)
+    listing = recall(_listing_path(index), _Listing)
+    if listing is not None and (listing.check, listing.changed_ns) == (index.check, changed_ns):
+        return index, listing.names
+    names = set(list_names(folder))
+    if not index.names <= names:
+        # Someone has deleted some.
+        return Index(index.path, kind), sorted(names)
+    end = len(kind.superseded)
+    others = sorted(
+        name for name in names - index.names
+        if not (end and name.endswith(kind.superseded) and name[:-end] + kind.suffix in index.names)
+    )  # fmt: skip
+    if _server_time(index.path) - (time.monotonic() - started) - changed_ns / 1e9 > settled_s:
+        remember(_listing_path(index), _Listing(index.check, changed_ns, others))
+    return index, others
+
+
+def write_index(index: Index[_Record], records: Mapping[str, _Record]) -> None:
+    """Writes an index with more files in it, where it can be written."""
+    _write(index.path, index.extended(records))
+
+
+def remember(path: Path, value: object) -> None:
+    """Writes a value that can be made again, where it can be written."""
+    # File names may have no encoding, and numbers from elsewhere may be too large.
+    with suppress(ValueError, OverflowError, TypeError):
+        _write(path, msgspec.msgpack.encode(value))
+
+
+def recall(path: Path, kind: type[_Record]) -> _Record | None:
+    """Reads what `remember` wrote; None where it is missing or damaged."""
+    with suppress(ValueError):
+        return msgspec.msgpack.decode(_read(path)[0], type=kind)
+    return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomic(path, zlib.crc32(data).to_bytes(_NUMBER_BYTES) + data)
+
+
+def _read(path: Path) -> tuple[memoryview, int]:
+    """Reads a file of `_write`, and its checksum; nothing where it is missing or damaged."""
+    try:
+        data = memoryview(path.read_bytes())
+    except OSError:
+        data = memoryview(b"")
+    check, rest = int.from_bytes(data[:_NUMBER_BYTES]), data[_NUMBER_BYTES:]
+    return (rest, check) if zlib.crc32(rest) == check else (memoryview(b""), 0)
+
+
+def _changed_ns(folder: Path) -> int:
+    # Not its time of modification, which a copy keeps. And of the opened folder: a network file system asks its server
+    # then, as it does to list it.
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise unusable("read", folder, error) from error
+    try:
+        return os.fstat(descriptor).st_ctime_ns
+    finally:
+        os.close(descriptor)
+
+
+def _server_time(path: Path) -> float:
+    """Returns the time by the clock of a file's file system; 0.0 where the file cannot be touched."""
+    with suppress(OSError):
+        os.utime(path)
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _listing_path(index: Index[_Record]) -> Path:
+    return index.path.with_name(f"{index.path.name}.listing")
