@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Final, get_type_hints
 
 from can_train.errors import ConfigError, MissingDataError, TaskError, unknown_name
+from can_train.io.records import expanded
 
 _GROUP: Final = "can_train.tasks"  # of entry points
 _BASE: Final = "can_train.tasks.sample_task:Task"
@@ -234,7 +235,7 @@ def locate(task: str) -> tuple[str, str]:
     where, _, name = _import_path(task).rpartition(":")
     if not _is_file(where):
         return task, _folder_of(where)
-    path = Path(where).expanduser().absolute()
+    path = expanded(where).absolute()
     return f"{path.name}:{name}", str(path.parent)
 
 

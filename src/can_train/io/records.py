@@ -196,6 +196,14 @@ def is_folder(path: Path) -> bool:
     return False
 
 
+def expanded(path: Path | str) -> Path:
+    """Replaces `~`. The home of a user who does not exist stays as it is written, and names no file."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def text_or_nothing(path: Path) -> str:
     """Reads a text file; empty if it cannot be read."""
     try:
