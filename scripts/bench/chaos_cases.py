@@ -39,7 +39,7 @@ class Attack(NamedTuple):
     quick_count: int
     prepare: Callable[[Path], None] = lambda place: None  # makes in a folder what all cases share
     inputs: int = 1  # of one case
-    hang_s: float = 30.0  # after which a case is ended from outside
+    hang_s: float = 400.0  # after which a case is ended from outside
 
 
 @dataclass
@@ -128,6 +128,8 @@ class _Worker:
             self.process.join()
             self.is_running = False
             if self._case is None:
+                # Ended by itself: it has no more cases, or could not prepare them.
+                assert self.process.exitcode == 0, f"{self.attack.name} cannot be prepared"
                 return False
             self._note(progress, f"the process ended with exit code {self.process.exitcode}")
             return True

@@ -1,6 +1,8 @@
 """Random command lines: the real commands and flags with hostile values, in this process and as processes."""
 
 import os
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +15,7 @@ import can_train.cli.main
 import can_train.cli.pipeline
 import can_train.cli.train
 from bench.chaos_cases import Attack
-from bench.chaos_world import HANG_S, KEY, Answer, World, call
+from bench.chaos_world import HANG_S, KEY, WAIT_S, Answer, World, call
 from can_train.cli.main import _ARGUMENTS, _COMMANDS, _parser  # noqa: PLC2701 - what the command line itself asks
 
 COUNT: Final = 100_000
@@ -193,15 +195,22 @@ def _run(words: Sequence[str], stdout: str, stderr: str) -> Answer:
     encoded = [os.fsencode(word) for word in (sys.executable, "-P", "-m", "can_train", *words)]
     try:
         with open(stdout, "wb") as out, open(stderr, "wb") as err:
-            code = subprocess.run(encoded, stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=HANG_S, check=False).returncode
+            code = subprocess.run(encoded, stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=WAIT_S, check=False,
+                                  preexec_fn=_limit_time).returncode  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Answer(words, 0, "", "", f"still at work after {HANG_S} s")
+        return Answer(words, 0, "", "", f"still at work after {WAIT_S} s")
     except OSError as error:
         # The system refuses a line that is too long, not can-train.
         assert error.errno == 7, error  # noqa: PLR2004
         return Answer(words, 0, "", "")
+    if code == -signal.SIGXCPU:
+        return Answer(words, 0, "", "", f"more than {HANG_S} s of processor time")
     printed = Path(stdout).read_text(errors="replace") if stdout != "/dev/full" else ""
     return Answer(words, 128 - code if code < 0 else code, printed, Path(stderr).read_text(errors="replace"))
+
+
+def _limit_time() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (HANG_S, HANG_S + 1))
 
 
 def _lost(world: World, words: Sequence[str]) -> str:
@@ -212,7 +221,7 @@ def attacks() -> Iterator[Attack]:
     """Yields the attacks by command lines."""
     yield Attack("lines", "random command lines, in a process", in_process, COUNT, 1_000, prepare)
     yield Attack("processes", "random command lines, as processes; standard output on a full disk in 1 of 20", as_process,
-                 PROCESSES, 8, lambda place: _world(place).make(), hang_s=2 * HANG_S)  # fmt: skip
+                 PROCESSES, 8, lambda place: _world(place).make())  # fmt: skip
 
 
 _: Any = can_train.cli.main

@@ -13,12 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from bench import chaos_lines
+from bench import chaos_files, chaos_lines, chaos_logs
 from bench.chaos_cases import Attack, Bounds, NoMoreCases, Progress, dice_of, run_attack
 from bench.results_file import environment, markdown, write_section
 from can_train.io.records import write_json_atomic
 
-ATTACKS: Final[Mapping[str, Attack]] = {attack.name: attack for attack in (*chaos_lines.attacks(),)}
+ATTACKS: Final[Mapping[str, Attack]] = {attack.name: attack for attack in (*chaos_lines.attacks(), *chaos_logs.attacks(), *chaos_files.attacks())}
 
 WRITE_S: Final = 5.0
 """Seconds between two notes of what was done."""
