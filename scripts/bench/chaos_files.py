@@ -30,19 +30,23 @@ _TEXTS: Final = (
     b"PK\x03\x04" + b"\x00" * 50, b"\x80\x02}q\x00.", b"cos\nsystem\n(S'x'\ntR.",
 )  # fmt: skip
 # What reads each sort of file, beside what lists everything.
-_LISTINGS: Final = (("runs", "--json"), ("factors", "--json"))
 _ON_RUNS: Final = (
     ("show", "RUN"), ("show", "RUN", "--json"), ("status", "RUN"), ("status", "RUN", "--json"), ("report", "RUN"), ("logs", "RUN"),
-    ("compare", "RUN", "OTHER"), ("evaluate", "RUN"), ("resume", "RUN"), ("resume", "RUN", "--epochs", "3"), ("cancel", "RUN"),
-    ("resubmit", "RUN", "--dry-run"), ("runs",), ("runs", "--best", "best_validation_loss"), ("runs", "--best", "accuracy", "--json"),
-    ("complete-line", "show", ""), ("show", "last"), ("--task", "tiny.py:Tiny", "--set", "training.start_from=RUN", "--dry-run"),
+    ("compare", "RUN", "OTHER"), ("cancel", "RUN"), ("runs",), ("runs", "--best", "best_validation_loss"),
+    ("runs", "--best", "accuracy", "--json"), ("complete-line", "show", ""), ("show", "last"),
 )  # fmt: skip
 _ON_STATE: Final = (
     ("factors",), ("factors", "--show"), ("factors", KEY), ("factors", "--export", "-"), ("factors", "--replay", "momentum"),
     ("factors", KEY, "--plot", "out.svg"), ("factors", KEY, "--pin", "0.5"), ("factors", KEY, "--unpin"), ("factors", "--reset", "--yes"),
-    ("factors", "--import", "in.json"), ("factors", KEY, "--json"), ("runs",), ("status", "RUN"), ("show", "RUN"), ("doctor",),
-    ("--task", "tiny.py:Tiny", "--device", "sim:64MiB", "--dry-run"),
+    ("factors", "--import", "in.json"), ("factors", KEY, "--json"), ("runs",), ("status", "RUN"), ("show", "RUN"),
 )  # fmt: skip
+_TRAIN: Final = ("--task", "tiny.py:Tiny", "--device", "sim:64MiB")
+_SLOW: Final = (
+    ("evaluate", "RUN"), ("resume", "RUN"), ("resume", "RUN", "--epochs", "3"), ("resubmit", "RUN", "--dry-run"), ("doctor",),
+    (*_TRAIN, "--dry-run"), (*_TRAIN, "--epochs", "1"), (*_TRAIN, "--start-from", "RUN", "--epochs", "1"),
+)  # fmt: skip
+_SLOW_SHARE: Final = {"checkpoints": 0.7}
+_OTHER_SLOW_SHARE: Final = 0.15
 _IMPORTS: Final = "in.json"
 _PRESETS: Final = "presets"
 
@@ -80,7 +84,7 @@ def case(number: int, dice: Random, place: Path) -> str:
     world.restore()
     runs = sorted(path.name for path in world.runs.iterdir())
     run, other = dice.sample(runs, 2)
-    kind = dice.choice(("run", "run", "state", "state", "checkpoints", "import", "preset"))
+    kind = dice.choice(("run", "run", "run", "state", "state", "state", "checkpoints", "import", "import", "preset"))
     targets = _targets(world, kind, run)
     damaged = [dice.choice(targets)]
     for path in damaged:
@@ -110,7 +114,9 @@ def _questions(kind: str, dice: Random) -> Iterator[Sequence[str]]:
         yield ("factors", "--import", _IMPORTS)
         yield ("factors",)
         return
-    yield from dice.sample(_ON_STATE if kind == "state" else _ON_RUNS, 3)
+    yield from dice.sample(_ON_STATE if kind == "state" else _ON_RUNS, 2)
+    if dice.random() < _SLOW_SHARE.get(kind, _OTHER_SLOW_SHARE):
+        yield dice.choice(_SLOW)
 
 
 def _unlisted(world: World, damaged: Path, other: str, dice: Random) -> str:

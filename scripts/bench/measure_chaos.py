@@ -4,11 +4,13 @@ decides everything, so that a failure can be repeated; what was interrupted goes
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -19,6 +21,8 @@ from bench.results_file import environment, markdown, write_section
 from can_train.io.records import write_json_atomic
 
 ATTACKS: Final[Mapping[str, Attack]] = {attack.name: attack for attack in (*chaos_lines.attacks(), *chaos_logs.attacks(), *chaos_files.attacks())}
+
+IMPORTED: Final = ("torch.distributed", "can_train.config.compose", "can_train.training.train", "can_train.cli.evaluate")
 
 WRITE_S: Final = 5.0
 """Seconds between two notes of what was done."""
@@ -32,6 +36,10 @@ checkpoint that was there is gone."""
 def main() -> None:
     """Attacks, prints what was wrong, and writes the table into RESULTS.md; exit status 1 if anything was wrong."""
     options = _options()
+    # Every process of an attack has one thread, and begins with what takes seconds to import.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in IMPORTED:
+        import_module(name)
     if options.only and ":" in options.only:
         sys.exit(_repeat(options.only, options.seed))
     done = _read(options.resume, options.seed)
