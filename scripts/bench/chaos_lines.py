@@ -222,6 +222,3 @@ def attacks() -> Iterator[Attack]:
     yield Attack("lines", "random command lines, in a process", in_process, COUNT, 1_000, prepare)
     yield Attack("processes", "random command lines, as processes; standard output on a full disk in 1 of 20", as_process,
                  PROCESSES, 8, lambda place: _world(place).make())  # fmt: skip
-
-
-_: Any = can_train.cli.main

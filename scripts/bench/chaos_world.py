@@ -134,6 +134,7 @@ class World:
     def __init__(self, place: Path) -> None:
         self.folder, self._pristine = place / "world", place / "pristine"
         self.state, self.runs = self.folder / "state", self.folder / "runs"
+        self.first_runs: list[Path] = []
         self._marks: dict[str, tuple[int, int, int]] = {}
 
     def make(self, more: Callable[[], None] = lambda: None) -> None:
@@ -181,6 +182,7 @@ class World:
         _copy(self._pristine, self.folder)
         os.chdir(self.folder)
         self._marks = _marks(self.folder)
+        self.first_runs = [path for path in self.runs.iterdir() if path.is_dir()]
 
     def lost(self) -> str:
         """Names an observation, event or checkpoint that was there at first and has been changed; else empty."""
