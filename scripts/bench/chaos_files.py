@@ -144,7 +144,11 @@ def _damage(path: Path, dice: Random) -> None:
             path.write_bytes(data + dice.choice((data, dice.choice(_TEXTS))))
         case 4:
             path.unlink()
-            dice.choice((path.mkdir, lambda: path.symlink_to(path.name), lambda: os.mkfifo(path), lambda: None))()
+            kinds = [path.mkdir, lambda: path.symlink_to(path.name), lambda: None]
+            if path.parent.name in ("observations", "events"):
+                # Nobody writes into it, and its reader must not wait.
+                kinds.append(lambda: os.mkfifo(path))
+            dice.choice(kinds)()
         case _:
             _change_value(path, data, dice)
 

@@ -25,6 +25,7 @@ from can_train.io.records import parse_document
 
 COMMANDS: Final = 1_000
 
+_LINE: Final = (*TRAIN, "--micro-batch-size", "8")  # without a search for what fits, which writes nothing
 _KILL: Final = "killed"
 _TEAR: Final = "killed inside"
 _ACTS: Final = (_KILL, _TEAR, errno.EIO, errno.ENOSPC, errno.EROFS)
@@ -156,7 +157,7 @@ def prepare(place: Path) -> None:
     """Trains undisturbed once, and notes the weights and the number of operations."""
     world = _world(place)
     world.make()
-    answer = run_apart(TRAIN, Faults(world.folder), place)
+    answer = run_apart(_LINE, Faults(world.folder), place)
     assert not answer.failure and answer.code == 0, answer
     (place / "total").write_text((place / "operations").read_text())
     (place / "weights").write_text(_weights(_new_run(world)))
@@ -171,7 +172,7 @@ def training(number: int, dice: Random, place: Path) -> str:
         raise NoMoreCases
     # Mixed, so that the first few are some of all.
     at, act = Random(0).sample(cases, len(cases))[number]
-    answer = run_apart(TRAIN, Faults(world.folder, at, act), place)
+    answer = run_apart(_LINE, Faults(world.folder, at, act), place)
     wrong = answer.failure or _damage(world, place) or _resume(world, place, answer)
     return f"operation {at}, {act}: {wrong}" if wrong else ""
 
@@ -201,7 +202,7 @@ def _resume(world: World, place: Path, before: Answer) -> str:
     run = _new_run(world)
     if run is None or not (run / "config.yaml").exists():
         # Nothing was begun that could be resumed, so the line is typed once more.
-        answer = run_apart(TRAIN, Faults(world.folder), place)
+        answer = run_apart(_LINE, Faults(world.folder), place)
         run = _new_run(world)
     else:
         answer = run_apart(["resume", str(run)], Faults(world.folder), place)

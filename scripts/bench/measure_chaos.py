@@ -15,12 +15,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from bench import chaos_files, chaos_lines, chaos_logs, chaos_writes
+from bench import chaos_files, chaos_hosts, chaos_lines, chaos_logs, chaos_writes
 from bench.chaos_cases import Attack, Bounds, NoMoreCases, Progress, dice_of, run_attack
 from bench.results_file import environment, markdown, write_section
 from can_train.io.records import write_json_atomic
 
-ATTACKS: Final[Mapping[str, Attack]] = {attack.name: attack for attack in (*chaos_lines.attacks(), *chaos_logs.attacks(), *chaos_files.attacks(), *chaos_writes.attacks())}
+ATTACKS: Final[Mapping[str, Attack]] = {attack.name: attack for attack in (*chaos_lines.attacks(), *chaos_logs.attacks(), *chaos_files.attacks(), *chaos_writes.attacks(), *chaos_hosts.attacks())}
 
 IMPORTED: Final = ("torch.distributed", "can_train.config.compose", "can_train.training.train", "can_train.cli.evaluate")
 
