@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
-from typing import Final, NamedTuple
+from typing import Final
 
 WORKERS: Final = 2
 PEAK_MIB: Final = 2048
@@ -29,7 +29,8 @@ class NoMoreCases(Exception):  # noqa: N818 - not an error
     """Raised by a case beyond the last one of an attack whose number of cases is not known before."""
 
 
-class Attack(NamedTuple):
+@dataclass(frozen=True)
+class Attack:
     """A kind of attack: cases, each made from a number and a seed, and judged."""
 
     name: str
@@ -58,7 +59,8 @@ class Progress:
         return len(self.failures) >= _MOST_FAILURES
 
 
-class Bounds(NamedTuple):
+@dataclass(frozen=True)
+class Bounds:
     """Where an attack ends: `count` cases, with those done before, or a time of `time.monotonic`."""
 
     count: int
@@ -140,7 +142,7 @@ class _Worker:
         self._note(progress, failure or (f"{peak_mib:.0f} MiB of memory" if peak_mib > PEAK_MIB else ""))
         if peak_mib > PEAK_MIB:
             self.kill()
-        return peak_mib > PEAK_MIB
+        return bool(peak_mib > PEAK_MIB)
 
     def check_time(self, progress: Progress) -> bool:
         """Ends a process whose case hangs; returns whether it did."""
@@ -176,6 +178,7 @@ def _work(attack: Attack, seed: int, numbers: range, place: Path, pipe: Connecti
         try:
             failure = attack.case(number, dice_of(attack, seed, number), place)
         except NoMoreCases:
+            pipe.send((None, None, 0.0))  # the case that was begun is none
             break
         pipe.send((number, failure, _peak_mib()))
     os._exit(0)

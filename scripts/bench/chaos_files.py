@@ -5,7 +5,7 @@ sentence, and what lies beside them is still listed.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -18,34 +18,40 @@ from bench.chaos_world import KEY, World, call
 COUNT: Final = 10_000
 
 _ODD: Final[tuple[Any, ...]] = (
-    None, True, False, 0, -1, 1, 1.5, -0.0, 2**31, 2**53 + 1, 2**63, 2**64, -(2**63), 1e308, float("nan"), float("inf"), -float("inf"), "", " ",
-    "x" * 5_000, "[bold]", "[/x]", "\u202e", "\ud800", "\n", "nan", "1", "../../..", "/", "~nobody", "0001-01-01T00:00:00+00:00",
-    "9999-12-31T23:59:59-23:59", "2026-01-01", "2026-13-45T99:99:99Z", "finished", "ok", "sim-64mib", [], {}, [[]], [None], {"": None}, [1] * 500,
-    {"x": {"y": {}}}, "!!python/object/apply:os.system ['x']", "tiny.py:Tiny", "os:system", "${oc.env:HOME}", "${", "null",
+    None, True, False, 0, -1, 1, 1.5, -0.0, 2**31, 2**53 + 1, 2**63, 2**64, -(2**63), 1e308, float("nan"),
+    float("inf"), -float("inf"), "", " ", "x" * 5_000, "[bold]", "[/x]", "\u202e", "\ud800", "\n", "nan", "1",
+    "../../..", "/", "~nobody", "0001-01-01T00:00:00+00:00", "9999-12-31T23:59:59-23:59", "2026-01-01",
+    "2026-13-45T99:99:99Z", "finished", "ok", "sim-64mib", [], {}, [[]], [None], {"": None}, [1] * 500,
+    {"x": {"y": {}}}, "!!python/object/apply:os.system ['x']", "tiny.py:Tiny", "os:system", "${oc.env:HOME}", "${",
+    "null",
 )  # fmt: skip
 _TEXTS: Final = (
-    b"", b" ", b"\n", b"{", b"}", b"[]", b"{}", b"null", b"0", b'"x"', b"nan", b"NaN", b"\xff\xfe", b"\xef\xbb\xbf{}", b"\x00" * 100,
-    b"[" * 100_000, b'{"a":' * 50_000, b"9" * 10_000, b'{"schema": 1}', b'{"schema": 99}', b'{"schema": -1}', b'{"schema": 1e400}', b"&a [*a]",
-    b"a: &a [*a, *a]", b"? : :", b"--- !!python/object/apply:os.system ['x']\n", b"- " * 5_000, b"\t\tx: 1", b"%YAML 9.9\n---\n",
+    b"", b" ", b"\n", b"{", b"}", b"[]", b"{}", b"null", b"0", b'"x"', b"nan", b"NaN", b"\xff\xfe", b"\xef\xbb\xbf{}",
+    b"\x00" * 100, b"[" * 100_000, b'{"a":' * 50_000, b"9" * 10_000, b'{"schema": 1}', b'{"schema": 99}',
+    b'{"schema": -1}', b'{"schema": 1e400}', b"&a [*a]", b"a: &a [*a, *a]", b"? : :",
+    b"--- !!python/object/apply:os.system ['x']\n", b"- " * 5_000, b"\t\tx: 1", b"%YAML 9.9\n---\n",
     b"PK\x03\x04" + b"\x00" * 50, b"\x80\x02}q\x00.", b"cos\nsystem\n(S'x'\ntR.",
 )  # fmt: skip
 # What reads each sort of file, beside what lists everything.
 _ON_RUNS: Final = (
-    ("show", "RUN"), ("show", "RUN", "--json"), ("status", "RUN"), ("status", "RUN", "--json"), ("report", "RUN"), ("logs", "RUN"),
-    ("compare", "RUN", "OTHER"), ("cancel", "RUN"), ("runs",), ("runs", "--best", "best_validation_loss"),
-    ("runs", "--best", "accuracy", "--json"), ("complete-line", "show", ""), ("show", "last"),
+    ("show", "RUN"), ("show", "RUN", "--json"), ("status", "RUN"), ("status", "RUN", "--json"), ("report", "RUN"),
+    ("logs", "RUN"), ("compare", "RUN", "OTHER"), ("cancel", "RUN"), ("runs",),
+    ("runs", "--best", "best_validation_loss"), ("runs", "--best", "accuracy", "--json"),
+    ("complete-line", "show", ""), ("show", "last"),
 )  # fmt: skip
 _ON_STATE: Final = (
-    ("factors",), ("factors", "--show"), ("factors", KEY), ("factors", "--export", "-"), ("factors", "--replay", "momentum"),
-    ("factors", KEY, "--plot", "out.svg"), ("factors", KEY, "--pin", "0.5"), ("factors", KEY, "--unpin"), ("factors", "--reset", "--yes"),
-    ("factors", "--import", "in.json"), ("factors", KEY, "--json"), ("runs",), ("status", "RUN"), ("show", "RUN"),
+    ("factors",), ("factors", "--show"), ("factors", KEY), ("factors", "--export", "-"),
+    ("factors", "--replay", "momentum"), ("factors", KEY, "--plot", "out.svg"), ("factors", KEY, "--pin", "0.5"),
+    ("factors", KEY, "--unpin"), ("factors", "--reset", "--yes"), ("factors", "--import", "in.json"),
+    ("factors", KEY, "--json"), ("runs",), ("status", "RUN"), ("show", "RUN"),
 )  # fmt: skip
 _TRAIN: Final = ("--task", "tiny.py:Tiny", "--device", "sim:64MiB")
 _SLOW: Final = (
-    ("evaluate", "RUN"), ("resume", "RUN"), ("resume", "RUN", "--epochs", "3"), ("resubmit", "RUN", "--dry-run"), ("doctor",),
-    (*_TRAIN, "--dry-run"), (*_TRAIN, "--epochs", "1"), (*_TRAIN, "--start-from", "RUN", "--epochs", "1"),
+    ("evaluate", "RUN"), ("resume", "RUN"), ("resume", "RUN", "--epochs", "3"), ("resubmit", "RUN", "--dry-run"),
+    ("doctor",), (*_TRAIN, "--dry-run"), (*_TRAIN, "--epochs", "1"),
+    (*_TRAIN, "--start-from", "RUN", "--epochs", "1"),
 )  # fmt: skip
-_SLOW_SHARE: Final = {"checkpoints": 0.7}
+_SLOW_SHARE: Final[Mapping[str, float]] = {"checkpoints": 0.7}
 _OTHER_SLOW_SHARE: Final = 0.15
 _IMPORTS: Final = "in.json"
 _PRESETS: Final = "presets"
@@ -68,8 +74,10 @@ def _add_files() -> None:
         assert answer.code == 0, answer
     state, runs = Path("state"), Path("runs")
     # An attempt of a killed run: one that began and taught nothing.
-    first = sorted((state / "observations").glob("*.started.json"))[0]
-    (state / "observations" / f"x{first.name}").write_bytes(first.read_bytes().replace(b'"attempt": 1', b'"attempt": 7'))
+    first = min((state / "observations").glob("*.started.json"))
+    (state / "observations" / f"x{first.name}").write_bytes(
+        first.read_bytes().replace(b'"attempt": 1', b'"attempt": 7')
+    )
     assert len(list(runs.iterdir())) > 1
     configs = Path(__file__).resolve().parents[2] / "configs"
     for group in ("cluster", "memory"):
@@ -106,7 +114,9 @@ def _targets(world: World, kind: str, run: str) -> Sequence[Path]:
 
 def _questions(kind: str, dice: Random) -> Iterator[Sequence[str]]:
     if kind == "preset":
-        preset = dice.choice((("--cluster", "slurm"), ("--cluster", "local"), ("--memory", "tight"), ("--dataset", "mine")))
+        preset = dice.choice(
+            (("--cluster", "slurm"), ("--cluster", "local"), ("--memory", "tight"), ("--dataset", "mine"))
+        )
         submit = ("--submit",) if "--cluster" in preset else ()
         yield ("--model", "gat", "--config-dir", _PRESETS, *preset, *submit, "--epochs", "0")
         return
@@ -144,7 +154,7 @@ def _damage(path: Path, dice: Random) -> None:
             path.write_bytes(data + dice.choice((data, dice.choice(_TEXTS))))
         case 4:
             path.unlink()
-            kinds = [path.mkdir, lambda: path.symlink_to(path.name), lambda: None]
+            kinds: list[Callable[[], Any]] = [path.mkdir, lambda: path.symlink_to(path.name), lambda: None]
             if path.parent.name in ("observations", "events"):
                 # Nobody writes into it, and its reader must not wait.
                 kinds.append(lambda: os.mkfifo(path))
@@ -157,7 +167,9 @@ def _flipped(data: bytes, dice: Random) -> bytes:
     flipped = bytearray(data)
     for _ in range(dice.choice((1, 1, 3, 30))):
         if flipped:
-            flipped[dice.randrange(len(flipped))] = dice.choice((0, 255, dice.randrange(256), ord("9"), ord("{"), ord('"')))
+            flipped[dice.randrange(len(flipped))] = dice.choice(
+                (0, 255, dice.randrange(256), ord("9"), ord("{"), ord('"'))
+            )
     return bytes(flipped)
 
 
@@ -218,4 +230,4 @@ def _change_checkpoint(path: Path, dice: Random) -> None:
 
 def attacks() -> Iterator[Attack]:
     """Yields the attack by files."""
-    yield Attack("files", "damaged files of runs, states, checkpoints, presets and imports", case, COUNT, 60, prepare)
+    yield Attack("files", "damaged files of runs, states, checkpoints, presets and imports", case, COUNT, 30, prepare)

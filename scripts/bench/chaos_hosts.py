@@ -2,13 +2,13 @@
 folder and are killed.
 """
 
-import datetime as clock
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,7 +26,20 @@ CLOCKS: Final = 2_000
 HOSTS: Final = 100
 
 _YEARS_S: Final = 10 * 365.25 * 86_400
-_JUMPS_S: Final = (-_YEARS_S, -_YEARS_S, -86_400.0, -3_600.0, -1.0, 0.0, 0.0, 1.0, 3_600.0, 86_400.0, _YEARS_S, _YEARS_S)
+_JUMPS_S: Final = (
+    -_YEARS_S,
+    -_YEARS_S,
+    -86_400.0,
+    -3_600.0,
+    -1.0,
+    0.0,
+    0.0,
+    1.0,
+    3_600.0,
+    86_400.0,
+    _YEARS_S,
+    _YEARS_S,
+)
 _JUST_NOW_S: Final = 60.0
 _SHIFT_S: Final = 10 * 86_400.0
 _OPERATIONS: Final = 8
@@ -37,21 +50,21 @@ _KILLS: Final = 0.1  # of what is acknowledged
 _CONTEXT: Final = get_context("fork")
 
 
-class _Clock(clock.datetime):
+class _Clock(datetime):
     """What `datetime` is to can-train: its `now` is shifted."""
 
     shift_s = 0.0
 
     @classmethod
-    def now(cls, tz: Any = None) -> clock.datetime:  # type: ignore[override]
-        return clock.datetime.fromtimestamp(clock.datetime.now().timestamp() + cls.shift_s, tz)
+    def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+        return datetime.fromtimestamp(datetime.now(UTC).timestamp() + cls.shift_s, tz)
 
 
 def prepare_clock(place: Path) -> None:
     """Gives can-train's modules a clock that can be shifted."""
     for name, module in [*sys.modules.items()]:
-        if name.startswith("can_train.") and getattr(module, "datetime", None) is clock.datetime:
-            setattr(module, "datetime", _Clock)
+        if name.startswith("can_train.") and getattr(module, "datetime", None) is datetime:
+            vars(module)["datetime"] = _Clock
 
 
 def clocks(number: int, dice: Random, place: Path) -> str:
@@ -70,7 +83,7 @@ def clocks(number: int, dice: Random, place: Path) -> str:
         for path in {*state.rglob("*.json")} - before:
             # The file system has the same clock, unless the writer said otherwise.
             if abs(path.stat().st_mtime - time.time()) < _JUST_NOW_S:
-                now_s = _Clock.now(clock.UTC).timestamp()
+                now_s = _Clock.now(UTC).timestamp()
                 os.utime(path, (now_s, now_s))
         (summary,) = (one for one in store.records() if one.device == _DEVICE.key)
         if summary.state != (expected := _expected(operations)):
@@ -103,9 +116,10 @@ def _expected(operations: Sequence[str]) -> str:
 def _observation(state: Path, run_id: str) -> Observation:
     moment = next_time(state)
     return Observation(
-        run_id=run_id, attempt=1, key=_KEY, size="student", device=_DEVICE, start_time=moment, end_time=moment, outcome="ok", factor=0.5,
-        factor_reason="", capacity_bytes=10**9, peak_allocated_bytes=4 * 10**8, tuned_limit=10**8, safe_limit=5 * 10**7, used=0.5,
-        logical_batch=8, largest_micro_batch=8, binding_limit="requested",
+        run_id=run_id, attempt=1, key=_KEY, size="student", device=_DEVICE, start_time=moment, end_time=moment,
+        outcome="ok", factor=0.5, factor_reason="", capacity_bytes=10**9, peak_allocated_bytes=4 * 10**8,
+        tuned_limit=10**8, safe_limit=5 * 10**7, used=0.5, logical_batch=8, largest_micro_batch=8,
+        binding_limit="requested",
     )  # fmt: skip
 
 
@@ -113,9 +127,9 @@ def hosts(number: int, dice: Random, place: Path) -> str:
     """Has processes of two hosts write records of all kinds into one folder, and kills some."""
     state = place / "state"
     rmtree(state, ignore_errors=True)
-    running = {_start(state, host, writer, dice.random()): (host, writer) for host in ("one", "two") for writer in range(2)}
+    running = [_start(state, host, writer, dice.random()) for host in ("one", "two") for writer in range(2)]
     acknowledged: list[str] = []
-    pipes = {pipe: process for (pipe, process) in running}
+    pipes = dict(running)
     while pipes:
         for pipe in wait([*pipes]):
             assert isinstance(pipe, Connection)
@@ -148,7 +162,7 @@ def _start(state: Path, host: str, writer: int, seed: float) -> tuple[Connection
 
 
 def _write(state: Path, name: str, host: str, seed: float, pipe: Connection) -> None:
-    records.this_host = lambda: host  # type: ignore[assignment]
+    records.this_host = lambda: host
     os.environ |= {"SLURMD_NODENAME": host, "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     dice, store = random.Random(seed), FactorStore(state)
@@ -168,6 +182,8 @@ def _write(state: Path, name: str, host: str, seed: float, pipe: Connection) -> 
 
 def attacks() -> Iterator[Attack]:
     """Yields the attacks by clocks and by hosts."""
-    yield Attack("clocks", f"{_OPERATIONS} operations of the factor store, between which the clock jumps by up to ten years",
-                 clocks, CLOCKS, 100, prepare_clock)  # fmt: skip
-    yield Attack("hosts", "four processes of two hosts that write into one state folder and are killed", hosts, HOSTS, 5)
+    text = f"{_OPERATIONS} operations of the factor store; between them the clock jumps, by up to ten years"
+    yield Attack("clocks", text, clocks, CLOCKS, 100, prepare_clock)
+    yield Attack(
+        "hosts", "four processes of two hosts that write into one state folder and are killed", hosts, HOSTS, 5
+    )

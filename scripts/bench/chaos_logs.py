@@ -1,4 +1,4 @@
-"""Mutated CAN logs of every format: they are refused with a sentence, or become frames and windows of finite numbers."""
+"""Mutated CAN logs of every format: refused with a sentence, or read as frames and windows of finite numbers."""
 
 import bz2
 import gzip
@@ -35,13 +35,18 @@ _BINARY_SHARE: Final = 0.02
 _WINDOWS_SHARE: Final = 0.15  # of the logs that become windows too
 _LIVE_SHARE: Final = 0.1  # of those that arrive as if from a bus
 _ODD: Final = (
-    "", " ", ",", ",,,,", "\t", "nan", "inf", "-inf", "1e308", "1e309", "-1", "-0.0", "0", "1e-320", "9" * 30, "9" * 400, "0x", "0xFFFFFFFF",
-    "1FFFFFFF", "20000000", "FFFFFFFFFF", "G1", "\ufeff", "\u202e", "١٢٣", "é", "\x00", "\x1b[2J", '"', '""', "'", "\\", "(", ")", "[8]", "[99]",
-    "#", "##", "##1", "#R", "#R9", "R", "T", "1.2.3", "1,5", "1e11", "1e12", "2026-01-01 00:00:00", "9999-12-31T23:59:59", "0000-00-00",
-    "00" * 64, "0" * 15, "F" * 129, "zz", "can0", "can" * 200, "Rx", "Tx", "ErrorFrame", "d 8", "l 64",
+    "", " ", ",", ",,,,", "\t", "nan", "inf", "-inf", "1e308", "1e309", "-1", "-0.0", "0", "1e-320", "9" * 30,
+    "9" * 400, "0x", "0xFFFFFFFF", "1FFFFFFF", "20000000", "FFFFFFFFFF", "G1", "\ufeff", "\u202e", "١٢٣", "é", "\x00",
+    "\x1b[2J", '"', '""', "'", "\\", "(", ")", "[8]", "[99]", "#", "##", "##1", "#R", "#R9", "R", "T", "1.2.3", "1,5",
+    "1e11", "1e12", "2026-01-01 00:00:00", "9999-12-31T23:59:59", "0000-00-00", "00" * 64, "0" * 15, "F" * 129, "zz",
+    "can0", "can" * 200, "Rx", "Tx", "ErrorFrame", "d 8", "l 64",
 )  # fmt: skip
 _ENCODINGS: Final = ("utf-16", "utf-16-le", "utf-16-be", "utf-8-sig", "utf-32", "latin-1", "utf-7")
-_PACKERS: Final[dict[str, Callable[[bytes], bytes]]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+_PACKERS: Final[dict[str, Callable[[bytes], bytes]]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
 _ENDINGS: Final = (b"\n", b"\n", b"\n", b"\r\n", b"\r", b"\n\n", b"\x0b", b"\x00", b"")
 
 
@@ -61,7 +66,9 @@ def _recordings(place: Path) -> tuple[tuple[str, bytes], ...]:
         path = place / "whole.blf"
         with can.BLFWriter(str(path)) as writer:
             for number in range(300):
-                writer.on_message_received(can.Message(timestamp=1e9 + number / 100, arbitration_id=number % 7, data=bytes(8)))
+                writer.on_message_received(
+                    can.Message(timestamp=1e9 + number / 100, arbitration_id=number % 7, data=bytes(8))
+                )
         made.append((".blf", path.read_bytes()))
     return tuple(made)
 
@@ -75,7 +82,10 @@ def draw_log(dice: Random, place: Path) -> Path:
     # A header, where there is one, is the first line; without mutations it lets the others be read.
     rows = [lines[0], *(dice.choice(lines) for _ in range(LINES - 1))]
     share = dice.choice((0.01, 0.1, 0.5, 1.0))
-    rows = [_mutated(row, dice) if dice.random() < share and (number or dice.random() < 0.2) else row for number, row in enumerate(rows)]
+    rows = [
+        _mutated(row, dice) if dice.random() < share and (number or dice.random() < 0.2) else row
+        for number, row in enumerate(rows)
+    ]
     if dice.random() < 0.2:
         rows = _in_time(rows, dice)
     end = dice.choice(_ENDINGS) if dice.random() < 0.2 else b"\n"
@@ -140,11 +150,34 @@ def _add_sidecar(log: Path, dice: Random) -> None:
     """Writes labels beside a log, of which one value is odd."""
     name = log.name.partition(".")[0]
     entry: dict[str, Any] = {"injection_id": "0x2", "injection_interval": [0.0, 5.0], "injection_data_str": "XXXXFF"}
-    odd = (None, [], {}, "", "X" * 300, "F" * 300, 10**40, -1, [[1, 2], [3, float("nan")]], [1e308, float("inf")], [10**30, 1], "12345678901234567890")
+    odd: tuple[Any, ...] = (
+        None,
+        [],
+        {},
+        "",
+        "X" * 300,
+        "F" * 300,
+        10**40,
+        -1,
+        [[1, 2], [3, float("nan")]],
+        [1e308, float("inf")],
+        [10**30, 1],
+        "12345678901234567890",
+    )
     entry[dice.choice([*entry])] = dice.choice(odd)
     text = json.dumps({name: entry})
     if dice.random() < 0.3:
-        text = dice.choice((text[: dice.randrange(len(text))], "[" * 5_000, "{", "", '{"log": ' + "9" * 5_000 + "}", "\ufeff" + text, "[1]"))
+        text = dice.choice(
+            (
+                text[: dice.randrange(len(text))],
+                "[" * 5_000,
+                "{",
+                "",
+                '{"log": ' + "9" * 5_000 + "}",
+                "\ufeff" + text,
+                "[1]",
+            )
+        )
     (log.parent / "capture_metadata.json").write_text(text)
 
 
@@ -156,8 +189,10 @@ def case(number: int, dice: Random, place: Path) -> str:
     log = draw_log(dice, folder)
     if dice.random() < 0.05:
         _add_sidecar(log, dice)
-    settings = CanDatasetSettings(path=str(log), max_malformed=dice.choice((0.01, 1.0, 1.0)), window=dice.choice((2, 10, 50)))
-    ways = [lambda: _read(log, settings, dice)]
+    settings = CanDatasetSettings(
+        path=str(log), max_malformed=dice.choice((0.01, 1.0, 1.0)), window=dice.choice((2, 10, 50))
+    )
+    ways: list[Callable[[], None]] = [lambda: _read(log, settings, dice)]
     if dice.random() < _WINDOWS_SHARE:
         ways.append(lambda: _prepare(log, settings, place / "cache"))
     if dice.random() < _LIVE_SHARE:
@@ -191,9 +226,15 @@ def _hear(log: Path, settings: CanDatasetSettings) -> None:
 def _prepare(log: Path, settings: CanDatasetSettings, cache: Path) -> None:
     source = LogFile(path=log, role=LOG, group=log.name, kind="DoS")
     flat = prepare(settings, [source], cache, SilentReporter()).flat
-    arrays = {name: value for name, value in vars(flat).items() if isinstance(value, np.ndarray) and value.dtype.kind == "f"}
+    arrays = {
+        name: value for name, value in vars(flat).items() if isinstance(value, np.ndarray) and value.dtype.kind == "f"
+    }
     # Of an ID that had no frame before, behaviour is not known, which is NaN.
-    wrong = [name for name, value in arrays.items() if not (np.isfinite(value) | (name == "behaviour") & np.isnan(value)).all()]
+    wrong = [
+        name
+        for name, value in arrays.items()
+        if not (np.isfinite(value) | (name == "behaviour") & np.isnan(value)).all()
+    ]
     assert not wrong, f"not finite: {wrong}"
 
 
@@ -212,4 +253,4 @@ def _quiet(place: Path) -> None:
 
 def attacks() -> Iterator[Attack]:
     """Yields the attack by logs."""
-    yield Attack("logs", f"mutated logs of {LINES} lines each", case, LOGS, 300, _quiet, inputs=LINES)
+    yield Attack("logs", f"mutated logs of {LINES} lines each", case, LOGS, 150, _quiet, inputs=LINES)

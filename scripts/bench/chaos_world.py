@@ -109,16 +109,18 @@ def call(words: Sequence[str]) -> Answer:
             signal.setitimer(timer, seconds)
         try:
             code = main(words)
-        except (Exception, SystemExit, KeyboardInterrupt, _Hang) as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it would be a traceback
             wrong = escaped(error)
         finally:
             for _, timer, _ in _TIMERS:
                 signal.setitimer(timer, 0)
-    texts = []
-    for stream in (out, err):
-        stream.flush()
-        texts.append(stream.buffer.getvalue().decode(errors="replace"))  # type: ignore[attr-defined]
-    return Answer(words, code, *texts, wrong)
+    return Answer(words, code, _text(out), _text(err), wrong)
+
+
+def _text(stream: io.TextIOWrapper) -> str:
+    stream.flush()
+    stream.seek(0)
+    return stream.read()
 
 
 def _raise_hang(*_: object) -> None:
@@ -145,8 +147,8 @@ class World:
             (programs / name).write_text("#!/bin/sh\nexit 1\n")
             (programs / name).chmod(0o755)
         self.folder.mkdir(exist_ok=True)
-        os.environ |= {"HOME": str(self.folder / "home"), "CAN_TRAIN_HOME": str(self.state), "CAN_TRAIN_CONFIG": os.devnull,
-                       "PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}  # fmt: skip
+        os.environ |= {"HOME": str(self.folder / "home"), "CAN_TRAIN_HOME": str(self.state),
+                       "CAN_TRAIN_CONFIG": os.devnull, "PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}  # fmt: skip
         os.chdir(self.folder)
         # Nobody answers a question.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -157,7 +159,7 @@ class World:
             (self.folder / "tiny.py").write_text(TASK)
             for seed in ("1", "2"):
                 answer = call([*TRAIN, "--seed", seed])
-                assert not answer.code and not answer.failure, answer
+                assert (answer.code, answer.failure) == (0, ""), answer
             self._add_oddities()
             more()
             # Whole or not at all: the process may be ended here, and another one go on.

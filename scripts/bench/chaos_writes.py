@@ -21,7 +21,7 @@ from bench.chaos_world import HANG_S, KEY, TRAIN, WAIT_S, Answer, World, call
 from can_train.cli.main import main
 from can_train.factors import observations
 from can_train.factors.observations import Observation, read_records
-from can_train.io.records import parse_document
+from can_train.io.records import parse_document, write_document
 
 COMMANDS: Final = 1_000
 
@@ -32,10 +32,11 @@ _ACTS: Final = (_KILL, _TEAR, errno.EIO, errno.ENOSPC, errno.EROFS)
 """What happens to an operation: the last two last from there on."""
 _LASTING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _LINES: Final = (
-    TRAIN, ("factors", "--reset", "--yes"), ("factors", KEY, "--pin", "0.5"), ("factors", KEY, "--unpin"), ("factors", "--export", "out.json"),
-    ("factors", "--import", "state/batch_size_factors.json"), ("factors", KEY, "--plot", "out.svg"), ("report", "last"), ("evaluate", "last"),
-    ("resume", "last"), ("resume", "last", "--epochs", "3"), ("resubmit", "last"), ("cancel", "last"), ("runs",), ("show", "last"), ("factors",),
-    ("doctor",), (*TRAIN, "--dry-run"), (*TRAIN, "--submit", "--cluster", "debug"),
+    TRAIN, ("factors", "--reset", "--yes"), ("factors", KEY, "--pin", "0.5"), ("factors", KEY, "--unpin"),
+    ("factors", "--export", "out.json"), ("factors", "--import", "state/batch_size_factors.json"),
+    ("factors", KEY, "--plot", "out.svg"), ("report", "last"), ("evaluate", "last"), ("resume", "last"),
+    ("resume", "last", "--epochs", "3"), ("resubmit", "last"), ("cancel", "last"), ("runs",), ("show", "last"),
+    ("factors",), ("doctor",), (*TRAIN, "--dry-run"), (*TRAIN, "--submit", "--cluster", "debug"),
 )  # fmt: skip
 _MOST_OPERATIONS: Final = 60
 
@@ -57,7 +58,7 @@ class Faults:
         for name in ("replace", "rename", "link", "fsync", "mkdir", "unlink"):
             setattr(os, name, self._counted(getattr(os, name), any_target=name == "fsync"))
         opened = self._opener(io.open)
-        io.open = builtins.open = opened  # type: ignore[assignment]
+        io.open = builtins.open = opened
 
     def count(self, half: Callable[[], Any] = lambda: None) -> None:
         """Counts an operation, of which `half` does a part."""
@@ -87,13 +88,13 @@ class Faults:
                 return super().write(data)
 
         def counting(file: Any, mode: str = "r", buffering: int = -1, *others: Any, **named: Any) -> Any:
-            where = os.path.abspath(file) if isinstance(file, str | os.PathLike) else ""
+            where = str(Path(file).absolute()) if isinstance(file, str | os.PathLike) else ""
             if not set("wax+") & {*mode} or not where.startswith(self.folder):
                 return opened(file, mode, buffering, *others, **named)
             self.count()
             raw = Raw(where, mode.replace("b", "").replace("t", ""))
-            buffered = raw if buffering == 0 else (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
-            return buffered if "b" in mode else io.TextIOWrapper(buffered, *others, write_through=buffering == 1, **named)  # type: ignore[type-var]
+            buffered: Any = raw if buffering == 0 else (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
+            return buffered if "b" in mode else io.TextIOWrapper(buffered, *others, **named)
 
         return counting
 
@@ -122,7 +123,8 @@ def _run(words: Sequence[str], faults: Faults, streams: Sequence[Path], place: P
     try:
         for number, stream in enumerate(streams, 1):
             os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdout, sys.stderr = io.open(1, "w", closefd=False), io.open(2, "w", closefd=False, buffering=1)
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - until the process ends
+        sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
         signal.setitimer(signal.ITIMER_PROF, HANG_S)
         _acknowledge(place / "acknowledged")
         faults.install()
@@ -139,13 +141,13 @@ def _run(words: Sequence[str], faults: Faults, streams: Sequence[Path], place: P
 
 def _acknowledge(file: Path) -> None:
     """Writes down, in a way that no fault disturbs, each record once it is said to be written."""
-    write, descriptor = observations.write_document, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    write, descriptor = write_document, os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def written(path: Path, record: Any) -> None:
         write(path, record)
         os.write(descriptor, f"{path}\n".encode())
 
-    observations.write_document = written  # type: ignore[attr-defined]
+    setattr(observations, "write_document", written)  # noqa: B010 - the module imported it
 
 
 @cache
@@ -158,7 +160,7 @@ def prepare(place: Path) -> None:
     world = _world(place)
     world.make()
     answer = run_apart(_LINE, Faults(world.folder), place)
-    assert not answer.failure and answer.code == 0, answer
+    assert (answer.code, answer.failure) == (0, ""), answer
     (place / "total").write_text((place / "operations").read_text())
     (place / "weights").write_text(_weights(_new_run(world)))
 
@@ -190,9 +192,10 @@ def _damage(world: World, place: Path) -> str:
                 return f"{line} was acknowledged and is not there"
         except (OSError, ValueError) as error:
             return f"{line} was acknowledged: {error}"
-    for words in (("runs", "--json"), ("factors", "--json"), ("status", "last")):
+    for name in ("runs", "factors"):
+        words = [name, "--json"]
         answer = call(words)
-        if answer.failure or answer.code not in (0, 2 * (words[0] == "status")):
+        if answer.failure or answer.code:
             return answer.failure or f"{words} answers {answer.code}: {answer.err}"
     return world.lost()
 
@@ -247,6 +250,6 @@ def command(number: int, dice: Random, place: Path) -> str:
 def attacks() -> Iterator[Attack]:
     """Yields the attacks by writes."""
     yield Attack("writes", "every write, rename and flush of a training: killed before or inside, failed, full or "
-                 "read-only from there; then resumed", training, 10**6, 10, prepare)  # fmt: skip
-    yield Attack("disk", "commands on a disk that becomes full or read-only", command, COMMANDS, 24,
+                 "read-only from there; then resumed", training, 10**6, 6, prepare)  # fmt: skip
+    yield Attack("disk", "commands on a disk that becomes full or read-only", command, COMMANDS, 12,
                  lambda place: _world(place).make())  # fmt: skip

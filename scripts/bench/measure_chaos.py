@@ -20,17 +20,32 @@ from bench.chaos_cases import Attack, Bounds, NoMoreCases, Progress, dice_of, ru
 from bench.results_file import environment, markdown, write_section
 from can_train.io.records import write_json_atomic
 
-ATTACKS: Final[Mapping[str, Attack]] = {attack.name: attack for attack in (*chaos_lines.attacks(), *chaos_logs.attacks(), *chaos_files.attacks(), *chaos_writes.attacks(), *chaos_hosts.attacks())}
+ATTACKS: Final[Mapping[str, Attack]] = {
+    attack.name: attack
+    for attack in (
+        *chaos_lines.attacks(),
+        *chaos_logs.attacks(),
+        *chaos_files.attacks(),
+        *chaos_writes.attacks(),
+        *chaos_hosts.attacks(),
+    )
+}
 
-IMPORTED: Final = ("torch.distributed", "can_train.config.compose", "can_train.training.train", "can_train.cli.evaluate")
+IMPORTED: Final = (
+    "torch.distributed",
+    "can_train.config.compose",
+    "can_train.training.train",
+    "can_train.cli.evaluate",
+)
 
 WRITE_S: Final = 5.0
 """Seconds between two notes of what was done."""
 
 NOTES: Final = """\
 A case is wrong where an error leaves the program, text says `Traceback`, the exit code is none of 0, 2, 3 and 128 + a
-signal, 2 or 3 comes without a sentence, `--json` prints something else, it takes more than 20 s or 2 GiB, or a record or
-checkpoint that was there is gone."""
+signal, 2 or 3 comes without a sentence, `--json` prints something else, a line takes more than 20 s of processor time
+or 2 GiB, or a record or checkpoint that was there is gone. Inputs of logs are lines. A training that is disturbed is
+resumed, and must end with the weights of an undisturbed one, bit by bit."""
 
 
 def main() -> None:

@@ -296,7 +296,6 @@ def random_line(generator: random.Random, flags: Mapping[str, Sequence[Any]]) ->
         ("--model", "gat", "--dataset", "~nobody-at-all/log.csv", "--dry-run"),
         ("--task", "~nobody-at-all/mine.py:Task"),
         ("--model", "gat", "--dataset", "hcrl_ch", "--data-root", "~nobody-at-all", "--dry-run"),
-        ("--model", "gat", "--dataset", "synthetic", "--runs-dir", "~nobody-at-all", "--after", "~nobody", "--submit"),
     ],
 )
 def test_the_home_of_nobody_is_a_path_that_does_not_exist(

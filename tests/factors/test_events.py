@@ -201,7 +201,11 @@ def test_schema_is_written(tmp_path: Path) -> None:
 def test_a_record_of_the_far_future_counts_from_when_its_file_was_written(tmp_path: Path, year: str) -> None:
     late = f"{year}-12-31T23:59:59.999999+00:00"
     late_event = Event(kind="pin", time=late, key=KEY, value=0.3)
-    for record in (observation(1, start_time=late, end_time=late), late_event, started(2, run_id="later", start_time=late)):
+    for record in (
+        observation(1, start_time=late, end_time=late),
+        late_event,
+        started(2, run_id="later", start_time=late),
+    ):
         # As where another host's clock is ahead, and not that of the folder's server.
         os.utime(write_record(tmp_path, record))
     store = get_safety_factor_db(tmp_path)

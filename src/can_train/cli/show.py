@@ -130,8 +130,8 @@ def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]
     result = _numbers(result)
     steps = max((line.get("step") or 0 for line in epochs), default=0)
     parts = sum(line["micro_batches"] or 0 for line in epochs)
-    peaks = [line["peak_memory_pct"] for line in epochs if line.get("peak_memory_pct") is not None]
-    sizes = [line["micro_batch_size"] for line in epochs if line.get("micro_batch_size")]
+    peaks = [peak for line in epochs if (peak := line.get("peak_memory_pct")) is not None]
+    sizes = [size for line in epochs if (size := line.get("micro_batch_size"))]
     rescues = sum(line.get("ooms_rescued") or 0 for line in epochs)
     return {
         "peak_bytes": result.get("peak_memory_bytes"),
