@@ -148,7 +148,8 @@ class World:
             (programs / name).chmod(0o755)
         self.folder.mkdir(exist_ok=True)
         os.environ |= {"HOME": str(self.folder / "home"), "CAN_TRAIN_HOME": str(self.state),
-                       "CAN_TRAIN_CONFIG": os.devnull, "PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}  # fmt: skip
+                       "CAN_TRAIN_CONFIG": os.devnull, "OMP_NUM_THREADS": "1",
+                       "PATH": f"{programs}:{os.environ['PATH']}"}  # fmt: skip
         os.chdir(self.folder)
         # Nobody answers a question.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
