@@ -230,4 +230,4 @@ def _change_checkpoint(path: Path, dice: Random) -> None:
 
 def attacks() -> Iterator[Attack]:
     """Yields the attack by files."""
-    yield Attack("files", "damaged files of runs, states, checkpoints, presets and imports", case, COUNT, 30, prepare)
+    yield Attack("files", "damaged files of runs, states, checkpoints, presets and imports", case, COUNT, 20, prepare)

@@ -239,6 +239,6 @@ def _lost(world: World, words: Sequence[str]) -> str:
 
 def attacks() -> Iterator[Attack]:
     """Yields the attacks by command lines."""
-    yield Attack("lines", "random command lines, in a process", in_process, COUNT, 600, prepare)
+    yield Attack("lines", "random command lines, in a process", in_process, COUNT, 300, prepare)
     text = "random command lines, as processes; standard output on a full disk in 1 of 20"
-    yield Attack("processes", text, as_process, PROCESSES, 6, lambda place: _world(place).make())
+    yield Attack("processes", text, as_process, PROCESSES, 4, lambda place: _world(place).make())

@@ -253,4 +253,4 @@ def _quiet(place: Path) -> None:
 
 def attacks() -> Iterator[Attack]:
     """Yields the attack by logs."""
-    yield Attack("logs", f"mutated logs of {LINES} lines each", case, LOGS, 150, _quiet, inputs=LINES)
+    yield Attack("logs", f"mutated logs of {LINES} lines each", case, LOGS, 80, _quiet, inputs=LINES)

@@ -250,6 +250,6 @@ def command(number: int, dice: Random, place: Path) -> str:
 def attacks() -> Iterator[Attack]:
     """Yields the attacks by writes."""
     yield Attack("writes", "a training and one of its writes, renames and flushes: killed, failed, full or "
-                 "read-only from there; then resumed", training, 10**6, 6, prepare)  # fmt: skip
-    yield Attack("disk", "commands on a disk that becomes full or read-only", command, COMMANDS, 12,
+                 "read-only from there; then resumed", training, 10**6, 4, prepare)  # fmt: skip
+    yield Attack("disk", "commands on a disk that becomes full or read-only", command, COMMANDS, 8,
                  lambda place: _world(place).make())  # fmt: skip

@@ -98,7 +98,7 @@ def test_of_several_ranks_the_highest_peak_of_a_step_counts(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "line",
     ["", "[]", "{", '{"step": 1}', json.dumps({**vars(STEP), "loss": "no"}), "\x00",
-     json.dumps(vars(STEP)).replace('"loss"', '"loss": 1, "\\ud800"')],
+     json.dumps({**vars(STEP), "loss": "\ud800"})],
 )  # fmt: skip
 def test_a_damaged_line_hides_nothing_but_itself(tmp_path: Path, line: str) -> None:
     path = steps_path(tmp_path, 0)
