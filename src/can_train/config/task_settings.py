@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any, Final, get_type_hints
 
 from can_train.errors import ConfigError, MissingDataError, TaskError, unknown_name
-from can_train.io.records import expanded
 
 _GROUP: Final = "can_train.tasks"  # of entry points
 _BASE: Final = "can_train.tasks.sample_task:Task"
@@ -235,6 +234,8 @@ def locate(task: str) -> tuple[str, str]:
     where, _, name = _import_path(task).rpartition(":")
     if not _is_file(where):
         return task, _folder_of(where)
+    from can_train.io.records import expanded
+
     path = expanded(where).absolute()
     return f"{path.name}:{name}", str(path.parent)
 
