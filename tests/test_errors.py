@@ -1,5 +1,6 @@
 """What errors say: the command as it can be typed where it was typed."""
 
+import errno
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
-from can_train.errors import COMMAND_VARIABLE, ConfigError, as_typed, first_sentence
+from can_train.errors import COMMAND_VARIABLE, ConfigError, as_typed, first_sentence, of_system
 from can_train.reporter import wrapped
 from fakes.finished_runs import Shelf
 
@@ -101,3 +102,10 @@ def test_no_command_names_another_one_in_a_way_that_cannot_be_typed(
 )  # fmt: skip
 def test_an_error_of_others_is_its_first_sentence_without_source_positions(text: str, sentence: str) -> None:
     assert first_sentence(RuntimeError(text)) == sentence
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_is_said_in_words(number: int) -> None:
+    error = of_system(OSError(number, os.strerror(number), "runs/x"))
+    assert error is not None
+    assert "does not answer as it should: runs/x: " in str(error)

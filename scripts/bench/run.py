@@ -16,7 +16,7 @@ if __name__ == "__main__":
     module = f"measure_{Path(sys.argv[0]).stem}"
     if not (SCRIPTS / "bench" / f"{module}.py").exists():
         sys.exit(f"{sys.argv[0]}: there is no {module}.py; this file is called through one of the links to it")
-    if module == "measure_scoring":
+    if module in ("measure_scoring", "measure_chaos"):
         # torch reads it when it is imported. The command line sets it too.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     python = project_python(SCRIPTS.parent)

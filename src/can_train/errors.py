@@ -36,11 +36,15 @@ _MAX_SUGGESTIONS: Final = 5  # names that a message lists: more of them nobody r
 _PERMISSION: Final = ("A file or folder cannot be read or written", "Change its permissions, or choose another place")
 _NO_SPACE: Final = ("A file cannot be written for lack of space",
                     "Free some space; a run goes on with can-train resume RUN")  # fmt: skip
+_NO_ANSWER: Final = ("A file system does not answer as it should",
+                     "Check the disk or the connection; a run goes on with can-train resume RUN")  # fmt: skip
 _NO_PATH: Final = ("A path cannot be used", "Check how it is spelt, or name another one")
 _LONGEST_PATH: Final = 200  # characters of a path that a message shows, the last ones
 _REMEDIES: Final = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _PERMISSION),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _NO_SPACE),
+    # A disk that is damaged; a network file system that has gone, or was mounted anew.
+    **dict.fromkeys((errno.EIO, errno.ESTALE), _NO_ANSWER),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL), _NO_PATH),
 }
 

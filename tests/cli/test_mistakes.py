@@ -287,3 +287,18 @@ def random_line(generator: random.Random, flags: Mapping[str, Sequence[Any]]) ->
         value = [] if getattr(one, "is_flag", False) else [generator.choice(HOSTILE)]
         words += [*(one.opts[:1] if one.opts[0].startswith("-") else []), *value]
     return words
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--model", "gat", "--dataset", "~nobody-at-all"),
+        ("--model", "gat", "--dataset", "~nobody-at-all/log.csv", "--dry-run"),
+        ("--task", "~nobody-at-all/mine.py:Task"),
+        ("--model", "gat", "--dataset", "hcrl_ch", "--data-root", "~nobody-at-all", "--dry-run"),
+    ],
+)
+def test_the_home_of_nobody_is_a_path_that_does_not_exist(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    assert "~nobody" in said(capsys, *arguments)

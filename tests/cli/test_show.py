@@ -79,6 +79,27 @@ def test_a_damaged_file_keeps_no_run_from_being_shown(
     assert json.loads(shown(capsys, "last", "--json", *shelf.flags))["run_id"] == folder.run_id
 
 
+@pytest.mark.parametrize("odd", ["x", [1], {"a": 1}, True, float("nan"), float("inf")])
+def test_values_that_are_no_numbers_are_not_known(
+    shelf: Shelf, capsys: pytest.CaptureFixture[str], odd: object
+) -> None:
+    names = (
+        "peak_memory_bytes",
+        "peak_memory_pct",
+        "predicted_peak_bytes",
+        "micro_batch_size",
+        "ooms_rescued",
+        "parameters",
+    )
+    damaged, whole = (shelf.put(n, shelf.resolved("gat", "normal"), {"status": "finished"} | extra)
+                      for n, extra in ((1, dict.fromkeys(names, odd)), (2, {})))  # fmt: skip
+    epoch = dict.fromkeys(("step", "micro_batches", "peak_memory_pct", "micro_batch_size", "ooms_rescued"), odd)
+    damaged.metrics_path.write_text(json.dumps(epoch))
+    memory = json.loads(shown(capsys, damaged.run_id, "--json", *shelf.flags))["memory"]
+    assert {*memory.values()} <= {None, 0}
+    assert main(("compare", damaged.run_id, whole.run_id, *shelf.flags)) == 0
+
+
 @pytest.mark.slow
 def test_a_finished_run_is_shown_with_scores_plan_memory_and_the_next_lines(
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,5 @@
 import json
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,18 @@ def test_a_clock_that_was_set_back_does_not_keep_a_reset_from_what_it_resets(tmp
     assert store.known(KEY, "v100-16gb").choice is None
 
 
+def test_after_a_clock_was_set_back_by_years_decisions_still_follow_what_they_are_about(tmp_path: Path) -> None:
+    future = "2200-01-01T00:00:00.000000+00:00"
+    path = write_record(tmp_path, observation(1, start_time=future, end_time=future))
+    os.utime(path, (datetime.fromisoformat(future).timestamp(),) * 2)  # its file system had the same clock
+    store = get_safety_factor_db(tmp_path)
+    for decide, state in ((lambda: store.pin(KEY, 0.3, V100.key), "pinned"), (lambda: store.unpin(KEY), "learned"),
+                          (lambda: store.reset(KEY), "reset")):  # fmt: skip
+        decide()
+        assert [summary.state for summary in store.records()] == [state]
+    assert read_records(tmp_path).set_aside == []
+
+
 def test_what_comes_later_never_looks_earlier(tmp_path: Path) -> None:
     now = datetime.now(UTC)
     soon, later = now + timedelta(hours=2), now + timedelta(hours=3)
@@ -187,9 +200,14 @@ def test_schema_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("year", ["8999", "9000", "2400"])
 def test_a_record_of_the_far_future_counts_from_when_its_file_was_written(tmp_path: Path, year: str) -> None:
     late = f"{year}-12-31T23:59:59.999999+00:00"
-    write_record(tmp_path, observation(1, start_time=late, end_time=late))
-    write_record(tmp_path, Event(kind="pin", time=late, key=KEY, value=0.3))
-    write_record(tmp_path, started(2, run_id="later", start_time=late))
+    late_event = Event(kind="pin", time=late, key=KEY, value=0.3)
+    for record in (
+        observation(1, start_time=late, end_time=late),
+        late_event,
+        started(2, run_id="later", start_time=late),
+    ):
+        # As where another host's clock is ahead, and not that of the folder's server.
+        os.utime(write_record(tmp_path, record))
     store = get_safety_factor_db(tmp_path)
     assert len(read_records(tmp_path).set_aside) == 3
     assert all(aside.is_read and late in aside.reason for aside in read_records(tmp_path).set_aside)

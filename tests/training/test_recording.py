@@ -95,7 +95,11 @@ def test_of_several_ranks_the_highest_peak_of_a_step_counts(tmp_path: Path) -> N
     assert read_steps(tmp_path) == ([], [])
 
 
-@pytest.mark.parametrize("line", ["", "[]", "{", '{"step": 1}', json.dumps({**vars(STEP), "loss": "no"}), "\x00"])
+@pytest.mark.parametrize(
+    "line",
+    ["", "[]", "{", '{"step": 1}', json.dumps({**vars(STEP), "loss": "no"}), "\x00",
+     json.dumps({**vars(STEP), "loss": "\ud800"})],
+)  # fmt: skip
 def test_a_damaged_line_hides_nothing_but_itself(tmp_path: Path, line: str) -> None:
     path = steps_path(tmp_path, 0)
     write_steps(path, [STEP])

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from can_train.cli.output import TextTable, duration, print_json, print_tables
+from can_train.cli.output import TextTable, duration, number_or_none, print_json, print_tables
 from can_train.cli.run_locator import AsJson, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import by_test_set, higher_is_better, is_ranked, run_json, test_scores
 from can_train.cli.show import memory_facts
@@ -107,7 +107,7 @@ def _course_table(compared: Sequence[ComparedRun]) -> TextTable:
         "time": [_NONE if each["seconds"] is None else duration(each["seconds"]) for each in facts],
         "epochs": [_cell(one.found.progress.epoch) for one in compared],
         "steps": [_cell(one.found.progress.step) for one in compared],
-        "parameters": [_cell(one.result.get("parameters"), ",") for one in compared],
+        "parameters": [_cell(number_or_none(one.result.get("parameters")), ",") for one in compared],
         "device": [str(one.result.get("device") or one.settings.get("device") or _NONE) for one in compared],
         "peak memory": [size_text(peak) if peak else _NONE for peak in peaks],
         "of what is usable": [_cell(share, ".1%") for share in shares],

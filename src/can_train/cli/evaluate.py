@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -12,6 +11,7 @@ from can_train.cli.alarm_options import AlarmsPerHour, Calibrate, HoldOption, Th
 from can_train.cli.output import Quiet, Verbose, Verbosity, make_reporter, print_judgement, print_wrapped
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.errors import ConfigError, RunError
+from can_train.io.records import expanded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ def evaluate(  # noqa: PLR0913 - Typer makes an option of each argument
         rule=rule,
         flagged_only=flagged_only,
         explain=explain,
-        scores=Path(scores).expanduser() if scores else None,
+        scores=expanded(scores) if scores else None,
         device=device,
         paths=PathSettings(data_root=data_root or "", state_dir=state_dir or ""),
     )

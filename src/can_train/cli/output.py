@@ -233,6 +233,12 @@ def finite(value: Any) -> Any:
     return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def number_or_none(value: Any) -> float | None:
+    """Returns a finite number as it is; None for anything else, as a damaged or edited file may hold."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and abs(value) < math.inf else None
+
+
 def duration(seconds: float) -> str:
     """Writes a duration in its largest unit, with the next one where that is less than ten of it.
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from can_train.cli.output import duration, finite, print_json, print_tables
+from can_train.cli.output import duration, finite, number_or_none, print_json, print_tables
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import change_text, run_json
 from can_train.errors import CanTrainError, as_typed, command_name
@@ -126,20 +126,25 @@ def full_plan_lines(plan: Mapping[str, Any], device: str) -> list[str]:
 def memory_facts(folder: RunFolder, result: Mapping[str, Any]) -> dict[str, Any]:
     """Collects what memory did in a run, from its result or, while it trains, from its metrics; None: not known."""
     lines = [parse_object(line) for line in text_or_nothing(folder.metrics_path).splitlines()]
-    epochs = [line for line in lines if "micro_batches" in line]
+    epochs = [_numbers(line) for line in lines if "micro_batches" in line]
+    result = _numbers(result)
     steps = max((line.get("step") or 0 for line in epochs), default=0)
     parts = sum(line["micro_batches"] or 0 for line in epochs)
-    peaks = [line["peak_memory_pct"] for line in epochs if line.get("peak_memory_pct") is not None]
-    sizes = [line["micro_batch_size"] for line in epochs if line.get("micro_batch_size")]
+    peaks = [peak for line in epochs if (peak := line.get("peak_memory_pct")) is not None]
+    sizes = [size for line in epochs if (size := line.get("micro_batch_size"))]
     rescues = sum(line.get("ooms_rescued") or 0 for line in epochs)
     return {
         "peak_bytes": result.get("peak_memory_bytes"),
-        "peak_share": finite(result.get("peak_memory_pct", max(peaks, default=None))),
-        "predicted_peak_bytes": finite(result.get("predicted_peak_bytes")),
+        "peak_share": result.get("peak_memory_pct", max(peaks, default=None)),
+        "predicted_peak_bytes": result.get("predicted_peak_bytes"),
         "micro_batches_per_step": parts / steps if steps else None,
         "largest_micro_batch": result.get("micro_batch_size", max(sizes, default=None)),
         "rescues": result.get("ooms_rescued", rescues),
     }
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
+    return {name: number_or_none(value) for name, value in values.items()}
 
 
 def memory_lines(memory: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ from can_train.config.resolved import (
 from can_train.config.settings import TrainingSettings, split_list
 from can_train.config.task_settings import TaskSettings, load_task_settings, locate, task_names
 from can_train.errors import ConfigError, unknown_name
+from can_train.io.records import expanded
 
 if TYPE_CHECKING:
     from can_train.config.compose import RunRequest
@@ -314,4 +315,4 @@ def _user_cluster(own: UserFile) -> str:
 
 def split_names(text: str) -> Sequence[str]:
     """Splits a comma-separated flag; the path of an existing file is one value, commas and all."""
-    return split_list(text, existing=[text] if Path(text).expanduser().exists() else [])
+    return split_list(text, existing=[text] if expanded(text).exists() else [])

@@ -38,6 +38,7 @@ from can_train.config.resolved import (
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate, task_names
 from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
+from can_train.io.records import expanded
 
 MOST_RUNS: Final = 1000
 """Runs of one sweep: what a scheduler's array holds by default, and far more than anybody intends."""
@@ -712,7 +713,7 @@ def _dataset(task: TaskSettings, text: str | None, folders: Sequence[Path]) -> t
     name = text.replace("-", "_")
     if name in named and "/" not in text:
         return name, {}
-    path = Path(text).expanduser()
+    path = expanded(text)
     if "/" in text or path.exists():
         stem = path.resolve().name if path.is_dir() else path.resolve().name.split(".")[0]
         slug = re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_") or "log"

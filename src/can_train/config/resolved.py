@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from can_train.config.task_settings import Prerequisite, TaskSettings, key_name, load_task_settings, task_names
 from can_train.errors import ConfigError, StateError, unknown_name
+from can_train.io.records import expanded
 
 if TYPE_CHECKING:
     from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
@@ -282,11 +283,7 @@ def _user_values(path: Path, text: str) -> dict[str, str]:
 
 def _expanded(path: str) -> Path:
     """Replaces `~` and `$NAME`; what is not known stays, and names a folder that does not exist."""
-    plain = Path(os.path.expandvars(path))
-    try:
-        return plain.expanduser()
-    except RuntimeError:
-        return plain
+    return expanded(os.path.expandvars(path))
 
 
 def state_folder(explicit: Path | None = None, environ: Mapping[str, str] = os.environ) -> Path:
@@ -346,4 +343,4 @@ def with_absolute_paths(run: ResolvedRun) -> ResolvedRun:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute()) if path else ""
+    return str(expanded(path).absolute()) if path else ""

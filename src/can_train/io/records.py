@@ -196,6 +196,14 @@ def is_folder(path: Path) -> bool:
     return False
 
 
+def expanded(path: Path | str) -> Path:
+    """Replaces `~`. The home of a user who does not exist stays as it is written, and names no file."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def text_or_nothing(path: Path) -> str:
     """Reads a text file; empty if it cannot be read."""
     try:
@@ -285,6 +293,10 @@ def write_document(path: Path, record: Any) -> None:
         parse_document(data, type(record))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_new_atomic(path, data)
+        if ahead := _times_ahead(record, utc_now()):
+            # Its writer dates it after a record from before the clock was set back, and it is to be read as such.
+            latest_s = max(datetime.fromisoformat(getattr(record, name)).timestamp() for name in ahead)
+            os.utime(path, (latest_s, latest_s))
     except FileExistsError as error:
         raise unusable("written", path, FileExistsError("a file of this name exists, and stays")) from error
     except (OSError, ValueError, TypeError, RecursionError) as error:

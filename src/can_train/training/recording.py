@@ -194,7 +194,8 @@ def _records(lines: Iterable[Mapping[str, Any]], kind: type) -> list[Any]:
     found: list[Any] = []
     for values in lines:
         if values.keys() == names:
-            with suppress(msgspec.ValidationError):
+            # Half a surrogate pair is text to JSON, and to nothing else.
+            with suppress(msgspec.ValidationError, UnicodeError):
                 found.append(msgspec.convert(values, kind))
     return found
 

@@ -7,14 +7,13 @@ import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from can_train.config.compose import from_plain, with_changes
 from can_train.config.resolved import ResolvedRun, data_root
 from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, DeviceError, MissingDataError, RunError
-from can_train.io.records import parse_object, sketch, text_or_nothing
+from can_train.io.records import expanded, parse_object, sketch, text_or_nothing
 from can_train.io.units import parse_size
 from can_train.reporter import Reporter
 from can_train.training.run_folder import INPUTS, RunFolder, name_to_type
@@ -35,7 +34,7 @@ class ResumeRequest:
     @property
     def values(self) -> dict[str, str]:
         """What was given, by the setting's dotted name."""
-        path = None if self.dataset is None else str(Path(self.dataset).expanduser().absolute())
+        path = None if self.dataset is None else str(expanded(self.dataset).absolute())
         given = {_EPOCHS: self.epochs, "device": self.device, _PATH: path}
         return {name: value for name, value in given.items() if value is not None}
 

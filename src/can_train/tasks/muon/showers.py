@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import DataError, MissingDataError
+from can_train.io.records import expanded
 from can_train.tasks.muon.settings import ShowerDatasetSettings
 
 Floats = NDArray[np.float64]
@@ -72,7 +73,7 @@ def shower_files(dataset: ShowerDatasetSettings, data_root: Path) -> list[Path]:
     if not dataset.path:
         raise MissingDataError("A data set of showers is synthetic, or a file or folder", value=repr(dataset.name),
                                remedy="Give --dataset synthetic or --dataset PATH")  # fmt: skip
-    path = Path(dataset.path).expanduser()
+    path = expanded(dataset.path)
     if not path.is_absolute() and not path.exists():
         path = data_root / path
     if path.is_dir():

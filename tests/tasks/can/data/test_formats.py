@@ -4,7 +4,7 @@ import polars as pl
 import pytest
 
 from can_train.tasks.can.data.grammar import Grammar, parse_rows
-from can_train.tasks.can.data.line_formats import LINE_GRAMMARS, PUBLISHED_CSV_GRAMMARS
+from can_train.tasks.can.data.line_formats import LINE_GRAMMARS, PUBLISHED_CSV_GRAMMARS, line_grammars
 
 CAR_HACKING = "1478198376.389427,0316,8,05,21,68,09,21,21,00,6f,R"
 CANDUMP = "(1478198376.389427) can0 12A#00F0"
@@ -174,3 +174,9 @@ def test_events_and_remarks_are_no_rows(name: str, line: str) -> None:
 )
 def test_a_row_that_was_cut_off_is_malformed(name: str, row: str) -> None:
     assert "the DLC disagrees" in reason(name, row)
+
+
+@pytest.mark.parametrize("columns", ["N,O,T", "N,T,I", "N,O,T,I,I", "N,O,I,L,l"])
+def test_columns_that_lack_what_a_frame_needs_or_repeat_it_are_those_of_any_other_log(columns: str) -> None:
+    damaged = line_grammars(pl.Series([f";$COLUMNS={columns}"]))
+    assert damaged == line_grammars(pl.Series([";"]))

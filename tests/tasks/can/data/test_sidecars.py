@@ -61,6 +61,13 @@ def test_any_digit_and_any_id_may_be_left_open(tmp_path: Path) -> None:
     assert attacks == [(round(2.05 + i * 0.1, 3), 0x123) for i in range(1, 20, 2)]
 
 
+def test_no_frame_holds_a_payload_that_is_longer_than_any(tmp_path: Path) -> None:
+    path = write(tmp_path / "max_speedometer_attack_1.log")
+    entry = {**SPEED, "injection_data_str": "X" * 128 + "F"}
+    (tmp_path / "capture_metadata.json").write_text(json.dumps({path.stem: entry}))
+    assert read(path)[2] == []
+
+
 def test_a_masquerade_is_named_and_needs_no_payload(tmp_path: Path) -> None:
     path = write(tmp_path / "max_speedometer_attack_1_masquerade.log")
     entry = {"injection_id": "0xd0", "injection_interval": [0.0, 0.45]}
@@ -114,7 +121,7 @@ def test_labels_in_the_log_go_before_those_beside_it(tmp_path: Path) -> None:
     assert (reader.format, reader.labelled, attacks) == ("candump_labelled", True, [])
 
 
-@pytest.mark.parametrize("content", ["[]", "{", "{}", '{"other": {}}', '{"drive": 7}', '{"drive": []}'])
+@pytest.mark.parametrize("content", ["[]", "{", "{}", '{"other": {}}', '{"drive": 7}', '{"drive": []}', "[" * 9_000])
 def test_other_files_beside_a_log_say_nothing(content: str, tmp_path: Path) -> None:
     path = write(tmp_path / "drive.log")
     (tmp_path / "capture_metadata.json").write_text(content)

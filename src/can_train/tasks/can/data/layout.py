@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from can_train.errors import DataError, MissingDataError, unknown_name
+from can_train.io.records import expanded
 from can_train.reporter import Reporter
 from can_train.tasks.can.data.sidecars import find_sidecar
 from can_train.tasks.can.settings import CanDatasetSettings
@@ -103,14 +104,14 @@ def _find(dataset: CanDatasetSettings, data_root: Path, wanted: Sequence[str]) -
 
 def _place(dataset: CanDatasetSettings, data_root: Path) -> Path:
     if dataset.path:
-        path = Path(dataset.path).expanduser()
+        path = expanded(dataset.path)
         if path.is_file() or path.is_dir():
             return path
         raise MissingDataError("--dataset must name a file or folder that exists, or a known data set", value=str(path),
                                remedy=f"Known: {', '.join(NAMED_SETS)}, synthetic")  # fmt: skip
     if dataset.name not in NAMED_SETS:
         raise unknown_name("data set", dataset.name, (*NAMED_SETS, "synthetic"))
-    data_root = data_root.expanduser()
+    data_root = expanded(data_root)
     # The published folders have a hyphen; an underscore is what one makes by hand from the name.
     spellings = dict.fromkeys((dataset.name.replace("_", "-"), dataset.name))
     for collection in _COLLECTIONS:

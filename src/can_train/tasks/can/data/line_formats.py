@@ -147,6 +147,12 @@ def _trc_2(columns: str) -> Grammar:
     return _trc(f"^{BLANKS}{GAP.join(cells)}(?:{GAP}{SPACED_BYTES})?{BLANKS}{END}")
 
 
+def _are_columns(columns: str) -> bool:
+    """Returns whether columns have what a frame needs, and nothing twice: the line may be damaged."""
+    cells = columns.replace("l", "L").split(",")
+    return {"O", "I"} <= {*cells} and len({*cells}) == len(cells)
+
+
 _FIXED_GRAMMARS: Final = (
     # The label is R (regular) or T (injected). Any letter that is no hexadecimal digit is taken for one, so that a
     # wrong label is named as such and a row without one is told from a row that was cut off.
@@ -181,13 +187,13 @@ def line_grammars(sample: pl.Series) -> list[Grammar]:
     lines = sample.drop_nulls()
     found = next(iter(lines.filter(lines.str.contains(_ASC_SETTINGS))), "base hex")
     asc = re.match(_ASC_SETTINGS, found)
-    found = next(iter(lines.filter(lines.str.contains(_TRC_COLUMNS))), f";$COLUMNS={_TRC_2_COLUMNS}")
+    found = next(iter(lines.filter(lines.str.contains(_TRC_COLUMNS))), "")
     trc = re.match(_TRC_COLUMNS, found)
+    columns = trc["columns"] if trc and _are_columns(trc["columns"]) else _TRC_2_COLUMNS
     assert asc is not None
-    assert trc is not None
     base = 10 if asc["base"].lower() == "dec" else 16
     relative = (asc["timestamps"] or "").lower() == "relative"
-    return [*_FIXED_GRAMMARS, _asc(base, relative=relative), _trc(_TRC_1), _trc_2(trc["columns"])]
+    return [*_FIXED_GRAMMARS, _asc(base, relative=relative), _trc(_TRC_1), _trc_2(columns)]
 
 
 # can-train-and-test has no DLC; its payload has 0 to 16 digits without separators.

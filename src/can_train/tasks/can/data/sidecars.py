@@ -51,11 +51,12 @@ class Injection:
                 has_id |= frames.can_id == can_id
             marked &= has_id
         for position, digit in enumerate(self.digits):
-            if digit != _ANY:
+            if digit == _ANY:
+                continue
+            marked &= frames.length > position // 2
+            if marked.any():
                 byte = frames.payload[:, position // 2]
-                marked &= (frames.length > position // 2) & (
-                    (byte & 15 if position % 2 else byte >> 4) == int(digit, 16)
-                )
+                marked &= (byte & 15 if position % 2 else byte >> 4) == int(digit, 16)
         return marked
 
 
@@ -103,7 +104,7 @@ def _content(path: Path, modified_ns: int) -> Mapping[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig") if modified_ns else "{}"
         content = json.loads(_TRAILING_COMMA.sub("", text))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # of another kind
     return content if isinstance(content, dict) else {}
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from can_train.config.resolved import EvaluationData, FinishedModel
 from can_train.errors import CanTrainError, CheckpointError, ConfigError
+from can_train.io.records import expanded
 from can_train.reporter import SilentReporter
 from can_train.task import Alarm, AlarmRule, Evaluation, Explanation, Verdict
 from can_train.tasks.can.data.dataset import (
@@ -88,7 +89,7 @@ def _judged_data(trained: CanDatasetSettings, request: EvaluationData) -> tuple[
     """Loads the windows, and returns whether they are the run's own, split as they were for training."""
     dataset: CanDatasetSettings = request.dataset
     if trained.path and dataset.path:
-        same = Path(trained.path).expanduser().resolve() == Path(dataset.path).expanduser().resolve()
+        same = expanded(trained.path).resolve() == expanded(dataset.path).resolve()
     else:
         same = (trained.path, trained.name, trained.synthetic) == (dataset.path, dataset.name, dataset.synthetic)
     own = request.own or same
