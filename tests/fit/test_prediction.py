@@ -305,7 +305,7 @@ def test_without_a_compiler_the_cpu_predicts_and_says_so(tmp_path: Path, monkeyp
     monkeypatch.delenv("CXX", raising=False)
     model = perceptron()
     found = of_target(model, 20_000, target="rtx3090")
-    assert "differs from CUDA" in found.notices[0]
+    assert "small batches on the CPU" in found.notices[0]
     assert found.tensors.num_bytes == of_target(model, 20_000).peak_bytes
     assert found.interval_bytes[0] < 0.9 * found.device_bytes
     with torch.device("meta"), pytest.raises(ArgumentError, match="what CUDA would allocate"):
@@ -339,7 +339,7 @@ class Positive(nn.Linear):
 def test_what_needs_values_is_predicted_on_the_cpu_and_says_so(dispatched: None) -> None:
     model = Positive(8, 8)
     found = predict_peak(model, 500, loss_of=lambda rows: model(torch.ones(len(rows), 8)).sum(), target="t4")
-    assert "differs from CUDA" in found.notices[0]
+    assert "small batches on the CPU" in found.notices[0]
     assert found.tensors.least_bytes < found.tensors.num_bytes < found.tensors.most_bytes
 
 

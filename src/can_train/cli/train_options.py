@@ -126,7 +126,7 @@ def _help_places(groups: Groups) -> _Places:
 
 _LISTED: Final = 3  # data sets that help names
 _NO_CHOICE: Final = "This task has one."  # of an option that names a part of the task
-_NOT_SETTINGS: Final = {"set_", "run", "stages", "show", "preset", "gradients"}  # parameters that name no setting
+_NOT_SETTINGS: Final = {"set_", "run", "stages", "show", "preset"}  # parameters that name no setting
 
 _SHORT: Final = {"quiet": ("-q",), "verbose": ("-v",)}
 # What help shows as the value; it is passed on as text, and composition names value and setting if it does not fit.
