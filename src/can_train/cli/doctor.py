@@ -148,8 +148,8 @@ def _check_gradients(flags: Flags) -> None:
     from can_train.training.split_gradients import compare_gradients, comparison_json, comparison_lines
 
     found = []
-    line = {name: value for name, value in flags.items() if name not in _MACHINE or name in PATH_FLAGS}
-    for run in resolve_runs({**line, "submit": False, "cluster": None}, ()):
+    chosen = {name: value for name, value in flags.items() if name not in _MACHINE or name in PATH_FLAGS}
+    for run in resolve_runs({**chosen, "submit": False, "cluster": None}, ()):
         with nothing_left_behind():
             found.append(compare_gradients(run, make_reporter()))
         if not flags["json"]:

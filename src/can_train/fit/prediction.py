@@ -56,7 +56,7 @@ _CUBLAS_MOST: Final = 3
 _CUDNN_MOST: Final = 4
 # Gaps beyond those of the replay, as a share of the peak: networks without dense convolutions need it for as many.
 _GAPS_MOST: Final = 0.1
-# What the same step takes on CUDA, as a share of what small batches on the CPU predict: operators that no table has keep
+# What the same step takes on CUDA, as a share of what small batches on the CPU predict: operators without a table keep
 # somewhat less, and workspaces of cuDNN come on top (CNNs, 95 of 100 published peaks).
 _CPU_LEAST: Final = 0.9
 _CPU_MOST: Final = 1.4
