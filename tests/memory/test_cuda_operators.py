@@ -285,6 +285,33 @@ def test_the_cpu_has_its_own_operators_again_when_the_last_span_ends() -> None:
     assert CUDA_OPERATORS.kernels == {}
 
 
+@pytest.mark.parametrize("name", ["LSTM cell", "GRU cell", "softmax", "RMS norm", "dropout"])
+def test_gradients_that_cuda_differentiates_again_are_differentiated_again(name: str) -> None:
+    run = LAYERS[name]()
+
+    def penalty(x: Tensor) -> Tensor:
+        made = run(x)
+        (gradient,) = torch.autograd.grad(
+            (made[0] if isinstance(made, tuple) else made).float().sin().sum(), x, create_graph=True
+        )
+        return gradient.square()
+
+    inputs = heads((12, 3, 8))
+    for ours, own in zip(
+        values_and_gradients(penalty, inputs, AMPERE), values_and_gradients(penalty, inputs, None), strict=True
+    ):
+        # Gradients of half precision are rounded.
+        torch.testing.assert_close(ours, own, rtol=2e-3 if name == "softmax" else 1e-5, atol=1e-5)
+
+
+def test_gradients_of_fused_attention_have_none_as_on_cuda() -> None:
+    inputs = [one.requires_grad_() for one in heads(QUERY, QUERY, QUERY)]
+    with counted(*inputs):
+        (gradient,) = torch.autograd.grad(attention(*inputs).sin().sum(), inputs[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.square().sum().backward()
+
+
 def test_a_backward_pass_may_be_repeated_where_the_graph_is_kept() -> None:
     inputs = [one.requires_grad_() for one in heads(QUERY, QUERY, QUERY)]
     with counted(*inputs) as tracker:

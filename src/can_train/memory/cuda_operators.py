@@ -143,8 +143,8 @@ class FusedKernel:
     """A kernel of CUDA's, and the memory that it takes beside its results."""
 
     compute: Callable[..., Sequence[Tensor]]  # makes the results from the inputs, outside the device
-    kept_inputs: int | None = None  # how many of its first inputs it keeps for the backward pass; None: all
-    kept_bytes: int = 0  # what it keeps beside them and its results
+    kept_bytes: int = 0  # what it keeps for the backward pass beside inputs and results
+    is_repeatable: bool = False  # whether it may be computed again, to be differentiated twice
     forward_bytes: int = 0  # what it takes while it runs
     backward_bytes: int = 0
     library: str = ""  # whose memory this is; empty: PyTorch's
@@ -167,7 +167,7 @@ class _Fused(torch.autograd.Function):
             torch.empty(kernel.forward_bytes, dtype=torch.uint8, device=device)
             kept = torch.empty(kernel.kept_bytes if needs_gradients else 0, dtype=torch.uint8, device=device)
         ctx.kernel, ctx.graph = kernel, (own, computed)
-        ctx.save_for_backward(*inputs[: kernel.kept_inputs], *results, kept)
+        ctx.save_for_backward(*inputs, *results, kept)
         return results
 
     @staticmethod
@@ -188,6 +188,21 @@ class _Fused(torch.autograd.Function):
         return (None, None, *result)
 
 
+class _FusedTwice(_Fused):
+    """Runs a fused kernel whose gradients have gradients, as a penalty on them needs."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        """Computes the gradients of the inputs."""
+        if not torch.is_grad_enabled():
+            once: tuple[Any, ...] = _Fused.backward(ctx, *gradients)
+            return once
+        inputs = ctx.saved_tensors[: len(ctx.graph[0])]
+        trained = [one for one in inputs if one is not None and one.requires_grad]
+        found = iter(torch.autograd.grad(ctx.kernel.compute(*inputs), trained, gradients, create_graph=True))
+        return (None, None, *(None if one is None or not one.requires_grad else next(found) for one in inputs))
+
+
 def _gradients_of(
     computed: Sequence[Tensor], trained: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> Sequence[Tensor | None]:
@@ -206,7 +221,8 @@ def _gradients_of(
 def run_fused(kernel: FusedKernel, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """Runs a kernel so that its memory counts as CUDA's; returns its results."""
     needs_gradients = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs)
-    results: tuple[Tensor, ...] = _Fused.apply(kernel, needs_gradients, *inputs)  # type: ignore[no-untyped-call]
+    runner = _FusedTwice if kernel.is_repeatable else _Fused
+    results: tuple[Tensor, ...] = runner.apply(kernel, needs_gradients, *inputs)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -220,12 +236,38 @@ def _dropout(inputs: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _softmax(operator: OpOverload, inputs: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    if inputs.dtype not in _HALF or dtype is not torch.float32:
-        result: Tensor = composite(operator)(inputs, dim, dtype)
+    if inputs.dtype in _HALF and dtype is torch.float32:
+        result: Tensor = _WideSoftmax.apply(inputs, operator, dim)  # type: ignore[no-untyped-call]
+    else:
+        result = composite(operator)(inputs, dim, dtype)
+    return result
+
+
+class _WideSoftmax(torch.autograd.Function):
+    """Softmax of half precision, or its logarithm, in single. CUDA's kernel reads one and writes the other, without a
+    copy of the inputs. Source: ATen/native/SoftMax.cpp, `half_to_float`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, operator: OpOverload, dim: int) -> Tensor:
+        """Computes it on the host, and keeps the result."""
+        with _on_host():
+            computed: Tensor = composite(operator)(inputs, dim, torch.float32)
+        result = computed.clone()
+        ctx.save_for_backward(result)
+        ctx.dtype, ctx.operator, ctx.dim = inputs.dtype, operator, dim
         return result
-    # CUDA's kernel reads half precision and writes single. Source: ATen/native/SoftMax.cpp, `half_to_float`.
-    kernel = FusedKernel(compute=lambda given: (composite(operator)(given, dim, dtype),), kept_inputs=0)
-    return run_fused(kernel, inputs)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Computes the gradient of the inputs, by what can be differentiated again."""
+        (result,) = ctx.saved_tensors
+        with _on_host():
+            if ctx.operator is _aten.log_softmax.int:
+                wide = gradient - result.exp() * gradient.sum(ctx.dim, keepdim=True)
+            else:
+                wide = result * (gradient - (result * gradient).sum(ctx.dim, keepdim=True))
+        return wide.to(ctx.dtype), None, None
 
 
 def _rms_norm(
@@ -235,7 +277,8 @@ def _rms_norm(
         return (composite(_aten.rms_norm.default)(inputs, normalized_shape, weight, eps),)
 
     rows = inputs.shape[: inputs.dim() - len(normalized_shape)].numel()
-    return run_fused(FusedKernel(compute=compute, kept_bytes=rows * torch.float32.itemsize), inputs, weight)[0]
+    kernel = FusedKernel(compute=compute, kept_bytes=rows * torch.float32.itemsize, is_repeatable=True)
+    return run_fused(kernel, inputs, weight)[0]
 
 
 _FLASH_ROWS: Final = 128  # queries that flash attention's backward kernel works on at once
@@ -379,8 +422,6 @@ def _attention_on_cpu(capability: Capability, *args: Any, **kwargs: Any) -> Tens
 # only where it runs.
 _GATES: Final = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 _KEPT: Final = {"lstm": 6, "gru": 5, "rnn_tanh": 1, "rnn_relu": 1}
-# Numbers that a cell keeps for each sample and hidden unit. Source: aten/src/ATen/native/cuda/RNN.cu, `workspace`.
-_CELL_KEPT: Final = {"lstm": 4, "gru": 5}
 
 
 def recurrent_kernels(composed: Callable[[OpOverload], Callable[..., Any]] | None) -> Kernels:
@@ -392,8 +433,7 @@ def recurrent_kernels(composed: Callable[[OpOverload], Callable[..., Any]] | Non
         for overload in ("input", "data"):
             operator = getattr(getattr(_aten, name), overload)
             kernels[operator] = partial(_recurrent, operator, composed)
-    for name in _CELL_KEPT:
-        operator = getattr(_aten, f"{name}_cell").default
+    for operator in (_aten.lstm_cell.default, _aten.gru_cell.default):
         kernels[operator] = partial(_cell, operator, composed)
     return kernels
 
@@ -441,29 +481,39 @@ def _cell(
     is_lstm = operator is _aten.lstm_cell.default
     hidden = states[0] if is_lstm else states
     bias, state_bias = biases or (None, None)
-    gates = F.linear(inputs, weights, bias), F.linear(hidden, state_weights, state_bias)
+    gates, state_gates = F.linear(inputs, weights, bias), F.linear(hidden, state_weights, state_bias)
     (state,) = _as_autocast(states[1] if is_lstm else states)
+    gates = state_gates + gates if is_lstm else _gru_gates(gates, state_gates)
+    del state_gates
 
-    def compute(state: Tensor, *gates: Tensor) -> Sequence[Tensor]:
+    def compute(state: Tensor, gates: Tensor) -> Sequence[Tensor]:
         if composed is None:
             return [torch.empty_like(state) for _ in range(1 + is_lstm)]
-        return _lstm_step(state, *gates) if is_lstm else (_gru_step(state, *gates),)
+        return _lstm_step(state, gates) if is_lstm else (_gru_step(state, gates),)
 
-    kept = _CELL_KEPT["lstm" if is_lstm else "gru"] * state.nbytes
-    results = run_fused(FusedKernel(compute=compute, kept_bytes=kept, kept_inputs=int(is_lstm)), state, *gates)
+    # A GRU keeps a copy of its state beside four gates. Source: aten/src/ATen/native/cuda/RNN.cu, `workspace`.
+    kernel = FusedKernel(compute=compute, kept_bytes=0 if is_lstm else state.nbytes, is_repeatable=True)
+    results = run_fused(kernel, state, gates)
     return results if is_lstm else results[0]
 
 
-def _lstm_step(cell: Tensor, gates: Tensor, state_gates: Tensor) -> tuple[Tensor, Tensor]:
-    into, forget, new, out = (state_gates + gates).chunk(4, dim=1)
+def _lstm_step(cell: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    into, forget, new, out = gates.chunk(4, dim=1)
     cell = forget.sigmoid() * cell + into.sigmoid() * new.tanh()
     return out.sigmoid() * cell.tanh(), cell
 
 
-def _gru_step(state: Tensor, gates: Tensor, state_gates: Tensor) -> Tensor:
-    (reset, keep, new), (state_reset, state_keep, state_new) = gates.chunk(3, dim=1), state_gates.chunk(3, dim=1)
-    new = (new + (state_reset + reset).sigmoid() * state_new).tanh()
-    return (state - new) * (state_keep + keep).sigmoid() + new
+def _gru_gates(gates: Tensor, state_gates: Tensor) -> Tensor:
+    """Returns the gates that reset and keep, and both parts of the new state: one of them is reset first."""
+    width = gates.size(1) // 3
+    summed = state_gates[:, : 2 * width] + gates[:, : 2 * width]
+    return torch.cat([summed, gates[:, 2 * width :], state_gates[:, 2 * width :]], dim=1)
+
+
+def _gru_step(state: Tensor, gates: Tensor) -> Tensor:
+    reset, keep, new, state_new = gates.chunk(4, dim=1)
+    new = (new + reset.sigmoid() * state_new).tanh()
+    return (state - new) * keep.sigmoid() + new
 
 
 def _as_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
