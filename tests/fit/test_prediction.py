@@ -382,3 +382,10 @@ def test_images_have_the_format_that_is_asked_for(target: str | None, dispatched
     assert not (isinstance(found, TargetPrediction) and found.notices)
     assert model(images.contiguous(memory_format=torch.channels_last)).shape[1] == 8
     assert not model._forward_pre_hooks
+
+
+def test_trials_of_cudnn_are_said(dispatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_target(perceptron(), 10, target="t4").notices == ()
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    (notice,) = of_target(perceptron(), 10, target="t4").notices
+    assert "benchmark" in notice

@@ -39,7 +39,7 @@ from can_train.memory.cuda_dispatch import (
     record_on_cuda,
 )
 from can_train.memory.cuda_operators import AMPERE, CUDNN
-from can_train.memory.meters import CpuMeter
+from can_train.memory.meters import CpuMeter, cudnn_notices
 from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.task import BatchTask, Feature, Phase
 
@@ -353,6 +353,7 @@ def price_trace(trace: AllocationTrace, card: Card, settings: AllocatorSettings)
         ),
         context=MemoryTerm(what="CUDA context", num_bytes=context, least_bytes=least, most_bytes=most),
         fits_card=trace.replay(on_card),
+        notices=cudnn_notices(),
     )
 
 

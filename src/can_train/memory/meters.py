@@ -218,6 +218,7 @@ class CudaMeter(Meter):
         self.capacity_bytes = min(obtainable, int(fraction * self.total_bytes))
         self.taken_bytes = max(0, self.total_bytes - obtainable - _CONTEXT_MOST_BYTES)
         self.key = gpu_key(properties.name, self.total_bytes)
+        self.notices = cudnn_notices()
 
     def reset_peak(self) -> None:
         """Resets the allocator's peak counters."""
@@ -271,6 +272,13 @@ class CudaMeter(Meter):
     def _obtainable_bytes(self) -> int:
         # What this process has reserved is not free to the driver, but the process can use it.
         return torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+
+
+def cudnn_notices() -> tuple[str, ...]:
+    """Returns what a prediction should say of cuDNN's settings, as sentences without a full stop."""
+    if not torch.backends.cudnn.benchmark:
+        return ()
+    return ("torch.backends.cudnn.benchmark is on: it tries algorithms whose workspaces no interval contains",)
 
 
 def nvidia_driver_version() -> str:
