@@ -226,6 +226,33 @@ def test_lengths_may_decide_shapes_and_activations_may_not() -> None:
         recorded(lambda: words(lengths).sum().item(), words)
 
 
+def test_whole_numbers_on_the_gpu_may_decide_shapes() -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("known", torch.tensor([2, 5, 7]))
+
+        def forward(self, given: Tensor) -> Tensor:
+            assert given.device.type == "cuda"
+            assert given[given != 3].tolist() == [1, 2, 7]
+            assert given[torch.isin(given, self.known)].shape == (2,)
+            given[0] += 4
+            assert int(given.max()) == int(given[3]) == 7
+            assert torch.arange(4, device="cuda")[given > 4].tolist() == [0, 3]
+            # An activation has no value, and what it is written into has none from then on.
+            given[1] = torch.rand(5, device="cuda").argmax()
+            return given[given > 4]
+
+    model = Graph()
+    with pytest.raises(NoCudaDispatchError, match="DynamicOutputShape"):
+        recorded(lambda: model(torch.tensor([1, 2, 3, 7])), model)
+
+
+def test_generators_of_the_host_draw_whole_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    recorded(lambda: torch.zeros(int(torch.randint(2**40, (), generator=generator)) % 7))
+
+
 def test_an_error_of_the_program_and_a_process_that_dies_are_told() -> None:
     with pytest.raises(NoCudaDispatchError, match="ZeroDivisionError"):
         recorded(lambda: 1 // 0)

@@ -30,7 +30,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -79,6 +85,7 @@ _PRODUCTS: Final = frozenset(
 )  # fmt: skip
 # Operations that take tensors of two devices as they are.
 _ACROSS_DEVICES: Final = frozenset({_aten.copy_.default, _aten._to_copy.default, torch.ops.prim.device.default})
+_WHOLE: Final = ("aten::randint", "aten::randperm")  # operations that make whole numbers unless told otherwise
 # Operations with a kernel of CUDA's that a build without CUDA takes apart. No kernel is run on fake tensors, but where
 # one is registered they stay whole.
 _FUSED_ON_CUDA: Final = [
@@ -125,7 +132,8 @@ def record_on_cuda(
     """Records what a program allocates on a CUDA GPU.
 
     The model is on the GPU from the start, and so is what it is called with. Other tensors go there when they first
-    meet a tensor that is; tensors of whole numbers and single values are real until then, and may decide shapes.
+    meet a tensor that is. Whole numbers have values on the GPU, too, and may decide shapes; floating-point numbers have
+    none, apart from single ones outside the GPU.
 
     Args:
         model: A model on any device, `meta` included; nothing of this process changes.
@@ -237,6 +245,7 @@ class _Recorder(StorageTracker[int]):
         self._span = ""  # library whose memory is made now; empty: tensors
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._on_gpu = WeakIdKeyDictionary()  # what tensors outside the GPU became there
+        self._values = WeakIdKeyDictionary()  # whole numbers on the GPU, as tensors of the host
         self._has_cublas: set[bool] = set()  # whether of the thread of the backward pass
         self._model = model
 
@@ -271,15 +280,52 @@ class _Recorder(StorageTracker[int]):
         """Runs an operation on real numbers, or on fake tensors, and then records what it allocates."""
         kwargs = kwargs or {}
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        if _is_real(tensors, args, kwargs):
+        if _is_real(func, tensors, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        values = self._compute(func, args, kwargs, tensors)
         if func not in _ACROSS_DEVICES and any(_is_on_gpu(tensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, self._move, (args, kwargs))
         args, kwargs = tree_map_only(Tensor, self._without_values, (args, kwargs))
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if values is None:
+                raise
+            result = tree_map_only(Tensor, self._move, values)
+        self._keep_values(func, args, result, values)
         self._take_workspaces(func, args, result)
         return result
+
+    def _compute(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+    ) -> Any | None:
+        """Computes an operation on whole numbers, whose results may decide shapes; None where a value is not known."""
+        if not (all(self._has_value(tensor) for tensor in tensors) if tensors else _makes_whole(func, args, kwargs)):
+            return None
+        args, kwargs = tree_map_only(Tensor, lambda tensor: self._values.get(tensor, tensor), (args, kwargs))
+        on_host = {"device": torch.device("cpu")} if "device" in kwargs else {}
+        with unset_fake_temporarily():
+            return func(*args, **{**kwargs, **on_host})
+
+    def _has_value(self, tensor: Tensor) -> bool:
+        return tensor in self._values or not (isinstance(tensor, FakeTensor) or tensor.is_floating_point())
+
+    def _keep_values(self, func: Any, args: tuple[Any, ...], result: Any, values: Any) -> None:
+        if values is None:
+            for changed in tree_iter(args[:1]) if func._schema.is_mutable else ():
+                self._forget_values(changed)
+            return
+        for made, value in zip(tree_iter(result), tree_iter(values), strict=True):
+            if _is_on_gpu(made) and not value.is_floating_point():
+                self._values[made] = value
+
+    def _forget_values(self, changed: Any) -> None:
+        """Forgets the values of a tensor that was written to, and of all that share its memory."""
+        if _is_on_gpu(changed) and not changed.is_floating_point():
+            shared = changed.untyped_storage()._cdata
+            for tensor in [one for one in self._values if one.untyped_storage()._cdata == shared]:
+                del self._values[tensor]
 
     def _storages(self, tensor: Tensor) -> tuple[UntypedStorage, ...]:
         return (tensor.untyped_storage(),) if _is_on_gpu(tensor) and tensor.layout is torch.strided else ()
@@ -300,7 +346,7 @@ class _Recorder(StorageTracker[int]):
             return tensor
         if tensor not in self._on_gpu:
             with self._fake, self:
-                self._on_gpu[tensor] = self._without_values(tensor.detach()).to("cuda")
+                self._on_gpu[tensor] = tensor.detach().to("cuda")
         moved: Tensor = self._on_gpu[tensor]
         return moved
 
@@ -318,6 +364,8 @@ class _Recorder(StorageTracker[int]):
                 for name, tensor in tensors.items():
                     if tensor is not None and tensor not in self._on_gpu:
                         self._on_gpu[tensor] = _fake_like(tensor)
+                        if not (tensor.is_floating_point() or tensor.is_meta):
+                            self._values[self._on_gpu[tensor]] = tensor
                     if tensor is not None:
                         tensors[name] = self._on_gpu[tensor]
             if isinstance(module, nn.RNNBase):
@@ -385,18 +433,22 @@ def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, FakeTensor) and value.device.type == "cuda"
 
 
-def _is_real(tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _is_real(func: Any, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Tells whether an operation runs for real: on whole numbers or single values of the host, or to make them."""
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
         return False
     if tensors:
         return not any(isinstance(one, FakeTensor) or (one.is_floating_point() and one.dim()) for one in tensors)
-    dtype = kwargs.get("dtype")
     makes_one = bool(args) and isinstance(args[0], list | tuple) and not args[0]
-    if dtype is None:
-        return makes_one or all(isinstance(value, int) for value in args)
-    return makes_one or not dtype.is_floating_point
+    return makes_one or _makes_whole(func, args, kwargs)
+
+
+def _makes_whole(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tells whether an operation without tensors makes whole numbers."""
+    if (dtype := kwargs.get("dtype")) is not None:
+        return not dtype.is_floating_point
+    return func._schema.name in _WHOLE or all(isinstance(value, int) for value in args)
 
 
 def _fake_like(tensor: Tensor) -> Tensor:
