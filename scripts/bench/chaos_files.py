@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from bench.chaos_cases import Attack
 from bench.chaos_world import KEY, World, call
+from can_train.factors.observations import Started, read_records, write_record
 
 COUNT: Final = 10_000
 
@@ -74,10 +75,9 @@ def _add_files() -> None:
         assert answer.code == 0, answer
     state, runs = Path("state"), Path("runs")
     # An attempt of a killed run: one that began and taught nothing.
-    first = min((state / "observations").glob("*.started.json"))
-    (state / "observations" / f"x{first.name}").write_bytes(
-        first.read_bytes().replace(b'"attempt": 1', b'"attempt": 7')
-    )
+    first = read_records(state).finished[0]
+    write_record(state, Started(attempt=7, start_time=first.start_time, host="gone", run_id=first.run_id,
+                                key=first.key, device=first.device))  # fmt: skip
     assert len(list(runs.iterdir())) > 1
     configs = Path(__file__).resolve().parents[2] / "configs"
     for group in ("cluster", "memory"):

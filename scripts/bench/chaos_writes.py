@@ -188,7 +188,7 @@ def _damage(world: World, place: Path) -> str:
         try:
             if not line.endswith(".started.json") and "/observations/" in line:
                 parse_document(Path(line).read_bytes(), Observation)
-            elif not Path(line).exists():
+            elif not (Path(line).exists() or Path(line.replace(".started.json", ".json")).exists()):
                 return f"{line} was acknowledged and is not there"
         except (OSError, ValueError) as error:
             return f"{line} was acknowledged: {error}"
