@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -56,7 +57,7 @@ def main() -> None:
                 observations += 1
     if not options.quick:
         write_section("history", "Years of use (`scripts/bench/history`)",
-                      "\n\n".join([environment({}), markdown(rows), NOTES]))  # fmt: skip
+                      "\n\n".join([environment({"msgspec": version("msgspec")}), markdown(rows), NOTES]))  # fmt: skip
     if late:
         sys.exit(f"too slow: {', '.join(late)}")
 
