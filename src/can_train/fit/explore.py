@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -486,10 +486,7 @@ class Explorer:
         held = Snapshot(self.model, self.meter.device)
         try:
             batch = self._batch(rows, coupled=True)
-            losses = self._losses(batch, 0, len(rows))
-            weights = self.task.loss_weights
-            parts = [weights.get(term, 1.0) * total / (own or 1.0) for term, (total, own) in losses.items()]
-            sum(parts[1:], start=parts[0]).backward()
+            weighted_loss(self._losses(batch, 0, len(rows)), self.task.loss_weights).backward()
         finally:
             del held
             for parameter in self._parameters:
@@ -506,6 +503,13 @@ class Explorer:
     def _losses(self, batch: LogicalBatch, start: int, stop: int) -> Losses:
         with self._precision.context(self.meter.device):
             return batch.losses(self.model, start, stop)
+
+
+def weighted_loss(losses: Losses, weights: Mapping[str, float]) -> Tensor:
+    """Returns the loss of a whole batch: the weighted sum of its terms, each over its own denominator."""
+    parts = [weights.get(term, 1.0) * total / (own or 1.0) for term, (total, own) in losses.items()]
+    total: Tensor = sum(parts[1:], start=parts[0])
+    return total
 
 
 def model_does_not_fit(need_bytes: int, capacity_bytes: int, foreign_bytes: int = 0) -> DoesNotFitError:

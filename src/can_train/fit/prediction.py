@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from can_train.config.settings import TrainingSettings
 from can_train.errors import ArgumentError, ConfigError
 from can_train.fit.cost_model import EXPLAINED, DeviceLimits, PeakPrediction, PhaseLimit
-from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_it_was, probe
+from can_train.fit.explore import Explorer, Workload, bytes_of_others, left_as_it_was, probe, weighted_loss
 from can_train.fit.optimizer import Precision, make_optimizer, measure_optimizer, step_generator
 from can_train.fit.packing import BatchCosts, batch_totals, counts_of, growing_totals
 from can_train.fit.phases import only_trained, phase_parameters, phase_training
@@ -298,9 +298,7 @@ class _TaskStep:
         batch = task.logical_batch(rows, _GPU, precision.dtype, step_generator(seed=training.seed, step=0))
         with precision.context(_GPU):
             losses = batch.losses(self.model, 0, len(rows))
-        weights = task.loss_weights
-        parts = [weights.get(term, 1.0) * total / (own or 1.0) for term, (total, own) in losses.items()]
-        return sum(parts[1:], start=parts[0])
+        return weighted_loss(losses, task.loss_weights)
 
     @cached_property
     def _rows(self) -> NDArray[np.int64]:
