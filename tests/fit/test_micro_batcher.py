@@ -164,3 +164,19 @@ def test_gradients_that_cannot_be_added_end_the_step() -> None:
     made = sparse_batcher()
     with FullWhileAdding(2), pytest.raises(DoesNotFitError, match="wholly or not at all"):
         made.run(lambda start, stop: sparse_losses(made, start, stop), 16)
+
+
+@pytest.mark.parametrize("reduction", ["samples", "tokens"])
+def test_a_mean_that_is_given_as_a_sum_is_told_at_the_first_split_batch(reduction: str) -> None:
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    tokens = torch.tensor([1.0, 5.0, 2.0, 2.0, 3.0, 1.0, 1.0, 4.0])
+    weights = torch.ones(8) if reduction == "samples" else tokens
+
+    def losses_of(start: int, stop: int) -> Losses:
+        own = weights[start:stop]
+        return {"loss": ((model(x[start:stop])[:, 0].square() * own).sum() / own.sum(), float(own.sum()))}
+
+    batcher = MicroBatcher(model, limits=4)
+    batcher.run(losses_of, 4, denominators={"loss": float(weights[:4].sum())})
+    with pytest.raises(ArgumentError, match=r"The sum of 'loss' is a mean.*give the sum"):
+        batcher.run(losses_of, 8, denominators={"loss": float(weights.sum())})

@@ -338,6 +338,11 @@ def read_factor_rule(run: ResolvedRun, device_key: str, *, run_id: str = "") -> 
         return FactorRule(known=static, aim=NO_AIM)
     first = _first_rule(run)
     known = store_of(run).known(run.key, device_key, memory_fingerprint(run), size=run.size, run_id=run_id)
+    return rule_after(known, first)
+
+
+def rule_after(known: Known, first: FactorRule) -> FactorRule:
+    """Returns the rule of a run's factor from what is known before it; `first` is that of a first run."""
     if known.choice is None:
         # What another device has measured says more than an experience table.
         table = None if known.other_device else first.known

@@ -48,6 +48,7 @@ class BatchDependence:
     terms: Mapping[str, float]  # Loss terms whose gradient a split changes, with the relative L2 difference
     modules: tuple[str, ...]  # Names of the normalising layers that make samples depend on each other
     drops: bool  # Whether the model drops activations: the masks depend on the split
+    means: tuple[str, ...] = ()  # Loss terms whose sums are means
     measured: bool = True  # Whether it could be measured, which takes memory; if not, nothing is known
 
     def sentences(self, *, split: bool, ranks: int = 1) -> list[str]:
@@ -58,6 +59,7 @@ class BatchDependence:
         if not self.measured:
             unknown = "whether samples of a batch depend on each other is not known"
             sentences.append(f"A few samples could not be computed both at once and split: {unknown}")
+        sentences += [self.sentence_of_mean(term) for term in self.means]
         if self.terms:
             through = f" through {', '.join(self.modules)}" if self.modules else ""
             largest = ", ".join(f"{term} {difference:.1%}" for term, difference in self.terms.items())
@@ -75,7 +77,14 @@ class BatchDependence:
             )
         return sentences
 
+    @staticmethod
+    def sentence_of_mean(term: str) -> str:
+        """Returns what is to be said of a loss term whose sum is a mean."""
+        cure = 'give the sum (reduction="sum"), or the mean times its denominator'
+        return f"The sum of {term!r} is a mean, which is as large of a part as of the whole batch: {cure}"
 
+
+Gradients = dict[str, list[Tensor]]  # Of each term, by parameter
 UNKNOWN: Final = BatchDependence(terms={}, modules=(), drops=False, measured=False)
 
 
@@ -93,26 +102,32 @@ def measure_batch_dependence(
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     snapshot = Snapshot(model, parameters[0].device)
+
+    def gradients_of(computed: Callable[[int, int], Losses], parts: Sequence[int]) -> Gradients:
+        snapshot.restore()
+        return _gradients(parameters, computed, parts, denominators or {})
+
+    def means_of(start: int, stop: int) -> Losses:
+        whole = denominators or {}
+        return {
+            term: (own / (whole[term] or 1.0) * total, own) for term, (total, own) in losses_of(start, stop).items()
+        }
+
     try:
         with NoDropout() as no_dropout:
             if denominators is None:
                 denominators = {term: own for term, (_, own) in losses_of(0, sum(sizes)).items()}
-                snapshot.restore()
-            whole = _gradients(parameters, losses_of, (sum(sizes),), denominators)
-            snapshot.restore()
-            split = _gradients(parameters, losses_of, sizes, denominators)
+            whole, split = gradients_of(losses_of, (sum(sizes),)), gradients_of(losses_of, sizes)
+            # A loss may switch to half precision by itself.
+            half = half or no_dropout.half
+            tolerance = _HALF_TOLERANCE if half else TOLERANCE.get(parameters[0].dtype, _HALF_TOLERANCE)
+            terms = _differences(split, whole, tolerance)
+            # Where the parts' gradients have the mean that their sum should be, they are those of means.
+            averaged = _differences(gradients_of(means_of, sizes), whole, tolerance) if terms else {}
     finally:
         snapshot.restore()
-    # A loss may switch to half precision by itself.
-    half = half or no_dropout.half
-    tolerance = _HALF_TOLERANCE if half else TOLERANCE.get(parameters[0].dtype, _HALF_TOLERANCE)
-    terms = {}
-    for term, gradients in whole.items():
-        pairs = list(zip(split[term], gradients, strict=True))
-        difference = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
-        size = sum(float(other.double().square().sum()) for _, other in pairs)
-        if size > 0 and (difference / size) ** 0.5 > tolerance:
-            terms[term] = (difference / size) ** 0.5
+    means = tuple(term for term in terms if term not in averaged)
+    terms = {term: difference for term, difference in terms.items() if term not in means}
     normalising = [
         name
         for name, module in model.named_modules()
@@ -120,7 +135,20 @@ def measure_batch_dependence(
         and module.training
         and not isinstance(module, nn.modules.instancenorm._InstanceNorm)
     ]
-    return BatchDependence(terms=terms, modules=tuple(normalising if terms else ()), drops=no_dropout.seen)
+    modules = tuple(normalising if terms else ())
+    return BatchDependence(terms=terms, modules=modules, drops=no_dropout.seen, means=means)
+
+
+def _differences(split: Gradients, whole: Gradients, tolerance: float) -> dict[str, float]:
+    """Returns the terms whose gradients differ, with the relative L2 difference."""
+    terms = {}
+    for term, gradients in whole.items():
+        pairs = list(zip(split[term], gradients, strict=True))
+        difference = sum(float((one.double() - other.double()).square().sum()) for one, other in pairs)
+        size = sum(float(other.double().square().sum()) for _, other in pairs)
+        if size > 0 and (difference / size) ** 0.5 > tolerance:
+            terms[term] = (difference / size) ** 0.5
+    return terms
 
 
 class NoDropout(TorchFunctionMode):
@@ -164,9 +192,9 @@ def _gradients(
     losses_of: Callable[[int, int], Losses],
     sizes: Sequence[int],
     denominators: Mapping[str, float],
-) -> dict[str, list[Tensor]]:
+) -> Gradients:
     """Returns each term's own gradient, added up over the parts."""
-    sums: dict[str, list[Tensor]] = {}
+    sums: Gradients = {}
     start = 0
     for size in sizes:
         losses = losses_of(start, start + size)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Relative difference of the parts' denominators from the whole batch's that is round-off.
 _DENOMINATOR_TOLERANCE: Final = 1e-6
+_LOSSES: Final = "losses_of returns {term: (sum over the samples, denominator)}"
 # Samples of the two parts of the smallest batch that is measured both whole and split.
 _SMALLEST_SPLIT: Final = (2, 3)
 # Loss terms of a part: the sum over the part, and the part's own denominator.
@@ -230,6 +231,7 @@ class MicroBatcher:
         self._largest_planned = 0.0
         self._retries, self._retries_rose = self._meter.retries(), False
         self._last_largest_cost = math.inf
+        self._undo: Undo | None = None  # That of the batch being computed, or of the last one
         self._had_gradient = False  # Whether any part of the batch had one
         # Tensors beside the model's parameters that a backward pass gave gradients to, and the losses looked through.
         self._outside: list[weakref.ref[Tensor]] = []
@@ -264,8 +266,8 @@ class MicroBatcher:
 
         Raises:
             DoesNotFitError: One sample is too much, or nothing may be split.
-            ArgumentError: The parts' denominators do not add up to the whole batch's, or an argument has the wrong
-                shape. After any error `.grad` holds, beside what was there, the parts that were computed before it.
+            ArgumentError: The parts' denominators do not add up to the whole batch's, a sum is a mean, or an argument
+                has the wrong shape. After any error `.grad` holds, beside what was there, the parts that were computed before it.
         """
         costs, self._had_gradient = self._whole_batch(batch), False
         result = self.run_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)
@@ -277,6 +279,8 @@ class MicroBatcher:
             )  # fmt: skip
         if len(result.micro_batches) > 1 and self.batch_dependence is None:
             self.batch_dependence = self._measure_dependence(losses_of, result.micro_batches)
+            for term in self.batch_dependence.means:
+                raise ArgumentError(_LOSSES, value=BatchDependence.sentence_of_mean(term))
             # Without the sentence about dropout, which is true of most models.
             for sentence in self.batch_dependence.sentences(split=False):
                 warnings.warn(f"{sentence}.", stacklevel=2)
@@ -326,7 +330,7 @@ class MicroBatcher:
             # Activations differ, so what was learned of memory says nothing now.
             self._trainable, self._rescue.backoff, self._largest_planned = trainable, Backoff(), 0.0
             self._looked_through.clear()
-        undo = Undo(self._model, self._meter, self._parameters, self._outside)
+        self._undo = undo = Undo(self._model, self._meter, self._parameters, self._outside)
 
         def attempt(start: int, stop: int) -> Losses:
             losses = _check_losses(losses_of(start, stop), denominators, weights)
@@ -387,6 +391,13 @@ class MicroBatcher:
             cost_after_rescue=after_rescue,
             ooms_rescued=ooms - ooms_before,
         )
+
+    def merge_gradients(self) -> None:
+        """Adds the gradients of a batch's earlier parts to those of the part that is computed now. For a `losses_of`
+        that runs backward and steps the optimizer by itself, in the last part; a part cannot be undone after it.
+        """
+        if self._undo is not None:
+            self._undo.merge()
 
     def evaluate(
         self,
@@ -510,13 +521,12 @@ def _planned(split: Sequence[int], samples: int) -> tuple[int, ...]:
 def _check_losses(losses: Any, denominators: Mapping[str, float] | None, weights: Mapping[str, float] | None) -> Losses:
     """Checks the shape of what somebody else's loop computes."""
     pairs = losses.values() if isinstance(losses, Mapping) else ()
-    rule = "losses_of returns {term: (sum over the samples, denominator)}"
     if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise ArgumentError(rule, value=f"{type(losses).__name__}")
+        raise ArgumentError(_LOSSES, value=f"{type(losses).__name__}")
     for term, (total, _) in losses.items():
         if not isinstance(total, Tensor) or total.dim():
             got = f"of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
-            raise ArgumentError(rule, value=f"{term!r} is {got}", remedy="A sum is a tensor without dimensions")
+            raise ArgumentError(_LOSSES, value=f"{term!r} is {got}", remedy="A sum is a tensor without dimensions")
     if weights is not None and not set(losses) <= set(weights):
         raise ArgumentError("Every term has a weight where any has", value=f"{sorted(set(losses) - set(weights))}")
     for term in losses:

@@ -306,6 +306,17 @@ class Undo:
         self._aside.append((leaf, leaf.grad))
         leaf.grad = None
 
+    def merge(self) -> None:
+        """Adds the gradients that were set aside to those of the attempt, which cannot be undone from then on."""
+        pairs = []
+        for leaf, earlier in self._aside:
+            if earlier is not None:
+                if leaf.grad is not None:
+                    pairs.append((earlier, leaf.grad))
+                leaf.grad = earlier
+        _add_gradients(pairs, self._meter)
+        self._aside = []
+
     @contextmanager
     def attempt(self) -> Iterator[None]:
         """Opens the span of an attempt, and undoes it where it fails, for any reason."""
@@ -317,13 +328,7 @@ class Undo:
             self.protect(leaf)
         try:
             yield
-            pairs = []
-            for leaf, earlier in self._aside:
-                if earlier is not None:
-                    if leaf.grad is not None:
-                        pairs.append((earlier, leaf.grad))
-                    leaf.grad = earlier
-            _add_gradients(pairs, self._meter)
+            self.merge()
         except BaseException:
             for leaf, earlier in self._aside:
                 leaf.grad = earlier

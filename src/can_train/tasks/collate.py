@@ -1,11 +1,12 @@
-"""Makes batches of samples, and moves them to a device."""
+"""Makes batches of samples, moves them to a device, and takes samples out of them again."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -85,3 +86,56 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
                                  for one in fields(batch)})  # fmt: skip
     # An object of the task's own may know by itself how to move (torch_geometric's batches do).
     return batch.to(device) if hasattr(batch, "to") else batch
+
+
+Rows = slice | NDArray[np.int64]  # of a batch: which samples
+
+
+def samples_in(batch: Any) -> int:
+    """Returns the number of samples of a collated batch: the first dimension that its tensors have in common.
+
+    Raises:
+        DataError: They have none, or different ones.
+    """
+    if hasattr(batch, "num_graphs"):
+        return int(batch.num_graphs)
+    sizes = {len(leaf) for leaf in leaves(batch) if leaf.dim()}
+    if len(sizes) != 1:
+        found = f"tensors of {', '.join(map(str, sorted(sizes)))}" if sizes else f"no tensor in a {_type(batch)}"
+        raise DataError("The tensors of a batch have a row for each sample", value=found, remedy=_OWN_SELECT)
+    return sizes.pop()
+
+
+def select_samples(batch: Any, rows: Rows) -> Any:
+    """Returns the batch of some samples of a collated batch. Tensors, arrays and lists that have a row for each sample
+    are cut, and so is a batch of torch_geometric; numbers, text and tensors without dimensions stay as they are.
+
+    >>> select_samples({"x": torch.arange(4), "scale": 2.0}, slice(1, 3))
+    {'x': tensor([1, 2]), 'scale': 2.0}
+    """
+    if hasattr(batch, "num_graphs"):
+        return type(batch).from_data_list(batch.index_select(rows))
+    return _select(batch, rows, samples_in(batch))
+
+
+_OWN_SELECT: Final = "Give a function of your own that takes samples out of a batch (select=)"
+
+
+def _select(value: Any, rows: Rows, samples: int) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        return value[rows] if value.ndim else value
+    if isinstance(value, Mapping):
+        # Of the same class where that takes a dict (transformers' BatchEncoding does).
+        return type(value)({name: _select(one, rows, samples) for name, one in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, list) and len(value) == samples and not any(True for _ in leaves(value)):
+        return value[rows] if isinstance(rows, slice) else [value[row] for row in rows]
+    if isinstance(value, tuple | list):
+        members = [_select(one, rows, samples) for one in value]
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: _select(getattr(value, one.name), rows, samples) for one in fields(value)})
+    return value
+
+
+def _type(value: Any) -> str:
+    return type(value).__name__
