@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from can_train.task import Feature, Phase
     from can_train.tasks.sample_task import Task, TaskContext
     from can_train.training.dry_run import get_effective_safety_factor
-    from can_train.training.lightning_callback import MemoryMonitorCallback
+    from can_train.training.framework_loop import LoopSettings
+    from can_train.training.lightning_callback import MemoryMonitorCallback, MicroBatchCallback
 
 __version__ = "0.1.0"
 
@@ -27,8 +28,10 @@ __all__ = [
     "CanTrainError",
     "FactorPoint",
     "Feature",
+    "LoopSettings",
     "MemoryMonitor",
     "MemoryMonitorCallback",
+    "MicroBatchCallback",
     "MicroBatcher",
     "MomentumPolicy",
     "PeakPrediction",
@@ -60,7 +63,8 @@ _HOMES: Final = {
     "tasks.sample_task": ("Task", "TaskContext"),
     "task": ("Feature", "Phase"),
     "training.dry_run": ("get_effective_safety_factor",),
-    "training.lightning_callback": ("MemoryMonitorCallback",),
+    "training.framework_loop": ("LoopSettings",),
+    "training.lightning_callback": ("MemoryMonitorCallback", "MicroBatchCallback"),
 }
 
 

@@ -267,7 +267,8 @@ class MicroBatcher:
         Raises:
             DoesNotFitError: One sample is too much, or nothing may be split.
             ArgumentError: The parts' denominators do not add up to the whole batch's, a sum is a mean, or an argument
-                has the wrong shape. After any error `.grad` holds, beside what was there, the parts that were computed before it.
+                has the wrong shape. After any error `.grad` holds, beside what was there, the parts that were computed
+                before it.
         """
         costs, self._had_gradient = self._whole_batch(batch), False
         result = self.run_share(losses_of, costs, denominators=denominators, weights=weights, scale=scale)

@@ -1,18 +1,29 @@
-"""A Lightning callback that measures peak memory; can-train itself needs neither `lightning` nor
-`pytorch_lightning`.
+"""Lightning callbacks: one that makes batches fit, and one that measures peak memory. can-train itself needs neither
+`lightning` nor `pytorch_lightning`.
 """
 
+import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any, Final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from can_train.errors import CanTrainError
+from can_train.errors import ArgumentError, CanTrainError, DataError, DoesNotFitError
+from can_train.factors.observations import Outcome
 from can_train.memory.meters import INTERVAL, WARMUP, MemoryMonitor
+from can_train.memory.out_of_memory import is_out_of_memory
+from can_train.training.framework_loop import FrameworkLoop, LoopSettings, Part
+
+_LOG: Final = logging.getLogger("can_train")
 
 # Two names of Lightning, whose classes are not interchangeable.
 _LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")
@@ -33,6 +44,365 @@ def _callback_class() -> type:
 
 
 _Callback: Final[Any] = _callback_class()
+
+
+def _check_installed(name: str, instead: str) -> None:
+    if _Callback is object:
+        found = "neither lightning nor pytorch_lightning is installed"
+        remedy = f"pip install lightning; in a loop of your own {instead} does the same"
+        raise CanTrainError(f"{name} needs Lightning", value=found, remedy=remedy)
+
+
+class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is installed
+    """Makes the batches of a Lightning training fit: `Trainer(callbacks=[MicroBatchCallback()])`.
+
+    Each batch of a loader is computed in parts, where it must be, and stepped once: the gradient is the whole batch's.
+    What fits is found with the first batch, in trial steps that leave nothing behind; a part that runs out of memory is
+    undone and split; and what the run has taught is recorded for the next one. Validation, test and prediction are
+    split, too, and values that a step logs are those of the whole batch.
+
+    A `training_step` that returns the mean over the batch's samples needs no change. One that returns a mean over
+    something else (tokens, masked positions) returns their number beside it, `{"loss": loss, "denominator": tokens}`.
+    In manual optimization a step that calls `manual_backward` once is split; one that calls it more often (a GAN) must
+    fit, or cut its batches with `MicroBatcher`.
+
+    Args:
+        settings: Limits, key in the factor store, how batches are cut; None: the defaults of `LoopSettings`.
+
+    Attributes:
+        loop: What computes the batches, during a training; None before and after.
+
+    Raises:
+        CanTrainError: Lightning is not installed; when a training begins: something else changes its gradients.
+    """
+
+    def __init__(self, settings: LoopSettings | None = None) -> None:
+        _check_installed("MicroBatchCallback", "MicroBatcher")
+        super().__init__()
+        self.loop: FrameworkLoop | None = None
+        self._settings = settings or LoopSettings()
+        self._replaced: list[str] = []
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self._stepped = False  # Whether gradients were used since the last batch began (manual optimization)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Takes the module's steps over."""
+        steps: dict[str, Callable[..., Any]] = dict.fromkeys(_EVALUATIONS, self._evaluate)
+        if stage == "fit":
+            _refuse_conflicts(trainer, pl_module)
+            automatic = pl_module.automatic_optimization
+            steps["training_step"] = self._train if automatic else self._train_manually
+            if automatic:
+                steps["backward"] = self._backward
+        for name, own in steps.items():
+            replaced = getattr(pl_module, name)
+            # Lightning asks the function that is wrapped for its arguments, and whether it is the module's own.
+            setattr(pl_module, name, wraps(replaced)(partial(own, trainer, pl_module, replaced)))
+            self._replaced.append(name)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Gives the module its steps back."""
+        self._close("ok")
+        for name in self._replaced:
+            delattr(pl_module, name)
+        self._replaced.clear()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Makes room for what the optimizer makes in its first step."""
+        self._stepped = True
+        if self.loop is not None:
+            self.loop.before_optimizer_step()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Records how the training ended."""
+        is_oom = isinstance(exception, DoesNotFitError) or is_out_of_memory(exception)
+        is_stopped = isinstance(exception, KeyboardInterrupt | SystemExit)
+        self._close("oom" if is_oom else "interrupted" if is_stopped else "error")
+
+    def _close(self, outcome: Outcome) -> None:
+        if self.loop is not None:
+            self.loop.close(outcome)
+        self.loop = None
+
+    def _loop_of(self, trainer: Any, pl_module: Any) -> FrameworkLoop:
+        if self.loop is None:
+            # Made with the first batch: the module is on its device by then.
+            self.loop = FrameworkLoop(
+                framework="lightning",
+                model=pl_module,
+                optimizers=trainer.optimizers,
+                settings=self._settings,
+                notice=lambda text: _LOG.info("%s", text) if trainer.is_global_zero else None,
+            )
+        return self.loop
+
+    def _train(self, trainer: Any, pl_module: Any, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
+        """Computes a batch's gradient in place of `training_step`, and keeps it for `_backward`."""
+        loop, calls, outputs = self._loop_of(trainer, pl_module), _Calls(pl_module), dict[int, Any]()
+        precision, parameters = trainer.precision_plugin, list(pl_module.parameters())
+        _clear_gradients(parameters)
+
+        def loss_of(part: Part) -> tuple[Tensor, float | None]:
+            with precision.train_step_context(), calls.of(part):
+                output = step(part.batch, *others)
+            loss, denominator = _loss_in(output, loop.meter.device)
+            outputs[part.start] = _detached(output)
+            return loss, denominator
+
+        # Lightning calls a step within autocast, and backward outside of it.
+        with torch.autocast(loop.meter.device.type, enabled=False):
+            result = loop.train(batch, loss_of, scale=_scale_of(precision))
+        calls.write(result.weights)
+        self._gradients = [(one, one.grad) for one in parameters if one.grad is not None]
+        # Lightning clears gradients before it calls backward.
+        _clear_gradients(parameters)
+        output = _combined([outputs[start] for start in result.weights], [*result.weights.values()])
+        if output is None:
+            return None
+        trained = [one for one in parameters if one.requires_grad]
+        loss = _Touched.apply(result.loss, *trained)  # type: ignore[no-untyped-call]
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _backward(self, trainer: Any, pl_module: Any, backward: Callable[..., Any], loss: Tensor, *others: Any) -> None:
+        """Puts a batch's gradient into place."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
+        if isinstance(trainer.strategy.model, DistributedDataParallel):
+            # It averages what is in `.grad` once each parameter has had a gradient, here of zeros.
+            backward(loss, *others)
+
+    def _train_manually(self, trainer: Any, pl_module: Any, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
+        """Runs `training_step` up to its backward pass for each part, and to its end for the last one."""
+        loop, calls, output = self._loop_of(trainer, pl_module), _Calls(pl_module), None
+        if self._stepped:
+            # What was used is cleared by the step itself, which it does in the midst of a part.
+            _clear_gradients(pl_module.parameters())
+        self._stepped = False
+
+        def loss_of(part: Part) -> tuple[Tensor, None]:
+            nonlocal output
+            backward = _ManualBackward(pl_module.manual_backward, part, loop.batcher.merge_gradients)
+            replaced = _replaced(pl_module, "manual_backward", backward)
+            with suppress(_PartComputedError), calls.of(part), replaced:
+                output = self._run_manually(step, part.batch, *others)
+            return backward.loss, None
+
+        result = loop.train(batch, loss_of)
+        calls.write(result.weights)
+        return output
+
+    def _run_manually(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return step(*arguments)
+        except Exception as error:
+            if not (self._stepped and is_out_of_memory(error)):
+                raise
+            message = str(error).partition("\n")[0]
+        raise DoesNotFitError(
+            "Memory ran out after an optimizer's step, which cannot be undone",
+            value=f"the device said: {message}", remedy=_OWN_BATCHES,
+        )  # fmt: skip
+
+    def _evaluate(self, trainer: Any, pl_module: Any, step: Callable[..., Any], batch: Any, *others: Any) -> Any:
+        """Runs a step of validation, test or prediction in parts."""
+        loop, calls = self._loop_of(trainer, pl_module), _Calls(pl_module)
+
+        def compute(part: Part) -> Any:
+            with calls.of(part):
+                return step(part.batch, *others)
+
+        try:
+            loop.settings.counts(batch)
+        except DataError:
+            # Nobody knows how to split it. It may be anything, since only the step looks at it.
+            return step(batch, *others)
+        parts = loop.evaluate(batch, compute)
+        calls.write({part.start: part.share for part, _ in parts})
+        return _combined([output for _, output in parts], [part.share for part, _ in parts])
+
+
+_EVALUATIONS: Final = ("validation_step", "test_step", "predict_step")
+_OWN_BATCHES: Final = "Cut its batches with MicroBatcher (docs/python.md), or take smaller ones"
+
+
+def _refuse_conflicts(trainer: Any, pl_module: Any) -> None:
+    """Raises ArgumentError where something else cuts batches or changes gradients."""
+    rule = "MicroBatchCallback computes the gradient of a loader's whole batch"
+    schedulers = [one for one in trainer.callbacks if type(one).__name__ == "GradientAccumulationScheduler"]
+    if trainer.accumulate_grad_batches != 1 or any(set(one.scheduling.values()) != {1} for one in schedulers):
+        raise ArgumentError(
+            rule, value=f"accumulate_grad_batches={trainer.accumulate_grad_batches}, a mean of means",
+            remedy="Let the loader make the batch that you want, and leave accumulate_grad_batches out",
+        )  # fmt: skip
+    if type(trainer.strategy).__name__ in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
+        found = f"{type(trainer.strategy).__name__}, in which each pass waits for those of other ranks"
+        raise ArgumentError(rule, value=found, remedy='Keep the whole model on each rank (strategy="ddp")')
+    if pl_module.automatic_optimization and type(pl_module).backward is not _lightning_module().backward:
+        found = f"a backward of its own in {type(pl_module).__name__}"
+        raise ArgumentError(rule, value=found, remedy="Leave it out, or use manual optimization")
+
+
+def _lightning_module() -> Any:
+    return import_module(_Callback.__module__.partition(".callbacks")[0]).LightningModule
+
+
+def _scale_of(precision: Any) -> Callable[[Tensor], Tensor]:
+    scaler = getattr(precision, "scaler", None)
+    return (lambda loss: loss) if scaler is None else scaler.scale
+
+
+def _clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class _Touched(torch.autograd.Function):
+    """Returns a loss whose backward pass gives every parameter a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        """Returns the loss."""
+        ctx.shapes = [(one.shape, one.dtype, one.device) for one in parameters]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns zeros, each of one number that is seen as many."""
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.shapes)
+        return None, *zeros
+
+
+class _PartComputedError(Exception):
+    """Ends a `training_step` whose gradient is there, or whose loss is all that is wanted."""
+
+
+class _ManualBackward:
+    """Stands for `manual_backward` while a part is computed; `merge` adds the gradients of earlier parts."""
+
+    def __init__(self, backward: Callable[..., None], part: Part, merge: Callable[[], None]) -> None:
+        self._backward, self._part, self._merge = backward, part, merge
+        self._calls = 0
+        self.loss = torch.zeros(())
+
+    def __call__(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        part = self._part
+        self._calls += 1
+        if self._calls > 1:
+            if part.share < 1.0:
+                rule = "A training_step whose batch does not fit at once calls manual_backward once"
+                raise CanTrainError(rule, value="it calls it again", remedy=_OWN_BATCHES)
+            self._backward(loss, *arguments, **options)
+            return
+        if part.is_trial:
+            self.loss = loss
+            raise _PartComputedError
+        self.loss = loss.detach()
+        self._backward(loss * part.share if part.share < 1.0 else loss, *arguments, **options)
+        if not part.is_last:
+            raise _PartComputedError
+        self._merge()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of an object for the block."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if own is None else setattr(owner, name, own)
+
+
+class _Calls:
+    """What the parts of a batch log, and what they add to metrics of torchmetrics: a part that is computed again leaves
+    it once, and the whole batch logs a value once.
+    """
+
+    def __init__(self, pl_module: Any) -> None:
+        self._module = pl_module
+        self._metrics = [one for one in pl_module.modules() if hasattr(one, "metric_state")]
+        self._logged: dict[int, list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]] = {}
+        self._metrics_before: dict[int, list[dict[str, Any]]] = {}
+
+    @contextmanager
+    def of(self, part: Part) -> Iterator[None]:
+        """Opens the span of a part."""
+        calls = self._logged[part.start] = []
+        if part.start in self._metrics_before:
+            for metric, before in zip(self._metrics, self._metrics_before[part.start], strict=True):
+                vars(metric).update(_copied(before))
+        else:
+            names = ("_update_count", "_computed")
+            self._metrics_before[part.start] = [
+                _copied({name: getattr(metric, name) for name in (*metric.metric_state, *names)})
+                for metric in self._metrics
+            ]
+
+        def log(name: str, value: Any, *arguments: Any, **options: Any) -> None:
+            calls.append((name, value.detach() if isinstance(value, Tensor) else value, arguments, options))
+
+        with _replaced(self._module, "log", log):
+            yield
+
+    def write(self, weights: Mapping[int, float]) -> None:
+        """Logs what the parts have logged, once; `weights` are theirs, by their first samples."""
+        by_name = defaultdict[str, list[tuple[float, Any, tuple[Any, ...], dict[str, Any]]]](list)
+        for start, weight in weights.items():
+            for name, value, arguments, options in self._logged[start]:
+                by_name[name].append((weight, value, arguments, options))
+        for name, found in by_name.items():
+            _, value, arguments, options = found[-1]
+            if len(found) > 1 and isinstance(value, Tensor | float | int):
+                value = _reduced(options.get("reduce_fx", "mean"), [one[1] for one in found], [one[0] for one in found])
+            if options.get("batch_size"):
+                options = {**options, "batch_size": sum(one[3]["batch_size"] for one in found)}
+            self._module.log(name, value, *arguments, **options)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one.clone() if isinstance(one, Tensor) else copy(one) for name, one in state.items()}
+
+
+def _reduced(how: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Returns the value of a batch from those of its parts, as Lightning's `reduce_fx` says, else their mean."""
+    name = getattr(how, "__name__", how)
+    if name in ("sum", "min", "max"):
+        return getattr(torch.stack([torch.as_tensor(value) for value in values]), name)()
+    return sum(value * (weight / sum(weights)) for value, weight in zip(values, weights, strict=True))
+
+
+def _loss_in(output: Any, device: torch.device) -> tuple[Tensor, float | None]:
+    """Returns the loss of what a `training_step` returned, and its denominator; None skips the part."""
+    if output is None:
+        return torch.zeros((), device=device), None
+    if not isinstance(output, Mapping):
+        return output, None
+    denominator = output.get("denominator")
+    return output["loss"], None if denominator is None else float(denominator)
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return {name: _detached(one) for name, one in output.items()}
+    return output.detach() if isinstance(output, Tensor) else output
+
+
+def _combined(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Returns what a step would have returned of the whole batch: means of numbers, and rows one after the other."""
+    first = outputs[0]
+    if len(outputs) == 1 or first is None:
+        return outputs[-1]
+    if isinstance(first, Mapping):
+        return {name: _combined([one[name] for one in outputs], weights) for name in first}
+    if isinstance(first, tuple) or (isinstance(first, list) and any(isinstance(one, Tensor) for one in first)):
+        return type(first)(_combined(list(members), weights) for members in zip(*outputs, strict=True))
+    if isinstance(first, list):
+        return [one for output in outputs for one in output]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat(list(outputs))
+    return _reduced("mean", outputs, weights) if isinstance(first, Tensor | float) else first
 
 
 class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on what is installed
@@ -57,10 +427,7 @@ class MemoryMonitorCallback(_Callback):  # type: ignore[misc]  # depends on what
     def __init__(
         self, interval: int = INTERVAL, warmup: int = WARMUP, device: str = "auto", safety_factor: float | None = None
     ) -> None:
-        if _Callback is object:
-            found = "neither lightning nor pytorch_lightning is installed"
-            remedy = "pip install lightning; in a loop of your own MemoryMonitor does the same"
-            raise CanTrainError("MemoryMonitorCallback needs Lightning", value=found, remedy=remedy)
+        _check_installed("MemoryMonitorCallback", "MemoryMonitor")
         super().__init__()
         self.monitor: MemoryMonitor | None = None
         self._interval, self._warmup = interval, warmup
