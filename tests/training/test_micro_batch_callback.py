@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from can_train import LoopSettings, MicroBatchCallback
+from can_train import CanTrainError, LoopSettings, MicroBatchCallback, get_safety_factor_db, simulated_gpu
+from can_train.errors import ArgumentError
 
 EXACT = 1e-12
 
@@ -58,6 +59,7 @@ def data(size: int = 13) -> DataLoader[Any]:
 
 
 def fit(lightning: Any, folder: Path, module: Any, *callbacks: Any, **settings: Any) -> Any:
+    loaders = settings.pop("data", [data(), data(20)])
     trainer = lightning.Trainer(
         accelerator="cpu",
         callbacks=list(callbacks),
@@ -68,7 +70,7 @@ def fit(lightning: Any, folder: Path, module: Any, *callbacks: Any, **settings: 
         default_root_dir=folder,
         **({"max_epochs": 3} | settings),
     )
-    trainer.fit(module, data(), data(20))
+    trainer.fit(module, *loaders)
     return trainer
 
 
@@ -84,3 +86,335 @@ def test_batches_cut_by_a_limit_lead_to_the_same_weights_and_logs(lightning: Mod
     assert after.callback_metrics.keys() == before.callback_metrics.keys()
     for name, value in before.callback_metrics.items():
         torch.testing.assert_close(after.callback_metrics[name], value, rtol=0, atol=1e-6)
+
+
+WIDTH, LAYERS = 64, 16
+GPU = "64MiB"
+
+
+def wide(lightning: Any) -> Any:
+    """A module whose larger batches need more than the simulated GPU has."""
+
+    class Wide(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            hidden = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+            self.layers = nn.Sequential(nn.Linear(6, WIDTH), *hidden, nn.Linear(WIDTH, 3)).double()
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return F.cross_entropy(self.layers(batch[0]), batch[1])
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.log("validation_loss", F.cross_entropy(self.layers(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    return Wide()
+
+
+def many(size: int = 7000) -> DataLoader[Any]:
+    drawn = torch.Generator().manual_seed(1)
+    x, y = torch.randn(9000, 6, generator=drawn, dtype=torch.float64), torch.randint(3, (9000,), generator=drawn)
+    return DataLoader(TensorDataset(x, y), batch_size=size)
+
+
+def on_simulated_gpu(folder: Path, **settings: Any) -> MicroBatchCallback:
+    return MicroBatchCallback(LoopSettings(device=f"sim:{GPU}", state_dir=folder / "state", **settings))
+
+
+def fit_many(lightning: Any, folder: Path, module: Any, *callbacks: Any, **settings: Any) -> Any:
+    trainer = lightning.Trainer(
+        accelerator="cpu", callbacks=list(callbacks), logger=False, enable_checkpointing=False, max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **settings,
+    )  # fmt: skip
+    trainer.fit(module, many(), many())
+    return trainer
+
+
+def test_a_training_that_needs_more_than_a_gpu_has_ends_with_the_weights_of_whole_batches(
+    lightning: ModuleType, tmp_path: Path
+) -> None:
+    plain, adopted = wide(lightning), wide(lightning)
+    with simulated_gpu(GPU, plain), pytest.raises(torch.OutOfMemoryError):
+        fit_many(lightning, tmp_path, plain)
+    plain = wide(lightning)
+    before = fit_many(lightning, tmp_path, plain)
+    after = fit_many(lightning, tmp_path, adopted, on_simulated_gpu(tmp_path))
+    torch.testing.assert_close(weights(adopted), weights(plain), rtol=0, atol=1e-10)
+    assert float(after.callback_metrics["validation_loss"]) == pytest.approx(
+        float(before.callback_metrics["validation_loss"]), rel=1e-9
+    )
+
+
+def test_what_a_training_has_taught_is_what_the_next_one_begins_with(lightning: ModuleType, tmp_path: Path) -> None:
+    for _ in range(3):
+        fit_many(lightning, tmp_path, wide(lightning), on_simulated_gpu(tmp_path, key="wide"))
+    (summary,) = get_safety_factor_db(tmp_path / "state").of_key("wide")
+    assert [run.outcome for run in summary.runs] == ["ok"] * 3
+    assert all(run.ooms_rescued == 0 and run.largest_micro_batch < run.logical_batch for run in summary.runs)
+    first, *_, last = summary.runs
+    assert first.factor_reason.startswith("from the probes")
+    assert last.factor_reason.startswith("learned from 2 runs")
+    assert last.predicted_peak_bytes == pytest.approx(last.peak_allocated_bytes, rel=0.02)
+
+
+def test_a_loop_that_is_not_to_learn_leaves_nothing(lightning: ModuleType, tmp_path: Path) -> None:
+    fit_many(lightning, tmp_path, wide(lightning), on_simulated_gpu(tmp_path, learn=False))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_training_that_fails_is_recorded_as_failed(lightning: ModuleType, tmp_path: Path) -> None:
+    module = wide(lightning)
+    module.on_train_batch_end = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit_many(lightning, tmp_path, module, on_simulated_gpu(tmp_path, key="wide"))
+    (summary,) = get_safety_factor_db(tmp_path / "state").of_key("wide")
+    assert [run.outcome for run in summary.runs] == ["error"]
+
+
+def sentences(lightning: Any, *, tells: bool) -> Any:
+    """A module whose loss is a mean over tokens, of which samples have different numbers."""
+
+    class Sentences(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.head = nn.Embedding(9, 8, dtype=torch.float64), nn.Linear(8, 3, dtype=torch.float64)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            logits, labels = self.head(self.words(batch[0])), batch[1]
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+            self.log("train_loss", loss, on_epoch=True, batch_size=len(labels))
+            return {"loss": loss, "denominator": (labels != -100).sum()} if tells else loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    return Sentences()
+
+
+def tokens() -> DataLoader[Any]:
+    drawn = torch.Generator().manual_seed(2)
+    words, labels = torch.randint(9, (40, 12), generator=drawn), torch.randint(3, (40, 12), generator=drawn)
+    lengths = torch.randint(1, 13, (40, 1), generator=drawn)
+    labels[torch.arange(12) >= lengths] = -100
+    return DataLoader(TensorDataset(words, labels), batch_size=13)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_mean_over_tokens_is_exact_where_its_denominator_is_told(
+    lightning: ModuleType, tmp_path: Path, tells: bool
+) -> None:
+    plain, cut = sentences(lightning, tells=tells), sentences(lightning, tells=tells)
+    before = fit(lightning, tmp_path, plain, data=[tokens()])
+    callback = MicroBatchCallback(LoopSettings(limits=5))
+    if tells:
+        after = fit(lightning, tmp_path, cut, callback, data=[tokens()])
+        torch.testing.assert_close(weights(cut), weights(plain), rtol=0, atol=EXACT)
+        assert float(after.callback_metrics["train_loss_epoch"]) == pytest.approx(
+            float(before.callback_metrics["train_loss_epoch"]), rel=1e-5
+        )
+    else:
+        with pytest.warns(UserWarning, match=r'a mean over something else.*"denominator"'):
+            fit(lightning, tmp_path, cut, callback, data=[tokens()])
+        assert (weights(cut) - weights(plain)).abs().max() > 1e-4
+
+
+def by_hand(lightning: Any, *, clears_last: bool = False) -> Any:
+    """A module in manual optimization that clips and schedules, too."""
+
+    class ByHand(type(network(lightning))):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            optimizer, schedule = self.optimizers(), self.lr_schedulers()
+            loss = F.cross_entropy(self.layers(batch[0]), batch[1])
+            self.log("train_loss", loss, on_epoch=True)
+            if not clears_last:
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            schedule.step()
+            if clears_last:
+                optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+    return ByHand()
+
+
+@pytest.mark.parametrize("clears_last", [False, True])
+def test_manual_optimization_is_split_too(lightning: ModuleType, tmp_path: Path, clears_last: bool) -> None:
+    plain, cut = (by_hand(lightning, clears_last=clears_last) for _ in range(2))
+    before = fit(lightning, tmp_path, plain)
+    after = fit(lightning, tmp_path, cut, MicroBatchCallback(LoopSettings(limits=5)))
+    torch.testing.assert_close(weights(cut), weights(plain), rtol=0, atol=EXACT)
+    assert after.global_step == before.global_step == 12
+    for name, value in before.callback_metrics.items():
+        torch.testing.assert_close(after.callback_metrics[name], value, rtol=0, atol=1e-6)
+
+
+def test_gradients_that_are_accumulated_by_hand_over_batches_stay(lightning: ModuleType, tmp_path: Path) -> None:
+    def module() -> Any:
+        class EverySecond(type(network(lightning))):  # type: ignore[misc]
+            automatic_optimization = False
+
+            def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+                self.manual_backward(F.cross_entropy(self.layers(batch[0]), batch[1]))
+                if batch_idx % 2:
+                    self.optimizers().step()
+                    self.optimizers().zero_grad()
+
+        return EverySecond()
+
+    plain, cut = module(), module()
+    fit(lightning, tmp_path, plain)
+    fit(lightning, tmp_path, cut, MicroBatchCallback(LoopSettings(limits=5)))
+    torch.testing.assert_close(weights(cut), weights(plain), rtol=0, atol=EXACT)
+
+
+def test_a_step_with_two_backward_passes_must_fit(lightning: ModuleType, tmp_path: Path) -> None:
+    class Twice(type(network(lightning))):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            for _ in range(2):
+                self.optimizers().zero_grad()
+                self.manual_backward(F.cross_entropy(self.layers(batch[0]), batch[1]))
+                self.optimizers().step()
+
+    plain, whole, cut = Twice(), Twice(), Twice()
+    fit(lightning, tmp_path, plain)
+    fit(lightning, tmp_path, whole, MicroBatchCallback(LoopSettings(limits=13)))
+    assert torch.equal(weights(whole), weights(plain))
+    with pytest.raises(CanTrainError, match="calls manual_backward once: it calls it again"):
+        fit(lightning, tmp_path, cut, MicroBatchCallback(LoopSettings(limits=5)))
+
+
+def test_metrics_count_a_sample_once_though_its_part_ran_out_of_memory(lightning: ModuleType, tmp_path: Path) -> None:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    def module(fails: bool) -> Any:
+        class Measured(type(network(lightning))):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.accuracy, self.failed = MulticlassAccuracy(3, average="micro"), not fails
+
+            def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+                logits = self.layers(batch[0])
+                self.accuracy.update(logits, batch[1])
+                self.log("accuracy", self.accuracy, on_epoch=True, on_step=False)
+                self.log("train_loss", F.cross_entropy(logits, batch[1]), on_epoch=True)
+                if len(batch[0]) > 5 and not self.failed and batch_idx == 1:
+                    self.failed = True
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+                return F.cross_entropy(logits, batch[1])
+
+        return Measured()
+
+    before = fit(lightning, tmp_path, module(False), max_epochs=1)
+    settings = LoopSettings(limits=lambda size: [size], state_dir=tmp_path / "state")
+    after = fit(lightning, tmp_path, module(True), MicroBatchCallback(settings), max_epochs=1)
+    for name, value in before.callback_metrics.items():
+        torch.testing.assert_close(after.callback_metrics[name], value, rtol=0, atol=1e-6)
+
+
+def test_trial_steps_leave_nothing_behind(lightning: ModuleType, tmp_path: Path) -> None:
+    from torchmetrics import MeanMetric
+
+    class Counting(type(network(lightning))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = MeanMetric()
+            self.register_buffer("drawn", torch.zeros(1, dtype=torch.float64))
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.seen.update(torch.ones(len(batch[0])))
+            self.drawn += torch.rand(1, dtype=torch.float64)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_end(self) -> None:
+            self.counted = float(self.seen.weight)
+
+    plain, adopted = Counting(), Counting()
+    torch.manual_seed(3)
+    fit(lightning, tmp_path, plain)
+    torch.manual_seed(3)
+    fit(lightning, tmp_path, adopted, MicroBatchCallback(LoopSettings(state_dir=tmp_path / "state")))
+    assert torch.equal(weights(adopted), weights(plain))
+    assert torch.equal(adopted.drawn, plain.drawn)
+    assert adopted.counted == plain.counted == 120
+
+
+@pytest.mark.parametrize(
+    ("settings", "value"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+        ({"own": True}, "a backward of its own in Own"),
+    ],
+)
+def test_what_else_changes_gradients_is_refused(
+    lightning: ModuleType, tmp_path: Path, settings: dict[str, Any], value: str
+) -> None:
+    class Own(type(network(lightning))):  # type: ignore[misc]
+        def backward(self, loss: Tensor) -> None:
+            (2 * loss).backward()
+
+    module = Own() if settings.pop("own", False) else network(lightning)
+    with pytest.raises(ArgumentError, match=rf"the gradient of a loader's whole batch: {value}"):
+        fit(lightning, tmp_path, module, MicroBatchCallback(), **settings)
+
+
+def test_batches_of_a_loader_of_the_module_and_of_a_batch_sampler_are_split(
+    lightning: ModuleType, tmp_path: Path
+) -> None:
+    batches = [[0, 5, 7], list(range(8, 30)), [30, 2, 1, 3, 4, 6, 31], [39]]
+
+    class WithLoader(type(network(lightning))):  # type: ignore[misc]
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(data().dataset, batch_sampler=batches)
+
+    plain, cut = WithLoader(), WithLoader()
+    fit(lightning, tmp_path, plain, data=[None, data(20)])
+    fit(lightning, tmp_path, cut, MicroBatchCallback(LoopSettings(limits=5)), data=[None, data(20)])
+    torch.testing.assert_close(weights(cut), weights(plain), rtol=0, atol=EXACT)
+
+
+def test_predictions_are_those_of_the_whole_batch(lightning: ModuleType, tmp_path: Path) -> None:
+    class Predicting(type(network(lightning))):  # type: ignore[misc]
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Any]:
+            return {"logits": self.layers(batch[0]), "names": [str(int(one)) for one in batch[1]]}
+
+    module, quiet = Predicting(), {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    plain = lightning.Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet).predict(module, data())
+    callback = MicroBatchCallback(LoopSettings(limits=5))
+    cut = lightning.Trainer(accelerator="cpu", callbacks=callback, **quiet).predict(module, data())
+    for one, other in zip(cut, plain, strict=True):
+        torch.testing.assert_close(one["logits"], other["logits"], rtol=0, atol=EXACT)
+        assert one["names"] == other["names"]
+
+
+def test_mixed_precision_rounds_as_parts_do(lightning: ModuleType, tmp_path: Path) -> None:
+    plain, cut = (network(lightning).float() for _ in range(2))
+    x, y = data().dataset.tensors
+    single = DataLoader(TensorDataset(x.float(), y), batch_size=13)
+    fit(lightning, tmp_path, plain, precision="bf16-mixed", max_epochs=1, data=[single, single])
+    seen = []
+    cut.layers[0].register_forward_hook(lambda module, inputs, output: seen.append((len(output), output.dtype)))
+    callback = MicroBatchCallback(LoopSettings(limits=5))
+    fit(lightning, tmp_path, cut, callback, precision="bf16-mixed", max_epochs=1, data=[single, single])
+    assert seen[:3] == [(5, torch.bfloat16), (4, torch.bfloat16), (4, torch.bfloat16)]
+    torch.testing.assert_close(weights(cut), weights(plain), rtol=0, atol=0.03)
+
+
+def test_a_compiled_module_is_split(lightning: ModuleType, tmp_path: Path) -> None:
+    plain, cut = network(lightning), network(lightning)
+    fit(lightning, tmp_path, plain, max_epochs=1)
+    cut.layers = torch.compile(cut.layers, backend="eager")
+    fit(lightning, tmp_path, cut, MicroBatchCallback(LoopSettings(limits=5)), max_epochs=1)
+    torch.testing.assert_close(weights(cut), weights(plain), rtol=0, atol=EXACT)

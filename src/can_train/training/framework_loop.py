@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from can_train.errors import StateError
 from can_train.factors.observations import ALLOCATOR, Device, Observation, Outcome, write_record
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, next_time, rule_after
+from can_train.fit.batch_dependence import BatchDependence
 from can_train.fit.cost_model import DeviceLimits, PeakPrediction
 from can_train.fit.explore import Search, SearchTime, Workload, find_limit, left_as_it_was
 from can_train.fit.factor_rule import Aim, FactorDecision, FactorRule
@@ -122,6 +124,7 @@ class FrameworkLoop:
         model: The module whose parameters are trained, on its device.
         optimizers: Those of the loop.
         settings: How it is made to fit.
+        remedy_for_means: What makes a loss exact that is a mean over something else than samples, as a sentence.
         notice: Is given a sentence on what was found.
     """
 
@@ -129,6 +132,7 @@ class FrameworkLoop:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     settings: LoopSettings
+    remedy_for_means: str
     notice: Callable[[str], object] = lambda text: None
 
     def __post_init__(self) -> None:
@@ -168,8 +172,8 @@ class FrameworkLoop:
         if self._reserve is None:
             self._prepare(batch, counts, loss_of)
 
-        def losses_of(start: int, stop: int) -> Losses:
-            part = self._part(batch, start, stop, samples)
+        def losses_of(start: int, stop: int, *, is_trial: bool = False) -> Losses:
+            part = replace(self._part(batch, start, stop, samples), is_trial=is_trial)
             loss, own = loss_of(part)
             shares[start] = 1.0 if part.share == 1.0 else part.share if own is None else own / samples
             # A whole batch's loss stays as it is: its gradient is, bit by bit, that of the loop without this class.
@@ -177,13 +181,15 @@ class FrameworkLoop:
 
         with self.monitor.step(self.model, *self.optimizers):
             result = self.batcher.run_share(losses_of, self._priced(counts), denominators={LOSS: 1.0}, scale=scale)
-        self._see(result, samples)
+        own_shares, shares = shares, {}
+        found = self.batcher.measure_dependence_once(partial(losses_of, is_trial=True), result)
+        self._see(result, samples, found)
         starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
-        whole = sum(shares[start] for start in starts)
+        whole = sum(own_shares[start] for start in starts)
         if not math.isclose(whole, 1.0, rel_tol=_ROUND_OFF):
             self._divide_gradients(whole)
         loss = torch.as_tensor(result.means[LOSS] / whole)
-        return StepResult(loss=loss, weights={start: shares[start] / whole for start in starts})
+        return StepResult(loss=loss, weights={start: own_shares[start] / whole for start in starts})
 
     def evaluate(self, batch: Any, compute: Callable[[Part], T]) -> list[tuple[Part, T]]:
         """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it."""
@@ -233,7 +239,13 @@ class FrameworkLoop:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         torch._foreach_div_(gradients, divisor)
 
-    def _see(self, result: BatchResult, samples: int) -> None:
+    def _see(self, result: BatchResult, samples: int, dependence: BatchDependence | None) -> None:
+        if dependence is not None and dependence.terms and not dependence.modules:
+            text = f"Cutting a batch changes its gradient by {dependence.terms[LOSS]:.1%}. {self.remedy_for_means}"
+            warnings.warn(text, stacklevel=2)
+        elif dependence is not None:
+            for sentence in dependence.sentences(split=False):
+                warnings.warn(f"{sentence}.", stacklevel=2)
         self._logical_batch = max(self._logical_batch, samples)
         self._largest_part = max(self._largest_part, *result.micro_batches)
         self._largest_cost = max(self._largest_cost, result.largest_cost)

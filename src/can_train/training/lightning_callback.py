@@ -81,7 +81,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
         super().__init__()
         self.loop: FrameworkLoop | None = None
         self._settings = settings or LoopSettings()
-        self._replaced: list[str] = []
+        self._steps = ExitStack()  # Gives the module its own steps back
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._stepped = False  # Whether gradients were used since the last batch began (manual optimization)
 
@@ -97,15 +97,13 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
         for name, own in steps.items():
             replaced = getattr(pl_module, name)
             # Lightning asks the function that is wrapped for its arguments, and whether it is the module's own.
-            setattr(pl_module, name, wraps(replaced)(partial(own, trainer, pl_module, replaced)))
-            self._replaced.append(name)
+            step = wraps(replaced)(partial(own, trainer, pl_module, replaced))
+            self._steps.enter_context(_replaced(pl_module, name, step))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Gives the module its steps back."""
         self._close("ok")
-        for name in self._replaced:
-            delattr(pl_module, name)
-        self._replaced.clear()
+        self._steps.close()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Makes room for what the optimizer makes in its first step."""
@@ -132,6 +130,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
                 model=pl_module,
                 optimizers=trainer.optimizers,
                 settings=self._settings,
+                remedy_for_means=_MEANS,
                 notice=lambda text: _LOG.info("%s", text) if trainer.is_global_zero else None,
             )
         return self.loop
@@ -223,6 +222,10 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
 
 
 _EVALUATIONS: Final = ("validation_step", "test_step", "predict_step")
+_MEANS: Final = (
+    "Where the loss is a mean over something else than samples (tokens, masked positions), return its number, too: "
+    'return {"loss": loss, "denominator": tokens}'
+)
 _OWN_BATCHES: Final = "Cut its batches with MicroBatcher (docs/python.md), or take smaller ones"
 
 
@@ -324,27 +327,38 @@ class _Calls:
         self._module = pl_module
         self._metrics = [one for one in pl_module.modules() if hasattr(one, "metric_state")]
         self._logged: dict[int, list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]] = {}
-        self._metrics_before: dict[int, list[dict[str, Any]]] = {}
+        self._before: dict[int, list[dict[str, Any]]] = {}
 
     @contextmanager
     def of(self, part: Part) -> Iterator[None]:
-        """Opens the span of a part."""
-        calls = self._logged[part.start] = []
-        if part.start in self._metrics_before:
-            for metric, before in zip(self._metrics, self._metrics_before[part.start], strict=True):
-                vars(metric).update(_copied(before))
-        else:
-            names = ("_update_count", "_computed")
-            self._metrics_before[part.start] = [
-                _copied({name: getattr(metric, name) for name in (*metric.metric_state, *names)})
-                for metric in self._metrics
-            ]
+        """Opens the span of a part; of a trial nothing stays."""
+        calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+        before = self._states()
+        if not part.is_trial:
+            self._logged[part.start] = calls
+            # As they were before a first attempt, of which they may have counted everything.
+            self._restore(self._before.setdefault(part.start, before))
 
         def log(name: str, value: Any, *arguments: Any, **options: Any) -> None:
             calls.append((name, value.detach() if isinstance(value, Tensor) else value, arguments, options))
 
-        with _replaced(self._module, "log", log):
-            yield
+        try:
+            with _replaced(self._module, "log", log):
+                yield
+        finally:
+            if part.is_trial:
+                self._restore(before)
+
+    def _states(self) -> list[dict[str, Any]]:
+        names = ("_update_count", "_computed")
+        return [
+            _copied({name: getattr(metric, name) for name in (*metric.metric_state, *names)})
+            for metric in self._metrics
+        ]
+
+    def _restore(self, states: list[dict[str, Any]]) -> None:
+        for metric, state in zip(self._metrics, states, strict=True):
+            vars(metric).update(_copied(state))
 
     def write(self, weights: Mapping[int, float]) -> None:
         """Logs what the parts have logged, once; `weights` are theirs, by their first samples."""
