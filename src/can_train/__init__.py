@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from can_train.training.dry_run import get_effective_safety_factor
     from can_train.training.framework_loop import LoopSettings
     from can_train.training.lightning_callback import MemoryMonitorCallback, MicroBatchCallback
+    from can_train.training.lightning_sizes import scale_batch_size
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "get_safety_factor_db",
     "is_out_of_memory",
     "predict_peak",
+    "scale_batch_size",
     "simulated_gpu",
     "solve_accumulation",
 ]
@@ -65,6 +67,7 @@ _HOMES: Final = {
     "training.dry_run": ("get_effective_safety_factor",),
     "training.framework_loop": ("LoopSettings",),
     "training.lightning_callback": ("MemoryMonitorCallback", "MicroBatchCallback"),
+    "training.lightning_sizes": ("scale_batch_size",),
 }
 
 

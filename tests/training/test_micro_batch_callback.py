@@ -1,5 +1,8 @@
 """MicroBatchCallback in real Lightning trainings: the weights that a training ends with are those of whole batches."""
 
+import os
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -418,3 +421,66 @@ def test_a_compiled_module_is_split(lightning: ModuleType, tmp_path: Path) -> No
     cut.layers = torch.compile(cut.layers, backend="eager")
     fit(lightning, tmp_path, cut, MicroBatchCallback(LoopSettings(limits=5)), max_epochs=1)
     torch.testing.assert_close(weights(cut), weights(plain), rtol=0, atol=EXACT)
+
+
+ON_TWO_RANKS = """
+import sys
+from importlib import import_module
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from can_train import LoopSettings, MicroBatchCallback
+
+lightning = import_module(sys.argv[1])
+
+
+class Network(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def train(*callbacks):
+    drawn = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(40, 6, generator=drawn, dtype=torch.float64), torch.arange(40) % 3)
+    module = Network()
+    trainer = lightning.Trainer(
+        accelerator="cpu", strategy=sys.argv[2], devices=int(sys.argv[3]), callbacks=list(callbacks), logger=False,
+        enable_checkpointing=False, max_epochs=2, enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=7))
+    return trainer, torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+_, whole = train()
+# The ranks cut their batches into different parts.
+trainer, cut = train(MicroBatchCallback(LoopSettings(limits=lambda size: [3, size - 3] if size > 3 else [size])))
+print("difference", float((cut - whole).abs().max()), "ranks", trainer.world_size, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "strategy", "ranks"), [("lightning.pytorch", "ddp", 2), ("pytorch_lightning", "auto", 1)]
+)
+def test_ranks_and_both_names_of_lightning_are_served(tmp_path: Path, package: str, strategy: str, ranks: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ON_TWO_RANKS)
+    command = [sys.executable, str(script), package, strategy, str(ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = {line for line in done.stdout.splitlines() if line.startswith("difference")}
+    _, difference, _, world = line.split()
+    assert (float(difference) < EXACT, int(world)) == (True, ranks)

@@ -241,13 +241,11 @@ def _refuse_conflicts(trainer: Any, pl_module: Any) -> None:
     if type(trainer.strategy).__name__ in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
         found = f"{type(trainer.strategy).__name__}, in which each pass waits for those of other ranks"
         raise ArgumentError(rule, value=found, remedy='Keep the whole model on each rank (strategy="ddp")')
-    if pl_module.automatic_optimization and type(pl_module).backward is not _lightning_module().backward:
+    # Not the class imported above: the module may be of the other Lightning.
+    base = next(one for one in type(pl_module).__mro__ if one.__name__ == "LightningModule")
+    if pl_module.automatic_optimization and type(pl_module).backward is not vars(base)["backward"]:
         found = f"a backward of its own in {type(pl_module).__name__}"
         raise ArgumentError(rule, value=found, remedy="Leave it out, or use manual optimization")
-
-
-def _lightning_module() -> Any:
-    return import_module(_Callback.__module__.partition(".callbacks")[0]).LightningModule
 
 
 def _scale_of(precision: Any) -> Callable[[Tensor], Tensor]:
