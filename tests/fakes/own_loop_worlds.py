@@ -60,3 +60,7 @@ def wrap_in_ddp(ranks: Ranks, folder: Path) -> None:
 
 def wrap_in_fsdp(ranks: Ranks, folder: Path) -> None:
     MicroBatcher(fully_shard(make_model(), mesh=init_device_mesh("cpu", (2,))))
+
+
+def use_sync_batch_norm(ranks: Ranks, folder: Path) -> None:
+    MicroBatcher(torch.nn.Sequential(make_model(), torch.nn.SyncBatchNorm(1)))

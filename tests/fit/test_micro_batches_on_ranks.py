@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fakes.own_loop_worlds import SIZES, gradient, inputs, make_model, share_a_batch, wrap_in_ddp, wrap_in_fsdp
+from fakes.own_loop_worlds import (
+    SIZES,
+    gradient,
+    inputs,
+    make_model,
+    share_a_batch,
+    use_sync_batch_norm,
+    wrap_in_ddp,
+    wrap_in_fsdp,
+)
 from fakes.several_ranks import World, error_text, run_ranks
 
 
@@ -22,7 +31,9 @@ def test_ranks_that_cut_differently_have_the_gradient_of_the_whole_batch(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrap", "says"), [(wrap_in_ddp, "run_share"), (wrap_in_fsdp, "whole model on each rank")])
+@pytest.mark.parametrize(("wrap", "says"), [
+    (wrap_in_ddp, "run_share"), (wrap_in_fsdp, "whole model on each rank"), (use_sync_batch_norm, "GroupNorm"),
+])  # fmt: skip
 def test_a_model_whose_ranks_wait_for_each_other_in_every_pass_is_refused(
     tmp_path: Path, wrap: World, says: str
 ) -> None:

@@ -98,7 +98,8 @@ def run(script: str, folder: Path) -> torch.Tensor:
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
              "enable_model_summary": False, "default_root_dir": folder}  # fmt: skip
-    space: dict[str, Any] = {"QUIET": quiet, "SETTINGS": LoopSettings(device=f"sim:{GPU}", state_dir=folder), "GPU": f"sim:{GPU}"}
+    settings = LoopSettings(device=f"sim:{GPU}", state_dir=folder)
+    space: dict[str, Any] = {"QUIET": quiet, "SETTINGS": settings, "GPU": f"sim:{GPU}"}
     try:
         exec(compile(script, "script", "exec"), space)
     finally:

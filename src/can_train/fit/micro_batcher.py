@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -507,6 +508,8 @@ def _refuse_unsplittable(model: nn.Module) -> None:
         )
     if kinds & {"FullyShardedDataParallel", "FSDPModule"}:
         raise ArgumentError(rule, value="FSDP", remedy="Keep the whole model on each rank (docs/python.md)")
+    if "SyncBatchNorm" in kinds and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ArgumentError(rule, value="SyncBatchNorm", remedy="Take a norm that needs no other samples (GroupNorm)")
     if any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
         raise ArgumentError(
             "Parameters of lazy modules are there once the model has run", value=type(model).__name__,

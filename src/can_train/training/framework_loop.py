@@ -38,6 +38,7 @@ from can_train.fit.packing import BatchCosts, SplitRules, counts_of, cut
 from can_train.fit.search import SizeSearch
 from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings
+from can_train.memory.catalogue import predicted_room
 from can_train.memory.meters import MemoryMonitor, Meter, meter_of, tensors_of
 from can_train.tasks.collate import Rows, leaves, samples_in, select_samples
 from can_train.training.run_folder import new_run_id
@@ -271,7 +272,9 @@ class FrameworkLoop:
             with left_as_it_was(self.model, self.meter) as buffers:
                 self._limits = self._find_limits(batch, counts, loss_of, needs, buffers)
             self._decision = self._rule().decide(self._limits)
-            self.batcher.use(self._rules(self._limits, self._decision), self._limits)
+            tuned = self._limits.training.tuned_limit
+            rules = SplitRules(safe_limit=self._decision.choice.factor * tuned, tuned_limit=tuned)
+            self.batcher.use(rules, self._limits)
             self.notice(self._found(self._limits.priced(counts)))
         self._reserve = OptimizerReserve(needs, self.meter)
         self._reserve.hold()
@@ -304,6 +307,10 @@ class FrameworkLoop:
                         gradient_bytes=needs.parameter_bytes)  # fmt: skip
         search = Search(time=SearchTime(clock=self.meter.seconds))
         training = find_limit(work, self.meter, lambda costs: costs.total, search)
+        more = training.cost_within(predicted_room(self.meter.capacity_bytes))
+        if training.capped and more > training.tuned_limit:
+            # The whole batch fits; how much larger a later one may be is predicted.
+            training = replace(training, tuned_limit=more, capped=False)
         model_bytes = sum(tensor.nbytes for tensor in resident)
         return DeviceLimits(
             device_key=self.meter.key,
@@ -324,14 +331,6 @@ class FrameworkLoop:
         except StateError as error:
             self.notice(f"What earlier runs taught cannot be read. {error}")
             return first
-
-    def _rules(self, limits: DeviceLimits, decision: FactorDecision) -> SplitRules:
-        training = limits.training
-        safe = decision.choice.factor * training.tuned_limit
-        if training.capped:
-            # The whole batch fits. How much larger a later one may be is predicted.
-            safe = max(training.tuned_limit, training.cost_within(decision.aim.share * limits.capacity_bytes))
-        return SplitRules(safe_limit=safe, tuned_limit=max(training.tuned_limit, safe))
 
     def _found(self, costs: BatchCosts) -> str:
         limits = self._limits

@@ -103,7 +103,6 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Gives the module its steps back."""
         self._close("ok")
-        self._steps.close()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Makes room for what the optimizer makes in its first step."""
@@ -112,12 +111,13 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
             self.loop.before_optimizer_step()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Records how the training ended."""
+        """Records how the training ended. Lightning calls `teardown` only where there was no error."""
         is_oom = isinstance(exception, DoesNotFitError) or is_out_of_memory(exception)
         is_stopped = isinstance(exception, KeyboardInterrupt | SystemExit)
         self._close("oom" if is_oom else "interrupted" if is_stopped else "error")
 
     def _close(self, outcome: Outcome) -> None:
+        self._steps.close()
         if self.loop is not None:
             self.loop.close(outcome)
         self.loop = None
