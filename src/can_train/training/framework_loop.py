@@ -125,7 +125,8 @@ class FrameworkLoop:
         model: The module whose parameters are trained, on its device.
         optimizers: Those of the loop.
         settings: How it is made to fit.
-        remedy_for_means: What makes a loss exact that is a mean over something else than samples, as a sentence.
+        remedy_for_means: What makes a loss exact that is a mean over something else than samples, as a sentence; empty:
+            nothing is measured.
         notice: Is given a sentence on what was found.
     """
 
@@ -133,7 +134,7 @@ class FrameworkLoop:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     settings: LoopSettings
-    remedy_for_means: str
+    remedy_for_means: str = ""
     notice: Callable[[str], object] = lambda text: None
 
     def __post_init__(self) -> None:
@@ -183,8 +184,9 @@ class FrameworkLoop:
         with self.monitor.step(self.model, *self.optimizers):
             result = self.batcher.run_share(losses_of, self._priced(counts), denominators={LOSS: 1.0}, scale=scale)
         own_shares, shares = shares, {}
-        found = self.batcher.measure_dependence_once(partial(losses_of, is_trial=True), result)
-        self._see(result, samples, found)
+        if self.remedy_for_means:
+            self._tell_dependence(self.batcher.measure_dependence_once(partial(losses_of, is_trial=True), result))
+        self._see(result, samples)
         starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
         whole = sum(own_shares[start] for start in starts)
         if not math.isclose(whole, 1.0, rel_tol=_ROUND_OFF):
@@ -240,13 +242,15 @@ class FrameworkLoop:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         torch._foreach_div_(gradients, divisor)
 
-    def _see(self, result: BatchResult, samples: int, dependence: BatchDependence | None) -> None:
+    def _tell_dependence(self, dependence: BatchDependence | None) -> None:
         if dependence is not None and dependence.terms and not dependence.modules:
             text = f"Cutting a batch changes its gradient by {dependence.terms[LOSS]:.1%}. {self.remedy_for_means}"
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(f"{text}.", stacklevel=2)
         elif dependence is not None:
             for sentence in dependence.sentences(split=False):
                 warnings.warn(f"{sentence}.", stacklevel=2)
+
+    def _see(self, result: BatchResult, samples: int) -> None:
         self._logical_batch = max(self._logical_batch, samples)
         self._largest_part = max(self._largest_part, *result.micro_batches)
         self._largest_cost = max(self._largest_cost, result.largest_cost)
