@@ -376,7 +376,11 @@ class WandbRun:
         self._run.finish(exit_code=int(status != "finished"))
 
 
-_KINDS: Final[Mapping[str, type[TrackerRun]]] = {"tensorboard": TensorBoardRun, "mlflow": MlflowRun, "wandb": WandbRun}
+_KINDS: Final[Mapping[str, type[TrackerRun]]] = {
+    "tensorboard": TensorBoardRun,
+    "mlflow": MlflowRun,
+    "wandb": WandbRun,
+}
 
 
 def serve(name: str, say: Say) -> None:
