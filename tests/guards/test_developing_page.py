@@ -36,6 +36,9 @@ def section(title: str) -> str:
     return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+
+
 def run(command: list[str], copy: Path, given: str = "") -> str:
     paths = os.pathsep.join(str(copy / name) for name in ("src", "tests", "scripts"))
     done = subprocess.run(command, cwd=copy, env={**os.environ, "PYTHONPATH": paths}, input=given, capture_output=True,
@@ -69,7 +72,7 @@ def test_an_addition_passes_the_tests_that_the_page_names(copy: Path, what: str)
     for line in "".join(blocks(text, "console")).splitlines():
         program, *words = shlex.split(line)
         if program == "scripts/test":
-            shown = run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words], copy)
+            shown = run([*PYTEST, *words], copy)
             assert re.search(r"\d passed", shown)
         elif program == "awk":
             run(["bash", "-c", line], copy)
@@ -81,4 +84,4 @@ def test_an_addition_passes_the_tests_that_the_page_names(copy: Path, what: str)
 def test_a_step_that_the_page_leaves_out_is_noticed(copy: Path) -> None:
     apply(section("Add a policy").replace('+    "step": StepPolicy,', "+"), copy)
     with pytest.raises(AssertionError, match="KeyError: 'step'"):
-        run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/factors/test_policies_step.py"], copy)
+        run([*PYTEST, "tests/factors/test_policies_step.py"], copy)
