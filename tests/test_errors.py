@@ -37,6 +37,11 @@ def test_command_lines_are_written_as_they_can_be_typed(monkeypatch: pytest.Monk
     assert as_typed(typed) == typed
 
 
+def test_a_name_cannot_change_what_a_terminal_shows() -> None:
+    error = ConfigError("A log must be readable", value="a\x1b[2J\rb\x9b1m.csv", remedy="Name\nanother\tone")
+    assert str(error) == "A log must be readable: a\\x1b[2J\\x0db\\x9b1m.csv.\nName\nanother\tone."
+
+
 def test_errors_and_notices_write_them_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(COMMAND_VARIABLE, "./can-train")
     error = ConfigError("A rule", value="x", remedy="Try: can-train runs")

@@ -59,13 +59,15 @@ RUN_FAILED: Final = 3
 COMMAND_VARIABLE: Final = "CAN_TRAIN_COMMAND"
 """Variable by which `./can-train` tells how it was called."""
 _COMMAND: Final = re.compile(r"(?<![\w./-])can-train(?= (?:--\w|-h|[a-z]))")
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def as_typed(text: str) -> str:
     """Writes the command lines in a text as they can be typed where this process was started: `./can-train resume RUN`
     in a checkout. What is printed passes through here: errors and notices by themselves, other lines by their printers.
+    Control characters, with which a name or a line of a log could change what a terminal shows, are written as text.
     """
-    return _COMMAND.sub(lambda _: command_name(), text)
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", _COMMAND.sub(lambda _: command_name(), text))
 
 
 def command_name() -> str:

@@ -1,9 +1,12 @@
 """What `pip install` gets: a source archive that builds, and a wheel with everything in it."""
 
 import os
+import re
+import runpy
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -39,6 +42,17 @@ def test_the_wheel_has_every_module_and_every_preset(repository: Path, unpacked_
     assert relative_files(unpacked_wheel / "can_train", "*.py") == modules
     assert relative_files(unpacked_wheel / "can_train" / "configs", "*.yaml") == presets
     assert presets
+
+
+def test_release_check_installs_every_extra_and_tries_every_python(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    names = runpy.run_path(str(repository / "scripts" / "release-check"))
+    installed = set(names["EXTRAS"].split(","))
+    assert installed | set(re.findall(r"\w+", extras["all"][0].partition("[")[2])) == extras.keys()
+    assert [f"Programming Language :: Python :: {python}" for python in names["PYTHONS"]] == [
+        one for one in project["classifiers"] if one.startswith("Programming Language :: Python :: 3.")
+    ]
 
 
 def relative_files(folder: Path, pattern: str) -> list[str]:

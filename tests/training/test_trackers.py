@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from shutil import copy
 from time import monotonic, sleep
@@ -123,6 +124,16 @@ def test_a_resumed_run_goes_on_without_a_step_twice(tmp_path: Path, folder: Path
     assert (read.runs, notices.texts) == (1, [])
     assert stopped.ends in ([], ["KILLED"], ["1"])
     assert read.ends in ([], ["FINISHED"], ["1", "0"])
+
+
+@pytest.mark.slow
+def test_a_task_without_data_sets_to_choose_from_is_tracked_by_mlflow(tmp_path: Path, folder: Path) -> None:
+    copy(folder.parent / "mlflow.db", tmp_path)
+    notices = Notices()
+    with tracked(replace(tracked_run(tmp_path), dataset=""), ["mlflow"], notices) as (tracker,):
+        tracker.track(1, {"train/loss": 1.0})
+    assert notices.texts == []
+    assert read_back("mlflow", tmp_path / "run-1").figures["train/loss"] == [(1, 1.0)]
 
 
 class Kept:

@@ -536,7 +536,7 @@ class AffinePolicy(FactorPolicy):
         return Decision(self._bounded(factor), aim, reason if aim < self.target else "target", line.half_width(safe))
 
 
-POLICIES: Final[Mapping[str, type[AffinePolicy] | type[MomentumPolicy]]] = {
+POLICIES: Final[Mapping[str, type[FactorPolicy]]] = {
     "affine": AffinePolicy,
     "momentum": MomentumPolicy,
 }

@@ -100,7 +100,7 @@ class TrackedRun:
 
     run_id: str
     folder: str  # absolute
-    dataset: str
+    dataset: str  # empty for a task that has one set only
     key: str
     settings: Mapping[str, Any]
 
@@ -313,7 +313,7 @@ class MlflowRun:
             self._client.update_run(state["run_id"], status="RUNNING")
             self._run_id = state["run_id"]
             return
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.dataset
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.dataset or run.key
         with suppress(MlflowException):
             # Of a run that started at the same time, or before.
             self._client.create_experiment(experiment, artifact_location=(runs_dir / "mlartifacts").as_uri())
@@ -376,7 +376,11 @@ class WandbRun:
         self._run.finish(exit_code=int(status != "finished"))
 
 
-_KINDS: Final[Mapping[str, type[TrackerRun]]] = {"tensorboard": TensorBoardRun, "mlflow": MlflowRun, "wandb": WandbRun}
+_KINDS: Final[Mapping[str, type[TrackerRun]]] = {
+    "tensorboard": TensorBoardRun,
+    "mlflow": MlflowRun,
+    "wandb": WandbRun,
+}
 
 
 def serve(name: str, say: Say) -> None:
