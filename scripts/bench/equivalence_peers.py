@@ -188,7 +188,7 @@ def transformers_loop(
         model=net,
         args=arguments,
         train_dataset=sentences,
-        data_collator=collate,
+        data_collator=collate,  # type: ignore[arg-type]
         optimizers=(optimizer, LambdaLR(optimizer, lambda step: 1.0)),
     )
     trainer.train()
