@@ -3,14 +3,10 @@ are installed into an environment of their own on first use.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from statistics import mean
 from typing import Any, Final, NamedTuple
 
@@ -29,17 +25,9 @@ from bench.finder_laws import (
     scattering_cases,
     spread_cases,
 )
+from bench.peers import run_peers, say
 from bench.results_file import environment, markdown, write_section
 from can_train.fit.search import find_max_size
-
-BENCH: Final = Path(__file__).resolve().parent
-ROOT: Final = BENCH.parent.parent
-
-PEERS: Final = ROOT / ".venv-peers"
-REQUIREMENTS: Final = BENCH / "finder_peers.txt"
-CONSTRAINTS: Final = ROOT / "scripts" / "constraints.txt"
-PEERS_TIMEOUT_S: Final = 1_800
-"""Time limit for all of the other tools together. They need about one minute."""
 
 READINGS: Final = "can-train, with readings"
 BENT_READINGS: Final = "can-train, readings that bend up by 30 %"
@@ -146,19 +134,7 @@ class Peers(NamedTuple):
 
 def measure_peers() -> Peers:
     """Runs the other tools on the cases, in their own environment."""
-    command = [str(peers_python()), "-E", "-m", "bench.finder_peers"]
-    say("peers")
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        cwd=BENCH.parent,
-        stdout=subprocess.PIPE,
-        env=variables,
-        text=True,
-        check=True,
-        timeout=PEERS_TIMEOUT_S,
-    )
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer = run_peers("finder_peers")
     return Peers(answer["versions"], {name: read_results(*fields) for name, fields in answer["results"].items()})
 
 
@@ -169,23 +145,6 @@ def read_results(seconds: float, spread: list[Any], edges: list[Any], scattering
         return [Outcome(*fields) for fields in outcomes]
 
     return Results(seconds, read(spread), read(edges), {law: read(outcomes) for law, outcomes in scattering.items()})
-
-
-def peers_python() -> Path:
-    """Returns the Python of the other tools' environment. Makes the environment if its requirements have changed."""
-    python, stamp = PEERS / "bin" / "python", PEERS / "installed.txt"
-    wanted = REQUIREMENTS.read_text(encoding="utf-8") + CONSTRAINTS.read_text(encoding="utf-8")
-    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
-        return python
-    say(f"installing the peers into {PEERS.name} (with a PyTorch of their own)")
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(REQUIREMENTS)]
-    try:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(PEERS)], check=True)
-        subprocess.run(pip, check=True)
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"scripts/bench/finder: the peers cannot be installed: {error}")
-    stamp.write_text(wanted, encoding="utf-8")
-    return python
 
 
 # Tables
@@ -322,11 +281,6 @@ def missed_goals(measured: Mapping[str, Results]) -> list[str]:
 def means(results: Results) -> tuple[float, float]:
     """Returns the mean numbers of trials and of out-of-memory errors over the spread limits."""
     return mean(outcome.trials for outcome in results.spread), mean(outcome.ooms for outcome in results.spread)
-
-
-def say(text: str) -> None:
-    """Prints what is being measured."""
-    print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
