@@ -1,5 +1,7 @@
 """What holds of the benchmarks without running them: each has its section of results, and what is judged as right."""
 
+import re
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,10 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench import measure_all
+from bench.measure_all import ARGUMENTS, Outcome, benchmarks, run
 from bench.measure_bus import LOGGED, Figures, cells, figures, out_of_range, ratio, tree_finds, windows_of
 from bench.measure_data import prepare_log
 from bench.measure_reasons import COLUMNS, explained
+from bench.picture import PICTURE, TOOLS, picture
 from bench.results_file import RESULTS
+from bench.summary import LINES, AbsentError, summary
 from can_train.tasks.can.contributions import PROPERTIES
 from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.settings import SyntheticSettings
@@ -25,6 +31,77 @@ def test_every_benchmark_has_its_module_and_its_section() -> None:
     modules = sorted(file.stem.removeprefix("measure_") for file in RESULTS.parent.glob("measure_*.py"))
     assert [link.name for link in LINKS] == modules
     assert [link.name for link in LINKS if f"<!-- {link.name}:begin -->" not in SECTIONS] == []
+
+
+def between(name: str) -> str:
+    return SECTIONS.partition(f"<!-- {name}:begin -->\n")[2].partition(f"\n<!-- {name}:end -->")[0]
+
+
+def test_the_summary_and_the_picture_are_what_the_sections_say() -> None:
+    assert between("all") == summary(SECTIONS)
+    assert PICTURE.read_text(encoding="utf-8") == picture(SECTIONS)
+
+
+def test_every_section_has_its_line_in_the_summary() -> None:
+    sections = set(re.findall(r"<!-- ([\w-]+):begin -->", SECTIONS)) - {"all"}
+    assert {line.section for line in LINES} == sections
+
+
+def test_a_changed_cell_changes_the_summary_and_the_picture() -> None:
+    changed = SECTIONS.replace("| can-train, with readings | 1.000 |", "| can-train, with readings | 0.500 |")
+    assert "| 0.500; 5.3; 0 |" in summary(changed)
+    assert picture(changed) != picture(SECTIONS)
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("| can-train, with readings | 1.000 |", "| can-train, with readings |  |"),
+    ("| proportional | 92% |", "| proportionate | 92% |"),
+    ("<!-- engine:begin -->", ""),
+    ("the largest 0.17%", "0.17% at most"),
+])  # fmt: skip
+def test_a_cell_that_is_not_there_is_an_error(old: str, new: str) -> None:
+    assert old in SECTIONS
+    with pytest.raises(AbsentError):
+        summary(SECTIONS.replace(old, new))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_the_picture_has_each_tool_by_name(tool: str) -> None:
+    assert f">{tool.replace('`', '')}</text>" in picture(SECTIONS)
+
+
+def test_all_runs_every_benchmark_but_itself() -> None:
+    assert benchmarks() == [link.name for link in LINKS if link.name != "all"]
+    assert set(ARGUMENTS) <= set(benchmarks())
+
+
+def test_what_is_not_run_in_full_says_why() -> None:
+    assert [name for name, one in ARGUMENTS.items() if one.full != "" and not one.left_out] == []
+
+
+@pytest.mark.parametrize(("program", "outcome"), [
+    ("print(1)", Outcome("ok")),
+    ("exit('missed: 2 of 3')", Outcome("missed", "2 of 3")),
+    ("exit(1)", Outcome("missed", "it said nothing")),
+    ("exit(2)", Outcome("failed", "it said nothing")),
+    ("1 / 0", Outcome("failed", "ZeroDivisionError: division by zero")),
+])  # fmt: skip
+def test_a_benchmark_that_fails_is_told_from_one_that_misses_its_goal(program: str, outcome: Outcome) -> None:
+    assert run([sys.executable, "-c", program]) == outcome
+
+
+def test_all_goes_on_after_a_failure_and_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = iter([Outcome("failed", "why"), Outcome("ok")])
+    monkeypatch.setattr(measure_all, "run", lambda command: next(outcomes))
+    monkeypatch.setattr(sys, "argv", ["all", "--quick", "--only", "data", "slurm", "engine"])
+    with pytest.raises(SystemExit) as ended:
+        measure_all.main()
+    assert ended.value.code == 1
+    lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
+    assert [(line[0], *line[3:]) for line in lines] == [
+        ("data", "failed", "why"), ("slurm", "skipped", ARGUMENTS["slurm"].left_out), ("engine", "ok")]  # fmt: skip
 
 
 def test_the_page_has_the_measured_shares_of_named_ids() -> None:

@@ -1,0 +1,101 @@
+"""Runs the benchmarks one after the other, since they are timed, prints a line for each, and goes on after a failure.
+Then it remakes the summary at the top of RESULTS.md and the picture of README.md from the sections of RESULTS.md.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bench.picture import PICTURE, picture
+from bench.results_file import RESULTS, write_section
+from bench.summary import summary
+
+BENCH: Final = Path(__file__).resolve().parent
+
+
+class Arguments(NamedTuple):
+    """How a benchmark is called here, and what is left out of it.
+
+    Attributes:
+        full: Arguments of a full run; None: it isn't run.
+        quick: Those of a quick run, which writes nothing; None: it isn't run.
+        left_out: What a full run leaves out, and why.
+    """
+
+    full: str | None = ""
+    quick: str | None = "--quick"
+    left_out: str = ""
+
+
+ARGUMENTS: Final[Mapping[str, Arguments]] = {
+    "bus": Arguments("--no-write", "--seeds 0 --no-write", "its table also has logs that are not in the repository"),
+    "chaos": Arguments("--quick", left_out="all attacks take two hours"),
+    "data": Arguments(quick="--messages 400000 --no-write"),
+    "detectors": Arguments("--quick", left_out="it trains for an hour, and on logs that are not in the repository"),
+    "engine": Arguments("--quick", left_out="the GAT teacher's steps take a quarter of an hour"),
+    "policy": Arguments(quick="--laws 400"),
+    "slurm": Arguments(None, None, "it needs a SLURM of its own (scripts/slurm-sandbox)"),
+}
+"""Of benchmarks that are called in another way than without arguments, and with --quick."""
+
+
+class Outcome(NamedTuple):
+    """What came of a benchmark: `ok`, `missed`, `failed` or `skipped`, and why."""
+
+    status: str
+    reason: str = ""
+
+
+def main() -> None:
+    """Runs the benchmarks; exit status 1 if one missed a goal or failed."""
+    parser = argparse.ArgumentParser(prog="scripts/bench/all", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="less of each, in under 3 minutes; writes nothing")
+    parser.add_argument("--only", nargs="+", choices=benchmarks(), default=benchmarks(), help="some of them")
+    parser.add_argument("--summary", action="store_true", help="run none: remake the summary and the picture alone")
+    options = parser.parse_args()
+    outcomes = [] if options.summary else [timed(name, quick=options.quick) for name in options.only]
+    if not options.quick:
+        write_summary()
+    if any(outcome.status in ("missed", "failed") for outcome in outcomes):
+        sys.exit(1)
+
+
+def benchmarks() -> list[str]:
+    """Returns the names of all benchmarks but this one."""
+    return sorted({file.stem.removeprefix("measure_") for file in BENCH.glob("measure_*.py")} - {"all"})
+
+
+def timed(name: str, *, quick: bool) -> Outcome:
+    """Runs a benchmark, prints a line, and returns what came of it."""
+    arguments = ARGUMENTS.get(name, Arguments())
+    chosen = arguments.quick if quick else arguments.full
+    started = time.monotonic()
+    outcome = Outcome("skipped", arguments.left_out) if chosen is None else run([str(BENCH / name), *chosen.split()])
+    note = outcome.reason or (arguments.left_out and not quick and f"in part: {arguments.left_out}")
+    print(f"{name:<12} {time.monotonic() - started:6.1f} s  {outcome.status}{note and f'  {note}'}", flush=True)
+    return outcome
+
+
+def run(command: Sequence[str]) -> Outcome:
+    """Runs a command; what it says last is the reason where it did not end well."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode == 0:
+        return Outcome("ok")
+    failed = done.returncode != 1 or "\nTraceback (most recent call last):" in f"\n{done.stdout}"
+    last = (done.stdout.strip() or "it said nothing").splitlines()[-1].strip()
+    return Outcome("failed" if failed else "missed", last.removeprefix("missed: "))
+
+
+def write_summary() -> None:
+    """Remakes the summary and the picture."""
+    text = RESULTS.read_text(encoding="utf-8")
+    write_section("all", "Summary (`scripts/bench/all --summary`)", summary(text))
+    PICTURE.write_text(picture(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
