@@ -18,12 +18,12 @@ BENCH: Final = Path(__file__).resolve().parent
 
 
 class Arguments(NamedTuple):
-    """How a benchmark is called here, and what is left out of it.
+    """How a benchmark is called here.
 
     Attributes:
         full: Arguments of a full run; None: it isn't run.
         quick: Those of a quick run, which writes nothing; None: it isn't run.
-        left_out: What a full run leaves out, and why.
+        left_out: Why a run is left out, or a full one is in part only.
     """
 
     full: str | None = ""
@@ -31,16 +31,28 @@ class Arguments(NamedTuple):
     left_out: str = ""
 
 
+LONG: Final = "the whole takes long; run it by itself"
+TRAININGS: Final = "its trainings take minutes"
+
 ARGUMENTS: Final[Mapping[str, Arguments]] = {
     "bus": Arguments("--no-write", "--seeds 0 --no-write", "its table also has logs that are not in the repository"),
-    "chaos": Arguments("--quick", left_out="all attacks take two hours"),
+    "chaos": Arguments("--quick", "--quick --only logs,clocks", LONG),
+    "claims": Arguments("--quick", "--quick --only bendr can", LONG),
     "data": Arguments(quick="--messages 400000 --no-write"),
-    "detectors": Arguments("--quick", left_out="it trains for an hour, and on logs that are not in the repository"),
-    "engine": Arguments("--quick", left_out="the GAT teacher's steps take a quarter of an hour"),
-    "policy": Arguments(quick="--laws 400"),
+    "detect": Arguments(quick="--quick --seconds 60 --rounds 1"),
+    "detectors": Arguments(None, None, f"{TRAININGS}, and it has logs that are not in the repository"),
+    "engine": Arguments("--quick", left_out=LONG),
+    "history": Arguments("--quick", left_out=LONG),
+    "learning": Arguments("--scenarios 0", None, TRAININGS),
+    "monitor": Arguments("--quick", left_out=LONG),
+    "planning": Arguments("--quick", None, LONG),
+    "plans": Arguments("--quick", left_out=LONG),
+    "policy": Arguments(quick="--laws 100"),
+    "reasons": Arguments(quick=None, left_out=TRAININGS),
+    "scoring": Arguments(quick="--frames 50000 --rounds 1 --no-write"),
     "slurm": Arguments(None, None, "it needs a SLURM of its own (scripts/slurm-sandbox)"),
 }
-"""Of benchmarks that are called in another way than without arguments, and with --quick."""
+"""Of benchmarks that are called in another way than without arguments, or with --quick."""
 
 
 class Outcome(NamedTuple):
@@ -75,8 +87,10 @@ def timed(name: str, *, quick: bool) -> Outcome:
     chosen = arguments.quick if quick else arguments.full
     started = time.monotonic()
     outcome = Outcome("skipped", arguments.left_out) if chosen is None else run([str(BENCH / name), *chosen.split()])
-    note = outcome.reason or (arguments.left_out and not quick and f"in part: {arguments.left_out}")
-    print(f"{name:<12} {time.monotonic() - started:6.1f} s  {outcome.status}{note and f'  {note}'}", flush=True)
+    seconds = time.monotonic() - started
+    in_part = [f"in part: {arguments.left_out}"] if chosen and not quick else []
+    notes = "; ".join(filter(None, [outcome.reason, *in_part]))
+    print(f"{name:<12} {seconds:6.1f} s  {outcome.status:<8} {notes}".rstrip(), flush=True)
     return outcome
 
 
