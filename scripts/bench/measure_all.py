@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from bench.picture import PICTURE, picture
 from bench.results_file import RESULTS, write_section
-from bench.summary import summary
+from bench.summary import AbsentError, summary
 
 BENCH: Final = Path(__file__).resolve().parent
 
@@ -46,8 +46,7 @@ ARGUMENTS: Final[Mapping[str, Arguments]] = {
     "learning": Arguments("--scenarios 0", None, TRAININGS),
     "monitor": Arguments("--quick", left_out=LONG),
     "planning": Arguments("--quick", None, LONG),
-    "plans": Arguments("--quick", left_out=LONG),
-    "policy": Arguments(quick="--laws 100"),
+    "plans": Arguments("--quick", None, LONG),
     "reasons": Arguments(quick=None, left_out=TRAININGS),
     "scoring": Arguments(quick="--frames 50000 --rounds 1 --no-write"),
     "slurm": Arguments(None, None, "it needs a SLURM of its own (scripts/slurm-sandbox)"),
@@ -106,9 +105,13 @@ def run(command: Sequence[str]) -> Outcome:
 
 def write_summary() -> None:
     """Remakes the summary and the picture."""
-    text = RESULTS.read_text(encoding="utf-8")
-    write_section("all", "Summary (`scripts/bench/all --summary`)", summary(text))
-    PICTURE.write_text(picture(text), encoding="utf-8")
+    results = RESULTS.read_text(encoding="utf-8")
+    try:
+        lines, drawn = summary(results), picture(results)
+    except AbsentError as error:
+        sys.exit(f"scripts/bench/all: no summary: {error}")
+    write_section("all", "Summary (`scripts/bench/all --summary`)", lines)
+    PICTURE.write_text(drawn, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ def test_all_runs_every_benchmark_but_itself() -> None:
     assert set(ARGUMENTS) <= set(benchmarks())
 
 
-def test_what_is_not_run_in_full_says_why() -> None:
-    assert [name for name, one in ARGUMENTS.items() if one.full != "" and not one.left_out] == []
+def test_what_is_not_run_or_in_part_says_why() -> None:
+    assert [name for name, one in ARGUMENTS.items() if (one.full or one.quick is None) and not one.left_out] == []
 
 
 @pytest.mark.parametrize(("program", "outcome"), [
@@ -102,6 +102,20 @@ def test_all_goes_on_after_a_failure_and_ends_with_it(
     lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
     assert [(line[0], *line[3:]) for line in lines] == [
         ("data", "failed", "why"), ("slurm", "skipped", ARGUMENTS["slurm"].left_out), ("engine", "ok")]  # fmt: skip
+
+
+def test_a_full_run_says_what_it_has_in_part_and_remakes_the_summary(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+    monkeypatch.setattr(measure_all, "run", lambda command: Outcome("ok", " ".join(command[1:])))
+    monkeypatch.setattr(measure_all, "write_summary", lambda: written.append(True))
+    monkeypatch.setattr(sys, "argv", ["all", "--only", "bus", "data"])
+    measure_all.main()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"ok       --no-write; in part: {ARGUMENTS['bus'].left_out}")
+    assert second.endswith(" ok")
+    assert written == [True]
 
 
 def test_the_page_has_the_measured_shares_of_named_ids() -> None:
