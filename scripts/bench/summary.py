@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from bench.results_file import markdown
+from bench.results_file import RESULTS, markdown
 
 HEAD: Final = ("subject", "compared", "can-train", "the best other", "what can-train loses")
 NONE: Final = "–"
@@ -43,6 +43,26 @@ LINES: Final = (
         "{8 %|can-train, with readings|mostly fail} and {8 %|Lightning, binsearch, `max_val` raised|mostly fail}",
     ),
     Line(
+        "survival",
+        "10,000 steps over graphs of very different sizes: runs that end; mean fill of the GPU; speed",
+        "{can-train, as its command line does|runs that end}; {can-train, as its command line does|fill}; "
+        "{can-train, as its command line does|speed}",
+        "torch_geometric, edges: {torch_geometric, edges|runs that end}; {torch_geometric, edges|fill}; "
+        "{torch_geometric, edges|speed}; Lightning, power: {Lightning, power|runs that end}; {Lightning, power|fill}; "
+        "{Lightning, power|speed}",
+        "with `find_max_size`, which knows no costs: {can-train, `MicroBatcher(limits=find_max_size(…))`|fill}; "
+        "{can-train, `MicroBatcher(limits=find_max_size(…))`|speed}",
+    ),
+    Line(
+        "equivalence",
+        "gradients in micro-batches of sentences: error, mean",
+        "{can-train, `MicroBatcher`|gradient, mean}",
+        "accelerate, the loop of its guide: {accelerate, the loop of its guide for sentences|gradient, mean}; "
+        "Lightning: {Lightning, `accumulate_grad_batches=4`|gradient, mean}",
+        "CPU ms a step: {can-train, `MicroBatcher`|CPU ms a step}, whole batches {whole batches|CPU ms a step}; where "
+        "memory runs out {can-train, memory runs out in every third step|CPU ms a step}",
+    ),
+    Line(
         "prediction",
         "predicted peaks of simulated GPUs: error",
         "median {/median error is ([^,]+),}, largest {/the largest ([^ ]+)%\\.}%",
@@ -61,6 +81,13 @@ LINES: Final = (
         "plans of dry runs beside training: error",
         "median {/Over all \\d+: median ([^,]+),}, largest {/median [^|]*largest ([^,]+),}",
         loses="student GAT: largest {gat|student|largest}",
+    ),
+    Line(
+        "startup",
+        "CPU seconds to `--help`; to a plan; to the first step",
+        "{`can-train --help`|CPU, s}; {a plan (`--dry-run`)|CPU, s}; {the first optimizer step|CPU, s}",
+        '`import torch`: {`python -c "import torch"`|CPU, s}',
+        "a plan and the first step take {a plan (`--dry-run`)|beside} and {the first optimizer step|beside} the import",
     ),
     Line(
         "planning",
@@ -192,7 +219,12 @@ def summary(results: str) -> str:
     Raises:
         AbsentError: A section, a row or a cell is not there, or is empty.
     """
-    return markdown([HEAD, *(_cells(results, line) for line in LINES)])
+    return markdown([HEAD, *(_cells(results, line) for line in LINES if has(results, line.section))]) + NOTES
+
+
+def has(results: str, name: str) -> bool:
+    """Returns whether there is a section, or should be one: only what has no benchmark either is left out."""
+    return f"<!-- {name}:begin -->" in results or RESULTS.with_name(f"measure_{name}.py").exists()
 
 
 def cell(section: str, names: Sequence[str]) -> str:
