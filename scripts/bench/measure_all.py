@@ -16,6 +16,9 @@ from bench.summary import AbsentError, summary
 
 BENCH: Final = Path(__file__).resolve().parent
 
+LATEST_START_S: Final = 25 * 60
+"""No benchmark begins after so many seconds: the longest one here takes about five minutes."""
+
 
 class Arguments(NamedTuple):
     """How a benchmark is called here.
@@ -47,7 +50,7 @@ ARGUMENTS: Final[Mapping[str, Arguments]] = {
     "monitor": Arguments("--quick", left_out=LONG),
     "planning": Arguments("--quick", None, LONG),
     "plans": Arguments("--quick", None, LONG),
-    "reasons": Arguments(quick=None, left_out=TRAININGS),
+    "reasons": Arguments(None, None, TRAININGS),
     "scoring": Arguments(quick="--frames 50000 --rounds 1 --no-write"),
     "slurm": Arguments(None, None, "it needs a SLURM of its own (scripts/slurm-sandbox)"),
 }
@@ -68,7 +71,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=benchmarks(), default=benchmarks(), help="some of them")
     parser.add_argument("--summary", action="store_true", help="run none: remake the summary and the picture alone")
     options = parser.parse_args()
-    outcomes = [] if options.summary else [timed(name, quick=options.quick) for name in options.only]
+    latest = time.monotonic() + LATEST_START_S
+    outcomes = [] if options.summary else [timed(name, latest, quick=options.quick) for name in options.only]
     if not options.quick:
         write_summary()
     if any(outcome.status in ("missed", "failed") for outcome in outcomes):
@@ -80,16 +84,20 @@ def benchmarks() -> list[str]:
     return sorted({file.stem.removeprefix("measure_") for file in BENCH.glob("measure_*.py")} - {"all"})
 
 
-def timed(name: str, *, quick: bool) -> Outcome:
-    """Runs a benchmark, prints a line, and returns what came of it."""
+def timed(name: str, latest: float, *, quick: bool) -> Outcome:
+    """Runs a benchmark unless it is too late, prints a line, and returns what came of it."""
     arguments = ARGUMENTS.get(name, Arguments())
     chosen = arguments.quick if quick else arguments.full
     started = time.monotonic()
-    outcome = Outcome("skipped", arguments.left_out) if chosen is None else run([str(BENCH / name), *chosen.split()])
-    seconds = time.monotonic() - started
-    in_part = [f"in part: {arguments.left_out}"] if chosen and not quick else []
-    notes = "; ".join(filter(None, [outcome.reason, *in_part]))
-    print(f"{name:<12} {seconds:6.1f} s  {outcome.status:<8} {notes}".rstrip(), flush=True)
+    if chosen is None:
+        outcome = Outcome("skipped", arguments.left_out)
+    elif started > latest:
+        outcome = Outcome("skipped", "half an hour is nearly over; run it by itself")
+    else:
+        outcome = run([str(BENCH / name), *chosen.split()])
+    in_part = f"in part: {arguments.left_out}" if chosen and not quick and outcome.status != "skipped" else ""
+    notes = "; ".join(filter(None, [outcome.reason, in_part]))
+    print(f"{name:<12} {time.monotonic() - started:6.1f} s  {outcome.status:<8} {notes}".rstrip(), flush=True)
     return outcome
 
 

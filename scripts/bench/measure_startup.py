@@ -80,7 +80,8 @@ def main() -> None:
     rounds = 1 if quick else ROUNDS
     commands = {name: line for name, line in COMMANDS.items() if not (quick and name == STEP)}
     with tempfile.TemporaryDirectory() as folder:
-        table = markdown(rows(measure(commands, Path(folder), rounds)))
+        taken = measure(commands, Path(folder), rounds if quick else rounds + 1)
+    table = markdown(rows({name: each[-rounds:] for name, each in taken.items()}))
     notes = NOTES.format(rounds=rounds, load=os.getloadavg()[0])
     text = "\n\n".join([environment({"torch": version("torch")}), table, notes])
     print(text)
@@ -89,13 +90,13 @@ def main() -> None:
 
 
 def measure(commands: Mapping[str, Sequence[str]], folder: Path, rounds: int) -> dict[str, list[Seconds]]:
-    """Runs every command in each round; returns what it took, without a first round."""
+    """Runs every command in each round; returns what it took."""
     taken: dict[str, list[Seconds]] = {name: [] for name in commands}
-    for number in range(rounds + 1):
-        say(f"round {number} of {rounds}")
+    for number in range(rounds):
+        say(f"round {number + 1} of {rounds}")
         for name, arguments in commands.items():
             taken[name].append(seconds_of(arguments, folder))
-    return {name: each[1:] for name, each in taken.items()}
+    return taken
 
 
 def rows(taken: Mapping[str, Sequence[Seconds]]) -> list[list[str]]:

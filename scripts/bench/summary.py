@@ -14,8 +14,8 @@ HEAD: Final = ("subject", "compared", "can-train", "the best other", "what can-t
 NONE: Final = "–"
 NOTES: Final = """
 
-Every figure is a cell of the section that its line leads to, which names the machine and the versions and says how it
-was measured. `scripts/bench/all` measures again what takes less than half an hour, and remakes this table."""
+The figures are those of the sections that the lines lead to, which name the machine and the versions and say how they
+were measured. `scripts/bench/all` measures again what half an hour allows, and remakes this table."""
 
 
 class Line(NamedTuple):

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,12 @@ def test_all_goes_on_after_a_failure_and_ends_with_it(
     lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
     assert [(line[0], *line[3:]) for line in lines] == [
         ("data", "failed", "why"), ("slurm", "skipped", ARGUMENTS["slurm"].left_out), ("engine", "ok")]  # fmt: skip
+
+
+def test_no_benchmark_begins_too_late(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure_all, "run", lambda command: Outcome("ok"))
+    assert measure_all.timed("data", time.monotonic() + 60, quick=False) == Outcome("ok")
+    assert measure_all.timed("data", time.monotonic() - 1, quick=False).status == "skipped"
 
 
 def test_a_full_run_says_what_it_has_in_part_and_remakes_the_summary(
