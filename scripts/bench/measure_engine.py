@@ -27,6 +27,7 @@ from can_train.training.loading import load_task
 
 CASES: Final = (("gat", "teacher", 64), ("gat", "student", 64), ("vgae", "teacher", 64), ("vgae", "student", 64))
 """Model, size and logical batch."""
+STUDENTS: Final = CASES[1::2]
 
 PAIRS: Final = 60
 """Measured pairs of steps, after the warm-up."""
@@ -65,10 +66,12 @@ def main() -> None:
     """Measures, prints the table and writes it into RESULTS.md; exit status 1 if the goal is missed."""
     parser = argparse.ArgumentParser(prog="scripts/bench/engine", description=__doc__)
     parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of steps (default: %(default)s)")
-    pairs = parser.parse_args().pairs
+    parser.add_argument("--quick", action="store_true", help="the students alone, and write nothing")
+    options = parser.parse_args()
+    pairs: int = options.pairs
     torch.set_num_threads(1)
     rows, worst = [["model", "batch", "bare loop, ms", "engine, ms", "overhead"]], 0.0
-    for model, size, batch in CASES:
+    for model, size, batch in STUDENTS if options.quick else CASES:
         timed = measure(model, size, batch, pairs)
         share = timed.added / timed.bare
         worst = max(worst, share)
@@ -82,7 +85,7 @@ def main() -> None:
     for row in tiny[1:]:
         print(" | ".join(row), flush=True)
     text = "\n\n".join([head, markdown(rows), markdown(tiny), NOTES])
-    if pairs >= PAIRS:
+    if pairs >= PAIRS and not options.quick:
         write_section("engine", "What the engine adds to a step (`scripts/bench/engine`)", text)
     if worst > GOAL or added["engine"] > TINY_GOAL:
         part = f"{added['engine']:.0f} of at most {TINY_GOAL:.0f} µs to a part"

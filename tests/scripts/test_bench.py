@@ -1,5 +1,8 @@
 """What holds of the benchmarks without running them: each has its section of results, and what is judged as right."""
 
+import re
+import sys
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -7,10 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench import measure_all
+from bench.measure_all import ARGUMENTS, Outcome, benchmarks, run
 from bench.measure_bus import LOGGED, Figures, cells, figures, out_of_range, ratio, tree_finds, windows_of
 from bench.measure_data import prepare_log
 from bench.measure_reasons import COLUMNS, explained
+from bench.picture import BLOCKS, PICTURE, picture, spans
 from bench.results_file import RESULTS
+from bench.summary import LINES, AbsentError, summary
 from can_train.tasks.can.contributions import PROPERTIES
 from can_train.tasks.can.data.graphs import FlatGraphs
 from can_train.tasks.can.settings import SyntheticSettings
@@ -25,6 +32,109 @@ def test_every_benchmark_has_its_module_and_its_section() -> None:
     modules = sorted(file.stem.removeprefix("measure_") for file in RESULTS.parent.glob("measure_*.py"))
     assert [link.name for link in LINKS] == modules
     assert [link.name for link in LINKS if f"<!-- {link.name}:begin -->" not in SECTIONS] == []
+
+
+def between(name: str) -> str:
+    return SECTIONS.partition(f"<!-- {name}:begin -->\n")[2].partition(f"\n<!-- {name}:end -->")[0]
+
+
+def test_the_summary_and_the_picture_are_what_the_sections_say() -> None:
+    assert between("all") == summary(SECTIONS)
+    assert PICTURE.read_text(encoding="utf-8") == picture(SECTIONS)
+
+
+def test_every_section_has_its_line_in_the_summary() -> None:
+    sections = set(re.findall(r"<!-- ([\w-]+):begin -->", SECTIONS)) - {"all"}
+    lines = {line.section for line in LINES}
+    assert sections - lines == set()
+    assert (lines - sections) & set(benchmarks()) == set()
+
+
+def test_a_changed_cell_changes_the_summary_and_the_picture() -> None:
+    changed = SECTIONS.replace("| can-train, with readings | 1.000 |", "| can-train, with readings | 0.500 |")
+    assert "| 0.500; 5.3; 0 |" in summary(changed)
+    assert picture(changed) != picture(SECTIONS)
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ("| can-train, with readings | 1.000 |", "| can-train, with readings |  |"),
+    ("| proportional | 92% |", "| proportionate | 92% |"),
+    ("<!-- engine:begin -->", ""),
+    ("the largest 0.17%", "0.17% at most"),
+])  # fmt: skip
+def test_a_cell_that_is_not_there_is_an_error(old: str, new: str) -> None:
+    assert old in SECTIONS
+    with pytest.raises(AbsentError):
+        summary(SECTIONS.replace(old, new))
+
+
+def test_the_picture_has_each_tool_by_name_and_with_its_value() -> None:
+    section = """<!-- survival:begin -->
+| tool | runs that end | fill | speed |
+|---|---|---|---|
+""" + "".join(f"| {tool} | 2,{row}00 (step 3) | {row}.5% | 7% |\n" for row, tool in enumerate(BLOCKS[0].tools))
+    drawn = picture(f"{SECTIONS.replace('<!-- survival:', '<!-- ')}{section}<!-- survival:end -->")
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", drawn)
+    assert {tool.replace("`", "") for block in BLOCKS for tool in block.tools} <= set(texts)
+    assert {"2,000", "2,700", "0.5", "7.5", "0.425"} <= set(texts)
+
+
+def test_a_bar_of_nothing_is_not_drawn() -> None:
+    assert [spans(0.0), spans(0.1)] == [[], [(0.0, 0.1)]]
+
+
+def test_all_runs_every_benchmark_but_itself() -> None:
+    assert benchmarks() == [link.name for link in LINKS if link.name != "all"]
+    assert set(ARGUMENTS) <= set(benchmarks())
+
+
+def test_what_is_not_run_or_in_part_says_why() -> None:
+    assert [name for name, one in ARGUMENTS.items() if (one.full != "" or one.quick is None) and not one.left_out] == []
+
+
+@pytest.mark.parametrize(("program", "outcome"), [
+    ("print(1)", Outcome("ok")),
+    ("exit('missed: 2 of 3')", Outcome("missed", "2 of 3")),
+    ("exit(1)", Outcome("missed", "it said nothing")),
+    ("exit(2)", Outcome("failed", "it said nothing")),
+    ("1 / 0", Outcome("failed", "ZeroDivisionError: division by zero")),
+])  # fmt: skip
+def test_a_benchmark_that_fails_is_told_from_one_that_misses_its_goal(program: str, outcome: Outcome) -> None:
+    assert run([sys.executable, "-c", program]) == outcome
+
+
+def test_all_goes_on_after_a_failure_and_ends_with_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = iter([Outcome("failed", "why"), Outcome("ok")])
+    monkeypatch.setattr(measure_all, "run", lambda command: next(outcomes))
+    monkeypatch.setattr(sys, "argv", ["all", "--quick", "--only", "data", "slurm", "engine"])
+    with pytest.raises(SystemExit) as ended:
+        measure_all.main()
+    assert ended.value.code == 1
+    lines = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
+    assert [(line[0], *line[3:]) for line in lines] == [
+        ("data", "failed", "why"), ("slurm", "skipped", ARGUMENTS["slurm"].left_out), ("engine", "ok")]  # fmt: skip
+
+
+def test_no_benchmark_begins_too_late(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure_all, "run", lambda command: Outcome("ok"))
+    assert measure_all.timed("data", time.monotonic() + 60, quick=False) == Outcome("ok")
+    assert measure_all.timed("data", time.monotonic() - 1, quick=False).status == "skipped"
+
+
+def test_a_full_run_says_what_it_has_in_part_and_remakes_the_summary(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+    monkeypatch.setattr(measure_all, "run", lambda command: Outcome("ok", " ".join(command[1:])))
+    monkeypatch.setattr(measure_all, "write_summary", lambda: written.append(True))
+    monkeypatch.setattr(sys, "argv", ["all", "--only", "bus", "data"])
+    measure_all.main()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"ok       --no-write; in part: {ARGUMENTS['bus'].left_out}")
+    assert second.endswith(" ok")
+    assert written == [True]
 
 
 def test_the_page_has_the_measured_shares_of_named_ids() -> None:

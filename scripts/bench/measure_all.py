@@ -1,0 +1,126 @@
+"""Runs the benchmarks one after the other, since they are timed, prints a line for each, and goes on after a failure.
+Then it remakes the summary at the top of RESULTS.md and the picture of README.md from the sections of RESULTS.md.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from bench.picture import PICTURE, picture
+from bench.results_file import RESULTS, write_section
+from bench.summary import AbsentError, summary
+
+BENCH: Final = Path(__file__).resolve().parent
+
+LATEST_START_S: Final = 25 * 60
+"""No benchmark begins after so many seconds: the longest one here takes about five minutes."""
+
+
+class Arguments(NamedTuple):
+    """How a benchmark is called here.
+
+    Attributes:
+        full: Arguments of a full run; None: it isn't run.
+        quick: Those of a quick run, which writes nothing; None: it isn't run.
+        left_out: Why a run is left out, or a full one is in part only.
+    """
+
+    full: str | None = ""
+    quick: str | None = "--quick"
+    left_out: str = ""
+
+
+LONG: Final = "the whole takes long; run it by itself"
+TRAININGS: Final = "its trainings take minutes"
+
+ARGUMENTS: Final[Mapping[str, Arguments]] = {
+    "bus": Arguments("--no-write", "--seeds 0 --no-write", "its table also has logs that are not in the repository"),
+    "chaos": Arguments("--quick", "--quick --only logs,clocks", LONG),
+    "claims": Arguments("--quick", "--quick --only bendr can", LONG),
+    "data": Arguments(quick="--messages 400000 --no-write"),
+    "detect": Arguments(quick="--quick --seconds 60 --rounds 1"),
+    "detectors": Arguments(None, None, f"{TRAININGS}, and it has logs that are not in the repository"),
+    "engine": Arguments("--quick", left_out=LONG),
+    "history": Arguments("--quick", left_out=LONG),
+    "learning": Arguments("--scenarios 0", None, TRAININGS),
+    "monitor": Arguments("--quick", left_out=LONG),
+    "planning": Arguments("--quick", None, LONG),
+    "plans": Arguments("--quick", None, LONG),
+    "reasons": Arguments(None, None, TRAININGS),
+    "scoring": Arguments(quick="--frames 50000 --rounds 1 --no-write"),
+    "slurm": Arguments(None, None, "it needs a SLURM of its own (scripts/slurm-sandbox)"),
+}
+"""Of benchmarks that are called in another way than without arguments, or with --quick."""
+
+
+class Outcome(NamedTuple):
+    """What came of a benchmark: `ok`, `missed`, `failed` or `skipped`, and why."""
+
+    status: str
+    reason: str = ""
+
+
+def main() -> None:
+    """Runs the benchmarks; exit status 1 if one missed a goal or failed."""
+    parser = argparse.ArgumentParser(prog="scripts/bench/all", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="less of each, in under 3 minutes; writes nothing")
+    parser.add_argument("--only", nargs="+", choices=benchmarks(), default=benchmarks(), help="some of them")
+    parser.add_argument("--summary", action="store_true", help="run none: remake the summary and the picture alone")
+    options = parser.parse_args()
+    latest = time.monotonic() + LATEST_START_S
+    outcomes = [] if options.summary else [timed(name, latest, quick=options.quick) for name in options.only]
+    if not options.quick:
+        write_summary()
+    if any(outcome.status in ("missed", "failed") for outcome in outcomes):
+        sys.exit(1)
+
+
+def benchmarks() -> list[str]:
+    """Returns the names of all benchmarks but this one."""
+    return sorted({file.stem.removeprefix("measure_") for file in BENCH.glob("measure_*.py")} - {"all"})
+
+
+def timed(name: str, latest: float, *, quick: bool) -> Outcome:
+    """Runs a benchmark unless it is too late, prints a line, and returns what came of it."""
+    arguments = ARGUMENTS.get(name, Arguments())
+    chosen = arguments.quick if quick else arguments.full
+    started = time.monotonic()
+    if chosen is None:
+        outcome = Outcome("skipped", arguments.left_out)
+    elif started > latest:
+        outcome = Outcome("skipped", "half an hour is nearly over; run it by itself")
+    else:
+        outcome = run([str(BENCH / name), *chosen.split()])
+    in_part = f"in part: {arguments.left_out}" if chosen and not quick and outcome.status != "skipped" else ""
+    notes = "; ".join(filter(None, [outcome.reason, in_part]))
+    print(f"{name:<12} {time.monotonic() - started:6.1f} s  {outcome.status:<8} {notes}".rstrip(), flush=True)
+    return outcome
+
+
+def run(command: Sequence[str]) -> Outcome:
+    """Runs a command; what it says last is the reason where it did not end well."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode == 0:
+        return Outcome("ok")
+    failed = done.returncode != 1 or "\nTraceback (most recent call last):" in f"\n{done.stdout}"
+    last = (done.stdout.strip() or "it said nothing").splitlines()[-1].strip()
+    return Outcome("failed" if failed else "missed", last.removeprefix("missed: "))
+
+
+def write_summary() -> None:
+    """Remakes the summary and the picture."""
+    results = RESULTS.read_text(encoding="utf-8")
+    try:
+        lines, drawn = summary(results), picture(results)
+    except AbsentError as error:
+        sys.exit(f"scripts/bench/all: no summary: {error}")
+    write_section("all", "Summary (`scripts/bench/all --summary`)", lines)
+    PICTURE.write_text(drawn, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
