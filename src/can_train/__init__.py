@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from can_train.training.dry_run import get_effective_safety_factor
     from can_train.training.framework_loop import LoopSettings
     from can_train.training.lightning_callback import MemoryMonitorCallback, MicroBatchCallback
+    from can_train.training.transformers_trainer import MicroBatchTrainerMixin
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ __all__ = [
     "MemoryMonitor",
     "MemoryMonitorCallback",
     "MicroBatchCallback",
+    "MicroBatchTrainerMixin",
     "MicroBatcher",
     "MomentumPolicy",
     "PeakPrediction",
@@ -65,6 +67,7 @@ _HOMES: Final = {
     "training.dry_run": ("get_effective_safety_factor",),
     "training.framework_loop": ("LoopSettings",),
     "training.lightning_callback": ("MemoryMonitorCallback", "MicroBatchCallback"),
+    "training.transformers_trainer": ("MicroBatchTrainerMixin",),
 }
 
 
