@@ -288,12 +288,10 @@ def rank_device(device: str, place: RankPlace | Ranks) -> str:
 
 
 def add_gradients(parameters: Sequence[nn.Parameter], device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Adds up each parameter's gradient over the processes of a group, in place; None is the one of all.
+    """Adds up each parameter's gradient over the processes of a group, in place; None: of all processes, whose
+    tensors are on `device`.
 
     A parameter without a gradient in any process stays without; where only some have one, the others add zeros.
-
-    Args:
-        device: Of the tensors that the group of all processes exchanges.
     """
     present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=device)
     dist.all_reduce(present, dist.ReduceOp.MAX)

@@ -33,10 +33,7 @@ _LOG: Final = logging.getLogger("can_train")
 _Trainer: Final[Any] = object  # The Trainer itself stands behind the mixin among the bases of a class
 _IGNORED_LABEL: Final = -100  # What a loss leaves out, in PyTorch and transformers
 _ROUND_OFF: Final = 1e-9  # Difference of two weights that is round-off
-_MEASURED_SAMPLES: Final = (
-    5,
-    8,
-)  # Fewest, where memory allows, and most that are computed to compare ways of adding up
+_MEASURED_SAMPLES: Final = (5, 8)  # Fewest and most samples that show how losses add up
 
 # How the loss of a batch follows from those of its parts: it is their sum, where each is divided by the number of items
 # in the whole batch, or their mean over samples, over labels, or over all labels but the first one of each sample.
@@ -73,7 +70,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if not hasattr(super(MicroBatchTrainerMixin, cls), "training_step"):
+        if not hasattr(super(), "training_step"):
             raise ArgumentError(
                 "MicroBatchTrainerMixin stands before a Trainer among the bases of a class",
                 value=f"class {cls.__name__}({', '.join(base.__name__ for base in cls.__bases__)})",
@@ -89,7 +86,6 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Trains as the Trainer does."""
-        _refuse_conflicts(self)
         with self._open():
             return super().train(*arguments, **options)
 
@@ -191,7 +187,9 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         if self._closing is not None:
             yield
             return
+        _refuse_conflicts(self)
         outcome: Outcome = "ok"
+        self._ways.clear()
         with ExitStack() as self._closing:
             try:
                 yield
@@ -232,14 +230,12 @@ class _Items:
 
     def __init__(self, inputs: Any, *, shifts_labels: bool) -> None:
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+        has_labels = isinstance(labels, Tensor) and labels.dim() > 0 and not labels.is_floating_point()
+        self._labels = labels if has_labels else torch.empty(0)
         self._counts: dict[str, NDArray[np.int64]] = {}  # Of each sample, [R], by way
-        self._labels = (
-            labels if isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point() else None
-        )
-        self.means = [_SAMPLES]  # Ways in which the loss may be a mean, the likeliest first
-        if self._labels is not None:
-            by_label = [_LABELS, _LATER_LABELS][: self._labels.dim()]
-            self.means = [*sorted(by_label, reverse=shifts_labels), _SAMPLES]
+        by_label = [_LABELS, _LATER_LABELS][: self._labels.dim()] if has_labels else []
+        # Ways in which the loss may be a mean, the likeliest first.
+        self.means = [*(reversed(by_label) if shifts_labels else by_label), _SAMPLES]
 
     def weight(self, way: str, part: Part) -> float:
         """Returns what the loss of a part counts for in that of the batch."""
@@ -271,9 +267,9 @@ class _Items:
     def _counted(self, way: str, samples: int) -> NDArray[np.int64]:
         if way not in self._counts:
             self._counts[way] = np.ones(samples, dtype=np.int64)
-            if way in (_LABELS, _LATER_LABELS) and self._labels is not None:
+            if way != _SAMPLES and way in self.means:
                 labels = self._labels if way == _LABELS else self._labels[:, 1:]
-                self._counts[way] = labels.ne(_IGNORED_LABEL).flatten(1).sum(1).cpu().numpy()
+                self._counts[way] = labels.ne(_IGNORED_LABEL).reshape(samples, -1).sum(1).cpu().numpy()
         return self._counts[way]
 
 
