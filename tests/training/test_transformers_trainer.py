@@ -14,9 +14,21 @@ from torch.nn import functional as F
 
 from can_train import CanTrainError, LoopSettings, MicroBatchTrainerMixin, simulated_gpu
 from can_train.training import transformers_trainer
+from fakes.processes import TIMEOUT_S, quick_context
+from fakes.several_ranks import free_port
+from fakes.trainer_users import (
+    WIDTH,
+    WORDS,
+    Sentences,
+    Tagger,
+    TaggerWithoutNumber,
+    difference,
+    trained_on_ranks,
+    trainer_of,
+    weights,
+)
 
 EXACT = 1e-10
-WORDS, WIDTH = 11, 8
 
 pytestmark = pytest.mark.slow
 
@@ -24,91 +36,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def transformers() -> ModuleType:
     return import_module("transformers")
-
-
-class Tagger(nn.Module):
-    """A user's model: a mean over labelled tokens, or their sum by the Trainer's number."""
-
-    accepts_loss_kwargs = True
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(WORDS, width)
-        self.layers = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, WORDS)).double()
-        self.words.double()
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> dict[str, Tensor]:
-        logits = self.layers(self.words(input_ids))
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": self.loss(logits, labels, **options), "logits": logits}
-
-    def loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        return total / (labels.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)
-
-
-class TaggerWithoutNumber(Tagger):
-    """One whose loss is a mean over tokens in any case, though it takes any argument."""
-
-    def loss(self, logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-class Sentences(torch.utils.data.Dataset):
-    """Sentences of 2 to 9 words, each as long as it is."""
-
-    def __init__(self, size: int = 26) -> None:
-        drawn = torch.Generator().manual_seed(1)
-        self.words = [torch.randint(1, WORDS, (2 + 5 * i % 8,), generator=drawn) for i in range(size)]
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        return {"input_ids": self.words[row], "labels": self.words[row].flip(0)}
-
-
-def padded(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    pad = nn.utils.rnn.pad_sequence
-    return {
-        "input_ids": pad([one["input_ids"] for one in samples], batch_first=True),
-        "labels": pad([one["labels"] for one in samples], batch_first=True, padding_value=-100),
-    }
-
-
-def trainer_of(
-    transformers: Any, folder: Path, model: nn.Module, settings: LoopSettings | None = None, **options: Any
-) -> Any:
-    """A user's Trainer; with settings, one that has adopted the mixin."""
-    mine = {name: options.pop(name) for name in ("compute_loss_func", "compute_metrics") if name in options}
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        logging_strategy="no",
-        **({"per_device_train_batch_size": 8, "num_train_epochs": 2, "learning_rate": 0.05} | options),
-    )
-    data = Sentences()
-    common = {"model": model, "args": arguments, "train_dataset": data, "eval_dataset": data, "data_collator": padded}
-    if settings is None:
-        return transformers.Trainer(**common, **mine)
-
-    class MicroBatchTrainer(MicroBatchTrainerMixin, transformers.Trainer):
-        pass
-
-    return MicroBatchTrainer(**common, **mine, loop_settings=settings)
-
-
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def difference(plain: nn.Module, cut: nn.Module) -> float:
-    return float((weights(plain) - weights(cut)).abs().max())
 
 
 @pytest.mark.parametrize("kind", [Tagger, TaggerWithoutNumber])
@@ -231,7 +158,7 @@ def test_a_part_without_labels_adds_nothing(transformers: ModuleType, tmp_path: 
     ]
     for trainer in trainers:
         trainer.train_dataset = data
-        trainer._get_train_sampler = lambda data: torch.utils.data.SequentialSampler(data)
+        trainer._get_train_sampler = torch.utils.data.SequentialSampler
         trainer.train()
     assert difference(*(trainer.model for trainer in trainers)) <= EXACT
 
@@ -285,9 +212,10 @@ def test_bf16_autocast_is_on_in_the_parts(transformers: ModuleType, tmp_path: Pa
 
 def test_a_gradient_scaler_scales_each_part(transformers: ModuleType, tmp_path: Path) -> None:
     plain, cut = Tagger().float(), Tagger().float()
+    options = {"max_grad_norm": 0.0, "optim": "sgd"}
     trainers = [
-        trainer_of(transformers, tmp_path, plain, max_grad_norm=0.0),
-        trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), max_grad_norm=0.0),
+        trainer_of(transformers, tmp_path, plain, **options),
+        trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), **options),
     ]
     for trainer in trainers:
         # Accelerate makes one for a GPU only.
@@ -298,10 +226,9 @@ def test_a_gradient_scaler_scales_each_part(transformers: ModuleType, tmp_path: 
 
 def test_a_compiled_model_is_computed_in_parts(transformers: ModuleType, tmp_path: Path) -> None:
     plain, cut = Tagger(), Tagger()
-    options = {"max_steps": 2}
-    trainer_of(transformers, tmp_path, plain, **options).train()
-    options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), **options).train()
+    trainer_of(transformers, tmp_path, plain, max_steps=2).train()
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 2}
+    trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), **compiled).train()
     assert difference(plain, cut) <= EXACT
 
 
@@ -330,17 +257,33 @@ def test_a_mixin_behind_the_trainer_is_refused(transformers: ModuleType) -> None
         type("Late", (transformers.Trainer, MicroBatchTrainerMixin), {})
 
 
-def test_a_training_that_fails_is_recorded_and_leaves_the_device(transformers: ModuleType, tmp_path: Path) -> None:
+def test_a_training_that_fails_is_recorded_and_leaves_the_device(transformers: Any, tmp_path: Path) -> None:
     class Stopping(transformers.TrainerCallback):
         def on_step_end(self, *arguments: Any, **options: Any) -> None:
             raise KeyboardInterrupt
 
     trainer = trainer_of(transformers, tmp_path, Tagger(), LoopSettings(device="sim:64MiB", state_dir=tmp_path))
-    trainer.add_callback(Stopping())
+    trainer.add_callback(Stopping)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     (record,) = tmp_path.rglob("*transformers_tagger*.json")
     assert json.loads(record.read_text())["outcome"] == "interrupted"
     assert trainer.loop is None
-    trainer.callback_handler.callbacks = [one for one in trainer.callback_handler.callbacks if type(one) is not Stopping]
+    trainer.remove_callback(Stopping)
     trainer.train()
+
+
+def test_ranks_of_ddp_cut_their_batches_differently_and_end_with_the_same_weights(tmp_path: Path) -> None:
+    context, port = quick_context(), free_port()
+    processes = [context.Process(target=trained_on_ranks, args=(rank, 2, port, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT_S)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
+    for steps in (1, 2):
+        names = [f"{name}-{steps}-{rank}.pt" for name in ("plain", "cut") for rank in (0, 1)]
+        plain, *others = (torch.load(tmp_path / name) for name in names)
+        for other in others:
+            torch.testing.assert_close(other, plain, rtol=0, atol=EXACT)

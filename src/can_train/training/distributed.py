@@ -288,8 +288,8 @@ def rank_device(device: str, place: RankPlace | Ranks) -> str:
 
 
 def add_gradients(parameters: Sequence[nn.Parameter], device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Adds up each parameter's gradient over the processes of a group, in place; None: of all processes, whose
-    tensors are on `device`.
+    """Adds up each parameter's gradient over the processes of a group, in place; None is that of all processes, which
+    exchanges tensors of `device`.
 
     A parameter without a gradient in any process stays without; where only some have one, the others add zeros.
     """

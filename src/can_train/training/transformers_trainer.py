@@ -81,7 +81,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         super().__init__(*arguments, **options)
         self.loop: FrameworkLoop | None = None
         self._loop_settings = loop_settings or LoopSettings()
-        self._closing: ExitStack | None = None
+        self._closing: Any = None  # What is undone after a training or an evaluation, while there is one
         self._ways: list[str] = []  # In which losses of parts may make up that of their batch, the likeliest first
 
     def train(self, *arguments: Any, **options: Any) -> Any:
@@ -203,16 +203,16 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
 
     def _loop(self) -> FrameworkLoop:
         if self.loop is None:
-            # Accelerate wraps the optimizer.
-            optimizers = [] if self.optimizer is None else [getattr(self.optimizer, "optimizer", self.optimizer)]
+            # Accelerate wraps the optimizer; an evaluation has none.
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
             self.loop = loop = FrameworkLoop(
                 framework="transformers",
                 model=self.model,
-                optimizers=optimizers,
+                optimizers=[] if optimizer is None else [optimizer],
                 settings=self._loop_settings,
                 notice=lambda text: _LOG.info("%s", text) if self.is_world_process_zero() else None,
             )
-            for optimizer in optimizers:
+            if optimizer is not None:
                 hook = optimizer.register_step_pre_hook(lambda *_: loop.before_optimizer_step())
                 self._closing.callback(hook.remove)
         return self.loop
@@ -230,10 +230,11 @@ class _Items:
 
     def __init__(self, inputs: Any, *, shifts_labels: bool) -> None:
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        has_labels = isinstance(labels, Tensor) and labels.dim() > 0 and not labels.is_floating_point()
-        self._labels = labels if has_labels else torch.empty(0)
+        # Numbers are targets of a regression, of which each sample has as many.
+        is_counted = isinstance(labels, Tensor) and not labels.is_floating_point()
+        self._labels: Tensor = labels if is_counted else torch.tensor(0)  # type: ignore[assignment]
         self._counts: dict[str, NDArray[np.int64]] = {}  # Of each sample, [R], by way
-        by_label = [_LABELS, _LATER_LABELS][: self._labels.dim()] if has_labels else []
+        by_label = [_LABELS, _LATER_LABELS][: self._labels.dim()]
         # Ways in which the loss may be a mean, the likeliest first.
         self.means = [*(reversed(by_label) if shifts_labels else by_label), _SAMPLES]
 
