@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from can_train import CanTrainError, LoopSettings, MicroBatchTrainerMixin, simulated_gpu
 from can_train.training import transformers_trainer
+from can_train.training.framework_loop import FrameworkLoop
 from fakes.processes import TIMEOUT_S, quick_context
 from fakes.several_ranks import free_port
 from fakes.trainer_users import (
@@ -140,7 +141,8 @@ def test_evaluation_in_parts_returns_what_the_trainer_does(
 ) -> None:
     plain = trainer_of(transformers, tmp_path, kind(), per_device_eval_batch_size=26)
     cut = trainer_of(transformers, tmp_path, kind(), LoopSettings(limits=3), per_device_eval_batch_size=26)
-    data = [*Sentences(), {"input_ids": torch.ones(3, dtype=torch.int64), "labels": torch.full((3,), -100)}]
+    # The last part has no labels.
+    data = [*Sentences(24), *(without_labels(one) for one in Sentences(2))]
     before, after = plain.predict(data), cut.predict(data)
     assert cut.loop is None
     torch.testing.assert_close(after.predictions, before.predictions, rtol=0, atol=EXACT)
@@ -148,19 +150,27 @@ def test_evaluation_in_parts_returns_what_the_trainer_does(
     assert after.metrics["test_loss"] == pytest.approx(before.metrics["test_loss"], abs=EXACT)
 
 
+def masked_mean(outputs: Mapping[str, Tensor], labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A mean whose gradient is not a number, either, where there is nothing to take it over."""
+    mask = labels.ne(-100)
+    return (outputs["logits"].square().sum(2) * mask).sum() / mask.sum()
+
+
 def test_a_part_without_labels_adds_nothing(transformers: ModuleType, tmp_path: Path) -> None:
     data = [*Sentences(6)]
-    data[2:4] = [{**one, "labels": torch.full_like(one["labels"], -100)} for one in data[2:4]]
-    plain, cut = TaggerWithoutNumber(), TaggerWithoutNumber()
-    trainers = [
-        trainer_of(transformers, tmp_path, plain),
-        trainer_of(transformers, tmp_path, cut, LoopSettings(limits=2, learn=False)),
-    ]
-    for trainer in trainers:
+    data[2:4] = [without_labels(one) for one in data[2:4]]
+    models, losses = (Tagger(), Tagger()), []
+    for model, settings in zip(models, (None, LoopSettings(limits=2, learn=False)), strict=True):
+        trainer = trainer_of(transformers, tmp_path, model, settings, compute_loss_func=masked_mean)
         trainer.train_dataset = data
         trainer._get_train_sampler = torch.utils.data.SequentialSampler
-        trainer.train()
-    assert difference(*(trainer.model for trainer in trainers)) <= EXACT
+        losses.append(trainer.train().training_loss)
+    assert difference(*models) <= EXACT
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def without_labels(sample: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**sample, "labels": torch.full_like(sample["labels"], -100)}
 
 
 def test_a_batch_that_fits_is_computed_as_without_the_mixin_bit_by_bit(
@@ -287,3 +297,14 @@ def test_ranks_of_ddp_cut_their_batches_differently_and_end_with_the_same_weight
         plain, *others = (torch.load(tmp_path / name) for name in names)
         for other in others:
             torch.testing.assert_close(other, plain, rtol=0, atol=EXACT)
+
+
+def test_room_is_made_before_each_step_of_the_optimizer(
+    transformers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[Any] = []
+    monkeypatch.setattr(FrameworkLoop, "before_optimizer_step", lambda self: rooms.append(self))
+    trainer = trainer_of(transformers, tmp_path, Tagger(), LoopSettings(learn=False), max_steps=3)
+    for _ in range(2):
+        trainer.train()
+    assert len(rooms) == 6
