@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from can_train.training.framework_loop import LoopSettings
     from can_train.training.lightning_callback import MemoryMonitorCallback, MicroBatchCallback
     from can_train.training.lightning_sizes import scale_batch_size
+    from can_train.training.transformers_trainer import MicroBatchTrainerMixin
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ __all__ = [
     "MemoryMonitor",
     "MemoryMonitorCallback",
     "MicroBatchCallback",
+    "MicroBatchTrainerMixin",
     "MicroBatcher",
     "MomentumPolicy",
     "PeakPrediction",
@@ -68,6 +70,7 @@ _HOMES: Final = {
     "training.framework_loop": ("LoopSettings",),
     "training.lightning_callback": ("MemoryMonitorCallback", "MicroBatchCallback"),
     "training.lightning_sizes": ("scale_batch_size",),
+    "training.transformers_trainer": ("MicroBatchTrainerMixin",),
 }
 
 

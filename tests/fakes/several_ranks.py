@@ -32,7 +32,7 @@ def run_ranks(size: int, world: World, folder: Path, **options: Any) -> list[int
 def start_ranks(size: int, world: World, folder: Path, **options: Any) -> list[BaseProcess]:
     """Starts them. They come from a process that has imported torch already, which takes seconds."""
     context = quick_context()
-    port = _free_port()
+    port = free_port()
     processes = []
     for rank in range(size):
         place = RankPlace(rank=rank, size=size, local_rank=rank, address="127.0.0.1", port=port)
@@ -54,7 +54,7 @@ def _rank(place: RankPlace, world: World, folder: Path, options: dict[str, Any])
         sys.exit(error.exit_code)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

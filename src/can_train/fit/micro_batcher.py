@@ -279,28 +279,21 @@ class MicroBatcher:
                 "At least one loss term needs a gradient", value=f"none of {sorted(result.means)} does",
                 remedy="Compute them from the model's parameters, and not under torch.no_grad()",
             )  # fmt: skip
-        if (found := self.measure_dependence_once(losses_of, result)) is not None:
-            for term in found.means:
+        if len(result.micro_batches) > 1 and self.batch_dependence is None:
+            self.batch_dependence = self.measure_dependence(losses_of, result.micro_batches)
+            for term in self.batch_dependence.means:
                 raise ArgumentError(_LOSSES, value=BatchDependence.sentence_of_mean(term))
             # Without the sentence about dropout, which is true of most models.
-            for sentence in found.sentences(split=False):
+            for sentence in self.batch_dependence.sentences(split=False):
                 warnings.warn(f"{sentence}.", stacklevel=2)
         return result
 
-    def measure_dependence_once(
-        self, losses_of: Callable[[int, int], Losses], result: BatchResult
-    ) -> BatchDependence | None:
-        """Measures `batch_dependence` with a batch of which this is the result, if it was the first one that was split;
-        else returns None.
-        """
-        if len(result.micro_batches) < 2 or self.batch_dependence is not None:
-            return None
-        self.batch_dependence = self._measure_dependence(losses_of, result.micro_batches)
-        return self.batch_dependence
-
-    def _measure_dependence(
+    def measure_dependence(
         self, losses_of: Callable[[int, int], Losses], micro_batches: tuple[int, ...]
     ) -> BatchDependence:
+        """Measures with a few samples whether what `losses_of` computes of parts makes up what it computes of a batch,
+        which was cut into `micro_batches`. Where that takes too much memory, nothing is known.
+        """
         # Not more samples than have fitted at once, but enough for two parts of two: a single sample has no variance.
         samples = min(max(*micro_batches, sum(_SMALLEST_SPLIT)), sum(SPLIT), sum(micro_batches))
         first = max(samples * SPLIT[0] // sum(SPLIT), min(_SMALLEST_SPLIT[0], samples - 1))

@@ -189,20 +189,7 @@ class ConnectedRanks(Ranks):
         return slice(start, start + sizes[self.rank])
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: D102
-        def reduce() -> None:
-            present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-            dist.all_reduce(present, dist.ReduceOp.MAX)
-            gradients = []
-            # A branch of the model that no sample of a share took has no gradient on that rank; a collective that only
-            # some ranks enter would hang.
-            for parameter, is_present in zip(parameters, present.tolist(), strict=True):
-                if is_present:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    gradients.append(parameter.grad)
-            _packed(gradients, lambda tensor: dist.all_reduce(tensor, group=self._tensors))
-
-        self._exchange(reduce)
+        self._exchange(lambda: add_gradients(parameters, torch.device("cpu"), self._tensors))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:  # noqa: D102
         listed = [tensor.detach() for tensor in tensors]
@@ -298,6 +285,25 @@ def rank_device(device: str, place: RankPlace | Ranks) -> str:
     if place.size == 1 or device not in ("auto", "cuda") or not torch.cuda.is_available():
         return device
     return f"cuda:{place.local_rank if torch.cuda.device_count() > 1 else 0}"
+
+
+def add_gradients(parameters: Sequence[nn.Parameter], device: torch.device, group: ProcessGroup | None = None) -> None:
+    """Adds up each parameter's gradient over the processes of a group, in place; None is that of all processes, which
+    exchanges tensors of `device`.
+
+    A parameter without a gradient in any process stays without; where only some have one, the others add zeros.
+    """
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device=device)
+    dist.all_reduce(present, dist.ReduceOp.MAX)
+    gradients = []
+    # A branch of the model that no sample of a share took has no gradient on that rank; a collective that only some
+    # ranks enter would hang.
+    for parameter, is_present in zip(parameters, present.tolist(), strict=True):
+        if is_present:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    _packed(gradients, lambda tensor: dist.all_reduce(tensor, group=group))
 
 
 def _connect(place: RankPlace) -> None:

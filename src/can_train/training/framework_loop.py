@@ -184,8 +184,10 @@ class FrameworkLoop:
         with self.monitor.step(self.model, *self.optimizers):
             result = self.batcher.run_share(losses_of, self._priced(counts), denominators={LOSS: 1.0}, scale=scale)
         own_shares, shares = shares, {}
-        if self.remedy_for_means:
-            self._tell_dependence(self.batcher.measure_dependence_once(partial(losses_of, is_trial=True), result))
+        if self.remedy_for_means and len(result.micro_batches) > 1 and self.batcher.batch_dependence is None:
+            trial = partial(losses_of, is_trial=True)
+            self.batcher.batch_dependence = self.batcher.measure_dependence(trial, result.micro_batches)
+            self._tell_dependence(self.batcher.batch_dependence)
         self._see(result, samples)
         starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
         whole = sum(own_shares[start] for start in starts)
@@ -242,13 +244,13 @@ class FrameworkLoop:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         torch._foreach_div_(gradients, divisor)
 
-    def _tell_dependence(self, dependence: BatchDependence | None) -> None:
-        if dependence is not None and dependence.terms and not dependence.modules:
-            text = f"Cutting a batch changes its gradient by {dependence.terms[LOSS]:.1%}. {self.remedy_for_means}"
-            warnings.warn(f"{text}.", stacklevel=2)
-        elif dependence is not None:
-            for sentence in dependence.sentences(split=False):
-                warnings.warn(f"{sentence}.", stacklevel=2)
+    def _tell_dependence(self, dependence: BatchDependence) -> None:
+        sentences = dependence.sentences(split=False)
+        if dependence.terms and not dependence.modules:
+            changes = f"Cutting a batch changes its gradient by {dependence.terms[LOSS]:.1%}"
+            sentences = [f"{changes}. {self.remedy_for_means}"]
+        for sentence in sentences:
+            warnings.warn(f"{sentence}.", stacklevel=3)
 
     def _see(self, result: BatchResult, samples: int) -> None:
         self._logical_batch = max(self._logical_batch, samples)
