@@ -278,6 +278,8 @@ class _Items:
 
 def _joined(parts: Sequence[Any]) -> Any:
     """Returns the outputs of a batch from those of its parts, as the Trainer joins those of batches."""
+    if parts[0] is None:
+        return None
     return reduce(import_module("transformers.trainer_pt_utils").nested_concat, parts)
 
 
