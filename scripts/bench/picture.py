@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from bench.summary import cell, has, section_of
+from bench.summary import cell, section_of
 from can_train.cli.charts import STYLE, Chart, number_axis, plot_svg
 
 PICTURE: Final = Path(__file__).resolve().parents[2] / "docs" / "comparison.svg"
@@ -80,7 +80,7 @@ BETWEEN: Final = 20
 def picture(results: str) -> str:
     """Returns the text of the SVG file, from the text of RESULTS.md."""
     drawn, top = [], 0
-    for block in (block for block in BLOCKS if has(results, block.section)):
+    for block in BLOCKS:
         drawn.append(f'<g transform="translate(0 {top})">{block_svg(block, section_of(results, block.section))}</g>')
         top += TOP + ROW * len(block.tools) + BOTTOM
     return (

@@ -219,12 +219,7 @@ def summary(results: str) -> str:
     Raises:
         AbsentError: A section, a row or a cell is not there, or is empty.
     """
-    return markdown([HEAD, *(_cells(results, line) for line in LINES if has(results, line.section))]) + NOTES
-
-
-def has(results: str, name: str) -> bool:
-    """Returns whether there is a section, or should be one: only what has no benchmark either is left out."""
-    return f"<!-- {name}:begin -->" in results or RESULTS.with_name(f"measure_{name}.py").exists()
+    return markdown([HEAD, *(_cells(results, line) for line in LINES)]) + NOTES
 
 
 def cell(section: str, names: Sequence[str]) -> str:

@@ -210,6 +210,13 @@ def language_model(transformers: Any) -> nn.Module:
     )
 
 
+def test_a_language_model_is_evaluated_in_parts(transformers: ModuleType, tmp_path: Path) -> None:
+    options = {"per_device_eval_batch_size": 26}
+    plain = trainer_of(transformers, tmp_path, language_model(transformers), **options).evaluate()
+    cut = trainer_of(transformers, tmp_path, language_model(transformers), LoopSettings(limits=3), **options).evaluate()
+    assert cut["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-7)
+
+
 def test_bf16_autocast_is_on_in_the_parts(transformers: ModuleType, tmp_path: Path) -> None:
     plain, cut = (language_model(transformers) for _ in range(2))
     options = {"optim": "sgd", "max_steps": 4, "bf16": True}
@@ -302,9 +309,14 @@ def test_ranks_of_ddp_cut_their_batches_differently_and_end_with_the_same_weight
 def test_room_is_made_before_each_step_of_the_optimizer(
     transformers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rooms: list[Any] = []
-    monkeypatch.setattr(FrameworkLoop, "before_optimizer_step", lambda self: rooms.append(self))
+    made = 0
+
+    def make_room(self: FrameworkLoop) -> None:
+        nonlocal made
+        made += 1
+
+    monkeypatch.setattr(FrameworkLoop, "before_optimizer_step", make_room)
     trainer = trainer_of(transformers, tmp_path, Tagger(), LoopSettings(learn=False), max_steps=3)
     for _ in range(2):
         trainer.train()
-    assert len(rooms) == 6
+    assert made == 6

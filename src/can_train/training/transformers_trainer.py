@@ -148,7 +148,9 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         return (loss, *(_joined([one[place] for _, one in parts]) for place in (1, 2)))
 
     def _items(self, inputs: Any) -> _Items:
-        return _Items(inputs, shifts_labels=getattr(self, "_loss_shifts_labels", False))
+        # Trainers before transformers 5 do not tell.
+        is_causal = getattr(self.model, "loss_type", "") == "ForCausalLM"
+        return _Items(inputs, shifts_labels=getattr(self, "_loss_shifts_labels", is_causal))
 
     def _find_way(self, items: _Items, part: Part, loss_of: Callable[[NDArray[np.int64]], Tensor]) -> None:
         """Drops the ways that do not hold, where the weight of a part depends on which of them does."""
@@ -276,6 +278,8 @@ class _Items:
 
 def _joined(parts: Sequence[Any]) -> Any:
     """Returns the outputs of a batch from those of its parts, as the Trainer joins those of batches."""
+    if parts[0] is None:
+        return None
     return reduce(import_module("transformers.trainer_pt_utils").nested_concat, parts)
 
 
