@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from bench.results_file import RESULTS, markdown
+from bench.results_file import markdown
 
 HEAD: Final = ("subject", "compared", "can-train", "the best other", "what can-train loses")
 NONE: Final = "–"
