@@ -405,7 +405,7 @@ def test_predictions_are_those_of_the_whole_batch(lightning: ModuleType, tmp_pat
 
 def test_mixed_precision_rounds_as_parts_do(lightning: ModuleType, tmp_path: Path) -> None:
     plain, cut = (network(lightning).float() for _ in range(2))
-    x, y = data().dataset.tensors
+    x, y = data().dataset[:]
     single = DataLoader(TensorDataset(x.float(), y), batch_size=13)
     fit(lightning, tmp_path, plain, precision="bf16-mixed", max_epochs=1, data=[single, single])
     seen = []
