@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from can_train import CanTrainError, LoopSettings, MicroBatchCallback, get_safety_factor_db, simulated_gpu
-from can_train.errors import ArgumentError
+from can_train.errors import ArgumentError, DoesNotFitError
 
 EXACT = 1e-12
 
@@ -487,3 +487,11 @@ def test_ranks_and_both_names_of_lightning_are_served(tmp_path: Path, package: s
     (line,) = {line for line in done.stdout.splitlines() if line.startswith("difference")}
     _, difference, _, world = line.split()
     assert (float(difference) < EXACT, int(world)) == (True, ranks)
+
+
+def test_a_gpu_without_room_for_the_optimizer_is_one_clear_error(lightning: ModuleType, tmp_path: Path) -> None:
+    module = network(lightning)
+    module.layers = nn.Sequential(nn.Linear(6, WIDTH**2 // 4), nn.Linear(WIDTH**2 // 4, WIDTH**2 // 4)).double()
+    settings = LoopSettings(device="sim:44MiB", state_dir=tmp_path / "state")
+    with pytest.raises(DoesNotFitError, match="The optimizer's step must fit beside weights and gradients"):
+        fit(lightning, tmp_path, module, MicroBatchCallback(settings), max_epochs=1)

@@ -10,7 +10,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from can_train.config.resolved import state_folder
 from can_train.config.settings import FactorSettings
-from can_train.errors import StateError
+from can_train.errors import DoesNotFitError, StateError
 from can_train.factors.observations import ALLOCATOR, Device, Observation, Outcome, write_record
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, next_time, rule_after
@@ -40,6 +40,7 @@ from can_train.io.units import size_text
 from can_train.memory.allocator_settings import allocator_settings
 from can_train.memory.catalogue import predicted_room
 from can_train.memory.meters import MemoryMonitor, Meter, meter_of, tensors_of
+from can_train.memory.out_of_memory import CatchOutOfMemory, is_out_of_memory
 from can_train.tasks.collate import Rows, leaves, samples_in, select_samples
 from can_train.training.run_folder import new_run_id
 
@@ -159,7 +160,7 @@ class FrameworkLoop:
     def train(
         self, batch: Any, loss_of: LossOf, *, scale: Callable[[Tensor], Tensor] = lambda loss: loss
     ) -> StepResult:
-        """Adds the gradient of a batch's mean loss to `.grad`.
+        """Adds the gradient of a batch's mean loss to `.grad`, which holds nothing yet where parts name denominators.
 
         Args:
             batch: A collated batch.
@@ -275,15 +276,23 @@ class FrameworkLoop:
         )
         needs = replace(needs, state_bytes=max(needs.state_bytes - held_bytes, 0))
         if self.settings.limits is None:
-            with left_as_it_was(self.model, self.meter) as buffers:
+            with CatchOutOfMemory(), suppress(DoesNotFitError), left_as_it_was(self.model, self.meter) as buffers:
                 self._limits = self._find_limits(batch, counts, loss_of, needs, buffers)
-            self._decision = self._rule().decide(self._limits)
-            tuned = self._limits.training.tuned_limit
-            rules = SplitRules(safe_limit=self._decision.choice.factor * tuned, tuned_limit=tuned)
-            self.batcher.use(rules, self._limits)
-            self.notice(self._found(self._limits.priced(counts)))
+            self._use_limits(counts)
         self._reserve = OptimizerReserve(needs, self.meter)
         self._reserve.hold()
+
+    def _use_limits(self, counts: Counts) -> None:
+        if self._limits is None:
+            self.meter.release()
+            # A batch that is never split may still fit, since it needs no room for the gradients of earlier parts.
+            self.notice("Weights, state and two sets of gradients leave no room: what runs out of memory is split.")
+            return
+        self._decision = self._rule().decide(self._limits)
+        tuned = self._limits.training.tuned_limit
+        rules = SplitRules(safe_limit=self._decision.choice.factor * tuned, tuned_limit=tuned)
+        self.batcher.use(rules, self._limits)
+        self.notice(self._found(self._limits, self._limits.priced(counts)))
 
     def _find_limits(
         self, batch: Any, counts: Counts, loss_of: LossOf, needs: OptimizerMemory, buffers: list[Tensor]
@@ -338,9 +347,7 @@ class FrameworkLoop:
             self.notice(f"What earlier runs taught cannot be read. {error}")
             return first
 
-    def _found(self, costs: BatchCosts) -> str:
-        limits = self._limits
-        assert limits is not None, "it was found just now"
+    def _found(self, limits: DeviceLimits, costs: BatchCosts) -> str:
         sizes = cut(costs, self.batcher.rules.limit_for(costs))
         peak = limits.training.peak_bytes(max(part.total for part in costs.parts(sizes)))
         parts = "at once" if len(sizes) == 1 else f"in {len(sizes)} micro-batches of up to {max(sizes)}"
@@ -394,6 +401,13 @@ class FrameworkLoop:
             fingerprint=self._fingerprint(),
             policy={"name": FactorSettings().policy, "options": {}},
         )  # fmt: skip
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Returns how a run ended that ended with an error."""
+    if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
+        return "oom"
+    return "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "error"
 
 
 def _memory_of(optimizers: Sequence[Optimizer], *, on_gpu: bool) -> OptimizerMemory:

@@ -21,7 +21,7 @@ from can_train.errors import ArgumentError, CanTrainError, DataError, DoesNotFit
 from can_train.factors.observations import Outcome
 from can_train.memory.meters import INTERVAL, WARMUP, MemoryMonitor
 from can_train.memory.out_of_memory import is_out_of_memory
-from can_train.training.framework_loop import FrameworkLoop, LoopSettings, Part
+from can_train.training.framework_loop import FrameworkLoop, LoopSettings, Part, outcome_of
 
 _LOG: Final = logging.getLogger("can_train")
 
@@ -112,9 +112,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Records how the training ended. Lightning calls `teardown` only where there was no error."""
-        is_oom = isinstance(exception, DoesNotFitError) or is_out_of_memory(exception)
-        is_stopped = isinstance(exception, KeyboardInterrupt | SystemExit)
-        self._close("oom" if is_oom else "interrupted" if is_stopped else "error")
+        self._close(outcome_of(exception))
 
     def _close(self, outcome: Outcome) -> None:
         self._steps.close()

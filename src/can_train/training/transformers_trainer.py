@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from can_train.errors import ArgumentError, DataError, DoesNotFitError
+from can_train.errors import ArgumentError, DataError
 from can_train.factors.observations import Outcome
 from can_train.fit.micro_batcher import Losses
-from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.training.distributed import add_gradients
-from can_train.training.framework_loop import LOSS, FrameworkLoop, LoopSettings, Part
+from can_train.training.framework_loop import LOSS, FrameworkLoop, LoopSettings, Part, outcome_of
 
 _LOG: Final = logging.getLogger("can_train")
 _Trainer: Final[Any] = object  # The Trainer itself stands behind the mixin among the bases of a class
@@ -196,7 +195,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             try:
                 yield
             except BaseException as error:
-                outcome = _outcome_of(error)
+                outcome = outcome_of(error)
                 raise
             finally:
                 if self.loop is not None:
@@ -287,12 +286,6 @@ def _average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Does what DistributedDataParallel does to gradients, once a batch."""
     add_gradients(parameters, parameters[0].device)
     torch._foreach_div_([one.grad for one in parameters if one.grad is not None], float(dist.get_world_size()))
-
-
-def _outcome_of(error: BaseException) -> Outcome:
-    if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
-        return "oom"
-    return "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "error"
 
 
 def _refuse_conflicts(trainer: Any) -> None:
