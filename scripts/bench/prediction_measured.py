@@ -284,6 +284,9 @@ def replayed_mib(trace: AllocationTrace, card: Card) -> float:
 def before_mib(program: Program, batch: int) -> float:
     """Returns the peak that is predicted from small batches on the CPU, in MiB."""
     model = program.model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        # Some are positions, of which what was in memory before is none.
+        buffer.zero_()
 
     def loss_of(rows: np.ndarray) -> torch.Tensor:
         inputs, labels = program.batch_of(len(rows))
