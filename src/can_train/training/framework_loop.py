@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -117,6 +117,27 @@ class StepResult:
     weights: dict[int, float]  # What each part's mean counts for in it, by the part's first sample
 
 
+@dataclass
+class _Parts:
+    """Computes the losses of a batch's parts as `MicroBatcher` wants them; keeps, by their first samples, what each
+    counts for in the batch, and its loss times that.
+    """
+
+    part: Callable[[int, int], Part]
+    loss_of: LossOf
+    shares: dict[int, float] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, start: int, stop: int) -> Losses:
+        part = self.part(start, stop)
+        loss, own = self.loss_of(part)
+        share = 1.0 if part.share == 1.0 else part.share if own is None else own / part.samples
+        # A whole batch's loss stays as it is: its gradient is, bit by bit, that of the loop without this class.
+        weighted = loss if part.share == 1.0 else loss * share
+        self.shares[start], self.losses[start] = share, weighted.detach()
+        return {LOSS: (weighted, share)}
+
+
 @dataclass(kw_only=True)
 class FrameworkLoop:
     """Computes the batches of somebody else's loop in parts that fit.
@@ -171,31 +192,24 @@ class FrameworkLoop:
             DoesNotFitError: One sample is too much.
         """
         counts = self.settings.counts(batch)
-        samples, shares = len(counts_of(counts)[1]), dict[int, float]()
+        samples = len(counts_of(counts)[1])
         if self._reserve is None:
             self._prepare(batch, counts, loss_of)
-
-        def losses_of(start: int, stop: int, *, is_trial: bool = False) -> Losses:
-            part = replace(self._part(batch, start, stop, samples), is_trial=is_trial)
-            loss, own = loss_of(part)
-            shares[start] = 1.0 if part.share == 1.0 else part.share if own is None else own / samples
-            # A whole batch's loss stays as it is: its gradient is, bit by bit, that of the loop without this class.
-            return {LOSS: (loss * shares[start] if part.share < 1.0 else loss, shares[start])}
-
+        parts = _Parts(lambda start, stop: self._part(batch, start, stop, samples), loss_of)
         with self.monitor.step(self.model, *self.optimizers):
-            result = self.batcher.run_share(losses_of, self._priced(counts), denominators={LOSS: 1.0}, scale=scale)
-        own_shares, shares = shares, {}
+            result = self.batcher.run_share(parts, self._priced(counts), denominators={LOSS: 1.0}, scale=scale)
         if self.remedy_for_means and len(result.micro_batches) > 1 and self.batcher.batch_dependence is None:
-            trial = partial(losses_of, is_trial=True)
+            trial = _Parts(lambda start, stop: replace(parts.part(start, stop), is_trial=True), loss_of)
             self.batcher.batch_dependence = self.batcher.measure_dependence(trial, result.micro_batches)
             self._tell_dependence(self.batcher.batch_dependence)
         self._see(result, samples)
         starts = np.cumsum([0, *result.micro_batches[:-1]]).tolist()
-        whole = sum(own_shares[start] for start in starts)
+        whole = sum(parts.shares[start] for start in starts)
         if not math.isclose(whole, 1.0, rel_tol=_ROUND_OFF):
             self._divide_gradients(whole)
-        loss = torch.as_tensor(result.means[LOSS] / whole)
-        return StepResult(loss=loss, weights={start: own_shares[start] / whole for start in starts})
+        # On the device: reading it would make the host wait for it.
+        loss = torch.stack([parts.losses[start] for start in starts]).sum() / whole
+        return StepResult(loss=loss, weights={start: parts.shares[start] / whole for start in starts})
 
     def evaluate(self, batch: Any, compute: Callable[[Part], T]) -> list[tuple[Part, T]]:
         """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it."""

@@ -95,7 +95,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Adds a batch's gradient to `.grad`, in parts that fit; returns its loss."""
-        loop, step, losses = self._loop(), super().training_step, dict[int, Tensor]()
+        loop, step = self._loop(), super().training_step
         is_parallel = isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
         # Ranks need not have as many parts, so that no pass of one may wait for those of others.
         own_model = self.model if is_parallel else model
@@ -116,15 +116,15 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             with self._weighted_backward(weight):
                 loss = step(own_model, part.batch, num_items_in_batch)
             # The mean of no labels is not a number.
-            losses[part.start] = loss * weight if weight else torch.zeros_like(loss)
-            return losses[part.start] / part.share, None
+            weighted = loss * weight if weight else torch.zeros_like(loss)
+            return weighted / part.share, None
 
         if not self._ways:
             self._ways = [_SUM] * (num_items_in_batch is not None) + items.means
         result = loop.train(inputs, loss_of)
         if is_parallel and self.accelerator.sync_gradients:
             _average_gradients(list(self.model.parameters()))
-        return torch.stack([losses[start] for start in result.weights]).sum()
+        return result.loss
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
