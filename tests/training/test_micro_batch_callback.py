@@ -137,14 +137,16 @@ def fit_many(lightning: Any, folder: Path, module: Any, *callbacks: Any, **setti
 
 
 def test_a_training_that_needs_more_than_a_gpu_has_ends_with_the_weights_of_whole_batches(
-    lightning: ModuleType, tmp_path: Path
+    lightning: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, adopted = wide(lightning), wide(lightning)
     with simulated_gpu(GPU, plain), pytest.raises(torch.OutOfMemoryError):
         fit_many(lightning, tmp_path, plain)
     plain = wide(lightning)
     before = fit_many(lightning, tmp_path, plain)
+    caplog.set_level("INFO")
     after = fit_many(lightning, tmp_path, adopted, on_simulated_gpu(tmp_path))
+    assert "7000 samples a step are computed in 2 micro-batches of up to 3500" in caplog.text
     torch.testing.assert_close(weights(adopted), weights(plain), rtol=0, atol=1e-10)
     assert float(after.callback_metrics["validation_loss"]) == pytest.approx(
         float(before.callback_metrics["validation_loss"]), rel=1e-9

@@ -2,7 +2,6 @@
 `lightning` nor `pytorch_lightning`.
 """
 
-import logging
 import math
 import sys
 from collections import defaultdict
@@ -22,8 +21,6 @@ from can_train.factors.observations import Outcome
 from can_train.memory.meters import INTERVAL, WARMUP, MemoryMonitor
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.training.framework_loop import FrameworkLoop, LoopSettings, Part, outcome_of
-
-_LOG: Final = logging.getLogger("can_train")
 
 # Two names of Lightning, whose classes are not interchangeable.
 _LIGHTNINGS: Final = ("lightning.pytorch", "pytorch_lightning")
@@ -122,6 +119,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
 
     def _loop_of(self, trainer: Any, pl_module: Any) -> FrameworkLoop:
         if self.loop is None:
+            package = type(trainer).__module__.partition(".trainer")[0]
             # Made with the first batch: the module is on its device by then.
             self.loop = FrameworkLoop(
                 framework="lightning",
@@ -129,7 +127,7 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
                 optimizers=trainer.optimizers,
                 settings=self._settings,
                 remedy_for_means=_MEANS,
-                notice=lambda text: _LOG.info("%s", text) if trainer.is_global_zero else None,
+                notice=import_module(f"{package}.utilities.rank_zero").rank_zero_info,
             )
         return self.loop
 
