@@ -93,9 +93,9 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def lightning_search(trial: Trial, case: Case, *, mode: str, max_val: int, folder: str) -> int:
-    """Runs Lightning's tuner with one step per trial instead of three, since all steps are alike here."""
-    trainer = Trainer(
+def quiet_trainer(folder: str) -> Trainer:
+    """Makes a trainer of one epoch, which prints nothing and writes into a folder."""
+    return Trainer(
         accelerator="cpu",
         devices=1,
         max_epochs=1,
@@ -105,6 +105,11 @@ def lightning_search(trial: Trial, case: Case, *, mode: str, max_val: int, folde
         enable_model_summary=False,
         default_root_dir=folder,
     )
+
+
+def lightning_search(trial: Trial, case: Case, *, mode: str, max_val: int, folder: str) -> int:
+    """Runs Lightning's tuner with one step per trial instead of three, since all steps are alike here."""
+    trainer = quiet_trainer(folder)
     start = case.start or LIGHTNING_START
     # The first trial runs the model's own batch size but records it as `init_val`, so the two are made equal.
     model = Model(trial, batch_size=start)

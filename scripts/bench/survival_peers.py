@@ -18,12 +18,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import find_executable_batch_size
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.loader import DynamicBatchSampler
 
+from bench.finder_peers import quiet_trainer
 from bench.survival_own import by_plan, by_prediction, by_search
 from bench.survival_steps import simulated
 from bench.survival_tools import fixed, look, of_size, sweep
@@ -168,16 +169,7 @@ class Module(LightningModule):
 
 def lightning(machine: Machine, *, folder: str, mode: str) -> Choice:
     """Searches with Lightning's tuner, and trains with batches of the size found."""
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = quiet_trainer(folder)
     size = Tuner(trainer).scale_batch_size(Module(machine, LIGHTNING_START), mode=mode, init_val=LIGHTNING_START)
     assert size is not None
     return of_size(machine, size=size)

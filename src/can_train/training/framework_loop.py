@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from can_train.config.resolved import state_folder
 from can_train.config.settings import FactorSettings
-from can_train.errors import DoesNotFitError, StateError
+from can_train.errors import DataError, DoesNotFitError, StateError
 from can_train.factors.observations import ALLOCATOR, Device, Observation, Outcome, write_record
 from can_train.factors.policies import make_policy
 from can_train.factors.store import FactorStore, next_time, rule_after
@@ -213,7 +213,12 @@ class FrameworkLoop:
 
     def evaluate(self, batch: Any, compute: Callable[[Part], T]) -> list[tuple[Part, T]]:
         """Computes something of a batch without gradients, in parts that fit; returns the parts, in order, with it."""
-        counts = self.settings.counts(batch)
+        try:
+            counts = self.settings.counts(batch)
+        except DataError:
+            # Nobody knows how to split it. It may be anything, since only `compute` looks at it.
+            part = Part(batch=batch, start=0, stop=1, samples=1)
+            return [(part, compute(part))]
         samples = len(counts_of(counts)[1])
 
         def computed(start: int, stop: int) -> tuple[Part, T]:

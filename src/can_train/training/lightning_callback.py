@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from can_train.errors import ArgumentError, CanTrainError, DataError, DoesNotFitError
+from can_train.errors import ArgumentError, CanTrainError, DoesNotFitError
 from can_train.factors.observations import Outcome
 from can_train.memory.meters import INTERVAL, WARMUP, MemoryMonitor
 from can_train.memory.out_of_memory import is_out_of_memory
@@ -141,7 +141,8 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
             with precision.train_step_context(), calls.of(part):
                 output = step(part.batch, *others)
             loss, denominator = _loss_in(output, loop.meter.device)
-            outputs[part.start] = _detached(output)
+            if not part.is_trial:
+                outputs[part.start] = _detached(output)
             return loss, denominator
 
         # Lightning calls a step within autocast, and backward outside of it.
@@ -207,11 +208,6 @@ class MicroBatchCallback(_Callback):  # type: ignore[misc]  # depends on what is
             with calls.of(part):
                 return step(part.batch, *others)
 
-        try:
-            loop.settings.counts(batch)
-        except DataError:
-            # Nobody knows how to split it. It may be anything, since only the step looks at it.
-            return step(batch, *others)
         parts = loop.evaluate(batch, compute)
         calls.write({part.start: part.share for part, _ in parts})
         return _combined([output for _, output in parts], [part.share for part, _ in parts])

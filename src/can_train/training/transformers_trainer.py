@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from can_train.errors import ArgumentError, DataError
+from can_train.errors import ArgumentError
 from can_train.factors.observations import Outcome
 from can_train.fit.micro_batcher import Losses
 from can_train.training.distributed import add_gradients
@@ -131,11 +131,6 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
     ) -> Any:
         """Returns the loss, the outputs and the labels of a batch, which are computed in parts that fit."""
         loop, step = self._loop(), super().prediction_step
-        try:
-            loop.settings.counts(inputs)
-        except DataError:
-            # Nobody knows how to split it. It may be anything, since only the model looks at it.
-            return step(model, inputs, prediction_loss_only, ignore_keys)
         parts = loop.evaluate(inputs, lambda part: step(model, part.batch, prediction_loss_only, ignore_keys))
         if len(parts) == 1:
             return parts[0][1]
