@@ -203,6 +203,16 @@ def test_a_damaged_result_is_answered_with_the_line_that_makes_it_again(
     assert f"\n  rm {path}/result.json; can-train resume {path}\n" in message
 
 
+@pytest.mark.parametrize("run_id", ["x" * 5000, "../1"])
+def test_a_registered_run_whose_id_is_no_name_keeps_no_other_from_being_listed(
+    run_id: str, runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = runs.add(1), runs.add(2)
+    record = runs.state_dir / "runs" / first.name / "run.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "run_id": run_id}))
+    assert second.name in said(capsys, "runs", "--json", *runs.flags)
+
+
 def test_a_run_that_trains_is_not_evaluated_but_waited_for(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     path = runs.add(1)
     begin(path, start_time=utc_now())

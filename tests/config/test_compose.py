@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from can_train.config.compose import RunRequest, expand, from_plain, resolve, with_changes
-from can_train.config.resolved import ResolvedRun, plain_from_yaml, plain_to_yaml, presets
+from can_train.config.resolved import PathSettings, ResolvedRun, plain_from_yaml, plain_to_yaml, presets
 from can_train.errors import ConfigError
 
 
@@ -143,6 +143,39 @@ def test_a_saved_configuration_that_does_not_fit_is_an_error(group: str, values:
 def test_text_that_is_no_configuration_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"mapping|expected"):
         plain_from_yaml(text)
+
+
+_ENDLESS = ["a: &a [*a]", "a: &a [*a, *a]", "a: &a {b: *a}", "[" * 2000,
+            "\n".join(["a0: &a0 1", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))])]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", _ENDLESS)
+def test_text_that_would_be_read_for_ever_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match="brackets|part of itself|more than 100,000 values"):
+        plain_from_yaml(text)
+
+
+@pytest.mark.parametrize("text", _ENDLESS)
+def test_a_preset_that_would_be_read_for_ever_is_an_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "mine.yaml").write_text(f"defaults:\n  - /dataset/synthetic@_here_\n{text}\n")
+    with pytest.raises(ConfigError, match=r"dataset/mine\.yaml: "):
+        resolved(dataset="mine", config_dir=str(tmp_path))
+
+
+def test_aliases_in_a_preset_stand_for_what_they_name(tmp_path: Path) -> None:
+    (tmp_path / "dataset").mkdir()
+    (tmp_path / "dataset" / "mine.yaml").write_text(
+        "defaults:\n  - /dataset/synthetic@_here_\nwindow: &frames 60\nstride: *frames\n"
+    )
+    assert resolved(dataset="mine", config_dir=str(tmp_path)).dataset.stride == 60
+
+
+def test_a_saved_configuration_without_folders_does_not_fit() -> None:
+    plain = {name: value for name, value in resolved().config.items() if name != "paths"}
+    assert from_plain(plain).paths == PathSettings()
+    with pytest.raises(ConfigError, match="does not fit this version"):
+        from_plain({**plain, "paths": 3})
 
 
 def test_a_run_saved_before_there_was_a_monitor_has_its_defaults() -> None:

@@ -30,6 +30,7 @@ from can_train.config.resolved import (
     PathSettings,
     ResolvedRun,
     UserFile,
+    check_yaml,
     default_task,
     flat_settings,
     preset_folders,
@@ -38,7 +39,7 @@ from can_train.config.resolved import (
 from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings, canonical_name
 from can_train.config.task_settings import ModelSpec, TaskSettings, load_task_settings, locate, task_names
 from can_train.errors import CanTrainError, ConfigError, nearest_first, unknown_name
-from can_train.io.records import expanded
+from can_train.io.records import expanded, is_file
 
 MOST_RUNS: Final = 1000
 """Runs of one sweep: what a scheduler's array holds by default, and far more than anybody intends."""
@@ -158,7 +159,9 @@ def _task(request: RunRequest) -> tuple[str, str, TaskSettings]:
 
 def _task_of(plain: Mapping[str, Any]) -> TaskSettings:
     """Returns the description of the task of a run with these plain values."""
-    return load_task_settings(str(plain.get("task")), plain["paths"]["code_dir"])
+    paths = plain.get("paths")
+    code_dir = str(paths.get("code_dir", "")) if isinstance(paths, Mapping) else ""
+    return load_task_settings(str(plain.get("task")), code_dir)
 
 
 def _overrides(
@@ -598,6 +601,8 @@ def _compose(
     store.add_to_hydra_store(overwrite_ok=True)
     GlobalHydra.instance().clear()
     try:
+        for path in (path for folder in folders for path in folder.glob("*/*.yaml") if is_file(path)):
+            _check_preset(path)
         with initialize_config_dir(str(first.absolute()), version_base="1.3"):
             config = compose("root", overrides=[f"{group}={choice}" for group, choice in choices.items()])
         for group in _CHOSEN_GROUPS:
@@ -609,6 +614,16 @@ def _compose(
         raise ConfigError("A preset does not fit the settings", value=_reason(error.__cause__ or error).rstrip("."),
                           remedy=f"Mend it in {' or '.join(map(str, reversed(folders)))}") from error  # fmt: skip
     return config
+
+
+def _check_preset(path: Path) -> None:
+    """Raises ValueError where a preset would take Hydra for ever."""
+    try:
+        check_yaml(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        pass  # Hydra says what is wrong, where it reads the preset
+    except ValueError as error:
+        raise ValueError(f"{path.parent.name}/{path.name}: {error}") from None
 
 
 def _fit_schema(config: DictConfig, group: str, cls: type) -> None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from can_train.config.settings import ClusterSettings, FactorSettings, MonitorSettings, TrainingSettings
     from can_train.reporter import Reporter
 
-_MOST_NESTED: Final = 1000  # levels of YAML that libyaml is trusted with
+_MOST_NESTED: Final = 1000  # levels of YAML that its readers are trusted with
+_MOST_VALUES: Final = 100_000  # of a YAML file whose values are repeated by aliases
 PATH_FLAGS: Final = ("runs_dir", "data_root", "state_dir")
 CLUSTER_FLAGS: Final = (
     "partition", "account", "qos", "time", "nodes", "gpus", "cpus", "mem", "constraint", "gres", "max_parallel",
@@ -219,6 +220,7 @@ def plain_from_yaml(text: str) -> dict[str, Any]:
     # nested a hundred thousand levels deep ends it, and the process, with a segmentation fault.
     may_be_deep = sum(map(text.count, "[{-?")) > _MOST_NESTED
     try:
+        check_yaml(text)
         plain = yaml.load(
             text, Loader=yaml.SafeLoader if may_be_deep else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         )
@@ -227,6 +229,40 @@ def plain_from_yaml(text: str) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ValueError("not a mapping")
     return plain
+
+
+def check_yaml(text: str) -> None:
+    """Checks what would take a reader of YAML for ever: brackets in thousands of brackets, values that hold themselves,
+    aliases (`*name`) that stand for too many values.
+
+    Raises:
+        ValueError: The text has one of these.
+    """
+    if text.count("[") + text.count("{") > _MOST_NESTED:
+        raise ValueError(f"more than {_MOST_NESTED:,} brackets")
+    if "*" not in text:
+        return
+    import yaml
+
+    sizes, open_values = dict[str, int](), [("", 0)]
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_values.append((event.anchor, 1))
+            continue
+        name, size = getattr(event, "anchor", None), 0
+        if isinstance(event, yaml.AliasEvent):
+            if name in [one for one, _ in open_values]:
+                raise ValueError(f"*{name} is part of itself")
+            size = sizes.get(name, 1)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            name, size = open_values.pop()
+        elif isinstance(event, yaml.ScalarEvent):
+            size = 1
+        sizes[name] = size
+        outer, total = open_values.pop()
+        open_values.append((outer, total + size))
+        if total + size > _MOST_VALUES:
+            raise ValueError(f"its aliases stand for more than {_MOST_VALUES:,} values")
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ _CHANGES: Final = "changes.json"  # in a run's folder: what `resume` changed of 
 _EPOCHS: Final = "training.epochs"
 
 _MESSAGE_LENGTH: Final = 500  # characters of an error that are kept; some of torch's fill pages
+_LONGEST_NAME: Final = 255  # characters of a file's name, on most file systems
 _RUNS: Final = "runs"  # the registry's folder in the state folder, and its index
 _MAX_ENTRY_BYTES: Final = 2**20  # largest file that is read as an entry of the registry
 T = TypeVar("T")
@@ -501,12 +502,16 @@ class RunFolder:
         except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, OSError):
                 raise _unreadable("result", self.result_path, error) from error
-            # The last checkpoint has the weights, so a resumed run has only to be judged once more.
-            again = f"rm {shlex.quote(str(self.result_path))}; can-train resume {shlex.quote(str(self.path))}"
-            # The line to paste stands alone, without a full stop.
-            remedy = f"This has the run judged again:\n  {again}\nIts weights are in other files"
-            raise RunError("The run's result is damaged", value=str(self.result_path), remedy=remedy) from error
+            raise self.damaged_result() from error
         return result
+
+    def damaged_result(self) -> RunError:
+        """Makes the error for a result that says something else than the run wrote."""
+        # The last checkpoint has the weights, so a resumed run has only to be judged once more.
+        again = f"rm {shlex.quote(str(self.result_path))}; can-train resume {shlex.quote(str(self.path))}"
+        # The line to paste stands alone, without a full stop.
+        remedy = f"This has the run judged again:\n  {again}\nIts weights are in other files"
+        return RunError("The run's result is damaged", value=str(self.result_path), remedy=remedy)
 
     @contextmanager
     def locked(self, *, doing: str = "trained") -> Iterator[None]:
@@ -630,6 +635,8 @@ class RunRecord:
     sweep: str = ""  # name that the runs of one sweep share; empty: it belongs to none
 
     def __post_init__(self) -> None:
+        if self.run_id != Path(self.run_id).name or len(self.run_id) > _LONGEST_NAME:
+            raise ValueError("run_id is no name of a folder")
         records.check_time("time", self.time)
 
 

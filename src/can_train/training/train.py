@@ -129,7 +129,10 @@ def train_on(
             ranks.on_rank0(lambda: lock.enter_context(logged(folder, log, stops)))
         meter, task = _prepare(run, reporter, ranks)
         if finished is not None:
-            return _outcome(task, folder, finished)
+            try:
+                return _outcome(task, folder, finished)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise folder.damaged_result() from error
         return _train_and_judge(Parts(run=run, folder=folder, task=task, meter=meter, reporter=reporter,
                                       stops=stops, ranks=ranks))  # fmt: skip
 
