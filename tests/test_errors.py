@@ -12,6 +12,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.errors import COMMAND_VARIABLE, ConfigError, as_typed, first_sentence, of_system
+from can_train.io.records import write_text_atomic
 from can_train.reporter import wrapped
 from fakes.finished_runs import Shelf
 
@@ -107,6 +108,15 @@ def test_no_command_names_another_one_in_a_way_that_cannot_be_typed(
 )  # fmt: skip
 def test_an_error_of_others_is_its_first_sentence_without_source_positions(text: str, sentence: str) -> None:
     assert first_sentence(RuntimeError(text)) == sentence
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").mkdir()
+    with pytest.raises(OSError, match="Is a directory") as raised:
+        write_text_atomic(tmp_path / "steps.jsonl", "")
+    error = of_system(raised.value)
+    assert error is not None
+    assert f"A folder is where a file belongs, or a file where a folder does: {tmp_path}/steps.jsonl: " in str(error)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])

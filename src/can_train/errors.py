@@ -39,6 +39,7 @@ _NO_SPACE: Final = ("A file cannot be written for lack of space",
 _NO_ANSWER: Final = ("A file system does not answer as it should",
                      "Check the disk or the connection; a run goes on with can-train resume RUN")  # fmt: skip
 _NO_PATH: Final = ("A path cannot be used", "Check how it is spelt, or name another one")
+_NO_FILE: Final = ("A folder is where a file belongs, or a file where a folder does", "Move it away")
 _LONGEST_PATH: Final = 200  # characters of a path that a message shows, the last ones
 _REMEDIES: Final = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _PERMISSION),
@@ -46,6 +47,7 @@ _REMEDIES: Final = {
     # A disk that is damaged; a network file system that has gone, or was mounted anew.
     **dict.fromkeys((errno.EIO, errno.ESTALE), _NO_ANSWER),
     **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL), _NO_PATH),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR), _NO_FILE),
 }
 
 _SOURCE_POSITION: Final = re.compile(r"\[?[^\s\[\]]*\.(?:cc|cpp|cu|cuh|c|h|hpp):\d+\]?:?|\[enforce fail at \S+\]")
@@ -231,7 +233,8 @@ def of_system(error: OSError) -> StateError | None:
     if error.errno not in _REMEDIES or (error.errno == errno.EINVAL and not error.filename):
         return None
     rule, remedy = _REMEDIES[error.errno]
-    path = str(error.filename or "")[-_LONGEST_PATH:]
+    # What renames a file into its place has two, of which the second is known to a person.
+    path = str(error.filename2 or error.filename or "")[-_LONGEST_PATH:]
     return StateError(rule, value=": ".join(filter(None, (path, error.strerror))), remedy=remedy)
 
 
