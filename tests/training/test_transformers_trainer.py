@@ -215,7 +215,7 @@ def test_a_language_model_is_evaluated_in_parts(transformers: ModuleType, tmp_pa
     options = {"per_device_eval_batch_size": 26}
     plain = trainer_of(transformers, tmp_path, language_model(transformers), **options).evaluate()
     cut = trainer_of(transformers, tmp_path, language_model(transformers), LoopSettings(limits=3), **options).evaluate()
-    assert cut["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-7)
+    assert cut["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
 
 
 def test_bf16_autocast_is_on_in_the_parts(transformers: ModuleType, tmp_path: Path) -> None:
