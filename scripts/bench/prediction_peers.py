@@ -82,12 +82,12 @@ def by_size(model: str, rows: Rows) -> int:
 
 def by_layers(model: str, rows: Rows) -> int:
     """Estimates with torch-kitsune, from the shape of one sample, which graphs have not."""
-    task = task_of(model)
-    if model in ("gat", "vgae"):
-        raise TypeError("predict_memory takes an input_shape")
-    shape = (3, 16, 16) if model == "unet" else (int(task.batch_features(rows).max()),)
+    options: dict[str, Any] = {"batch_size": len(rows), "optimizer": "adamw"}
+    if model not in ("gat", "vgae"):
+        longest = int(task_of(model).batch_features(rows).max())
+        options["input_shape"] = (3, 16, 16) if model == "unet" else (longest,)
     with redirect_stderr(io.StringIO()):  # Where it falls back to formulas it prints why
-        return predict_memory(made(model), input_shape=shape, batch_size=len(rows), optimizer="adamw").total_bytes
+        return predict_memory(made(model), **options).total_bytes
 
 
 def tracked(model: str, rows: Rows, *, mode: Callable[[], AbstractContextManager[Any]]) -> int:
