@@ -3,6 +3,7 @@ their documentation, as a person does, and as can-train does, and prints the out
 runs this with the Python of `.venv-peers`, where all of them are.
 """
 
+import gc
 import json
 import logging
 import platform
@@ -67,6 +68,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
+    # The tools collect garbage around trials and restarts, which would scan the objects of all imports each time.
+    gc.collect()
+    gc.freeze()
     torch.manual_seed(SEED)
     modelled_steps, simulated_steps = map(int, sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
