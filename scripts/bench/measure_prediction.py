@@ -191,8 +191,8 @@ def measured_batches(model: str, trainer: Trainer, explored: Explored) -> Iterat
         for point in points(trainer, explored, (share,)):
             if point["measured_bytes"]:
                 rows = draw_rows(trainer, explored, share).tolist()
-                sizes = (point[name] for name in ("predicted_bytes", "measured_bytes", "beyond_probes"))
-                yield Batch(model, rows, *sizes, probe_s=0.0)
+                predicted, measured = point["predicted_bytes"], point["measured_bytes"]
+                yield Batch(model, rows, predicted, measured, point["beyond_probes"], probe_s=0.0)
 
 
 def predicted_by_peers(batches: Sequence[Batch]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def made(model: str) -> nn.Module:
 def by_size(model: str, rows: Rows) -> int:
     """Estimates as `accelerate estimate-memory` does: from the model's size alone, for Adam."""
     total, _ = calculate_maximum_sizes(made(model))
-    return max(estimate_training_usage(total, "float32").values())
+    return int(max(estimate_training_usage(total, "float32").values()))
 
 
 def by_layers(model: str, rows: Rows) -> int:
@@ -87,7 +87,7 @@ def by_layers(model: str, rows: Rows) -> int:
         longest = int(task_of(model).batch_features(rows).max())
         options["input_shape"] = (3, 16, 16) if model == "unet" else (longest,)
     with redirect_stderr(io.StringIO()):  # Where it falls back to formulas it prints why
-        return predict_memory(made(model), **options).total_bytes
+        return int(predict_memory(made(model), **options).total_bytes)
 
 
 def tracked(model: str, rows: Rows, *, mode: Callable[[], AbstractContextManager[Any]]) -> int:

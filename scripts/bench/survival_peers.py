@@ -67,7 +67,7 @@ def main() -> None:
     """
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    transformers.logging.set_verbosity_error()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     # The tools collect garbage around trials and restarts, which would scan the objects of all imports each time.
     gc.collect()
     gc.freeze()
@@ -271,11 +271,11 @@ class Attempts(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.found: list[Attempt] = []
 
-    def on_train_begin(self, arguments: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begins an attempt."""
         self.found.append(Attempt(state.train_batch_size, 0))
 
-    def on_step_end(self, arguments: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Counts a step."""
         last = self.found[-1]
         self.found[-1] = last._replace(steps=last.steps + 1)
@@ -302,7 +302,7 @@ def by_trainer(machine: Machine, *, folder: str, asked: int) -> Choice:
         ToldTrainer(
             model=MeanLoss(machine),
             args=arguments,
-            train_dataset=range(len(machine.graphs.nodes)),  # type: ignore[arg-type]  # anything with positions
+            train_dataset=range(len(machine.graphs.nodes)),
             data_collator=lambda rows: {"rows": torch.tensor(rows)},
             optimizers=(machine.optimizer, LambdaLR(machine.optimizer, lambda step: 1.0)),
             callbacks=[attempts],

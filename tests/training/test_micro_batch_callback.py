@@ -360,7 +360,7 @@ def test_callbacks_are_given_the_outputs_of_whole_batches_and_none_of_trial_step
         def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
             return {"loss": super().training_step(batch, batch_idx), "labels": batch[1]}
 
-    class Outputs(lightning.Callback):
+    class Outputs(lightning.Callback):  # type: ignore[name-defined]
         def __init__(self) -> None:
             self.labels: list[Tensor] = []
 
