@@ -3,6 +3,7 @@ Then it remakes the summary at the top of RESULTS.md and the picture of README.m
 """
 
 import argparse
+import resource
 import subprocess
 import sys
 import time
@@ -88,7 +89,7 @@ def timed(name: str, latest: float, *, quick: bool) -> Outcome:
     """Runs a benchmark unless it is too late, prints a line, and returns what came of it."""
     arguments = ARGUMENTS.get(name, Arguments())
     chosen = arguments.quick if quick else arguments.full
-    started = time.monotonic()
+    started, cpu_before = time.monotonic(), cpu_of_commands()
     if chosen is None:
         outcome = Outcome("skipped", arguments.left_out)
     elif started > latest:
@@ -97,8 +98,15 @@ def timed(name: str, latest: float, *, quick: bool) -> Outcome:
         outcome = run([str(BENCH / name), *chosen.split()])
     in_part = f"in part: {arguments.left_out}" if chosen and not quick and outcome.status != "skipped" else ""
     notes = "; ".join(filter(None, [outcome.reason, in_part]))
-    print(f"{name:<12} {time.monotonic() - started:6.1f} s  {outcome.status:<8} {notes}".rstrip(), flush=True)
+    seconds = f"{time.monotonic() - started:6.1f} s, CPU {cpu_of_commands() - cpu_before:6.1f} s"
+    print(f"{name:<12} {seconds}  {outcome.status:<8} {notes}".rstrip(), flush=True)
     return outcome
+
+
+def cpu_of_commands() -> float:
+    """Returns the CPU seconds of the commands that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def run(command: Sequence[str]) -> Outcome:

@@ -1,6 +1,7 @@
 """Compares predicted with measured peaks for the models of scripts/gpu-check on simulated GPUs of several sizes. Peaks
-are predicted from tiny probes and measured at five times their size and more. Then again with a hidden allocation:
-every batch that is larger than a probe takes another 12 % of the GPU, which no probe shows.
+are predicted from tiny probes and measured at five times their size and more; other tools, which are installed into an
+environment of their own on first use, predict the same ones. Then again with a hidden allocation: every batch that is
+larger than a probe takes another 12 % of the GPU, which no probe shows.
 
 `measured --data FILE` compares predictions with a table of peaks that others measured on GPUs and published
 (published_peaks.py has its columns). timm and torchvision, for rows of their models, come from the package index:
@@ -8,23 +9,26 @@ every batch that is larger than a probe takes another 12 % of the GPU, which no 
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
-from typing import Any, Final, cast
+from statistics import fmean, median
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from bench.peers import run_peers
 from bench.results_file import environment, markdown, write_section
 from can_train import Feature, predict_peak, simulated_gpu
 from can_train.fit.cost_model import EXPLAINED
 from can_train.task import BatchTask
 from gpu.configurations import MODELS, SIMULATED, Configuration
-from gpu.measurements import points
+from gpu.measurements import draw_rows, points
 from gpu.trainer import Explored, Trainer, open_trainer
 
 MIB: Final = 2**20
@@ -47,6 +51,18 @@ minus 1, from the probes alone; the median and the largest over the batches. *Hi
 takes another {HIDDEN:.0%} of the GPU, and this is the measured over the predicted cost of the finder's largest batch; a
 plan reports more than {1 + EXPLAINED:.2f}. *Its fill*: the peak at the limit found then, over the capacity. Models are
 small, because teachers are too slow on a CPU; see `scripts/gpu-check` for real GPUs."""
+
+OWN: Final = "can-train, from probes"
+
+PEER_NOTES: Final = """\
+The same batches as above; the error is the absolute one, its median by model and over all batches that a tool predicts,
+and the largest. *CPU, s*: a batch's mean; can-train's probes are those of a model on a GPU, and predict all batches
+there. The tools ran themselves: `accelerate estimate-memory`'s calculation knows the model's size, and no batch
+(Adam takes four times the weights). torch-kitsune takes the shape of a sample, which graphs do not have; where a model
+reads words it falls back to formulas for single layers. MemTracker, of PyTorch, runs a step of the whole batch, here
+with AdamW's state and the gradients of an earlier part: on fake tensors, which hold no numbers, so that it raises where
+a model reads one (`DataDependentOutputException`), and on real ones, which needs the time and the memory that the step
+takes on the CPU."""
 
 SENTENCES: Final = 3000
 WORDS: Final = 2000
@@ -77,25 +93,31 @@ def main() -> None:
         measure_published(arguments)
         return
     chosen, capacities = (["lstm"], CAPACITIES[:1]) if arguments.quick else (arguments.models, CAPACITIES)
-    rows, errors, unnoticed = [], [], []
+    rows, errors, unnoticed, batches = [], list[float](), [], list[Batch]()
     for model in chosen:
         for capacity in capacities:
             found = measure(model, capacity)
-            errors += found["errors"]
+            batches += found["batches"]
+            errors += [batch.error for batch in found["batches"]]
             if found["hidden_ratio"] <= 1 + EXPLAINED:
                 unnoticed.append(f"{model} at {capacity // MIB} MiB")
             rows.append(cells(model, capacity, found))
             print(" | ".join(rows[-1]), flush=True)
     total = f"Over all {len(errors)} batches the median error is {median(errors):.2%}, the largest {max(errors):.2%}."
     table = markdown([["model", "GPU", "beyond probes", "error", "largest", "hidden", "its fill"], *rows])
-    head = environment({"torch": version("torch"), "torch_geometric": version("torch_geometric")})
     print(total)
-    own = [] if arguments.quick else list(own_rows())
-    for row in own:
+    versions = {"torch": version("torch"), "torch_geometric": version("torch_geometric")}
+    own, peers = [], list[list[str]]()
+    if not arguments.quick:
+        own, found = list(own_rows()), predicted_by_peers(batches)
+        peers, versions = peer_rows(chosen, batches, found), found["versions"] | versions
+    for row in [*own, *peers]:
         print(" | ".join(row), flush=True)
     own_table = markdown([["model", "counts given", "predicted", "measured", "error", "explained"], *own])
     if chosen == MODELS:
-        text = "\n\n".join([head, table, total, NOTES, own_table, OWN_NOTES])
+        peer_table = markdown([["tool", *chosen, "median", "largest", "batches", "CPU, s"], *peers])
+        parts = [environment(versions), table, total, NOTES, peer_table, PEER_NOTES, own_table, OWN_NOTES]
+        text = "\n\n".join(parts)
         write_section("prediction", "Predicted against simulated peaks (`scripts/bench/prediction`)", text)
     if median(errors) > GOAL or unnoticed:
         sys.exit(f"missed: median error {median(errors):.2%}; not noticed: {unnoticed}")
@@ -116,6 +138,35 @@ def measure_published(arguments: argparse.Namespace) -> None:
         write_section("prediction-measured", heading, f"{head}\n\n{text}")
 
 
+class Batch(NamedTuple):
+    """A batch whose peak was measured.
+
+    Attributes:
+        model: Name of the model.
+        rows: Positions of its samples.
+        predicted_bytes: Its peak, as predicted from probes.
+        measured_bytes: Its peak.
+        beyond_probes: Its cost over that of the largest probe.
+        probe_s: CPU time of the probes, over the batches that they predict.
+    """
+
+    model: str
+    rows: list[int]
+    predicted_bytes: float
+    measured_bytes: int
+    beyond_probes: float
+    probe_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative to the measured peak."""
+        return self.error_of(self.predicted_bytes)
+
+    def error_of(self, predicted_bytes: float) -> float:
+        """Returns the relative error of another prediction."""
+        return abs(predicted_bytes / self.measured_bytes - 1)
+
+
 def measure(model: str, capacity: int) -> dict[str, Any]:
     """Measures one model on one GPU, without and with a hidden allocation."""
     configuration = Configuration(
@@ -123,21 +174,68 @@ def measure(model: str, capacity: int) -> dict[str, Any]:
     )
     with open_trainer(configuration) as trainer:
         explored = trainer.explore()
-        measured = [point for point in points(trainer, explored, SHARES) if point["measured_bytes"]]
+        batches = list(measured_batches(model, trainer, explored))
     with open_trainer(configuration) as trainer:
         hide(trainer, explored)
         found = trainer.explore().limits.training
     return {
-        "beyond": [point["beyond_probes"] for point in measured],
-        "errors": [abs(point["predicted_bytes"] / point["measured_bytes"] - 1) for point in measured],
+        "batches": [batch._replace(probe_s=explored.probe_s / len(batches)) for batch in batches],
         "hidden_ratio": found.measured_ratio,
         "hidden_fill": found.peak_bytes(found.tuned_limit) / capacity,
     }
 
 
+def measured_batches(model: str, trainer: Trainer, explored: Explored) -> Iterator[Batch]:
+    """Measures batches at shares of the tuned limit, as far as they are larger than probes and fit."""
+    for share in SHARES:
+        for point in points(trainer, explored, (share,)):
+            if point["measured_bytes"]:
+                rows = draw_rows(trainer, explored, share).tolist()
+                predicted, measured = point["predicted_bytes"], point["measured_bytes"]
+                yield Batch(model, rows, predicted, measured, point["beyond_probes"], probe_s=0.0)
+
+
+def predicted_by_peers(batches: Sequence[Batch]) -> dict[str, Any]:
+    """Returns what other tools predict of batches, as prediction_peers.py prints it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "batches.json"
+        file.write_text(json.dumps([(batch.model, batch.rows) for batch in batches]), encoding="utf-8")
+        found: dict[str, Any] = run_peers("prediction_peers", str(file))
+    return found
+
+
+def peer_rows(models: Sequence[str], batches: Sequence[Batch], found: Mapping[str, Any]) -> list[list[str]]:
+    """Returns the rows of the table of tools, can-train's first."""
+    peaks = {OWN: [batch.predicted_bytes for batch in batches], **found["peaks"]}
+    seconds = {OWN: [batch.probe_s for batch in batches], **found["cpu_s"]}
+    return [peer_row(tool, models, batches, peaks[tool], seconds[tool]) for tool in peaks]
+
+
+def peer_row(
+    tool: str, models: Sequence[str], batches: Sequence[Batch], peaks: Sequence[float | str], seconds: Sequence[float]
+) -> list[str]:
+    """Returns the row of a tool: errors by model, over all, and CPU time; a peak is the name of what it raised."""
+    each = list(zip(batches, peaks, strict=True))
+    errors = [[batch.error_of(peak) for batch, peak in each if batch.model == model and not isinstance(peak, str)]
+              for model in models]  # fmt: skip
+    raised = [next((peak for batch, peak in each if batch.model == model and isinstance(peak, str)), "")
+              for model in models]  # fmt: skip
+    of_models = [f"{median(own):.2%}" if own else f"raises {why}" for own, why in zip(errors, raised, strict=True)]
+    every = [error for own in errors for error in own]
+    return [
+        tool,
+        *of_models,
+        f"{median(every):.2%}" if every else "",
+        f"{max(every):.2%}" if every else "",
+        f"{len(every)} of {len(each)}",
+        f"{fmean(seconds):.2f}",
+    ]
+
+
 def cells(model: str, capacity: int, found: Mapping[str, Any]) -> list[str]:
     """Returns a row of the table."""
-    errors, beyond = found["errors"], found["beyond"]
+    errors = [batch.error for batch in found["batches"]]
+    beyond = [batch.beyond_probes for batch in found["batches"]]
     return [
         model,
         f"{capacity // MIB} MiB",

@@ -1,6 +1,6 @@
-"""Replays graphs of very different sizes with batches as can-train, Lightning, accelerate, torch_geometric and people
-choose them: how often runs end, and how well the memory is used. Those tools are installed into an environment of
-their own on first use.
+"""Replays graphs of very different sizes with batches as can-train, Lightning, accelerate, transformers,
+torch_geometric and people choose them: how often runs end, and how well the memory is used. Those tools are installed
+into an environment of their own on first use.
 """
 
 import argparse
@@ -43,12 +43,11 @@ SIMULATED_NOTES: Final = """\
 100 steps each of a small graph network on a simulated GPU of 128 MiB, with real allocations and peaks, on 4,000 smaller
 graphs; 768 asked for. Memory is fragmented on so small a GPU, and runs out below the capacity.
 
-Lightning's tuner, accelerate's decorator and torch_geometric's `DynamicBatchSampler` ran themselves, with their
-defaults. The sampler's limits, and the sizes by hand, come from 24 measured batches of 1 to 48 graphs: an average batch
-fills 90 % with the sampler's in the first table, and 70 % in the second. transformers' `auto_find_batch_size` puts
-accelerate's decorator around its training loop; the row replicates that, and its Trainer is not run. The batch of a
-tool that does not keep the one asked for may be made up of several by gradient accumulation, whose gradients
-`scripts/bench/equivalence` compares.
+Lightning's tuner, accelerate's decorator, transformers' Trainer and torch_geometric's `DynamicBatchSampler` ran
+themselves, with their defaults; the Trainer has an order of graphs of its own. The sampler's limits, and the sizes by
+hand, come from 24 measured batches of 1 to 48 graphs: an average batch fills 90 % with the sampler's in the first
+table, and 70 % in the second. The batch of a tool that does not keep the one asked for may be made up of several by
+gradient accumulation, whose gradients `scripts/bench/equivalence` compares.
 
 What can-train loses: its parts aim at 90 % of the capacity, and the last part of each batch holds what is left, so its
 fill is below that of a sampler that knows what decides the memory; where runs may end now and then, that one is faster.

@@ -45,7 +45,7 @@ BLOCKS: Final = (
             "Lightning, power": OTHERS,
             "Lightning, binsearch": OTHERS,
             "accelerate, around three steps": OTHERS,
-            "accelerate, around the training (transformers)": OTHERS,
+            "transformers, `auto_find_batch_size`": OTHERS,
             "torch_geometric, nodes": OTHERS,
             "torch_geometric, edges": OTHERS,
         },

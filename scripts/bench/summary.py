@@ -66,8 +66,10 @@ LINES: Final = (
         "prediction",
         "predicted peaks of simulated GPUs: error",
         "median {/median error is ([^,]+),}, largest {/the largest ([^ ]+)%\\.}%",
-        loses="a loss over all pairs of a batch of which only a number is given: {contrastive|a number|error}, and it "
-        "says so",
+        "MemTracker on fake tensors: {MemTracker, fake tensors|median}, largest {MemTracker, fake tensors|largest}, of "
+        "{MemTracker, fake tensors|batches}, it raises on the others; `accelerate estimate-memory`: "
+        "{accelerate, `estimate-memory`|median}",
+        "a loss over all pairs of a batch of which only a number is given: {contrastive|a number|error}, which it says",
     ),
     Line(
         "prediction-measured",

@@ -1,15 +1,16 @@
-"""Replays graphs with Lightning's, accelerate's and torch_geometric's ways to choose batches, called as in their
-documentation, with those of a person and with can-train's, and prints the outcomes as JSON. `scripts/bench/survival`
+"""Replays graphs with batches as Lightning, accelerate, transformers and torch_geometric choose them, called as in
+their documentation, as a person does, and as can-train does, and prints the outcomes as JSON. `scripts/bench/survival`
 runs this with the Python of `.venv-peers`, where all of them are.
 """
 
+import gc
 import json
 import logging
 import platform
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
@@ -17,10 +18,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from accelerate.utils import find_executable_batch_size
 from lightning.pytorch import LightningModule
 from lightning.pytorch.tuner.tuning import Tuner
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from torch_geometric.loader import DynamicBatchSampler
 
@@ -54,7 +57,7 @@ SIMULATED_GRAPHS: Final = 4_000
 SIMULATED_BATCH: Final = 768
 """Graphs of the data sets, and of the batches that are asked for: three to four times what fits."""
 
-PACKAGES: Final = ("lightning", "accelerate", "torch_geometric", "torch")
+PACKAGES: Final = ("lightning", "accelerate", "transformers", "torch_geometric", "torch")
 Tools = Mapping[str, Callable[[Machine], Choice]]
 
 
@@ -64,6 +67,10 @@ def main() -> None:
     """
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    # The tools collect garbage around trials and restarts, which would scan the objects of all imports each time.
+    gc.collect()
+    gc.freeze()
     torch.manual_seed(SEED)
     modelled_steps, simulated_steps = map(int, sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +135,8 @@ def peers(folder: str, asked: int, *, share: float) -> Tools:
         "Lightning, power": partial(lightning, folder=folder, mode="power"),
         "Lightning, binsearch": partial(lightning, folder=folder, mode="binsearch"),
         "accelerate, around three steps": partial(accelerate_first, asked=asked),
-        "accelerate, around the training (transformers)": partial(accelerate_whole, asked=asked),
+        "accelerate, around the training": partial(accelerate_whole, asked=asked),
+        "transformers, `auto_find_batch_size`": partial(by_trainer, folder=folder, asked=asked),
         "torch_geometric, nodes": partial(dynamic, mode="node", share=share),
         "torch_geometric, edges": partial(dynamic, mode="edge", share=share),
     }
@@ -199,7 +207,7 @@ class Attempt(NamedTuple):
 
 
 def accelerate_whole(machine: Machine, *, asked: int) -> Choice:
-    """Puts accelerate's decorator around the training, as its guide and transformers' Trainer do."""
+    """Puts accelerate's decorator around the training, as its guide does."""
     attempts: list[Attempt] = []
 
     def train(steps: int) -> Replay:
@@ -214,13 +222,92 @@ def accelerate_whole(machine: Machine, *, asked: int) -> Choice:
                 attempts.append(Attempt(batch_size, done))
 
         training()
-        *failed, last = attempts
-        return Replay(
-            restarts=len(failed),
-            repeated=sum(attempt.steps for attempt in failed),
-            wasted=sum(attempt.size * attempt.steps for attempt in failed),
-            size=f"{asked} to {last.size} graphs",
+        return replay_of(attempts)
+
+    return Choice(f"{asked} graphs", train)
+
+
+def replay_of(attempts: Sequence[Attempt]) -> Replay:
+    """Returns how a training went of which only the last attempt counts."""
+    *failed, last = attempts
+    return Replay(
+        restarts=len(failed),
+        repeated=sum(attempt.steps for attempt in failed),
+        wasted=sum(attempt.size * attempt.steps for attempt in failed),
+        size=f"{attempts[0].size} to {last.size} graphs",
+    )
+
+
+# transformers
+
+
+class MeanLoss(nn.Module):
+    """A model that returns what the Trainer reads; a machine computes it."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self.machine, self.model = machine, machine.model
+
+    def forward(self, rows: Tensor) -> dict[str, Tensor]:
+        """Computes the mean loss of the graphs at some positions."""
+        return {"loss": self.machine.loss(rows.numpy()) / len(rows)}
+
+
+class ToldTrainer(transformers.Trainer):
+    """The Trainer; the machine is told of an out-of-memory in the backward pass."""
+
+    def training_step(self, model: Any, *arguments: Any, **options: Any) -> Tensor:
+        """Computes the gradient of a batch as the Trainer does."""
+        try:
+            return super().training_step(model, *arguments, **options)
+        except torch.OutOfMemoryError:
+            model.machine.failed()
+            raise
+
+
+class Attempts(transformers.TrainerCallback):
+    """Counts the steps of each attempt."""
+
+    def __init__(self) -> None:
+        self.found: list[Attempt] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins an attempt."""
+        self.found.append(Attempt(state.train_batch_size, 0))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Counts a step."""
+        last = self.found[-1]
+        self.found[-1] = last._replace(steps=last.steps + 1)
+
+
+def by_trainer(machine: Machine, *, folder: str, asked: int) -> Choice:
+    """Trains with transformers' Trainer, which begins anew with a smaller batch where memory runs out."""
+
+    def train(steps: int) -> Replay:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            auto_find_batch_size=True,
+            per_device_train_batch_size=asked,
+            max_steps=steps,
+            dataloader_drop_last=True,
+            remove_unused_columns=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
         )
+        attempts = Attempts()
+        ToldTrainer(
+            model=MeanLoss(machine),
+            args=arguments,
+            train_dataset=range(len(machine.graphs.nodes)),
+            data_collator=lambda rows: {"rows": torch.tensor(rows)},
+            optimizers=(machine.optimizer, LambdaLR(machine.optimizer, lambda step: 1.0)),
+            callbacks=[attempts],
+        ).train()
+        return replay_of(attempts.found)
 
     return Choice(f"{asked} graphs", train)
 

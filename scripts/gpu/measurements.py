@@ -119,7 +119,7 @@ def _found(explored: Explored) -> dict[str, Any]:
     }
 
 
-def _rows(trainer: Trainer, explored: Explored, share: float) -> NDArray[np.int64]:
+def draw_rows(trainer: Trainer, explored: Explored, share: float) -> NDArray[np.int64]:
     """Draws samples in random order, repeatedly if necessary, up to a share of the tuned limit."""
     limit = share * explored.limits.training.tuned_limit
     most = int(limit / max(float(explored.costs.each().min()), 1.0)) + 1
@@ -130,7 +130,7 @@ def _rows(trainer: Trainer, explored: Explored, share: float) -> NDArray[np.int6
 
 def points(trainer: Trainer, explored: Explored, shares: tuple[float, ...]) -> list[dict[str, Any]]:
     """Measures batches at shares of the tuned limit. Leaves out those that are too near to the probes' size."""
-    found = [_point(trainer, explored, _rows(trainer, explored, share)) for share in shares]
+    found = [_point(trainer, explored, draw_rows(trainer, explored, share)) for share in shares]
     return [point for point in found if point["beyond_probes"] >= BEYOND_PROBES]
 
 
@@ -153,7 +153,7 @@ def _point(trainer: Trainer, explored: Explored, rows: NDArray[np.int64]) -> dic
 
 
 def _speeds(trainer: Trainer, explored: Explored, shares: tuple[float, ...]) -> list[dict[str, Any]]:
-    batches = {share: _rows(trainer, explored, share) for share in shares}
+    batches = {share: draw_rows(trainer, explored, share) for share in shares}
     return [
         {"share": share, "samples": len(rows), "samples_per_second": _speed(trainer, rows)}
         for share, rows in batches.items()

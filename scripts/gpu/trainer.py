@@ -4,6 +4,7 @@
 Shapes: R rows (samples) of a batch.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,11 +48,13 @@ class Explored(NamedTuple):
         limits: The limits of training and evaluation.
         costs: The cost of each training sample, in the order of the data.
         probe_cost: The cost of the largest training probe.
+        probe_s: CPU time of the training probes.
     """
 
     limits: DeviceLimits
     costs: BatchCosts
     probe_cost: float
+    probe_s: float
 
 
 class StepPeak(NamedTuple):
@@ -91,7 +94,7 @@ class Trainer:
 
     def explore(self) -> Explored:
         """Searches for the limits in the same way as a run."""
-        watched = _ProbeWatch(self.task)
+        started, watched = time.process_time(), _ProbeWatch(self.task)
         explorer = Explorer(
             task=cast(BatchTask, watched),
             model=self.model,
@@ -103,7 +106,8 @@ class Trainer:
         model = limits.training.model
         costs = BatchCosts.priced(model, self.task.batch_features(self.task.train_rows))
         probes = [BatchCosts.priced(model, self.task.batch_features(rows)) for rows in watched.probes]
-        return Explored(limits, costs, max(probe.cost(0, len(probe)) for probe in probes))
+        largest = max(probe.cost(0, len(probe)) for probe in probes)
+        return Explored(limits, costs, largest, probe_s=watched.ended - started)
 
     def peak(self, rows: NDArray[np.int64]) -> StepPeak | None:
         """Measures steps of two micro-batches, each with all of the rows. Returns None if memory runs out.
@@ -224,11 +228,13 @@ class _ProbeWatch:
 
     Attributes:
         probes: The rows of each recorded batch.
+        ended: When they were over, in seconds of CPU time.
     """
 
     def __init__(self, task: BatchTask) -> None:
         self._task = task
         self._watches = True
+        self.ended = 0.0
         self.probes: list[NDArray[np.int64]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -242,4 +248,5 @@ class _ProbeWatch:
 
     def end(self, _: float) -> None:
         """Stops recording. The explorer calls this before every trial, and the first trial follows the probes."""
-        self._watches = False
+        if self._watches:
+            self._watches, self.ended = False, time.process_time()

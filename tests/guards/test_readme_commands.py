@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from can_train.cli.main import main
+from fakes.lightning_warnings import QUIET_LIGHTNING
 from fakes.random_bus import random_frames, write_log
 from guards.sources import PACKAGE
 
@@ -179,11 +180,7 @@ SNIPPETS = [(page, number, block) for page, text in TEXTS.items()
             for number, block in enumerate(blocks(text, "python"), 1)]  # fmt: skip
 
 
-# Lightning's, of this machine and of the libraries that it comes with.
-@pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings(r"ignore:.* does not have many workers")
-@pytest.mark.filterwarnings(r"ignore:The `srun` command is available")
-@pytest.mark.filterwarnings(r"ignore:The number of training batches")
+@QUIET_LIGHTNING
 @pytest.mark.parametrize("snippet", [block for _, _, block in SNIPPETS],
                          ids=[f"{page}-{number}" for page, number, _ in SNIPPETS])  # fmt: skip
 def test_a_snippet_runs_and_prints_what_its_comments_say(snippet: str) -> None:

@@ -174,7 +174,7 @@ class CountedTrainer:
 @pytest.mark.parametrize("tuned", [3000, 4000, 5000])
 def test_the_true_limit_is_found_from_below_and_from_above(tuned: float) -> None:
     limits = SimpleNamespace(training=SimpleNamespace(tuned_limit=tuned))
-    explored = Explored(limits, BatchCosts.uniform(10_000), probe_cost=16.0)
+    explored = Explored(limits, BatchCosts.uniform(10_000), probe_cost=16.0, probe_s=0.0)
     assert true_limit(CountedTrainer(4000), explored) == pytest.approx(4000, rel=CLOSE)
     assert true_limit(CountedTrainer(10_000), explored) is None
 

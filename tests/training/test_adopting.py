@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from can_train import simulated_gpu
+from fakes.lightning_warnings import QUIET_LIGHTNING
 
 GPU = "64MiB"
 EXACT = 1e-10
@@ -84,13 +85,7 @@ ADOPTED_TRAINING = TRAINING.replace(
     'trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", callbacks=[MicroBatchCallback(SETTINGS)], **QUIET)',
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings(r"ignore:.* does not have many workers"),
-    pytest.mark.filterwarnings(r"ignore:The `srun` command is available"),
-    pytest.mark.filterwarnings(r"ignore:The number of training batches"),
-]
+pytestmark = [pytest.mark.slow, QUIET_LIGHTNING]
 
 
 def run(script: str, folder: Path) -> torch.Tensor:

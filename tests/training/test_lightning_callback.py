@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from can_train.errors import CanTrainError
+from fakes.lightning_warnings import QUIET_LIGHTNING
 
 MIB = 2**20
 BATCHES = 12
 
-pytestmark = [
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings(r"ignore:.* does not have many workers"),
-    pytest.mark.filterwarnings(r"ignore:The `srun` command is available"),
-]
+pytestmark = QUIET_LIGHTNING
 
 
 # Imported by the tests that need them: Lightning takes seconds, also of workers that run none of these.

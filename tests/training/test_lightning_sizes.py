@@ -13,16 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from can_train import scale_batch_size
 from can_train.errors import ArgumentError
+from fakes.lightning_warnings import QUIET_LIGHTNING
 
 SAMPLES = 200
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings(r"ignore:.* does not have many workers"),
-    pytest.mark.filterwarnings(r"ignore:The `srun` command is available"),
-    pytest.mark.filterwarnings(r"ignore:The number of training batches"),
-]
+pytestmark = [pytest.mark.slow, QUIET_LIGHTNING]
 
 
 @pytest.fixture(scope="module")

@@ -16,15 +16,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from can_train import CanTrainError, LoopSettings, MicroBatchCallback, get_safety_factor_db, simulated_gpu
 from can_train.errors import ArgumentError, DoesNotFitError
+from fakes.lightning_warnings import QUIET_LIGHTNING
 
 EXACT = 1e-12
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings(r"ignore:.* does not have many workers"),
-    pytest.mark.filterwarnings(r"ignore:The `srun` command is available"),
-]
+pytestmark = [pytest.mark.slow, QUIET_LIGHTNING]
 
 
 @pytest.fixture(scope="module")
@@ -355,6 +351,26 @@ def test_trial_steps_leave_nothing_behind(lightning: ModuleType, tmp_path: Path)
     assert torch.equal(weights(adopted), weights(plain))
     assert torch.equal(adopted.drawn, plain.drawn)
     assert adopted.counted == plain.counted == 120
+
+
+def test_callbacks_are_given_the_outputs_of_whole_batches_and_none_of_trial_steps(
+    lightning: ModuleType, tmp_path: Path
+) -> None:
+    class Telling(type(network(lightning))):  # type: ignore[misc]
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+            return {"loss": super().training_step(batch, batch_idx), "labels": batch[1]}
+
+    class Outputs(lightning.Callback):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            self.labels: list[Tensor] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.labels.append(outputs["labels"])
+
+    plain, cut = Outputs(), Outputs()
+    fit(lightning, tmp_path, Telling(), plain)
+    fit(lightning, tmp_path, Telling(), cut, MicroBatchCallback(LoopSettings(limits=5)))
+    torch.testing.assert_close(cut.labels, plain.labels, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,13 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             return super().evaluation_loop(*arguments, **options)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Adds a batch's gradient to `.grad`, in parts that fit; returns its loss."""
-        loop, step = self._loop(), super().training_step
+        """Adds a batch's gradient to `.grad`, in parts that fit; returns its loss. Outside a training it computes the
+        batch as the Trainer does.
+        """
+        step = super().training_step
+        if self._closing is None:
+            return step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]  # the Trainer's
+        loop = self._loop()
         is_parallel = isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
         # Ranks need not have as many parts, so that no pass of one may wait for those of others.
         own_model = self.model if is_parallel else model
@@ -129,9 +134,13 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Any:
-        """Returns the loss, the outputs and the labels of a batch, which are computed in parts that fit."""
-        loop, step = self._loop(), super().prediction_step
-        parts = loop.evaluate(inputs, lambda part: step(model, part.batch, prediction_loss_only, ignore_keys))
+        """Returns the loss, the outputs and the labels of a batch, which are computed in parts that fit. Outside an
+        evaluation it computes the batch as the Trainer does.
+        """
+        step = super().prediction_step
+        if self._closing is None:
+            return step(model, inputs, prediction_loss_only, ignore_keys)
+        parts = self._loop().evaluate(inputs, lambda part: step(model, part.batch, prediction_loss_only, ignore_keys))
         if len(parts) == 1:
             return parts[0][1]
         items = self._items(inputs)
@@ -142,8 +151,9 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
         return (loss, *(_joined([one[place] for _, one in parts]) for place in (1, 2)))
 
     def _items(self, inputs: Any) -> _Items:
-        # Trainers before transformers 5 do not tell.
-        is_causal = getattr(self.model, "loss_type", "") == "ForCausalLM"
+        # Trainers before transformers 5 do not tell: they look the model's class up in this list.
+        named = import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        is_causal = type(self.model).__name__ in named.values()
         return _Items(inputs, shifts_labels=getattr(self, "_loss_shifts_labels", is_causal))
 
     def _find_way(self, items: _Items, part: Part, loss_of: Callable[[NDArray[np.int64]], Tensor]) -> None:
