@@ -64,13 +64,13 @@ the error of its estimates of these rows, published with the measurements, and a
 Horus's estimates were published for other rows only.
 *Before*: what `predict_peak` predicts without a target of up to 8 rows, and a constant that is fitted on half of them.
 *Two-sided*: a batch that trained is predicted to fit (`fits_card`), and the next larger one, which did not, not to.
-What cuDNN takes and the ends of the interval were chosen by the recorded CNNs, so their rows are not held out for it.
+What cuDNN takes was chosen by those generated CNNs that fitted the context, the ends of the interval by all CNNs.
 The loop of timm's rows on the A100 is not published, and was chosen by the first half's with few dense convolutions."""
 GUESSES: Final = """\
 A guess, which nothing here confirms: cuDNN tries its algorithms out in timm's loop (`cudnn.benchmark`), and peaks of
-the first step show; definitions have changed since (sam2_hiera, fastvit, coatnet); of generated CNNs with more than 380
-channels, cuDNN takes other algorithms by rules of its own; XLNet is 6.5 % above the prediction, and its loop is not
-published."""
+the first step show; definitions have changed since (sam2_hiera, fastvit, coatnet); for generated CNNs whose channels
+change fast from layer to layer (pyramid, hourglass), cuDNN takes other algorithms by rules of its own; XLNet is 6.5 %
+above the prediction, and its loop is not published."""
 
 
 @dataclass
