@@ -63,7 +63,7 @@ _IMAGE_DIMS: Final = 4  # samples, channels, height and width
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _UNLIMITED: Final = 2**50
 # Upper ends of the workspaces, as multiples of what is assumed: cuBLASLt may keep as much again and twice of it; what
-# cuDNN takes differs most between networks, and so much of it leaves 2 of 100 published peaks of generated CNNs above.
+# cuDNN takes differs most between networks, and so much of it leaves 1 of 100 published peaks of generated CNNs above.
 _CUBLAS_MOST: Final = 3
 _CUDNN_MOST: Final = 4
 # Gaps beyond those of the replay, as a share of the peak: networks without dense convolutions need it for as many.
