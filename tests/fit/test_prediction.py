@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from can_train.errors import ArgumentError, ConfigError
-from can_train.fit.prediction import LossOf, TargetPrediction, predict_peak, price_trace
+from can_train.fit.prediction import LossOf, TargetPrediction, loaded_kernels, predict_peak, price_trace
 from can_train.memory.allocator import PLAIN
 from can_train.memory.catalogue import find_card
 from can_train.memory.cuda_dispatch import AllocationTrace, NoCudaDispatchError, compiled_library
@@ -389,3 +389,28 @@ def test_trials_of_cudnn_are_said(dispatched: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     (notice,) = of_target(perceptron(), 10, target="t4").notices
     assert "benchmark" in notice
+
+
+@pytest.mark.parametrize(
+    ("model", "most_mib"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 1429),
+        (nn.LSTM(4, 4), 1679),
+        (nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), 1679),
+        (nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4)), 1721),
+        (nn.BatchNorm2d(4), 1721),
+    ],
+    ids=["vectors", "recurrent", "convolution", "convolution and batch norm", "batch norm of images"],
+)
+def test_a_context_is_at_most_what_the_libraries_of_a_model_were_seen_to_take(model: nn.Module, most_mib: int) -> None:
+    trace, card = AllocationTrace(events=[(0, MIB), (0, 0)], workspaces={}), find_card("a100-40gb")
+    context = price_trace(trace, card, PLAIN, loaded_kernels(model)).context
+    assert context.most_bytes == most_mib * MIB
+    assert (context.least_bytes, context.num_bytes) == (270 * MIB, 640 * MIB)
+    assert ("cuDNN" in context.what) == (most_mib > 1429)
+
+
+def test_a_prediction_for_a_card_names_the_libraries_of_its_context(dispatched: None) -> None:
+    found = of_target(perceptron(), 10, target="a100-40gb")
+    assert found.context.what == "CUDA context with cuBLAS"
+    assert found.context.most_bytes == 1429 * MIB

@@ -164,21 +164,31 @@ def test_a_workspace_of_cublas_that_the_user_sizes_is_that_large(monkeypatch: py
     assert peak(recorded(lambda: on_gpu(8, 8) @ on_gpu(8, 8)), CUBLAS) == 16 * 8 * 1024
 
 
-def convolve(channels: int, groups: int = 1) -> Callable[[], object]:
+def convolve(channels: int, *, groups: int = 1, trains: bool = True) -> Callable[[], object]:
     def run() -> None:
         image, filters = on_gpu(4, channels, 32, 32), on_gpu(channels, channels // groups, 3, 3)
-        F.conv2d(image, filters, padding=1, groups=groups).sum().backward()
+        with torch.set_grad_enabled(trains):
+            found = F.conv2d(image, filters, padding=1, groups=groups).sum()
+        if trains:
+            found.backward()
 
     return run
 
 
-@pytest.mark.parametrize(("channels", "copies"), [(4, None), (16, 2), (384, 0.5), (1024, 1.5)])
-def test_gradients_of_a_dense_convolution_take_copies_of_both_images_by_their_channels(
-    channels: int, copies: float | None
+@pytest.mark.parametrize(
+    ("channels", "trains", "filled", "copies"),
+    [
+        (4, True, 4, 0), (16, False, 16, 1), (16, True, 16, 4), (18, False, 20, 2), (18, True, 20, 4),
+        (152, False, 152, 1), (152, True, 152, 2),
+    ],
+)  # fmt: skip
+def test_a_dense_convolution_takes_copies_of_images_whose_channels_are_filled_up(
+    channels: int, trains: bool, filled: int, copies: int
 ) -> None:
-    image, filters = 4 * channels * 32 * 32 * 4, channels * channels * 9 * 4
-    expected = 0 if copies is None else copies * 2 * image + 4 * filters
-    assert peak(recorded(convolve(channels)), CUDNN) == expected
+    image, filters = 4 * filled * 32 * 32 * 4, filled * filled * 9 * 4
+    expected = copies * image + filters if copies else 0
+    # The allocator's blocks are multiples of 512 bytes.
+    assert peak(recorded(convolve(channels, trains=trains)), CUDNN) == pytest.approx(expected, abs=512)
 
 
 def test_gradients_of_a_grouped_convolution_take_no_workspace() -> None:

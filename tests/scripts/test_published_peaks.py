@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.prediction_measured import Recorder, reserved_mib
+from bench.prediction_measured import MORE_CONTEXT, Recorder, kernels_of, reserved_mib
 from bench.published_peaks import NoDefinitionError, program_of
 from can_train.memory.catalogue import find_card
 from can_train.memory.cuda_dispatch import NoCudaDispatchError, compiled_library
@@ -56,3 +56,17 @@ def test_a_saved_recording_is_read_again_and_a_row_without_one_is_left_out(tmp_p
         Recorder(folder=tmp_path).trace(lot, card)
     with pytest.raises(NoDefinitionError, match="by lot"):
         Recorder(folder=tmp_path, only_saved=True).trace(lot, card)
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "more_mib"),
+    [
+        ("mlp", "input:56_output:9_depth:6_arch:pyramid_batch:253_batchnorm:True", 0),
+        ("cnn-generated", "depth:6_arch:pyramid_batch:253_batchnorm:False", 250),
+        ("cnn-generated", "depth:6_arch:pyramid_batch:253_batchnorm:True", 292),
+        ("torchvision", "VGG16", 250),
+        ("timm", "vgg16", 292),
+    ],
+)
+def test_a_row_tells_what_cudnn_adds_to_its_context(family: str, model: str, more_mib: int) -> None:
+    assert MORE_CONTEXT[kernels_of({"family": family, "model": model})] == more_mib

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -30,7 +31,17 @@ from can_train.fit.phases import only_trained, phase_parameters, phase_training
 from can_train.io.units import parse_size
 from can_train.memory.allocator import AllocatorSettings, CachingAllocator
 from can_train.memory.allocator_settings import read_allocator_settings
-from can_train.memory.catalogue import FRAGMENTATION, Card, context_bytes, find_card, other_card, screen_bytes
+from can_train.memory.catalogue import (
+    ALL_KERNELS,
+    CUBLAS_KERNELS,
+    CUDNN_KERNELS,
+    FRAGMENTATION,
+    Card,
+    context_bytes,
+    find_card,
+    other_card,
+    screen_bytes,
+)
 from can_train.memory.cuda_dispatch import (
     CUBLAS,
     TENSORS,
@@ -47,11 +58,12 @@ from can_train.task import BatchTask, Feature, Phase
 _PROBED: Final = 256
 _PRECISIONS: Final = ("fp32", "bf16", "fp16")
 _GPU: Final = torch.device("cuda")
+_MATRIX_DIMS: Final = 2
 _IMAGE_DIMS: Final = 4  # samples, channels, height and width
 _RECORDED_STEPS: Final = 2  # the optimizer makes its state in the first one
 _UNLIMITED: Final = 2**50
 # Upper ends of the workspaces, as multiples of what is assumed: cuBLASLt may keep as much again and twice of it; what
-# cuDNN takes differs most between networks, and so much of it leaves 2 of 100 published peaks of generated CNNs above.
+# cuDNN takes differs most between networks, and so much of it leaves 1 of 100 published peaks of generated CNNs above.
 _CUBLAS_MOST: Final = 3
 _CUDNN_MOST: Final = 4
 # Gaps beyond those of the replay, as a share of the peak: networks without dense convolutions need it for as many.
@@ -87,7 +99,7 @@ class TargetPrediction:
     tensors: MemoryTerm  # weights, gradients, optimizer state and what the batch takes, at their peak
     workspaces: tuple[MemoryTerm, ...]  # of libraries, inside PyTorch's allocator; what each adds to the peak
     fragmentation: MemoryTerm  # what the allocator reserves beyond the peak
-    context: MemoryTerm  # what CUDA and the libraries' kernels take outside the allocator
+    context: MemoryTerm  # what CUDA and the kernels of the libraries that are used take outside the allocator
     fits_card: bool  # whether the allocations fit, one after the other, beside the largest context, or a screen
     notices: tuple[str, ...] = ()  # sentences without a full stop
 
@@ -320,12 +332,32 @@ def _of_target(step: _Step | _TaskStep, card: Card) -> TargetPrediction:
                 "A model on meta is predicted from what CUDA would allocate", value=f"{error.rule}: {error.value}",
                 remedy=error.remedy or "Give a model on the CPU",
             ) from error  # fmt: skip
-        return _from_the_cpu(step.on_cpu(), card, error)
-    return price_trace(trace, card, replace(read_allocator_settings(), memory_fraction=1.0))
+        return _from_the_cpu(step.on_cpu(), card, error, loaded_kernels(step.model))
+    settings = replace(read_allocator_settings(), memory_fraction=1.0)
+    return price_trace(trace, card, settings, loaded_kernels(step.model))
 
 
-def price_trace(trace: AllocationTrace, card: Card, settings: AllocatorSettings) -> TargetPrediction:
-    """Tells what the allocations of a program take of a card, under settings of PyTorch's allocator."""
+def loaded_kernels(model: nn.Module) -> str:
+    """Returns which libraries' kernels a training of a model loads."""
+    modules = list(model.modules())
+    norms = [module for module in modules if isinstance(module, _BatchNorm)]
+    # A parameter of three dimensions or more may be a convolution's filters, in a module of any class. PyTorch
+    # normalizes vectors, which BatchNorm1d is called with elsewhere, without cuDNN.
+    if (
+        any(parameter.dim() > _MATRIX_DIMS for parameter in model.parameters())
+        or any(isinstance(module, nn.RNNBase) for module in modules)
+        or any(not isinstance(norm, nn.BatchNorm1d) for norm in norms)
+    ):
+        return ALL_KERNELS if norms else CUDNN_KERNELS
+    return CUBLAS_KERNELS
+
+
+def price_trace(
+    trace: AllocationTrace, card: Card, settings: AllocatorSettings, kernels: str = ALL_KERNELS
+) -> TargetPrediction:
+    """Tells what the allocations of a program take of a card, under settings of PyTorch's allocator, beside the kernels
+    that it loads.
+    """
     peaks, reserved = [], 0
     for kinds in ((TENSORS,), (TENSORS, CUBLAS), (TENSORS, CUBLAS, CUDNN)):
         allocator = _replayed(trace, settings, kinds)
@@ -335,8 +367,9 @@ def price_trace(trace: AllocationTrace, card: Card, settings: AllocatorSettings)
     cublas, cudnn = with_cublas - tensors, with_all - with_cublas
     # Larger workspaces may raise what is reserved where they do not raise the peak: freed blocks do not hold them.
     further = max(0, _replayed(_with_larger_workspaces(trace), settings).peak_reserved_bytes - reserved)
-    least, context, most = context_bytes(card)
-    on_card = CachingAllocator(card.total_bytes - max(most, context + screen_bytes(card)), settings=settings)
+    context = _context(card, kernels)
+    taken_bytes = max(context.most_bytes, context.num_bytes + screen_bytes(card))
+    on_card = CachingAllocator(int(card.total_bytes - taken_bytes), settings=settings)
     # A cache that is too large is released when memory runs out, so the interval of fragmentation begins at none.
     gaps = reserved - with_all
     return TargetPrediction(
@@ -349,7 +382,7 @@ def price_trace(trace: AllocationTrace, card: Card, settings: AllocatorSettings)
         fragmentation=MemoryTerm(
             what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=gaps + _GAPS_MOST * with_all
         ),
-        context=MemoryTerm(what="CUDA context", num_bytes=context, least_bytes=least, most_bytes=most),
+        context=context,
         fits_card=trace.replay(on_card),
         notices=cudnn_notices(),
     )
@@ -371,9 +404,14 @@ def _with_larger_workspaces(trace: AllocationTrace) -> AllocationTrace:
     return replace(trace, events=events)
 
 
-def _from_the_cpu(found: PeakPrediction, card: Card, error: NoCudaDispatchError) -> TargetPrediction:
+def _context(card: Card, kernels: str) -> MemoryTerm:
+    least, assumed, most = context_bytes(card, kernels)
+    return MemoryTerm(what=f"CUDA context with {kernels}", num_bytes=assumed, least_bytes=least, most_bytes=most)
+
+
+def _from_the_cpu(found: PeakPrediction, card: Card, error: NoCudaDispatchError, kernels: str) -> TargetPrediction:
     """Takes what probes on the CPU tell where CUDA's dispatch cannot be had, with an interval that says so."""
-    peak, margin, (least, context, most) = found.peak_bytes, found.half_width_bytes, context_bytes(card)
+    peak, margin, context = found.peak_bytes, found.half_width_bytes, _context(card, kernels)
     gaps, most_tensors = FRAGMENTATION * peak, _CPU_MOST * peak + margin
     return TargetPrediction(
         card=card,
@@ -382,8 +420,8 @@ def _from_the_cpu(found: PeakPrediction, card: Card, error: NoCudaDispatchError)
         ),
         workspaces=(),
         fragmentation=MemoryTerm(what="fragmentation", num_bytes=gaps, least_bytes=0, most_bytes=2 * gaps),
-        context=MemoryTerm(what="CUDA context", num_bytes=context, least_bytes=least, most_bytes=most),
-        fits_card=most_tensors + gaps + context + screen_bytes(card) <= card.total_bytes,
+        context=context,
+        fits_card=most_tensors + gaps + context.num_bytes + screen_bytes(card) <= card.total_bytes,
         notices=(
             f"Predicted from small batches on the CPU, which show no workspaces: {error.rule}: {error.value}",
             *(() if found.explains else ("The counts do not explain the memory of the batches that were run",)),

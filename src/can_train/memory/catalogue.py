@@ -118,10 +118,15 @@ _OVERHEADS: Final = {
     **dict.fromkeys(("blackwell", UNKNOWN), (1024 * MIB, 128 * MIB)),
 }
 
-# Ends of what the context may take. Least: the smallest report above. Most: what GPUMemNet's measurements show on an
-# A100 (1,429 MiB without cuDNN, 1,679 with it, 1,721 with its batch norm), where all kernels were loaded at once.
+# Libraries whose kernels a training loads into the context.
+CUBLAS_KERNELS: Final = "cuBLAS"
+CUDNN_KERNELS: Final = "cuBLAS and cuDNN"
+ALL_KERNELS: Final = "cuBLAS, cuDNN and its batch norm"
+
+# Ends of what the context may take. Least: the smallest report above. Most, by what was loaded: what GPUMemNet's MLPs,
+# CNNs and CNNs with batch norm show on an A100, where all kernels of a library were loaded at once.
 _CONTEXT_LEAST_BYTES: Final = 270 * MIB
-_CONTEXT_MOST_BYTES: Final = 1721 * MIB
+_CONTEXT_MOST_BYTES: Final = {CUBLAS_KERNELS: 1429 * MIB, CUDNN_KERNELS: 1679 * MIB, ALL_KERNELS: 1721 * MIB}
 
 # In torch 2.13 the two libraries use one workspace together. Earlier versions are taken to have one for each.
 _SHARED_SINCE: Final = (2, 13)
@@ -187,10 +192,12 @@ def usable(card: Card, measured: GpuConstants | None = None) -> UsableMemory:
     )  # fmt: skip
 
 
-def context_bytes(card: Card) -> tuple[int, int, int]:
-    """Returns what CUDA's context and the libraries' kernels take of a card: at least, as assumed, and at most."""
+def context_bytes(card: Card, kernels: str = ALL_KERNELS) -> tuple[int, int, int]:
+    """Returns what CUDA's context and the libraries' kernels take of a card: at least, as assumed, and at most. What is
+    assumed is enough for all libraries.
+    """
     assumed, _ = _OVERHEADS[card.generation]
-    return _CONTEXT_LEAST_BYTES, assumed, max(_CONTEXT_MOST_BYTES, assumed)
+    return _CONTEXT_LEAST_BYTES, assumed, max(_CONTEXT_MOST_BYTES[kernels], assumed)
 
 
 def screen_bytes(card: Card) -> int:

@@ -74,10 +74,10 @@ _PR_SET_PDEATHSIG: Final = 1  # of <linux/prctl.h>
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`.
 _CUBLAS_BYTES: Final = (4096 * 2 + 16 * 8) * 1024
 _CUBLAS_BYTES_HOPPER: Final = 32 * _MIB
-_WINOGRAD_FILTER: Final = 4
-# Multiples of both images by the fewer channels of the two, from so many on; colours are too few for the algorithm.
-# They fit published peaks; why those in the middle take less is not known.
-_WINOGRAD_IMAGE: Final = ((1024, 1.5), (384, 0.5), (8, 2.0))
+_FILLED: Final = 4  # channels are filled up to multiples of 16 bytes
+_LEAST_CHANNELS: Final = 8  # colours are too few for tensor cores
+# From so many channels on, the fewer ones of the two, images are copied once: published peaks show it, and not why.
+_MANY_CHANNELS: Final = 150
 
 _aten: Final = torch.ops.aten
 _PRODUCTS: Final = frozenset(
@@ -388,22 +388,36 @@ class _Recorder(StorageTracker[int]):
 
 
 def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]:
-    """Yields the workspaces that cuDNN takes, one after the other, for the gradients of a dense convolution of 3 × 3.
+    """Yields the workspaces that cuDNN takes for a dense convolution of 3 × 3 in single precision.
 
-    Which algorithm it takes, and with what memory, is its secret. Winograd's F(4 × 4, 3 × 3) makes tiles of 6 × 6
-    numbers of 4 × 4 of an image, 2.25 times as much, and 6 × 6 of the 3 × 3 of a filter. Twice the images, in the
-    backward pass alone, and fewer of them where they have many channels, agree best with published peaks of generated
-    CNNs (scripts/bench/prediction measured); single networks differ by much more.
+    Tensor cores compute it in TF32, from images whose channels come last, in fours. PyTorch's come first, so cuDNN
+    copies images; which ones is its secret. These agree best with published peaks of generated CNNs, and to 6 MiB with
+    every second one whose layers are alike (scripts/bench/prediction measured): in the forward pass the input, and the
+    output where channels are filled up; for the gradient of the filters both images, and with few channels twice.
+
+    Source of why twice: tensorflow/tensorflow#56055, "TF32 cudnn kernels might need larger workspace to allow the
+    rounding".
     """
-    if func is not _aten.convolution_backward.default:
+    if func is _aten.convolution.default:
+        source, weight, groups, images = args[0], args[1], args[8], [args[0], result]
+        is_filled_up = any(channels % _FILLED for channels in weight.shape[:2])
+        images = images if is_filled_up else images[:1]
+    elif func is _aten.convolution_backward.default and _is_on_gpu(result[1]):
+        source, weight, groups, images = args[1], args[2], args[9], [args[0], args[1]]
+        images *= 2 if min(weight.shape[:2]) < _MANY_CHANNELS else 1
+    else:
         return
-    gradient, source, weight, _, stride = args[:5]
-    is_dense = weight.shape[2:] == (3, 3) and set(stride) == {1} and args[9] == 1
-    copies = next((copies for least, copies in _WINOGRAD_IMAGE if min(weight.shape[:2]) >= least), 0.0)
-    if source.dtype is torch.float32 and is_dense and copies:
-        # One kernel for the gradient of the input, one for that of the weights.
-        for _ in filter(_is_on_gpu, result[:2]):
-            yield int(copies * (source.nbytes + gradient.nbytes)) + _WINOGRAD_FILTER * weight.nbytes
+    is_dense = groups == 1 and weight.shape[2:] == (3, 3) and min(weight.shape[:2]) >= _LEAST_CHANNELS
+    if is_dense and source.dtype is torch.float32:
+        yield _filled_bytes(weight, 0, 1) + sum(_filled_bytes(image, 1) for image in images)
+
+
+def _filled_bytes(tensor: Tensor, *dims: int) -> int:
+    """Returns the bytes of a tensor whose channels, in these dimensions, are filled up."""
+    size = tensor.element_size()
+    for dim, length in enumerate(tensor.shape):
+        size *= -(-length // _FILLED) * _FILLED if dim in dims else length
+    return size
 
 
 def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
