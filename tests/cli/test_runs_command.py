@@ -14,7 +14,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.cli.output import duration
-from can_train.cli.runs import _made_by, _Remembered
+from can_train.cli.runs import _made_by, _Remembered, _RememberedOutcomes
 from can_train.io.index import recall, remember
 from can_train.io.records import utc_now
 from fakes.finished_runs import Shelf
@@ -334,3 +334,46 @@ def test_what_was_changed_is_remembered_until_the_memory_is_damaged_or_the_prese
     assert said(capsys, "runs", "--json", *shelf.flags) == before
     memory.write_bytes(b"damaged")
     assert said(capsys, "runs", "--json", *shelf.flags) == before
+
+
+def best_by_loss(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, float]]:
+    found = strictly(said(capsys, "runs", "--best", "best_validation_loss", "--json", *shelf.flags))
+    return [(one["dataset"], one["value"]) for one in found]
+
+
+@pytest.fixture
+def ranked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shelf:
+    """Two finished runs that were ranked before."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shelf = Shelf(tmp_path)
+    for number, loss in enumerate((0.5, 0.25)):
+        shelf.put(number, shelf.resolved("gat", "normal"), {"best_validation_loss": loss})
+    assert best_by_loss(shelf, capsys) == [("synthetic", 0.25), ("synthetic", 0.5)]
+    return shelf
+
+
+def test_a_ranking_reads_no_run_again_that_has_not_changed(ranked: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ranked.folder / "state" / "index" / "outcomes"
+    found = recall(memory, _RememberedOutcomes)
+    assert found is not None
+    for _, outcome in found.outcomes.values():
+        outcome.result["best_validation_loss"] += 1
+    remember(memory, found)
+    assert best_by_loss(ranked, capsys) == [("synthetic", 1.25), ("synthetic", 1.5)]
+    remember(memory, _RememberedOutcomes("another version", found.outcomes))
+    assert best_by_loss(ranked, capsys) == [("synthetic", 0.25), ("synthetic", 0.5)]
+    memory.write_bytes(b"damaged")
+    assert best_by_loss(ranked, capsys) == [("synthetic", 0.25), ("synthetic", 0.5)]
+
+
+def test_a_ranking_sees_what_has_changed(ranked: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    older, newer = sorted((ranked.folder / "runs").iterdir())
+    (older / "result.json").write_text(json.dumps({"best_validation_loss": 0.1}))
+    assert best_by_loss(ranked, capsys) == [("synthetic", 0.1), ("synthetic", 0.25)]
+    config = (newer / "config.yaml").read_text()
+    (newer / "config.yaml").write_text(config.replace("name: synthetic\n", "name: another\n"))
+    assert best_by_loss(ranked, capsys) == [("another", 0.25), ("synthetic", 0.1)]
+    (newer / "result.json").write_text("damaged")
+    assert best_by_loss(ranked, capsys) == [("synthetic", 0.1)]
+    shutil.rmtree(older)
+    assert "No run has finished yet" in said(capsys, "runs", "--best", "mcc", *ranked.flags, code=2)

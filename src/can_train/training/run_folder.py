@@ -49,6 +49,9 @@ from can_train.training.run_lock import holder_in_words, read_holder, try_lock, 
 CONFIG: Final = "config.yaml"
 """The file that makes a folder a run's."""
 
+RESULT: Final = "result.json"
+"""In a run's folder: the result of a finished run."""
+
 INPUTS: Final = "built_on.json"
 """In a run's folder: the digests of its data and of each model that it builds on, by role."""
 
@@ -414,7 +417,7 @@ class RunFolder:
         self.run_id = path.name
         self.metrics_path = path / "metrics.jsonl"
         self.checkpoints_path = path / "checkpoints"
-        self.result_path = path / "result.json"
+        self.result_path = path / RESULT
         self.plan_path = path / "plan.json"
         self.log_path = path / "log.txt"
         self.predictions_path = path / "predictions"
