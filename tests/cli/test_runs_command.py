@@ -281,6 +281,24 @@ def test_text_like_markup_is_shown_as_it_is_by_every_command_about_runs(
     assert text in said(capsys, "status", text, *runs.flags, code=2)
 
 
+@pytest.mark.parametrize("columns", ["40", "300"])
+def test_no_command_about_runs_lets_a_text_of_theirs_change_what_a_terminal_shows(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    text = "\x1b]0;x\x07"
+    begin(path := runs.add(1, after=text, sweep=text), host=text)
+    end(path, "failed", message=f"It broke: {text}")
+    path = path.rename(path.with_name(f"renamed{text}"))
+    (path / "config.yaml").write_text('task: can\nmodel_name: "\\e]0;x\\a"\ndataset: {name: "\\e]0;x\\a"}\n')
+    for command in ("runs", "status", "show"):
+        shown = said(capsys, command, *([str(path)] if command != "runs" else []), *runs.flags)
+        assert r"\x1b]0;x\x07" in shown
+        assert not re.search(r"[\x00-\x08\x0b-\x1f]", re.sub(r"\x1b\[\d*m", "", shown))
+
+
 DEEP = "[" * 100_000
 BEGAN = '{"attempt": 1, "start_time": "2026-01-01T00:00:30+00:00", "pid": 7'
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from can_train.cli.output import TextTable, print_tables
+from can_train.cli.output import TextTable, _rich_table, print_tables
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,29 @@ def test_text_like_markup_is_shown_as_it_is_in_every_part_of_a_table(
     )
     shown = " ".join(re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).split())
     assert all(f"{word} {text}" in shown for word in ("title", "value", "a", "b", "note"))
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("columns", ["20", "60", "400"])
+def test_no_part_of_a_table_changes_what_a_terminal_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    text = "a\x1b]0;x\x07b\x9b2J"
+    print_tables([TextTable(text, (text, "value"), [(text, text), (text, f"{text}\nmore")], [text])])
+    shown = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown)
+    assert re.sub(r"\s", "", shown).count(r"a\x1b]0;x\x07b\x9b2J") >= 6
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("columns", [22, 23, 24, 80])
+def test_a_table_that_needs_no_wrapping_is_drawn_as_rich_draws_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = TextTable("", ("name", "a figure", "text"), [("日本", "1.5", "eight ch"), ("x", "22.25", "")])
+    print_tables([table])
+    shown = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).splitlines()[2:]
+    Console(markup=False).print(_rich_table(table, (4, 5, 8), lines=columns >= 24))
+    assert shown == re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).splitlines()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.errors import ConfigError
+from can_train.errors import ConfigError, printable
 from can_train.reporter import COLUMNS, NOTE, LineReporter, SilentReporter, amount_text, figure_text, wrapped
 
 if TYPE_CHECKING:
@@ -94,22 +94,26 @@ def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> 
     A table that is too wide for the terminal, or for `pipe_columns` where there is none, becomes a paragraph for each
     row.
     """
+    from rich.cells import cell_len
     from rich.text import Text
 
     console = make_console()
     if not console.is_terminal:
         console = make_console(width=pipe_columns)
-    for table in tables:
+    for table in map(_printable, tables):
         console.print()
         console.print(Text(table.title, style="bold"))
         # Of the longest cell of each column.
-        widths = [max((len(row[index]) for row in table.rows), default=0) for index in range(len(table.columns))]
+        widths = [max((cell_len(row[index]) for row in table.rows), default=0) for index in range(len(table.columns))]
         narrowest = [width if index == 0 else min(width, _WRAPPED_FROM) for index, width in enumerate(widths)]
-        needed = [max(len(name), width) for name, width in zip(table.columns, narrowest, strict=True)]
+        full, needed = _with_headings(table, widths), _with_headings(table, narrowest)
         # A line below the headings takes a second space between columns.
         gaps = len(needed) - 1
-        if sum(needed) + gaps <= console.width:
-            lines = console.is_terminal and sum(needed) + 2 * gaps <= console.width
+        lines = console.is_terminal and sum(needed) + 2 * gaps <= console.width
+        has_line_breaks = any("\n" in cell for row in (table.columns, *table.rows) for cell in row)
+        if sum(full) + gaps * (1 + lines) <= console.width and not has_line_breaks:
+            _print_unwrapped(table, widths, console, lines=lines)
+        elif sum(needed) + gaps <= console.width:
             console.print(_rich_table(table, widths, lines=lines))
         else:
             _print_paragraphs(table, widths, console)
@@ -125,6 +129,46 @@ def print_judgement(summary: Sequence[Table], tables: Sequence[Table], verbosity
     print_tables(summary, pipe_columns=COLUMNS)
 
 
+def _printable(table: Table) -> TextTable:
+    rows = [tuple(map(printable, row)) for row in table.rows]
+    return TextTable(printable(table.title), tuple(map(printable, table.columns)), rows, table.notes)
+
+
+def _print_unwrapped(table: Table, widths: Sequence[int], console: Console, *, lines: bool) -> None:
+    # Rich takes a second for two thousand rows, this a tenth of it.
+    from rich.text import Text
+
+    gap, full = _GAP if lines else " ", _with_headings(table, widths)
+    is_left = [_is_left(index, width) for index, width in enumerate(widths)]
+
+    def row(cells: Sequence[str]) -> str:
+        return gap.join(_padded(cell, width, left) for cell, width, left in zip(cells, full, is_left, strict=True))
+
+    console.print(Text(row(table.columns), style="bold"), soft_wrap=True)
+    if lines:
+        console.out("─" * (sum(full) + len(gap) * (len(full) - 1)), highlight=False)
+    if table.rows:
+        console.out("\n".join(map(row, table.rows)), highlight=False)
+
+
+def _with_headings(table: Table, widths: Sequence[int]) -> list[int]:
+    from rich.cells import cell_len
+
+    return [max(cell_len(name), width) for name, width in zip(table.columns, widths, strict=True)]
+
+
+def _is_left(index: int, width: int) -> bool:
+    """Whether a column is at the left: names and texts, not figures."""
+    return index == 0 or width >= _WRAPPED_FROM
+
+
+def _padded(cell: str, width: int, is_left: bool) -> str:
+    from rich.cells import cell_len
+
+    blank = " " * (width - cell_len(cell))
+    return cell + blank if is_left else blank + cell
+
+
 def _rich_table(table: Table, widths: Sequence[int], *, lines: bool) -> RichTable:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table as RichTable
@@ -132,9 +176,8 @@ def _rich_table(table: Table, widths: Sequence[int], *, lines: bool) -> RichTabl
     kind = SIMPLE_HEAD if lines else None
     drawn = RichTable(box=kind, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for index, (name, width) in enumerate(zip(table.columns, widths, strict=True)):
-        is_text = width >= _WRAPPED_FROM
-        justify: Any = "left" if index == 0 or is_text else "right"
-        drawn.add_column(name, justify=justify, no_wrap=index == 0 or not is_text, overflow="fold")
+        justify: Any = "left" if _is_left(index, width) else "right"
+        drawn.add_column(name, justify=justify, no_wrap=index == 0 or width < _WRAPPED_FROM, overflow="fold")
     for row in table.rows:
         drawn.add_row(*row)
     return drawn
@@ -142,17 +185,17 @@ def _rich_table(table: Table, widths: Sequence[int], *, lines: bool) -> RichTabl
 
 def _print_paragraphs(table: Table, widths: Sequence[int], console: Console) -> None:
     """Prints each row as its first cell and, below it, a line of the figures with their headings, then the texts."""
-    from rich.text import Text
-
+    shown: list[str] = []
     for name, *cells in table.rows:
-        console.print(Text(f"\n{name}"))
+        shown += ["", name]
         named = list(zip(table.columns[1:], cells, widths[1:], strict=True))
         figures = [f"{heading} {cell}" for heading, cell, width in named if cell and width < _WRAPPED_FROM]
         texts = [f"{heading} {cell}" for heading, cell, width in named if cell and width >= _WRAPPED_FROM]
         for paragraph in [_GAP.join(figure.replace(" ", _NO_BREAK) for figure in figures), *texts]:
             lines = wrap(paragraph, console.width - 1, initial_indent=_GAP, subsequent_indent=_GAP)
-            console.print(Text("\n".join(lines).replace(_NO_BREAK, " ")))
-    console.print()
+            # A paragraph of nothing is an empty line.
+            shown += [line.replace(_NO_BREAK, " ") for line in lines or [""]]
+    console.out("\n".join([*shown, ""]), highlight=False)
 
 
 def print_json(values: Any) -> None:

@@ -28,7 +28,7 @@ from can_train.cli.output import (
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.config.resolved import config_folder
 from can_train.config.task_settings import key_name, task_names
-from can_train.errors import ConfigError, RunError, as_typed, unknown_name
+from can_train.errors import ConfigError, RunError, as_typed, printable, unknown_name
 from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import is_file
 from can_train.reporter import COLUMNS
@@ -251,7 +251,7 @@ def _watch(locator: RunLocator, limit: int) -> None:
                 _print_runs(statuses, older, locator)
             else:
                 changed = [name for name in reversed(states) if before.get(name) != states[name]]
-                print("".join(f"{name}  {states[name]}\n" for name in changed), end="", flush=True)
+                print(printable("".join(f"{name}  {states[name]}\n" for name in changed)), end="", flush=True)
             before = states
             time.sleep(_WATCH_INTERVAL_S)
 
