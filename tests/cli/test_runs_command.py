@@ -335,6 +335,30 @@ def test_a_file_of_wrong_content_hides_no_run_and_breaks_no_command(
         assert path.name[9:15] in captured.out + captured.err
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "steps.jsonl", "plan.json", "result.json", "changes.json", "config.yaml", "log.txt", "log.out",
+     "attempts/0001-began.json", "attempts/0001-ended.json", "attempts/0001-waits.txt", "checkpoints/manifest.json",
+     "lock", "../../state/index/changes", "../../state/index/outcomes"],
+)  # fmt: skip
+def test_a_pipe_in_place_of_a_file_of_a_run_blocks_no_command_about_runs(
+    runs: Runs, capsys: pytest.CaptureFixture[str], name: str, is_finished: bool
+) -> None:
+    begin(path := runs.add(1, RESULT if is_finished else None))
+    runs.submit(path, "7", executor="local")
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    for line in (["runs"], ["runs", "--best", "best_validation_loss"], ["status", "last"], ["show", "last"],
+                 ["report", "last"], ["logs", "last"]):  # fmt: skip
+        assert main([*line, *runs.flags]) in (0, 2)
+    shown = capsys.readouterr()
+    assert path.name[9:15] in shown.out + shown.err
+    assert main(["show", "last", *runs.flags]) == (2 if name == "config.yaml" else 0)
+    assert ("not a regular file" in capsys.readouterr().err) == (name == "config.yaml")
+
+
 def test_what_was_changed_is_remembered_until_the_memory_is_damaged_or_the_presets_are_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ from can_train.io.records import (
     AttemptStart,
     SetAside,
     is_file,
+    read_text,
     text_or_nothing,
     this_host,
     utc_now,
@@ -363,7 +364,7 @@ def slurm_node_name() -> str:
 
 def _read_record(path: Path, kind: type[T]) -> T | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(records.read_bytes(path), type=kind)
     except (ValueError, RecursionError):
         return None
 
@@ -460,7 +461,7 @@ class RunFolder:
             RunError: It cannot be read.
         """
         try:
-            return plain_from_yaml((self.path / CONFIG).read_text())
+            return plain_from_yaml(read_text(self.path / CONFIG))
         except (OSError, ValueError) as error:
             raise _unreadable("configuration", self.path / CONFIG, error) from error
 
@@ -469,7 +470,7 @@ class RunFolder:
         that the run went on from, and `settings`, each with its value `before` and `after`; none if that is damaged.
         """
         try:
-            return msgspec.convert(json.loads((self.path / _CHANGES).read_text())["changes"], list[dict[str, Any]])
+            return msgspec.convert(json.loads(read_text(self.path / _CHANGES))["changes"], list[dict[str, Any]])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
 
@@ -495,7 +496,7 @@ class RunFolder:
             RunError: It cannot be read.
         """
         try:
-            result = json.loads(self.result_path.read_text())
+            result = json.loads(read_text(self.result_path))
             # Written whole or not at all; but a person may have copied or edited it.
             if not isinstance(result, dict):
                 raise ValueError("not an object")
