@@ -30,10 +30,10 @@ GOAL_S: Final = {"`factors`": 0.5, "`factors KEY --show`": 0.5, "`runs`": 0.5, "
 
 NOTES: Final = """\
 Seconds: CPU (wall). The process's start is part of every command; the look-up is that of a process that has imported
-all: `FactorStore.known`, `next_time` and the list of earlier runs (`PastRuns`). `--dry-run` plans a training: the figure
-is what that takes above the same with an empty state folder, a small difference of two times of 6 s that scatter.
-*First*: nothing is remembered; *later*: the median of three calls; *one more*: the first call after another attempt has
-ended. 50 configurations on 4 devices, so that a KEY has 2 % of the observations; results of runs have 4 test sets and 3
+all: `FactorStore.known`, `next_time` and the list of earlier runs (`PastRuns`). `--dry-run` plans a training: what that
+takes above the same with an empty state folder, a small difference of two times of seconds that scatter. *First*:
+nothing is remembered; *later*: the median of three calls; *one more*: the first call after another attempt has ended.
+50 configurations on 4 devices, so that a KEY has 2 % of the observations; results of runs have 4 test sets and 3
 baselines. The goals are CPU seconds: the machine has other work."""
 
 Seconds = tuple[float, float]  # CPU and wall
