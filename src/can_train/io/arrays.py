@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from can_train.errors import StateError
-from can_train.io.records import read_text
 
 META: Final = "meta.json"
 
@@ -64,7 +63,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         FolderDamageError: The file is missing or altered.
     """
     with noticing_damage():
-        document = json.loads(read_text(folder / META))
+        document = json.loads((folder / META).read_text(encoding="utf-8"))
         meta: dict[str, Any] = document["meta"]
         if zlib.crc32(json.dumps(meta).encode()) != document["crc32"]:
             raise ValueError(f"{META} was altered")
