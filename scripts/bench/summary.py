@@ -205,8 +205,9 @@ LINES: Final = (
     Line(
         "history",
         "commands after 100,000 observations: CPU seconds (wall)",
-        "`factors` {100,001|later}, a training's look-up {100,005|later}",
-        loses="the first `factors`: {100,001|first}; `runs --best mcc` of 5,000 runs: {20,004|later}",
+        "`factors` {100,000|20,000|`factors`|later}, a training's look-up {100,000|20,000|a training's look-up|later}",
+        loses="the first `factors`: {100,000|20,000|`factors`|first}; "
+        "`runs --best mcc` of 20,000 runs: {100,000|20,000|`runs --best mcc`|later}",
     ),
 )
 

@@ -66,10 +66,15 @@ _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def as_typed(text: str) -> str:
     """Writes the command lines in a text as they can be typed where this process was started: `./can-train resume RUN`
-    in a checkout. What is printed passes through here: errors and notices by themselves, other lines by their printers.
-    Control characters, with which a name or a line of a log could change what a terminal shows, are written as text.
+    in a checkout, and its control characters as text (`printable`). What is printed passes through here: errors and
+    notices by themselves, other lines by their printers.
     """
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", _COMMAND.sub(lambda _: command_name(), text))
+    return printable(_COMMAND.sub(lambda _: command_name(), text))
+
+
+def printable(text: str) -> str:
+    """Writes control characters, with which a name or a line of a log could change what a terminal shows, as text."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def command_name() -> str:

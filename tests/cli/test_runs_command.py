@@ -14,7 +14,7 @@ import pytest
 
 from can_train.cli.main import main
 from can_train.cli.output import duration
-from can_train.cli.runs import _made_by, _Remembered
+from can_train.cli.runs import _made_by, _Remembered, _RememberedOutcomes
 from can_train.io.index import recall, remember
 from can_train.io.records import utc_now
 from fakes.finished_runs import Shelf
@@ -291,6 +291,24 @@ def test_text_like_markup_is_shown_as_it_is_by_every_command_about_runs(
     assert text in said(capsys, "status", text, *runs.flags, code=2)
 
 
+@pytest.mark.parametrize("columns", ["40", "300"])
+def test_no_command_about_runs_lets_a_text_of_theirs_change_what_a_terminal_shows(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    text = "\x1b]0;x\x07"
+    begin(path := runs.add(1, after=text, sweep=text), host=text)
+    end(path, "failed", message=f"It broke: {text}")
+    path = path.rename(path.with_name(f"renamed{text}"))
+    (path / "config.yaml").write_text('task: can\nmodel_name: "\\e]0;x\\a"\ndataset: {name: "\\e]0;x\\a"}\n')
+    for command in ("runs", "status", "show"):
+        shown = said(capsys, command, *([str(path)] if command != "runs" else []), *runs.flags)
+        assert r"\x1b]0;x\x07" in shown
+        assert not re.search(r"[\x00-\x08\x0b-\x1f]", re.sub(r"\x1b\[\d*m", "", shown))
+
+
 DEEP = "[" * 100_000
 BEGAN = '{"attempt": 1, "start_time": "2026-01-01T00:00:30+00:00", "pid": 7'
 
@@ -327,6 +345,30 @@ def test_a_file_of_wrong_content_hides_no_run_and_breaks_no_command(
         assert path.name[9:15] in captured.out + captured.err
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "steps.jsonl", "plan.json", "result.json", "changes.json", "config.yaml", "log.txt", "log.out",
+     "attempts/0001-began.json", "attempts/0001-ended.json", "attempts/0001-waits.txt", "checkpoints/manifest.json",
+     "lock", "../../state/index/changes", "../../state/index/outcomes"],
+)  # fmt: skip
+def test_a_pipe_in_place_of_a_file_of_a_run_blocks_no_command_about_runs(
+    runs: Runs, capsys: pytest.CaptureFixture[str], name: str, is_finished: bool
+) -> None:
+    begin(path := runs.add(1, RESULT if is_finished else None))
+    runs.submit(path, "7", executor="local")
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    for line in (["runs"], ["runs", "--best", "best_validation_loss"], ["status", "last"], ["show", "last"],
+                 ["report", "last"], ["logs", "last"]):  # fmt: skip
+        assert main([*line, *runs.flags]) in (0, 2)
+    shown = capsys.readouterr()
+    assert path.name[9:15] in shown.out + shown.err
+    assert main(["show", "last", *runs.flags]) == (2 if name == "config.yaml" else 0)
+    assert ("not a regular file" in capsys.readouterr().err) == (name == "config.yaml")
+
+
 def test_what_was_changed_is_remembered_until_the_memory_is_damaged_or_the_presets_are_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,3 +386,46 @@ def test_what_was_changed_is_remembered_until_the_memory_is_damaged_or_the_prese
     assert said(capsys, "runs", "--json", *shelf.flags) == before
     memory.write_bytes(b"damaged")
     assert said(capsys, "runs", "--json", *shelf.flags) == before
+
+
+def best_by_loss(shelf: Shelf, capsys: pytest.CaptureFixture[str]) -> list[tuple[str, float]]:
+    found = strictly(said(capsys, "runs", "--best", "best_validation_loss", "--json", *shelf.flags))
+    return [(one["dataset"], one["value"]) for one in found]
+
+
+@pytest.fixture
+def ranked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shelf:
+    """Two finished runs that were ranked before."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    shelf = Shelf(tmp_path)
+    for number, loss in enumerate((0.5, 0.25)):
+        shelf.put(number, shelf.resolved("gat", "normal"), {"best_validation_loss": loss})
+    assert best_by_loss(shelf, capsys) == [("synthetic", 0.25), ("synthetic", 0.5)]
+    return shelf
+
+
+def test_a_ranking_reads_no_run_again_that_has_not_changed(ranked: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = ranked.folder / "state" / "index" / "outcomes"
+    found = recall(memory, _RememberedOutcomes)
+    assert found is not None
+    for _, outcome in found.outcomes.values():
+        outcome.result["best_validation_loss"] += 1
+    remember(memory, found)
+    assert best_by_loss(ranked, capsys) == [("synthetic", 1.25), ("synthetic", 1.5)]
+    remember(memory, _RememberedOutcomes("another version", found.outcomes))
+    assert best_by_loss(ranked, capsys) == [("synthetic", 0.25), ("synthetic", 0.5)]
+    memory.write_bytes(b"damaged")
+    assert best_by_loss(ranked, capsys) == [("synthetic", 0.25), ("synthetic", 0.5)]
+
+
+def test_a_ranking_sees_what_has_changed(ranked: Shelf, capsys: pytest.CaptureFixture[str]) -> None:
+    older, newer = sorted((ranked.folder / "runs").iterdir())
+    (older / "result.json").write_text(json.dumps({"best_validation_loss": 0.1}))
+    assert best_by_loss(ranked, capsys) == [("synthetic", 0.1), ("synthetic", 0.25)]
+    config = (newer / "config.yaml").read_text()
+    (newer / "config.yaml").write_text(config.replace("name: synthetic\n", "name: another\n"))
+    assert best_by_loss(ranked, capsys) == [("another", 0.25), ("synthetic", 0.1)]
+    (newer / "result.json").write_text("damaged")
+    assert best_by_loss(ranked, capsys) == [("synthetic", 0.1)]
+    shutil.rmtree(older)
+    assert "No run has finished yet" in said(capsys, "runs", "--best", "mcc", *ranked.flags, code=2)

@@ -75,3 +75,16 @@ def test_text_like_markup_is_shown_as_it_is_in_every_part_of_a_table(
     )
     shown = " ".join(re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).split())
     assert all(f"{word} {text}" in shown for word in ("title", "value", "a", "b", "note"))
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("columns", ["20", "60", "400"])
+def test_no_part_of_a_table_changes_what_a_terminal_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    text = "a\x1b]0;x\x07b\x9b2J"
+    print_tables([TextTable(text, (text, "value"), [(text, text), (text, f"{text}\nmore")], [text])])
+    shown = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown)
+    assert re.sub(r"\s", "", shown).count(r"a\x1b]0;x\x07b\x9b2J") >= 6

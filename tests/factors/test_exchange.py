@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def moved(state: Path) -> Path:
     other.import_file(store.db_path)
     other.refresh_export()
     return other.state
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(DataError, match="not a regular file"):
+        get_safety_factor_db(tmp_path / "state").import_file(tmp_path / "pipe.json")
 
 
 @settings(max_examples=50)

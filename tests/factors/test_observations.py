@@ -280,10 +280,11 @@ def test_folders_pipes_and_dangling_links_with_such_names_are_set_aside(tmp_path
     (folder / "a.json").mkdir()
     os.mkfifo(folder / "b.json")
     (folder / "c.json").symlink_to(folder / "none")
+    (folder / "d.json").symlink_to("/dev/zero")
     Path(os.fsdecode(bytes(folder) + b"/\xff.json")).write_text("{")
     log = read_records(tmp_path)
     assert log.finished == [observation()]
-    assert [aside.shown[-6:] for aside in log.set_aside] == ["a.json", "b.json", "c.json", "\ufffd.json"]
+    assert [aside.shown[-6:] for aside in log.set_aside] == ["a.json", "b.json", "c.json", "d.json", "\ufffd.json"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

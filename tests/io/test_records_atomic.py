@@ -10,6 +10,8 @@ import pytest
 
 from can_train.io.records import (
     open_atomic,
+    read_text,
+    text_or_nothing,
     write_bytes_atomic,
     write_json_atomic,
     write_new_atomic,
@@ -26,6 +28,18 @@ def test_a_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
     write_text_atomic(tmp_path / "a", "né")
     assert (tmp_path / "a").read_text(encoding="utf-8") == "né"
+
+
+def test_only_a_regular_file_is_read_and_a_link_to_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to("file")
+    assert read_text(tmp_path / "link") == "text"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link to a device").symlink_to("/dev/zero")
+    for name in ("pipe", "link to a device"):
+        with pytest.raises(OSError, match="not a regular file"):
+            read_text(tmp_path / name)
+        assert text_or_nothing(tmp_path / name) == ""
 
 
 def test_a_failure_while_writing_changes_nothing(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def _print_summaries(store: FactorStore, key: str | None, device: str | None, *,
     figures = read_figures(store.state, records)
     if figures or key is not None:
         figures = find_summaries(figures, key, device)
-    summaries = store.find(key, device) if figures and show else []
+    summaries = store.of_figures(figures, records) if show else []
     if as_json:
         print_json(factors_json(summaries or figures, records))
     elif figures:
@@ -149,9 +149,9 @@ def _print_result(action: str, result: ActionResult, store: FactorStore, *, as_j
         print_json({"action": action, **result.values, "notices": notices})
         return
     if result.text:
-        print(result.text)
+        print(as_typed(result.text))
     for notice in notices:
-        print(notice, file=sys.stderr)
+        print(as_typed(notice), file=sys.stderr)
 
 
 def _on(device: str | None) -> str:

@@ -15,6 +15,7 @@ _COLUMNS: Final = (
     "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",
 )  # fmt: skip
 _RUN_COLUMNS: Final = ("run", "attempt", "ended", "factor", "used", "peak", "batch", "micro-batch", "outcome", "notes")
+_LISTED_RUNS: Final = 100  # of one configuration and device, the last ones; Rich takes a second for two thousand
 _BEFORE_RESET: Final = "before the reset"
 
 
@@ -60,22 +61,25 @@ def runs_tables(summary: FactorSummary) -> list[TextTable]:
     if summary.aim_reason:
         notes.append(f"aims at {summary.aim:.1%} instead of {summary.target:.1%}: {summary.aim_reason}")
     *others, last = settings_apart([other.fingerprint for other in summary.other_settings] + [summary.fingerprint])
-    tables = [TextTable(f"{name}{f', {last}' if last else ''}", _RUN_COLUMNS, _run_rows(summary), notes)]
+    tables = [_runs_table(f"{name}{f', {last}' if last else ''}", summary, notes)]
     for other, settings in zip(summary.other_settings, others, strict=True):
-        note = f"factor {_factor(other)}, {other.reason}"
-        tables.append(TextTable(f"{name}, {settings}", _RUN_COLUMNS, _run_rows(other), [note]))
+        tables.append(_runs_table(f"{name}, {settings}", other, [f"factor {_factor(other)}, {other.reason}"]))
     return tables
 
 
-def _run_rows(summary: FactorSummary) -> list[tuple[str, ...]]:
-    before = len(summary.runs_before_reset)
-    return [
+def _runs_table(title: str, summary: FactorSummary, notes: Sequence[str]) -> TextTable:
+    before, runs = len(summary.runs_before_reset), list(enumerate(summary.all_runs))
+    older = len(runs) - _LISTED_RUNS
+    if older > 0:
+        notes = [*notes, f"{counted(older, 'earlier run')}: can-train factors {summary.key} --show --json"]
+    rows = [
         (run.run_id, str(run.attempt), _minute(run.ended), f"{run.factor:.4f}",
          "–" if run.used is None else f"{run.used:.3f}", _percent(run.peak), str(run.logical_batch),
          str(run.largest_micro_batch), run.outcome,
          "; ".join(filter(None, (_BEFORE_RESET if index < before else "", run_notes(run)))))
-        for index, run in enumerate(summary.all_runs)
+        for index, run in runs[-_LISTED_RUNS:]
     ]  # fmt: skip
+    return TextTable(title, _RUN_COLUMNS, rows, notes)
 
 
 def settings_apart(fingerprints: Sequence[Mapping[str, Any]]) -> list[str]:

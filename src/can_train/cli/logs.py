@@ -11,6 +11,7 @@ import typer
 
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RUN_FAILED, RunError, as_typed
+from can_train.io.records import open_regular
 from can_train.slurm.run_state import FINISHED, RunFacts
 from can_train.slurm.status import KnownRun, RunStatus, run_logs
 
@@ -55,7 +56,7 @@ class GrowingLog:
     def new_text(self) -> str:
         """Returns what was appended since the last call, at most 1 MiB; empty: nothing."""
         try:
-            with self.path.open("rb") as handle:
+            with open_regular(self.path) as handle:
                 handle.seek(self._position)
                 data = handle.read(_READ_BYTES)
         except OSError:

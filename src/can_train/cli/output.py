@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from can_train.errors import ConfigError
+from can_train.errors import ConfigError, printable
 from can_train.reporter import COLUMNS, NOTE, LineReporter, SilentReporter, amount_text, figure_text, wrapped
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def print_tables(tables: Sequence[Table], *, pipe_columns: int = _UNBOUNDED) -> 
     console = make_console()
     if not console.is_terminal:
         console = make_console(width=pipe_columns)
-    for table in tables:
+    for table in map(_printable, tables):
         console.print()
         console.print(Text(table.title, style="bold"))
         # Of the longest cell of each column.
@@ -123,6 +123,11 @@ def print_judgement(summary: Sequence[Table], tables: Sequence[Table], verbosity
     if verbosity == Verbosity.VERBOSE and tables != summary:
         print_tables(tables)
     print_tables(summary, pipe_columns=COLUMNS)
+
+
+def _printable(table: Table) -> TextTable:
+    rows = [tuple(map(printable, row)) for row in table.rows]
+    return TextTable(printable(table.title), tuple(map(printable, table.columns)), rows, table.notes)
 
 
 def _rich_table(table: Table, widths: Sequence[int], *, lines: bool) -> RichTable:

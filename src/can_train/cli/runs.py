@@ -2,13 +2,14 @@
 
 import hashlib
 import math
+import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import typer
@@ -27,13 +28,13 @@ from can_train.cli.output import (
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.config.resolved import config_folder
 from can_train.config.task_settings import key_name, task_names
-from can_train.errors import ConfigError, as_typed, unknown_name
+from can_train.errors import ConfigError, RunError, as_typed, printable, unknown_name
 from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import is_file
 from can_train.reporter import COLUMNS
 from can_train.slurm.run_state import QUEUED, RUNNING, infer_attempt_state, live_row
-from can_train.slurm.status import RunStatus, run_logs, run_statuses
-from can_train.training.run_folder import name_to_type, short_name
+from can_train.slurm.status import KnownRun, RunStatus, run_logs, run_statuses
+from can_train.training.run_folder import CONFIG, RESULT, name_to_type, short_name
 
 _LIMIT: Final = 20  # runs that are listed unless more are asked for: what fits a terminal
 _WATCH_INTERVAL_S: Final = 5.0  # between two questions to SLURM, whose controller everybody shares
@@ -44,6 +45,7 @@ _COLUMNS: Final = ("run", "state", "time", "device", "score", "trained")
 _UNKNOWN: Final = "unknown data set"  # of a run whose configuration cannot be read
 _SCORES: Final = ("mcc", "best_validation_loss")
 """Metrics, of which the first that a result has is its score in a list."""
+_Run = TypeVar("_Run")
 _Changed = dict[str, dict[str, Any]]  # by setting: its value, and the preset's
 _LISTED_SETTINGS: Final = 6  # changed settings that a list has of a run
 _MOST_REMEMBERED: Final = 1000  # configurations whose changed settings are remembered
@@ -101,7 +103,7 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
         print(as_typed("can-train --help shows how to start one."))
         return
     tables, changed = [], _changed_settings(statuses, locator.state_folder)
-    for name, group in _by_data_set(statuses).items():
+    for name, group in _by_data_set(statuses, [_data_set(each.known.config) for each in statuses]).items():
         scores = [score(_result(each)) for each in group]
         rows = [_row(each, mine, changed[each.known.run_id]) for each, mine in zip(group, scores, strict=True)]
         metrics = dict.fromkeys(mine[0] for mine in scores if mine is not None)
@@ -111,15 +113,19 @@ def _print_runs(statuses: Sequence[RunStatus], older: int, locator: RunLocator) 
         print_wrapped(f"{older} older: can-train runs --limit {older + len(statuses)}")
 
 
-def _by_data_set(statuses: Sequence[RunStatus]) -> dict[str, list[RunStatus]]:
-    """Groups runs by the data set that they were trained on; data of one name in several places are several."""
-    groups: dict[tuple[str, str], list[RunStatus]] = {}
-    for each in statuses:
-        config = each.known.config
-        data = _group(config, "dataset")
-        # A task without data sets to choose from stands for its own.
-        name = data.get("name") or key_name(str(config.get("task") or "")) or _UNKNOWN
-        groups.setdefault((str(name), str(data.get("path") or "")), []).append(each)
+def _data_set(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the name of the data set that a run was trained on, and its folder."""
+    data = _group(config, "dataset")
+    # A task without data sets to choose from stands for its own.
+    name = data.get("name") or key_name(str(config.get("task") or "")) or _UNKNOWN
+    return str(name), str(data.get("path") or "")
+
+
+def _by_data_set(runs: Iterable[_Run], data_sets: Iterable[tuple[str, str]]) -> dict[str, list[_Run]]:
+    """Groups runs by their data sets; data of one name in several places are several."""
+    groups: dict[tuple[str, str], list[_Run]] = {}
+    for run, data_set in zip(runs, data_sets, strict=True):
+        groups.setdefault(data_set, []).append(run)
     names = [name for name, _ in groups]
     return {f"{name} ({path})" if names.count(name) > 1 and path else name: group
             for (name, path), group in groups.items()}  # fmt: skip
@@ -245,7 +251,7 @@ def _watch(locator: RunLocator, limit: int) -> None:
                 _print_runs(statuses, older, locator)
             else:
                 changed = [name for name in reversed(states) if before.get(name) != states[name]]
-                print("".join(f"{name}  {states[name]}\n" for name in changed), end="", flush=True)
+                print(printable("".join(f"{name}  {states[name]}\n" for name in changed)), end="", flush=True)
             before = states
             time.sleep(_WATCH_INTERVAL_S)
 
@@ -397,26 +403,88 @@ class RankedResult:
 
 
 def _print_best(locator: RunLocator, metric: str, limit: int, *, as_json: bool) -> None:
-    finished = [each for each in _newest(locator, 0)[0] if each.facts.result is not None]
+    finished = _finished_runs(locator)
     if not finished:
         raise ConfigError("No run has finished yet, so none is best", remedy="can-train runs lists those there are")
-    ranked = {finished[one.index].known.run_id: one for one in rank([_result(each) for each in finished], metric)}
-    groups = {}
-    for name, group in _by_data_set([each for each in finished if each.known.run_id in ranked]).items():
-        group.sort(key=lambda each: ranked[each.known.run_id].value, reverse=higher_is_better(metric))
-        groups[name] = [(each, ranked[each.known.run_id]) for each in (group[:limit] if limit else group)]
-    listed = [each for best in groups.values() for each, _ in best]
-    changed = _changed_settings(listed, locator.state_folder)
+    ranked = rank([outcome.result for _, outcome in finished], metric)
+    groups = _by_data_set(ranked, [finished[one.index][1].data_set for one in ranked])
+    # The data set of the newest run comes first.
+    newest_first = sorted(groups.items(), key=lambda item: min(one.index for one in item[1]))
+    best = {name: group[:limit] if limit else group for name, group in newest_first}
+    listed = [one for group in best.values() for one in group]
+    # Only of those that are listed: the status of thousands of runs takes seconds.
+    statuses = run_statuses([finished[one.index][0] for one in listed], locator.registry)
+    status_of = dict(zip((one.index for one in listed), statuses, strict=True))
+    pairs = {name: [(status_of[one.index], one) for one in group] for name, group in best.items()}
+    changed = _changed_settings(statuses, locator.state_folder)
     if as_json:
         print_json([
             {**_listed_json(each, changed[each.known.run_id]), "metric": metric,
              "higher_is_better": higher_is_better(metric), "rank": number, "value": one.value,
              "parts": finite(one.parts)}
-            for best in groups.values() for number, (each, one) in enumerate(best, start=1)
+            for group in pairs.values() for number, (each, one) in enumerate(group, start=1)
         ])  # fmt: skip
         return
-    tables = [_best_table(name, best, metric, changed) for name, best in groups.items()]
+    tables = [_best_table(name, group, metric, changed) for name, group in pairs.items()]
     print_tables(tables, pipe_columns=COLUMNS)
+
+
+class _Outcome(msgspec.Struct):
+    data_set: tuple[str, str]
+    result: dict[str, Any]  # what of it a ranking needs
+
+
+class _RememberedOutcomes(msgspec.Struct):
+    made_by: str
+    outcomes: dict[str, tuple[list[int], _Outcome]]  # by the path of a run's folder; what its files were
+
+
+def _finished_runs(locator: RunLocator) -> list[tuple[KnownRun, _Outcome]]:
+    """Finds the runs that have a result, the newest first. Only files that have changed are read again."""
+    path, made_by = index_folder(locator.state_folder) / "outcomes", _made_by()
+    earlier = recall(path, _RememberedOutcomes)
+    known = earlier.outcomes if earlier is not None and earlier.made_by == made_by else {}
+    found, latest = [], {}
+    for run in locator.runs():
+        # Before they are read: what is written meanwhile has them read again.
+        files = _identify(run.path, CONFIG, RESULT)
+        remembered = known.get(run.path)
+        outcome = remembered[1] if remembered is not None and remembered[0] == files else _read_outcome(run)
+        if outcome is not None:
+            found.append((run, outcome))
+            latest[run.path] = (files, outcome)
+    if latest != known:
+        remember(path, _RememberedOutcomes(made_by, latest))
+    return found
+
+
+def _identify(folder: str, *names: str) -> list[int]:
+    """Returns numbers that change whenever files of a folder do."""
+    numbers = []
+    for name in names:
+        try:
+            status = os.stat(f"{folder}{os.sep}{name}")  # noqa: PTH116 - of thousands of runs, paths cost more
+        except OSError:
+            numbers += [0]
+        else:
+            numbers += [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    return numbers
+
+
+def _read_outcome(run: KnownRun) -> _Outcome | None:
+    try:
+        result = run.folder.result()
+    except RunError:
+        return None
+    return None if result is None else _Outcome(_data_set(run.config), _ranked_part(result))
+
+
+def _ranked_part(result: Mapping[str, Any]) -> dict[str, Any]:
+    judgement = _mapping(result.get("judgement"))
+    tests = {name: {"model": dict(_ranking_metrics(_mapping(test).get("model")))}
+             for name, test in _mapping(judgement.get("test")).items()}  # fmt: skip
+    validation = dict(_ranking_metrics(judgement.get("validation")))
+    return {**dict(_ranking_metrics(result)), "judgement": {"test": tests, "validation": validation}}
 
 
 def _result(each: RunStatus) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, Final
 from can_train.cli.output import duration, finite, number_or_none, print_json, print_tables
 from can_train.cli.run_locator import AsJson, Run, RunLocator, RunsDir, StateDir
 from can_train.cli.runs import change_text, run_json
-from can_train.errors import CanTrainError, as_typed, command_name
+from can_train.errors import CanTrainError, as_typed, command_name, printable
 from can_train.io.records import parse_object, text_or_nothing
 from can_train.io.units import size_text
 from can_train.reporter import COLUMNS, wrapped
@@ -32,7 +32,7 @@ def show(run: Run, as_json: AsJson = False, runs_dir: RunsDir = "runs", state_di
     _print_part("Memory", memory_lines(memory_facts(folder, result)))
     _print_part("Settings that differ from the defaults", _settings_lines(changed_settings(config)))
     # As they are typed: a line that is broken would not work.
-    print("".join(["\nTo go on", *(f"\n  {command}" for command in commands)]) if commands else "")
+    print(printable("".join(["\nTo go on", *(f"\n  {command}" for command in commands)])) if commands else "")
 
 
 def run_facts(found: RunStatus) -> dict[str, Any]:

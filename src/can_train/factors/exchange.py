@@ -11,7 +11,7 @@ import msgspec
 
 from can_train.errors import DataError, nearest_first
 from can_train.factors.observations import ANY_DEVICE, Event, Imported, Observation, active_events
-from can_train.io.records import utc_text
+from can_train.io.records import read_bytes, utc_text
 from can_train.memory.catalogue import CARDS, cards_named, is_device_key
 
 if TYPE_CHECKING:
@@ -86,7 +86,10 @@ def read_import(file: Path, summaries: Sequence[FactorSummary] = (), events: Seq
         DataError: It cannot be read, or something in it could never be used; the message names key and value.
     """
     try:
-        entries = resolve_names(parse_import(msgspec.json.decode(file.read_bytes())), summaries)
+        # What another command writes: /dev/stdin, or `<(...)`.
+        is_piped = file.parts[:2] == ("/", "dev") and file.is_fifo()
+        data = file.read_bytes() if is_piped else read_bytes(file)
+        entries = resolve_names(parse_import(msgspec.json.decode(data)), summaries)
     except OSError as error:
         rule, remedy = "The file to import must be readable", "Name a file that can-train factors --export wrote"
         raise DataError(rule, value=f"{file}: {error.strerror or error}", remedy=remedy) from error

@@ -14,10 +14,19 @@ from can_train.config.resolved import ResolvedRun, state_dir, state_folder
 from can_train.errors import ArgumentError, ConfigError, StateError
 from can_train.factors.exchange import make_export, read_import
 from can_train.factors.figures import read_figures
-from can_train.factors.observations import ALLOCATOR, Event, Observation, active_events, read_records, write_record
+from can_train.factors.observations import (
+    ALLOCATOR,
+    Event,
+    Observation,
+    Records,
+    active_events,
+    read_records,
+    write_record,
+)
 from can_train.factors.policies import FactorPolicy, make_policy
 from can_train.factors.summary import (
     LEARNABLE_OUTCOMES,
+    FactorFigures,
     FactorSummary,
     find_summaries,
     history_of,
@@ -81,7 +90,11 @@ class FactorStore:
             StateError: The folder cannot be read.
         """
         records = read_records(self.state)
-        found = {(one.key, one.device) for one in find_summaries(read_figures(self.state, records), key, device)}
+        return self.of_figures(find_summaries(read_figures(self.state, records), key, device), records)
+
+    def of_figures(self, figures: Iterable[FactorFigures], records: Records) -> list[FactorSummary]:
+        """Summarizes the configurations and devices that figures are of, with their runs."""
+        found = {(one.key, one.device) for one in figures}
         summaries = summarize(records.of_keys({key for key, _ in found}), records.events, self.policy)
         return [summary for summary in summaries if (summary.key, summary.device) in found]
 

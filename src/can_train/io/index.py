@@ -18,7 +18,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from can_train.io.records import list_names, unusable, utc_text, write_bytes_atomic
+from can_train.io.records import list_names, read_bytes, unusable, utc_text, write_bytes_atomic
 
 INDEX_FROM: Final = 500
 """Files that are read each time before they are worth an index."""
@@ -226,7 +226,7 @@ def _write(path: Path, data: bytes) -> None:
 def _read(path: Path) -> tuple[memoryview, int]:
     """Reads a file of `_write`, and its checksum; nothing where it is missing or damaged."""
     try:
-        data = memoryview(path.read_bytes())
+        data = memoryview(read_bytes(path))
     except OSError:
         data = memoryview(b"")
     check, rest = int.from_bytes(data[:_NUMBER_BYTES]), data[_NUMBER_BYTES:]
@@ -237,7 +237,7 @@ def _changed_ns(folder: Path) -> int:
     # Not its time of modification, which a copy keeps. And of the opened folder: a network file system asks its server
     # then, as it does to list it.
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
         return 0
     except OSError as error:

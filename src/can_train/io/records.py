@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
+from io import FileIO, UnsupportedOperation
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TypeVar
 
 import msgspec
@@ -204,10 +206,36 @@ def expanded(path: Path | str) -> Path:
         return Path(path)
 
 
+def open_regular(path: Path | str) -> FileIO:
+    """Opens a file to read it, and nothing else that may have its name: a pipe would block its reader for ever, and a
+    device may never end.
+
+    Raises:
+        OSError: It cannot be opened. Where it is no regular file, the error is a ValueError as well, as for a file of
+            wrong content.
+    """
+    file = FileIO(path, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    if not S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UnsupportedOperation(errno.EINVAL, "not a regular file", str(path))
+    return file
+
+
+def read_bytes(path: Path) -> bytes:
+    """Reads a regular file; its errors are those of `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def read_text(path: Path) -> str:
+    """Reads a regular file of UTF-8 text; its errors are those of `open_regular`, and UnicodeDecodeError."""
+    return read_bytes(path).decode()
+
+
 def text_or_nothing(path: Path) -> str:
     """Reads a text file; empty if it cannot be read."""
     try:
-        return path.read_text(errors="replace")
+        return read_bytes(path).decode(errors="replace")
     except OSError:
         return ""
 
@@ -381,9 +409,8 @@ def _times_ahead(record: Any, written: str) -> list[str]:
 
 def _read_bytes(path: str, most_bytes: int) -> tuple[bytes, str]:
     """Reads a file, and when it was written."""
-    # Without O_NONBLOCK, a pipe of such a name would block its reader for ever.
-    with open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-        data = file.read(_READ_BYTES) or b""
+    with open_regular(path) as file:
+        data = file.read(_READ_BYTES)
         status = os.fstat(file.fileno())
         if len(data) == _READ_BYTES:
             if status.st_size > most_bytes:

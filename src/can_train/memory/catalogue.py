@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from can_train.errors import ConfigError, StateError, unknown_name
-from can_train.io.records import SCHEMA, Count, parse_document, write_json_atomic
+from can_train.io.records import SCHEMA, Count, parse_document, read_bytes, write_json_atomic
 from can_train.reporter import Reporter
 
 MIB: Final = 2**20
@@ -337,7 +337,7 @@ def read_gpu_constants(state: Path, key: str, reporter: Reporter) -> GpuConstant
     """
     path = _path(state, key)
     try:
-        return _parse(path.read_bytes(), key)
+        return _parse(read_bytes(path), key)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, RecursionError) as error:

@@ -19,6 +19,7 @@ from can_train.config.task_settings import load_object
 from can_train.errors import ConfigError, RunError
 from can_train.io.records import (
     parse_object,
+    read_text,
     text_or_nothing,
     unusable,
     write_bytes_atomic,
@@ -200,7 +201,7 @@ def code_of(run_path: Path) -> Path:
         RunError: The run has none.
     """
     try:
-        description: dict[str, Any] = json.loads((run_path / _DESCRIPTION).read_text())
+        description: dict[str, Any] = json.loads(read_text(run_path / _DESCRIPTION))
         return Path(description["folder"])
     except (OSError, ValueError, KeyError) as error:
         raise RunError("The run was not submitted, or the note of its code is damaged",

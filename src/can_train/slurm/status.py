@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from can_train.errors import RunError, nearest_first
-from can_train.io.records import is_file, is_folder, is_running, parse_object, text_or_nothing, this_host, utc_text
+from can_train.io.records import (
+    is_file,
+    is_folder,
+    is_running,
+    open_regular,
+    parse_object,
+    text_or_nothing,
+    this_host,
+    utc_text,
+)
 from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer, query_jobs
 from can_train.slurm.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
 from can_train.training.run_folder import (
@@ -181,7 +190,7 @@ def run_logs(facts: RunFacts, known: KnownRun) -> list[Path]:
 def read_tail(log: Path) -> str:
     """Reads the end of a log; empty where it cannot be read."""
     try:
-        with log.open("rb") as file:
+        with open_regular(log) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             return file.read().decode(errors="replace")
     except OSError:

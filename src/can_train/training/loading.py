@@ -22,7 +22,7 @@ from can_train.config.task_settings import load_object
 from can_train.errors import CheckpointError, ConfigError, DoesNotFitError, OutOfMemoryDetails, RunError, StateError
 from can_train.fit.optimizer import Precision, seed_everything
 from can_train.fit.phases import freeze
-from can_train.io.records import write_bytes_atomic, write_json_atomic
+from can_train.io.records import read_bytes, read_text, write_bytes_atomic, write_json_atomic
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import headline, is_host_memory
 from can_train.reporter import Reporter, SilentReporter
@@ -83,7 +83,7 @@ def check_inputs_unchanged(folder: RunFolder, task: BatchTask) -> None:
     now = {role: digest for role, digest in digests.items() if digest}
     # A damaged file is written anew: it proves nothing about the inputs.
     try:
-        before = json.loads(path.read_text())
+        before = json.loads(read_text(path))
     except (FileNotFoundError, ValueError):
         write_json_atomic(path, now)
         return
@@ -215,7 +215,7 @@ class Checkpoints:
 
     def _entries(self) -> list[_Entry]:
         try:
-            return msgspec.convert(json.loads(self._manifest.read_text())["checkpoints"], list[_Entry])
+            return msgspec.convert(json.loads(read_text(self._manifest))["checkpoints"], list[_Entry])
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -228,7 +228,7 @@ class Checkpoints:
     def _read(self, entry: _Entry) -> dict[str, Any] | None:
         """Reads a checkpoint; None where its file is missing or damaged."""
         try:
-            data = (self._folder / entry.file).read_bytes()
+            data = read_bytes(self._folder / entry.file)
         except OSError:
             return None
         if hashlib.sha256(data).hexdigest() != entry.sha256:

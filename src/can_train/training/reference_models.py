@@ -22,7 +22,7 @@ from can_train.fit.micro_batcher import MicroBatcher
 from can_train.fit.optimizer import Precision, capture_generators, restore_generators
 from can_train.fit.packing import BatchCosts, PartLimit, members
 from can_train.io.arrays import ArrayWriter, FolderDamageError, discard_folder, read_arrays
-from can_train.io.records import write_json_atomic
+from can_train.io.records import read_text, write_json_atomic
 from can_train.memory.meters import Meter
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.reporter import Reporter
@@ -108,7 +108,7 @@ def read_plans(path: Path, task: BatchTask) -> list[ReferenceModelPlan] | None:
     try:
         plans = [
             ReferenceModelPlan(**{**plain, "costs": tuple(PlacementCost(**cost) for cost in plain["costs"])})
-            for plain in json.loads(path.read_text())
+            for plain in json.loads(read_text(path))
         ]
     # Damaged or of another version: placements are decided again, which changes no result.
     except (FileNotFoundError, ValueError, KeyError, TypeError):

@@ -36,6 +36,7 @@ from can_train.io.records import (
     AttemptStart,
     SetAside,
     is_file,
+    read_text,
     text_or_nothing,
     this_host,
     utc_now,
@@ -48,6 +49,9 @@ from can_train.training.run_lock import holder_in_words, read_holder, try_lock, 
 
 CONFIG: Final = "config.yaml"
 """The file that makes a folder a run's."""
+
+RESULT: Final = "result.json"
+"""In a run's folder: the result of a finished run."""
 
 INPUTS: Final = "built_on.json"
 """In a run's folder: the digests of its data and of each model that it builds on, by role."""
@@ -361,7 +365,7 @@ def slurm_node_name() -> str:
 
 def _read_record(path: Path, kind: type[T]) -> T | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(records.read_bytes(path), type=kind)
     except (ValueError, RecursionError):
         return None
 
@@ -415,7 +419,7 @@ class RunFolder:
         self.run_id = path.name
         self.metrics_path = path / "metrics.jsonl"
         self.checkpoints_path = path / "checkpoints"
-        self.result_path = path / "result.json"
+        self.result_path = path / RESULT
         self.plan_path = path / "plan.json"
         self.log_path = path / "log.txt"
         self.predictions_path = path / "predictions"
@@ -458,7 +462,7 @@ class RunFolder:
             RunError: It cannot be read.
         """
         try:
-            return plain_from_yaml((self.path / CONFIG).read_text())
+            return plain_from_yaml(read_text(self.path / CONFIG))
         except (OSError, ValueError) as error:
             raise _unreadable("configuration", self.path / CONFIG, error) from error
 
@@ -467,7 +471,7 @@ class RunFolder:
         that the run went on from, and `settings`, each with its value `before` and `after`; none if that is damaged.
         """
         try:
-            return msgspec.convert(json.loads((self.path / _CHANGES).read_text())["changes"], list[dict[str, Any]])
+            return msgspec.convert(json.loads(read_text(self.path / _CHANGES))["changes"], list[dict[str, Any]])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return []
 
@@ -493,7 +497,7 @@ class RunFolder:
             RunError: It cannot be read.
         """
         try:
-            result = json.loads(self.result_path.read_text())
+            result = json.loads(read_text(self.result_path))
             # Written whole or not at all; but a person may have copied or edited it.
             if not isinstance(result, dict):
                 raise ValueError("not an object")

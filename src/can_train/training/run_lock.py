@@ -12,7 +12,7 @@ from typing import Final, TextIO
 import msgspec
 
 from can_train.errors import EarlierAttemptError
-from can_train.io.records import AttemptStart, find_process, json_text, this_host
+from can_train.io.records import AttemptStart, find_process, json_text, read_bytes, this_host
 from can_train.reporter import Reporter
 
 WAIT_S: Final = 900.0
@@ -42,7 +42,7 @@ def write_holder(file: TextIO, holder: AttemptStart) -> None:
 def read_holder(path: Path) -> AttemptStart | None:
     """Reads which process has a lock, or had it last; None where that is not known."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=AttemptStart)
+        return msgspec.json.decode(read_bytes(path), type=AttemptStart)
     except (OSError, ValueError, RecursionError):
         return None
 

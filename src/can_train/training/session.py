@@ -33,7 +33,7 @@ from can_train.fit.phases import only_trained
 from can_train.fit.plan import Plan
 from can_train.fit.planner import Epochs, Planner, Planners, RunPlan, packed_rows, rows_by_epoch, still_fits
 from can_train.fit.rescue import Backoff
-from can_train.io.records import write_json_atomic
+from can_train.io.records import read_text, write_json_atomic
 from can_train.memory.meters import LeakWatch, MemoryMonitor, Meter
 from can_train.memory.out_of_memory import is_out_of_memory
 from can_train.reporter import Reporter
@@ -611,7 +611,7 @@ def _adopt(planners: Planners, factor: FactorRule, first: RunPlan, own: RunPlan 
 
 def _read_plan(path: Path) -> RunPlan | None:
     try:
-        return RunPlan.from_plain(json.loads(path.read_text()))
+        return RunPlan.from_plain(json.loads(read_text(path)))
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError) as error:

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from can_train.tasks.can.evaluation import live_input
 from can_train.tasks.can.evaluation.live_input import BusInput, FrameInput, TextInput, open_input
 from can_train.tasks.can.settings import CanDatasetSettings
 from fakes.candump import candump
-from fakes.random_bus import random_frames, write_log
+from fakes.random_bus import injected_frames, random_frames, write_log
 
 SETTINGS = CanDatasetSettings()
 FRAMES = random_frames(300, seed=3)
@@ -78,6 +79,32 @@ def test_a_log_with_a_header_is_read_as_a_file_is(tmp_path: Path) -> None:
     found, _ = read(write_log(tmp_path / "log.csv", FRAMES).read_text(), tmp_path)
     same(found)
     assert found.label.sum() == 0
+
+
+@pytest.mark.parametrize("rows", [60, 300])
+@pytest.mark.parametrize(("heading", "setting"), [("timestamp", "auto"), ("timestamp", "ms"), ("time [ms]", "auto")])
+def test_the_unit_of_times_is_that_of_a_file_and_is_said_where_it_is_guessed(
+    heading: str, setting: str, rows: int
+) -> None:
+    frames = injected_frames(rows)
+    text = "".join(f"{time * 1000:.3f},0x{can_id:03X},{bytes(data).hex()}\n" for time, can_id, data in
+                   zip(frames.timestamp, frames.can_id, frames.payload, strict=True)).encode()  # fmt: skip
+    parts = [f"{heading},arbitration_id,data_field\n".encode(), 0.02, text[:700], 0.02, text[700:]]
+    source = TextInput(Pipe(parts).reading, replace(SETTINGS, time_unit=setting))
+    found = [batch for batch in source.batches() if batch is not None]
+    same(Frames.concatenate(found), frames)
+    assert any("taken for ms" in note for note in source.notes) == (heading == "timestamp" and setting == "auto")
+    source.close()
+
+
+def test_a_slow_pipe_is_not_waited_for_to_guess_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_input, "SILENCE_S", 0.05)
+    rows = b"".join(b"%d,%03X,00FF\n" % (number * 10, 0x100 + number % 2) for number in range(60))
+    source = TextInput(Pipe([b"timestamp,arbitration_id,data_field\n" + rows, 0.2, rows]).reading, SETTINGS)
+    counts = [batch and len(batch) for batch in source.batches()]
+    assert counts[:2] == [60, None]
+    assert sum(count or 0 for count in counts) == 120
+    source.close()
 
 
 def test_lines_may_arrive_in_pieces_and_the_last_one_may_lack_its_end() -> None:

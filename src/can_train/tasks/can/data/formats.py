@@ -225,11 +225,19 @@ def recognise(sample: pl.Series, settings: CanDatasetSettings, path: Path) -> Re
         if settings.format == "auto" and not grammars[best].header:
             raise _unrecognised(settings.format, path, *first_row(sample))
         raise _unrecognised(settings.format, path, *parsed[best].malformed.row(0))
-    grammar = _with_unit(grammars[best], settings.time_unit, parsed[best], first)
+    grammar = with_unit(grammars[best], settings.time_unit, parsed[best], first)
     return _narrowed(grammar, parsed[best])
 
 
-def _with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series) -> Grammar:
+def with_unit(grammar: Grammar, wanted: str, rows: ParsedRows, sample: pl.Series) -> Grammar:
+    """Sets the unit of a grammar's times: `wanted`, or the guessed one (auto) where the grammar does not know it.
+
+    Args:
+        grammar: The grammar.
+        wanted: The setting `dataset.time_unit`.
+        rows: What the grammar reads of the first lines.
+        sample: The first lines, null where empty.
+    """
     if grammar.dated or (wanted == "auto" and grammar.unit_known):
         return grammar
     if wanted != "auto":

@@ -19,7 +19,8 @@ import numpy as np
 import polars as pl
 
 from can_train.errors import ConfigError, DataError
-from can_train.tasks.can.data.formats import header_grammars
+from can_train.tasks.can.data.clocks import TICKS_PER_SECOND
+from can_train.tasks.can.data.formats import header_grammars, with_unit
 from can_train.tasks.can.data.grammar import Grammar, parse_rows
 from can_train.tasks.can.data.graphs import MAX_PAYLOAD_BYTES, Frames
 from can_train.tasks.can.data.line_formats import dated, line_grammars
@@ -36,6 +37,7 @@ PAUSE_S: Final = 0.005
 READ_BYTES: Final = 2**20  # of text that are parsed together at most, a tenth of a second of work
 MAX_LINE_BYTES: Final = 2**16  # a longer line is no frame, and is not kept in memory
 RECOGNISED_LINES: Final = 1000  # first lines that are kept until a format reads one of them
+UNIT_LINES: Final = 200  # first lines of a CSV log by which the unit of its times is guessed where no name tells it
 UNKNOWN_FORMAT: Final = "of no known format"
 MESSAGES: Final = 4096  # of an interface that are taken together at most
 # Rows from which it is told whether times are differences (candump -td), and the share of steps back that tells it:
@@ -120,6 +122,7 @@ class TextInput(FrameInput):
         rest, skipping = b"", False
         for text in self._chunks():
             if text is None:
+                yield from self._recognised(final=True)
                 yield None
                 continue
             whole, newline, rest = (rest + text).rpartition(b"\n")
@@ -133,6 +136,7 @@ class TextInput(FrameInput):
                 yield from self._frames(whole)
         if rest and not skipping:
             yield from self._frames(rest)
+        yield from self._recognised(final=True)
         yield from self._decided(final=True)
         self.malformed[UNKNOWN_FORMAT] += sum(1 for line in self._unknown if line and line.strip())
 
@@ -169,27 +173,43 @@ class TextInput(FrameInput):
     def _frames(self, text: bytes) -> Iterator[Frames]:
         lines = [line or None for line in text.decode(errors="replace").split("\n")]
         if self._grammar is None:
-            lines = [*self._unknown, *lines]
-            self._grammar = self._recognise(lines)
-            # A header may come long before the first row.
-            forgotten = 0 if self._grammar else max(0, len(lines) - RECOGNISED_LINES)
-            self.malformed[UNKNOWN_FORMAT] += forgotten
-            self._unknown = [] if self._grammar else lines[forgotten:]
-        if self._grammar is None:
+            self._unknown += lines
+            yield from self._recognised()
+        else:
+            yield from self._parsed(lines, self._grammar)
+
+    def _recognised(self, *, final: bool = False) -> Iterator[Frames]:
+        """Yields the frames of the first lines, once their format is known; with `final` no other lines are waited for
+        that tell more of it.
+        """
+        if self._grammar is not None or not self._unknown:
             return
+        lines, self._unknown = self._unknown, []
+        self._grammar = self._recognise(lines, final=final)
+        if self._grammar is not None:
+            yield from self._parsed(lines, self._grammar)
+            return
+        # A header may come long before the first row.
+        forgotten = max(0, len(lines) - RECOGNISED_LINES)
+        self.malformed[UNKNOWN_FORMAT] += forgotten
+        self._unknown = lines[forgotten:]
+
+    def _parsed(self, lines: list[str | None], grammar: Grammar) -> Iterator[Frames]:
         now_s = time.time()
         if self._untimed:
             lines = _with_times(lines, self._arrived_s, now_s)
         self._arrived_s = now_s
-        rows = parse_rows(pl.Series("line", lines, dtype=pl.String), self._grammar)
+        rows = parse_rows(pl.Series("line", lines, dtype=pl.String), grammar)
         self.malformed.update(rows.malformed["reason"].to_list())
         if len(rows.timestamp):
             label = np.zeros(len(rows.timestamp), np.uint8)
             self._undecided.append(Frames(rows.timestamp, rows.can_id, rows.length, rows.payload, label))
             yield from self._decided()
 
-    def _recognise(self, lines: Sequence[str | None]) -> Grammar | None:
-        """Finds the grammar that reads most of the first lines, if any reads one."""
+    def _recognise(self, lines: Sequence[str | None], *, final: bool) -> Grammar | None:
+        """Finds the grammar that reads most of the first lines, if any reads one; None also where more of them are to
+        tell the unit of its times.
+        """
         sample = list(lines)
         self._untimed = any(line and _WITHOUT_TIME.match(line) for line in sample)
         if self._untimed:
@@ -197,13 +217,24 @@ class TextInput(FrameInput):
             sample = _with_times(sample, now_s, now_s)
         series = pl.Series("line", sample, dtype=pl.String)
         known = dated([*header_grammars(series, self._settings), *line_grammars(series)], series)
-        counts = [len(parse_rows(series, grammar).position) for grammar in known]
+        parsed = [parse_rows(series, grammar) for grammar in known]
+        counts = [len(rows.position) for rows in parsed]
         if not any(counts):
             return None
+        best = int(np.argmax(counts))
+        grammar, wanted = known[best], self._settings.time_unit
+        if grammar.header and not (grammar.dated or (wanted == "auto" and grammar.unit_known)):
+            if wanted == "auto" and len(lines) < UNIT_LINES and not final:
+                return None
+            grammar = with_unit(grammar, wanted, parsed[best], series)
+            if grammar.assumption != known[best].assumption:
+                unit = next(name for name, ticks in TICKS_PER_SECOND.items() if ticks == grammar.ticks_per_second)
+                self.notes.append(f"No heading tells the unit of the times, which are taken for {unit} because of how "
+                                  "often IDs repeat; one such as `time [ms]` tells it")  # fmt: skip
         if self._untimed:
             self.notes.append("The lines have no times, so those of their arrival are used, which are less exact; "
                               "candump -ta or -L prints times")  # fmt: skip
-        return known[int(np.argmax(counts))]
+        return grammar
 
     def _decided(self, *, final: bool = False) -> Iterator[Frames]:
         """Yields the frames that wait, once it is known what their times are."""
