@@ -67,6 +67,16 @@ def test_a_key_shows_its_runs(state: Path) -> None:
     assert "set_01_vgae_student_autoencoder" not in run(state, KEY).stdout
 
 
+def test_of_many_runs_the_last_hundred_are_listed_and_the_line_that_has_all_of_them(tmp_path: Path) -> None:
+    for number in range(103):
+        write_record(tmp_path, observation(run_id=f"run-{number}", attempt=1))
+    printed = run(tmp_path, KEY).stdout
+    assert f"3 earlier runs: can-train factors {KEY} --show --json" in " ".join(printed.split())
+    assert len(re.findall(r"^run-\d+", printed, re.MULTILINE)) == 100
+    assert "run-102" in printed
+    assert len(as_json(tmp_path, KEY, "--show")["factors"][0]["runs"]) == 103
+
+
 def test_a_key_without_its_size_and_a_device_narrow_it_down(state: Path) -> None:
     found = as_json(state, "hcrl_ch_gat_normal", "--device", "v100-16gb")["factors"]
     assert [(record["config_key"], record["device"]) for record in found] == [(KEY, "v100-16gb")]
@@ -198,6 +208,15 @@ def test_a_file_goes_out_and_in_again(state: Path, tmp_path_factory: pytest.Temp
     assert [record["safety_factor"] for record in records] == [
         record["safety_factor"] for record in as_json(state)["factors"]
     ]
+
+
+def test_what_another_command_writes_is_imported(tmp_path: Path) -> None:
+    words = ("--import", "/dev/stdin", "--state-dir", str(tmp_path), "--json")
+    command = [sys.executable, "-m", "can_train", "factors", *words]
+    subprocess.run(command, input=json.dumps({KEY: 0.5}), capture_output=True, text=True, check=True)
+    assert as_json(tmp_path)["factors"][0]["safety_factor"] == 0.5
+    os.mkfifo(tmp_path / "fifo")
+    assert "not a regular file" in str(run(tmp_path, "--import", str(tmp_path / "fifo")).exception)
 
 
 def test_an_import_without_size_and_with_a_short_gpu_name_is_used(tmp_path: Path) -> None:

@@ -133,7 +133,9 @@ def test_data_whose_preparation_was_killed_is_prepared_again(
     assert_folder_ends_like(runs, left_alone("gat"))
 
 
-def test_a_run_that_ended_is_shown_again_unchanged_and_called_damaged_where_its_result_was_edited(left_alone: Undisturbed, state: Path) -> None:
+def test_a_run_that_ended_is_shown_again_unchanged_unless_its_result_was_edited(
+    left_alone: Undisturbed, state: Path
+) -> None:
     folder = left_alone("gat")
     result = folder / run_id(folder) / "result.json"
     before = result.read_bytes()

@@ -218,6 +218,21 @@ def test_a_language_model_is_evaluated_in_parts(transformers: ModuleType, tmp_pa
     assert cut["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-6)
 
 
+def later_words_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def test_an_evaluation_weighs_its_parts_as_the_training_before_it(transformers: ModuleType, tmp_path: Path) -> None:
+    options = {"per_device_eval_batch_size": 26, "compute_loss_func": later_words_mean}
+    losses = []
+    for settings in (None, LoopSettings(limits=3, learn=False)):
+        trainer = trainer_of(transformers, tmp_path, language_model(transformers).double(), settings, **options)
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 def test_bf16_autocast_is_on_in_the_parts(transformers: ModuleType, tmp_path: Path) -> None:
     plain, cut = (language_model(transformers) for _ in range(2))
     options = {"optim": "sgd", "max_steps": 4, "bf16": True}

@@ -240,27 +240,30 @@ def check_yaml(text: str) -> None:
     """
     if text.count("[") + text.count("{") > _MOST_NESTED:
         raise ValueError(f"more than {_MOST_NESTED:,} brackets")
-    if "*" not in text:
-        return
+    if "*" in text:
+        _check_aliases(text)
+
+
+def _check_aliases(text: str) -> None:
     import yaml
 
     sizes, open_values = dict[str, int](), [("", 0)]
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        name, size = str(getattr(event, "anchor", None) or ""), 0
         if isinstance(event, yaml.CollectionStartEvent):
-            open_values.append((event.anchor, 1))
+            open_values.append((name, 1))
             continue
-        name, size = getattr(event, "anchor", None), 0
         if isinstance(event, yaml.AliasEvent):
-            if name in [one for one, _ in open_values]:
+            if name in dict(open_values):
                 raise ValueError(f"*{name} is part of itself")
             size = sizes.get(name, 1)
         elif isinstance(event, yaml.CollectionEndEvent):
             name, size = open_values.pop()
         elif isinstance(event, yaml.ScalarEvent):
             size = 1
-        sizes[name] = size
         outer, total = open_values.pop()
         open_values.append((outer, total + size))
+        sizes[name] = size
         if total + size > _MOST_VALUES:
             raise ValueError(f"its aliases stand for more than {_MOST_VALUES:,} values")
 

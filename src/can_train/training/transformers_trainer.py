@@ -86,6 +86,7 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Trains as the Trainer does."""
         with self._open():
+            self._ways.clear()
             return super().train(*arguments, **options)
 
     def evaluation_loop(self, *arguments: Any, **options: Any) -> Any:
@@ -195,7 +196,6 @@ class MicroBatchTrainerMixin(_Trainer):  # type: ignore[misc]  # depends on the 
             return
         _refuse_conflicts(self)
         outcome: Outcome = "ok"
-        self._ways.clear()
         with ExitStack() as self._closing:
             try:
                 yield
