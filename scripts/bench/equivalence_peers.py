@@ -164,25 +164,33 @@ class CountedLoss(NextWord):
         return {"loss": self.token_loss(tokens, labels, "sum") / counts["num_items_in_batch"]}
 
 
-def transformers_loop(
-    sentences: Sequence[Tensor], folder: str, settings: Settings, *, model: type[nn.Module]
-) -> Trained:
-    """Trains with transformers' Trainer, without its clipping, decay of the rate, and shuffling."""
-    net = model()
-    optimizer = RecordingSGD(net.parameters(), lr=settings.lr)
-    arguments = transformers.TrainingArguments(
+def quiet_arguments(folder: str, **options: Any) -> transformers.TrainingArguments:
+    """Returns arguments of a Trainer on the CPU that writes and prints nothing, and keeps all columns."""
+    return transformers.TrainingArguments(
         output_dir=folder,
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=PARTS,
-        num_train_epochs=settings.epochs,
-        max_grad_norm=0.0,
-        train_sampling_strategy="sequential",
         remove_unused_columns=False,
         save_strategy="no",
         logging_strategy="no",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
+        **options,
+    )
+
+
+def transformers_loop(
+    sentences: Sequence[Tensor], folder: str, settings: Settings, *, model: type[nn.Module]
+) -> Trained:
+    """Trains with transformers' Trainer, without its clipping, decay of the rate, and shuffling."""
+    net = model()
+    optimizer = RecordingSGD(net.parameters(), lr=settings.lr)
+    arguments = quiet_arguments(
+        folder,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=PARTS,
+        num_train_epochs=settings.epochs,
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
     )
     trainer = transformers.Trainer(
         model=net,

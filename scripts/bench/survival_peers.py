@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from torch_geometric.loader import DynamicBatchSampler
 
+from bench.equivalence_peers import quiet_arguments
 from bench.finder_peers import quiet_trainer
 from bench.survival_own import by_plan, by_prediction, by_search
 from bench.survival_steps import simulated
@@ -285,18 +286,12 @@ def by_trainer(machine: Machine, *, folder: str, asked: int) -> Choice:
     """Trains with transformers' Trainer, which begins anew with a smaller batch where memory runs out."""
 
     def train(steps: int) -> Replay:
-        arguments = transformers.TrainingArguments(
-            output_dir=folder,
+        arguments = quiet_arguments(
+            folder,
             auto_find_batch_size=True,
             per_device_train_batch_size=asked,
             max_steps=steps,
             dataloader_drop_last=True,
-            remove_unused_columns=False,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
         )
         attempts = Attempts()
         ToldTrainer(
