@@ -76,8 +76,7 @@ _CUBLAS_BYTES: Final = (4096 * 2 + 16 * 8) * 1024
 _CUBLAS_BYTES_HOPPER: Final = 32 * _MIB
 _FILLED: Final = 4  # channels are filled up to multiples of 16 bytes
 _LEAST_CHANNELS: Final = 8  # colours are too few for tensor cores
-# From so many channels on, the fewer ones of the two, images are copied once: published peaks show it, and not why.
-_MANY_CHANNELS: Final = 150
+_FILTER_GRADIENT_BYTES: Final = 2 * _MIB  # of cuDNN's workspace for the gradient of filters, beyond its copies
 
 _aten: Final = torch.ops.aten
 _PRODUCTS: Final = frozenset(
@@ -388,28 +387,32 @@ class _Recorder(StorageTracker[int]):
 
 
 def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]:
-    """Yields the workspaces that cuDNN takes for a dense convolution of 3 × 3 in single precision.
+    """Yields the workspaces that cuDNN takes for a dense convolution of 3 × 3 in single precision, one after the other.
 
     Tensor cores compute it in TF32, from images whose channels come last, in fours. PyTorch's come first, so cuDNN
-    copies images; which ones is its secret. These agree best with published peaks of generated CNNs, and to 6 MiB with
-    every second one whose layers are alike (scripts/bench/prediction measured): in the forward pass the input, and the
-    output where channels are filled up; for the gradient of the filters both images, and with few channels twice.
-
-    Source of why twice: tensorflow/tensorflow#56055, "TF32 cudnn kernels might need larger workspace to allow the
-    rounding".
+    copies images and filters: in the forward pass the input, and the output where channels are filled up; for each of
+    the two gradients both images. That the filters are copied twice for the gradient of the input, and that their own
+    gradient takes a little more, is what every second one of the published peaks of generated CNNs agrees with best
+    (scripts/bench/prediction measured): it decides whether one workspace can lie where another one was.
     """
     if func is _aten.convolution.default:
         source, weight, groups, images = args[0], args[1], args[8], [args[0], result]
-        is_filled_up = any(channels % _FILLED for channels in weight.shape[:2])
-        images = images if is_filled_up else images[:1]
-    elif func is _aten.convolution_backward.default and _is_on_gpu(result[1]):
+    elif func is _aten.convolution_backward.default:
         source, weight, groups, images = args[1], args[2], args[9], [args[0], args[1]]
-        images *= 2 if min(weight.shape[:2]) < _MANY_CHANNELS else 1
     else:
         return
     is_dense = groups == 1 and weight.shape[2:] == (3, 3) and min(weight.shape[:2]) >= _LEAST_CHANNELS
-    if is_dense and source.dtype is torch.float32:
-        yield _filled_bytes(weight, 0, 1) + sum(_filled_bytes(image, 1) for image in images)
+    if not is_dense or source.dtype is not torch.float32:
+        return
+    filters, of_images = _filled_bytes(weight, 0, 1), [_filled_bytes(image, 1) for image in images]
+    if func is _aten.convolution.default:
+        is_filled_up = any(channels % _FILLED for channels in weight.shape[:2])
+        yield filters + sum(of_images if is_filled_up else of_images[:1])
+        return
+    if _is_on_gpu(result[0]):
+        yield 2 * filters + sum(of_images)
+    if _is_on_gpu(result[1]):
+        yield filters + sum(of_images) + _FILTER_GRADIENT_BYTES
 
 
 def _filled_bytes(tensor: Tensor, *dims: int) -> int:
