@@ -46,6 +46,7 @@ MORE_CONTEXT: Final = {CUBLAS_KERNELS: 0, CUDNN_KERNELS: 250, ALL_KERNELS: 292}
 WITHOUT_CUDNN: Final = ("mlp", "bert", "xlnet", "gpt2")  # families
 NAMED: Final = 12  # models that a reason for leaving out names
 NOT_RECORDED: Final = "not recorded"
+NO_WHOLE_STEP: Final = "less was measured than FakeTensor estimates of the tensors alone, so no whole step ran"
 FAR: Final = 0.15  # relative error of rows that are named
 # Kinds of timm's networks, by words in their names; the first one that matches counts.
 KINDS: Final = {
@@ -68,9 +69,8 @@ What cuDNN takes was chosen by those generated CNNs that fitted the context, the
 The loop of timm's rows on the A100 is not published, and was chosen by the first half's with few dense convolutions."""
 GUESSES: Final = """\
 A guess, which nothing here confirms: cuDNN tries its algorithms out in timm's loop (`cudnn.benchmark`), and peaks of
-the first step show; definitions have changed since (sam2_hiera, fastvit, coatnet); for generated CNNs whose channels
-change fast from layer to layer (pyramid, hourglass), cuDNN takes other algorithms by rules of its own; XLNet is 6.5 %
-above the prediction, and its loop is not published."""
+the first step show; definitions have changed since (coatnet); where generated CNNs are deep and their channels many,
+cuDNN takes other algorithms by rules of its own; XLNet is 6.5 % above the prediction, and its loop is not published."""
 
 
 @dataclass
@@ -240,6 +240,8 @@ def judge(rows: Sequence[Row], recorder: Recorder, *, before: bool) -> Judged:
         try:
             if "SUSPECT" in row["notes"] or "leave out" in row["notes"]:
                 raise NoDefinitionError("marked as suspect")
+            if row["measured_mib"] and float(row["measured_mib"]) < fake_tensor_mib(row):
+                raise NoDefinitionError(NO_WHOLE_STEP)
             card = find_card(row["gpu"])
             if row["measured_mib"]:
                 judge_measured(row, card, recorder.trace(row, card), judged)
@@ -266,12 +268,17 @@ def judge_measured(row: Row, card: Card, trace: AllocationTrace, judged: Judged)
     has_context = "context not in it" not in row["measured_kind"]
     taken_off = (0, 0) if has_context else (found.context.least_bytes, found.context.most_bytes)
     ends = [(end - context) / MIB for end, context in zip(found.interval_bytes, taken_off, strict=True)]
-    estimate = re.search(r"FakeTensor estimate (\d+)", row["notes"])
     judged.models.append(f"{row['model']} at {row['batch']}")
     judged.measured.append(float(row["measured_mib"]))
     judged.after.append(replayed_mib(trace, card) + has_context * MORE_CONTEXT[kernels])
     judged.ends.append((ends[0], ends[1]))
-    judged.fake.append(float(estimate[1]) if estimate else float("nan"))
+    judged.fake.append(fake_tensor_mib(row))
+
+
+def fake_tensor_mib(row: Row) -> float:
+    """Returns FakeTensor's estimate of a row's tensors, published with its measurement; NaN where there is none."""
+    estimate = re.search(r"FakeTensor estimate (\d+)", row["notes"])
+    return float(estimate[1]) if estimate else float("nan")
 
 
 def kernels_of(row: Row) -> str:

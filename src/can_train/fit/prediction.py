@@ -65,7 +65,7 @@ _UNLIMITED: Final = 2**50
 # Upper ends of the workspaces, as multiples of what is assumed: cuBLASLt may keep as much again and twice of it; what
 # cuDNN takes differs most between networks, and so much of it leaves 1 of 100 published peaks of generated CNNs above.
 _CUBLAS_MOST: Final = 3
-_CUDNN_MOST: Final = 4
+_CUDNN_MOST: Final = 3
 # Gaps beyond those of the replay, as a share of the peak: networks without dense convolutions need it for as many.
 _GAPS_MOST: Final = 0.1
 # What the same step takes on CUDA, as a share of what small batches on the CPU predict: operators without a table keep
