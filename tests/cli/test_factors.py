@@ -67,14 +67,14 @@ def test_a_key_shows_its_runs(state: Path) -> None:
     assert "set_01_vgae_student_autoencoder" not in run(state, KEY).stdout
 
 
-def test_of_many_runs_the_last_hundred_are_listed_and_the_line_that_has_all_of_them(tmp_path: Path) -> None:
-    for number in range(103):
+def test_of_many_runs_the_last_fifty_are_listed_and_the_line_that_has_all_of_them(tmp_path: Path) -> None:
+    for number in range(53):
         write_record(tmp_path, observation(run_id=f"run-{number}", attempt=1))
     printed = run(tmp_path, KEY).stdout
     assert f"3 earlier runs: can-train factors {KEY} --show --json" in " ".join(printed.split())
-    assert len(re.findall(r"^run-\d+", printed, re.MULTILINE)) == 100
-    assert "run-102" in printed
-    assert len(as_json(tmp_path, KEY, "--show")["factors"][0]["runs"]) == 103
+    assert len(re.findall(r"^run-\d+", printed, re.MULTILINE)) == 50
+    assert "run-52" in printed
+    assert len(as_json(tmp_path, KEY, "--show")["factors"][0]["runs"]) == 53
 
 
 def test_a_key_without_its_size_and_a_device_narrow_it_down(state: Path) -> None:

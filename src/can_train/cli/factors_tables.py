@@ -15,7 +15,7 @@ _COLUMNS: Final = (
     "key", "device", "factor", "runs", "mean peak", "max peak", "last peak", "OOMs", "converged", "reason",
 )  # fmt: skip
 _RUN_COLUMNS: Final = ("run", "attempt", "ended", "factor", "used", "peak", "batch", "micro-batch", "outcome", "notes")
-_LISTED_RUNS: Final = 100  # of one configuration and device, the last ones; Rich takes a second for two thousand
+_LISTED_RUNS: Final = 50  # of one configuration and device, the last ones; Rich takes a second for two thousand
 _BEFORE_RESET: Final = "before the reset"
 
 
