@@ -71,6 +71,8 @@ def trainer_of(
 ) -> Any:
     """A user's Trainer; with settings, one that has adopted the mixin."""
     mine = {name: options.pop(name) for name in ("compute_loss_func", "compute_metrics") if name in options}
+    # transformers 4 leaves the precision of one Trainer there, for all that follow.
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
