@@ -237,10 +237,13 @@ def test_bf16_autocast_is_on_in_the_parts(transformers: ModuleType, tmp_path: Pa
     plain, cut = (language_model(transformers) for _ in range(2))
     options = {"optim": "sgd", "max_steps": 4, "bf16": True}
     trainer_of(transformers, tmp_path, plain, **options).train()
+    found: list[tuple[int, torch.dtype]] = []
+    cut.lm_head.register_forward_hook(lambda _module, _inputs, scores: found.append((len(scores), scores.dtype)))
     trainer_of(transformers, tmp_path, cut, LoopSettings(limits=3, learn=False), **options).train()
-    exact = language_model(transformers)
-    trainer_of(transformers, tmp_path, exact, optim="sgd", max_steps=4).train()
-    assert 0 < difference(plain, cut) < difference(plain, exact)
+    # Five samples are computed at once to find out how losses add up.
+    assert set(found) == {(2, torch.bfloat16), (3, torch.bfloat16), (5, torch.bfloat16)}
+    # Of weights up to 1; bf16 keeps 8 bits.
+    assert difference(plain, cut) <= 1e-3
 
 
 def test_a_gradient_scaler_scales_each_part(transformers: ModuleType, tmp_path: Path) -> None:
