@@ -129,6 +129,13 @@ class Judged:
         ]
 
 
+def recorded_on(program: Program, card: Card) -> AllocationTrace:
+    """Records what a program allocates on a card."""
+    return record_on_cuda(
+        program.model, program.run, generation=card.generation, resident_threads=card.resident_threads
+    )
+
+
 def _kind(model: str) -> str:
     return next((kind for kind, words in KINDS.items() if re.search(words, model)), "other CNNs")
 
@@ -171,7 +178,7 @@ class Recorder:
         trace, reason = AllocationTrace(events=[(0, 0)], workspaces={}), ""
         try:
             program = program_of(row, batch)
-            trace = record_on_cuda(program.model, program.run, generation=card.generation)
+            trace = recorded_on(program, card)
         except (NoDefinitionError, CanTrainError) as error:
             reason = str(error)
         if self.folder:
@@ -299,7 +306,7 @@ def judge_two_sided(row: Row, card: Card, recorder: Recorder, judged: Judged) ->
 
 def reserved_mib(program: Program, card: Card) -> float:
     """Returns what PyTorch would reserve of a card, in MiB."""
-    return replayed_mib(record_on_cuda(program.model, program.run, generation=card.generation), card)
+    return replayed_mib(recorded_on(program, card), card)
 
 
 def replayed_mib(trace: AllocationTrace, card: Card) -> float:

@@ -16,8 +16,11 @@ CAPACITIES: Final = tuple(gib * GIB for gib in (8, 16, 24, 40))
 QUICK_CAPACITIES: Final = (8 * GIB, 24 * GIB)
 """The same for `--quick`."""
 
-MODELS: Final = ("gat", "vgae", "unet", "lstm", "transformer")
+MODELS: Final = ("gat", "vgae", "unet", "lstm", "transformer", "critic")
 """Models that `gpu.tasks` can make. Listed here because importing that module imports torch."""
+
+NOT_COMPILED: Final = ("critic",)
+"""Models whose loss differentiates twice, which PyTorch does not compile."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,11 +51,12 @@ def main(arguments: Sequence[str]) -> int:
         results["constants"] = _printed("constants", measure({"part": "constants", "device": given.device}))
         _save(results, path)
         remember(results)
-    for configuration in configurations if "models" in given.parts else ():
-        label = configuration.label
-        if "error" in results["models"].get(label, {"error": "not measured yet"}):
-            job = {"part": "models", "configuration": asdict(configuration)}
-            results["models"][label] = _printed(label, measure(job))
+    wanted = [one for one in configurations if "error" in results["models"].get(one.label, {"error": "not measured"})]
+    jobs = [{"part": "models", "configuration": asdict(one)} for one in wanted] if "models" in given.parts else []
+    with ThreadPoolExecutor(given.jobs) as pool:
+        labels = {pool.submit(measure, job): one.label for one, job in zip(wanted, jobs, strict=False)}
+        for done in as_completed(labels):
+            results["models"][labels[done]] = _printed(labels[done], done.result())
             _save(results, path)
     print(f"gpu-check: wrote {path}.json and {path}.md")
     found = [results.get("tests", {}), results.get("constants", {}), *results["models"].values()]
@@ -72,9 +74,10 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--capacities", nargs="+", help="8GiB 16GiB …: what PyTorch may use of a GPU")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--quick", action="store_true", help="fewer capacities, and fewer sizes at each")
+    parser.add_argument("--jobs", type=int, default=1, help="configurations at once; speeds then say nothing")
     parser.add_argument("--resume", action="store_true", help="keep what is in the files already, measure what lacks")
     parser.add_argument("--out", type=Path, default=ROOT / "scripts" / "bench", help="folder of the results")
     return parser.parse_args(arguments)
@@ -98,11 +101,12 @@ def choose(given: argparse.Namespace) -> list[Configuration]:
             device=SIMULATED if simulated else given.device,
             model=model,
             capacity_bytes=capacity,
-            precision=given.precision,
+            precision=precision,
             quick=given.quick,
             swept=capacity == capacities[-1],
         )
         for capacity in capacities
+        for precision in given.precision
         for model in given.models
     ]
 

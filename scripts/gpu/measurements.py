@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from can_train.fit.packing import batch_totals
 from can_train.fit.search import pack_worst_case
-from gpu.configurations import Configuration
+from gpu.configurations import NOT_COMPILED, Configuration
 from gpu.trainer import Explored, Trainer, open_trainer
 
 BEYOND_PROBES: Final = 5
@@ -66,7 +66,7 @@ def measure(configuration: Configuration) -> Iterator[dict[str, Any]]:
             row["speeds"] = _speeds(trainer, explored, SWEEP[-3:] if configuration.quick else SWEEP)
         yield row
         # The simulated GPU is a dispatch mode, and nothing is compiled under one.
-        if not configuration.simulated:
+        if not configuration.simulated and configuration.model not in NOT_COMPILED:
             trainer.model.compile()
             yield row | {"compiled_points": points(trainer, explored, shares)}
 
@@ -163,9 +163,8 @@ def _speeds(trainer: Trainer, explored: Explored, shares: tuple[float, ...]) -> 
 
 def _speed(trainer: Trainer, rows: NDArray[np.int64]) -> float | None:
     """Measures samples per second in steps of one micro-batch. Returns None if memory runs out."""
-    if not trainer.fits(rows):
+    if trainer.peak(rows) is None:
         return None
-    trainer.step(rows)
     _wait(trainer.meter.device)
     started, steps = time.perf_counter(), 0
     while steps < FEWEST_STEPS or time.perf_counter() - started < TIMED_S:

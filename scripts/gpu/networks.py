@@ -1,7 +1,7 @@
-"""Networks from outside the CAN tasks, small enough to train anywhere: a U-Net, an LSTM and a transformer. Their data
-and losses are in `gpu.tasks`.
+"""Networks from outside the CAN tasks, small enough to train anywhere: a U-Net, an LSTM, a transformer, and the critic
+of a WGAN-GP. Their data and losses are in `gpu.tasks`.
 
-Shapes: B samples, L tokens, D width, V vocabulary, H and W pixels.
+Shapes: B samples, L tokens, D width, V vocabulary, H and W pixels, P points, C coordinates of a point.
 """
 
 from typing import Final
@@ -96,3 +96,19 @@ def _convolutions(entering: int, leaving: int) -> nn.Sequential:
     for channels in (entering, leaving):
         layers += [nn.Conv2d(channels, leaving, 3, padding=1), nn.BatchNorm2d(leaving), nn.ReLU()]
     return nn.Sequential(*layers)
+
+
+class Critic(nn.Module):
+    """A critic of point sets: points [B, P, C] → scores [B]."""
+
+    def __init__(self, coordinates: int, width: int) -> None:
+        super().__init__()
+        self.each = nn.Sequential(
+            nn.Linear(coordinates, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2)
+        )
+        self.whole = nn.Sequential(nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Linear(width, 1))
+
+    def forward(self, points: Tensor) -> Tensor:
+        """Returns one score per point set."""
+        scores: Tensor = self.whole(self.each(points).mean(dim=1))
+        return scores.squeeze(1)

@@ -1,4 +1,4 @@
-"""The tasks that gpu-check trains: can-train's own on the synthetic bus, and three from other fields on random data.
+"""The tasks that gpu-check trains: can-train's own on the synthetic bus, and four from other fields on random data.
 These have only what the search for limits and training need of a task; they cannot be evaluated.
 
 Shapes: R samples of the task or of a batch.
@@ -18,7 +18,7 @@ from can_train.config.compose import RunRequest, resolve
 from can_train.reporter import SilentReporter
 from can_train.task import BatchTask, Feature
 from can_train.training.loading import load_task
-from gpu.networks import WORDS, SequenceModel, Transformer, UNet
+from gpu.networks import WORDS, Critic, SequenceModel, Transformer, UNet
 
 SAMPLES: Final = 2048
 """R, the samples of a task with random data. Larger batches repeat them."""
@@ -150,9 +150,34 @@ def _language(build: Callable[[], nn.Module], *, longest: int) -> TensorTask:
     )
 
 
+def _critic(small: bool) -> TensorTask:
+    points, coordinates, width = (16, 4, 16) if small else (256, 4, 128)
+    rng = np.random.default_rng(SEED)
+    real, made = (rng.standard_normal((SAMPLES, points, coordinates), dtype=np.float32) for _ in range(2))
+    mixed = rng.random((SAMPLES, 1, 1), dtype=np.float32)
+
+    def compute(model: nn.Module, rows: NDArray[np.int64], placement: Placement) -> Tensor:
+        own, other, share = (torch.from_numpy(part[rows]).to(*placement) for part in (real, made, mixed))
+        if not torch.is_grad_enabled():  # in an evaluation
+            return cast(Tensor, model(other).sum() - model(own).sum())
+        between = (share * own + (1 - share) * other).requires_grad_()
+        (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+        penalty = (slope.flatten(1).norm(dim=1) - 1).square().sum()
+        return cast(Tensor, model(other).sum() - model(own).sum() + 10 * penalty)
+
+    return TensorTask(
+        feature=Feature("point sets"),
+        counts=np.ones(SAMPLES),
+        terms=np.ones(SAMPLES),
+        build_model=lambda: Critic(coordinates, width),
+        compute=compute,
+    )
+
+
 OTHER_FIELDS: Final[Mapping[str, Callable[[bool], TensorTask]]] = {
     "unet": _unet,
     "lstm": _lstm,
     "transformer": _transformer,
+    "critic": _critic,
 }
 """Makes each task with random data; the argument is `small` of make_task."""

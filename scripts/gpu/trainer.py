@@ -5,10 +5,10 @@ Shapes: R rows (samples) of a batch.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from gpu.configurations import SIMULATED, Configuration
 from gpu.tasks import make_task
 
 MIB: Final = 2**20
+Result = TypeVar("Result")
 
 WARM_STEPS: Final = 2
 """Steps before a peak is measured. The first creates the optimizer's state, and may compile."""
@@ -114,22 +115,24 @@ class Trainer:
 
         Two, because the gradients of earlier micro-batches are set aside during a step, which takes memory.
         """
-        return self._measured(rows) if self.fits(rows) else None
+        # A batch at the limit may fit in the first steps only, since memory becomes fragmented.
+        return self._tried(lambda: self._measured(rows)) if self.fits(rows) else None
 
     def fits(self, rows: NDArray[np.int64]) -> bool:
         """Returns whether the first steps of two such micro-batches succeed."""
         self.meter.release()
+        return self._tried(lambda: [self.step(rows, parts=2) for _ in range(WARM_STEPS)]) is not None
+
+    def _tried(self, work: Callable[[], Result]) -> Result | None:
+        """Returns what some steps return, or None if memory runs out."""
         try:
-            for _ in range(WARM_STEPS):
-                self.step(rows, parts=2)
+            return work()
         except (DoesNotFitError, RuntimeError) as error:
             if not isinstance(error, DoesNotFitError) and not is_out_of_memory(error):
                 raise
-        else:
-            return True
         self._optimization.optimizer.zero_grad(set_to_none=True)
         self.meter.release()
-        return False
+        return None
 
     def step(self, rows: NDArray[np.int64], *, parts: int = 1) -> None:
         """Takes an optimizer step on a logical batch in which the rows occur `parts` times."""

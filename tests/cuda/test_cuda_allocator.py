@@ -67,7 +67,8 @@ for step in range(3000):
         meter.release()
         model.release_cached()
     measured = torch.cuda.memory_allocated(meter.device), torch.cuda.memory_reserved(meter.device)
-    assert measured == (model.allocated_bytes, model.reserved_bytes), step
+    modelled = model.allocated_bytes, model.reserved_bytes
+    assert measured == modelled, (step, measured, modelled)
 print("agree")
 """
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from can_train.fit.micro_batcher import Losses, MicroBatcher
-from can_train.memory.meters import CudaMeter
+from can_train.memory.meters import CudaMeter, open_meter
 
 MIB = 2**20
 GIB = 2**30
@@ -38,7 +38,10 @@ Take = Callable[[int], subprocess.Popen[str]]
 @pytest.fixture
 def meter() -> CudaMeter:
     torch.cuda.empty_cache()
-    return CudaMeter(torch.device("cuda", 0))
+    # With can-train's settings: otherwise cuBLAS may keep a workspace in the middle of a large cached segment.
+    meter = open_meter("cuda")
+    assert isinstance(meter, CudaMeter)
+    return meter
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from can_train.memory.meters import CudaMeter
+from can_train.memory.meters import CudaMeter, open_meter
 
 MIB = 2**20
 GIB = 2**30
@@ -19,7 +19,10 @@ pytestmark = [
 @pytest.fixture
 def meter() -> Iterator[CudaMeter]:
     torch.cuda.empty_cache()
-    yield CudaMeter(torch.device("cuda", 0))
+    # With can-train's settings: otherwise cuBLAS may keep a workspace in the middle of a large cached segment.
+    meter = open_meter("cuda")
+    assert isinstance(meter, CudaMeter)
+    yield meter
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
 

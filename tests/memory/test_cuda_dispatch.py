@@ -164,6 +164,18 @@ def test_a_workspace_of_cublas_that_the_user_sizes_is_that_large(monkeypatch: py
     assert peak(recorded(lambda: on_gpu(8, 8) @ on_gpu(8, 8)), CUBLAS) == 16 * 8 * 1024
 
 
+def test_the_gradient_of_a_bias_takes_what_the_blocks_of_its_sum_share() -> None:
+    def taken(resident_threads: int, *, bias: bool = True) -> list[int]:
+        layer = nn.Linear(16, 1024, bias=bias)
+        run = lambda: layer(torch.empty(32768, 16)).square().sum().backward()  # noqa: E731
+        return sizes(record_on_cuda(layer, run, generation="ampere", resident_threads=resident_threads))
+
+    a100, h100 = 108 * 2048, 132 * 2048
+    assert 108 * MIB in taken(a100)
+    assert 132 * MIB in taken(h100)
+    assert 108 * MIB not in taken(a100, bias=False)
+
+
 def convolve(channels: int, *, groups: int = 1, trains: bool = True) -> Callable[[], object]:
     def run() -> None:
         image, filters = on_gpu(4, channels, 32, 32), on_gpu(channels, channels // groups, 3, 3)

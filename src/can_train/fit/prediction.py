@@ -325,7 +325,9 @@ class _TaskStep:
 
 def _of_target(step: _Step | _TaskStep, card: Card) -> TargetPrediction:
     try:
-        trace = record_on_cuda(step.model, step.train_on_gpu, generation=card.generation)
+        trace = record_on_cuda(
+            step.model, step.train_on_gpu, generation=card.generation, resident_threads=card.resident_threads
+        )
     except NoCudaDispatchError as error:
         if any(parameter.is_meta for parameter in step.model.parameters()):
             raise ArgumentError(

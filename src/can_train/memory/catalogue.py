@@ -23,6 +23,7 @@ class Card:
     nominal_gb: int  # the gigabytes on the box
     total_bytes: int  # the least that a driver was seen to show of it
     generation: str  # its architecture, which its overheads follow
+    resident_threads: int  # that run at once: multiprocessors, and the threads of each, as NVIDIA's data sheets say
     spellings: tuple[str, ...] = ()  # names without a size that mean it, in letters and digits alone
     desktop: bool = False  # whether it is sold to have a screen attached
     also_gb: tuple[int, ...] = ()  # other sizes in its names, of memory that is not the GPU's
@@ -39,45 +40,45 @@ class Card:
 # found of the A16 and the Quadros: theirs are the sizes of nvidia-smi, or fifteen sixteenths of what is on the box,
 # less as much as the driver keeps of cards like them.
 CARDS: Final = (
-    Card("P100", 16, 16_280 * MIB, "pascal", ("p100",)),
-    Card("V100", 16, 16_128 * MIB, "volta", ("v100",)),
-    Card("V100", 32, 32_490 * MIB, "volta", ("v100", "v100s")),
-    Card("T4", 16, 14_905 * MIB, "turing", ("t4",)),
-    Card("A10", 24, 22_485 * MIB, "ampere", ("a10",)),
-    Card("A10G", 24, 22_485 * MIB, "ampere", ("a10g",)),
-    Card("A16", 16, 14_880 * MIB, "ampere", ("a16",)),
-    Card("A30", 24, 24_060 * MIB, "ampere", ("a30",)),
-    Card("A40", 48, 45_400 * MIB, "ampere", ("a40",)),
-    Card("A100", 40, 40_320 * MIB, "ampere", ("a100",)),
-    Card("A100", 80, 81_000 * MIB, "ampere", ("a100",)),
-    Card("L4", 24, 22_555 * MIB, "ada", ("l4",)),
-    Card("L40", 48, 45_370 * MIB, "ada", ("l40",)),
-    Card("L40S", 48, 45_370 * MIB, "ada", ("l40s",)),
-    Card("H100", 80, 80_990 * MIB, "hopper", ("h100",)),
-    Card("H100", 94, 95_230 * MIB, "hopper", ("h100nvl",)),
-    Card("H200", 141, 143_070 * MIB, "hopper", ("h200", "h200nvl")),
+    Card("P100", 16, 16_280 * MIB, "pascal", 56 * 2048, ("p100",)),
+    Card("V100", 16, 16_128 * MIB, "volta", 80 * 2048, ("v100",)),
+    Card("V100", 32, 32_490 * MIB, "volta", 80 * 2048, ("v100", "v100s")),
+    Card("T4", 16, 14_905 * MIB, "turing", 40 * 1024, ("t4",)),
+    Card("A10", 24, 22_485 * MIB, "ampere", 72 * 1536, ("a10",)),
+    Card("A10G", 24, 22_485 * MIB, "ampere", 80 * 1536, ("a10g",)),
+    Card("A16", 16, 14_880 * MIB, "ampere", 10 * 1536, ("a16",)),
+    Card("A30", 24, 24_060 * MIB, "ampere", 56 * 2048, ("a30",)),
+    Card("A40", 48, 45_400 * MIB, "ampere", 84 * 1536, ("a40",)),
+    Card("A100", 40, 40_320 * MIB, "ampere", 108 * 2048, ("a100",)),
+    Card("A100", 80, 81_000 * MIB, "ampere", 108 * 2048, ("a100",)),
+    Card("L4", 24, 22_555 * MIB, "ada", 58 * 1536, ("l4",)),
+    Card("L40", 48, 45_370 * MIB, "ada", 142 * 1536, ("l40",)),
+    Card("L40S", 48, 45_370 * MIB, "ada", 142 * 1536, ("l40s",)),
+    Card("H100", 80, 80_990 * MIB, "hopper", 132 * 2048, ("h100",)),
+    Card("H100", 94, 95_230 * MIB, "hopper", 132 * 2048, ("h100nvl",)),
+    Card("H200", 141, 143_070 * MIB, "hopper", 132 * 2048, ("h200", "h200nvl")),
     # The size in its name is that of the processor beside it.
-    Card("GH200", 96, 96_760 * MIB, "hopper", ("gh200",), also_gb=(120, 480)),
-    Card("B200", 180, 182_630 * MIB, "blackwell", ("b200",)),
-    Card("Quadro RTX 6000", 24, 22_500 * MIB, "turing", ("quadrortx6000", "rtx6000"), desktop=True),
-    Card("Quadro RTX 8000", 48, 45_400 * MIB, "turing", ("quadrortx8000", "rtx8000"), desktop=True),
-    Card("RTX A4000", 16, 15_970 * MIB, "ampere", ("rtxa4000", "a4000"), desktop=True),
-    Card("RTX A5000", 24, 24_110 * MIB, "ampere", ("rtxa5000", "a5000"), desktop=True),
-    Card("RTX A6000", 48, 48_400 * MIB, "ampere", ("rtxa6000", "a6000"), desktop=True),
-    Card("RTX 6000 Ada", 48, 48_400 * MIB, "ada", ("rtx6000ada", "6000ada", "rtx6000"), desktop=True),
-    Card("GTX 1080 Ti", 11, 11_165 * MIB, "pascal", ("gtx1080ti", "1080ti"), desktop=True),
-    Card("RTX 2080 Ti", 11, 10_810 * MIB, "turing", ("rtx2080ti", "2080ti"), desktop=True),
-    Card("RTX 3060", 12, 11_890 * MIB, "ampere", ("rtx3060", "3060"), desktop=True),
-    Card("RTX 3070", 8, 7_780 * MIB, "ampere", ("rtx3070", "3070"), desktop=True),
-    Card("RTX 3080", 10, 9_850 * MIB, "ampere", ("rtx3080", "3080"), desktop=True),
-    Card("RTX 3080", 12, 11_760 * MIB, "ampere", ("rtx3080", "3080"), desktop=True),
-    Card("RTX 3090", 24, 24_110 * MIB, "ampere", ("rtx3090", "3090"), desktop=True),
-    Card("RTX 4070", 12, 11_760 * MIB, "ada", ("rtx4070", "4070"), desktop=True),
-    Card("RTX 4070 Ti", 12, 11_760 * MIB, "ada", ("rtx4070ti", "4070ti"), desktop=True),
-    Card("RTX 4080", 16, 15_940 * MIB, "ada", ("rtx4080", "4080"), desktop=True),
-    Card("RTX 4090", 24, 24_070 * MIB, "ada", ("rtx4090", "4090"), desktop=True),
-    Card("RTX 5080", 16, 15_830 * MIB, "blackwell", ("rtx5080", "5080"), desktop=True),
-    Card("RTX 5090", 32, 32_080 * MIB, "blackwell", ("rtx5090", "5090"), desktop=True),
+    Card("GH200", 96, 96_760 * MIB, "hopper", 132 * 2048, ("gh200",), also_gb=(120, 480)),
+    Card("B200", 180, 182_630 * MIB, "blackwell", 148 * 2048, ("b200",)),
+    Card("Quadro RTX 6000", 24, 22_500 * MIB, "turing", 72 * 1024, ("quadrortx6000", "rtx6000"), desktop=True),
+    Card("Quadro RTX 8000", 48, 45_400 * MIB, "turing", 72 * 1024, ("quadrortx8000", "rtx8000"), desktop=True),
+    Card("RTX A4000", 16, 15_970 * MIB, "ampere", 48 * 1536, ("rtxa4000", "a4000"), desktop=True),
+    Card("RTX A5000", 24, 24_110 * MIB, "ampere", 64 * 1536, ("rtxa5000", "a5000"), desktop=True),
+    Card("RTX A6000", 48, 48_400 * MIB, "ampere", 84 * 1536, ("rtxa6000", "a6000"), desktop=True),
+    Card("RTX 6000 Ada", 48, 48_400 * MIB, "ada", 142 * 1536, ("rtx6000ada", "6000ada", "rtx6000"), desktop=True),
+    Card("GTX 1080 Ti", 11, 11_165 * MIB, "pascal", 28 * 2048, ("gtx1080ti", "1080ti"), desktop=True),
+    Card("RTX 2080 Ti", 11, 10_810 * MIB, "turing", 68 * 1024, ("rtx2080ti", "2080ti"), desktop=True),
+    Card("RTX 3060", 12, 11_890 * MIB, "ampere", 28 * 1536, ("rtx3060", "3060"), desktop=True),
+    Card("RTX 3070", 8, 7_780 * MIB, "ampere", 46 * 1536, ("rtx3070", "3070"), desktop=True),
+    Card("RTX 3080", 10, 9_850 * MIB, "ampere", 68 * 1536, ("rtx3080", "3080"), desktop=True),
+    Card("RTX 3080", 12, 11_760 * MIB, "ampere", 70 * 1536, ("rtx3080", "3080"), desktop=True),
+    Card("RTX 3090", 24, 24_110 * MIB, "ampere", 82 * 1536, ("rtx3090", "3090"), desktop=True),
+    Card("RTX 4070", 12, 11_760 * MIB, "ada", 46 * 1536, ("rtx4070", "4070"), desktop=True),
+    Card("RTX 4070 Ti", 12, 11_760 * MIB, "ada", 60 * 1536, ("rtx4070ti", "4070ti"), desktop=True),
+    Card("RTX 4080", 16, 15_940 * MIB, "ada", 76 * 1536, ("rtx4080", "4080"), desktop=True),
+    Card("RTX 4090", 24, 24_070 * MIB, "ada", 128 * 1536, ("rtx4090", "4090"), desktop=True),
+    Card("RTX 5080", 16, 15_830 * MIB, "blackwell", 84 * 1536, ("rtx5080", "5080"), desktop=True),
+    Card("RTX 5090", 32, 32_080 * MIB, "blackwell", 170 * 1536, ("rtx5090", "5090"), desktop=True),
 )
 
 
@@ -140,6 +141,7 @@ _SCREEN_BYTES: Final = 512 * MIB
 # expanding segments, which can-train turns on, the finder left 3.4 % (GAT) and 5.2 % (VGAE) of a simulated GPU of 1
 # GiB; gaps grow little with the batch, so larger GPUs lose a smaller share (and one of 0.5 GiB up to 12 %).
 FRAGMENTATION: Final = 0.05
+_MOST_THREADS: Final = max(card.resident_threads for card in CARDS)
 _NAMED: Final = 3  # cards that a message names
 
 
@@ -219,7 +221,7 @@ def other_card(total_bytes: int) -> Card:
     """Makes a card of a GPU that the catalogue does not have; it is assumed to take as much as any generation, and to
     have a screen.
     """
-    return Card("GPU", max(1, round(total_bytes / GIB)), total_bytes, UNKNOWN, desktop=True)
+    return Card("GPU", max(1, round(total_bytes / GIB)), total_bytes, UNKNOWN, _MOST_THREADS, desktop=True)
 
 
 def cards_that_hold(need_bytes: float) -> str:

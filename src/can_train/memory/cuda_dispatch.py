@@ -51,6 +51,7 @@ from can_train.memory.cuda_operators import (
     flash_backward_bytes,
     recurrent_kernels,
     register,
+    sum_bytes,
 )
 from can_train.memory.simulated_gpu import StorageTracker
 
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 
     from can_train.memory.allocator import Block, CachingAllocator
 
+A100_THREADS: Final = 108 * 2048
 TENSORS: Final = "tensors"
 CUBLAS: Final = "cuBLAS workspaces"
 
@@ -84,6 +86,7 @@ _PRODUCTS: Final = frozenset(
      _aten.mv.default, _aten.dot.default}
 )  # fmt: skip
 # Operations that take tensors of two devices as they are.
+_SUMS: Final = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})
 _ACROSS_DEVICES: Final = frozenset({_aten.copy_.default, _aten._to_copy.default, torch.ops.prim.device.default})
 _WHOLE: Final = ("aten::randint", "aten::randperm")  # operations that make whole numbers unless told otherwise
 # Operations with a kernel of CUDA's that a build without CUDA takes apart. No kernel is run on fake tensors, but where
@@ -127,7 +130,12 @@ class AllocationTrace:
 
 
 def record_on_cuda(
-    model: nn.Module, run: Callable[[], object], *, generation: str, timeout_s: float = _TIMEOUT_S
+    model: nn.Module,
+    run: Callable[[], object],
+    *,
+    generation: str,
+    resident_threads: int = A100_THREADS,
+    timeout_s: float = _TIMEOUT_S,
 ) -> AllocationTrace:
     """Records what a program allocates on a CUDA GPU.
 
@@ -139,6 +147,7 @@ def record_on_cuda(
         model: A model on any device, `meta` included; nothing of this process changes.
         run: The program, steps of training for example. It runs in a child process.
         generation: The GPU's, as in the catalogue: kernels of attention and sizes of workspaces follow from it.
+        resident_threads: Threads that the GPU runs at once, as in the catalogue: what sums take follows from it.
         timeout_s: Seconds after which the child process is given up.
 
     Raises:
@@ -151,7 +160,7 @@ def record_on_cuda(
     # no locks of others, as the workers of PyTorch's data loader do; Python 3.12 warns of it all the same.
     context = get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(theirs, library, model, run, generation))
+    child = context.Process(target=_answer, args=(theirs, library, model, run, (generation, resident_threads)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
@@ -217,7 +226,9 @@ def _compile(library: Path, environment: Mapping[str, str]) -> None:
         raise NoCudaDispatchError("The library of CUDA's dispatch must compile", value=told.strip()[:_TOLD]) from error
 
 
-def _answer(answers: Connection, library: Path, model: nn.Module, run: Callable[[], object], generation: str) -> None:
+def _answer(
+    answers: Connection, library: Path, model: nn.Module, run: Callable[[], object], gpu: tuple[str, int]
+) -> None:
     """Records a program in this process, which must be a child, and sends the recording, or the error as text."""
     warnings.simplefilter("ignore")
     # A parent that is killed takes this process with it.
@@ -226,7 +237,7 @@ def _answer(answers: Connection, library: Path, model: nn.Module, run: Callable[
     torch.set_num_threads(1)
     try:
         ctypes.CDLL(str(library)).can_train_start_autograd()
-        recorder = _Recorder(model, generation)
+        recorder = _Recorder(model, *gpu)
         with recorder.recording():
             run()
         answers.send((recorder.events, recorder.workspaces))
@@ -237,11 +248,12 @@ def _answer(answers: Connection, library: Path, model: nn.Module, run: Callable[
 class _Recorder(StorageTracker[int]):
     """Records the allocations on a fake GPU, which it puts a model on."""
 
-    def __init__(self, model: nn.Module, generation: str) -> None:
+    def __init__(self, model: nn.Module, generation: str, resident_threads: int) -> None:
         super().__init__(cuda=None)
         self.events: list[tuple[int, int]] = []
         self.workspaces: dict[int, str] = {}
         self._capability = capability_of(generation)
+        self._resident_threads = resident_threads
         self._span = ""  # library whose memory is made now; empty: tensors
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._on_gpu = WeakIdKeyDictionary()  # what tensors outside the GPU became there
@@ -381,9 +393,20 @@ class _Recorder(StorageTracker[int]):
                 self.workspaces[self._allocate(_cublas_bytes(self._capability))] = CUBLAS
         if func is _aten._scaled_dot_product_flash_attention_backward.default:
             self._free(self._allocate(flash_backward_bytes(args[1])))
+        for source, dims in _sums(func, args, result):
+            if size := sum_bytes(source, dims, resident_threads=self._resident_threads):
+                self._free(self._allocate(size))
         with self.library(CUDNN):
             for size in _cudnn_bytes(func, args, result):
                 self._free(self._allocate(size))
+
+
+def _sums(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[Tensor, Sequence[int]]]:
+    """Yields what an operation sums, and over which dimensions, apart from sums of all numbers: these take little."""
+    if func in _SUMS and args[1] and _is_on_gpu(result):
+        yield args[0], args[1]
+    elif func is _aten.convolution_backward.default and _is_on_gpu(result[2]):
+        yield args[0], (0, *range(2, args[0].dim()))
 
 
 def _cudnn_bytes(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[int]:

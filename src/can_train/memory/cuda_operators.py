@@ -6,6 +6,7 @@ Shapes: N batch, H heads, L queries, S keys, E and V width of a head; T steps, I
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,7 +146,7 @@ class FusedKernel:
     compute: Callable[..., Sequence[Tensor]]  # makes the results from the inputs, outside the device
     kept_bytes: int = 0  # what it keeps for the backward pass beside inputs and results
     is_repeatable: bool = False  # whether it may be computed again, to be differentiated twice
-    forward_bytes: int = 0  # what it takes while it runs
+    forward_bytes: int = 0  # what it takes while it runs, beside what it keeps
     backward_bytes: int = 0
     library: str = ""  # whose memory this is; empty: PyTorch's
 
@@ -164,8 +165,9 @@ class _Fused(torch.autograd.Function):
         device = next(one.device for one in inputs if one is not None)
         results = tuple(one.detach().clone() for one in computed)
         with _everywhere(lambda mode: mode.library(kernel.library)):
-            torch.empty(kernel.forward_bytes, dtype=torch.uint8, device=device)
+            workspace = torch.empty(kernel.forward_bytes, dtype=torch.uint8, device=device)
             kept = torch.empty(kernel.kept_bytes if needs_gradients else 0, dtype=torch.uint8, device=device)
+        del workspace
         ctx.kernel, ctx.graph = kernel, (own, computed)
         ctx.save_for_backward(*inputs, *results, kept)
         return results
@@ -396,6 +398,84 @@ def flash_backward_bytes(query: Tensor) -> int:
     return batch * heads * rows * (1 + -(-width // unit) * unit) * torch.float32.itemsize
 
 
+# Numbers of a block of threads in a reduction. Source: aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`.
+_BLOCK_THREADS: Final = 512
+_WARP_THREADS: Final = 32
+_VECTOR: Final = 4  # numbers that a thread loads at once
+_LONG_SUM: Final = 128  # numbers from which a thread loads several of one result
+_FEW_VALUES, _MANY_VALUES = 16, 256  # that a thread adds up
+_INDEXED_BYTES: Final = 2**31 - 1  # larger tensors are halved
+
+
+def sum_bytes(source: Tensor, dims: Sequence[int], *, resident_threads: int) -> int:
+    """Returns what a sum over dimensions takes beside its result: the parts that blocks of threads leave in the GPU's
+    memory, where several share a number of the result. The gradient of a bias is such a sum.
+
+    Source: aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig` and `global_memory_size`.
+    """
+    reduced, kept = _axes_of_sum(source, dims)
+    num_inputs, num_outputs = (math.prod(size for _, size in axes) for axes in (reduced, kept))
+    if num_inputs <= 1 or not num_outputs:
+        return 0
+    along_inputs = not kept or reduced[0][0] < kept[0][0]
+    width, height, vector = _block_of_sum(reduced, kept, along_inputs)
+    num_threads = width * height
+    values = -(-num_inputs // (width if along_inputs else 1))
+    if values < min(height * _FEW_VALUES, _MANY_VALUES):
+        return 0
+    values = -(-values // height)
+    grid = -(-(num_outputs // vector) // (1 if along_inputs else width))
+    most = resident_threads // num_threads
+    if values < _MANY_VALUES or grid > most:
+        return 0
+    shares = max(min(-(-most // grid), -(-values // _FEW_VALUES)), -(-values // _MANY_VALUES))
+    parts = num_outputs * shares * (1 if along_inputs else width * vector)
+    return parts * max(source.element_size(), torch.float32.itemsize) if shares > 1 else 0
+
+
+def _axes_of_sum(source: Tensor, dims: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Returns strides and sizes of the axes that are summed over, and of those that stay, smallest strides first;
+    neighbours that can be walked as one are one.
+    """
+    summed = {dim % max(source.dim(), 1) for dim in dims} or set(range(source.dim()))
+    layout = source.stride(), source.shape
+    axes = [[stride, size, dim in summed] for dim, (stride, size) in enumerate(zip(*layout, strict=True))]
+    while source.element_size() * (1 + sum(stride * (size - 1) for stride, size, _ in axes)) > _INDEXED_BYTES:
+        longest = max(axes, key=lambda axis: axis[0] * (axis[1] - 1))
+        longest[1] = -(-longest[1] // 2)
+    merged: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    for stride, size, is_summed in sorted(axes):
+        own = merged[not is_summed]
+        if own and size != 1 and own[-1][0] * own[-1][1] == stride:
+            own[-1] = (own[-1][0], own[-1][1] * size)
+        elif size != 1:
+            own.append((stride, size))
+    return merged
+
+
+def _block_of_sum(
+    reduced: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]], along_inputs: bool
+) -> tuple[int, int, int]:
+    """Returns the threads of a block along the fastest axis and across it, and the numbers that each loads at once
+    where they belong to different results.
+    """
+    across, along = (
+        math.prod(size for _, size in axes) for axes in ((kept, reduced) if along_inputs else (reduced, kept))
+    )
+    vector = 1
+    if along_inputs and reduced[0][0] == 1 and along >= _LONG_SUM and len(reduced) == 1:
+        along //= _VECTOR
+    elif not along_inputs and kept[0][0] == 1:
+        others = [kept[0][1], *(stride for stride, _ in (*kept[1:], *reduced))]
+        vector = math.gcd(_VECTOR, *others)
+        along //= vector
+    most = _BLOCK_THREADS // vector
+    along, across = (min(1 << (max(count, 1).bit_length() - 1), most) for count in (along, across))
+    width = min(along, _WARP_THREADS)
+    height = min(across, most // width)
+    return min(along, most // height), height, vector
+
+
 def _attention_on_cpu(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
     call = AttentionCall.bound(*args, **kwargs)
     backend = call.backend(capability)
@@ -417,11 +497,12 @@ def _attention_on_cpu(capability: Capability, *args: Any, **kwargs: Any) -> Tens
         return attended
 
 
-# Numbers that cuDNN keeps for each step, sample and hidden unit of each layer. The gates are what gradients need at the
-# least. What it keeps beside them is a guess (an LSTM's cells and results, a GRU's two more): the library tells sizes
-# only where it runs.
-_GATES: Final = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
-_KEPT: Final = {"lstm": 6, "gru": 5, "rnn_tanh": 1, "rnn_relu": 1}
+# What cuDNN 9.19 was seen to take on an H100 for recurrent layers, in numbers for each step, sample and hidden unit:
+# what each layer keeps, the last one a number less; and what it takes while it runs, beside a copy of the weights and
+# 8 MiB for each layer and direction. Other cards and versions are taken to need the same.
+_KEPT: Final = {"lstm": 6, "gru": 7, "rnn_tanh": 2, "rnn_relu": 2}
+_RUNNING: Final = {"lstm": 6, "gru": 5, "rnn_tanh": 5, "rnn_relu": 5}
+_RECURRENT_BYTES: Final = 8 * 2**20
 
 
 def recurrent_kernels(composed: Callable[[OpOverload], Callable[..., Any]] | None) -> Kernels:
@@ -429,7 +510,7 @@ def recurrent_kernels(composed: Callable[[OpOverload], Callable[..., Any]] | Non
     tensors without values.
     """
     kernels: Kernels = {}
-    for name in _GATES:
+    for name in _KEPT:
         for overload in ("input", "data"):
             operator = getattr(getattr(_aten, name), overload)
             kernels[operator] = partial(_recurrent, operator, composed)
@@ -448,7 +529,8 @@ def _recurrent(
     lengths, options = args[1 : 1 + is_packed], args[3 + is_packed :]
     is_lstm = isinstance(states, list | tuple)
     states = list(states) if is_lstm else [states]
-    _, layers, _, train, bidirectional = options[:5]
+    _, layers, dropout, train, bidirectional = options[:5]
+    batch_first = not is_packed and options[5]
 
     def compute(inputs: Tensor, *others: Tensor) -> Sequence[Tensor]:
         own, parameters = list(others[: len(states)]), list(others[len(states) :])
@@ -466,9 +548,17 @@ def _recurrent(
     kernel = partial(FusedKernel, compute=compute, library=CUDNN)
     tensors = _as_autocast(inputs, *states, *weights)
     size = tensors[0].element_size() * each
-    workspace = _GATES[name] * size
+    weight_bytes = sum(one.nbytes for one in tensors[1 + len(states) :])
+    drops = bool(train and dropout and layers > 1)
+    workspace = weight_bytes + _RECURRENT_BYTES * layers * (1 + bidirectional) + (_RUNNING[name] + drops) * size
+    # cuDNN's steps come first, so it is given copies of what has samples first: the input, and the result's gradient.
+    copied = tensors[0].nbytes * batch_first
     return run_fused(
-        kernel(kept_bytes=_KEPT[name] * layers * size * train, forward_bytes=workspace, backward_bytes=workspace),
+        kernel(
+            kept_bytes=(_KEPT[name] * layers - 1) * size * train,
+            forward_bytes=workspace + copied,
+            backward_bytes=workspace + copied + size * batch_first,
+        ),
         *tensors,
     )
 
