@@ -56,7 +56,8 @@ def test_release_gives_the_cache_back_to_the_driver(meter: CudaMeter) -> None:
     del block
     meter.release()
     free, _ = torch.cuda.mem_get_info()
-    assert free - held >= 512 * MIB
+    # Its first and its last page of 20 MiB may be in use by others.
+    assert free - held >= (512 - 2 * 20) * MIB
     assert torch.cuda.memory_reserved() < 512 * MIB
 
 
