@@ -121,7 +121,13 @@ class Trainer:
     def fits(self, rows: NDArray[np.int64]) -> bool:
         """Returns whether the first steps of two such micro-batches succeed."""
         self.meter.release()
-        return self._tried(lambda: [self.step(rows, parts=2) for _ in range(WARM_STEPS)]) is not None
+
+        def warm_up() -> int:
+            for _ in range(WARM_STEPS):
+                self.step(rows, parts=2)
+            return WARM_STEPS
+
+        return self._tried(warm_up) is not None
 
     def _tried(self, work: Callable[[], Result]) -> Result | None:
         """Returns what some steps return, or None if memory runs out."""

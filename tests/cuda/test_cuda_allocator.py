@@ -86,8 +86,8 @@ ROUNDED = "roundup_power2_divisions:[16:8,32:4,>:2]"
         "max_split_size_mb:20",
         "max_split_size_mb:40,max_non_split_rounding_mb:30",
         "max_split_size_mb:40,expandable_segments:True",
-        # Rounded sizes are often equal. Of equal blocks in separate segments the lowest address is taken, which only the
-        # driver knows.
+        # Rounded sizes are often equal. Of equal blocks in separate segments the lowest address is taken: the driver's
+        # choice, which the model does not know.
         f"{ROUNDED},expandable_segments:True",
         "per_process_memory_fraction:0.03,garbage_collection_threshold:0.6",
         "per_process_memory_fraction:0.03,max_split_size_mb:30",
