@@ -43,7 +43,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"gpu-check: {device['error']}", file=sys.stderr)
         return 2
     path = given.out / f"gpu-check-{device['key']}"
-    results = {"models": {}} | (_earlier(path) if given.resume else {}) | {"device": device, "commit": _commit()}
+    results = (
+        {"models": {}}
+        | (_earlier(path) if given.resume else {})
+        | {"device": device, "commit": _commit(), "jobs": given.jobs}
+    )
     if "tests" in given.parts:
         results["tests"] = _printed("tests", run_cuda_tests(ROOT))
         _save(results, path)

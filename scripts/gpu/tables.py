@@ -38,7 +38,7 @@ def markdown(results: Mapping[str, Any]) -> str:
         lines += ["", "## Predicted and measured peaks", "", *_peaks(measured)]
         lines += ["", "## Finder", "", *_finder(measured)]
         lines += ["", "## Fragmentation", "", *_fragmentation(measured)]
-        lines += ["", "## Throughput", "", *_throughput(measured)]
+        lines += ["", "## Throughput", "", *_throughput(measured, results.get("jobs", 1))]
         lines += _failures(results["models"])
     if "constants" in results:
         lines += ["", "## Constants", "", *_constants(results["constants"])]
@@ -152,10 +152,10 @@ def _fragmentation_cells(row: Row, point: Row) -> list[str]:
             f"{ceiling - ratio:+.1%}"]  # fmt: skip
 
 
-def _throughput(rows: Sequence[Row]) -> list[str]:
+def _throughput(rows: Sequence[Row], jobs: int) -> list[str]:
     swept = [row for row in rows if row.get("speeds")]
     return [
-        THROUGHPUT,
+        THROUGHPUT + (f" {jobs} configurations were measured at once, so the speeds say nothing." if jobs > 1 else ""),
         "",
         *_table(
             ("model", "GiB", "precision", "share", "samples", "samples/s", "of the best"),

@@ -403,7 +403,8 @@ _BLOCK_THREADS: Final = 512
 _WARP_THREADS: Final = 32
 _VECTOR: Final = 4  # numbers that a thread loads at once
 _LONG_SUM: Final = 128  # numbers from which a thread loads several of one result
-_FEW_VALUES, _MANY_VALUES = 16, 256  # that a thread adds up
+_FEW_VALUES: Final = 16  # that a thread adds up, where the GPU is not full
+_MANY_VALUES: Final = 256  # from which blocks share a sum
 _INDEXED_BYTES: Final = 2**31 - 1  # larger tensors are halved
 
 
