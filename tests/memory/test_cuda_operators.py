@@ -221,7 +221,9 @@ def test_an_lstm_takes_what_was_seen_on_a_gpu(
     with counted(x, *layer.parameters()) as tracker:
         result = layer(x)
         assert tracker.live_bytes - others == pytest.approx(kept * MIB, rel=0.01)
-    assert tracker.peak_bytes - others == pytest.approx((kept + running) * MIB, rel=0.1)
+    # A copy of the weights, and 8 MiB of each layer, are left out.
+    left_out = 8 * layers * MIB + sum(one.nbytes for one in layer.parameters())
+    assert tracker.peak_bytes - others == pytest.approx((kept + running) * MIB - left_out, rel=0.1)
     del result
 
 

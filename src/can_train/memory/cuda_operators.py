@@ -499,11 +499,11 @@ def _attention_on_cpu(capability: Capability, *args: Any, **kwargs: Any) -> Tens
 
 
 # What cuDNN 9.19 was seen to take on an H100 for recurrent layers, in numbers for each step, sample and hidden unit:
-# what each layer keeps, the last one a number less; and what it takes while it runs, beside a copy of the weights and
-# 8 MiB for each layer and direction. Other cards and versions are taken to need the same.
+# what each layer keeps, the last one a number less; and what it takes while it runs. A copy of the weights, and 8 MiB
+# for each layer and direction, are left out: simulated GPUs may be smaller than that. Other cards and versions are taken
+# to need the same.
 _KEPT: Final = {"lstm": 6, "gru": 7, "rnn_tanh": 2, "rnn_relu": 2}
 _RUNNING: Final = {"lstm": 6, "gru": 5, "rnn_tanh": 5, "rnn_relu": 5}
-_RECURRENT_BYTES: Final = 8 * 2**20
 
 
 def recurrent_kernels(composed: Callable[[OpOverload], Callable[..., Any]] | None) -> Kernels:
@@ -549,9 +549,8 @@ def _recurrent(
     kernel = partial(FusedKernel, compute=compute, library=CUDNN)
     tensors = _as_autocast(inputs, *states, *weights)
     size = tensors[0].element_size() * each
-    weight_bytes = sum(one.nbytes for one in tensors[1 + len(states) :])
     drops = bool(train and dropout and layers > 1)
-    workspace = weight_bytes + _RECURRENT_BYTES * layers * (1 + bidirectional) + (_RUNNING[name] + drops) * size
+    workspace = (_RUNNING[name] + drops) * size
     # cuDNN's steps come first, so it is given copies of what has samples first: the input, and the result's gradient.
     copied = tensors[0].nbytes * batch_first
     return run_fused(
