@@ -500,8 +500,8 @@ def _attention_on_cpu(capability: Capability, *args: Any, **kwargs: Any) -> Tens
 
 # What cuDNN 9.19 was seen to take on an H100 for recurrent layers, in numbers for each step, sample and hidden unit:
 # what each layer keeps, the last one a number less; and what it takes while it runs. A copy of the weights, and 8 MiB
-# for each layer and direction, are left out: simulated GPUs may be smaller than that. Other cards and versions are taken
-# to need the same.
+# for each layer and direction, are left out: simulated GPUs may be smaller than that. Other cards and versions are
+# taken to need the same.
 _KEPT: Final = {"lstm": 6, "gru": 7, "rnn_tanh": 2, "rnn_relu": 2}
 _RUNNING: Final = {"lstm": 6, "gru": 5, "rnn_tanh": 5, "rnn_relu": 5}
 
