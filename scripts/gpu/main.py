@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from can_train.config.resolved import state_folder
 from can_train.config.settings import PRECISIONS
 from can_train.errors import CanTrainError, DeviceError, StateError
@@ -55,13 +57,21 @@ def main(arguments: Sequence[str]) -> int:
         results["constants"] = _printed("constants", measure({"part": "constants", "device": given.device}))
         _save(results, path)
         remember(results)
-    wanted = [one for one in configurations if "error" in results["models"].get(one.label, {"error": "not measured"})]
-    jobs = [{"part": "models", "configuration": asdict(one)} for one in wanted] if "models" in given.parts else []
+    measured = results["models"]
+    wanted = configurations if "models" in given.parts else ()
+    wanted = [one for one in wanted if "error" in measured.get(one.label, {"error": "not measured yet"})]
     with ThreadPoolExecutor(given.jobs) as pool:
-        labels = {pool.submit(measure, job): one.label for one, job in zip(wanted, jobs, strict=False)}
-        for done in as_completed(labels):
-            results["models"][labels[done]] = _printed(labels[done], done.result())
-            _save(results, path)
+        labels = {pool.submit(measure, {"part": "models", "configuration": asdict(one)}): one.label for one in wanted}
+        try:
+            for done in as_completed(labels):
+                measured[labels[done]] = _printed(labels[done], done.result())
+                _save(results, path)
+        except KeyboardInterrupt:
+            # It reaches neither the threads nor their processes, which have groups of their own.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in psutil.Process().children():
+                child.kill()
+            raise
     print(f"gpu-check: wrote {path}.json and {path}.md")
     found = [results.get("tests", {}), results.get("constants", {}), *results["models"].values()]
     return int(any("error" in one for one in found))
@@ -84,7 +94,10 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="configurations at once; speeds then say nothing")
     parser.add_argument("--resume", action="store_true", help="keep what is in the files already, measure what lacks")
     parser.add_argument("--out", type=Path, default=ROOT / "scripts" / "bench", help="folder of the results")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.jobs < 1:
+        parser.error(f"--jobs is at least 1, not {given.jobs}")
+    return given
 
 
 def choose(given: argparse.Namespace) -> list[Configuration]:
