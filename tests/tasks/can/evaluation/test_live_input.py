@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,11 @@ FRAMES = random_frames(300, seed=3)
 
 
 class Pipe:
-    """Writes parts into a pipe, one after another; the input reads the other end."""
+    """Writes parts into a pipe, one after another; the input reads the other end. Between them it waits for so many
+    seconds, or for an event.
+    """
 
-    def __init__(self, parts: Sequence[bytes | float]) -> None:
+    def __init__(self, parts: Sequence[bytes | float | threading.Event]) -> None:
         self.reading, self._writing = os.pipe()
         self._parts = parts
         threading.Thread(target=self._write, daemon=True).start()
@@ -34,6 +37,8 @@ class Pipe:
         for part in self._parts:
             if isinstance(part, float):
                 time.sleep(part)
+            elif isinstance(part, threading.Event):
+                part.wait()
             else:
                 os.write(self._writing, part)
         os.close(self._writing)
@@ -100,10 +105,13 @@ def test_the_unit_of_times_is_that_of_a_file_and_is_said_where_it_is_guessed(
 def test_a_slow_pipe_is_not_waited_for_to_guess_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_input, "SILENCE_S", 0.05)
     rows = b"".join(b"%d,%03X,00FF\n" % (number * 10, 0x100 + number % 2) for number in range(60))
-    source = TextInput(Pipe([b"timestamp,arbitration_id,data_field\n" + rows, 0.2, rows]).reading, SETTINGS)
-    counts = [batch and len(batch) for batch in source.batches()]
-    assert counts[:2] == [60, None]
-    assert sum(count or 0 for count in counts) == 120
+    header, goes_on = b"timestamp,arbitration_id,data_field\n", threading.Event()
+    source = TextInput(Pipe([header + rows, goes_on, rows]).reading, SETTINGS)
+    batches = source.batches()
+    counts = [batch and len(batch) for batch in islice(batches, 2)]
+    assert counts == [60, None]
+    goes_on.set()
+    assert sum(len(batch) for batch in batches if batch) == 60
     source.close()
 
 
@@ -125,9 +133,13 @@ def test_a_header_may_arrive_long_before_the_first_row() -> None:
 
 def test_silence_is_told_and_loses_no_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_input, "SILENCE_S", 0.05)
-    text = candump(FRAMES).encode()
-    source = TextInput(Pipe([text[:5010], 0.3, text[5010:]]).reading, SETTINGS)
-    found = list(source.batches())
+    text, goes_on = candump(FRAMES).encode(), threading.Event()
+    source = TextInput(Pipe([text[:5010], goes_on, text[5010:]]).reading, SETTINGS)
+    found = []
+    for batch in source.batches():
+        found.append(batch)
+        if batch is None:
+            goes_on.set()
     assert None in found[1:-1]
     same(Frames.concatenate([frames for frames in found if frames is not None]))
 
