@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
@@ -55,19 +56,21 @@ class Program:
     clears_late: bool = False  # whether gradients are cleared after the forward pass
     keeps_gradients: bool = False  # whether cleared gradients stay, as zeros
     autocast: bool = False  # of the backward pass, too
-    prefetches: bool = False  # whether a loader holds one more batch on the GPU, and its images as bytes
+    has_loader: bool = False  # whether timm's loader makes the batches, on the GPU, in a stream of its own
+    tries_algorithms: bool = False  # whether cuDNN does in the first step, and leaves nothing in the allocator's cache
     loss: Callable[[Any, Tensor], Tensor] = F.cross_entropy
 
     def run(self) -> None:
         """Trains; a loop's names outlive its steps, and hold batch, outputs and loss until they are bound again."""
         optimizer = self.optimizer(list(self.model.parameters()))
-        prefetched = self._prefetched() if self.prefetches else ()
+        loaded = self._loaded() if self.has_loader else ()
         if self.looked_at:
             inputs, labels = (_moved(one) for one in self.batch_of(self.looked_at))
             self.model(inputs)
         with torch.autocast("cuda", dtype=torch.float16, enabled=self.autocast):
-            for size in self.batches:
-                inputs, labels = (_moved(one) for one in self.batch_of(size))
+            for step, size in enumerate(self.batches):
+                images, labels = self.batch_of(size)
+                inputs, labels = loaded[0] if loaded else _moved(images), _moved(labels)
                 if not self.clears_late:
                     optimizer.zero_grad(set_to_none=not self.keeps_gradients)
                 outputs = self.model(inputs)
@@ -75,13 +78,17 @@ class Program:
                 if self.clears_late:
                     optimizer.zero_grad()
                 loss.backward()
+                if self.tries_algorithms and step == 0:
+                    torch.cuda.empty_cache()
                 optimizer.step()
         self._forward(self.evaluated)
-        del prefetched
 
-    def _prefetched(self) -> tuple[Tensor, Tensor]:
+    def _loaded(self) -> Sequence[Tensor]:
+        """Returns what timm's loader holds: the batch that is trained, the next one while it is scaled, which takes a
+        copy, and its images as bytes. No other stream gets this memory.
+        """
         images, _ = self.batch_of(self.batches[0])
-        return _moved(images), torch.empty(images.shape, dtype=torch.uint8, device="cuda")
+        return [*(_moved(images) for _ in range(3)), _moved(images.flatten()[: -(-images.numel() // 4)])]
 
     def _forward(self, sizes: Sequence[int]) -> None:
         self.model.eval()
@@ -304,15 +311,22 @@ def _timm(row: Row, size: int) -> Program:
         return (made.contiguous(memory_format=torch.channels_last), labels) if is_nhwc else (made, labels)
 
     is_nhwc = "channels_last" in row["notes"]
+    # The loop of the other rows is not published; it is taken to be timm's train.py.
     return Program(
         model=model, batch_of=images, batches=[size] * _STEPS, autocast=is_benchmark, keeps_gradients=is_benchmark,
-        # The other rows' loop is not published. This one suits those networks of every second row best that have few
-        # dense convolutions: gradients cleared after the forward pass, and timm's loader, which prefetches.
-        clears_late=not is_benchmark, prefetches=not is_benchmark,
-        optimizer=lambda parameters: torch.optim.SGD(
-            parameters, lr=1e-3, momentum=0.9, nesterov=is_benchmark, foreach=not is_benchmark
-        ),
+        has_loader=not is_benchmark, tries_algorithms=not is_benchmark,
+        optimizer=partial(_sgd, foreach=False) if is_benchmark else _decaying_sgd,
     )  # fmt: skip
+
+
+def _sgd(parameters: Any, *, foreach: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, nesterov=True, foreach=foreach)
+
+
+def _decaying_sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns SGD as timm's train.py makes it by default: biases and weights of norms do not decay."""
+    kept, decaying = ([one for one in parameters if (one.ndim > 1) == decays] for decays in (False, True))
+    return _sgd([{"params": kept, "weight_decay": 0.0}, {"params": decaying, "weight_decay": 2e-5}], foreach=True)
 
 
 def _import_vision(package: str) -> Any:

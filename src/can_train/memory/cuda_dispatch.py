@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 A100_THREADS: Final = 108 * 2048
 TENSORS: Final = "tensors"
 CUBLAS: Final = "cuBLAS workspaces"
+CACHE_RELEASED: Final = -1
+"""In place of an allocation's number: the cache is given back to the driver (`torch.cuda.empty_cache`)."""
 
 _SOURCE: Final = Path(__file__).with_suffix(".cpp")
 _COMPILERS: Final = ("c++", "g++", "clang++")
@@ -106,7 +108,8 @@ class NoCudaDispatchError(DeviceError):
 class AllocationTrace:
     """The allocations of a program on a CUDA GPU, in order."""
 
-    events: Sequence[tuple[int, int]]  # (number of an allocation, its bytes), or (the same number, 0) when it is freed
+    # (number of an allocation, its bytes); (the same number, 0) when it is freed; (CACHE_RELEASED, 0)
+    events: Sequence[tuple[int, int]]
     workspaces: Mapping[int, str]  # number of an allocation to `CUBLAS` or `CUDNN`; all others are tensors
 
     def replay(self, allocator: CachingAllocator, kinds: Sequence[str] = (TENSORS, CUBLAS, CUDNN)) -> bool:
@@ -116,6 +119,9 @@ class AllocationTrace:
         """
         blocks: dict[int, Block] = {}
         for number, size in self.events:
+            if number == CACHE_RELEASED:
+                allocator.release_cached()
+                continue
             kind = self.workspaces.get(number, TENSORS)
             if kind not in kinds:
                 continue
@@ -268,6 +274,7 @@ class _Recorder(StorageTracker[int]):
         attention = {_aten.scaled_dot_product_attention.default: partial(_attention, self._capability)}
         chosen = register("AutogradCUDA", attention | recurrent_kernels(None))
         _pretend_cuda(self._capability)
+        torch.cuda.empty_cache = self._release_cached
         with self._fake:
             self._move_model()
         self._model.register_forward_pre_hook(self._move_inputs, with_kwargs=True)
@@ -351,6 +358,10 @@ class _Recorder(StorageTracker[int]):
 
     def _free(self, allocation: int) -> None:
         self.events.append((allocation, 0))
+
+    def _release_cached(self) -> None:
+        self._free_dead()
+        self.events.append((CACHE_RELEASED, 0))
 
     def _move(self, tensor: Tensor) -> Tensor:
         """Returns a tensor on the GPU, the same one as long as the given one lives; single values stay."""
