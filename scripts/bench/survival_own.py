@@ -13,7 +13,7 @@ from bench.survival_world import SEED, Choice, Machine, Replay, Rows, shuffled
 from can_train import Feature, MicroBatcher, find_max_size, predict_peak
 from can_train.errors import DoesNotFitError
 from can_train.fit.cost_model import DeviceLimits
-from can_train.fit.explore import fit_by_probes
+from can_train.fit.explore import ProbeBounds, fit_by_probes
 from can_train.fit.factor_rule import PROVISIONAL, Aim, FactorRule
 from can_train.fit.packing import BatchCosts, SplitRules
 from can_train.fit.plan import costliest
@@ -51,9 +51,8 @@ class ModelledMeter(Meter):
 def by_plan(machine: Machine, *, logical: int) -> Choice:
     """Probes and searches as the command line does in a configuration's first run, and cuts batches by cost."""
     features, counts = (Feature("nodes"), Feature("edges")), machine.graphs.counts
-    fit = fit_by_probes(
-        lambda rows: int(machine.compute(rows)), features, counts, capacity_bytes=machine.capacity_bytes
-    )
+    within = ProbeBounds(capacity_bytes=machine.capacity_bytes)
+    fit = fit_by_probes(lambda rows: int(machine.compute(rows)), features, counts, within)
     order = BatchCosts.priced(fit.model, counts)
     upper = costliest(order, logical) / PROVISIONAL + float(order.each().max())
     bounds = SearchBounds(upper=upper, capacity_bytes=machine.capacity_bytes)

@@ -41,6 +41,14 @@ def test_readings_are_the_allocators(meter: CudaMeter) -> None:
     assert meter.peak_bytes() == before
 
 
+def test_a_kernel_takes_no_more_than_the_meter_tells(meter: CudaMeter) -> None:
+    rows = torch.zeros(2**18, 256, device=meter.device)
+    meter.reset_peak()
+    before = meter.peak_bytes()
+    rows.sum(0)
+    assert meter.kernel_bytes / 2 < meter.peak_bytes() - before <= 1.01 * meter.kernel_bytes
+
+
 def test_what_is_cached_is_available_and_nobody_elses(meter: CudaMeter) -> None:
     block = torch.empty(256 * MIB, dtype=torch.uint8, device=meter.device)
     del block

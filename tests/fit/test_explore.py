@@ -15,6 +15,7 @@ from can_train.fit.explore import (
     PROBE_SHARE,
     ROUNDS,
     SMALLEST_PROBE,
+    ProbeBounds,
     extreme_samples,
     fit_by_probes,
     model_does_not_fit,
@@ -58,8 +59,12 @@ class Device:
         self.peaks.append(peak)
         return int(peak)
 
-    def probed(self, features: tuple[Feature, ...] = GRAPHS, counts: NDArray[np.float64] = COUNTS) -> ProbeFit:
-        return fit_by_probes(self, features, counts, capacity_bytes=self._capacity)
+    def probed(
+        self, features: tuple[Feature, ...] = GRAPHS, counts: NDArray[np.float64] = COUNTS, kernel_bytes: float = 0.0
+    ) -> ProbeFit:
+        return fit_by_probes(
+            self, features, counts, ProbeBounds(capacity_bytes=self._capacity, kernel_bytes=kernel_bytes)
+        )
 
 
 def straight(positions: Positions) -> float:
@@ -120,8 +125,26 @@ def test_gradients_that_hide_the_law_of_a_thousand_samples_are_left_behind() -> 
     hidden = 800 * A_NODE * float(COUNTS[:, 0].mean())
     device = Device(lambda positions: max(straight(positions), BASE + hidden + 0.1 * (straight(positions) - BASE)))
     assert device.probed().model.base_bytes != pytest.approx(BASE, rel=0.01)
-    assert_law_found(fit_by_probes(device, GRAPHS, COUNTS, capacity_bytes=16 * GIB, gradient_bytes=hidden / 3))
+    bounds = ProbeBounds(capacity_bytes=16 * GIB, gradient_bytes=hidden / 3)
+    assert_law_found(fit_by_probes(device, GRAPHS, COUNTS, bounds))
     assert max(device.sizes) <= 2 * SMALLEST_PROBE * LATER_ROUNDS[-1]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3])
+@pytest.mark.parametrize("kernel_bytes", [20e6, 138e6], ids=["T4", "H100"])
+def test_memory_of_kernels_that_grows_with_small_batches_only_is_left_behind(share: float, kernel_bytes: float) -> None:
+    large = np.resize(np.arange(len(COUNTS)), 20_000)
+    truth = straight(large) + kernel_bytes
+
+    def predicted(kernel_bytes: float) -> float:
+        model = device.probed(kernel_bytes=kernel_bytes).model
+        assert model.explains
+        return model.peak_bytes(model.cost(COUNTS[large]))
+
+    device = Device(lambda positions: straight(positions) + min(share * (straight(positions) - BASE), kernel_bytes))
+    assert predicted(0.0) > (1 + 0.8 * share) * truth
+    assert predicted(kernel_bytes) == pytest.approx(truth, rel=1e-3)
+    assert max(device.peaks) <= PROBE_SHARE * 16 * GIB
 
 
 @pytest.mark.parametrize("spread", [0.5, 1.5])
@@ -185,7 +208,7 @@ def test_any_other_error_ends_the_probes() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        fit_by_probes(broken, GRAPHS, COUNTS, capacity_bytes=GIB)
+        fit_by_probes(broken, GRAPHS, COUNTS, ProbeBounds(capacity_bytes=GIB))
 
 
 rows = st.lists(st.tuples(st.integers(1, 100), st.integers(0, 400)), min_size=1, max_size=60)
@@ -238,7 +261,7 @@ def test_padding_that_no_feature_tells_of_is_noticed_in_data_sorted_by_length() 
         return round(10_000 + 400 * len(positions) * lengths[positions].max())
 
     def fitted(feature: Feature) -> CostModel:
-        return fit_by_probes(padded, [feature], lengths[:, None], capacity_bytes=2**30).model
+        return fit_by_probes(padded, [feature], lengths[:, None], ProbeBounds(capacity_bytes=2**30)).model
 
     assert not fitted(Feature("words")).explains
     assert fitted(Feature("words", padding=1)).explains

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from can_train.errors import DoesNotFitError
 from can_train.fit.cost_model import PhaseLimit
-from can_train.fit.explore import Search, SearchTime, fit_by_probes
+from can_train.fit.explore import ProbeBounds, Search, SearchTime, fit_by_probes
 from can_train.fit.factor_rule import EarlierSearch, FactorRule, KnownLimit, KnownLimits
 from can_train.fit.packing import BatchCosts
 from can_train.fit.planner import Planner, RunPlan, kept_rows, plan_request, still_fits
@@ -159,7 +159,7 @@ def test_a_hidden_allocation_is_noticed_by_the_verification() -> None:
     def law(positions: NDArray[np.int64]) -> int:
         return MIB + len(positions) * 1000
 
-    probed = fit_by_probes(law, (Feature("samples"),), counts, capacity_bytes=10 * MIB)
+    probed = fit_by_probes(law, (Feature("samples"),), counts, ProbeBounds(capacity_bytes=10 * MIB))
     costs = BatchCosts(counts, probed.model.features, probed.model.coefficients)
 
     def measured(positions: NDArray[np.int64]) -> Peak:

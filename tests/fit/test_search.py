@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from can_train.errors import ArgumentError
 from can_train.fit.cost_model import PhaseLimit, ProbeFit
-from can_train.fit.explore import fit_by_probes
+from can_train.fit.explore import ProbeBounds, fit_by_probes
 from can_train.fit.factor_rule import KnownLimit
 from can_train.fit.packing import BatchCosts
 from can_train.fit.search import (
@@ -401,7 +401,7 @@ class Device:
 
     def probed(self, slack: float = 0.0) -> tuple[ProbeFit, BatchCosts]:
         """Fits to what the probes show of the straight law."""
-        probed = fit_by_probes(lambda p: int(straight(p)), GRAPHS, COUNTS, capacity_bytes=self.capacity)
+        probed = fit_by_probes(lambda p: int(straight(p)), GRAPHS, COUNTS, ProbeBounds(capacity_bytes=self.capacity))
         self.probed_cost = probed.largest_cost
         return replace(probed, slack_bytes=slack), BatchCosts(COUNTS, GRAPHS, probed.model.coefficients)
 

@@ -256,7 +256,7 @@ def typical_totals(model: CostModel, mean_totals: Sequence[float], cost: float) 
 
 AGREED: Final = 0.005  # Relative residual of the probes at which they end
 # Shares of the readings, smallest first, that are left out in turn to find a line.
-_DROPPED: Final = (0.0, 0.25, 0.5, 0.7)
+_DROPPED: Final = (0.0, 0.25, 0.5, 0.7, 0.8)
 ProbeReading = tuple["NDArray[np.float64]", float]  # Of a probe: batch totals [F], and peak in bytes
 
 
@@ -271,12 +271,14 @@ class ProbeFit:
     slack_bytes: float = 0.0  # Bytes that the allocator reserved beyond the allocated ones; 0 where it reserves none
 
 
-def fit_to_probes(features: Sequence[Feature], readings: Sequence[ProbeReading]) -> CostModel:
+def fit_to_probes(
+    features: Sequence[Feature], readings: Sequence[ProbeReading], kernel_bytes: float = 0.0
+) -> CostModel:
     """Fits a line to the readings, without the smallest ones where only then it holds.
 
     The peak of a small batch may be another moment's (the gradients of the weights, at the end of a backward pass),
     which does not grow with the batch. The maximum of several straight lines bends upwards, so it is the small probes
-    that lie above the line.
+    that lie above the line; or below it by `kernel_bytes` at most, where kernels take less for them than for others.
     """
     ordered = sorted(readings, key=lambda reading: reading[1])
     totals, peaks = np.stack([totals for totals, _ in ordered]), np.array([peak for _, peak in ordered])
@@ -290,7 +292,7 @@ def fit_to_probes(features: Sequence[Feature], readings: Sequence[ProbeReading])
             costs = np.array([own @ np.asarray(model.coefficients) for own in totals[: first + 1]])
             line = model.base_bytes + costs - EXPLAINED * np.maximum(costs, ALLOCATION_QUANTUM)
             # Where a dropped reading is less than the line says, nothing hides the line: it does not hold.
-            if (peaks[:first] < line[:first]).any():
+            if (peaks[:first] < line[:first] - kernel_bytes).any():
                 continue
             order = np.argsort(costs, kind="stable")
             # A larger batch never takes less.

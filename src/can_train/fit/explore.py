@@ -59,19 +59,36 @@ SMALLEST_PROBE: Final = 4  # Samples of a first probe; with fewer, the shape of 
 # Cost of the largest probe in units of the gradients' size: a line fitted below that bends where activations outgrow
 # the gradients, later the less it bends.
 _BEYOND_GRADIENTS: Final = 4.0
-# Cost, in the same unit, up to which probes without a line grow beyond `ROUNDS`: a bend at `_BEYOND_GRADIENTS` shows in
-# three sizes of batches after it.
-_WORTH_GROWING: Final = 8 * _BEYOND_GRADIENTS
+# Multiple of such a cost up to which probes without a line grow beyond `ROUNDS`: a bend there shows in three sizes of
+# batches after it.
+_WORTH_GROWING: Final = 8.0
+# The same in units of the most that a kernel takes: what it sums is a part of the cost. The critic of a WGAN-GP in
+# bf16, recorded for an H100, grows evenly from 13 times as much on.
+_BEYOND_KERNELS: Final = 16.0
 PROBE_SHARE: Final = 0.5  # Share of the capacity that probes stay below: they should be tiny
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeBounds:
+    """What probes stay below, and what they outgrow because it hides the line that holds for batches that fill a
+    device; in bytes.
+    """
+
+    capacity_bytes: float  # Of the device
+    # Size of the weights' gradients, which decide the peak of batches that cost less, at the end of a backward pass.
+    gradient_bytes: float = 0.0
+    kernel_bytes: float = 0.0  # The most that a kernel takes beside its results, which grows with small batches only
+
+    def outgrown(self, cost: float) -> bool:
+        """Tells whether a batch costs so much that the line shows."""
+        return cost >= max(_BEYOND_GRADIENTS * self.gradient_bytes, _BEYOND_KERNELS * self.kernel_bytes)
 
 
 def fit_by_probes(
     measure: Callable[[Positions], int],
     features: Sequence[Feature],
     counts: NDArray[np.float64],
-    *,
-    capacity_bytes: float,
-    gradient_bytes: float = 0.0,
+    bounds: ProbeBounds,
 ) -> ProbeFit:
     """Runs small batches at the extremes of the data, larger ones until two sizes agree on a line, and fits it.
 
@@ -79,14 +96,13 @@ def fit_by_probes(
         measure: Runs one batch of samples, given by their positions in `counts`, and returns its peak in bytes.
         features: F of them.
         counts: [R, F] of every sample.
-        capacity_bytes: Capacity of the device.
-        gradient_bytes: Size of the weights' gradients. They decide the peak of batches that cost less, at the end of a
-            backward pass, and hide the line that holds for batches that fill a device.
+        bounds: How large probes are.
 
     Raises:
         DoesNotFitError: Not even a single sample fits.
     """
     readings: list[ProbeReading] = []
+    capacity_bytes = bounds.capacity_bytes
 
     def run_round(size: int) -> bool:
         """Runs the probes of one size and adds to the readings; returns whether all of them fitted."""
@@ -111,14 +127,14 @@ def fit_by_probes(
                 value=f"a batch of one sample needs more than the {capacity_bytes / 2**20:.1f} MiB of the device",
                 remedy=_smaller_model(capacity_bytes),
             )
-        model = fit_to_probes(features, readings)
+        model = fit_to_probes(features, readings, bounds.kernel_bytes)
         smallest, largest = min(peak for _, peak in readings), max(peak for _, peak in readings)
         cost = max(largest - model.base_bytes, 0.0)
         # Peaks that do not grow at all agree on nothing: the memory that grows is still hidden.
-        agreed = largest > smallest and model.relative_residual <= AGREED and cost >= _BEYOND_GRADIENTS * gradient_bytes
+        agreed = largest > smallest and model.relative_residual <= AGREED and bounds.outgrown(cost)
         if not complete or (not is_first and (agreed or largest > PROBE_SHARE * capacity_bytes)):
             break
-        if multiple >= ROUNDS[-1] and cost >= _WORTH_GROWING * gradient_bytes:
+        if multiple >= ROUNDS[-1] and bounds.outgrown(cost / _WORTH_GROWING):
             break
     totals, peak = max(readings, key=lambda reading: reading[1])
     return ProbeFit(model=model, largest_cost=float(totals @ np.asarray(model.coefficients)), largest_peak=peak)
@@ -225,8 +241,10 @@ def probe(work: Workload, meter: Meter) -> ProbeFit:
         return peak.allocated
 
     page_bytes = read_allocator_settings().large_page_bytes
-    capacity, gradients = meter.capacity_bytes, work.gradient_bytes
-    fit = fit_by_probes(measure, work.features, work.counts, capacity_bytes=capacity, gradient_bytes=gradients)
+    bounds = ProbeBounds(
+        capacity_bytes=meter.capacity_bytes, gradient_bytes=work.gradient_bytes, kernel_bytes=meter.kernel_bytes
+    )
+    fit = fit_by_probes(measure, work.features, work.counts, bounds)
     return replace(fit, slack_bytes=float(slack_bytes), largest_seconds=largest_seconds)
 
 

@@ -26,6 +26,7 @@ from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -266,6 +267,9 @@ class _Recorder(StorageTracker[int]):
         self._values = WeakIdKeyDictionary()  # whole numbers on the GPU, as tensors of the host
         self._has_cublas: set[bool] = set()  # whether of the thread of the backward pass
         self._model = model
+        # Nodes of a backward pass run in two threads, where some tensors are outside the GPU; fake tensors keep what
+        # they are doing in a place that all threads share.
+        self._one_by_one = RLock()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -297,7 +301,10 @@ class _Recorder(StorageTracker[int]):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs an operation on real numbers, or on fake tensors, and then records what it allocates."""
-        kwargs = kwargs or {}
+        with self._one_by_one:
+            return self._dispatch(func, types, args, kwargs or {})
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
         if _is_real(func, tensors, args, kwargs):
             with unset_fake_temporarily():

@@ -408,6 +408,11 @@ _MANY_VALUES: Final = 256  # from which blocks share a sum
 _INDEXED_BYTES: Final = 2**31 - 1  # larger tensors are halved
 
 
+SUM_BYTES_PER_THREAD: Final = 512
+"""The most that a sum over rows takes for each thread that a GPU runs at once, where it has rows for all of them: an
+H100 takes 132 MiB."""
+
+
 def sum_bytes(source: Tensor, dims: Sequence[int], *, resident_threads: int) -> int:
     """Returns what a sum over dimensions takes beside its result: the parts that blocks of threads leave in the GPU's
     memory, where several share a number of the result. The gradient of a bias is such a sum.

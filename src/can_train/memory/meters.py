@@ -23,7 +23,7 @@ from can_train.io.units import exact_size, parse_size
 from can_train.memory.allocator import AllocatorSettings, no_contention
 from can_train.memory.allocator_settings import OWN_SETTINGS, SETTINGS_VARIABLES, read_allocator_settings
 from can_train.memory.catalogue import UsableMemory, gpu_key
-from can_train.memory.cuda_operators import Capability, capability_of
+from can_train.memory.cuda_operators import SUM_BYTES_PER_THREAD, Capability, capability_of
 from can_train.memory.host import available_bytes
 from can_train.memory.out_of_memory import CatchOutOfMemory
 from can_train.memory.simulated_gpu import LiveStorageTracker, SimulatedGpu
@@ -59,6 +59,7 @@ class Meter(ABC):
     key: str  # kind of device in the factor store, `h100-80gb`
     total_bytes: int  # its whole memory
     capacity_bytes: int  # what PyTorch's allocator may use of it
+    kernel_bytes: int = 0  # the most that one of its kernels takes beside its results, in batches that fill it
     taken_bytes: int = 0  # what other processes held at the start, as far as one can tell; not part of the capacity
     driver: str = ""  # version of the driver; empty where there is none
     counts_always: bool = True  # whether a peak covers everything since the last reset; if not, only measured spans
@@ -218,6 +219,8 @@ class CudaMeter(Meter):
         self.capacity_bytes = min(obtainable, int(fraction * self.total_bytes))
         self.taken_bytes = max(0, self.total_bytes - obtainable - _CONTEXT_MOST_BYTES)
         self.key = gpu_key(properties.name, self.total_bytes)
+        threads = properties.multi_processor_count * properties.max_threads_per_multi_processor
+        self.kernel_bytes = threads * SUM_BYTES_PER_THREAD
         self.notices = cudnn_notices()
 
     def reset_peak(self) -> None:
