@@ -93,7 +93,8 @@ def test_a_screen_takes_memory_of_a_card_for_desktops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch_version", "shares"), [("2.6.0", False), ("2.12.1+cu126", False), ("2.13.0+cpu", True), ("3.0.0", True)]
+    ("torch_version", "shares"),
+    [("2.6.0", False), ("2.10.1+cu126", False), ("2.11.0+cu130", True), ("2.13.0+cpu", True), ("3.0.0", True)],
 )
 def test_the_libraries_share_a_workspace_in_newer_versions_of_torch(torch_version: str, shares: bool) -> None:
     assert shares_workspaces(torch_version) is shares

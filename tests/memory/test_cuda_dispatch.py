@@ -176,6 +176,35 @@ def test_the_gradient_of_a_bias_takes_what_the_blocks_of_its_sum_share() -> None
     assert 108 * MIB not in taken(a100, bias=False)
 
 
+@pytest.mark.parametrize(
+    ("layers", "hidden", "seen"),
+    [(1, 256, 13812096), (2, 256, 24445312), (3, 256, 35144064), (4, 256, 45810048), (2, 512, 37880192),
+     (2, 1024, 83624320)],
+)  # fmt: skip
+def test_a_recurrent_network_works_with_what_an_h100_was_seen_to_allocate(layers: int, hidden: int, seen: int) -> None:
+    network = nn.LSTM(256, hidden, layers)
+    found = record_on_cuda(network, lambda: network(torch.empty(32, 16, 256))[0].sum().backward(), generation="hopper")
+    workspaces = [size for number, size in found.events if size and found.workspaces.get(number) == CUDNN]
+    assert workspaces[0] == workspaces[-1] == pytest.approx(seen, rel=0.02)
+
+
+def test_a_backward_pass_in_two_threads_is_recorded() -> None:
+    critic = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def step() -> None:
+        # What is on the host is derived by another thread than what is on the GPU.
+        given = torch.empty(8, 16, requires_grad=True)
+        (slope,) = torch.autograd.grad(critic(given * 2 + 1).sum(), given, create_graph=True)
+        (slope.square().sum() + critic(given).sum()).backward()
+
+    def steps() -> None:
+        for _ in range(30):
+            step()
+
+    sequence = sizes(record_on_cuda(critic, steps, generation="ampere"))
+    assert sequence
+
+
 def convolve(channels: int, *, groups: int = 1, trains: bool = True) -> Callable[[], object]:
     def run() -> None:
         image, filters = on_gpu(4, channels, 32, 32), on_gpu(channels, channels // groups, 3, 3)

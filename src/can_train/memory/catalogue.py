@@ -110,7 +110,8 @@ ASSUMED: Final = "assumed, on the safe side"  # source of figures that nobody ha
 # What a generation of GPUs takes: bytes outside the allocator (the CUDA context and the kernels that PyTorch and its
 # libraries load), and bytes inside it (what cuBLAS and cuBLASLt keep, in the forward and in the backward thread).
 # Sources: PyTorch's issues report 270 to 430 MiB for the context since CUDA 11.7 loads kernels when they are first
-# used. Each library adds its own, so that is rounded up by half and more. PyTorch's source (CublasHandlePool.cpp) gives
+# used. Each library adds its own, so that is rounded up by half and more: an H100 and an H200 showed 527 MiB for the
+# context, and 695 with all libraries (scripts/bench/gpu-check-*.md). PyTorch's source (CublasHandlePool.cpp) gives
 # cuBLAS 8.1 MiB for each thread, and 32 MiB from Hopper on, and cuBLASLt up to 32 MiB.
 _OVERHEADS: Final = {
     **dict.fromkeys(("pascal", "volta", "turing"), (512 * MIB, 32 * MIB)),
@@ -129,8 +130,9 @@ ALL_KERNELS: Final = "cuBLAS, cuDNN and its batch norm"
 _CONTEXT_LEAST_BYTES: Final = 270 * MIB
 _CONTEXT_MOST_BYTES: Final = {CUBLAS_KERNELS: 1429 * MIB, CUDNN_KERNELS: 1679 * MIB, ALL_KERNELS: 1721 * MIB}
 
-# In torch 2.13 the two libraries use one workspace together. Earlier versions are taken to have one for each.
-_SHARED_SINCE: Final = (2, 13)
+# In torch 2.11 the two libraries were seen to use one workspace together. Earlier versions are taken to have one for
+# each.
+_SHARED_SINCE: Final = (2, 11)
 _SHARED_WORKSPACE_BYTES: Final = 64 * MIB  # the most of both threads together
 
 # What a desktop takes of the card that draws it: 459 and 507 MiB of two RTX 4090 without a job, in a public report.

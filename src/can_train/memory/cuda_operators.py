@@ -504,11 +504,11 @@ def _attention_on_cpu(capability: Capability, *args: Any, **kwargs: Any) -> Tens
 
 
 # What cuDNN 9.19 was seen to take on an H100 for recurrent layers, in numbers for each step, sample and hidden unit:
-# what each layer keeps, the last one a number less; and what it takes while it runs. A copy of the weights, and 8 MiB
-# for each layer and direction, are left out: simulated GPUs may be smaller than that. Other cards and versions are
-# taken to need the same.
+# what each layer keeps, the last one a number less; and what it takes while it runs. Other cards and versions are taken
+# to need the same.
 _KEPT: Final = {"lstm": 6, "gru": 7, "rnn_tanh": 2, "rnn_relu": 2}
 _RUNNING: Final = {"lstm": 6, "gru": 5, "rnn_tanh": 5, "rnn_relu": 5}
+_RUN_BYTES: Final = 8 * 2**20
 
 
 def recurrent_kernels(composed: Callable[[OpOverload], Callable[..., Any]] | None) -> Kernels:
@@ -556,6 +556,9 @@ def _recurrent(
     size = tensors[0].element_size() * each
     drops = bool(train and dropout and layers > 1)
     workspace = (_RUNNING[name] + drops) * size
+    if composed is None:
+        # Of any batch, and more than some simulated GPUs have.
+        workspace += recurrent_bytes(tensors[1 + len(states) :], layers * (1 + bidirectional))
     # cuDNN's steps come first, so it is given copies of what has samples first: the input, and the result's gradient.
     copied = tensors[0].nbytes * batch_first
     return run_fused(
@@ -566,6 +569,13 @@ def _recurrent(
         ),
         *tensors,
     )
+
+
+def recurrent_bytes(weights: Sequence[Tensor], runs: int) -> int:
+    """Returns what cuDNN takes for a recurrent network besides, whatever its batch: a copy of the weights, and as much
+    as it was seen to take on an H100 for each layer and direction.
+    """
+    return sum(one.nbytes for one in weights) + runs * _RUN_BYTES
 
 
 def _cell(
