@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from can_train.memory.allocator import MIN_BLOCK_BYTES, CachingAllocator
+from can_train.memory.allocator import MIN_BLOCK_BYTES, PLAIN, CachingAllocator
 from can_train.memory.cuda_dispatch import (
     CUBLAS,
     TENSORS,
@@ -186,6 +186,19 @@ def test_a_recurrent_network_works_with_what_an_h100_was_seen_to_allocate(layers
     found = record_on_cuda(network, lambda: network(torch.empty(32, 16, 256))[0].sum().backward(), generation="hopper")
     workspaces = [size for number, size in found.events if size and found.workspaces.get(number) == CUDNN]
     assert workspaces[0] == workspaces[-1] == pytest.approx(seen, rel=0.02)
+
+
+@pytest.mark.parametrize(("releases", "reserved"), [(False, 70), (True, 40)])
+def test_a_cache_that_a_program_releases_is_not_reserved_any_more(releases: bool, reserved: int) -> None:
+    def run() -> None:
+        torch.empty(30, MIB, dtype=torch.uint8, device="cuda")
+        if releases:
+            torch.cuda.empty_cache()
+        torch.empty(40, MIB, dtype=torch.uint8, device="cuda")
+
+    allocator = CachingAllocator(2**50, settings=PLAIN)
+    recorded(run).replay(allocator)
+    assert allocator.peak_reserved_bytes == reserved * MIB
 
 
 def test_a_backward_pass_in_two_threads_is_recorded() -> None:
