@@ -67,7 +67,7 @@ Horus's estimates were published for other rows only.
 *Two-sided*: a batch that trained is predicted to fit (`fits_card`), and the next larger one, which did not, not to.
 What cuDNN takes was chosen by those generated CNNs that fitted the context, the ends of the interval by all CNNs.
 The loop of timm's rows on the A100 is not published, and taken to be that of timm's train.py: its loader has a stream
-of its own, momentum and weight decay are SGD's, and `cudnn.benchmark` empties the allocator's cache in the first step."""
+of its own, weights decay, and `cudnn.benchmark` empties the allocator's cache in the first step."""
 GUESSES: Final = """\
 A guess, which nothing here confirms: what algorithms take that cuDNN tries in the first step of timm's loop is the peak
 of some (mobilevitv2); definitions have changed since (coatnet); where generated CNNs are deep and their channels many,
