@@ -299,7 +299,11 @@ def _timm(row: Row, size: int) -> Program:
     is_benchmark = bool(row["precision"].startswith("amp"))
     # PyTorch 1.12, of the benchmark, had no fused attention.
     import_module("timm.layers").set_fused_attn(enable=not is_benchmark)
-    model = timm.create_model(row["model"])
+    try:
+        model = timm.create_model(row["model"])
+    except RuntimeError as error:
+        # An earlier name may lead to weights that are no longer there.
+        raise NoDefinitionError(f"timm {timm.__version__} has no {row['model']}") from error
     side = int(row["image_or_seq"]) if row["image_or_seq"].isdigit() else model.default_cfg["input_size"][-1]
     if side != model.default_cfg["input_size"][-1] and model.default_cfg.get("fixed_input_size", False):
         raise NoDefinitionError(f"{row['model']} has another input size today")
