@@ -71,7 +71,7 @@ of its own, weights decay, and `cudnn.benchmark` empties the allocator's cache i
 GUESSES: Final = """\
 A guess, which nothing here confirms: what algorithms take that cuDNN tries in the first step of timm's loop is the peak
 of some (mobilevitv2); definitions have changed since (coatnet); where generated CNNs are deep and their channels many,
-cuDNN takes other algorithms by rules of its own; XLNet is 6.5 % above the prediction, and its loop is not published."""
+cuDNN takes other algorithms by rules of its own; XLNet is 7 % above the prediction, and its loop is not published."""
 
 
 @dataclass
