@@ -56,14 +56,15 @@ class Program:
     clears_late: bool = False  # whether gradients are cleared after the forward pass
     keeps_gradients: bool = False  # whether cleared gradients stay, as zeros
     autocast: bool = False  # of the backward pass, too
-    has_loader: bool = False  # whether timm's loader makes the batches, on the GPU, in a stream of its own
-    tries_algorithms: bool = False  # whether cuDNN does in the first step, and leaves nothing in the allocator's cache
+    # Whether timm's loader makes the batches, on the GPU, in a stream of its own, and cuDNN tries its algorithms in the
+    # first step, which leaves nothing in the allocator's cache.
+    by_timm: bool = False
     loss: Callable[[Any, Tensor], Tensor] = F.cross_entropy
 
     def run(self) -> None:
         """Trains; a loop's names outlive its steps, and hold batch, outputs and loss until they are bound again."""
         optimizer = self.optimizer(list(self.model.parameters()))
-        loaded = self._loaded() if self.has_loader else ()
+        loaded = self._loaded() if self.by_timm else ()
         if self.looked_at:
             inputs, labels = (_moved(one) for one in self.batch_of(self.looked_at))
             self.model(inputs)
@@ -78,7 +79,7 @@ class Program:
                 if self.clears_late:
                     optimizer.zero_grad()
                 loss.backward()
-                if self.tries_algorithms and step == 0:
+                if self.by_timm and step == 0:
                     torch.cuda.empty_cache()
                 optimizer.step()
         self._forward(self.evaluated)
@@ -318,7 +319,7 @@ def _timm(row: Row, size: int) -> Program:
     # The loop of the other rows is not published; it is taken to be timm's train.py.
     return Program(
         model=model, batch_of=images, batches=[size] * _STEPS, autocast=is_benchmark, keeps_gradients=is_benchmark,
-        has_loader=not is_benchmark, tries_algorithms=not is_benchmark,
+        by_timm=not is_benchmark,
         optimizer=partial(_sgd, foreach=False) if is_benchmark else _decaying_sgd,
     )  # fmt: skip
 
