@@ -315,6 +315,105 @@ def test_whole_numbers_on_the_gpu_may_decide_shapes() -> None:
         recorded(lambda: model(torch.tensor([1, 2, 3, 7])), model)
 
 
+def test_tensors_of_numbers_of_python_are_made_on_the_gpu() -> None:
+    def run() -> None:
+        assert torch.tensor([3, 4], device="cuda").tolist() == [3, 4]
+        assert torch.tensor([], dtype=torch.float16, device="cuda").device.type == "cuda"
+        assert torch.full((2,), 5).tolist() == [5, 5]
+
+    assert sizes(recorded(run)) == [16]
+
+
+def test_a_known_mask_chooses_as_many_rows_as_it_has_and_takes_their_positions_meanwhile() -> None:
+    class Chosen(nn.Module):
+        def forward(self, features: Tensor, mask: Tensor) -> Tensor:
+            features = features * 1.0
+            assert features.masked_select(mask.unsqueeze(1)).shape == (3 * 50,)
+            features[mask] = torch.zeros(50, device="cuda")
+            return features[mask].square().sum()
+
+    mask = torch.arange(100) < 3
+
+    def run() -> None:
+        Chosen()(on_gpu(100, 50), mask).backward()
+
+    found = sizes(recorded(run, model := Chosen()))
+    assert model is not None
+    # The positions of what masked_select, the assignment and the choice read, the last two again in the backward pass.
+    assert found.count(3 * 50 * 2 * 8) == 1
+    assert found.count(3 * 8) == 4
+
+
+def test_positions_are_freed_once_nothing_reads_them() -> None:
+    def run() -> None:
+        mask = torch.ones(1000, dtype=torch.bool, device="cuda")
+        for _ in range(3):
+            assert mask.nonzero().shape == (1000, 1)
+
+    rounded = 16 * MIN_BLOCK_BYTES  # of 1000 positions of 8 bytes
+    assert peak(recorded(run)) == 2 * MIN_BLOCK_BYTES + rounded
+
+
+def test_a_copy_on_the_host_of_whole_numbers_has_their_values() -> None:
+    class Lengths(nn.Module):
+        def forward(self, mask: Tensor) -> list[int]:
+            return mask.sum(1).cpu().tolist()
+
+    model = Lengths()
+
+    def run() -> None:
+        assert model(torch.ones(2, 3, dtype=torch.bool)) == [3, 3]
+
+    recorded(run, model)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_sequences_of_known_lengths_are_packed(batch_first: bool) -> None:
+    lengths = torch.tensor([5, 3, 3, 1])
+    shape = (4, 5, 8) if batch_first else (5, 4, 8)
+
+    def run(device: str) -> tuple[tuple[int, ...], list[int]]:
+        padded = torch.zeros(shape, device=device, requires_grad=True)
+        packed = nn.utils.rnn.pack_padded_sequence(padded, lengths, batch_first=batch_first)
+        unpacked, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=batch_first)
+        unpacked.square().sum().backward()
+        return tuple(packed.data.shape), packed.batch_sizes.tolist()
+
+    def compare() -> None:
+        assert run("cuda") == expected
+
+    expected = run("cpu")
+    found = sizes(recorded(compare))
+    assert 12 * 8 * 4 in found
+
+
+def test_packed_sequences_without_order_run_through_a_recurrent_network() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read = nn.GRU(8, 16, batch_first=True)
+
+        def forward(self, padded: Tensor, mask: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(padded, mask.sum(1).cpu(), True, enforce_sorted=False)
+            states, _ = nn.utils.rnn.pad_packed_sequence(self.read(packed)[0], batch_first=True)
+            assert states.shape == (2, 4, 16)
+            return states.sum()
+
+    model, mask = Reader(), torch.tensor([[True, False, False, False], [True] * 4])
+    recorded(lambda: model(torch.zeros(2, 4, 8), mask).backward(), model)
+
+
+def test_a_ctc_loss_keeps_a_number_for_each_step_and_place_between_labels() -> None:
+    log_probs, targets = (10, 2, 5), torch.ones(2, 3, dtype=torch.int64)
+
+    def run() -> None:
+        lengths = torch.full((2,), 10), torch.tensor([3, 2])
+        F.ctc_loss(on_gpu(*log_probs).log_softmax(2), targets, *lengths).backward()
+
+    # For the backward pass, and again while it runs.
+    assert sizes(recorded(run)).count(2 * 10 * (2 * 3 + 1) * 4) == 2
+
+
 def test_generators_of_the_host_draw_whole_numbers() -> None:
     generator = torch.Generator().manual_seed(0)
     recorded(lambda: torch.zeros(int(torch.randint(2**40, (), generator=generator)) % 7))

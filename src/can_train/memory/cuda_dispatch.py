@@ -22,8 +22,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
+from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
 from threading import RLock
@@ -31,6 +32,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch._C import DispatchKey
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -91,6 +94,9 @@ _PRODUCTS: Final = frozenset(
 # Operations that take tensors of two devices as they are.
 _SUMS: Final = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})
 _ACROSS_DEVICES: Final = frozenset({_aten.copy_.default, _aten._to_copy.default, torch.ops.prim.device.default})
+_INDEXING: Final = frozenset(
+    {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+)
 _WHOLE: Final = ("aten::randint", "aten::randperm")  # operations that make whole numbers unless told otherwise
 # Operations with a kernel of CUDA's that a build without CUDA takes apart. No kernel is run on fake tensors, but where
 # one is registered they stay whole.
@@ -252,6 +258,14 @@ def _answer(
         answers.send(f"{type(error).__name__}: {error}"[:_TOLD])
 
 
+class _FakeGpu(FakeTensorMode):
+    """Fake tensors of a GPU that is not there, although `torch.cuda.is_available()` says that it is: `torch.tensor`
+    makes its tensor on the host then, and copies it by an operation that is dispatched.
+    """
+
+    avoid_device_init = True
+
+
 class _Recorder(StorageTracker[int]):
     """Records the allocations on a fake GPU, which it puts a model on."""
 
@@ -262,7 +276,7 @@ class _Recorder(StorageTracker[int]):
         self._capability = capability_of(generation)
         self._resident_threads = resident_threads
         self._span = ""  # library whose memory is made now; empty: tensors
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = _FakeGpu(allow_non_fake_inputs=True)
         self._on_gpu = WeakIdKeyDictionary()  # what tensors outside the GPU became there
         self._values = WeakIdKeyDictionary()  # whole numbers on the GPU, as tensors of the host
         self._has_cublas: set[bool] = set()  # whether of the thread of the backward pass
@@ -309,7 +323,22 @@ class _Recorder(StorageTracker[int]):
         if _is_real(func, tensors, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if _is_composite(func):
+            with self._fake, self:
+                return func.decompose(*args, **kwargs)
+        if (made_of_others := _MADE_OF_OTHERS.get(func)) is not None:
+            args = tree_map_only(Tensor, lambda tensor: self._values.get(tensor, tensor), args)
+            with self._fake, self:
+                return made_of_others(*args)
+        if func is _aten.masked_select.default:
+            with self._fake, self:
+                inputs, mask = torch.broadcast_tensors(*args)
+                return inputs[mask]
         values = self._compute(func, args, kwargs, tensors)
+        if values is not None and func is _aten._to_copy.default and _is_on_host(kwargs.get("device")):
+            return values
+        if func in _INDEXING:
+            args = (args[0], self._positions(args[1]), *args[2:])
         if func not in _ACROSS_DEVICES and any(_is_on_gpu(tensor) for tensor in tensors):
             args, kwargs = tree_map_only(Tensor, self._move, (args, kwargs))
         args, kwargs = tree_map_only(Tensor, self._without_values, (args, kwargs))
@@ -318,7 +347,7 @@ class _Recorder(StorageTracker[int]):
         except (DataDependentOutputException, DynamicOutputShapeException):
             if values is None:
                 raise
-            result = tree_map_only(Tensor, self._move, values)
+            result = tree_map_only(Tensor, self._copy_to_gpu, values)
         self._keep_values(func, args, result, values)
         self._take_workspaces(func, args, result)
         return result
@@ -333,6 +362,17 @@ class _Recorder(StorageTracker[int]):
         on_host = {"device": torch.device("cpu")} if "device" in kwargs else {}
         with unset_fake_temporarily():
             return func(*args, **{**kwargs, **on_host})
+
+    def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replaces masks of known values by the positions that they choose, as the kernels of indexing do first."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype is not torch.bool or not self._has_value(index):
+                found.append(index)
+                continue
+            with self._fake, self:
+                found += self._move(index).nonzero().unbind(1)
+        return found
 
     def _has_value(self, tensor: Tensor) -> bool:
         return tensor in self._values or not (isinstance(tensor, FakeTensor) or tensor.is_floating_point())
@@ -375,10 +415,13 @@ class _Recorder(StorageTracker[int]):
         if _is_on_gpu(tensor) or (tensor.dim() == 0 and tensor not in self._on_gpu):
             return tensor
         if tensor not in self._on_gpu:
-            with self._fake, self:
-                self._on_gpu[tensor] = tensor.detach().to("cuda")
+            self._on_gpu[tensor] = self._copy_to_gpu(tensor)
         moved: Tensor = self._on_gpu[tensor]
         return moved
+
+    def _copy_to_gpu(self, tensor: Tensor) -> Tensor:
+        with self._fake, self:
+            return tensor.detach().to("cuda")
 
     def _without_values(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake.from_tensor(tensor)
@@ -417,6 +460,63 @@ class _Recorder(StorageTracker[int]):
         with self.library(CUDNN):
             for size in _cudnn_bytes(func, args, result):
                 self._free(self._allocate(size))
+
+
+def _packed(inputs: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Returns the steps of sequences one after the other, and how many sequences have each of them, on the host.
+
+    Source: aten/src/ATen/native/PackedSequence.cpp, `_pack_padded_sequence`.
+    """
+    inputs = inputs.transpose(0, 1) if batch_first else inputs
+    with unset_fake_temporarily():
+        batch_sizes = (lengths.cpu().unsqueeze(1) > torch.arange(int(lengths[0]))).sum(0)
+        sizes, counts = (one.tolist() for one in torch.unique_consecutive(batch_sizes, return_counts=True))
+    ends = list(accumulate(counts))
+    steps = [
+        inputs[end - count : end, :size].contiguous().flatten(0, 1)
+        for size, count, end in zip(sizes, counts, ends, strict=True)
+    ]
+    return torch.cat(steps), batch_sizes
+
+
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, *_options: object
+) -> tuple[Tensor, Tensor]:
+    """Returns CTC losses of [T, N, C] logarithms, and what is kept for the backward pass.
+
+    Source: aten/src/ATen/native/cuda/LossCTC.cu, `ctc_loss_gpu_template`.
+    """
+    steps, batch, _ = log_probs.shape
+    with unset_fake_temporarily():
+        width = 2 * int(target_lengths.max()) + 1
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, width)
+
+
+def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *others: Any) -> Tensor:
+    """Returns the gradient of the logarithms; another copy of what was kept is needed for it."""
+    kept = others[4]
+    beta = torch.empty_like(kept)
+    result = torch.empty_like(log_probs)
+    del beta
+    return result
+
+
+# Operations that need the values of whole numbers, and what takes their place.
+_MADE_OF_OTHERS: Final[Mapping[Any, Callable[..., Any]]] = {
+    _aten._pack_padded_sequence.default: _packed,
+    # cuDNN's takes targets of 32 bits on the host alone, and MIOpen is AMD's.
+    **{
+        getattr(_aten, name).Tensor: lambda *args: False
+        for name in ("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss")
+        if hasattr(_aten, name)
+    },
+    _aten._ctc_loss.Tensor: _ctc_loss,
+    _aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+}
+
+
+def _is_on_host(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
 
 
 def _sums(func: Any, args: tuple[Any, ...], result: Any) -> Iterator[tuple[Tensor, Sequence[int]]]:
@@ -488,6 +588,19 @@ def _cublas_bytes(capability: Capability, environment: Mapping[str, str] = os.en
     return chosen or (_CUBLAS_BYTES if capability < (9, 0) else _CUBLAS_BYTES_HOPPER)
 
 
+@cache
+def _is_composite(func: OpOverload) -> bool:
+    """Tells whether an operation is always composed of others on CUDA. Below autograd, and in inference mode, it comes
+    whole.
+    """
+    has_kernel = func.has_kernel_for_dispatch_key
+    return (
+        func.namespace == "aten"
+        and has_kernel(DispatchKey.CompositeImplicitAutograd)
+        and not has_kernel(DispatchKey.CUDA)
+    )
+
+
 def _is_on_gpu(value: Any) -> bool:
     return isinstance(value, FakeTensor) and value.device.type == "cuda"
 
@@ -507,6 +620,8 @@ def _makes_whole(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """Tells whether an operation without tensors makes whole numbers."""
     if (dtype := kwargs.get("dtype")) is not None:
         return not dtype.is_floating_point
+    if func is _aten.full.default:
+        return isinstance(args[1], int)
     return func._schema.name in _WHOLE or all(isinstance(value, int) for value in args)
 
 
