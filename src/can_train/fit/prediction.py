@@ -239,23 +239,24 @@ class _Step:
 
     def loss(self, rows: NDArray[np.int64], device: str) -> Tensor:
         """Returns the loss of the samples at some positions."""
+        if self.memory_format is torch.preserve_format:
+            return self._computed(rows, device)
         # Weights take as much in any format, and convolutions follow their inputs.
         hook = self.model.register_forward_pre_hook(self._with_format, with_kwargs=True, prepend=True)
         try:
-            with self.precision.context(torch.device(device)):
-                return self.loss_of(rows)
+            return self._computed(rows, device)
         finally:
             hook.remove()
+
+    def _computed(self, rows: NDArray[np.int64], device: str) -> Tensor:
+        with self.precision.context(torch.device(device)):
+            return self.loss_of(rows)
 
     def _with_format(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         def convert(given: Tensor) -> Tensor:
             return given.contiguous(memory_format=self.memory_format) if given.dim() == _IMAGE_DIMS else given
 
-        return (
-            (args, kwargs)
-            if self.memory_format is torch.preserve_format
-            else tree_map_only(Tensor, convert, (args, kwargs))
-        )
+        return tree_map_only(Tensor, convert, (args, kwargs))
 
     def on_cpu(self) -> PeakPrediction:
         """Predicts from small batches on the CPU."""
