@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="simulated: those of gpu-check")
     parser.add_argument("--quick", action="store_true", help="simulated: an LSTM on the smallest; writes nothing")
     parser.add_argument("--data", type=Path, help="measured: the table of published peaks, CSV")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, help="measured: of its models")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, help="measured: of its models; all that it has")
     parser.add_argument("--most", type=int, default=10_000, help="measured: rows of each source and family")
     parser.add_argument("--save", type=Path, help="measured: folder that keeps recordings, for another run")
     parser.add_argument("--only-saved", action="store_true", help="measured: no rows that it lacks")
@@ -130,9 +130,10 @@ def measure_published(arguments: argparse.Namespace) -> None:
     if arguments.save:
         arguments.save.mkdir(parents=True, exist_ok=True)
     recorder = prediction_measured.Recorder(folder=arguments.save, only_saved=arguments.only_saved)
-    text = prediction_measured.measure(arguments.data, arguments.families, arguments.most, arguments.before, recorder)
+    rows = prediction_measured.read_rows(arguments.data, arguments.families or FAMILIES, more=not arguments.families)
+    text = prediction_measured.measure(rows, arguments.most, arguments.before, recorder)
     print(text)
-    if arguments.families == FAMILIES:
+    if not arguments.families:
         head = environment({"torch": version("torch")})
         heading = "Predicted against published peaks (`scripts/bench/prediction measured`)"
         write_section("prediction-measured", heading, f"{head}\n\n{text}")

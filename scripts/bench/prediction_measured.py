@@ -197,15 +197,22 @@ def _key(row: Row, batch: int | None) -> str:
     return hashlib.sha256(b"".join([*code, repr((sorted(row.items()), batch)).encode()])).hexdigest()[:24]
 
 
-def measure(path: Path, families: Sequence[str], most: int, before: Sequence[str], recorder: Recorder) -> str:
+def read_rows(path: Path, families: Sequence[str], *, more: bool) -> list[Row]:
+    """Returns the measurements of some families, in this order; `more`: those of all others after them."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    order = dict.fromkeys([*families, *(row["family"] for row in rows if more)])
+    places = {family: place for place, family in enumerate(order)}
+    chosen = [row for row in rows if row["family"] in places]
+    return sorted(chosen, key=lambda row: (places[row["family"]], _source(row)))
+
+
+def measure(rows: Sequence[Row], most: int, before: Sequence[str], recorder: Recorder) -> str:
     """Predicts at most so many rows of each source and family; returns the tables and notes as text. `before` names the
     families that are predicted from small batches on the CPU, too, which takes long for large models.
     """
     allow_foreign_torchvision()
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["family"] in families]
     table, contexts, left_out, far = [], dict[str, float](), [], []
-    rows.sort(key=lambda row: (families.index(row["family"]), _source(row)))
     for (_, source), group in groupby(rows, key=lambda row: (row["family"], _source(row))):
         own = list(group)
         judged = judge(own[:: -(-len(own) // most)], recorder, before=own[0]["family"] in before)
@@ -300,9 +307,9 @@ def kernels_of(row: Row) -> str:
 def judge_two_sided(row: Row, card: Card, recorder: Recorder, judged: Judged) -> None:
     """Predicts whether a batch that trained fits, and the next larger one, which did not."""
     judged.fits.append(price_trace(recorder.trace(row, card), card, PLAIN).fits_card)
-    _, _, following = row["notes"].partition("next larger tried ")
-    if (size := following.split()[0]).isdigit():
-        judged.fits_next.append(price_trace(recorder.trace(row, card, int(size)), card, PLAIN).fits_card)
+    if following := re.search(r"next larger tried (\d+)", row["notes"]):
+        trace = recorder.trace(row, card, int(following[1]))
+        judged.fits_next.append(price_trace(trace, card, PLAIN).fits_card)
 
 
 def reserved_mib(program: Program, card: Card) -> float:

@@ -33,6 +33,7 @@ _ACTIVATIONS: Final[Mapping[str, Callable[[], nn.Module]]] = {
     "selu": nn.SELU, "tanh": nn.Tanh, "softplus": nn.Softplus, "swish": nn.SiLU, "mish": nn.Mish, "gelu": nn.GELU,
     "identity": nn.Identity,
 }  # fmt: skip
+_TRANSFORMERS: Final = ("bert", "xlnet", "gpt2")
 _TORCHVISION: Final = {
     "ConvNeXtTiny": "convnext_tiny", "VGG16": "vgg16", "MobeNetV3Large": "mobilenet_v3_large",
     "MobileNetV2": "mobilenet_v2", "RegNetY400MF": "regnet_y_400mf", "ResNet152": "resnet152",
@@ -106,13 +107,16 @@ def _moved(value: Any) -> Any:
 
 def program_of(row: Row, batch: int | None = None) -> Program:
     """Returns the program of a row, with a batch of its own where one is given; raises NoDefinitionError."""
-    size = batch or int(row["batch"])
-    makers = {"cnn": _torchvision, "torchvision": _torchvision, "timm": _timm}
-    if row["family"] in makers:
-        # Some of these models compute their own shapes with tensors, which takes values.
-        return makers[row["family"]](row, size)
+    size, family = batch or int(row["batch"]), row["family"]
+    on_meta = {"mlp": _generated_mlp, "cnn-generated": _generated_cnn, **dict.fromkeys(_TRANSFORMERS, _transformer)}
+    # Some of these models compute their own shapes with tensors, which takes values.
+    with_values = {"cnn": _torchvision, "torchvision": _torchvision, "timm": _timm}
+    if family in with_values:
+        return with_values[family](row, size)
+    if family not in on_meta:
+        raise NoDefinitionError("no network of this family is defined here")
     with torch.device("meta"):
-        return {"mlp": _generated_mlp, "cnn-generated": _generated_cnn}.get(row["family"], _transformer)(row, size)
+        return on_meta[family](row, size)
 
 
 def _adam(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.prediction_measured import MORE_CONTEXT, NO_WHOLE_STEP, Recorder, judge, kernels_of, reserved_mib
+from bench.prediction_measured import (
+    MORE_CONTEXT,
+    NO_WHOLE_STEP,
+    Recorder,
+    judge,
+    kernels_of,
+    measure,
+    read_rows,
+    reserved_mib,
+)
 from bench.published_peaks import NoDefinitionError, program_of
 from can_train.memory.catalogue import find_card
 from can_train.memory.cuda_dispatch import NoCudaDispatchError, compiled_library
@@ -69,6 +78,21 @@ def test_a_measurement_below_the_estimate_published_with_it_is_left_out() -> Non
 def test_a_network_whose_last_layer_was_drawn_by_lot_has_no_definition() -> None:
     with pytest.raises(NoDefinitionError, match="by lot"):
         program_of(row("input:56_output:1_depth:6_arch:pyramid_batch:253"))
+
+
+def test_rows_of_other_families_come_last_and_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    table = tmp_path / "measured.csv"
+    table.write_text(
+        "source,model,family,batch,gpu,measured_mib,measured_kind,notes\n"
+        "a,Llama,llm-lora,1,A100-40GB,36354,reserved,\n"
+        f"b,{next(iter(MEASURED_MIB))},mlp,897,A100-40GB,1733,nvidia-smi,\n"
+    )
+    assert [one["family"] for one in read_rows(table, ["cnn", "mlp"], more=False)] == ["mlp"]
+    rows = read_rows(table, ["cnn", "mlp"], more=True)
+    assert [one["family"] for one in rows] == ["mlp", "llm-lora"]
+    assert "a A100-40GB, llm-lora: no network of this family is defined here: 1 (Llama at 1)" in measure(
+        rows[1:], 10, [], Recorder()
+    )
 
 
 def test_a_saved_recording_is_read_again_and_a_row_without_one_is_left_out(tmp_path: Path) -> None:

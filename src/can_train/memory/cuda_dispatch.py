@@ -323,17 +323,9 @@ class _Recorder(StorageTracker[int]):
         if _is_real(func, tensors, args, kwargs):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        if _is_composite(func):
+        if (in_parts := self._in_parts(func, args, kwargs)) is not None:
             with self._fake, self:
-                return func.decompose(*args, **kwargs)
-        if (made_of_others := _MADE_OF_OTHERS.get(func)) is not None:
-            args = tree_map_only(Tensor, lambda tensor: self._values.get(tensor, tensor), args)
-            with self._fake, self:
-                return made_of_others(*args)
-        if func is _aten.masked_select.default:
-            with self._fake, self:
-                inputs, mask = torch.broadcast_tensors(*args)
-                return inputs[mask]
+                return in_parts()
         values = self._compute(func, args, kwargs, tensors)
         if values is not None and func is _aten._to_copy.default and _is_on_host(kwargs.get("device")):
             return values
@@ -351,6 +343,16 @@ class _Recorder(StorageTracker[int]):
         self._keep_values(func, args, result, values)
         self._take_workspaces(func, args, result)
         return result
+
+    def _in_parts(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+        """Returns what computes an operation out of others, which are dispatched in its place; None: it stays whole."""
+        if _is_composite(func):
+            return partial(func.decompose, *args, **kwargs)
+        if func is _aten.masked_select.default:
+            return partial(_selected, *args)
+        if (computed := _FROM_VALUES.get(func)) is not None:
+            return partial(computed, *tree_map_only(Tensor, lambda tensor: self._values.get(tensor, tensor), args))
+        return None
 
     def _compute(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
@@ -462,6 +464,11 @@ class _Recorder(StorageTracker[int]):
                 self._free(self._allocate(size))
 
 
+def _selected(inputs: Tensor, mask: Tensor) -> Tensor:
+    inputs, mask = torch.broadcast_tensors(inputs, mask)
+    return inputs[mask]
+
+
 def _packed(inputs: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Returns the steps of sequences one after the other, and how many sequences have each of them, on the host.
 
@@ -501,8 +508,8 @@ def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *others: Any) -> Ten
     return result
 
 
-# Operations that need the values of whole numbers, and what takes their place.
-_MADE_OF_OTHERS: Final[Mapping[Any, Callable[..., Any]]] = {
+# Operations that read whole numbers on the host, and what takes their place.
+_FROM_VALUES: Final[Mapping[Any, Callable[..., Any]]] = {
     _aten._pack_padded_sequence.default: _packed,
     # cuDNN's takes targets of 32 bits on the host alone, and MIOpen is AMD's.
     **{
