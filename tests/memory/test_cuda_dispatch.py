@@ -462,15 +462,24 @@ def test_a_replay_tells_what_does_not_fit_and_passes_over_a_workspace_of_cudnn(w
     assert not AllocationTrace(events=found.events, workspaces={}).replay(CachingAllocator(20 * MIB))
 
 
+def test_where_pytorch_sees_a_gpu_it_says_how_to_hide_it(
+    without_dispatch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(NoCudaDispatchError, match="CUDA_VISIBLE_DEVICES= ") as caught:
+        compiled_library()
+    assert caught.value.rule == "CUDA's dispatch is recorded where PyTorch sees no GPU"
+
+
 def test_without_a_compiler_it_says_what_is_missing(tmp_path: Path, without_dispatch: None) -> None:
-    if sys.platform != "linux" or torch.version.cuda or torch.version.hip:
+    if sys.platform != "linux" or torch.cuda.is_available() or torch.version.hip:
         pytest.skip("another reason comes first here")
     with pytest.raises(NoCudaDispatchError, match=r"needs a C\+\+ compiler"):
         compiled_library({"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)})
 
 
 def test_a_compiler_that_fails_leaves_no_library_behind(tmp_path: Path, without_dispatch: None) -> None:
-    if sys.platform != "linux" or torch.version.cuda or torch.version.hip:
+    if sys.platform != "linux" or torch.cuda.is_available() or torch.version.hip:
         pytest.skip("another reason comes first here")
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'out of ideas' >&2\nexit 1\n")

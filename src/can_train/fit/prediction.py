@@ -426,7 +426,8 @@ def _from_the_cpu(found: PeakPrediction, card: Card, error: NoCudaDispatchError,
         context=context,
         fits_card=most_tensors + gaps + context.num_bytes + screen_bytes(card) <= card.total_bytes,
         notices=(
-            f"Predicted from small batches on the CPU, which show no workspaces: {error.rule}: {error.value}",
+            f"Predicted from small batches on the CPU, which show no workspaces: {error.rule}: {error.value}"
+            + (f". {error.remedy}" if error.remedy else ""),
             *(() if found.explains else ("The counts do not explain the memory of the batches that were run",)),
         ),
     )  # fmt: skip

@@ -1,8 +1,8 @@
-// Lets a PyTorch that was built without CUDA dispatch operations on fake CUDA tensors as one with CUDA would.
+// Lets a PyTorch without a GPU dispatch operations on fake CUDA tensors as one with a GPU would.
 //
-// Two things are missing in such a build: a device guard, which autograd asks for threads and streams, and CUDA's hooks,
-// which operators ask what libraries there are, to choose cuDNN by the answer. Nothing here touches a device: fake
-// tensors have shapes and no memory, and no kernel is run.
+// Two things are missing in a build without CUDA, and ask the driver in one with it: a device guard, which autograd asks
+// for threads and streams, and CUDA's hooks, which operators ask what libraries there are, to choose cuDNN by the
+// answer. Nothing here touches a device: fake tensors have shapes and no memory, and no kernel is run.
 //
 // Loading this changes a process for good, so only a child process of cuda_dispatch.py loads it.
 // Source: DeviceGuardImplInterface.h of c10, CUDAHooksInterface.h of ATen, and autograd/engine.cpp.

@@ -1,8 +1,8 @@
 """What PyTorch would allocate on a CUDA GPU, recorded without one.
 
 PyTorch dispatches operations on fake CUDA tensors, which have shapes and no memory, as it does those on real ones: with
-CUDA's autocast lists, its fused kernels and their byte masks, and the tensors that these keep for the backward pass. A
-build without CUDA does so once cuda_dispatch.cpp is loaded. That changes a process for good, so it happens in a child
+CUDA's autocast lists, its fused kernels and their byte masks, and the tensors that these keep for the backward pass. It
+does so without a GPU once cuda_dispatch.cpp is loaded. That changes a process for good, so it happens in a child
 process, which has the model from its parent by `fork` and ends with the recording.
 """
 
@@ -204,11 +204,13 @@ def compiled_library(environment: Mapping[str, str] = os.environ) -> Path:
     Raises:
         NoCudaDispatchError: There is no compiler, or the library cannot be made.
     """
-    if sys.platform != "linux" or torch.version.cuda or torch.version.hip:
-        raise NoCudaDispatchError(
-            "CUDA's dispatch is recorded on Linux, with a PyTorch built without CUDA",
-            value=f"{sys.platform}, torch {torch.__version__}",
-        )
+    if sys.platform != "linux" or torch.version.hip:
+        raise NoCudaDispatchError("CUDA's dispatch is recorded on Linux, with a PyTorch for NVIDIA's GPUs or the CPU",
+                                  value=f"{sys.platform}, torch {torch.__version__}")  # fmt: skip
+    if torch.cuda.is_available():
+        # The child must not have the parent's state of a real GPU.
+        raise NoCudaDispatchError("CUDA's dispatch is recorded where PyTorch sees no GPU", value="it sees one",
+                                  remedy="Set CUDA_VISIBLE_DEVICES= for a process that predicts")  # fmt: skip
     key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
     base = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     library = base / "can-train" / f"cuda_dispatch-{torch.__version__}-{platform.machine()}-{key}.so"
@@ -645,6 +647,8 @@ def _never_run(*args: Any, **kwargs: Any) -> Any:
 
 def _pretend_cuda(capability: Capability) -> None:
     """Lets this process, which must be a child, believe that there is one GPU: models and autocast ask for it."""
+    torch.cuda._lazy_init = lambda: None
+    torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.current_device = lambda: 0
