@@ -58,14 +58,14 @@ struct Hooks final : at::CUDAHooksInterface {
   bool supportsDilatedConvolutionWithCuDNN() const override { return true; }
   bool supportsDepthwiseConvolutionWithCuDNN() const override { return true; }
   bool supportsBFloat16ConvolutionWithCuDNNv8() const override { return true; }
-  bool supportsBFloat16RNNWithCuDNN() const override { return true; }
   long versionCuDNN() const override { return 91000; }
-  // Older headers lack these two.
+  // Older headers lack these.
+  virtual bool supportsBFloat16RNNWithCuDNN() const { return true; }
+  virtual bool isBuilt() const { return true; }
+  virtual bool isAvailable() const { return true; }
   virtual long versionRuntimeCuDNN() const { return 91000; }
   virtual long versionCuDNNFrontend() const { return 11100; }
   double batchnormMinEpsilonCuDNN() const override { return 0.0; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   int getNumGPUs() const override { return 1; }
   DeviceIndex deviceCount() const override { return 1; }

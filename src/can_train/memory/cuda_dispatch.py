@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -41,7 +42,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -227,7 +228,9 @@ def _compile(library: Path, environment: Mapping[str, str]) -> None:
                                   remedy="Install g++, or name one in $CXX")  # fmt: skip
     installed = Path(torch.__file__).parent
     # torch.utils.cpp_extension would need setuptools, ninja and Python's headers, for a library that needs none.
-    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-I{installed / 'include'}"]
+    # Torch's packages were built with the older strings of the standard library before 2.7.
+    strings = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", strings, f"-I{installed / 'include'}"]
     linked = [f"-L{installed / 'lib'}", "-ltorch_cpu", "-lc10"]
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -587,7 +590,9 @@ def _attention(capability: Capability, *args: Any, **kwargs: Any) -> Tensor:
         return cast("Tensor", _aten._scaled_dot_product_efficient_attention(
             call.query, call.key, call.value, call.bias(), needs_sums, call.dropout_p, call.is_causal, scale=call.scale
         )[0])  # fmt: skip
-    return cast("Tensor", composite(_aten.scaled_dot_product_attention.default)(*args, **kwargs))
+    # With others to choose from, a build with CUDA would ask the driver what card there is.
+    with sdpa_kernel(SDPBackend.MATH):
+        return cast("Tensor", composite(_aten.scaled_dot_product_attention.default)(*args, **kwargs))
 
 
 def _cublas_bytes(capability: Capability, environment: Mapping[str, str] = os.environ) -> int:
@@ -647,7 +652,9 @@ def _never_run(*args: Any, **kwargs: Any) -> Any:
 
 def _pretend_cuda(capability: Capability) -> None:
     """Lets this process, which must be a child, believe that there is one GPU: models and autocast ask for it."""
+    # A build with CUDA would look for its driver.
     torch.cuda._lazy_init = lambda: None
+    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
