@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
@@ -133,6 +134,29 @@ def test_autocast_follows_the_list_of_cuda(function: Callable[[Tensor], Tensor],
             assert function(half).dtype is dtype
 
     recorded(run)
+
+
+@pytest.mark.parametrize("layer", ["attention", "lstm", "linear"])
+def test_inference_mode_runs_the_same_kernels(layer: str) -> None:
+    models = {"attention": Attending, "lstm": lambda: nn.LSTM(64, 64), "linear": lambda: nn.Linear(64, 64)}
+
+    def run_without(gradients: Callable[[], AbstractContextManager[object]]) -> list[int]:
+        model = models[layer]()
+
+        def run() -> None:
+            torch.cuda.synchronize()
+            with gradients():
+                model(torch.zeros(2, 128, 64, device="cuda"))
+
+        return sizes(recorded(run, model))
+
+    assert run_without(torch.inference_mode) == run_without(torch.no_grad)
+
+
+class Attending(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        query = x.unflatten(2, (4, 16)).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, query, query)
 
 
 def test_operators_that_cuda_fuses_keep_no_temporaries() -> None:

@@ -280,6 +280,9 @@ class _Recorder(StorageTracker[int]):
         self.workspaces: dict[int, str] = {}
         self._capability = capability_of(generation)
         self._resident_threads = resident_threads
+        # What PyTorch computes on a GPU in place of composite operations.
+        attention = {_aten.scaled_dot_product_attention.default: partial(_attention, self._capability)}
+        self._kernels = attention | recurrent_kernels(None)
         self._span = ""  # library whose memory is made now; empty: tensors
         self._fake = _FakeGpu(allow_non_fake_inputs=True)
         self._on_gpu = WeakIdKeyDictionary()  # what tensors outside the GPU became there
@@ -294,8 +297,7 @@ class _Recorder(StorageTracker[int]):
     def recording(self) -> Iterator[None]:
         """Puts the model on the GPU, and records what the block allocates there."""
         fused = register("CUDA", dict.fromkeys(_FUSED_ON_CUDA, _never_run))
-        attention = {_aten.scaled_dot_product_attention.default: partial(_attention, self._capability)}
-        chosen = register("AutogradCUDA", attention | recurrent_kernels(None))
+        chosen = register("AutogradCUDA", self._kernels)
         _pretend_cuda(self._capability)
         torch.cuda.empty_cache = self._release_cached
         with self._fake:
@@ -352,7 +354,7 @@ class _Recorder(StorageTracker[int]):
     def _in_parts(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
         """Returns what computes an operation out of others, which are dispatched in its place; None: it stays whole."""
         if _is_composite(func):
-            return partial(func.decompose, *args, **kwargs)
+            return partial(self._kernels.get(func, func.decompose), *args, **kwargs)
         if func is _aten.masked_select.default:
             return partial(_selected, *args)
         if (computed := _FROM_VALUES.get(func)) is not None:
@@ -656,6 +658,7 @@ def _pretend_cuda(capability: Capability) -> None:
     torch.cuda._lazy_init = lambda: None
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.synchronize = lambda device=None: None
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.current_device = lambda: 0

@@ -76,7 +76,7 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operation, then counts the storages of its results."""
-        if torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() and func.namespace == "aten":
             # Only there do composite operations (an LSTM, attention) arrive whole: taken apart, their temporaries show.
             with self:
                 result = CUDA_OPERATORS.kernels.get(func, func.decompose)(*args, **(kwargs or {}))
