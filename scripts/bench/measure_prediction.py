@@ -45,6 +45,9 @@ GOAL: Final = 0.01
 FAMILIES: Final = ["mlp", "bert", "xlnet", "gpt2", "cnn", "cnn-generated", "torchvision", "timm"]
 """Families of the published peaks, in the order of their table."""
 
+BEFORE: Final = ["mlp", "cnn-generated", "timm"]
+"""Families of which some rows are predicted from small batches, too: the others have few rows, or no single peaks."""
+
 NOTES: Final = f"""\
 *Beyond probes*: cost of the measured batches over that of the largest probe. *Error*: predicted over measured peak,
 minus 1, from the probes alone; the median and the largest over the batches. *Hidden*: every batch larger than a probe
@@ -85,7 +88,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=10_000, help="measured: rows of each source and family")
     parser.add_argument("--save", type=Path, help="measured: folder that keeps recordings, for another run")
     parser.add_argument("--only-saved", action="store_true", help="measured: no rows that it lacks")
-    parser.add_argument("--before", nargs="*", choices=FAMILIES, default=["mlp"], help="measured: from the CPU, too")
+    parser.add_argument("--before", nargs="*", choices=FAMILIES, default=BEFORE, help="measured: from the CPU, too")
     arguments = parser.parse_args()
     if arguments.on == "measured":
         if arguments.data is None or not arguments.data.exists():
