@@ -38,7 +38,9 @@ from can_train.memory.catalogue import (
 from can_train.memory.cuda_dispatch import AllocationTrace, record_on_cuda
 
 MIB: Final = 2**20
-FEW: Final = 4  # rows of a family that tell no constant of their own: it is that of the first family on the same card
+# Fewer rows of a family tell no constant of their own: it is that of the first family on the same card, or where there
+# is none the largest that the catalogue has for cuBLAS alone.
+FEW: Final = 4
 BEFORE_MOST: Final = 8  # rows of a family that are predicted from small batches, too: each takes half a minute
 BEFORE_EVERY: Final = 10  # so many rows apart
 # What a context takes more than without cuDNN, in MiB, as was published of that A100: 1,429, 1,679 and 1,721.
@@ -93,8 +95,8 @@ class Judged:
         """Returns the family's rows of the table; `contexts` has the constants of cards so far."""
         found, measured = np.array(self.after), np.array(self.measured)
         context, chosen = 0.0, np.arange(len(found))
-        if not name.startswith("xMem"):
-            context = contexts.get(card, 0.0)
+        if len(found) and not name.startswith("xMem"):
+            context = contexts.get(card, context_bytes(find_card(card), CUBLAS_KERNELS)[2] / MIB)
             if len(found) >= FEW:
                 context, chosen = float(median(measured[::2] - found[::2])), chosen[1::2]
                 contexts.setdefault(card, context)

@@ -11,6 +11,7 @@ import pytest
 from bench.prediction_measured import (
     MORE_CONTEXT,
     NO_WHOLE_STEP,
+    Judged,
     Recorder,
     judge,
     kernels_of,
@@ -93,6 +94,15 @@ def test_rows_of_other_families_come_last_and_are_left_out_with_the_reason(tmp_p
     assert "a A100-40GB, llm-lora: no network of this family is defined here: 1 (Llama at 1)" in measure(
         rows[1:], 10, [], Recorder()
     )
+
+
+def test_few_rows_take_the_context_of_an_earlier_family_or_of_the_catalogue() -> None:
+    judged = Judged(rows=1, models=["BERT"], measured=[16_000.0], after=[14_571.0], ends=[(0, 20_000)], fake=[0.0])
+    (cells,) = judged.table_rows("bert", {}, "A100-40GB")
+    assert cells[2] == "0.0% (0 MiB)"
+    assert cells[5] == f"{CONTEXT_MIB:,} MiB"
+    (cells,) = judged.table_rows("bert", {"A100-40GB": 1_500.0}, "A100-40GB")
+    assert cells[5] == "1,500 MiB"
 
 
 def test_a_saved_recording_is_read_again_and_a_row_without_one_is_left_out(tmp_path: Path) -> None:
