@@ -356,13 +356,8 @@ def test_a_known_mask_chooses_as_many_rows_as_it_has_and_takes_their_positions_m
             features[mask] = torch.zeros(50, device="cuda")
             return features[mask].square().sum()
 
-    mask = torch.arange(100) < 3
-
-    def run() -> None:
-        Chosen()(on_gpu(100, 50), mask).backward()
-
-    found = sizes(recorded(run, model := Chosen()))
-    assert model is not None
+    model, mask = Chosen(), torch.arange(100) < 3
+    found = sizes(recorded(lambda: model(on_gpu(100, 50), mask).backward(), model))
     # The positions of what masked_select, the assignment and the choice read, the last two again in the backward pass.
     assert found.count(3 * 50 * 2 * 8) == 1
     assert found.count(3 * 8) == 4
