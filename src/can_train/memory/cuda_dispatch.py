@@ -203,7 +203,8 @@ def compiled_library(environment: Mapping[str, str] = os.environ) -> Path:
     It lies in the user's cache folder. Two processes may compile it at once: each replaces it as a whole.
 
     Raises:
-        NoCudaDispatchError: There is no compiler, or the library cannot be made.
+        NoCudaDispatchError: This is another system, PyTorch sees a GPU, there is no compiler, or the library cannot be
+            made.
     """
     if sys.platform != "linux" or torch.version.hip:
         raise NoCudaDispatchError("CUDA's dispatch is recorded on Linux, with a PyTorch for NVIDIA's GPUs or the CPU",
@@ -323,9 +324,9 @@ class _Recorder(StorageTracker[int]):
     ) -> Any:
         """Runs an operation on real numbers, or on fake tensors, and then records what it allocates."""
         with self._one_by_one:
-            return self._dispatch(func, types, args, kwargs or {})
+            return self._dispatch(func, args, kwargs or {})
 
-    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
         if _is_real(func, tensors, args, kwargs):
             with unset_fake_temporarily():
@@ -342,7 +343,7 @@ class _Recorder(StorageTracker[int]):
             args, kwargs = tree_map_only(Tensor, self._move, (args, kwargs))
         args, kwargs = tree_map_only(Tensor, self._without_values, (args, kwargs))
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            result = self._run_counted(func, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if values is None:
                 raise
@@ -508,7 +509,7 @@ def _ctc_loss(
 
 def _ctc_loss_backward(gradient: Tensor, log_probs: Tensor, *others: Any) -> Tensor:
     """Returns the gradient of the logarithms; another copy of what was kept is needed for it."""
-    kept = others[4]
+    kept = others[4]  # behind the targets, the two kinds of lengths and the losses
     beta = torch.empty_like(kept)
     result = torch.empty_like(log_probs)
     del beta

@@ -76,13 +76,17 @@ class StorageTracker(DeviceMode, Generic[Allocation]):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operation, then counts the storages of its results."""
-        if torch.is_inference_mode_enabled() and func.namespace == "aten":
+        if torch.is_inference_mode_enabled():
             # Only there do composite operations (an LSTM, attention) arrive whole: taken apart, their temporaries show.
             with self:
                 result = CUDA_OPERATORS.kernels.get(func, func.decompose)(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        result = func(*args, **(kwargs or {}))
+        return self._run_counted(func, args, kwargs or {})
+
+    def _run_counted(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs an operation as it is, then counts the storages of its results."""
+        result = func(*args, **kwargs)
         failure = self._track_results(result, func, args)
         if failure:
             # The error's traceback holds this frame: the result would live as long as the error.
