@@ -6,20 +6,21 @@ import pytest
 
 from can_train.cli.cancel import stop
 from can_train.errors import RunError
+from can_train.io.records import JobId
 from can_train.slurm.run_state import RunFacts
-from fakes.run_facts import JOBS, RUN, attempt, job, of_job
+from fakes.run_facts import JOBS, RUN, attempt, job, of_job, slurm_job
 
 
 class Asked:
     """What was asked to end; `answer` is what scancel says."""
 
     def __init__(self, answer: str = "") -> None:
-        self.jobs: list[str] = []
+        self.jobs: list[JobId] = []
         self.processes: list[int] = []
         self.answer = answer
 
-    def cancel(self, job_ids: Sequence[str]) -> str:
-        self.jobs += job_ids
+    def cancel(self, jobs: Sequence[JobId]) -> str:
+        self.jobs += jobs
         return self.answer
 
     def terminate(self, pid: int, noted: str) -> bool:
@@ -35,7 +36,7 @@ def stop_here(facts: RunFacts, asked: Asked) -> bool:
 def test_a_job_that_is_in_the_queue_is_cancelled(example: str) -> None:
     asked = Asked()
     assert stop(of_job(example), asked.cancel, asked.terminate)
-    assert (asked.jobs, asked.processes) == ([JOBS[example]], [])
+    assert (asked.jobs, asked.processes) == ([slurm_job(JOBS[example])], [])
 
 
 def test_of_a_job_that_has_ended_nothing_is_cancelled() -> None:

@@ -76,7 +76,12 @@ def test_a_job_whose_memory_ran_out_is_submitted_again_with_more(
     (slurm / "bin" / "squeue").write_text("#!/bin/sh\necho '41|RUNNING|None|n1||'\n")
     variables = b"".join(os.fsencode(f"{name}={os.environ[name]}") + b"\0" for name in ("PATH", "CAN_TRAIN_HOME"))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(base64.b64encode(variables))))
-    for name, value in {"SLURM_JOB_ID": "41", "SLURM_MEM_PER_NODE": "400", "SLURM_JOB_PARTITION": "main"}.items():
+    for name, value in {
+        "SLURM_JOB_ID": "41",
+        "SLURM_CLUSTER_NAME": "alpha",
+        "SLURM_MEM_PER_NODE": "400",
+        "SLURM_JOB_PARTITION": "main",
+    }.items():
         monkeypatch.setenv(name, value)
     assert main(("after-job", "--state-dir", str(slurm / "state"), "--status", "1")) == 0
     said = "host out-of-memory: 600M instead of 400M"
@@ -98,6 +103,7 @@ def test_a_job_one_rank_of_which_was_killed_goes_back_into_the_queue(
     (slurm / "bin" / "scontrol").write_text(f'#!/bin/sh\necho "$*" >> {slurm}/asked\n')
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setenv("SLURM_JOB_ID", "41")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "alpha")
     assert main(("after-job", "--state-dir", str(slurm / "state"), "--status", status)) == 0
     asked = (slurm / "asked").read_text() if (slurm / "asked").exists() else ""
     assert ("requeue 41" in asked) == requeued
@@ -373,8 +379,9 @@ def test_without_an_answer_of_slurm_what_is_known_is_said_in_time(
         assert main((command, "last")) == 2
         assert time.monotonic() - begun < 5
         message = capsys.readouterr().err
-        assert "about job 41; the run's files say: failed: no such data" in message
-        assert "Try again in a minute" in message
+        assert "cluster alpha, which has its job 41, does not answer here" in message
+        assert "the run's files say: failed: no such data" in message
+        assert "Give the same line on a login node of alpha, or here in a minute" in message
     begun = time.monotonic()
     assert main(("status", "last")) == 0
     assert time.monotonic() - begun < 5

@@ -11,6 +11,7 @@ from can_train.io.records import AttemptStart
 from can_train.slurm.client import SlurmAnswer
 from can_train.slurm.status import KnownRun, RunStatus, known_runs, run_statuses
 from can_train.training.run_folder import AttemptEnd, JobRecord, Registry, RunRecord
+from fakes.run_facts import CLUSTER
 
 KEY = "synthetic_gat_student_normal"
 CONFIG = "task: can\ntraining:\n  epochs: 4\n"
@@ -44,7 +45,8 @@ class Runs:
         return path
 
     def submit(self, path: Path, job_id: str, executor: str = "slurm", **values: Any) -> JobRecord:
-        facts = {"time": at(int(path.name[9:15])), "host": socket.gethostname(), "log_path": str(path / "log.out")}
+        facts = {"time": at(int(path.name[9:15])), "host": socket.gethostname(), "log_path": str(path / "log.out"),
+                 "cluster": CLUSTER if executor == "slurm" else ""}  # fmt: skip
         record = JobRecord(run_id=path.name, executor=executor, job_id=job_id, **{**facts, **values})
         self.registry.add(record)
         return record
@@ -54,7 +56,7 @@ class Runs:
 
     def look(self, answer: SlurmAnswer | None = None) -> list[RunStatus]:
         """Finds out about all of them; without an answer SLURM knows none of their jobs."""
-        return run_statuses(self.known(), self.registry, lambda job_ids: answer or SlurmAnswer(queue=(), accounts=()))
+        return run_statuses(self.known(), self.registry, lambda jobs: answer or SlurmAnswer())
 
 
 def at(second: int) -> str:
@@ -64,7 +66,7 @@ def at(second: int) -> str:
 def begin(path: Path, number: int = 1, **values: Any) -> None:
     """Writes that an attempt began: by default of this very process, before it started to test."""
     facts = {"attempt": number, "job_id": "", "restarts": 0, "host": socket.gethostname(), "pid": os.getpid(),
-             "start_time": at(30)}  # fmt: skip
+             "start_time": at(30), "cluster": CLUSTER if values.get("job_id") else ""}  # fmt: skip
     write(path, f"{number:04d}-began.json", asdict(AttemptStart(**{**facts, **values})))
 
 

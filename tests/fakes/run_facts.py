@@ -4,14 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from can_train.io.records import AttemptStart
+from can_train.io.records import AttemptStart, JobId
 from can_train.slurm.client import SlurmAnswer, parse_sacct, parse_squeue
 from can_train.slurm.run_state import AttemptFacts, RunFacts
 from can_train.training.run_folder import AttemptEnd, JobRecord, RunRecord
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "slurm"
+CLUSTER = "alpha"
 JOBS = dict(line.split() for line in (RECORDED / "jobs.txt").read_text().splitlines())
 RUN = RunRecord(run_id="r", path="/runs/r", key="k", time="2026-01-01T00:00:00+00:00")
+
+
+def slurm_job(number: str, cluster: str = CLUSTER) -> JobId:
+    return JobId(number=number, cluster=cluster)
 
 
 def minute(number: int) -> str:
@@ -19,9 +24,9 @@ def minute(number: int) -> str:
 
 
 def job(job_id: str, at: int = 1, executor: str = "slurm", **values: Any) -> JobRecord:
-    return JobRecord(
-        run_id="r", executor=executor, job_id=job_id, time=minute(at), host="here", log_path="/runs/r/log", **values
-    )
+    cluster = CLUSTER if executor == "slurm" else ""
+    facts = {"time": minute(at), "host": "here", "log_path": "/runs/r/log", "cluster": cluster}
+    return JobRecord(run_id="r", executor=executor, job_id=job_id, **{**facts, **values})
 
 
 def attempt(number: int, job_id: str = "", ending: str | None = None, **values: Any) -> AttemptFacts:
@@ -39,6 +44,7 @@ def attempt(number: int, job_id: str = "", ending: str | None = None, **values: 
     began = {
         "attempt": number,
         "job_id": job_id,
+        "cluster": CLUSTER if job_id else "",
         "restarts": 0,
         "host": "here",
         "pid": 7,
@@ -49,12 +55,13 @@ def attempt(number: int, job_id: str = "", ending: str | None = None, **values: 
 
 def recorded(example: str, *, sacct: bool = True, squeue: bool = True) -> SlurmAnswer:
     """SLURM's answer about a recorded job, from both programs or only one."""
-    job_id = JOBS[example]
-    queue = parse_squeue((RECORDED / "squeue.txt").read_text()) if squeue else []
-    accounts = parse_sacct((RECORDED / "sacct.txt").read_text())
+    job = slurm_job(JOBS[example])
+    queue = parse_squeue((RECORDED / "squeue.txt").read_text(), CLUSTER) if squeue else []
+    accounts = parse_sacct((RECORDED / "sacct.txt").read_text(), CLUSTER) if sacct else []
     return SlurmAnswer(
-        queue=[row for row in queue if row.job_id == job_id],
-        accounts=[row for row in accounts if row.job_id == job_id] if sacct else None,
+        queue=[row for row in queue if row.job == job],
+        accounts=[row for row in accounts if row.job == job],
+        local=CLUSTER,
     )
 
 

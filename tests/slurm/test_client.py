@@ -14,6 +14,7 @@ from can_train.slurm.client import (
     NoControllerError,
     Partition,
     QueueRow,
+    SlurmAnswer,
     limited,
     moved_dependency,
     parse_partitions,
@@ -24,20 +25,17 @@ from can_train.slurm.client import (
     reason_in_words,
     run_command,
 )
-
-RECORDED = Path(__file__).parents[1] / "fixtures" / "slurm"
-JOBS = dict(line.split() for line in (RECORDED / "jobs.txt").read_text().splitlines())
-"""Numbers of the recorded jobs, by what they are an example of."""
+from fakes.run_facts import CLUSTER, JOBS, RECORDED, slurm_job
 
 
 def accounts(example: str, element: str = "") -> list[AccountRow]:
-    rows = parse_sacct((RECORDED / "sacct.txt").read_text())
-    return [row for row in rows if row.job_id == JOBS[example] + element]
+    rows = parse_sacct((RECORDED / "sacct.txt").read_text(), CLUSTER)
+    return [row for row in rows if row.job == slurm_job(JOBS[example] + element)]
 
 
 def queued(example: str, element: str = "") -> QueueRow:
-    rows = parse_squeue((RECORDED / "squeue.txt").read_text())
-    return next(row for row in rows if row.job_id == JOBS[example] + element)
+    rows = parse_squeue((RECORDED / "squeue.txt").read_text(), CLUSTER)
+    return next(row for row in rows if row.job == slurm_job(JOBS[example] + element))
 
 
 @pytest.mark.parametrize(
@@ -92,14 +90,14 @@ def test_sacct_tells_who_was_cancelled_by_somebody_and_what_never_started() -> N
 
 
 def test_a_step_without_its_job_is_nobodys() -> None:
-    (row,) = parse_sacct("1|FAILED|1:0|||n1|||\n2.0|OUT_OF_MEMORY|0:125|||n1|||\n")
+    (row,) = parse_sacct("1|FAILED|1:0|||n1|||\n2.0|OUT_OF_MEMORY|0:125|||n1|||\n", CLUSTER)
     assert row.steps == ()
 
 
 @given(st.text())
 def test_no_text_is_more_than_the_parsers_can_take(text: str) -> None:
-    parse_squeue(text)
-    parse_sacct(text)
+    parse_squeue(text, CLUSTER)
+    parse_sacct(text, CLUSTER)
 
 
 CELLS = st.lists(st.text(st.characters(exclude_characters="|", categories=("L", "N", "P", "Z"))), max_size=10)
@@ -108,8 +106,8 @@ CELLS = st.lists(st.text(st.characters(exclude_characters="|", categories=("L", 
 @given(st.lists(CELLS))
 def test_lines_of_another_form_are_passed_over(lines: list[list[str]]) -> None:
     text = "\n".join("|".join(cells) for cells in lines)
-    assert all(row.job_id for row in parse_squeue(text))
-    assert all(row.job_id for row in parse_sacct(text))
+    assert all(row.job.number for row in parse_squeue(text, CLUSTER))
+    assert all(row.job.number for row in parse_sacct(text, CLUSTER))
 
 
 @given(st.text())
@@ -140,44 +138,55 @@ def program(folder: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
+def answering(folder: Path, cluster: str = CLUSTER) -> None:
+    """Makes a SLURM that knows its cluster's name."""
+    program(folder, "scontrol", f"echo 'ClusterName             = {cluster}'")
+    program(folder, "sbatch", "")
+
+
 def test_jobs_are_asked_about_once_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    answering(tmp_path)
     for name in ("squeue", "sacct"):
         program(tmp_path, name, f'echo "$0 $@" >> {tmp_path}/calls')
-    answer = query_jobs(["12", "13_4", "13_5", "no job", ""])
-    assert (answer.queue, answer.accounts) == ([], [])
+    answer = query_jobs([slurm_job(number) for number in ("12", "13_4", "13_5", "no job", "")])
+    assert answer == SlurmAnswer(queue=[], accounts=[], local=CLUSTER)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len(calls) == 2
     assert all("--jobs=12,13 " in call for call in calls)
 
 
 @pytest.mark.parametrize("script", ["exit 1", "echo Slurm accounting storage is disabled >&2; exit 1"])
-def test_an_accounting_that_does_not_work_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+def test_an_accounting_that_does_not_work_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    program(tmp_path, "squeue", "echo '12|PENDING|Priority||N/A|5:00'")
+    answering(tmp_path)
+    program(tmp_path, "squeue", "echo '12|PENDING|Priority||N/A|5:00|a|b'")
     program(tmp_path, "sacct", script)
-    answer = query_jobs(["12"])
-    assert answer.queue == [QueueRow(job_id="12", state="PENDING", reason="Priority", time_limit="5:00")]
-    assert answer.accounts is None
+    answer = query_jobs([slurm_job("12")])
+    row = QueueRow(job=slurm_job("12"), state="PENDING", reason="Priority", time_limit="5:00", name="a|b")
+    assert answer == SlurmAnswer(queue=[row], accounts=[], local=CLUSTER)
 
 
 def test_a_job_that_squeue_has_never_heard_of_is_an_empty_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    answering(tmp_path)
     program(tmp_path, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     program(tmp_path, "sacct", "")
-    assert query_jobs(["12"]).queue == []
+    assert query_jobs([slurm_job("12")]) == SlurmAnswer(queue=[], accounts=[], local=CLUSTER)
 
 
 def test_without_slurm_nothing_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert query_jobs(["12"]).queue is None
+    assert query_jobs([slurm_job("12")]).silent == {CLUSTER: "scontrol and sbatch are not both installed"}
 
 
 def test_without_jobs_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert query_jobs([]).queue == ()
+    assert query_jobs([]) == SlurmAnswer()
 
 
 def test_a_command_has_its_output_its_errors_or_why_it_has_no_status() -> None:
@@ -185,7 +194,7 @@ def test_a_command_has_its_output_its_errors_or_why_it_has_no_status() -> None:
     assert (result.status, result.output, result.errors) == (3, "out\n", "why\n")
     late = run_command("sleep", "60", timeout_s=0.1)
     assert (late.status, late.errors) == (None, "sleep gave no answer after 0.1 s")
-    assert run_command("no-such-program", timeout_s=60).status is None
+    assert run_command("no-such-program", timeout_s=60).errors == "no-such-program is not on the PATH"
 
 
 job_ids = st.integers(1, 99_999).map(str) | st.tuples(st.integers(1, 9_999), st.integers(0, 99)).map(
@@ -197,14 +206,14 @@ job_ids = st.integers(1, 99_999).map(str) | st.tuples(st.integers(1, 9_999), st.
 def test_only_the_job_that_was_waited_for_is_another(waited: list[str], new: str) -> None:
     shown = ",".join(f"afterok:{job}(unfulfilled)" for job in waited)
     expected = ",".join(f"afterok:{job}" for job in [new, *waited[1:]])
-    assert moved_dependency(shown, waited[0], new) == expected
+    assert moved_dependency(shown, slurm_job(waited[0]), slurm_job(new)) == expected
 
 
 @pytest.mark.parametrize(
     "dependency", ["", "(null)", "afterok:123(unfulfilled)", "afterok:12_3(unfulfilled)", "singleton"]
 )
 def test_a_job_that_waits_for_others_is_left_alone(dependency: str) -> None:
-    assert moved_dependency(dependency, "12", "40") == dependency
+    assert moved_dependency(dependency, slurm_job("12"), slurm_job("40")) == dependency
 
 
 @pytest.fixture

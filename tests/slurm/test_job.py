@@ -11,6 +11,7 @@ import pytest
 
 from can_train.config.resolved import plain_to_yaml
 from can_train.training.run_folder import WARNED, AttemptEnd, Attempts, SlurmContext, StopRequests
+from fakes.run_facts import CLUSTER, slurm_job
 
 pytestmark = pytest.mark.slow
 
@@ -71,7 +72,13 @@ class JobProcess:
 
     def _variables(self) -> Mapping[str, str]:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        return {**os.environ, "PATH": path, "SLURM_JOB_ID": "7", "SUBMITIT_EXECUTOR": "slurm"}
+        return {
+            **os.environ,
+            "PATH": path,
+            "SLURM_JOB_ID": "7",
+            "SLURM_CLUSTER_NAME": CLUSTER,
+            "SUBMITIT_EXECUTOR": "slurm",
+        }
 
     def send(self, *numbers: int) -> int:
         for number in numbers:
@@ -146,7 +153,7 @@ def test_a_job_that_was_put_back_too_often_is_left_and_says_how_to_go_on(start: 
     for restarts in range(2):
         with (
             pytest.raises(SystemExit),
-            Attempts(tmp_path, SlurmContext(job_id="7", restarts=restarts)).recorded(StopRequests()),
+            Attempts(tmp_path, SlurmContext(job=slurm_job("7"), restarts=restarts)).recorded(StopRequests()),
         ):
             raise SystemExit(WARNED)
     job = start("train", max_restarts=1)

@@ -8,6 +8,7 @@ from can_train.config.resolved import plain_to_yaml
 from can_train.slurm.job import after_job, host_memory_ran_out, job_memory_mib
 from can_train.training.run_folder import Attempts, RunFolder, SlurmContext
 from fakes.made_runs import Runs, end
+from fakes.run_facts import CLUSTER, slurm_job
 
 SLURM = """#!/bin/sh
 echo "$(basename "$0") $*" >> "{calls}"
@@ -39,12 +40,12 @@ def test_what_a_job_has_of_a_node_is_read_off_its_variables(environment: dict[st
 )
 def test_a_process_killed_for_memory_shows_in_the_log(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert host_memory_ran_out("30", f"training\n{line}\nmore\n")
+    assert host_memory_ran_out(slurm_job("30"), f"training\n{line}\nmore\n")
 
 
 def test_without_a_sign_of_it_no_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert not host_memory_ran_out("30", "error: CUDA out of memory. Tried to allocate 2.00 MiB\n")
+    assert not host_memory_ran_out(slurm_job("30"), "error: CUDA out of memory. Tried to allocate 2.00 MiB\n")
 
 
 def test_the_accounting_tells_of_a_step_that_ran_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +53,7 @@ def test_the_accounting_tells_of_a_step_that_ran_out(tmp_path: Path, monkeypatch
     sacct.write_text("#!/bin/sh\nprintf '30|FAILED|||||||\\n30.0|OUT_OF_MEMORY|||||||\\n'\n")
     sacct.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert host_memory_ran_out("30", "")
+    assert host_memory_ran_out(slurm_job("30"), "")
 
 
 def test_what_an_attempt_before_this_one_ran_out_of_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +62,7 @@ def test_what_an_attempt_before_this_one_ran_out_of_is_over(tmp_path: Path, monk
     sacct.write_text("#!/bin/sh\nprintf '" + "\\n".join(rows) + "\\n'\n")
     sacct.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
-    assert not host_memory_ran_out("30", "")
+    assert not host_memory_ran_out(slurm_job("30"), "")
 
 
 class EndedJob:
@@ -79,9 +80,10 @@ class EndedJob:
             (folder / program).chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_CLUSTER_NAME", CLUSTER)
 
     def begin(self, *, restarts: int) -> int:
-        return Attempts(self.path, SlurmContext(job_id="7", restarts=restarts)).current
+        return Attempts(self.path, SlurmContext(job=slurm_job("7"), restarts=restarts)).current
 
     def after(self, status: int) -> str:
         def resubmit(*_: object) -> None:

@@ -150,7 +150,8 @@ AGAIN = replace(ELSEWHERE, elsewhere=False)
 
 
 def job(reason: str = "") -> JobRecord:
-    return JobRecord(run_id="r", executor="slurm", job_id="1", time=utc_now(), host="h", log_path="", reason=reason)
+    return JobRecord(run_id="r", executor="slurm", job_id="1", time=utc_now(), host="h", log_path="", reason=reason,
+                     cluster="alpha")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,14 @@ from can_train.slurm.past_runs import find_duplicate_run, identity
 from can_train.slurm.submission_plan import plan_submission
 from can_train.training.run_folder import Registry, RunRecord
 from fakes.made_runs import RESULT, Runs
+from fakes.run_facts import CLUSTER, slurm_job
 
 MAIN = Partition(name="main", is_default=True, nodes=(Node(name="a", cpus=8, memory_mib=8000, gpus={"t4": 2}),))
 
 SQUEUE = """#!/bin/sh
 echo "12|$STATE||||"
 """
+SCONTROL = f"#!/bin/sh\necho ClusterName = {CLUSTER}\n"
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RESV_DEL_HOLD", "REQUEUE_HOLD", "RUNNING", "COMPLETING", "STOPPED"])
@@ -35,7 +37,7 @@ def test_a_job_in_the_queue_is_seen_alike_by_status_and_by_the_duplicate_check(
     )  # fmt: skip
     runs.submit(path, "12")
     (tmp_path / "bin").mkdir()
-    for name, script in (("squeue", SQUEUE), ("sacct", "#!/bin/sh\n")):
+    for name, script in (("squeue", SQUEUE), ("sacct", "#!/bin/sh\n"), ("sbatch", ""), ("scontrol", SCONTROL)):
         (tmp_path / "bin" / name).write_text(script)
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin")
@@ -51,7 +53,7 @@ def test_the_newest_run_that_lives_or_has_finished_is_the_duplicate_run(tmp_path
     runs.add(3, identity="x")
     runs.add(4, RESULT, identity="y")
     runs.submit(queued, "7")
-    found = find_duplicate_run("x", runs.look(SlurmAnswer(queue=[QueueRow(job_id="7", state="PENDING")], accounts=())))
+    found = find_duplicate_run("x", runs.look(SlurmAnswer(queue=[QueueRow(job=slurm_job("7"), state="PENDING")])))
     assert found is not None
     assert (found.known.run_id, found.state.state) == (queued.name, "queued")
     found = find_duplicate_run("x", runs.look())
@@ -73,6 +75,6 @@ def test_the_newest_job_of_a_run_decides(tmp_path: Path, queue: dict[str, str], 
     path = runs.add(1, identity="x")
     runs.submit(path, "2")
     runs.submit(path, "5_3", time="2026-01-01T00:00:09+00:00")
-    rows = [QueueRow(job_id=job_id, state=word) for job_id, word in queue.items()]
-    found = find_duplicate_run("x", runs.look(SlurmAnswer(queue=rows, accounts=())))
+    rows = [QueueRow(job=slurm_job(job_id), state=word) for job_id, word in queue.items()]
+    found = find_duplicate_run("x", runs.look(SlurmAnswer(queue=rows)))
     assert (found.state.state if found else None) == state

@@ -16,10 +16,10 @@ from can_train.slurm.run_state import (
     last_error_line,
 )
 from can_train.training.run_folder import CancelRecord
-from fakes.run_facts import JOBS, RUN, attempt, job, minute, of_job, recorded, text_of
+from fakes.run_facts import CLUSTER, JOBS, RUN, attempt, job, minute, of_job, recorded, slurm_job, text_of
 
-NO_SLURM = SlurmAnswer()
-FORGOTTEN = SlurmAnswer(queue=(), accounts=())
+NO_SLURM = SlurmAnswer(silent={CLUSTER: "Unable to contact slurm controller"}, local=CLUSTER)
+FORGOTTEN = SlurmAnswer()
 
 
 def begun(example: str, ending: str | None = None, **values: Any) -> Any:
@@ -28,12 +28,12 @@ def begun(example: str, ending: str | None = None, **values: Any) -> Any:
 
 def without_reasons(answer: SlurmAnswer) -> SlurmAnswer:
     """What sacct says in the first seconds after a job's end."""
-    return replace(answer, accounts=[replace(row, reason="") for row in answer.accounts or ()])
+    return replace(answer, accounts=[replace(row, reason="") for row in answer.accounts])
 
 
 def restarted(state: str, second: AttemptFacts) -> RunFacts:
     """A job that was started again while the process of its first attempt trained on."""
-    answer = SlurmAnswer(queue=[QueueRow(job_id="9", state=state, nodes="n1")])
+    answer = SlurmAnswer(queue=[QueueRow(job=slurm_job("9"), state=state, nodes="n1")])
     return RunFacts(run=RUN, jobs=[job("9")], attempts=[attempt(1, "9"), second], answer=answer)
 
 
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
     "a limit, without accounting": (
         of_job("timeout", begun("timeout"), answer=recorded("timeout", sacct=False)), "time limit", "1:00"),
     "a limit, as the log says": (
-        of_job("timeout", begun("timeout", "terminated"), answer=SlurmAnswer(queue=(), accounts=None),
+        of_job("timeout", begun("timeout", "terminated"), answer=FORGOTTEN,
                log_tail=text_of("timeout")), "time limit", "as its log says"),
     "preempted, as the log says": (
         of_job("preempt", begun("preempt"), answer=FORGOTTEN, log_tail=text_of("preempted")), "preempted", ""),

@@ -12,6 +12,7 @@ from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer
 from can_train.slurm.status import find_run, read_tail, run_statuses
 from can_train.training.run_folder import Attempts, SlurmContext, short_name
 from fakes.made_runs import KEY, RESULT, Runs, at, begin, end
+from fakes.run_facts import slurm_job
 
 
 @pytest.fixture
@@ -114,8 +115,8 @@ def test_what_an_attempt_waits_for_is_said_until_it_trains(runs: Runs) -> None:
     path = runs.add(1)
     runs.submit(path, "7")
     begin(path, job_id="7")
-    answer = SlurmAnswer(queue=[QueueRow(job_id="7", state="RUNNING", nodes="n1")])
-    attempts = Attempts(path, SlurmContext(job_id="7", restarts=1))
+    answer = SlurmAnswer(queue=[QueueRow(job=slurm_job("7"), state="RUNNING", nodes="n1")])
+    attempts = Attempts(path, SlurmContext(job=slurm_job("7"), restarts=1))
     with attempts.waiting("it waits for process 5"):
         assert [each.state.sentence for each in runs.look(answer)] == ["on n1; it waits for process 5"]
     assert [each.state.sentence for each in runs.look(answer)] == ["on n1"]
@@ -125,8 +126,11 @@ def test_each_run_gets_what_slurm_said_of_its_own_jobs(runs: Runs) -> None:
     for number, job_id in enumerate(["7_0", "7_1", "8"], start=1):
         runs.submit(runs.add(number), job_id)
     answer = SlurmAnswer(
-        queue=[QueueRow(job_id="7_0", state="RUNNING", nodes="n1"), QueueRow(job_id="8", state="PENDING")],
-        accounts=[AccountRow(job_id="7_1", state="CANCELLED", by_person=True)],
+        queue=[
+            QueueRow(job=slurm_job("7_0"), state="RUNNING", nodes="n1"),
+            QueueRow(job=slurm_job("8"), state="PENDING"),
+        ],
+        accounts=[AccountRow(job=slurm_job("7_1"), state="CANCELLED", by_person=True)],
     )
     states = {each.facts.jobs[0].job_id: each.state.state for each in runs.look(answer)}
     assert states == {"7_0": "running", "7_1": "cancelled", "8": "queued"}
@@ -136,7 +140,9 @@ def test_slurm_is_asked_once_and_only_about_runs_that_have_not_finished(runs: Ru
     asked: list[list[str]] = []
     for number in (1, 2, 3):
         runs.submit(runs.add(number, RESULT if number == 2 else None), str(number))
-    run_statuses(runs.known(), runs.registry, lambda job_ids: asked.append(sorted(job_ids)) or SlurmAnswer())  # type: ignore[func-returns-value]
+    run_statuses(
+        runs.known(), runs.registry, lambda jobs: asked.append([job.number for job in sorted(jobs)]) or SlurmAnswer()
+    )  # type: ignore[func-returns-value]
     assert asked == [["1", "3"]]
 
 

@@ -16,6 +16,7 @@ from can_train.slurm.past_runs import data_files, identity
 from can_train.slurm.submission_plan import UNKNOWN, expectation, plan_submission
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, RunRecord
 from fakes.made_runs import begin
+from fakes.run_facts import CLUSTER
 
 MAIN = Partition(name="main", is_default=True, nodes=(Node(name="a", cpus=8, memory_mib=8000, gpus={"t4": 2}),))
 
@@ -34,7 +35,8 @@ def entered(tmp_path: Path, run_id: str, *jobs: str, **fields: Any) -> RunRecord
     registry.add(record)
     for job in jobs:
         kind, _, number = job.partition(":")
-        registry.add(JobRecord(run_id=run_id, executor=kind, job_id=number, time=utc_now(), host="h", log_path=""))
+        registry.add(JobRecord(run_id=run_id, executor=kind, job_id=number, time=utc_now(), host="h", log_path="",
+                               cluster=CLUSTER if kind == "slurm" else ""))  # fmt: skip
     return record
 
 

@@ -13,8 +13,9 @@ from can_train.errors import (
     RankGoneError,
 )
 from can_train.training.run_folder import TERMINATED, WARNED, Attempts, SlurmContext, StopRequests
+from fakes.run_facts import CLUSTER, slurm_job
 
-JOB = SlurmContext(job_id="7", restarts=1)
+JOB = SlurmContext(job=slurm_job("7"), restarts=1)
 
 
 def end_with(folder: Path, error: BaseException, place: SlurmContext = JOB) -> Attempts:
@@ -114,7 +115,7 @@ def test_who_looks_after_the_job_says_what_its_process_could_not(tmp_path: Path)
 
 
 def test_an_attempt_that_never_came_to_begin_is_entered_by_who_looks_after_it(tmp_path: Path) -> None:
-    end_with(tmp_path, SystemExit(WARNED), SlurmContext(job_id="7"))
+    end_with(tmp_path, SystemExit(WARNED), SlurmContext(job=slurm_job("7")))
     script = Attempts(tmp_path, JOB)
     assert script.end_in(JOB) is None
     script.record_end("time_limit", "", {})
@@ -122,10 +123,13 @@ def test_an_attempt_that_never_came_to_begin_is_entered_by_who_looks_after_it(tm
 
 
 def test_only_what_can_train_put_back_is_counted_and_only_of_the_job(tmp_path: Path) -> None:
-    places = [SlurmContext(job_id="6"), *(SlurmContext(job_id="7", restarts=restarts) for restarts in range(4))]
+    places = [
+        SlurmContext(job=slurm_job("6")),
+        *(SlurmContext(job=slurm_job("7"), restarts=restarts) for restarts in range(4)),
+    ]
     for place, status in zip(places, (WARNED, WARNED, TERMINATED, WARNED, WARNED), strict=True):
         end_with(tmp_path, SystemExit(status), place)
-    assert Attempts(tmp_path, JOB).count_restarts("7") == 2
+    assert Attempts(tmp_path, JOB).count_restarts(slurm_job("7")) == 2
 
 
 @pytest.mark.parametrize(
@@ -133,12 +137,12 @@ def test_only_what_can_train_put_back_is_counted_and_only_of_the_job(tmp_path: P
     [
         ({}, SlurmContext()),
         (
-            {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "3"},
-            SlurmContext(job_id="7", restarts=2, rank=3),
+            {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": CLUSTER, "SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "3"},
+            SlurmContext(job=slurm_job("7"), restarts=2, rank=3),
         ),
         (
-            {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"},
-            SlurmContext(job_id="7_1"),
+            {"SLURM_JOB_ID": "9", "SLURM_CLUSTER_NAME": CLUSTER, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"},
+            SlurmContext(job=slurm_job("7_1")),
         ),
     ],
 )

@@ -21,6 +21,7 @@ from can_train.training.run_folder import Attempts, RunFolder, SlurmContext, mak
 from can_train.training.run_lock import read_holder, try_lock, wait_for_lock, write_holder
 from fakes.bitwise import assert_ends_like
 from fakes.own_tasks import CLASSIFIER, write_task
+from fakes.run_facts import CLUSTER, slurm_job
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,12 @@ class Process:
     def __init__(self, folder: RunFolder, restarts: int) -> None:
         self.folder = folder
         self._log_path = folder.path / f"log-of-{restarts}.txt"
-        job = {"RUN": str(folder.path), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+        job = {
+            "RUN": str(folder.path),
+            "SLURM_JOB_ID": "7",
+            "SLURM_CLUSTER_NAME": CLUSTER,
+            "SLURM_RESTART_COUNT": str(restarts),
+        }
         with self._log_path.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", JOB, str(folder.path)], env={**os.environ, **job}, stdout=log, stderr=log
@@ -159,7 +165,7 @@ def test_an_earlier_attempt_elsewhere_ends_at_its_next_checkpoint(
 ) -> None:
     orphan = start(0)
     orphan.wait_until_saved()
-    assert Attempts(folder.path, SlurmContext(job_id="7", restarts=1)).current == 2
+    assert Attempts(folder.path, SlurmContext(job=slurm_job("7"), restarts=1)).current == 2
     holder = read_holder(folder.path / "lock")
     assert holder is not None
     with (folder.path / "lock").open("a+") as lock:
@@ -188,7 +194,7 @@ def test_an_attempt_whose_lock_another_machine_has_ends_and_saves_nothing(start:
     orphan = start(0)
     orphan.wait_until_saved()
     before = saved(folder)
-    later = Attempts(folder.path, SlurmContext(job_id="7", restarts=1))
+    later = Attempts(folder.path, SlurmContext(job=slurm_job("7"), restarts=1))
     with (folder.path / "lock").open("a+") as lock:
         write_holder(lock, later.this_process())
     open_gate(folder)
@@ -198,7 +204,7 @@ def test_an_attempt_whose_lock_another_machine_has_ends_and_saves_nothing(start:
 
 
 PERSON = SlurmContext()
-FIRST = SlurmContext(job_id="7")
+FIRST = SlurmContext(job=slurm_job("7"))
 
 
 @pytest.mark.parametrize(("earlier", "later"), [(PERSON, FIRST), (FIRST, PERSON), (FIRST, FIRST)])
@@ -217,7 +223,12 @@ def test_who_trains_a_run_beside_a_job_is_left_alone(
 
 @pytest.mark.parametrize(
     ("later", "is_superseded"),
-    [(SlurmContext(job_id="7", restarts=1), True), (SlurmContext(job_id="8"), True), (FIRST, False), (PERSON, False)],
+    [
+        (SlurmContext(job=slurm_job("7"), restarts=1), True),
+        (SlurmContext(job=slurm_job("8")), True),
+        (FIRST, False),
+        (PERSON, False),
+    ],
 )
 def test_the_job_that_began_last_has_the_run(tmp_path: Path, later: SlurmContext, is_superseded: bool) -> None:
     attempts = [Attempts(tmp_path, context) for context in (FIRST, later)]
@@ -229,7 +240,7 @@ def test_the_job_that_began_last_has_the_run(tmp_path: Path, later: SlurmContext
 
 def test_an_innocent_process_is_never_signalled(tmp_path: Path) -> None:
     """The number of the process that had the lock may be another's by now, as on a machine of the same name."""
-    attempts = Attempts(tmp_path, SlurmContext(job_id="7"))
+    attempts = Attempts(tmp_path, SlurmContext(job=slurm_job("7")))
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as innocent:
         holder = replace(attempts.this_process(1), pid=innocent.pid)
         with (tmp_path / "lock").open("a+") as other, (tmp_path / "lock").open("a+") as lock:

@@ -2,18 +2,21 @@
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Final
 
 from can_train.cli.run_locator import Run, RunLocator, RunsDir, StateDir
 from can_train.errors import RunError
-from can_train.io.records import terminate, this_host, utc_now
-from can_train.slurm.client import ACTIVE, WAITING, cancel_jobs
-from can_train.slurm.run_state import RunFacts, live_row, slurm_jobs
+from can_train.io.records import JobId, terminate, this_host, utc_now
+from can_train.slurm.client import ACTIVE, WAITING, QueueRow, cancel_jobs, logs_into
+from can_train.slurm.run_state import RunFacts, live_row, silence_in_words, slurm_jobs, where_to_ask
 from can_train.slurm.status import RunStatus
 from can_train.training.run_folder import CancelRecord
 
 _WAIT_S: Final = 30.0  # enough for a step and a checkpoint, unless the step is long
 _STATUS_INTERVAL_S: Final = 1.0
+_CLOCK_SLACK: Final = timedelta(minutes=5)  # between a node's clock and the controller's
 
 
 def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> None:
@@ -26,6 +29,7 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
     if not status.state.live and live_row(status.facts) is None:
         print(f"Run {known.run_id} has ended already: {status.state}")
         return
+    check_own_jobs(status.facts)
     # Recorded first: whoever sees the end must find its reason.
     locator.registry.add(CancelRecord(run_id=known.run_id, time=utc_now()))
     if not stop(status.facts):
@@ -43,16 +47,55 @@ def cancel(run: Run, runs_dir: RunsDir = "runs", state_dir: StateDir = None) -> 
 
 def check_answer(status: RunStatus) -> None:
     """Raises RunError where only SLURM knows whether a run's job is still there, and does not answer."""
-    jobs = slurm_jobs(status.facts)
-    if jobs and status.facts.answer.queue is None:
-        raise RunError("SLURM must answer to say what became of a job",
-                       value=f"it does not, about job {jobs[-1]}; the run's files say: {status.state}",
-                       remedy="Try again in a minute, where squeue works")  # fmt: skip
+    jobs, answer = slurm_jobs(status.facts), status.facts.answer
+    # A job whose cluster nobody recorded is over where its attempt has recorded an error.
+    if not jobs or jobs[-1].cluster not in answer.silent or (not jobs[-1].cluster and status.state.certain):
+        return
+    where = where_to_ask(jobs[-1], answer).removeprefix("ask ")
+    state = status.state if status.state.certain else status.state.state
+    raise RunError("SLURM must answer to say what became of a job",
+                   value=f"{silence_in_words(jobs[-1], answer)}; the run's files say: {state}",
+                   remedy=f"Give the same line {where}")  # fmt: skip
+
+
+def _live_rows(facts: RunFacts) -> list[QueueRow]:
+    return [row for row in facts.answer.queue if row.state in WAITING | ACTIVE]
+
+
+def check_own_jobs(facts: RunFacts, is_own: Callable[[JobId, Path], bool] = logs_into) -> None:
+    """Checks that what SLURM has under the numbers of a run's jobs are these jobs.
+
+    Args:
+        facts: What is known of the run.
+        is_own: Returns whether a job writes its log into a folder.
+
+    Raises:
+        RunError: A job is not the run's, or cannot be told from another one.
+        NoControllerError: SLURM does not answer.
+    """
+    logs = {record.slurm_job: Path(record.log_path) for record in facts.jobs}
+    for row in _live_rows(facts):
+        log = logs.get(row.job)
+        if is_own(row.job, log.parent) if log else _was_entered(row, facts):
+            continue
+        shown = f"job {row.job}" + (f", named {row.name}" if row.name else "")
+        expected = f"does not log into {log.parent}" if log else "was not submitted by can-train, and started anew"
+        raise RunError("Only a job that SLURM shows to be the run's is cancelled", value=f"{shown}, {expected}",
+                       remedy=f"If it is yours and should end: scancel --clusters={row.job.cluster} {row.job.number}"
+                       )  # fmt: skip
+
+
+def _was_entered(row: QueueRow, facts: RunFacts) -> bool:
+    """Returns whether the run began an attempt in a job that a person had started, and that still runs."""
+    began = [one.start.start_time for one in facts.attempts if one.start.slurm_job == row.job]
+    if row.state not in ACTIVE or not row.start or not began:
+        return False
+    return datetime.fromisoformat(row.start).astimezone() <= datetime.fromisoformat(began[-1]) + _CLOCK_SLACK
 
 
 def stop(
     facts: RunFacts,
-    cancel_slurm_jobs: Callable[[Sequence[str]], str] = cancel_jobs,
+    cancel_slurm_jobs: Callable[[Sequence[JobId]], str] = cancel_jobs,
     terminate_process: Callable[[int, str], bool] = terminate,
     host: str | None = None,
 ) -> bool:
@@ -68,7 +111,7 @@ def stop(
         RunError: It is on another machine, belongs to another user, or SLURM refuses.
     """
     # All of them: a run that was resubmitted may have an older job that is not quite over.
-    live = [row.job_id for row in facts.answer.queue or () if row.state in WAITING | ACTIVE]
+    live = [row.job for row in _live_rows(facts)]
     if live:
         refusal = cancel_slurm_jobs(live)
         if refusal:
@@ -78,7 +121,7 @@ def stop(
     job = facts.jobs[-1] if facts.jobs else None
     last = facts.attempts[-1] if facts.attempts else None
     is_newer = job is not None and (last is None or last.start.start_time < job.time)
-    if last is not None and last.end is None and not last.start.job_id:
+    if last is not None and last.end is None and last.start.slurm_job is None:
         process_host, pid, recorded_at = last.start.host, last.start.pid, last.start.start_time
     elif job is not None and is_newer and job.executor != "slurm" and job.job_id.isdecimal():
         process_host, pid, recorded_at = job.host, int(job.job_id), job.time

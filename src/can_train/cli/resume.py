@@ -89,7 +89,7 @@ def _check_state(found: "RunStatus", name: str) -> None:
         raise RunError("A run goes on from what is in its folder", value=f"{found.known.folder.path} is gone",
                        remedy="Train anew")  # fmt: skip
     if (row := live_row(found.facts)) is not None and not found.state.live:
-        raise RunError("A run whose job is still in the queue is not submitted again", value=f"job {row.job_id}",
+        raise RunError("A run whose job is still in the queue is not submitted again", value=f"job {row.job}",
                        remedy=f"Take that one out first: can-train cancel {name}")  # fmt: skip
     if found.state.live and found.state.certain:
         remedy = f"Follow it with can-train logs {name} -f, or end it: can-train cancel {name}"

@@ -30,7 +30,7 @@ from can_train.config.resolved import config_folder
 from can_train.config.task_settings import key_name, task_names
 from can_train.errors import ConfigError, RunError, as_typed, printable, unknown_name
 from can_train.io.index import index_folder, recall, remember
-from can_train.io.records import is_file
+from can_train.io.records import JobId, is_file
 from can_train.reporter import COLUMNS
 from can_train.slurm.run_state import QUEUED, RUNNING, infer_attempt_state, live_row
 from can_train.slurm.status import KnownRun, RunStatus, run_logs, run_statuses
@@ -289,12 +289,12 @@ def _status_lines(found: RunStatus) -> list[str]:
 
 def _history_tables(found: RunStatus) -> list[TextTable]:
     jobs = [
-        (job.job_id, job.executor, local_time(job.time),
+        (str(job.slurm_job or job.job_id), job.executor, local_time(job.time),
          " ".join(f"{name}={value}" for name, value in job.resources.items()), job.reason)
         for job in found.facts.jobs
     ]  # fmt: skip
     attempts = [
-        (str(start.attempt), start.job_id or f"process {start.pid}", start.host, local_time(start.start_time),
+        (str(start.attempt), str(start.slurm_job or f"process {start.pid}"), start.host, local_time(start.start_time),
          duration(seconds_between(start.start_time, attempt.end.time)) if attempt.end else "",
          str(infer_attempt_state(attempt, found.facts)))
         for attempt in found.facts.attempts
@@ -311,13 +311,13 @@ def run_json(found: RunStatus) -> dict[str, Any]:
     """Makes the JSON object of a run."""
     record, facts = found.known.record, found.facts
     row = live_row(facts)
-    restarts: dict[str, int] = {}
+    restarts: dict[JobId | None, int] = {}
     attempts = []
     for attempt in facts.attempts:
         start, end, state = attempt.start, attempt.end, infer_attempt_state(attempt, facts)
-        restarts[start.job_id] = max(restarts.get(start.job_id, 0), start.restarts)
+        restarts[start.slurm_job] = max(restarts.get(start.slurm_job, 0), start.restarts)
         attempts.append({
-            **{name: getattr(start, name) for name in ("attempt", "job_id", "restarts", "host", "pid")},
+            **{name: getattr(start, name) for name in ("attempt", "job_id", "cluster", "restarts", "host", "pid")},
             "time": start.start_time,
             "ended": end.time if end else None,
             "state": state.state,
@@ -338,6 +338,7 @@ def run_json(found: RunStatus) -> dict[str, Any]:
         "live": found.state.live,
         "seconds": _seconds(found),
         "job_id": facts.jobs[-1].job_id if facts.jobs else None,
+        "cluster": facts.jobs[-1].cluster or None if facts.jobs else None,
         "nodes": row.nodes or None if row else None,
         "restarts": sum(restarts.values()),
         "resubmissions": max(0, len(facts.jobs) - 1),

@@ -71,6 +71,7 @@ def job_json(job: JobRecord, folder: RunFolder) -> dict[str, Any]:
     """Makes the JSON object of a job that was started."""
     script_path = _script_path(job) if job.executor == "slurm" else None
     return {"run_id": job.run_id, "path": str(folder.path.resolve()), "executor": job.executor, "job_id": job.job_id,
+            "cluster": job.cluster or None,
             "log": job.log_path, "script": script_path}  # fmt: skip
 
 

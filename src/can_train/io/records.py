@@ -453,6 +453,22 @@ def _check_depth(value: Any, levels: int) -> None:
             _check_depth(inner, levels - 1)
 
 
+@dataclass(frozen=True, kw_only=True, order=True)
+class JobId:
+    """The identity of a SLURM job. Each cluster counts its jobs from 1, so that a number alone names a job of each.
+
+    Attributes:
+        number: 123, or 123_4 for an element of an array.
+        cluster: The cluster's name; empty in a record that does not name it.
+    """
+
+    number: str
+    cluster: str
+
+    def __str__(self) -> str:
+        return f"{self.number} on {self.cluster}" if self.cluster else self.number
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttemptStart:
     """The record that a process began an attempt of a run."""
@@ -462,8 +478,14 @@ class AttemptStart:
     host: str = ""
     pid: int = 0  # 0: not known
     rank: int = 0
-    job_id: str = ""  # scheduler's job around the process (123, or 123_4 in an array); empty: none
+    job_id: str = ""  # number of SLURM's job around the process (123, or 123_4 in an array); empty: none
     restarts: int = 0  # how often that job had been requeued before
+    cluster: str = ""  # of that job; empty: none, or not recorded
+
+    @property
+    def slurm_job(self) -> JobId | None:
+        """SLURM's job around the process."""
+        return JobId(number=self.job_id, cluster=self.cluster) if self.job_id else None
 
     def is_running(self, host: str | None = None) -> bool | None:
         """Returns whether the process still runs; None where this machine (`host`, if given) cannot know."""

@@ -6,12 +6,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from can_train.errors import CanTrainError
+from can_train.io.records import JobId
 from can_train.io.units import parse_time_min
 
 _QUERY_TIMEOUT_S: Final = 20.0
@@ -36,8 +38,10 @@ class CommandResult:
 
 def run_command(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> CommandResult:
     """Runs a program and waits for its end; it never raises."""
-    # A person's own filters and formats (SQUEUE_FORMAT, SACCT_FORMAT) would change what is printed.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SACCT_"))}
+    # A person's own filters and formats (SQUEUE_FORMAT, SACCT_FORMAT) would change what is printed, and SLURM_CLUSTERS
+    # which cluster is asked.
+    own = ("SQUEUE_", "SACCT_", "SLURM_CLUSTERS")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     variables = {**kept, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -45,26 +49,49 @@ def run_command(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> CommandRe
         )
     except subprocess.TimeoutExpired:
         return CommandResult(status=None, errors=f"{command[0]} gave no answer after {timeout_s:g} s")
+    except FileNotFoundError:
+        return CommandResult(status=None, errors=f"{command[0]} is not on the PATH")
     except OSError as error:
         return CommandResult(status=None, errors=str(error))
     return CommandResult(status=done.returncode, output=done.stdout, errors=done.stderr)
 
 
+# Clusters
+
+
+def local_cluster(*, timeout_s: float = _QUERY_TIMEOUT_S) -> str:
+    """Returns the name of the cluster that SLURM's programs on this machine ask.
+
+    Raises:
+        NoControllerError: It does not answer.
+    """
+    text = query_cluster("scontrol", "show", "config", timeout_s=timeout_s)
+    name = re.search(r"^ClusterName\s*=\s*(\S+)", text, re.MULTILINE)
+    if name is None:
+        raise no_controller("scontrol show config names no cluster")
+    return name[1]
+
+
+def _asking(program: str, cluster: str, local: str) -> list[str]:
+    # SLURM finds another cluster's controller through the accounting, which many clusters do not have.
+    return [program] if cluster == local else [program, f"--clusters={cluster}"]
+
+
 # The queue and the accounting
 
 _SQUEUE_FIELDS: Final = {
-    "job_id": "%i", "state": "%T", "reason": "%r", "nodes": "%N", "start": "%S", "time_limit": "%l",
+    "number": "%i", "state": "%T", "reason": "%r", "nodes": "%N", "start": "%S", "time_limit": "%l",
 }  # fmt: skip
-"""squeue's code of each field of `QueueRow`."""
+"""squeue's code of each field of `QueueRow` but the job's name, which may contain the separator and so comes last."""
 _SACCT_FIELDS: Final = {
-    "job_id": "JobID", "state": "State", "exit_code": "ExitCode", "start": "Start", "end": "End", "nodes": "NodeList",
+    "number": "JobID", "state": "State", "exit_code": "ExitCode", "start": "Start", "end": "End", "nodes": "NodeList",
     "time_limit": "Timelimit", "memory": "ReqMem", "reason": "Reason",
 }  # fmt: skip
 """sacct's name of each field of `AccountRow`; none is text of a user, which could contain the separator."""
 
 _UNKNOWN_JOB: Final = "Invalid job id"
 """squeue's complaint, with exit status 1, about a single job that it no longer knows."""
-_JOB_ID: Final = re.compile(r"\d+(_\d+)?")
+_NUMBER: Final = re.compile(r"\d+(_\d+)?")
 _NO_VALUE: Final = frozenset(("", "None", "N/A", "Unknown", "None assigned", "(null)", "n/a"))
 
 WAITING: Final = frozenset(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"))
@@ -81,12 +108,13 @@ UNFINISHED: Final = ACTIVE | {"PENDING"}
 class QueueRow:
     """A job in squeue; what is empty is not known, or there is none."""
 
-    job_id: str  # 123, or 123_4 for an element of an array
+    job: JobId
     state: str
     reason: str = ""  # why it waits or ended, in SLURM's word
     nodes: str = ""  # where it runs or ran; empty: it never started
     start: str = ""  # when it started or is expected to, in local time
     time_limit: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +130,7 @@ class JobStep:
 class AccountRow:
     """One attempt of a job in sacct; a job that was requeued has several."""
 
-    job_id: str
+    job: JobId
     state: str
     exit_code: str = ""  # `code:signal`
     nodes: str = ""  # where it ran; empty: it never started
@@ -117,133 +145,230 @@ class AccountRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmAnswer:
-    """What SLURM knows of some jobs."""
+    """What SLURM knows of some jobs.
 
-    queue: Sequence[QueueRow] | None = None  # None: the controller does not answer
-    accounts: Sequence[AccountRow] | None = None  # of a job in their order; None: there is no accounting
+    Attributes:
+        queue: The jobs that the controllers know.
+        accounts: Their attempts in their order; none without accounting.
+        silent: By the name of a cluster that does not answer here, the reason.
+        local: Name of the cluster that this machine asks; empty if it does not answer.
+    """
+
+    queue: Sequence[QueueRow] = ()
+    accounts: Sequence[AccountRow] = ()
+    silent: Mapping[str, str] = field(default_factory=dict)
+    local: str = ""
 
 
-def query_jobs(job_ids: Iterable[str]) -> SlurmAnswer:
-    """Asks about many jobs (123 or 123_4) at once, with one call of squeue and one of sacct."""
-    # A hundred elements of an array are one job to ask about.
-    jobs = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids if _JOB_ID.fullmatch(job_id)}))
+def query_jobs(jobs: Iterable[JobId]) -> SlurmAnswer:
+    """Asks about many jobs at once: the cluster of each, with one call of squeue and one of sacct. Jobs without a
+    cluster are looked for on the local one.
+    """
+    numbers: dict[str, set[str]] = defaultdict(set)
+    for job in jobs:
+        # A hundred elements of an array are one job to ask about.
+        if _NUMBER.fullmatch(job.number):
+            numbers[job.cluster].add(job.number.partition("_")[0])
     # Without any, squeue would list everybody's.
-    if not jobs:
-        return SlurmAnswer(queue=(), accounts=())
-    begun = time.monotonic()
-    queue = _query_queue(jobs, timeout_s=_PERSON_TIMEOUT_S)
-    # Where the controller is down, the accounting would only repeat what it last heard.
-    if queue is None:
+    if not numbers:
         return SlurmAnswer()
-    left_s = max(_LEAST_TIMEOUT_S, begun + _PERSON_TIMEOUT_S - time.monotonic())
-    return SlurmAnswer(queue=queue, accounts=query_accounts(jobs, timeout_s=left_s))
+    until = time.monotonic() + _PERSON_TIMEOUT_S
+    try:
+        local = local_cluster(timeout_s=_PERSON_TIMEOUT_S)
+    except NoControllerError as error:
+        return SlurmAnswer(silent=dict.fromkeys(numbers, error.value))
+    if "" in numbers:
+        numbers[local] |= numbers.pop("")
+    queue, accounts, silent = [], [], {}
+    for cluster in sorted(numbers, key=lambda name: name != local):
+        asked = ",".join(sorted(numbers[cluster]))
+        try:
+            queue += _query_queue(asked, cluster, local, timeout_s=_left_s(until))
+        except NoControllerError as error:
+            # Where a controller is down, the accounting would only repeat what it last heard.
+            silent[cluster] = error.value
+        else:
+            accounts += _query_accounts(asked, cluster, local, timeout_s=_left_s(until))
+    return SlurmAnswer(queue=queue, accounts=accounts, silent=silent, local=local)
 
 
-def query_accounts(jobs: str, *, timeout_s: float = _QUERY_TIMEOUT_S) -> list[AccountRow] | None:
-    """Asks sacct about jobs, separated by commas; None where there is no accounting."""
+def _left_s(until: float) -> float:
+    return max(_LEAST_TIMEOUT_S, until - time.monotonic())
+
+
+def _query_accounts(numbers: str, cluster: str, local: str, *, timeout_s: float) -> list[AccountRow]:
     fields = ",".join(_SACCT_FIELDS.values())
     # Without --jobs sacct begins at midnight; without --duplicates it shows only the last attempt.
-    asked = ("sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={jobs}", "-o", fields)
-    result = run_command(*asked, timeout_s=timeout_s)
-    return parse_sacct(result.output) if result.status == 0 else None
+    asked = ("--duplicates", "--noheader", "--parsable2", f"--jobs={numbers}", "-o", fields)
+    result = run_command(*_asking("sacct", cluster, local), *asked, timeout_s=timeout_s)
+    return parse_sacct(result.output, cluster) if result.status == 0 else []
 
 
-def _query_queue(jobs: str, *, timeout_s: float = _QUERY_TIMEOUT_S) -> list[QueueRow] | None:
+def _query_queue(numbers: str, cluster: str, local: str, *, timeout_s: float = _QUERY_TIMEOUT_S) -> list[QueueRow]:
+    """Asks squeue about jobs, separated by commas.
+
+    Raises:
+        NoControllerError: The cluster's controller does not answer.
+    """
     # All states: jobs that ended minutes ago are still listed, sooner than in sacct and also without accounting.
-    fields = "|".join(_SQUEUE_FIELDS.values())
-    asked = ("squeue", "--all", "--array", "--noheader", "--states=all", f"--jobs={jobs}", "-o", fields)
-    result = run_command(*asked, timeout_s=timeout_s)
-    return parse_squeue(result.output) if result.status == 0 or _UNKNOWN_JOB in result.errors else None
+    fields = "|".join((*_SQUEUE_FIELDS.values(), "%j"))
+    asked = ("--all", "--array", "--noheader", "--states=all", f"--jobs={numbers}", "-o", fields)
+    result = run_command(*_asking("squeue", cluster, local), *asked, timeout_s=timeout_s)
+    if result.status != 0 and _UNKNOWN_JOB not in result.errors:
+        raise no_controller(_first_error(result, "squeue"))
+    return parse_squeue(result.output, cluster)
 
 
-def parse_squeue(text: str) -> list[QueueRow]:
-    """Parses squeue's output and ignores lines of another form."""
-    lines = [_cells(line) for line in text.splitlines()]
-    rows = [dict(zip(_SQUEUE_FIELDS, cells, strict=True)) for cells in lines if len(cells) == len(_SQUEUE_FIELDS)]
-    return [QueueRow(**row) for row in rows if _JOB_ID.fullmatch(row["job_id"])]
+def _first_error(result: CommandResult, program: str) -> str:
+    """Returns the first line of a program's error: the following lines of SLURM's are advice."""
+    line = (result.errors.strip().splitlines() or [f"{program} fails"])[0]
+    return line.removeprefix(f"{program}: ").removeprefix("error: ")
 
 
-def parse_sacct(text: str) -> list[AccountRow]:
-    """Parses sacct's output, each step with the attempt before it, and ignores lines of another form."""
+def parse_squeue(text: str, cluster: str) -> list[QueueRow]:
+    """Parses squeue's output about one cluster; ignores lines of another form, as its name above its jobs is."""
+    rows = []
+    for line in text.splitlines():
+        cells = _cells(line, most=len(_SQUEUE_FIELDS) + 1)
+        if len(cells) < len(_SQUEUE_FIELDS) or not _NUMBER.fullmatch(cells[0]):
+            continue
+        values = dict(zip((*_SQUEUE_FIELDS, "name"), cells, strict=False))
+        rows.append(QueueRow(job=JobId(number=values.pop("number"), cluster=cluster), **values))
+    return rows
+
+
+def parse_sacct(text: str, cluster: str) -> list[AccountRow]:
+    """Parses sacct's output about one cluster, each step with the attempt before it; ignores lines of another form."""
     rows: list[AccountRow] = []
     for line in text.splitlines():
         cells = _cells(line)
         if len(cells) != len(_SACCT_FIELDS):
             continue
         values: dict[str, Any] = dict(zip(_SACCT_FIELDS, cells, strict=True))
+        number, _, step = values.pop("number").partition(".")
         # "CANCELLED by 1000"; a state that is cut off ends in "+".
         state, _, suffix = values.pop("state").partition(" ")
-        row = AccountRow(**values, state=state.rstrip("+"), by_person=suffix.startswith("by "))
-        job_id, _, step = row.job_id.partition(".")
-        if not step and _JOB_ID.fullmatch(job_id):
+        row = AccountRow(job=JobId(number=number, cluster=cluster), **values, state=state.rstrip("+"),
+                         by_person=suffix.startswith("by "))  # fmt: skip
+        if not step and _NUMBER.fullmatch(number):
             rows.append(row)
-        elif step and rows and rows[-1].job_id == job_id:
+        elif step and rows and rows[-1].job == row.job:
             ended = JobStep(name=step, state=row.state, exit_code=row.exit_code)
             rows[-1] = replace(rows[-1], steps=(*rows[-1].steps, ended))
     return rows
 
 
-def _cells(line: str) -> list[str]:
-    cells = [cell.strip() for cell in line.split("|")]
+def _cells(line: str, *, most: int = 0) -> list[str]:
+    cells = [cell.strip() for cell in line.split("|", most - 1)]
     return ["" if cell in _NO_VALUE else cell for cell in cells]
 
 
-# One job, as a job itself asks and acts
+# One job
 
 
-def is_job_running(job_id: str) -> bool:
-    """Returns whether a job runs, and is not already leaving for another reason."""
-    row = _query_job(job_id)
+def logs_into(job: JobId, folder: Path) -> bool:
+    """Returns whether a job of the cluster that it names writes its log into a folder, or did so: then it is the job
+    that was submitted from that folder, not another one of the same number.
+
+    Raises:
+        NoControllerError: The cluster cannot be asked.
+    """
+    local = local_cluster()
+    result = run_command(*_asking("scontrol", job.cluster, local), "show", "job", "-o", job.number)
+    if result.status == 0:
+        return _log_path(result.output).parent == folder
+    if _UNKNOWN_JOB not in result.errors:
+        raise no_controller(_first_error(result, "scontrol"))
+    # The controller forgets a job after minutes; the accounting has the line that submitted a script of the folder.
+    asked = ("--allocations", "--noheader", "--parsable2", f"--jobs={job.number}", "-o", "SubmitLine")
+    result = run_command(*_asking("sacct", job.cluster, local), *asked)
+    return result.status == 0 and f"{folder}{os.sep}" in result.output
+
+
+def _log_path(shown: str) -> Path:
+    """Returns the log of the first job that `scontrol show job -o` shows."""
+    return Path(_fields(shown.partition("\n")[0]).get("StdOut", ""))
+
+
+def cancel_jobs(jobs: Sequence[JobId]) -> str:
+    """Cancels jobs, each on its cluster; returns scancel's error message, empty where it succeeded.
+
+    Raises:
+        NoControllerError: This machine's SLURM does not answer.
+    """
+    local = local_cluster()
+    for cluster in sorted({job.cluster for job in jobs}):
+        numbers = [job.number for job in jobs if job.cluster == cluster]
+        result = run_command(*_asking("scancel", cluster, local), *numbers, timeout_s=_ACTION_TIMEOUT_S)
+        if result.status != 0:
+            return result.errors.strip()
+    return ""
+
+
+# The job around this process: the programs on its node ask its own cluster
+
+
+def is_job_running(job: JobId) -> bool:
+    """Returns whether the job runs, and is not already leaving for another reason.
+
+    Raises:
+        NoControllerError: SLURM does not answer.
+    """
+    row = _query_own(job)
     return row is not None and row.state == "RUNNING"
 
 
-def left_at_time_limit(job_id: str) -> bool:
-    """Returns whether a job that got SIGTERM leaves for its time limit, or does not leave at all.
+def left_at_time_limit(job: JobId) -> bool:
+    """Returns whether the job, which got SIGTERM, leaves for its time limit, or does not leave at all.
 
     Such a job may be requeued. One that was cancelled must stay so, and a preempted one is requeued by SLURM.
     """
-    row = _query_job(job_id)
+    try:
+        row = _query_own(job)
+    except NoControllerError:
+        return False
     return row is not None and (row.state == "RUNNING" or row.reason == "TimeLimit")
 
 
-def _query_job(job_id: str) -> QueueRow | None:
-    rows = _query_queue(job_id)
+def _query_own(job: JobId) -> QueueRow | None:
+    rows = _query_queue(job.number, job.cluster, job.cluster)
     return rows[0] if rows else None
 
 
-def requeue_job(job_id: str) -> bool:
-    """Puts a job back into the queue, which kills what runs in it; returns whether SLURM agreed."""
-    return run_command("scontrol", "requeue", job_id, timeout_s=_ACTION_TIMEOUT_S).status == 0
+def query_own_accounts(job: JobId) -> list[AccountRow]:
+    """Asks sacct about the job; nothing is known where there is no accounting."""
+    return _query_accounts(job.number, job.cluster, job.cluster, timeout_s=_QUERY_TIMEOUT_S)
 
 
-def cancel_jobs(job_ids: Sequence[str]) -> str:
-    """Cancels jobs; returns scancel's error message, empty where it succeeded."""
-    result = run_command("scancel", *job_ids, timeout_s=_ACTION_TIMEOUT_S)
-    return "" if result.status == 0 else result.errors.strip()
+def requeue_job(job: JobId) -> str:
+    """Puts the job back into the queue, which kills what runs in it; returns why SLURM refused, empty if it agreed."""
+    result = run_command("scontrol", "requeue", job.number, timeout_s=_ACTION_TIMEOUT_S)
+    return "" if result.status == 0 else _first_error(result, "scontrol")
 
 
-def move_dependents(old: str, new: str) -> None:
-    """Makes the jobs that wait for one job wait for another."""
+def move_dependents(old: JobId, new: JobId) -> None:
+    """Makes the jobs that wait for the job wait for one in its place."""
     waiting = run_command("squeue", "--me", "--noheader", "--array", "--states=PENDING", "-o", "%i|%E").output
     for line in waiting.splitlines():
-        job_id, _, dependency = line.partition("|")
+        number, _, dependency = line.partition("|")
         moved = moved_dependency(dependency, old, new)
         if moved != dependency:
-            update = ("scontrol", "update", f"JobId={job_id}", f"Dependency={moved}")
+            update = ("scontrol", "update", f"JobId={number}", f"Dependency={moved}")
             run_command(*update, timeout_s=_ACTION_TIMEOUT_S)
 
 
-def moved_dependency(dependency: str, old: str, new: str) -> str:
-    """Writes a job's dependency, as squeue shows it, with one job replaced by another.
+def moved_dependency(dependency: str, old: JobId, new: JobId) -> str:
+    """Writes a job's dependency, as squeue shows it, with one job replaced by another of the same cluster.
 
-    >>> moved_dependency("afterok:12(unfulfilled),afterok:123(unfulfilled)", "12", "40")
+    >>> old, new = JobId(number="12", cluster="a"), JobId(number="40", cluster="a")
+    >>> moved_dependency("afterok:12(unfulfilled),afterok:123(unfulfilled)", old, new)
     'afterok:40,afterok:123'
     """
-    whole_id = rf"(?<![\d_]){re.escape(old)}(?![\d_])"
-    if not re.search(whole_id, dependency):
+    whole_number = rf"(?<![\d_]){re.escape(old.number)}(?![\d_])"
+    if not re.search(whole_number, dependency):
         return dependency
     # squeue adds the state of each dependency, which scontrol does not accept.
-    return re.sub(whole_id, new, re.sub(r"\(\w+\)", "", dependency))
+    return re.sub(whole_number, new.number, re.sub(r"\(\w+\)", "", dependency))
 
 
 # A submission that got no answer
@@ -266,17 +391,17 @@ def limited(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-c", _LIMITED, str(SUBMIT_TIMEOUT_S), *command]
 
 
-def find_jobs(name: str, folder: Path) -> list[str]:
+def find_jobs(name: str, folder: Path) -> list[JobId]:
     """Finds a person's jobs of a name in the queue that write their logs into a folder: those that SLURM took without
     its answer having arrived. An array is one job.
 
     Raises:
         NoControllerError: The controller does not answer.
     """
+    cluster = local_cluster()
     listed = query_cluster("squeue", "--me", "--noheader", f"--name={name}", "-o", "%F").split()
-    shown = {job_id: query_cluster("scontrol", "show", "job", "-o", job_id) for job_id in dict.fromkeys(listed)}
-    logs = {job_id: Path(_fields(text.partition("\n")[0]).get("StdOut", "")) for job_id, text in shown.items()}
-    return [job_id for job_id, log in logs.items() if log.parent == folder]
+    shown = {number: query_cluster("scontrol", "show", "job", "-o", number) for number in dict.fromkeys(listed)}
+    return [JobId(number=number, cluster=cluster) for number, text in shown.items() if _log_path(text).parent == folder]
 
 
 # Partitions and nodes
@@ -356,9 +481,14 @@ def query_cluster(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> str:
         if result.status == 0:
             return result.output
         problem = (result.errors.strip().splitlines() or [f"{command[0]} fails"])[-1]
-    raise NoControllerError("No SLURM answers on this machine", value=problem,
-                            remedy="Submit from a login node of the cluster; or train here: --cluster local in the "
-                                   "background, --cluster debug in the foreground")  # fmt: skip
+    raise no_controller(problem)
+
+
+def no_controller(problem: str) -> NoControllerError:
+    """Makes the error of a SLURM that does not answer."""
+    return NoControllerError("No SLURM answers on this machine", value=problem,
+                             remedy="Submit from a login node of the cluster; or train here: --cluster local in the "
+                                    "background, --cluster debug in the foreground")  # fmt: skip
 
 
 def parse_partitions(partitions: str, nodes: str) -> list[Partition]:

@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, RunError
+from can_train.io.records import JobId
 from can_train.memory.host import control_groups
 from can_train.slurm.client import (
+    NoControllerError,
     is_job_running,
     left_at_time_limit,
     move_dependents,
     node_names,
-    query_accounts,
+    query_own_accounts,
     requeue_job,
     usable_nodes,
 )
-from can_train.slurm.run_state import HOST_OOM, last_error_line, log_causes
+from can_train.slurm.run_state import HOST_OOM, error_in_words, log_causes
 from can_train.slurm.status import read_tail
 from can_train.training.run_folder import (
     ENDING_BY_STATUS,
@@ -76,12 +78,7 @@ class Job:
         except SystemExit as stop:
             # Only after the attempt is recorded: a requeue kills this process where it stands.
             if stop.code == WARNED and not stop.__cause__:
-                context = SlurmContext.from_environment()
-                # One rank requeues for all; submitit's local executor has no queue.
-                may_requeue = context.rank == 0 and os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
-                # SIGTERM after the warning may be the limit itself, or a person's scancel.
-                if may_requeue and (not stops.terminated or left_at_time_limit(context.job_id)):
-                    requeue_job(context.job_id)
+                _return_to_queue(folder, stops)
             raise
 
     def _train(self, folder: RunFolder, stops: StopRequests) -> None:
@@ -90,13 +87,34 @@ class Job:
             self.entry(folder, stops)
         except SystemExit as stop:
             if stop.code == WARNED:
-                restarts = folder.attempts.count_restarts(SlurmContext.from_environment().job_id)
+                restarts = folder.attempts.count_restarts(SlurmContext.from_environment().job)
                 decision = decide_restart(JobOutcome(ending="time_limit", restarts=restarts), cluster_settings(folder))
                 if isinstance(decision, NoRestart):
                     raise SystemExit(WARNED) from RunError(
                         "The job's time is up", value=decision.reason, remedy=f"Go on: can-train resume {folder.run_id}"
                     )
             raise
+
+
+def _return_to_queue(folder: RunFolder, stops: StopRequests) -> None:
+    """Puts the job of a run that was warned of its time limit back into the queue, or records why that failed."""
+    context = SlurmContext.from_environment()
+    # One rank requeues for all; submitit's local executor has no queue.
+    if context.job is None or context.rank or os.environ.get("SUBMITIT_EXECUTOR") != "slurm":
+        return
+    # SIGTERM after the warning may be the limit itself, or a person's scancel.
+    if stops.terminated and not left_at_time_limit(context.job):
+        return
+    if refusal := requeue_job(context.job):
+        folder.attempts.record_end("time_limit", f"{_SAVED}; {_not_put_back(refusal)}", {})
+
+
+def _not_put_back(refusal: str) -> str:
+    return f"its job could not be put back into the queue ({refusal})"
+
+
+def _not_submitted_again(why: str) -> str:
+    return f"it could not be submitted again ({why})"
 
 
 def rank_place(environment: Mapping[str, str]) -> "RankPlace | None":
@@ -208,6 +226,8 @@ def infer_ending(recorded: str, *, status: int, host_oom: bool) -> str:
     return recorded or ENDING_BY_STATUS.get(status, "failed")
 
 
+_SAVED: Final = "warned and saved"  # a run whose time was nearly up
+
 _RESTART_REASONS: Final[Mapping[str, str]] = {
     "time_limit": "the time limit", "killed": "a killed process", "in_use": "an earlier attempt still trains the run",
 }  # fmt: skip
@@ -302,6 +322,9 @@ _REGISTRATION_WAIT_S: Final = 10.0
 """A job that fails at once may be over before the submitting process has entered it into the registry."""
 _LOOK_INTERVAL_S: Final = 0.5
 
+_KILLED_WORDS: Final = "A process was killed (SIGKILL)"
+_HOST_OOM_WORDS: Final = "The system killed a process for want of memory"
+
 
 @dataclass(frozen=True, kw_only=True)
 class _EndedJob:
@@ -309,6 +332,7 @@ class _EndedJob:
 
     run: RunRecord
     job: JobRecord
+    slurm_job: JobId
     folder: RunFolder
     attempts: Attempts
     end: AttemptEnd | None
@@ -341,51 +365,84 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     if ended.attempts.is_superseded():
         return ""
     log = read_tail(Path(ended.job.log_path))
-    job_id = ended.job.job_id
-    host_oom = host_memory_ran_out(job_id, log)
+    host_oom = host_memory_ran_out(ended.slurm_job, log)
     ending = infer_ending(ended.end.ending if ended.end else "", status=status, host_oom=host_oom)
     decision = decide_restart(_outcome(ended, ending), cluster_settings(ended.folder))
-    is_running = is_job_running(job_id)
+    silence = ""
+    try:
+        is_running = is_job_running(ended.slurm_job)
+    except NoControllerError as error:
+        is_running, silence = False, error.value
     # SLURM knows why it ends a job. Where it loses a node, srun fails, and the training there may still go on.
     if is_running or ended.end or ending != "failed":
-        _record_end(ended, ending, decision, last_error_line(log) or f"exit status {status}")
+        _record_end(ended, ending, decision, error_in_words(log, f"exit status {status}"))
     if isinstance(decision, NoRestart):
         return decision.reason
     was_cancelled = any(cancel.time > ended.job.time for cancel in ended.registry.cancels(ended.run.run_id))
     # A job that SLURM is ending is restarted by SLURM (preemption, a failed node) or by nobody (scancel).
-    if was_cancelled or not is_running:
+    if was_cancelled or not (is_running or silence):
         return ""
     if isinstance(decision, Requeue):
-        done = requeue_job(job_id)
-        return f"{decision.reason}: {'put back into the queue' if done else 'SLURM refuses to put the job back'}"
+        return _requeue(ended, ending, decision, silence)
+    if silence:
+        return _record_failed_restart(ended, ending, _not_submitted_again(silence))
     try:
         job = _resubmit(ended, decision, resubmit, state_dir, environment)
     except CanTrainError as error:
-        return f"{decision.reason}: could not be submitted again. {error}"
-    move_dependents(job_id, job.job_id)
+        return _record_failed_restart(ended, ending, _not_submitted_again(error.in_short))
+    if job.slurm_job is not None:
+        move_dependents(ended.slurm_job, job.slurm_job)
     return f"{decision.reason}: submitted again as job {job.job_id}"
+
+
+def _requeue(ended: _EndedJob, ending: str, decision: Requeue, silence: str) -> str:
+    """Puts a job back into the queue, unless SLURM does not answer; returns what was done, in words."""
+    if ended.end is not None and ended.end.rank is None:
+        # The training has tried that in vain, and has recorded so.
+        ended.attempts.record_end(ending, "", ended.end.details)
+    refusal = silence or requeue_job(ended.slurm_job)
+    if refusal:
+        return _record_failed_restart(ended, ending, _not_put_back(refusal))
+    return f"{decision.reason}: put back into the queue"
+
+
+def _record_failed_restart(ended: _EndedJob, ending: str, failure: str) -> str:
+    """Records that a run which should start again by itself does not; returns that in words, with the way on."""
+    own = {"time_limit": _SAVED, "killed": _KILLED_WORDS, "host_oom": _HOST_OOM_WORDS}
+    message = own.get(ending) or (ended.end.message if ended.end else "")
+    details = ended.end.details if ended.end else {}
+    ended.attempts.record_end(ending, "; ".join(filter(None, (message, failure))), details)
+    return f"{failure}. Go on: can-train resume {ended.run.run_id}"
 
 
 def _find_ended_job(state_dir: Path) -> _EndedJob | None:
     """Finds the run of the job around this process; None where there is none."""
     context, registry = replace(SlurmContext.from_environment(), rank=0), Registry(state_dir)
     until = time.monotonic() + _REGISTRATION_WAIT_S
-    while context.job_id:
+    while context.job is not None:
         # The newest first: SLURM may have begun to count its jobs anew.
         jobs = ((run, job) for run in reversed(registry.runs()) for job in reversed(registry.jobs(run.run_id)))
         for run, job in jobs:
-            if (job.executor, job.job_id) == ("slurm", context.job_id):
+            if job.slurm_job == context.job:
                 folder = RunFolder(Path(run.path))
                 attempts = Attempts(folder.path, context)
                 end = attempts.end_in(context)
-                return _EndedJob(run=run, job=job, folder=folder, attempts=attempts, end=end, registry=registry)
+                return _EndedJob(
+                    run=run,
+                    job=job,
+                    slurm_job=context.job,
+                    folder=folder,
+                    attempts=attempts,
+                    end=end,
+                    registry=registry,
+                )
         if time.monotonic() > until:
             break
         time.sleep(_LOOK_INTERVAL_S)
     return None
 
 
-def host_memory_ran_out(job_id: str, log: str) -> bool:
+def host_memory_ran_out(job: JobId, log: str) -> bool:
     """Returns whether the kernel killed a process of the job around this process because the job's memory ran out.
 
     The log, the control groups and the accounting are asked: depending on the cluster's configuration, each of them
@@ -397,7 +454,7 @@ def host_memory_ran_out(job_id: str, log: str) -> bool:
     if any(re.fullmatch(r"job_\d+", group.path.name) and group.has_killed() for group in control_groups()):
         return True
     # The last row is this attempt's; those before it are of others, or of a job from before SLURM counted anew.
-    rows = query_accounts(job_id) or []
+    rows = query_own_accounts(job)
     return any(step.state == "OUT_OF_MEMORY" for row in rows[-1:] for step in row.steps)
 
 
@@ -407,7 +464,7 @@ def _outcome(ended: _EndedJob, ending: str) -> JobOutcome:
     others = {node.name for node in nodes}.difference(ended.nodes_to_avoid if nodes else ())
     return JobOutcome(
         ending=ending,
-        restarts=ended.attempts.count_restarts(ended.job.job_id),
+        restarts=ended.attempts.count_restarts(ended.slurm_job),
         resubmits=count_oom_resubmits(ended.registry.jobs(ended.run.run_id)),
         **{name: details[name] for name in ("one_sample", "should_fit", "foreign_bytes") if name in details},
         memory_mib=job_memory_mib(os.environ),
@@ -431,11 +488,7 @@ def _record_end(ended: _EndedJob, ending: str, decision: Decision, error: str) -
     is_recorded = end is not None and end.ending == ending
     if is_recorded and (not why_not or ending == "time_limit"):
         return
-    messages = {
-        "failed": error,
-        "killed": "A process was killed (SIGKILL)",
-        "host_oom": "The system killed a process for want of memory",
-    }
+    messages = {"failed": error, "killed": _KILLED_WORDS, "host_oom": _HOST_OOM_WORDS}
     message = end.message if end and is_recorded else messages.get(ending, "")
     ended.attempts.record_end(ending, ". ".join(filter(None, (why_not, message))), end.details if end else {})
 

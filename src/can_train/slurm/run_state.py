@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from can_train.errors import without_positions
+from can_train.reporter import COLUMNS
 from can_train.slurm.client import (
     ACTIVE,
     NEVER_SATISFIED,
@@ -21,7 +22,7 @@ from can_train.slurm.client import (
 )
 
 if TYPE_CHECKING:
-    from can_train.io.records import AttemptStart
+    from can_train.io.records import AttemptStart, JobId
     from can_train.training.run_folder import AttemptEnd, CancelRecord, JobRecord, RunRecord
 
 QUEUED: Final = "queued"
@@ -66,7 +67,7 @@ class RunFacts:
     is_damaged: bool = False  # whether there is a `result.json` that cannot be read
     has_folder: bool = True
     job_alive: bool | None = None  # whether the process that controls its last job runs; None: not known here
-    answer: SlurmAnswer = field(default_factory=lambda: SlurmAnswer(queue=(), accounts=()))
+    answer: SlurmAnswer = field(default_factory=SlurmAnswer)
     log_tail: str = ""  # of its last job
 
 
@@ -176,7 +177,7 @@ def classify_exit(attempt: AttemptFacts | None, row: AccountRow | None, log: str
         return _recorded(end)
     if row is None and any(attempt is None or cancel.time >= attempt.start.start_time for cancel in facts.cancels):
         return RunState(CANCELLED)
-    known = "; ".join(filter(None, [_exit_words(row) if row else "", last_error_line(log)]))
+    known = "; ".join(filter(None, [_exit_words(row) if row else "", error_in_words(log)]))
     return RunState(FAILED, known or "its process ended without a record, and nothing shows what ended it")
 
 
@@ -191,17 +192,66 @@ def log_causes(text: str) -> list[str]:
     return [causes[(match.lastindex or 0) - 1] for match in _LOG_CAUSE.finditer(text)]
 
 
+_TRACEBACK: Final = "Traceback (most recent call last):"
+_RANK_LABEL: Final = re.compile(r"^(?:\[rank\d+\]:|\d+:) ?")
+"""What torchrun and `srun --label` write before each line of a rank."""
+_ERRORS: Final = (
+    # An exception of Python, a line that a program calls an error, a level of logging.
+    r"^(?:\w+\.)*(?:\w+(?:Error|Exception|NotFound)|KeyboardInterrupt|SystemExit)(?::|$)",
+    r"^(?:[^\s:]+: ?)*(?i:fatal error|error|fatal)\b *:",
+    r"(?:^|[\[\s])(?:ERROR|FATAL|CRITICAL)(?:[\]:]| +\w)",
+    # What ends Python itself: its own report, those of glibc, libstdc++, the dynamic linker, CUDA and NCCL.
+    r"^(?:Fatal Python error|terminate called |what\(\): |(?:free|malloc|realloc)\(\): |double free|corrupted |Floating point exception)",
+    r"error while loading shared libraries|undefined symbol: |version `\S+' not found",
+    r"\b(?:CUDA|CUDNN|cuDNN|CUBLAS|cuBLAS|NCCL|HIP) error\b|\bCUDA out of memory\. ",
+    # A shell's, with the reasons of the system.
+    r": (?:command not found|not found|unbound variable|cannot execute|bad interpreter|syntax error)\b",
+    r": (?:No such file or directory|Permission denied|Exec format error|Is a directory|Input/output error)$",
+    r"\b(?:No space left on device|Disk quota exceeded|Cannot allocate memory|Stale file handle)\b",
+    # A signal, at the beginning of the line or after the number of the process.
+    r"(?:^|\d +|: )(?:Killed|Aborted|Terminated|Segmentation fault|Bus error|Illegal instruction)(?:$|  | \()",
+    # Python without the package, a module that a site does not have, a launcher's report.
+    r": No module named |: can't open file |^Lmod has detected the following error|Unable to locate a modulefile",
+    r"^(?:mpirun|mpiexec|prterun) noticed that |oom[-_]kill",
+)
+_ERROR: Final = re.compile("|".join(_ERRORS))
+"""A line of a job's log that is certainly an error."""
+_ASSIGNMENT: Final = re.compile(r"^(?:export |declare -\S+ )?[A-Za-z_][\w%()]*=")
+"""A line of an environment, whose values may contain any word."""
+_CONSEQUENCE: Final = ": Exited with exit code "
+"""In a line of srun that only repeats the exit status."""
+_LONGEST_ERROR: Final = 240  # characters
+
+
 def last_error_line(text: str) -> str:
-    """Returns the last line of a log that is an error, else the training's last line, else the last line."""
+    """Returns the last line of a log that is recognized as an error, the training's own before the scheduler's; empty
+    where none is.
+    """
+    errors, in_traceback = [], False
+    for raw in text.splitlines():
+        line = _RANK_LABEL.sub("", raw).rstrip()
+        # The line after the frames, which are indented, names the exception.
+        ends_traceback = in_traceback and line[:1].strip() != ""
+        in_traceback = line.endswith(_TRACEBACK) or (in_traceback and not ends_traceback)
+        if ends_traceback or (_ERROR.search(line.strip()) and not _ASSIGNMENT.match(line.strip())):
+            errors.append(line.strip())
+    own = [line for line in errors if not line.startswith(_SCHEDULER_LINES)]
+    errors = own or [line for line in errors if _CONSEQUENCE not in line]
+    return _cut(without_positions(errors[-1]), _LONGEST_ERROR) if errors else ""
+
+
+def error_in_words(text: str, status: str = "") -> str:
+    """Returns the error that a log shows; without one, an exit status in words and the log's last line."""
+    if error := last_error_line(text):
+        return error
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    own = [line for line in lines if not line.startswith(_SCHEDULER_LINES)]
-    return without_positions(([line for line in own if _is_error(line)] or own or lines or [""])[-1])
+    own = [line for line in lines if not line.startswith(_SCHEDULER_LINES)] or lines
+    last = _cut(f"no error was printed; last line: {own[-1]}", COLUMNS) if own else ""
+    return "; ".join(filter(None, (status, last)))
 
 
-def _is_error(line: str) -> bool:
-    head, colon, _ = line.partition(":")
-    is_exception = head.replace(".", "_").isidentifier() and head.endswith(("Error", "Exception"))
-    return bool(colon) and (head == "error" or is_exception)
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 1].rstrip()}…"
 
 
 def _recorded(end: AttemptEnd) -> RunState:
@@ -284,38 +334,41 @@ def infer_run_state(facts: RunFacts) -> RunState:
 
 def infer_attempt_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
     """Decides how one attempt of a run ended, or that it goes on."""
-    job_id = attempt.start.job_id
+    job = attempt.start.slurm_job
     is_last = attempt is facts.attempts[-1]
     if is_last and attempt.end is None:
         row = live_row(facts)
-        if row is not None and row.job_id == job_id and row.state in ACTIVE:
+        if row is not None and row.job == job and row.state in ACTIVE:
             return RunState(RUNNING)
-        if not job_id and attempt.alive is not False:
+        if job is None and attempt.alive is not False:
             return _process_state(attempt, facts)
-    rows = [row for row in facts.answer.accounts or () if row.job_id == job_id]
+        if job is not None and job.cluster in facts.answer.silent:
+            return _unanswered_state(attempt, job, facts)
+    rows = [row for row in facts.answer.accounts if row.job == job]
     account = rows[attempt.start.restarts] if attempt.start.restarts < len(rows) else None
     if account is None or account.state in UNFINISHED:
-        account = _final_row(job_id, facts) if is_last else None
+        account = _final_row(job, facts) if is_last and job is not None else None
     # The log at hand is that of the last job.
-    log = facts.log_tail if is_last and job_id else ""
+    log = facts.log_tail if is_last and job is not None else ""
     return classify_exit(attempt, account, log, facts)
 
 
-def slurm_jobs(facts: RunFacts) -> list[str]:
+def slurm_jobs(facts: RunFacts) -> list[JobId]:
     """Lists a run's SLURM jobs, the first one first: those submitted, and those that it was started in by hand."""
-    submitted = [(job.time, job.job_id) for job in facts.jobs if job.executor == "slurm"]
-    entered = [(attempt.start.start_time, attempt.start.job_id) for attempt in facts.attempts if attempt.start.job_id]
-    return list(dict.fromkeys(job_id for _, job_id in sorted([*submitted, *entered])))
+    submitted = [(record.time, record.slurm_job) for record in facts.jobs]
+    entered = [(attempt.start.start_time, attempt.start.slurm_job) for attempt in facts.attempts]
+    jobs = [(time, job) for time, job in (*submitted, *entered) if job is not None]
+    return list(dict.fromkeys(job for _, job in sorted(jobs)))
 
 
 def live_row(facts: RunFacts) -> QueueRow | None:
     """Finds the newest job of a run that waits or runs."""
-    rows = {row.job_id: row for row in facts.answer.queue or () if row.state in WAITING | ACTIVE}
-    return next((rows[job_id] for job_id in reversed(slurm_jobs(facts)) if job_id in rows), None)
+    rows = {row.job: row for row in facts.answer.queue if row.state in WAITING | ACTIVE}
+    return next((rows[job] for job in reversed(slurm_jobs(facts)) if job in rows), None)
 
 
 def _state_in_queue(row: QueueRow, facts: RunFacts) -> RunState:
-    attempts = [attempt for attempt in facts.attempts if attempt.start.job_id == row.job_id]
+    attempts = [attempt for attempt in facts.attempts if attempt.start.slurm_job == row.job]
     again = f"submitted again ({facts.jobs[-1].reason})" if facts.jobs and facts.jobs[-1].reason else ""
     if row.state in WAITING:
         why = reason_in_words(row.reason)
@@ -337,22 +390,40 @@ def _state_after_queue(facts: RunFacts) -> RunState:
     attempt = facts.attempts[-1] if facts.attempts else None
     if job is not None and attempt is not None:
         # The clocks of two machines may differ: an attempt in the job is newer whatever the times say.
-        in_job = job.executor == "slurm" and attempt.start.job_id == job.job_id
+        in_job = job.slurm_job is not None and attempt.start.slurm_job == job.slurm_job
         if not in_job and attempt.start.start_time < job.time:
             attempt = None
-    job_id = attempt.start.job_id if attempt else job.job_id if job and job.executor == "slurm" else ""
-    if not job_id:
+    slurm_job = attempt.start.slurm_job if attempt else job.slurm_job if job else None
+    if slurm_job is None:
         return _process_state(attempt, facts) if attempt else _unstarted_process_state(job, facts)
     end = attempt.end if attempt else None
     # A job whose process stopped at a signal may have been requeued.
-    if facts.answer.queue is None and (end is None or end.ending in _MAY_RETURN):
-        state = RUNNING if attempt and end is None else QUEUED
-        sentence = (
-            f"as far as its files say; SLURM, which has its job {job_id}, does not answer here; ask again in a minute"
-        )
-        return RunState(state, sentence, certain=False)
-    row = _final_row(job_id, facts)
+    if slurm_job.cluster in facts.answer.silent and (end is None or end.ending in _MAY_RETURN):
+        return _unanswered_state(attempt, slurm_job, facts)
+    row = _final_row(slurm_job, facts)
     return classify_exit(attempt, row, facts.log_tail, facts) if attempt else _unstarted_job_state(row, facts)
+
+
+def _unanswered_state(attempt: AttemptFacts | None, job: JobId, facts: RunFacts) -> RunState:
+    """The state where the cluster that has the run's job cannot be asked."""
+    state = RUNNING if attempt and attempt.end is None else QUEUED
+    sentence = f"as far as its files say; {silence_in_words(job, facts.answer)}; {where_to_ask(job, facts.answer)}"
+    return RunState(state, sentence, certain=False)
+
+
+def silence_in_words(job: JobId, answer: SlurmAnswer) -> str:
+    """Says that a cluster does not answer about a job, and why."""
+    reason = answer.silent[job.cluster]
+    if not job.cluster:
+        return f"SLURM cannot be asked about its job {job.number}: {reason}"
+    return f"cluster {job.cluster}, which has its job {job.number}, does not answer here ({reason.rstrip('.')})"
+
+
+def where_to_ask(job: JobId, answer: SlurmAnswer) -> str:
+    """Says where a cluster answers that does not answer here."""
+    if job.cluster in ("", answer.local):
+        return "ask again in a minute" if job.cluster else "ask on the cluster where it was submitted"
+    return f"ask on a login node of {job.cluster}" + ("" if answer.local else ", or here in a minute")
 
 
 def _unstarted_job_state(row: AccountRow | None, facts: RunFacts) -> RunState:
@@ -365,7 +436,7 @@ def _unstarted_job_state(row: AccountRow | None, facts: RunFacts) -> RunState:
         return classify_exit(None, row, facts.log_tail, facts)
     # SLURM itself cancels a job whose dependency failed, and names no person. squeue has that reason some seconds
     # before sacct.
-    reasons = [row.reason, *(queued.reason for queued in facts.answer.queue or () if queued.job_id == row.job_id)]
+    reasons = [row.reason, *(queued.reason for queued in facts.answer.queue if queued.job == row.job)]
     unmet = not row.by_person and any(reason.startswith("Dependency") for reason in reasons)
     if row.state == "CANCELLED" and not unmet:
         why = reason_in_words(row.reason)
@@ -374,17 +445,17 @@ def _unstarted_job_state(row: AccountRow | None, facts: RunFacts) -> RunState:
     return RunState(NEVER_STARTED, reason_in_words(reason))
 
 
-def _final_row(job_id: str, facts: RunFacts) -> AccountRow | None:
+def _final_row(job: JobId, facts: RunFacts) -> AccountRow | None:
     """Finds what SLURM knows of the end of a job that has left the queue."""
-    rows = [row for row in facts.answer.accounts or () if row.job_id == job_id]
+    rows = [row for row in facts.answer.accounts if row.job == job]
     if rows and rows[-1].state not in UNFINISHED:
         return rows[-1]
     # The accounting lags by seconds, or is off altogether; the controller remembers the last minutes.
-    left = [row for row in facts.answer.queue or () if row.job_id == job_id and row.state not in WAITING | ACTIVE]
+    left = [row for row in facts.answer.queue if row.job == job and row.state not in WAITING | ACTIVE]
     if not left:
         return None
     last = left[-1]
-    return AccountRow(job_id=job_id, state=last.state, nodes=last.nodes, time_limit=last.time_limit, reason=last.reason)
+    return AccountRow(job=job, state=last.state, nodes=last.nodes, time_limit=last.time_limit, reason=last.reason)
 
 
 def _process_state(attempt: AttemptFacts, facts: RunFacts) -> RunState:
@@ -406,7 +477,7 @@ def _unstarted_process_state(job: JobRecord | None, facts: RunFacts) -> RunState
 
 def _state_without_folder(found: RunState, facts: RunFacts) -> RunState:
     """The state where the folder was deleted or moved away: only SLURM can know how the run ended."""
-    rows = [row for job_id in slurm_jobs(facts) if (row := _final_row(job_id, facts)) is not None]
+    rows = [row for job in slurm_jobs(facts) if (row := _final_row(job, facts)) is not None]
     gone = f"its folder {facts.run.path} is gone"
     if not rows:
         return RunState(FAILED, f"{gone}, and with it how it ended", certain=False)

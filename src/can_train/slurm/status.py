@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from can_train.errors import RunError, nearest_first
 from can_train.io.records import (
+    JobId,
     is_file,
     is_folder,
     is_running,
@@ -22,7 +23,7 @@ from can_train.io.records import (
     this_host,
     utc_text,
 )
-from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer, query_jobs
+from can_train.slurm.client import AccountRow, NoControllerError, QueueRow, SlurmAnswer, logs_into, query_jobs
 from can_train.slurm.run_state import AttemptFacts, RunFacts, RunState, infer_run_state, slurm_jobs
 from can_train.training.run_folder import (
     CONFIG,
@@ -101,37 +102,100 @@ class RunStatus:
 
 
 def run_statuses(
-    runs: Iterable[KnownRun], registry: Registry, query: Callable[[Iterable[str]], SlurmAnswer] = query_jobs
+    runs: Iterable[KnownRun],
+    registry: Registry,
+    query: Callable[[Iterable[JobId]], SlurmAnswer] = query_jobs,
+    is_own: Callable[[JobId, Path], bool] = logs_into,
 ) -> list[RunStatus]:
-    """Finds out the status of many runs, in their order, with one question to SLURM.
+    """Finds out the status of many runs, in their order, with one question to each cluster.
+
+    Args:
+        runs: The runs.
+        registry: It has their jobs.
+        query: Asks about jobs.
+        is_own: Returns whether a job writes its log into a folder. Asked where a job's record does not name its
+            cluster, and where SLURM shows the job under another name than the run's.
 
     Raises:
         StateError: The registry cannot be read.
     """
-    local = [(known, _local_facts(known, registry)) for known in runs]
-    answer = query(job_id for _, facts in local if facts.result is None for job_id in slurm_jobs(facts))
+    on_disk = [(known, _facts_on_disk(known, registry)) for known in runs]
+    answer = query(job for _, facts in on_disk if facts.result is None for job in slurm_jobs(facts))
     # Grouped once: among hundreds of runs, searching all rows for each would be quadratic.
-    queue: dict[str, list[QueueRow]] = defaultdict(list)
-    accounts: dict[str, list[AccountRow]] = defaultdict(list)
-    for queued in answer.queue or ():
-        queue[queued.job_id].append(queued)
-    for account in answer.accounts or ():
-        accounts[account.job_id].append(account)
-    statuses = []
-    for known, facts in local:
-        jobs = slurm_jobs(facts)
-        if jobs:
+    queue: dict[JobId, list[QueueRow]] = defaultdict(list)
+    accounts: dict[JobId, list[AccountRow]] = defaultdict(list)
+    for queued in answer.queue:
+        queue[queued.job].append(queued)
+    for account in answer.accounts:
+        accounts[account.job].append(account)
+    answered, statuses = {*queue, *accounts}, []
+    for known, facts in on_disk:
+        if facts.result is None and slurm_jobs(facts):
+            facts = _with_clusters(facts, answer.local, answered, is_own)
+            foreign = _foreign_jobs(facts, queue, is_own)
+            jobs = [job for job in slurm_jobs(facts) if job not in foreign]
             own_rows = SlurmAnswer(
-                queue=[row for job_id in jobs for row in queue.get(job_id, ())],
-                accounts=[row for job_id in jobs for row in accounts.get(job_id, ())],
+                queue=[row for job in jobs for row in queue.get(job, ())],
+                accounts=[row for job in jobs for row in accounts.get(job, ())],
+                silent={**answer.silent, **_unnamed(jobs, answer.local)},
+                local=answer.local,
             )
-            facts = replace(facts, answer=SlurmAnswer() if answer.queue is None else own_rows)
+            facts = replace(facts, answer=own_rows)
         progress = read_progress(known.folder, facts.result)
         statuses.append(RunStatus(known=known, facts=facts, state=infer_run_state(facts), progress=progress))
     return statuses
 
 
-def _local_facts(known: KnownRun, registry: Registry) -> RunFacts:
+def _with_clusters(
+    facts: RunFacts, local: str, answered: Collection[JobId], is_own: Callable[[JobId, Path], bool]
+) -> RunFacts:
+    """Names the cluster in a run's records that do not, where it is this machine's: where that cluster has the job,
+    with its log in the run's folder.
+    """
+    here = set()
+    for record in facts.jobs:
+        job = JobId(number=record.job_id, cluster=local)
+        if record.slurm_job is not None and not record.cluster and job in answered and _is_own(job, record, is_own):
+            here.add(JobId(number=record.job_id, cluster=""))
+    jobs = [replace(record, cluster=local) if record.slurm_job in here else record for record in facts.jobs]
+    attempts = [
+        replace(attempt, start=replace(attempt.start, cluster=local)) if attempt.start.slurm_job in here else attempt
+        for attempt in facts.attempts
+    ]
+    return replace(facts, jobs=jobs, attempts=attempts)
+
+
+def _foreign_jobs(
+    facts: RunFacts, queue: Mapping[JobId, Sequence[QueueRow]], is_own: Callable[[JobId, Path], bool]
+) -> set[JobId]:
+    """Finds jobs of the queue that have the number of a job of the run and are not: SLURM counts its jobs anew after
+    its state was lost, or past its largest number.
+    """
+    foreign = set()
+    for record in facts.jobs:
+        job = record.slurm_job
+        names = {row.name for row in queue.get(job, ())} if job is not None else set()
+        # A person may have renamed the job.
+        if job is not None and names - {"", facts.run.key} and not _is_own(job, record, is_own):
+            foreign.add(job)
+    return foreign
+
+
+def _is_own(job: JobId, record: JobRecord, is_own: Callable[[JobId, Path], bool]) -> bool:
+    try:
+        return is_own(job, Path(record.log_path).parent)
+    except NoControllerError:
+        return False
+
+
+def _unnamed(jobs: Iterable[JobId], local: str) -> dict[str, str]:
+    unnamed = [job.number for job in jobs if not job.cluster]
+    if not unnamed or not local:
+        return {}
+    return {"": f"its record does not name the cluster, and {local} has no job {unnamed[-1]} of this run"}
+
+
+def _facts_on_disk(known: KnownRun, registry: Registry) -> RunFacts:
     """Collects what the files and this machine's processes say."""
     folder, jobs = known.folder, registry.jobs(known.run_id)
     is_damaged = False

@@ -321,4 +321,8 @@ def _dependency(parent: RunStatus, executor: str) -> str:
     if row is None or executor != "slurm":
         raise RunError("Only a job of SLURM can wait, and only for another one", value=f"{run_id} is {state.state}",
                        remedy="Submit when that run has finished, or submit both to SLURM")  # fmt: skip
-    return f"afterok:{row.job_id}"
+    if row.job.cluster != parent.facts.answer.local:
+        raise RunError("A job can wait only for a job of its own cluster", value=f"{run_id} is job {row.job}",
+                       remedy=f"Submit on a login node of {row.job.cluster}, or when that run has finished",
+                       )  # fmt: skip
+    return f"afterok:{row.job.number}"

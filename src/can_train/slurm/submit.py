@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,11 +21,11 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 from can_train.config.settings import ClusterSettings
 from can_train.errors import RunError
 from can_train.io.records import utc_now
-from can_train.slurm.client import SUBMIT_TIMEOUT_S, NoControllerError, cancel_jobs, find_jobs, limited
+from can_train.slurm.client import SUBMIT_TIMEOUT_S, NoControllerError, cancel_jobs, find_jobs, limited, local_cluster
 from can_train.slurm.job import Entry, Job
 from can_train.slurm.script import Submission, check_folder, job_environment, parameters, resources
 from can_train.slurm.snapshot import code_of
-from can_train.training.run_folder import JobRecord, Registry, RunFolder
+from can_train.training.run_folder import JobRecord, Registry, RunFolder, SlurmContext
 
 _TIMEOUT_MIN: Final = 7 * 24 * 60
 """Longest run in the background of this machine; submitit wants a limit."""
@@ -64,6 +65,7 @@ def start_jobs(
 
     Raises:
         RunError: SLURM refused.
+        NoControllerError: SLURM does not answer.
         ConfigError: A value cannot be written into a script, or SLURM cannot write into a folder of this name.
     """
     folder = submission_folder(folders, submission)
@@ -71,6 +73,7 @@ def start_jobs(
     check_folder(folder)
     _take_back_unseen(submission, folder)
     executor = _Executor(folder)
+    executor.job_cluster = _own_cluster()
     executor.parameters.update(job_parameters)
     tasks = [Job(entry, str(folder.path)) for folder in folders]
     try:
@@ -84,13 +87,19 @@ def start_jobs(
         raise RunError("SLURM refused the job", value="; ".join(own) or [*lines, "no reason given"][-1]) from error
     return [
         _record(folder, "slurm", job.job_id, str(job.paths.stdout), reason=submission.reason,
-                resources=resources(cluster))
+                resources=resources(cluster), cluster=executor.job_cluster)
         for folder, job in zip(folders, jobs, strict=True)
     ]  # fmt: skip
 
 
 class _Executor(submitit.SlurmExecutor):
-    """submitit's, but for its wait for sbatch, which is for ever."""
+    """submitit's, but for its wait for sbatch, which is for ever.
+
+    Attributes:
+        job_cluster: Name of the cluster that has the jobs.
+    """
+
+    job_cluster = ""
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[submitit.Job[Any]]:
         if len(delayed_submissions) == 1:
@@ -104,6 +113,7 @@ class _Executor(submitit.SlurmExecutor):
         array = _Executor(self.folder, self.max_num_timeout)
         array.parameters = {**self.parameters, "map_count": len(pickles)}
         first = array._submit_command(self._submitit_command_str)
+        self.job_cluster = array.job_cluster or self.job_cluster
         tasks = list(range(first.num_tasks))
         jobs: list[submitit.Job[Any]] = [
             submitit.SlurmJob(self.folder, f"{first.job_id}_{index}", tasks) for index in range(len(pickles))
@@ -117,6 +127,9 @@ class _Executor(submitit.SlurmExecutor):
 
     # A static method in submitit, which calls it as a method.
     def _get_job_id_from_submission_command(self, string: bytes | str) -> str:  # type: ignore[override]
+        # `cluster.additional.clusters` sends jobs to another cluster, and sbatch says to which.
+        if named := re.search(r" on cluster (\S+)", string if isinstance(string, str) else string.decode()):
+            self.job_cluster = named[1]
         if string:
             return str(submitit.SlurmExecutor._get_job_id_from_submission_command(string))
         try:
@@ -125,7 +138,23 @@ class _Executor(submitit.SlurmExecutor):
             raise _unanswered(f"whether it took the job is not known ({error.value})") from error
         if not found:
             raise _unanswered("it did not take the job")
-        return found[-1]
+        return found[-1].number
+
+
+def _own_cluster() -> str:
+    """Returns the name of the cluster that sbatch asks.
+
+    Raises:
+        NoControllerError: SLURM does not answer.
+    """
+    try:
+        return local_cluster()
+    except NoControllerError:
+        job = SlurmContext.from_environment().job
+        # In a job that is submitted again, whose PATH may lack scontrol.
+        if job is None or not job.cluster:
+            raise
+        return job.cluster
 
 
 def _unanswered(known: str) -> RunError:
@@ -147,7 +176,7 @@ def _take_back_unseen(submission: Submission, folder: Path) -> None:
     jobs = find_jobs(submission.name, folder.absolute())
     if jobs and (refusal := cancel_jobs(jobs)):
         raise RunError("SLURM refuses to cancel a job that it took without an answer", value=refusal,
-                       remedy=f"Cancel job {', '.join(jobs)} with scancel, then try again")  # fmt: skip
+                       remedy=f"Cancel job {', '.join(map(str, jobs))} with scancel, then try again")  # fmt: skip
     for script in unconfirmed:
         script.unlink(missing_ok=True)
 

@@ -34,6 +34,7 @@ from can_train.io import records
 from can_train.io.index import INDEX_FROM, Kind, index_folder, read_folder, write_index
 from can_train.io.records import (
     AttemptStart,
+    JobId,
     SetAside,
     is_file,
     read_text,
@@ -198,9 +199,9 @@ class AttemptEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmContext:
-    """Which SLURM job and rank a process is; outside a job its id is empty."""
+    """Which SLURM job and rank a process is; outside of jobs the job is None."""
 
-    job_id: str = ""
+    job: JobId | None = None
     restarts: int = 0
     rank: int = 0
 
@@ -208,9 +209,10 @@ class SlurmContext:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "SlurmContext":
         """Reads SLURM's variables."""
         array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+        # Inside an array SLURM_JOB_ID is a number of its own, by which squeue and sacct list no element.
+        number = f"{array}_{task}" if array else environment.get("SLURM_JOB_ID", "")
         return cls(
-            # Inside an array SLURM_JOB_ID is a number of its own, by which squeue and sacct list no element.
-            job_id=f"{array}_{task}" if array else environment.get("SLURM_JOB_ID", ""),
+            job=JobId(number=number, cluster=environment.get("SLURM_CLUSTER_NAME", "")) if number else None,
             restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
             rank=int(environment.get("SLURM_PROCID", "0")),
         )
@@ -244,9 +246,9 @@ class Attempts:
         """Reads how the last attempt of a job ended; None where none began or no record was written."""
         return None if (attempt := self._last_in(context)) is None else self.end(attempt)
 
-    def count_restarts(self, job_id: str) -> int:
+    def count_restarts(self, job: JobId | None) -> int:
         """Counts how often can-train requeued a job; a requeue by SLURM or by a person does not count."""
-        attempts = [start.attempt for start in self.starts() if start.job_id == job_id]
+        attempts = [start.attempt for start in self.starts() if start.slurm_job == job]
         ends = [self.end(attempt) for attempt in attempts[:-1]]
         return sum(end is not None and end.ending in RESTARTED for end in ends)
 
@@ -262,8 +264,8 @@ class Attempts:
         return earlier.attempt < (self._current or 0) and self._is_in_other_job(earlier)
 
     def _is_in_other_job(self, start: AttemptStart) -> bool:
-        own = (self._context.job_id, self._context.restarts)
-        return bool(self._context.job_id and start.job_id) and (start.job_id, start.restarts) != own
+        own = (self._context.job, self._context.restarts)
+        return bool(self._context.job and start.slurm_job) and (start.slurm_job, start.restarts) != own
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -326,15 +328,16 @@ class Attempts:
         write_json_atomic(self._folder / f"{attempt:04d}-ended{writer}.json", asdict(end))
 
     def _last_in(self, context: SlurmContext) -> int | None:
-        job = (context.job_id, context.restarts)
-        attempts = [start.attempt for start in self.starts() if (start.job_id, start.restarts) == job]
+        own = (context.job, context.restarts)
+        attempts = [start.attempt for start in self.starts() if (start.slurm_job, start.restarts) == own]
         return max(attempts, default=None)
 
     def this_process(self, attempt: int | None = None) -> AttemptStart:
         """Describes this process, as it begins an attempt or is in one; its number is 0 before that."""
+        job = self._context.job
         return AttemptStart(attempt=attempt or self._current or 0, start_time=utc_now(), host=this_host(),
-                            pid=os.getpid(), job_id=self._context.job_id,
-                            restarts=self._context.restarts)  # fmt: skip
+                            pid=os.getpid(), job_id=job.number if job else "", restarts=self._context.restarts,
+                            cluster=job.cluster if job else "")  # fmt: skip
 
     def _begin(self) -> int:
         self._folder.mkdir(exist_ok=True)
@@ -650,15 +653,21 @@ class JobRecord:
 
     run_id: str
     executor: str  # slurm, local or debug
-    job_id: str  # as the executor names it: 123, 123_4 for an element of an array, or a process id
+    job_id: str  # as the executor numbers it: 123, 123_4 for an element of an array, or a process id
     time: str
     host: str  # machine that it was submitted from
     log_path: str
     reason: str = ""  # why, in words, unless it is the first: "host out-of-memory: 600M instead of 400M"
     resources: dict[str, Any] = field(default_factory=dict)  # what was asked for, by sbatch's names
+    cluster: str = ""  # whose SLURM counts the job; empty: a process, or not recorded
 
     def __post_init__(self) -> None:
         records.check_time("time", self.time)
+
+    @property
+    def slurm_job(self) -> JobId | None:
+        """The job, where it is one of SLURM."""
+        return JobId(number=self.job_id, cluster=self.cluster) if self.executor == "slurm" else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def read_holder(path: Path) -> AttemptStart | None:
 
 def holder_in_words(holder: AttemptStart) -> str:
     """Names the process that has a lock."""
-    job = f" (job {holder.job_id})" if holder.job_id else ""
+    job = f" (job {holder.slurm_job})" if holder.slurm_job else ""
     return f"process {holder.pid} of {holder.host}{job}"
 
 

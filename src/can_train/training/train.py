@@ -158,7 +158,7 @@ def logged(folder: RunFolder, log: LoggedReporter, stops: StopRequests) -> Itera
     """Writes to the run's log what is reported in the block, and the error that ends it; says how the run goes on where
     a person stopped it.
     """
-    job = SlurmContext.from_environment().job_id
+    job = SlurmContext.from_environment().job
     process = f"process {os.getpid()} of {this_host()}" + (f", job {job}" if job else "")
     with log.writing_to(folder.log_path, f"--- {datetime.now():%Y-%m-%d %H:%M:%S}, {process}"):
         try:
