@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from can_train.errors import RunError
-from can_train.io.records import utc_now
+from can_train.io.records import JobId, utc_now
 from can_train.slurm.client import AccountRow, QueueRow, SlurmAnswer
 from can_train.slurm.status import find_run, read_tail, run_statuses
 from can_train.training.run_folder import Attempts, SlurmContext, short_name
@@ -137,13 +138,16 @@ def test_each_run_gets_what_slurm_said_of_its_own_jobs(runs: Runs) -> None:
 
 
 def test_slurm_is_asked_once_and_only_about_runs_that_have_not_finished(runs: Runs) -> None:
-    asked: list[list[str]] = []
+    asked: list[list[JobId]] = []
     for number in (1, 2, 3):
         runs.submit(runs.add(number, RESULT if number == 2 else None), str(number))
-    run_statuses(
-        runs.known(), runs.registry, lambda jobs: asked.append([job.number for job in sorted(jobs)]) or SlurmAnswer()
-    )  # type: ignore[func-returns-value]
-    assert asked == [["1", "3"]]
+
+    def query(jobs: Iterable[JobId]) -> SlurmAnswer:
+        asked.append(sorted(jobs))
+        return SlurmAnswer()
+
+    run_statuses(runs.known(), runs.registry, query)
+    assert asked == [[slurm_job("1"), slurm_job("3")]]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"attempt": 1}', "\x00"])

@@ -201,7 +201,7 @@ _ERRORS: Final = (
     r"^(?:[^\s:]+: ?)*(?i:fatal error|error|fatal)\b *:",
     r"(?:^|[\[\s])(?:ERROR|FATAL|CRITICAL)(?:[\]:]| +\w)",
     # What ends Python itself: its own report, those of glibc, libstdc++, the dynamic linker, CUDA and NCCL.
-    r"^(?:Fatal Python error|terminate called |what\(\): |(?:free|malloc|realloc)\(\): |double free|corrupted |Floating point exception)",
+    r"^(?:Fatal Python error|terminate called |what\(\): |(?:free|malloc|realloc)\(\): |double free|corrupted )",
     r"error while loading shared libraries|undefined symbol: |version `\S+' not found",
     r"\b(?:CUDA|CUDNN|cuDNN|CUBLAS|cuBLAS|NCCL|HIP) error\b|\bCUDA out of memory\. ",
     # A shell's, with the reasons of the system.
@@ -210,6 +210,7 @@ _ERRORS: Final = (
     r"\b(?:No space left on device|Disk quota exceeded|Cannot allocate memory|Stale file handle)\b",
     # A signal, at the beginning of the line or after the number of the process.
     r"(?:^|\d +|: )(?:Killed|Aborted|Terminated|Segmentation fault|Bus error|Illegal instruction)(?:$|  | \()",
+    r"^Floating point exception",
     # Python without the package, a module that a site does not have, a launcher's report.
     r": No module named |: can't open file |^Lmod has detected the following error|Unable to locate a modulefile",
     r"^(?:mpirun|mpiexec|prterun) noticed that |oom[-_]kill",

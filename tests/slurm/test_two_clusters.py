@@ -1,0 +1,267 @@
+"""Two clusters with one home: each counts its jobs from 1, so that both have a job 12, and only one is the run's."""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from can_train.cli.main import main
+from can_train.config.resolved import plain_to_yaml
+from can_train.slurm.client import SlurmAnswer, query_jobs
+from can_train.slurm.job import after_job
+from can_train.training.run_folder import Attempts, Registry, RunFolder, SlurmContext
+from fakes.made_runs import KEY, Runs, begin, end
+from fakes.run_facts import slurm_job
+from fakes.slurm_clusters import Clusters
+
+Machine = Callable[..., Clusters]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Makes a machine of a cluster, and this process one of it."""
+
+    def make(local: str, *reachable: str) -> Clusters:
+        clusters = Clusters(tmp_path, local, *reachable)
+        monkeypatch.setenv("PATH", f"{clusters.bin}:/usr/bin:/bin")
+        return clusters
+
+    return make
+
+
+def state_of(runs: Runs, capsys: pytest.CaptureFixture[str]) -> tuple[str, str, bool]:
+    capsys.readouterr()
+    assert main(["status", "last", "--json", *runs.flags]) == 0
+    said = json.loads(capsys.readouterr().out)
+    return said["state"], said["why"], said["certain"]
+
+
+def test_a_run_of_a_cluster_that_cannot_be_asked_is_not_called_failed(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    runs.submit(path, "12")
+    begin(path, job_id="12")
+    clusters = machine("beta")
+    clusters.write("beta", "queue", "12|COMPLETED|None|n7|N/A|1:00:00|other\n")
+    clusters.write("beta", "accounts", "12|FAILED|1:0|||n7|||\n")
+    assert state_of(runs, capsys) == (
+        "running",
+        (
+            "as far as its files say; cluster alpha, which has its job 12, does not answer here (No cluster 'alpha' known "
+            "by database); ask on a login node of alpha"
+        ),
+        False,
+    )
+
+
+def test_a_run_of_another_cluster_has_the_state_that_its_cluster_says(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    runs.submit(path, "12")
+    begin(path, job_id="12")
+    clusters = machine("beta", "alpha")
+    clusters.write("beta", "queue", "12|PENDING|Priority||N/A|1:00:00|other\n")
+    clusters.queue("alpha", "12", "RUNNING", name=KEY, log=path / "log.out")
+    assert state_of(runs, capsys) == ("running", "on n7", True)
+
+
+def test_the_attempts_of_a_run_on_two_clusters_are_told_apart(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    runs.submit(path, "12", time="2026-01-01T00:00:01+00:00")
+    begin(path, job_id="12", start_time="2026-01-01T00:00:02+00:00")
+    runs.submit(path, "12", time="2026-01-01T00:00:03+00:00", cluster="beta", reason="resumed")
+    begin(path, 2, job_id="12", cluster="beta", start_time="2026-01-01T00:00:04+00:00")
+    clusters = machine("beta", "alpha")
+    clusters.write("alpha", "accounts", "12|NODE_FAIL|1:0|||a1|||\n")
+    clusters.queue("beta", "12", "RUNNING", name=KEY, log=path / "log.out")
+    capsys.readouterr()
+    assert main(["status", "last", *runs.flags]) == 0
+    said = capsys.readouterr().out
+    assert "running: on n7" in said
+    rows = [line.split() for line in said.splitlines() if " on alpha " in line or " on beta " in line]
+    assert [(row[row.index("on") + 1], row[-3:]) for row in rows[-2:]] == [
+        ("alpha", ["failure:", "of", "a1"]),
+        ("beta", rows[-1][-3:]),
+    ]
+    assert rows[-1][-1] == "running"
+
+
+def test_cancel_leaves_the_job_that_has_the_number_on_this_cluster(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    runs.submit(path, "12")
+    clusters = machine("beta")
+    clusters.queue("beta", "12", "RUNNING", name=KEY, log=Path("/elsewhere/log.out"))
+    assert main(["cancel", "last", *runs.flags]) == 2
+    assert capsys.readouterr().err == (
+        "error: SLURM must answer to say what became of a job: cluster alpha, which has its job 12, does not answer "
+        "here (No cluster 'alpha' known by database); the run's files say: queued.\n"
+        "Give the same line on a login node of alpha.\n"
+    )
+    assert clusters.cancelled("beta") == []
+    assert runs.registry.cancels(path.name) == []
+
+
+def test_cancel_asks_the_cluster_that_has_the_job(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    runs.submit(path, "12")
+    clusters = machine("beta", "alpha")
+    clusters.queue("alpha", "12", "PENDING", name=KEY, log=path / "log.out")
+    clusters.queue("beta", "12", "RUNNING", name=KEY, log=Path("/elsewhere/log.out"))
+    assert main(["cancel", "last", *runs.flags]) == 0
+    assert (clusters.cancelled("alpha"), clusters.cancelled("beta")) == (["12"], [])
+
+
+def test_a_job_that_slurm_counted_anew_is_neither_shown_nor_cancelled(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    runs.submit(path, "12")
+    begin(path, job_id="12")
+    end(path, "failed", message="no such data")
+    clusters = machine("alpha")
+    clusters.queue("alpha", "12", "RUNNING", name="somebody", log=Path("/elsewhere/log.out"))
+    assert state_of(runs, capsys) == ("failed", "no such data", True)
+    # A job of the run's own name is looked at before it is cancelled.
+    clusters.queue("alpha", "12", "RUNNING", name=KEY, log=Path("/elsewhere/log.out"))
+    assert main(["cancel", "last", *runs.flags]) == 2
+    error = capsys.readouterr().err
+    assert f"job 12 on alpha, named {KEY}, does not log into {path}" in error
+    assert "scancel --clusters=alpha 12" in error
+    assert clusters.cancelled("alpha") == []
+    assert runs.registry.cancels(path.name) == []
+
+
+def test_a_job_that_a_person_has_renamed_is_still_the_runs(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    runs.submit(path, "12")
+    machine("alpha").queue("alpha", "12", "RUNNING", name="mine | long", log=path / "log.out")
+    assert state_of(runs, capsys) == ("running", "starting on n7", True)
+
+
+def test_a_job_whose_record_names_no_cluster_is_looked_for_here_by_its_log(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    runs.submit(path, "12", cluster="")
+    begin(path, job_id="12", cluster="")
+    clusters = machine("beta")
+    clusters.queue("beta", "12", "RUNNING", name=KEY, log=path / "log.out")
+    assert state_of(runs, capsys) == ("running", "on n7", True)
+    clusters.queue("beta", "12", "RUNNING", name=KEY, log=Path("/elsewhere/log.out"))
+    assert state_of(runs, capsys) == (
+        "running",
+        (
+            "as far as its files say; SLURM cannot be asked about its job 12: its record does not name the cluster, and "
+            "beta has no job 12 of this run; ask on the cluster where it was submitted"
+        ),
+        False,
+    )
+    assert main(["cancel", "last", *runs.flags]) == 2
+    assert clusters.cancelled("beta") == []
+
+
+def test_a_job_that_the_controller_forgot_is_recognized_by_the_line_that_submitted_it(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    runs.submit(path, "12", cluster="")
+    begin(path, job_id="12", cluster="")
+    clusters = machine("beta")
+    clusters.write("beta", "accounts", "12|NODE_FAIL|1:0|||n7|||\n")
+    clusters.write("beta", "12.line", "sbatch /elsewhere/.submission_file_1.sh\n")
+    assert state_of(runs, capsys)[2] is False
+    clusters.write("beta", "12.line", f"sbatch {path}/.submission_file_1.sh\n")
+    assert state_of(runs, capsys) == ("node failure", "of n7", True)
+
+
+def test_after_job_writes_only_into_the_run_of_its_own_cluster(
+    runs: Runs, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = runs.add(1), runs.add(2)
+    for path in (there, here):
+        (path / "config.yaml").write_text(plain_to_yaml({"cluster": {"max_restarts": 0}}))
+    runs.submit(here, "12", cluster="beta")
+    runs.submit(there, "12", cluster="alpha")
+    machine("beta").write("beta", "queue", "12|RUNNING|None|n7|N/A|1:00:00|x\n")
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "beta")
+    after_job(_never, runs.state_dir, status=1, environment=b"")
+    ends = {path.name: RunFolder(path).attempts.end(1) for path in (there, here)}
+    assert ends[there.name] is None
+    assert (ends[here.name].ending, ends[here.name].message) == ("failed", "exit status 1")  # type: ignore[union-attr]
+
+
+def _never(*_: object) -> None:  # type: ignore[misc]
+    raise AssertionError
+
+
+def test_a_job_of_the_same_number_on_another_cluster_is_another_job(tmp_path: Path) -> None:
+    (tmp_path / "attempts").mkdir()
+    contexts = [SlurmContext(job=slurm_job("12", cluster)) for cluster in ("alpha", "beta")]
+    first, second = (Attempts(tmp_path, context) for context in contexts)
+    assert (first.current, second.current) == (1, 2)
+    assert first.is_superseded()
+    assert second.supersedes(first.this_process())
+    second.record_end("time_limit", "", {})
+    assert second.count_restarts(slurm_job("12", "alpha")) == 0
+
+
+def test_a_run_does_not_wait_for_a_job_of_another_cluster(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = runs.add(1)
+    runs.submit(path, "12")
+    clusters = machine("beta", "alpha")
+    clusters.queue("alpha", "12", "RUNNING", name=KEY, log=path / "log.out")
+    line = ("--model", "gat", "--dataset", "synthetic", "--submit", "--after", path.name)
+    assert main([*line, *runs.flags]) == 2
+    assert capsys.readouterr().err == (
+        f"error: A job can wait only for a job of its own cluster: {path.name} is job 12 on alpha.\n"
+        "Submit on a login node of alpha, or when that run has finished.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "cluster"),
+    [("Submitted batch job 12\n", "beta"), ("Submitted batch job 12 on cluster gamma\n", "gamma")],
+)
+def test_a_submission_records_the_cluster_that_took_the_job(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str], answer: str, cluster: str
+) -> None:
+    machine("beta").write("beta", "sbatch", answer)
+    for sweep in ((), ("--set", "training.seed=1,2")):
+        line = ("--model", "gat", "--dataset", "synthetic", "--submit", "--json", "--force", *sweep)
+        assert main([*line, *runs.flags]) == 0
+        submitted = json.loads(capsys.readouterr().out)["submitted"]
+        assert {job["cluster"] for job in submitted} == {cluster}
+        registry = Registry(runs.state_dir)
+        jobs = [registry.jobs(job["run_id"])[0].slurm_job for job in submitted]
+        assert jobs == [slurm_job(job["job_id"], cluster) for job in submitted]
+
+
+def test_the_variable_that_sends_programs_to_another_cluster_does_not_change_which_is_asked(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clusters = machine("beta", "alpha")
+    shown = shlex.quote(str(clusters.bin / "variables"))
+    (clusters.bin / "squeue").write_text(f"#!/bin/sh\nenv > {shown}\n")
+    monkeypatch.setenv("SLURM_CLUSTERS", "alpha")
+    assert query_jobs([slurm_job("12", "beta")]) == SlurmAnswer(queue=[], accounts=[], local="beta")
+    assert "SLURM_CLUSTERS" not in (clusters.bin / "variables").read_text()
