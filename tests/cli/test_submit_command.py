@@ -64,6 +64,22 @@ def test_a_submission_says_its_run_first_and_how_to_follow_it(slurm: Path, capsy
     assert f"#SBATCH --output={job.log_path.replace('41_0', '%j_0')}" in (slurm / "sent").read_text()
 
 
+def test_a_job_that_may_not_go_back_into_the_queue_is_named_when_it_is_submitted(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = slurm / "bin" / "scontrol"
+    scontrol.write_text(f"""{scontrol.read_text()}; test "$2" != job || echo "JobId=41 Requeue=0 Restarts=0" """)
+    (slurm / "jobs.txt").touch()
+    scontrol.write_text(scontrol.read_text().replace("cat ", "test $2 = job || cat "))
+    submit(capsys, "--cluster", "slurm", "--set", "cluster.max_restarts=0")
+    assert main((*TRAIN, "--submit", "--force")) == 0
+    (_, run) = Registry(slurm / "state").runs()
+    assert " ".join(capsys.readouterr().err.split()) == (
+        "note: SLURM does not let job 41 on alpha go back into the queue (Requeue=0): at its time limit the run saves "
+        f"and ends. Then go on: can-train resume {run.run_id}"
+    )
+
+
 def test_a_job_whose_memory_ran_out_is_submitted_again_with_more(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,11 +6,15 @@ from typing import Final
 PROGRAM: Final = """#!/bin/sh
 program=${0##*/} cluster=@local@ number=
 for word; do
-    case $word in --clusters=*) cluster=${word#*=};; --jobs=*) number=${word#*=};; [0-9]*) number=$word;; esac
+    case $word in
+        --clusters=*) cluster=${word#*=};;
+        --jobs=*) number=${word#*=};;
+        [0-9]*) number=$word;;
+    esac
 done
 cd "@folder@/$cluster" 2> /dev/null || {
     echo "$program: error: No cluster '$cluster' known by database." >&2
-    echo "$program: error: '$cluster' can't be reached now, or it is an invalid entry for --cluster." >&2
+    echo "$program: error: '$cluster' can't be reached now.  Use 'sacctmgr list clusters'" >&2
     exit 1
 }
 case "$program $*" in

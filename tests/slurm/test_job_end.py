@@ -1,10 +1,14 @@
 """What is found out after a job: how much memory it had, and whether that ran out; and what is done then."""
 
+import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from can_train.config.resolved import plain_to_yaml
+from can_train.errors import RunError
+from can_train.slurm.client import AccountRow, SlurmAnswer
 from can_train.slurm.job import after_job, host_memory_ran_out, job_memory_mib
 from can_train.training.run_folder import Attempts, RunFolder, SlurmContext
 from fakes.made_runs import Runs, end
@@ -78,7 +82,9 @@ class EndedJob:
         for program in ("scontrol", "squeue", "sacct"):
             (folder / program).write_text(SLURM.format(calls=self._calls_path, state=state))
             (folder / program).chmod(0o755)
-        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+        # It is all of PATH, so that no real SLURM is found.
+        (folder / "basename").symlink_to(shutil.which("basename") or "")
+        monkeypatch.setenv("PATH", str(folder))
         monkeypatch.setenv("SLURM_JOB_ID", "7")
         monkeypatch.setenv("SLURM_CLUSTER_NAME", CLUSTER)
 
@@ -99,6 +105,65 @@ class EndedJob:
     def ending(self) -> str:
         found = RunFolder(self.path).attempts.end(1)
         return found.ending if found else ""
+
+    @property
+    def message(self) -> str:
+        found = RunFolder(self.path).attempts.end(1)
+        return found.message if found else ""
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "reason"),
+    [
+        ("echo Requested operation is presently disabled for job 7 >&2; exit 1",
+         "Requested operation is presently disabled for job 7"),
+        (None, "scontrol is not on the PATH"),
+    ],
+)  # fmt: skip
+def test_a_job_that_is_not_put_back_as_promised_says_so_in_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scontrol: str | None, reason: str
+) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    end(job.path, "time_limit")
+    (tmp_path / "scontrol").unlink()
+    if scontrol:
+        (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{scontrol}\n")
+        (tmp_path / "scontrol").chmod(0o755)
+    failure = f"its job could not be put back into the queue ({reason})"
+    assert job.after(140) == f"{failure}. Go on: can-train resume {job.path.name}"
+    (found,) = job.runs.look()
+    assert str(found.state) == f"time limit: warned and saved; {failure}"
+    # SLURM itself may call that the time limit, too.
+    row = AccountRow(job=slurm_job("7"), state="TIMEOUT", nodes="n1", time_limit="1:00")
+    (found,) = job.runs.look(SlurmAnswer(accounts=[row]))
+    assert str(found.state) == f"time limit: its limit of 1:00 was up, warned and saved; {failure}"
+
+
+def test_a_job_that_cannot_ask_slurm_says_that_its_run_does_not_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = EndedJob(tmp_path, monkeypatch)
+    (tmp_path / "squeue").unlink()
+    assert "(squeue is not on the PATH)" in job.after(137)
+    assert job.message == (
+        "A process was killed (SIGKILL); its job could not be put back into the queue (squeue is not on the PATH)"
+    )
+
+
+def test_a_run_that_cannot_be_submitted_again_says_so_in_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise RunError("SLURM refused the job", value="no such account")
+
+    job = EndedJob(tmp_path, monkeypatch)
+    (job.path / "log.out").write_text("slurmstepd: error: Exceeded job memory limit at some point.\n")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "400")
+    failure = "it could not be submitted again (SLURM refused the job: no such account)"
+    said = after_job(refuse, job.runs.state_dir, status=1, environment=b"")
+    assert said == f"{failure}. Go on: can-train resume {job.path.name}"
+    (found,) = job.runs.look()
+    assert str(found.state) == (f"host out-of-memory: The system killed a process for want of memory; {failure}")
 
 
 @pytest.mark.parametrize("status", [137, 143])

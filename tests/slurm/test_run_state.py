@@ -11,6 +11,7 @@ from can_train.slurm.run_state import (
     LIVE,
     AttemptFacts,
     RunFacts,
+    error_in_words,
     infer_attempt_state,
     infer_run_state,
     last_error_line,
@@ -198,6 +199,83 @@ def test_each_attempt_of_a_job_that_was_put_back_has_its_own_ending(example: str
     facts = of_job(example, first, second)
     assert infer_attempt_state(first, facts).state == state
     assert infer_attempt_state(second, facts).state == "finished"
+
+
+ERRORS = """
+KeyError: 'no such metric'
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB
+AssertionError
+KeyboardInterrupt
+error: There is no such data
+[rank1]: ValueError: x
+0: ValueError: x
+terminate called after throwing an instance of 'c10::Error'
+CUDA error: device-side assert triggered
+srun: error: n1: task 0: Segmentation fault (core dumped)
+srun: error: Unable to create step for job 12: More processors requested than permitted
+slurmstepd: error: execve(): python: No such file or directory
+/var/spool/slurmd/job12/slurm_script: line 12: module: command not found
+/var/spool/slurmd/job12/slurm_script: line 5: 12345 Killed                  python x
+sh: 1: nvidia-smi: not found
+/usr/bin/env: 'python3': No such file or directory
+/usr/bin/python: No module named can_train
+python: can't open file '/x.py': [Errno 2] No such file or directory
+Killed
+Segmentation fault (core dumped)
+Bus error
+Fatal Python error: Segmentation fault
+[2026-01-01 10:00:00,123][__main__][ERROR] - boom
+2026-01-01 10:00:00 ERROR root: boom
+FATAL:   could not open image /x.sif: no such file
+Lmod has detected the following error: The following module(s) are unknown: "cuda/99"
+python: error while loading shared libraries: libcuda.so.1: cannot open shared object file
+cp: error writing 'x': No space left on device
+EnvironmentNameNotFound: Could not find conda environment: x
+train.py: error: unrecognized arguments: --foo
+mpirun noticed that process rank 0 with PID 0 on node n1 exited on signal 9 (Killed).
+double free or corruption (out)
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", ERRORS)
+def test_an_error_of_a_program_is_recognized_whatever_is_printed_after_it(line: str) -> None:
+    found = last_error_line(f"epoch 1\n{line}\nA batch of 64 fits.\ncan-train: y\n")
+    assert found
+    assert line.endswith(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "epoch 3: loss 0.25, relative error: 1e-6",
+        "PATH=/usr/bin:/error: ERROR: x",
+        'export FOO="error: x"',
+        "A batch of 64 fits in memory. 12 out-of-memory errors were rescued.",
+        "note: CUDA out-of-memory error in mid-run: the batch is split",
+        "/x.py:12: UserWarning: CUDA initialization: no NVIDIA driver",
+        "BASH_FUNC_module%%=() {  eval x: command not found",
+        "0 errors, 3 warnings",
+        "srun: error: n1: task 0: Exited with exit code 2",
+    ],
+)
+def test_a_line_that_is_no_error_is_no_cause(line: str) -> None:
+    assert last_error_line(f"{line}\n") == ""
+    assert error_in_words(f"{line}\n")[:60] == f"no error was printed; last line: {line}"[:60]
+
+
+def test_the_exception_of_a_traceback_is_its_error_whatever_its_name() -> None:
+    trace = "Traceback (most recent call last):\n  File x\n    y\nqueue.Empty\n"
+    assert last_error_line(f"{trace}bye\n") == "queue.Empty"
+    labelled = "".join(f"[rank0]: {line}\n" for line in trace.splitlines())
+    assert last_error_line(f"{labelled}bye\n") == "queue.Empty"
+
+
+def test_a_last_line_of_any_length_is_cut_to_a_line_of_the_table() -> None:
+    assert error_in_words(f"{'x' * 900}\n") == f"no error was printed; last line: {'x' * 46}…"
+    facts = of_job("fail", log_tail=f"LS_COLORS={'rs=0:' * 200}\n")
+    assert infer_run_state(facts).sentence.startswith("exit code 3; no error was printed; last line: LS_COLORS=rs=0:")
+    assert len(infer_run_state(facts).sentence) <= len("exit code 3; ") + 80
+    assert len(last_error_line(f"KeyError: {'x' * 900}")) == 240
 
 
 def test_the_last_line_is_the_trainings_own() -> None:

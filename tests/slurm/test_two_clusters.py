@@ -55,8 +55,8 @@ def test_a_run_of_a_cluster_that_cannot_be_asked_is_not_called_failed(
     assert state_of(runs, capsys) == (
         "running",
         (
-            "as far as its files say; cluster alpha, which has its job 12, does not answer here (No cluster 'alpha' known "
-            "by database); ask on a login node of alpha"
+            "as far as its files say; cluster alpha, which has its job 12, does not answer here "
+            "(No cluster 'alpha' known by database); ask on a login node of alpha"
         ),
         False,
     )
@@ -168,8 +168,8 @@ def test_a_job_whose_record_names_no_cluster_is_looked_for_here_by_its_log(
     assert state_of(runs, capsys) == (
         "running",
         (
-            "as far as its files say; SLURM cannot be asked about its job 12: its record does not name the cluster, and "
-            "beta has no job 12 of this run; ask on the cluster where it was submitted"
+            "as far as its files say; SLURM cannot be asked about its job 12: its record does not name the cluster, "
+            "and beta has no job 12 of this run; ask on the cluster where it was submitted"
         ),
         False,
     )

@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from can_train.cli.output import print_json, print_note
 from can_train.config.resolved import ResolvedRun, state_dir
+from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, as_typed
 from can_train.io.units import parse_time_min, time_text
-from can_train.slurm.client import NoControllerError, read_partitions
+from can_train.slurm.client import NoControllerError, may_requeue, read_partitions
 from can_train.slurm.job import Entry
 from can_train.slurm.run_state import FINISHED
 from can_train.slurm.script import Submission, parameters, script
@@ -133,6 +134,7 @@ def start_group(
         if cluster.executor == "slurm":
             jobs = start_jobs(entry, folders, cluster, submission)
             waiting.clear()
+            _note_forbidden_requeue(jobs[0], cluster)
         for index, (one, folder) in enumerate(zip(group, folders, strict=True)):
             if cluster.executor == "local":
                 jobs.append(start_process(entry, folder))
@@ -161,7 +163,15 @@ def submit_again(entry: Entry, folder: RunFolder, run: ResolvedRun, submission: 
     jobs = Registry(submission.state_dir).jobs(folder.run_id)
     # It may have been submitted again with more memory since its configuration was written.
     memory = str(jobs[-1].resources.get("mem", run.cluster.mem)) if jobs else run.cluster.mem
-    return submit_job(entry, folder, replace(run.cluster, mem=memory), submission)
+    job = submit_job(entry, folder, replace(run.cluster, mem=memory), submission)
+    _note_forbidden_requeue(job, run.cluster)
+    return job
+
+
+def _note_forbidden_requeue(job: JobRecord, cluster: ClusterSettings) -> None:
+    if job.slurm_job is not None and cluster.max_restarts and not may_requeue(job.slurm_job):
+        print_note(f"SLURM does not let job {job.slurm_job} go back into the queue (Requeue=0): at its time limit the "
+                   f"run saves and ends. Then go on: can-train resume {job.run_id}")  # fmt: skip
 
 
 def _print_jobs(run: ResolvedRun, jobs: Sequence[JobRecord], expects: str) -> None:

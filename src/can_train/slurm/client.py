@@ -215,14 +215,14 @@ def _query_queue(numbers: str, cluster: str, local: str, *, timeout_s: float = _
     asked = ("--all", "--array", "--noheader", "--states=all", f"--jobs={numbers}", "-o", fields)
     result = run_command(*_asking("squeue", cluster, local), *asked, timeout_s=timeout_s)
     if result.status != 0 and _UNKNOWN_JOB not in result.errors:
-        raise no_controller(_first_error(result, "squeue"))
+        raise no_controller(_why_it_failed(result, "squeue"))
     return parse_squeue(result.output, cluster)
 
 
-def _first_error(result: CommandResult, program: str) -> str:
-    """Returns the first line of a program's error: the following lines of SLURM's are advice."""
-    line = (result.errors.strip().splitlines() or [f"{program} fails"])[0]
-    return line.removeprefix(f"{program}: ").removeprefix("error: ")
+def _why_it_failed(result: CommandResult, program: str) -> str:
+    """Returns the last line of a program's error but for advice, which follows where a cluster is not known."""
+    lines = [line for line in result.errors.strip().splitlines() if "Use 'sacctmgr" not in line]
+    return re.sub(r"^\w+: (?:error|fatal): ", "", lines[-1]) if lines else f"{program} fails"
 
 
 def parse_squeue(text: str, cluster: str) -> list[QueueRow]:
@@ -278,7 +278,7 @@ def logs_into(job: JobId, folder: Path) -> bool:
     if result.status == 0:
         return _log_path(result.output).parent == folder
     if _UNKNOWN_JOB not in result.errors:
-        raise no_controller(_first_error(result, "scontrol"))
+        raise no_controller(_why_it_failed(result, "scontrol"))
     # The controller forgets a job after minutes; the accounting has the line that submitted a script of the folder.
     asked = ("--allocations", "--noheader", "--parsable2", f"--jobs={job.number}", "-o", "SubmitLine")
     result = run_command(*_asking("sacct", job.cluster, local), *asked)
@@ -288,6 +288,18 @@ def logs_into(job: JobId, folder: Path) -> bool:
 def _log_path(shown: str) -> Path:
     """Returns the log of the first job that `scontrol show job -o` shows."""
     return Path(_fields(shown.partition("\n")[0]).get("StdOut", ""))
+
+
+def may_requeue(job: JobId) -> bool:
+    """Returns whether a job may go back into the queue, which a site may refuse to a job that asks for it; True where
+    SLURM does not say.
+    """
+    try:
+        asked = _asking("scontrol", job.cluster, local_cluster())
+    except NoControllerError:
+        return True
+    result = run_command(*asked, "show", "job", "-o", job.number)
+    return _fields(result.output.partition("\n")[0]).get("Requeue") != "0"
 
 
 def cancel_jobs(jobs: Sequence[JobId]) -> str:
@@ -343,7 +355,7 @@ def query_own_accounts(job: JobId) -> list[AccountRow]:
 def requeue_job(job: JobId) -> str:
     """Puts the job back into the queue, which kills what runs in it; returns why SLURM refused, empty if it agreed."""
     result = run_command("scontrol", "requeue", job.number, timeout_s=_ACTION_TIMEOUT_S)
-    return "" if result.status == 0 else _first_error(result, "scontrol")
+    return "" if result.status == 0 else _why_it_failed(result, "scontrol")
 
 
 def move_dependents(old: JobId, new: JobId) -> None:
@@ -480,7 +492,7 @@ def query_cluster(*command: str, timeout_s: float = _QUERY_TIMEOUT_S) -> str:
         result = run_command(*command, timeout_s=timeout_s)
         if result.status == 0:
             return result.output
-        problem = (result.errors.strip().splitlines() or [f"{command[0]} fails"])[-1]
+        problem = _why_it_failed(result, command[0])
     raise no_controller(problem)
 
 

@@ -389,7 +389,7 @@ def after_job(resubmit: Resubmission, state_dir: Path, *, status: int, environme
     try:
         job = _resubmit(ended, decision, resubmit, state_dir, environment)
     except CanTrainError as error:
-        return _record_failed_restart(ended, ending, _not_submitted_again(error.in_short))
+        return _record_failed_restart(ended, ending, _not_submitted_again(error.in_short.rstrip(".")))
     if job.slurm_job is not None:
         move_dependents(ended.slurm_job, job.slurm_job)
     return f"{decision.reason}: submitted again as job {job.job_id}"

@@ -272,7 +272,9 @@ def _ended_by_slurm(cause: str, row: AccountRow, end: AttemptEnd | None) -> str:
         PREEMPTED: f"on {row.nodes}, by a job that comes before it" if row.nodes else "",
     }
     saved = "saved before it ended" if end is not None and end.ending not in ("failed", "rank_gone") else ""
-    return ", ".join(filter(None, [words.get(cause), saved]))
+    # Why the job was not put back into the queue.
+    message = end.message if end is not None and end.ending == "time_limit" else ""
+    return ", ".join(filter(None, [words.get(cause), message or saved]))
 
 
 def _exit_words(row: AccountRow) -> str:

@@ -5,6 +5,7 @@ submitit writes the script; this module decides its parameters, and the environm
 
 import os
 import shlex
+import shutil
 import sys
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,6 +175,8 @@ _NO_LIMIT: Final = 10**6
 """Jobs of an array that may run at once if nothing limits them; submitit needs a number."""
 _IGNORE_ERRORS: Final = "set +e"
 """A user's setup lines may say `set -e`. The lines after a failed training must run all the same."""
+_SYSTEM_PROGRAMS: Final = ("/usr/bin", "/bin")
+"""Folders of programs that every PATH has: without them nothing of a job would run."""
 _SAVE_ENVIRONMENT: Final = "began_with=$(env -0 | base64 -w 0)"
 """First line of a script. A job submitted in this one's place starts with the same environment. It is kept in a shell
 variable, because the size of a process's arguments and environment is limited, and of what is piped into it is not."""
@@ -225,7 +228,7 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
         "job_name": _escaped("dataset.name", submission.name),
         "signal_delay_s": cluster.signal_delay_s,
         "array_parallelism": cluster.max_parallel or _NO_LIMIT,
-        "setup": [_SAVE_ENVIRONMENT, *cluster.setup, *imports, _IGNORE_ERRORS],
+        "setup": [_SAVE_ENVIRONMENT, *cluster.setup, *_programs_path(), *imports, _IGNORE_ERRORS],
         "teardown": teardown,
         # Since SLURM 22.05 a step no longer inherits --cpus-per-task from its job.
         "srun_args": ["--kill-on-bad-exit=1", *([f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else [])],
@@ -239,6 +242,15 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
             **additional,
         },
     }
+
+
+def _programs_path() -> list[str]:
+    """Returns the line that adds SLURM's programs to a PATH that a user's setup lines may have replaced: without them a
+    job cannot go back into the queue.
+    """
+    program = shutil.which("scontrol")
+    folder = str(Path(program).absolute().parent) if program else ""
+    return [] if folder in ("", *_SYSTEM_PROGRAMS) else [f'export PATH="$PATH":{shlex.quote(folder)}']
 
 
 def resources(cluster: ClusterSettings) -> dict[str, Any]:
