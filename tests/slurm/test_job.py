@@ -121,6 +121,17 @@ def test_a_warned_job_saves_and_is_put_back(start: Start) -> None:
     assert job.calls == ["scontrol requeue 7"]
 
 
+def test_a_warned_job_that_slurm_does_not_put_back_has_saved_and_says_why_it_does_not_go_on(start: Start) -> None:
+    job = start("train")
+    (job.folder / "bin" / "scontrol").write_text("#!/bin/sh\necho Requested operation is disabled >&2; exit 1\n")
+    assert job.send(signal.SIGUSR2) == WARNED
+    assert (job.folder / "saved").exists()
+    assert (job.ended.ending, job.ended.message) == (
+        "time_limit",
+        "warned and saved; its job could not be put back into the queue (Requested operation is disabled)",
+    )
+
+
 def test_a_warning_before_there_is_anything_to_save_loses_nothing(start: Start) -> None:
     job = start("prepare")
     assert job.send(signal.SIGUSR2) == WARNED
