@@ -41,8 +41,14 @@ def written(cluster: ClusterSettings, count: int = 1, folder: str = "/runs/a run
     ],
 )
 def test_the_script_is_as_it_was(
-    repository: Path, record: str, cluster: ClusterSettings, count: int, text: dict[str, Any]
+    repository: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record: str,
+    cluster: ClusterSettings,
+    count: int,
+    text: dict[str, Any],
 ) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert written(cluster, count, **text) + "\n" == (repository / "tests/fixtures/slurm" / record).read_text()
 
 
@@ -148,3 +154,17 @@ def test_a_users_own_defaults_are_written_where_nothing_was_asked_for() -> None:
     mine = {"SBATCH_PARTITION": "theirs", "SBATCH_ACCOUNT": "lab", "SBATCH_TIMELIMIT": "1"}
     cluster = with_sbatch_defaults(ClusterSettings(partition="mine"), mine)
     assert (cluster.partition, cluster.account, cluster.time) == ("mine", "lab", "")
+
+
+def test_a_job_finds_the_programs_of_slurm_whatever_its_setup_makes_of_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "SLURM's bin"
+    folder.mkdir()
+    (folder / "scontrol").touch(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    cluster = ClusterSettings(executor="slurm", setup=["export PATH=/usr/bin:/bin"])
+    setup = parameters(cluster, SUBMISSION, CODE)["setup"]
+    shell = subprocess.run(["sh", "-c", "\n".join([*setup, 'echo "$PATH"'])], capture_output=True, text=True,
+                           check=True)  # fmt: skip
+    assert shell.stdout == f"/usr/bin:/bin:{folder}\n"

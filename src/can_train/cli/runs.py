@@ -31,7 +31,7 @@ from can_train.config.task_settings import key_name, task_names
 from can_train.errors import ConfigError, RunError, as_typed, printable, unknown_name
 from can_train.io.index import index_folder, recall, remember
 from can_train.io.records import JobId, is_file
-from can_train.reporter import COLUMNS
+from can_train.reporter import COLUMNS, wrapped
 from can_train.slurm.run_state import QUEUED, RUNNING, infer_attempt_state, live_row
 from can_train.slurm.status import KnownRun, RunStatus, run_logs, run_statuses
 from can_train.training.run_folder import CONFIG, RESULT, name_to_type, short_name
@@ -284,7 +284,12 @@ def _status_lines(found: RunStatus) -> list[str]:
         "to go on": f"can-train resume {name_to_type(found.known.folder)}" if is_resumable else "",
     }
     width = max(map(len, lines))
-    return [f"{name:<{width}}  {text}" for name, text in lines.items() if text]
+    # A state may be a sentence; all else is a figure or a path.
+    return [
+        wrapped(text, COLUMNS, label=f"{name:<{width}}  ") if name == "state" else f"{name:<{width}}  {text}"
+        for name, text in lines.items()
+        if text
+    ]
 
 
 def _history_tables(found: RunStatus) -> list[TextTable]:
