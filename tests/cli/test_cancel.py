@@ -1,14 +1,17 @@
 """What is stopped for a run: its live jobs, or the one process that works on it, and nothing else."""
 
 from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import NoReturn
 
 import pytest
 
-from can_train.cli.cancel import stop
+from can_train.cli.cancel import check_own_jobs, stop
 from can_train.errors import RunError
 from can_train.io.records import JobId
+from can_train.slurm.client import QueueRow, SlurmAnswer
 from can_train.slurm.run_state import RunFacts
-from fakes.run_facts import JOBS, RUN, attempt, job, of_job, slurm_job
+from fakes.run_facts import CLUSTER, JOBS, RUN, attempt, job, minute, of_job, slurm_job
 
 
 class Asked:
@@ -67,6 +70,25 @@ def test_a_process_of_another_machine_cannot_be_reached_from_here() -> None:
     asked = Asked()
     with pytest.raises(RunError, match="process of another machine"):
         stop(RunFacts(run=RUN, attempts=[attempt(1, host="there")]), asked.cancel, asked.terminate)
+
+
+def entered(state: str, start: str) -> RunFacts:
+    """A run that a person started in a job of their own."""
+    row = QueueRow(job=slurm_job("9"), state=state, start=start, name="bash")
+    return RunFacts(run=RUN, attempts=[attempt(1, "9")], answer=SlurmAnswer(queue=[row], local=CLUSTER))
+
+
+def test_a_job_that_a_person_started_is_the_runs_where_it_runs_since_before_the_attempt() -> None:
+    began = datetime.fromisoformat(minute(10)).astimezone()
+    before, after = (f"{began + timedelta(hours=hours):%Y-%m-%dT%H:%M:%S}" for hours in (-1, 1))
+    check_own_jobs(entered("RUNNING", before), _never)
+    for facts in (entered("RUNNING", after), entered("PENDING", "")):
+        with pytest.raises(RunError, match=r"job 9 on alpha, named bash, was not submitted by can-train"):
+            check_own_jobs(facts, _never)
+
+
+def _never(*_: object) -> NoReturn:
+    raise AssertionError
 
 
 def test_what_scancel_refuses_is_an_error() -> None:

@@ -256,6 +256,22 @@ def test_a_submission_records_the_cluster_that_took_the_job(
         assert jobs == [slurm_job(job["job_id"], cluster) for job in submitted]
 
 
+def test_a_job_that_another_cluster_may_have_taken_unseen_is_not_sent_twice(
+    runs: Runs, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine("alpha")
+    assert main(["--model", "gat", "--dataset", "synthetic", "--submit", *runs.flags]) == 0
+    (run,) = runs.registry.runs()
+    (Path(run.path) / "slurm" / ".submission_file_0123.sh").touch()
+    machine("beta", "alpha").write("alpha", "queue", "")
+    capsys.readouterr()
+    assert main(["resume", "last", *runs.flags]) == 2
+    assert capsys.readouterr().err == (
+        "error: A run has one job: cluster alpha may have taken one for it without an answer.\n"
+        "Submit on a login node of alpha, where that job is taken back.\n"
+    )
+
+
 def test_the_variable_that_sends_programs_to_another_cluster_does_not_change_which_is_asked(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,13 +20,15 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 
 from can_train.config.settings import ClusterSettings
 from can_train.errors import RunError
-from can_train.io.records import utc_now
+from can_train.io.records import text_or_nothing, utc_now, write_text_atomic
 from can_train.slurm.client import SUBMIT_TIMEOUT_S, NoControllerError, cancel_jobs, find_jobs, limited, local_cluster
 from can_train.slurm.job import Entry, Job
 from can_train.slurm.script import Submission, check_folder, job_environment, parameters, resources
 from can_train.slurm.snapshot import code_of
 from can_train.training.run_folder import JobRecord, Registry, RunFolder, SlurmContext
 
+_SENT_TO: Final = ".cluster"
+"""In a folder of submitit's files: the name of the cluster that was sent the last job."""
 _TIMEOUT_MIN: Final = 7 * 24 * 60
 """Longest run in the background of this machine; submitit wants a limit."""
 
@@ -71,9 +73,11 @@ def start_jobs(
     folder = submission_folder(folders, submission)
     job_parameters = parameters(cluster, submission, code_of(folders[0].path))
     check_folder(folder)
-    _take_back_unseen(submission, folder)
     executor = _Executor(folder)
     executor.job_cluster = _own_cluster()
+    _take_back_unseen(submission, folder, executor.job_cluster)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(folder / _SENT_TO, executor.job_cluster)
     executor.parameters.update(job_parameters)
     tasks = [Job(entry, str(folder.path)) for folder in folders]
     try:
@@ -162,17 +166,21 @@ def _unanswered(known: str) -> RunError:
                     remedy="Try again in a minute. A job that was taken all the same is taken back then")  # fmt: skip
 
 
-def _take_back_unseen(submission: Submission, folder: Path) -> None:
+def _take_back_unseen(submission: Submission, folder: Path, cluster: str) -> None:
     """Cancels the jobs of a submission whose answer never arrived, before there is another one.
 
     Raises:
-        RunError: SLURM refuses.
+        RunError: SLURM refuses, or it was a submission to another cluster.
         NoControllerError: It does not answer.
     """
     # submitit leaves a link in the script's place once it knows the job's id.
     unconfirmed = [script for script in folder.glob(".submission_file_*") if not script.is_symlink()]
     if not unconfirmed:
         return
+    sent_to = text_or_nothing(folder / _SENT_TO) or cluster
+    if sent_to != cluster:
+        raise RunError("A run has one job", value=f"cluster {sent_to} may have taken one for it without an answer",
+                       remedy=f"Submit on a login node of {sent_to}, where that job is taken back")  # fmt: skip
     jobs = find_jobs(submission.name, folder.absolute())
     if jobs and (refusal := cancel_jobs(jobs)):
         raise RunError("SLURM refuses to cancel a job that it took without an answer", value=refusal,
