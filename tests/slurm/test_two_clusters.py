@@ -141,7 +141,7 @@ def test_a_job_that_slurm_counted_anew_is_neither_shown_nor_cancelled(
     assert main(["cancel", "last", *runs.flags]) == 2
     error = capsys.readouterr().err
     assert f"job 12 on alpha, named {KEY}, does not log into {path}" in error
-    assert "scancel --clusters=alpha 12" in error
+    assert "If it is yours and should end: scancel 12" in error
     assert clusters.cancelled("alpha") == []
     assert runs.registry.cancels(path.name) == []
 
@@ -235,6 +235,14 @@ def test_a_run_does_not_wait_for_a_job_of_another_cluster(
     assert capsys.readouterr().err == (
         f"error: A job can wait only for a job of its own cluster: {path.name} is job 12 on alpha.\n"
         "Submit on a login node of alpha, or when that run has finished.\n"
+    )
+    clusters.write("alpha", "queue", "")
+    runs.submit(path, "12", cluster="gamma", time="2026-01-01T00:00:30+00:00")
+    assert main([*line, *runs.flags]) == 2
+    assert capsys.readouterr().err == (
+        f"error: A job can wait only for a job of its own cluster: {path.name} is queued as far as its files say; "
+        "cluster gamma, which has its job 12, does not answer here (No cluster 'gamma' known by database).\n"
+        "Submit on a login node of gamma, or when that run has finished.\n"
     )
 
 

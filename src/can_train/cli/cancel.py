@@ -80,9 +80,10 @@ def check_own_jobs(facts: RunFacts, is_own: Callable[[JobId, Path], bool] = logs
             continue
         shown = f"job {row.job}" + (f", named {row.name}" if row.name else "")
         expected = f"does not log into {log.parent}" if log else "was not submitted by can-train, and started anew"
+        # Only the accounting, which not every cluster has, knows clusters by their names.
+        where = "" if row.job.cluster == facts.answer.local else f"--clusters={row.job.cluster} "
         raise RunError("Only a job that SLURM shows to be the run's is cancelled", value=f"{shown}, {expected}",
-                       remedy=f"If it is yours and should end: scancel --clusters={row.job.cluster} {row.job.number}"
-                       )  # fmt: skip
+                       remedy=f"If it is yours and should end: scancel {where}{row.job.number}")  # fmt: skip
 
 
 def _was_entered(row: QueueRow, facts: RunFacts) -> bool:

@@ -176,16 +176,16 @@ def _foreign_jobs(
         job = record.slurm_job
         names = {row.name for row in queue.get(job, ())} if job is not None else set()
         # A person may have renamed the job.
-        if job is not None and names - {"", facts.run.key} and not _is_own(job, record, is_own):
+        if job is not None and names - {"", facts.run.key} and not _is_own(job, record, is_own, otherwise=True):
             foreign.add(job)
     return foreign
 
 
-def _is_own(job: JobId, record: JobRecord, is_own: Callable[[JobId, Path], bool]) -> bool:
+def _is_own(job: JobId, record: JobRecord, is_own: Callable[[JobId, Path], bool], *, otherwise: bool = False) -> bool:
     try:
         return is_own(job, Path(record.log_path).parent)
     except NoControllerError:
-        return False
+        return otherwise
 
 
 def _unnamed(jobs: Iterable[JobId], local: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
 from can_train.slurm.client import Partition
 from can_train.slurm.past_runs import data_files, find_duplicate_run, identity
-from can_train.slurm.run_state import FINISHED, live_row
+from can_train.slurm.run_state import FINISHED, live_row, silence_in_words, slurm_jobs
 from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
 from can_train.slurm.status import RunStatus, find_run, known_runs, run_statuses
 from can_train.training.run_folder import Registry, RunFolder, RunRecord
@@ -318,10 +318,18 @@ def _dependency(parent: RunStatus, executor: str) -> str:
     if not state.live:
         raise RunError("The run to wait for has ended without finishing", value=run_id,
                        remedy=f"See why: can-train status {run_id}; then: can-train resume {run_id}")  # fmt: skip
+    jobs, answer = slurm_jobs(parent.facts), parent.facts.answer
+    if row is None and jobs and jobs[-1].cluster in answer.silent:
+        cluster = jobs[-1].cluster
+        raise RunError("A job can wait only for a job of its own cluster",
+                       value=f"{run_id} is {state.state} as far as its files say; "
+                             f"{silence_in_words(jobs[-1], answer)}",
+                       remedy=f"Submit on {f'a login node of {cluster}' if cluster else 'its cluster'}, or when that "
+                              "run has finished")  # fmt: skip
     if row is None or executor != "slurm":
         raise RunError("Only a job of SLURM can wait, and only for another one", value=f"{run_id} is {state.state}",
                        remedy="Submit when that run has finished, or submit both to SLURM")  # fmt: skip
-    if row.job.cluster != parent.facts.answer.local:
+    if row.job.cluster != answer.local:
         raise RunError("A job can wait only for a job of its own cluster", value=f"{run_id} is job {row.job}",
                        remedy=f"Submit on a login node of {row.job.cluster}, or when that run has finished",
                        )  # fmt: skip
