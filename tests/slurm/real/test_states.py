@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fakes.made_runs import Runs, begin
+from fakes.made_runs import KEY, Runs, begin
 from sandbox.files import CLUSTER_NAME
 from slurm.real.on_slurm import Slurm
 
@@ -28,7 +28,7 @@ def runs(slurm: Slurm) -> Runs:
 def submit(slurm: Slurm, runs: Runs, number: int, script: str, *options: str) -> tuple[str, str]:
     """Makes a run whose job is a line of shell; returns its id and the job's."""
     path = runs.add(number)
-    job = slurm.sbatch(script, *options)
+    job = slurm.sbatch(script, f"--job-name={KEY}", *options)
     runs.submit(path, job, log_path=str(slurm.folder / f"{job}.log"), cluster=CLUSTER_NAME)
     return path.name, job
 
