@@ -178,6 +178,23 @@ def test_several_runs_are_one_array(slurm: Path, capsys: pytest.CaptureFixture[s
     assert "#SBATCH --array=0-1%1" in (slurm / "sent").read_text()
 
 
+def test_each_flag_for_a_job_reaches_sbatch_whole(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {"exclude": "n1,n[3-5,7]", "nodelist": "n2", "reservation": "lab", "comment": "a,b", "job-name": "mine",
+             "mail-user": "me@lab", "mail-type": "END,FAIL"}  # fmt: skip
+    submit(capsys, "--exclusive", *(word for name, value in flags.items() for word in (f"--{name}", value)))
+    sent = (slurm / "sent").read_text().splitlines()
+    directives = [line.removeprefix("#SBATCH --").replace("'", "") for line in sent if line.startswith("#SBATCH --")]
+    assert {*directives} >= {"exclusive", *(f"{name}={value}" for name, value in flags.items())}
+
+
+def test_a_list_of_nodes_is_one_job(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submit(capsys, "--set", "cluster.exclude=n1,n2", "--set", "cluster.additional.licenses=[a:1,b:2]")
+    assert len(Registry(slurm / "state").runs()) == 1
+    sent = (slurm / "sent").read_text()
+    assert "#SBATCH --exclude=n1,n2\n" in sent
+    assert "#SBATCH --licenses=a:1,b:2\n" in sent
+
+
 def test_a_run_waits_for_another_job_and_only_for_one(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = submit(capsys).split()[0]
     second = submit(capsys, "--seed", "1", "--after", first).split()[0]

@@ -35,7 +35,47 @@ def test_what_is_no_sweep_stays_as_it_is(text: str) -> None:
 
 
 def test_a_quoted_comma_is_no_end_of_a_value() -> None:
-    assert swept('cluster.partition="a,b",c') == [('cluster.partition="a,b"',), ("cluster.partition=c",)]
+    assert swept('dataset.path="a,b",c') == [('dataset.path="a,b"',), ("dataset.path=c",)]
+
+
+def test_a_choice_of_presets_is_swept() -> None:
+    assert swept("memory=tight,muon") == [("memory=tight",), ("memory=muon",)]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("cluster.exclude=n1,n2", "exclude", "n1,n2"),
+        ("+cluster.exclude=n[1-3,7]", "exclude", "n[1-3,7]"),
+        ('cluster.nodelist="n1,n2"', "nodelist", "n1,n2"),
+        ("cluster.constraint=[rack1|rack2]", "constraint", "[rack1|rack2]"),
+        ("cluster.partition=a,b", "partition", "a,b"),
+        ("cluster.account=007", "account", "007"),
+        ("cluster.additional.mail-type=END,FAIL", "additional", {"mail-type": "END,FAIL"}),
+        ("cluster.additional.mail-type=[END,FAIL]", "additional", {"mail-type": ["END", "FAIL"]}),
+        ("cluster.additional.licenses=a:1,b:2", "additional", {"licenses": "a:1,b:2"}),
+        ("cluster.additional.overcommit=true", "additional", {"overcommit": True}),
+        ('cluster.setup=["module load a,b","x"]', "setup", ["module load a,b", "x"]),
+    ],
+)
+def test_a_comma_in_what_a_job_asks_for_belongs_to_its_value(text: str, name: str, value: object) -> None:
+    (request,) = expand([RunRequest(model="gat", dataset="synthetic", cluster="slurm", sets=(text,))])
+    assert resolve(request).config["cluster"][name] == value
+
+
+def test_a_comma_in_the_path_of_a_folder_belongs_to_it() -> None:
+    (request,) = expand([RunRequest(model="gat", dataset="synthetic", sets=("paths.runs_dir=/a,b",))])
+    assert resolve(request).paths.runs_dir == "/a,b"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["cluster.nodes=1,2", "cluster.exclude=choice(n1,n2)", "cluster.comment=range(0,3)", "cluster.setup=a,b",
+     "cluster=slurm,local", "factor.target=0.8,0.9", "monitor.interval=range(1,3)", "device=cpu,sim:1GiB"],
+)  # fmt: skip
+def test_what_decides_nothing_of_the_training_is_not_swept(text: str) -> None:
+    with pytest.raises(ConfigError, match="A sweep is over settings of task, model, dataset, mode or training"):
+        [resolve(request) for request in expand([RunRequest(model="gat", dataset="synthetic", sets=(text,))])]
 
 
 def test_values_without_number_are_refused() -> None:

@@ -93,6 +93,18 @@ def test_what_can_train_decides_itself_is_refused_with_the_way_to_it(option: str
     assert remedy in error.value.remedy
 
 
+def test_an_option_of_sbatch_with_a_flag_of_its_own_is_given_once() -> None:
+    with pytest.raises(ConfigError, match="given twice: --mail-type and cluster.additional.mail-type"):
+        written(ClusterSettings(time="90", mail_type="END", additional={"mail_type": "FAIL"}))
+
+
+@pytest.mark.parametrize("nodes", ["[n1,n2]", "n1 n2", "n[1-3", "n1,", "choice(n1,n2)"])
+def test_what_is_no_list_of_nodes_is_refused(nodes: str) -> None:
+    for name in ("exclude", "nodelist"):
+        with pytest.raises(ConfigError, match=f"cluster.{name} lists nodes"):
+            ClusterSettings(**{name: nodes})
+
+
 def test_an_option_is_a_name() -> None:
     with pytest.raises(ConfigError, match="named by letters"):
         written(ClusterSettings(time="90", additional={"comment=x\n#SBATCH --exclusive": "1"}))

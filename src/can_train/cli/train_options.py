@@ -54,6 +54,14 @@ OPTIONS: Final[dict[str, tuple[Any, Any, str]]] = {
     "mem": (str | None, None, "With --submit: memory of each node, as 16G. [a share of the node]"),
     "constraint": (str | None, None, "With --submit: features that nodes must have."),
     "gres": (str | None, None, "With --submit: generic resources of each node, as SLURM writes them."),
+    "exclude": (str | None, None, "With --submit: nodes that must not be used: n1,n2 or n[1-3,7]."),
+    "nodelist": (str | None, None, "With --submit: nodes that the job must have."),
+    "reservation": (str | None, None, "With --submit: reservation whose nodes are used."),
+    "exclusive": (bool | None, None, "With --submit: share the nodes with no other job. [no]"),
+    "comment": (str | None, None, "With --submit: text that SLURM keeps with the job."),
+    "job_name": (str | None, None, "With --submit: name of the job. [the run's configuration]"),
+    "mail_user": (str | None, None, "With --submit: address that SLURM writes to."),
+    "mail_type": (str | None, None, "With --submit: events that SLURM writes about: END,FAIL."),
     "max_parallel": (str | None, None, "With --submit: jobs of a sweep that run at the same time. [all]"),
     "after": (str | None, None, "With --submit: start when this run has finished. Several: RUN,RUN."),
     "force": (bool, False, "With --submit: submit even if an identical run is queued, running or finished."),
@@ -107,7 +115,8 @@ GROUPS: Final[Groups] = (
     (
         "On a cluster",
         "submit partition gpus mem time",
-        "cluster account qos nodes cpus constraint gres max_parallel after force",
+        """cluster account qos nodes cpus constraint gres exclude nodelist reservation exclusive comment job_name
+        mail_user mail_type max_parallel after force""",
     ),
 )
 

@@ -49,7 +49,9 @@ _CHOSEN_GROUPS: Final = ("dataset", "model", "mode", "cluster")
 # People name the group `settings` by the task, whose name is the setting `task`.
 _TASK, _SETTINGS = "task.", "settings."
 _OPEN_GROUP: Final = "cluster.additional"  # takes any key: options of sbatch
-_ONLY_SLURM: Final = (*CLUSTER_FLAGS, "exclude")
+_SWEPT_GROUPS: Final = ("task", "settings", "model", "size", "dataset", "mode", "training", "memory")
+"""Groups of settings, and choices of presets, that a sweep may list values of: all that decides what is trained. A
+comma anywhere else belongs to the value: to a list of nodes, or to the path of a folder."""
 _WRONG_FORM: Final = "A value cannot be read"
 _WRITE_IT: Final = "Write it as --set training.lr=0.01; text that is more than a word: --set 'group.key=\"text\"'"
 # What its parser raises; the last two for a number of thousands of digits, and for as many brackets.
@@ -351,14 +353,14 @@ def expand(requests: Sequence[RunRequest]) -> list[RunRequest]:
     """Expands sweeps into single requests, the last setting changing fastest.
 
     Args:
-        requests: Each of `sets` may be `group.key=1,2,3`, `choice(…)` or `range(…)`.
+        requests: Each of `sets` may be `group.key=1,2,3`, `choice(…)` or `range(…)`, in the groups that sweep.
 
     Raises:
         ConfigError: A sweep has no countable values, or there are more than `MOST_RUNS` combinations.
     """
     found = []
     for request in requests:
-        choices = [_swept(text) for text in request.sets]
+        choices = [_swept(text) if _may_sweep(text) else [text] for text in request.sets]
         if (count := math.prod(map(len, choices))) > MOST_RUNS:
             raise ConfigError(f"A sweep has at most {MOST_RUNS} runs", value=f"{count}", remedy="Sweep fewer values")
         found += [replace(request, sets=sets) for sets in product(*choices)]
@@ -436,6 +438,11 @@ def _parser() -> OverridesParser:
     return OverridesParser.create()
 
 
+def _may_sweep(text: str) -> bool:
+    """Tells of an assignment, or of a key, whether it may have several values."""
+    return re.split(r"[.=]", text.strip().lstrip("+"), maxsplit=1)[0].strip() in _SWEPT_GROUPS
+
+
 def _swept(text: str) -> Sequence[str]:
     """Lists the single assignments that one `--set` means."""
     try:
@@ -476,9 +483,41 @@ def _parsed(override: Override) -> Any:
     except _UNREADABLE as error:
         raise ConfigError(_WRONG_FORM, value=text, remedy=_WRITE_IT) from error
     if parsed.is_sweep_override():
-        raise ConfigError("A run takes one value of each setting", value=text,
-                          remedy="Sweep with a training command: can-train --model … --set key=1,2")  # fmt: skip
+        raise _several_values(override)
     return parsed.value()
+
+
+def _several_values(override: Override) -> ConfigError:
+    """Makes the error for a list of values where there is one value."""
+    text = f"{_as_given(override.key)}={override.value}"
+    if _may_sweep(override.key):
+        return ConfigError("A run takes one value of each setting", value=text,
+                           remedy="Sweep with a training command: can-train --model … --set key=1,2")  # fmt: skip
+    return ConfigError("A sweep is over settings of task, model, dataset, mode or training", value=text,
+                       remedy=f"Give {_as_given(override.key)} one value")  # fmt: skip
+
+
+def _parsed_text(override: Override, *, is_open: bool) -> Any:
+    """Reads a text that cannot be swept. Hydra's grammar counts where it reads a text, which may be quoted; all else is
+    meant literally: `n[1-3,7]`, `END,FAIL`, `007`.
+
+    Args:
+        override: The setting.
+        is_open: Whether the setting may also be a switch, a list or empty, as an option of sbatch.
+    """
+    raw = str(override.value).strip()
+    try:
+        parsed = _parser().parse_override(f"{override.key}={raw}")
+    except _UNREADABLE:
+        return raw
+    if parsed.is_sweep_override():
+        # Values without a function (`choice(…)`, `range(…)`) are a text with commas.
+        if re.match(r"\w+\(", raw):
+            raise _several_values(override)
+        return raw
+    value = parsed.value()
+    as_read = isinstance(value, str) or str(value) == raw or (is_open and isinstance(value, bool | list | None))
+    return value if as_read else raw
 
 
 def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Mapping[str, type]) -> ResolvedRun:
@@ -498,7 +537,7 @@ def _make_changed(config: DictConfig, overrides: Sequence[Override], classes: Ma
 def _check_cluster(run: ResolvedRun, overrides: Sequence[Override]) -> None:
     """Refuses what SLURM is asked for where the run does not go there: it would be ignored."""
     executor = run.cluster.executor
-    ignored = [one.spelling for one in overrides if one.key.removeprefix("cluster.") in _ONLY_SLURM]
+    ignored = [one.spelling for one in overrides if one.key.removeprefix("cluster.") in CLUSTER_FLAGS]
     if ignored and executor != "slurm":
         raise ConfigError("What a job asks for is for SLURM", value=f"{', '.join(ignored)}, with cluster {executor}",
                           remedy="Leave it out, or train with --submit --cluster slurm")  # fmt: skip
@@ -512,7 +551,7 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
         if key not in known and not is_open:
             nearest = ", ".join(map(_as_given, _nearest_settings(key, known)[:_SUGGESTIONS]))
             raise ConfigError("Unknown setting", value=repr(_as_given(key)), remedy=f"Nearest: {nearest}")
-        value = _parsed(override)
+        value = _value(config, override, is_open=is_open and key != _OPEN_GROUP)
         if OmegaConf.is_dict(OmegaConf.select(config, key)) and not isinstance(value, dict):
             raise ConfigError(f"{_as_given(key)} must be {_KINDS['Dict']}", value=repr(value))
         if OmegaConf.is_list(OmegaConf.select(config, key)) and not override.grammar and isinstance(value, str):
@@ -529,6 +568,21 @@ def _apply(config: DictConfig, overrides: Sequence[Override]) -> DictConfig:
         except OmegaConfBaseException as error:
             raise _misfit(error, key, value) from error
     return config
+
+
+def _value(config: DictConfig, override: Override, *, is_open: bool) -> Any:
+    """Reads the value of a setting; `is_open` tells that it is an option of sbatch."""
+    node = OmegaConf.select(config, override.key)
+    if override.grammar and not _may_sweep(override.key) and (is_open or isinstance(node, str)):
+        return _parsed_text(override, is_open=is_open)
+    try:
+        return _parsed(override)
+    except ConfigError as error:
+        if OmegaConf.is_list(node) and not _may_sweep(override.key):
+            error.remedy = (
+                f"""Write its lines as a list: --set '{override.key}=["module load cuda,gcc","ulimit -c 0"]'"""
+            )
+        raise
 
 
 def _nearest_settings(key: str, known: Sequence[str]) -> list[str]:

@@ -129,7 +129,21 @@ class ClusterSettings:
     gres: str = ""
     """Generic resources of each node, as SLURM writes them."""
     exclude: str = ""
-    """Nodes that must not be used."""
+    """Nodes that must not be used: n1,n2 or n[1-3,7]."""
+    nodelist: str = ""
+    """Nodes that the job must have, in the same form."""
+    reservation: str = ""
+    """Reservation whose nodes the job uses."""
+    exclusive: bool = False
+    """Share the nodes with no other job."""
+    comment: str = ""
+    """Text that SLURM keeps with the job."""
+    job_name: str = ""
+    """Name of the job; empty: the run's configuration."""
+    mail_user: str = ""
+    """Address that SLURM writes to."""
+    mail_type: str = ""
+    """Events of a job that SLURM writes about: END,FAIL."""
     additional: Mapping[str, Any] = field(default_factory=dict)
     """Any other option of sbatch, by its long name."""
     setup: Sequence[str] = ()
@@ -155,6 +169,12 @@ class ClusterSettings:
         if self.gpus != "auto" and not re.fullmatch(r"(?:[\w.-]+:)?\d{1,4}", self.gpus, re.ASCII):
             raise ConfigError("cluster.gpus is a number, type:number or auto", value=repr(self.gpus),
                               remedy="Write it as 2 or a100:2")  # fmt: skip
+        for name in ("exclude", "nodelist"):
+            nodes = getattr(self, name)
+            # With a slash it is the name of a file.
+            if nodes and "/" not in nodes and not _NODES.fullmatch(nodes):
+                raise ConfigError(f"cluster.{name} lists nodes as SLURM writes them", value=repr(nodes),
+                                  remedy="Write it as n1,n2 or n[1-3,7]")  # fmt: skip
         if self.num_gpus and _gpus_of_gres(self.gres):
             raise ConfigError("cluster.gpus and cluster.gres both request GPUs",
                               value=f"gpus {self.gpus}, gres {self.gres}", remedy="Leave one of them out")  # fmt: skip
@@ -173,6 +193,10 @@ class ClusterSettings:
     def gpu_type(self) -> str:
         """Kind of the GPUs, by the cluster's name for it; empty: any."""
         return self.gpus.rpartition(":")[0]
+
+
+_NODES: Final = re.compile(r"{0}(?:,{0})*".format(r"\w[\w.-]*(?:\[\d[\d,-]*\][\w.-]*)*"))
+"""Names of nodes, each with any number of ranges: n1,rack[0-3]n[01-16,20]."""
 
 
 def _gpus_of_gres(gres: str) -> int:

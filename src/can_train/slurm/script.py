@@ -131,6 +131,7 @@ def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None,
     if not nodes:
         return cluster
     decided = {str(name).replace("_", "-") for name in cluster.additional}
+    decided |= {"exclusive"} if cluster.exclusive else set()
     fair_cpus = max(1, min(MAX_DEFAULT_CPUS, *(node.cpus // _ranks_sharing(node) for node in nodes)))
     cpus = cluster.cpus or (0 if decided & _SETS_CPUS else fair_cpus)
     if cluster.mem or decided & _SETS_MEMORY:
@@ -153,7 +154,7 @@ _RESERVED_OPTIONS: Final[Mapping[str, str]] = {
     "array": "Sweep a setting: --set 'training.seed=range(0,3)'",
     "error": "A run's output stays in its folder: --runs-dir",
     "input": "A run reads nothing from its standard input",
-    "job-name": "A job is named after its run's configuration",
+    "job-name": "Give --job-name",
     "no-requeue": "Give --set cluster.max_restarts=0",
     "ntasks": "Give --gpus: one rank each",
     "ntasks-per-node": "Give --gpus: one rank each",
@@ -167,7 +168,7 @@ _RESERVED_OPTIONS: Final[Mapping[str, str]] = {
     "gres": "Give --gres",
     "cpus-per-task": "Give --cpus",
     "gpus-per-node": "Give --gpus",
-    "exclude": "Give --set cluster.exclude",
+    "exclude": "Give --exclude",
 }
 """sbatch options that `cluster.additional` may not set, with the option to use instead."""
 _NO_LIMIT: Final = 10**6
@@ -224,7 +225,7 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
     teardown = ["status=$?", f'printf %s "$began_with" | {command} "$status"', 'exit "$status"']
     return {
         **options,
-        "job_name": _escaped("dataset.name", submission.name),
+        "job_name": _escaped("cluster.job_name", cluster.job_name or submission.name),
         "signal_delay_s": cluster.signal_delay_s,
         "array_parallelism": cluster.max_parallel or _NO_LIMIT,
         "setup": [_SAVE_ENVIRONMENT, *cluster.setup, *_programs_path(), *imports, _IGNORE_ERRORS],
@@ -309,20 +310,29 @@ def _options(cluster: ClusterSettings) -> dict[str, Any]:
         "mem": cluster.mem,
         "constraint": cluster.constraint,
         "gres": cluster.gres,
-        "exclude": cluster.exclude,
+        **{name: getattr(cluster, name) for name in ("exclude", "nodelist", "comment", "mail_user", "mail_type")},
+        "exclusive": cluster.exclusive or "",
     }
     return {name: value for name, value in options.items() if value != ""}
 
 
 def _additional(cluster: ClusterSettings) -> dict[str, Any]:
     """Returns the user's further sbatch options; a switch set to false is left out."""
+    # submitit has no parameter for a reservation.
+    own = {"reservation": cluster.reservation} if cluster.reservation else {}
     options = {str(name).replace("_", "-"): value for name, value in cluster.additional.items()}
+    flags = {name.replace("_", "-") for name in _options(cluster)} | own.keys()
     for name in options:
+        if name in flags - _RESERVED_OPTIONS.keys():
+            raise ConfigError("An option of sbatch is given twice", value=f"--{name} and cluster.additional.{name}",
+                              remedy="Give it once")  # fmt: skip
         if name in _RESERVED_OPTIONS:
             raise ConfigError("An option of sbatch is set by can-train", value=name, remedy=_RESERVED_OPTIONS[name])
         if not name.replace("-", "").isalnum() or not name.isascii():
             raise ConfigError("An option of sbatch is named by letters and hyphens", value=repr(name))
-    return {name: value for name, value in options.items() if value is not False and value is not None}
+    listed = {name: ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+              for name, value in (own | options).items()}  # fmt: skip
+    return {name: value for name, value in listed.items() if value is not False and value is not None}
 
 
 def _escaped(name: str, value: Any) -> Any:

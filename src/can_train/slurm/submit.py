@@ -75,7 +75,7 @@ def start_jobs(
     check_folder(folder)
     executor = _Executor(folder)
     executor.job_cluster = _own_cluster()
-    _take_back_unseen(submission, folder, executor.job_cluster)
+    _take_back_unseen(str(job_parameters["job_name"]), folder, executor.job_cluster)
     folder.mkdir(parents=True, exist_ok=True)
     write_text_atomic(folder / _SENT_TO, executor.job_cluster)
     executor.parameters.update(job_parameters)
@@ -166,7 +166,7 @@ def _unanswered(known: str) -> RunError:
                     remedy="Try again in a minute. A job that was taken all the same is taken back then")  # fmt: skip
 
 
-def _take_back_unseen(submission: Submission, folder: Path, cluster: str) -> None:
+def _take_back_unseen(name: str, folder: Path, cluster: str) -> None:
     """Cancels the jobs of a submission whose answer never arrived, before there is another one.
 
     Raises:
@@ -181,7 +181,7 @@ def _take_back_unseen(submission: Submission, folder: Path, cluster: str) -> Non
     if sent_to != cluster:
         raise RunError("A run has one job", value=f"cluster {sent_to} may have taken one for it without an answer",
                        remedy=f"Submit on a login node of {sent_to}, where that job is taken back")  # fmt: skip
-    jobs = find_jobs(submission.name, folder.absolute())
+    jobs = find_jobs(name, folder.absolute())
     if jobs and (refusal := cancel_jobs(jobs)):
         raise RunError("SLURM refuses to cancel a job that it took without an answer", value=refusal,
                        remedy=f"Cancel job {', '.join(map(str, jobs))} with scancel, then try again")  # fmt: skip
