@@ -99,6 +99,8 @@ def test_a_device_that_the_job_does_not_have_is_refused(device: str, gpus: str, 
 def test_gpus_that_stay_idle_are_said() -> None:
     assert "they stay idle" in check_device("cpu", job(gpus="2"))
     assert "they stay idle" in check_device("sim:1GiB", job(gpus="0", gres="gpu:2"))
+    for request in ({"gres": "shard:2"}, {"additional": {"gpus": 1}}, {"additional": {"tres-per-task": "gres/gpu:1"}}):
+        assert check_device("cuda", job(gpus="0", **request)) == ""
     assert check_device("cuda", job(gpus="2")) == check_device("cpu", job(gpus="0")) == ""
 
 

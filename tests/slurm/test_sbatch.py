@@ -2,8 +2,10 @@
 quotes as a shell does, but for the backslash, which escapes there too (measured on SLURM 22.05).
 """
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -93,8 +95,34 @@ def test_what_can_train_decides_itself_is_refused_with_the_way_to_it(option: str
     assert remedy in error.value.remedy
 
 
+@pytest.mark.parametrize("option", [{"export": "NONE"}, {"export": "HOME,LANG"}, {"export_file": "/vars"}])
+def test_a_job_that_starts_without_its_users_variables_gets_those_that_it_needs_from_its_script(
+    option: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "slurm bin"
+    programs.mkdir()
+    for name, line in (("sbatch", "true"), ("srun", 'case "$*" in *--export=ALL*) printenv | sort; esac; exit 7')):
+        (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    text = written(ClusterSettings(time="90", additional=option), folder=str(tmp_path))
+    # As SLURM starts it, without the variables of whoever submitted it.
+    system = tmp_path / "bin"
+    system.mkdir()
+    for name in ("env", "base64", "printenv", "sort"):
+        (system / name).symlink_to(shutil.which(name, path=os.defpath) or "")
+    job = subprocess.run(["/bin/bash", "-c", f"PYTHON() {{ :; }}\n{text}"], env={"PATH": str(system)},
+                         capture_output=True, text=True, check=False)  # fmt: skip
+    assert job.returncode == 7, job.stderr
+    variables = dict(line.partition("=")[::2] for line in job.stdout.splitlines())
+    assert variables["PYTHONPATH"] == f"{CODE}/src"
+    assert variables["PYTHONSAFEPATH"] == "1"
+    assert variables["SUBMITIT_EXECUTOR"] == "slurm"
+    assert str(programs) in variables["PATH"].split(":")
+
+
 def test_an_option_of_sbatch_with_a_flag_of_its_own_is_given_once() -> None:
-    with pytest.raises(ConfigError, match="given twice: --mail-type and cluster.additional.mail-type"):
+    with pytest.raises(ConfigError, match=r"given twice: --mail-type and cluster\.additional\.mail-type"):
         written(ClusterSettings(time="90", mail_type="END", additional={"mail_type": "FAIL"}))
 
 

@@ -28,6 +28,16 @@ def asked(device: str = "auto", nodes: tuple[Node, ...] = (GPU_NODE,), **setting
         ("auto", (GPU_NODE,), {"gres": "gpu:a100:2"}, "0"),
         ("auto", (GPU_NODE,), {"gres": "gpu:1"}, "0"),
         ("auto", (GPU_NODE,), {"gres": "nvme:1"}, "1"),
+        ("auto", (GPU_NODE,), {"gres": "nogpu:1,gpufs:2"}, "1"),
+        ("auto", (GPU_NODE,), {"gres": "nvme:1,shard:2"}, "0"),
+        ("cuda", (GPU_NODE,), {"gres": "mps:50"}, "0"),
+        ("auto", (GPU_NODE,), {"additional": {"gpus": 2}}, "0"),
+        ("auto", (GPU_NODE,), {"additional": {"gpus": None, "gpus_per_task": False}}, "1"),
+        ("auto", (GPU_NODE,), {"additional": {"gpus_per_task": "a100:1"}}, "0"),
+        ("auto", (GPU_NODE,), {"additional": {"gpus-per-socket": "1", "sockets-per-node": 1}}, "0"),
+        ("auto", (GPU_NODE,), {"additional": {"tres_per_task": "cpu=4,gres/gpu=1"}}, "0"),
+        ("auto", (GPU_NODE,), {"additional": {"tres-per-node": ["gres:gpu:a100:2"]}}, "0"),
+        ("auto", (GPU_NODE,), {"additional": {"tres-per-node": "license/matlab:1", "gpu-bind": "none"}}, "1"),
     ],
 )
 def test_a_gpu_is_asked_for_where_the_run_can_use_one_and_there_are_some(

@@ -579,9 +579,7 @@ def _value(config: DictConfig, override: Override, *, is_open: bool) -> Any:
         return _parsed(override)
     except ConfigError as error:
         if OmegaConf.is_list(node) and not _may_sweep(override.key):
-            error.remedy = (
-                f"""Write its lines as a list: --set '{override.key}=["module load cuda,gcc","ulimit -c 0"]'"""
-            )
+            error.remedy = f"""Write its lines as a list: --set '{override.key}=["module load a,b","ulimit -c 0"]'"""
         raise
 
 

@@ -185,6 +185,22 @@ class ClusterSettings:
         return max(1, self.num_gpus or _gpus_of_gres(self.gres))
 
     @property
+    def requests_gpus(self) -> bool:
+        """Whether the job has GPUs, or shares of them, in any spelling of sbatch."""
+        return bool(self.num_gpus) or self.names_gpus
+
+    @property
+    def names_gpus(self) -> bool:
+        """Whether `gres` or `additional` says how many GPUs, or shares of them, the job has."""
+        given = {"gres": self.gres, **self.additional}
+        options = {str(name).replace("_", "-"): str(value) for name, value in given.items()
+                   if value is not False and value is not None}  # fmt: skip
+        return any(
+            name.startswith("gpus") or (name.startswith(("gres", "tres-per-")) and _GPU_RESOURCE.search(value))
+            for name, value in options.items()
+        )
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of each node; 0 if `gpus` is auto, which leaves the number to the partition."""
         return 0 if self.gpus == "auto" else int(self.gpus.rpartition(":")[2])
@@ -197,6 +213,10 @@ class ClusterSettings:
 
 _NODES: Final = re.compile(r"{0}(?:,{0})*".format(r"\w[\w.-]*(?:\[\d[\d,-]*\][\w.-]*)*"))
 """Names of nodes, each with any number of ranges: n1,rack[0-3]n[01-16,20]."""
+
+
+_GPU_RESOURCE: Final = re.compile(r"(?:^|[,\[' ])(?:gres[/:])?(?:gpu|shard|mps)(?![\w.-])")
+"""A GPU, or a share of one, among generic resources: gpu:a100:2, gres/gpu=1, shard:4."""
 
 
 def _gpus_of_gres(gres: str) -> int:

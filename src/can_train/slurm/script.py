@@ -5,6 +5,7 @@ submitit writes the script; this module decides its parameters, and the environm
 
 import os
 import shlex
+import shutil
 import sys
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,9 +123,8 @@ def with_cluster_defaults(cluster: ClusterSettings, partition: Partition | None,
     nodes: Sequence[Node] = () if partition is None else partition.nodes
     gpus = cluster.gpus
     if gpus == "auto":
-        asked_otherwise = cluster.ranks_per_node > 1 or "gpu" in cluster.gres
         has_gpus = device.startswith("cuda") if partition is None else any(node.num_gpus() for node in nodes)
-        gpus = "1" if wants_gpu(device) and has_gpus and not asked_otherwise else "0"
+        gpus = "1" if wants_gpu(device) and has_gpus and not cluster.names_gpus else "0"
     cluster = replace(cluster, gpus=gpus, time=time)
     # Any of these nodes may run the job, so it must fit the smallest.
     nodes = [node for node in nodes if node.num_gpus(cluster.gpu_type) >= cluster.num_gpus]
@@ -171,6 +171,8 @@ _RESERVED_OPTIONS: Final[Mapping[str, str]] = {
     "exclude": "Give --exclude",
 }
 """sbatch options that `cluster.additional` may not set, with the option to use instead."""
+_RESTRICTS_ENVIRONMENT: Final = frozenset(("export", "export-file"))
+"""Options of sbatch that decide with which variables a job starts: not with all that it was submitted with."""
 _NO_LIMIT: Final = 10**6
 """Jobs of an array that may run at once if nothing limits them; submitit needs a number."""
 _IGNORE_ERRORS: Final = "set +e"
@@ -222,16 +224,29 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
     # They look at how the training ended while the job still exists, and keep its exit status.
     after_job = ["-m", "can_train", "after-job", "--state-dir", str(submission.state_dir), "--status"]
     command = shlex.join([sys.executable, *after_job])
+    own_environment = _RESTRICTS_ENVIRONMENT.isdisjoint(additional)
     teardown = ["status=$?", f'printf %s "$began_with" | {command} "$status"', 'exit "$status"']
     return {
         **options,
         "job_name": _escaped("cluster.job_name", cluster.job_name or submission.name),
         "signal_delay_s": cluster.signal_delay_s,
         "array_parallelism": cluster.max_parallel or _NO_LIMIT,
-        "setup": [_SAVE_ENVIRONMENT, *cluster.setup, *_programs_path(), *imports, _IGNORE_ERRORS],
+        "setup": [
+            *([] if own_environment else _programs_path()),
+            _SAVE_ENVIRONMENT,
+            *cluster.setup,
+            *_programs_path(),
+            *imports,
+            _IGNORE_ERRORS,
+        ],
         "teardown": teardown,
         # Since SLURM 22.05 a step no longer inherits --cpus-per-task from its job.
-        "srun_args": ["--kill-on-bad-exit=1", *([f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else [])],
+        "srun_args": [
+            "--kill-on-bad-exit=1",
+            *([f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else []),
+            # sbatch's --export holds for srun too, which would give the training nothing that this script sets.
+            *([] if own_environment else ["--export=ALL"]),
+        ],
         "stderr_to_stdout": True,
         "wckey": None,
         "additional_parameters": {
@@ -245,11 +260,11 @@ def parameters(cluster: ClusterSettings, submission: Submission, code: Path) -> 
 
 
 def _programs_path() -> list[str]:
-    """Returns the line that adds SLURM's programs to a PATH that a user's setup lines may have replaced: without them a
-    job cannot go back into the queue.
+    """Returns the line that adds SLURM's programs to a PATH that lacks them: a job may start with little of its user's
+    environment, and setup lines may replace PATH. Without them a job cannot go back into the queue.
     """
     folder = programs_folder()
-    return [] if folder in ("", *_SYSTEM_PROGRAMS) else [f'export PATH="$PATH":{shlex.quote(folder)}']
+    return [] if folder in ("", *_SYSTEM_PROGRAMS) else [f'export PATH="${{PATH:+$PATH:}}"{shlex.quote(folder)}']
 
 
 def resources(cluster: ClusterSettings) -> dict[str, Any]:

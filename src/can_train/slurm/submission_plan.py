@@ -133,10 +133,9 @@ def check_device(device: str, cluster: ClusterSettings) -> str:
     Raises:
         ConfigError: The device is a GPU that the job does not have.
     """
-    gpus = cluster.num_gpus or (cluster.ranks_per_node if "gpu" in cluster.gres else 0)
     if not wants_gpu(device):
-        return f"The job asks for GPUs but trains on {device}: they stay idle" if gpus else ""
-    if device.startswith("cuda") and not gpus:
+        return f"The job asks for GPUs but trains on {device}: they stay idle" if cluster.requests_gpus else ""
+    if device.startswith("cuda") and not cluster.requests_gpus:
         raise ConfigError("A run on a GPU needs a job with one", value=f"--device {device}", remedy="Give --gpus 1")
     if device.startswith("cuda:"):
         raise ConfigError("Each rank of a job takes one of its GPUs", value=f"--device {device}",
