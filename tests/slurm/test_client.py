@@ -118,7 +118,7 @@ def test_an_unknown_reason_stays_as_it_is(reason: str) -> None:
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("PartitionTimeLimit", "its time limit is above the partition's"),
+        ("PartitionTimeLimit", "its time limit is above the partition's, and it can never start"),
         ("(Resources)", "it waits for free nodes"),
         ("ReqNodeNotAvail, UnavailableNodes:n1", "a node that it needs is down, drained or reserved"),
         ("AssocGrpGRESMinutes", "a limit of its account is reached (AssocGrpGRESMinutes)"),
@@ -126,6 +126,13 @@ def test_an_unknown_reason_stays_as_it_is(reason: str) -> None:
          "a limit of a user under its quality of service is reached (QOSMaxJobsPerUserLimit)"),
         ("launch failed requeued held",
          "it could not be started on its nodes, and is held (scontrol release lets it go)"),
+        ("AssocMaxNodePerJobLimit",
+         "it asks for more than its account gives one job, and can never start (AssocMaxNodePerJobLimit)"),
+        ("QOSMaxGRESPerNode",
+         "it asks for more than its quality of service gives one job, and can never start (QOSMaxGRESPerNode)"),
+        ("QOSMinGRES", "it asks for less than its quality of service demands, and can never start (QOSMinGRES)"),
+        ("QOSGrpNodeLimit", "a limit of its quality of service is reached (QOSGrpNodeLimit)"),
+        ("MaxGRESPerAccount", "a limit of its account under its quality of service is reached (MaxGRESPerAccount)"),
     ],
 )  # fmt: skip
 def test_reasons_are_said_in_words(reason: str, words: str) -> None:

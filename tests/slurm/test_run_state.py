@@ -44,7 +44,7 @@ CASES: dict[str, tuple[RunFacts, str, str]] = {
         of_job("fail", begun("fail", "failed"), result={"best_validation_loss": 0.25, "best_epoch": 3}),
         "finished", "best validation loss 0.25 after epoch 3"),
     "held": (of_job("held"), "queued", "held by its user"),
-    "a limit above the partition's": (of_job("ptl"), "queued", "its time limit is above the partition's"),
+    "a limit above the partition's": (of_job("ptl"), "queued", "is above the partition's, and it can never start"),
     "its dependency never satisfied, and still in the queue": (of_job("child2"), "never started", "did not finish"),
     "its dependency never satisfied, and out of the queue": (of_job("child"), "never started", "did not finish"),
     "the same where squeue has forgotten it": (

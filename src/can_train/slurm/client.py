@@ -1,6 +1,7 @@
 """The SLURM client: the only caller of SLURM's programs. submitit alone calls sbatch and srun."""
 
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -445,6 +446,15 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Accounting:
+    """The limits that a cluster enforces: rows of `sacctmgr`, by its columns' names."""
+
+    qualities: Sequence[Mapping[str, str]] = ()  # of service
+    associations: Sequence[Mapping[str, str]] = ()  # of all accounts (`User` is empty), and of this user with accounts
+    default_account: str = ""  # of this user
+
+
+@dataclass(frozen=True, kw_only=True)
 class Partition:
     """A partition, with its limits for one job; None: any."""
 
@@ -454,6 +464,8 @@ class Partition:
     max_nodes: int | None = None
     nodes: Sequence[Node] = ()
     is_up: bool = True
+    qos: str = ""  # whose limits hold for every job in it; empty: there is none
+    accounting: Accounting = field(default_factory=Accounting)
 
 
 def is_installed() -> bool:
@@ -475,6 +487,50 @@ def read_partitions() -> list[Partition]:
     """
     partitions, nodes = (query_cluster("scontrol", "show", what, "-o") for what in ("partition", "node"))
     return parse_partitions(partitions, nodes)
+
+
+_QOS_COLUMNS: Final = (
+    "Name", "Flags", "MaxWall", "MaxTRES", "MaxTRESPerNode", "MaxTRESMins", "MinTRES", "GrpTRES", "GrpTRESMins",
+    "MaxTRESPU", "MaxTRESPA", "MaxSubmitPU", "MaxSubmitPA", "GrpSubmit",
+)  # fmt: skip
+_ASSOCIATION_COLUMNS: Final = (
+    "Account", "User", "Partition", "ParentName", "QOS", "DefaultQOS", "MaxWall", "MaxTRES", "MaxTRESPerNode",
+    "MaxTRESMins", "GrpTRES", "GrpTRESMins", "MaxSubmit", "GrpSubmit",
+)  # fmt: skip
+
+
+def read_partitions_and_limits() -> list[Partition]:
+    """Asks the controller as `read_partitions` does, and the accounting for the limits of this user's jobs.
+
+    Raises:
+        NoControllerError: There is none, or it does not answer.
+    """
+    partitions, accounting = read_partitions(), _read_accounting()
+    return [replace(partition, accounting=accounting) for partition in partitions]
+
+
+def _read_accounting() -> Accounting:
+    # Without an answer there are no limits, as where the cluster enforces none: SLURM itself decides then.
+    lines = run_command("scontrol", "show", "config").output.splitlines()
+    settings = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
+    if {"limits", "safe"}.isdisjoint(settings.get("AccountingStorageEnforce", "").split(",")):
+        return Accounting()
+    user, cluster = pwd.getpwuid(os.geteuid()).pw_name, f"cluster={settings.get('ClusterName', '')}"
+    own, accounts = (
+        _sacctmgr(("assoc", "where", cluster, f"user={name}"), _ASSOCIATION_COLUMNS) for name in (user, "")
+    )
+    default = _sacctmgr(("user", "where", f"name={user}"), ("DefaultAccount",))
+    return Accounting(
+        qualities=_sacctmgr(("qos",), _QOS_COLUMNS),
+        associations=[*own, *accounts],
+        default_account=default[0]["DefaultAccount"] if default else "",
+    )
+
+
+def _sacctmgr(what: Sequence[str], columns: Sequence[str]) -> list[dict[str, str]]:
+    result = run_command("sacctmgr", "--noheader", "--parsable2", "show", *what, f"format={','.join(columns)}")
+    cells = [line.split("|") for line in result.output.splitlines()]
+    return [dict(zip(columns, row, strict=True)) for row in cells if len(row) == len(columns)]
 
 
 def usable_nodes(partition: str) -> list[Node]:
@@ -521,6 +577,7 @@ def parse_partitions(partitions: str, nodes: str) -> list[Partition]:
             max_nodes=int(count) if (count := fields.get("MaxNodes", "")).isdigit() else None,
             nodes=[_node(node) for node in node_fields if name in node.get("Partitions", "").split(",")],
             is_up=fields.get("State", "UP") == "UP",
+            qos="" if (qos := fields.get("QoS", "")) in _UNLIMITED else qos,
         )
         for name, fields in found.items()
         if name
@@ -573,7 +630,7 @@ _REASONS: Final[Mapping[str, str]] = {
     "JobHeldAdmin": "it is held by an administrator",
     "JobArrayTaskLimit": "as many jobs of its array run as may at once",
     "JobHoldMaxRequeue": "it was put back into the queue as often as the cluster allows, and is held",
-    "PartitionTimeLimit": "its time limit is above the partition's",
+    "PartitionTimeLimit": "its time limit is above the partition's, and it can never start",
     "PartitionNodeLimit": "it asks for more nodes than the partition gives one job",
     "PartitionConfig": "the partition has no node with so many processors, GPUs or so much memory",
     "PartitionDown": "the partition is down",
@@ -601,15 +658,17 @@ _REASONS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 _LIMIT_REASONS: Final[Mapping[str, str]] = {
-    "AssocMax": "a limit of its user in the account is reached",
-    "Assoc": "a limit of its account is reached",
-    "QOSMax": "a limit of a user under its quality of service is reached",
-    "QOSMin": "it asks for less than its quality of service allows",
-    "QOS": "a limit of its quality of service is reached",
-    "MaxGRES": "it asks for more GPUs than one job may have",
-    "MaxMem": "it asks for more memory than one job may have",
+    r"Assoc.*Per(Job|Node)": "it asks for more than its account gives one job, and can never start",
+    r"QOS.*Per(Job|Node)": "it asks for more than its quality of service gives one job, and can never start",
+    r"QOSMin": "it asks for less than its quality of service demands, and can never start",
+    r"MaxMemPerLimit": "it asks for more memory than one job may have, and can never start",
+    r"AssocMax": "a limit of its user in the account is reached",
+    r"Assoc": "a limit of its account is reached",
+    r"QOSMax": "a limit of a user under its quality of service is reached",
+    r"QOS": "a limit of its quality of service is reached",
+    r"Max.*PerAccount": "a limit of its account under its quality of service is reached",
 }
-"""By prefix: some sixty reasons differ only in what they limit, which is named after the words."""
+"""By pattern, of which the first counts: some sixty reasons differ only in what is limited, named after the words."""
 
 
 def reason_in_words(reason: str) -> str:
@@ -617,14 +676,16 @@ def reason_in_words(reason: str) -> str:
 
     Example:
         >>> reason_in_words("PartitionTimeLimit")
-        "its time limit is above the partition's"
+        "its time limit is above the partition's, and it can never start"
         >>> reason_in_words("QOSMaxGRESPerUser")
         'a limit of a user under its quality of service is reached (QOSMaxGRESPerUser)'
+        >>> reason_in_words("QOSMaxNodePerJobLimit")
+        'it asks for more than its quality of service gives one job, and can never start (QOSMaxNodePerJobLimit)'
     """
     reason = reason.strip().strip("()")
     # Some reasons are followed by a comma and the nodes that they are about.
     known = _REASONS.get(reason) or _REASONS.get(reason.partition(",")[0].strip().replace("_", " "))
     if known:
         return known
-    limits = (f"{words} ({reason})" for prefix, words in _LIMIT_REASONS.items() if reason.startswith(prefix))
+    limits = (f"{words} ({reason})" for pattern, words in _LIMIT_REASONS.items() if re.match(pattern, reason))
     return next(limits, reason)
