@@ -72,7 +72,7 @@ AccountingStorageHost=127.0.0.1
 AccountingStoragePort={cluster.accounting_port}
 AccountingStoragePass={cluster.munge_socket}
 AccountingStorageTRES=gres/gpu
-AccountingStorageEnforce=associations,qos
+AccountingStorageEnforce=associations,limits,qos
 
 JobRequeue=1
 PreemptType=preempt/partition_prio

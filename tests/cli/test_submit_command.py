@@ -195,6 +195,36 @@ def test_a_list_of_nodes_is_one_job(slurm: Path, capsys: pytest.CaptureFixture[s
     assert "#SBATCH --licenses=a:1,b:2\n" in sent
 
 
+ACCOUNTING = """case "$4" in
+qos) echo 'normal||02:00:00|cpu=1,node=1||||||||||' ;;
+user) echo lab ;;
+assoc) case "$*" in *user=\\ *) echo 'lab||||normal|||||||||' ;; *) echo 'lab|me|||normal|||||||||' ;; esac
+esac"""
+
+
+def test_a_default_above_the_limit_of_a_job_is_cut_and_what_was_asked_for_is_refused(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (slurm / "bin" / "sacctmgr").write_text(f"#!/bin/sh\n{ACCOUNTING}\n")
+    (slurm / "bin" / "sacctmgr").chmod(0o755)
+    config = "AccountingStorageEnforce = associations,limits,qos\nClusterName = c"
+    answer = (slurm / "bin" / "scontrol").read_text().replace("#!/bin/sh\n", "")
+    (slurm / "bin" / "scontrol").write_text(f'#!/bin/sh\n[ $2 = config ] && echo "{config}" || {answer}')
+    assert main((*TRAIN, "--submit")) == 0
+    shown = capsys.readouterr()
+    assert shown.err.splitlines() == [
+        "note: QOS normal gives a job at most 2:00:00: it asks for --time 2:00:00",
+        "note: QOS normal gives a job at most 1 processor: it asks for --cpus 1",
+    ]
+    assert "asked for  1 × GPU, 1 processors a rank, 2000M, at most 2:00:00" in shown.out
+    assert main((*TRAIN, "--submit", "--nodes", "2", "--seed", "2")) == 2
+    assert capsys.readouterr().err == (
+        "error: This job can never start. QOS normal gives a job at most 1 node: asked for 2 nodes.\n"
+        "Give --nodes 1 or less, or another --qos or --account.\n"
+    )
+    assert len(Registry(slurm / "state").runs()) == 1
+
+
 def test_a_run_waits_for_another_job_and_only_for_one(slurm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = submit(capsys).split()[0]
     second = submit(capsys, "--seed", "1", "--after", first).split()[0]

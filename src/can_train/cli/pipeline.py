@@ -255,7 +255,7 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
     """
     from can_train.cli.submit import print_notices, start_group
     from can_train.cli.train import continue_in_job
-    from can_train.slurm.client import NoControllerError, read_partitions
+    from can_train.slurm.client import NoControllerError, read_partitions_and_limits
     from can_train.slurm.past_runs import with_folders
     from can_train.slurm.pipeline import REUSED, RUNNING_ALREADY
     from can_train.slurm.snapshot import code_of_run, keep
@@ -263,7 +263,7 @@ def _submit_stages(steps: Sequence[PlannedStage]) -> list[SentStage]:
 
     state, code = state_dir(steps[0].run.paths), code_of_run(steps[0].run)
     try:
-        partitions = read_partitions()
+        partitions = read_partitions_and_limits()
     except NoControllerError as error:
         # The error's own remedy is another --cluster, but only SLURM can chain the stages.
         remedy = "Submit from a login node of the cluster, or leave out --submit to train the stages here"

@@ -17,7 +17,7 @@ from can_train.config.resolved import ResolvedRun, state_dir
 from can_train.config.settings import ClusterSettings
 from can_train.errors import CanTrainError, as_typed
 from can_train.io.units import parse_time_min, time_text
-from can_train.slurm.client import NoControllerError, may_requeue, read_partitions
+from can_train.slurm.client import NoControllerError, Partition, may_requeue, read_partitions_and_limits
 from can_train.slurm.job import Entry
 from can_train.slurm.run_state import FINISHED
 from can_train.slurm.script import Submission, parameters, script
@@ -38,7 +38,7 @@ def submit_runs(
         CanTrainError: A run cannot be submitted; of those that ask for the same, none has been.
     """
     code, state = code_of_run(runs[0]), state_dir(runs[0].paths)
-    partitions = read_partitions() if any(run.cluster.executor == "slurm" for run in runs) else []
+    partitions = _partitions(runs)
     plan = plan_submission(runs, code.digest, partitions, after=after, force=force)
     print_notices(plan)
     expected = [expectation(group[0].run, Registry(state).runs()) for group in plan.groups]
@@ -85,7 +85,7 @@ def batch_scripts(runs: Sequence[ResolvedRun], after: Sequence[str], *, quiet: b
     """
     code, state, partitions = code_of_run(runs[0]), state_dir(runs[0].paths), []
     try:
-        partitions = read_partitions() if any(run.cluster.executor == "slurm" for run in runs) else []
+        partitions = _partitions(runs)
     except NoControllerError as error:
         if not quiet:
             print_note(f"{error.rule} ({error.value}): its limits are not checked")
@@ -102,6 +102,10 @@ def batch_scripts(runs: Sequence[ResolvedRun], after: Sequence[str], *, quiet: b
             for one in group:
                 texts[one.index] = text
     return texts
+
+
+def _partitions(runs: Sequence[ResolvedRun]) -> list[Partition]:
+    return read_partitions_and_limits() if any(run.cluster.executor == "slurm" for run in runs) else []
 
 
 def print_notices(plan: SubmissionPlan) -> None:

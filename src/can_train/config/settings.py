@@ -182,7 +182,12 @@ class ClusterSettings:
     @property
     def ranks_per_node(self) -> int:
         """Processes of each node: one for each GPU, and at least one."""
-        return max(1, self.num_gpus or _gpus_of_gres(self.gres))
+        return max(1, self.gpus_per_node)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of each node that `gpus` or `gres` asks for."""
+        return self.num_gpus or _gpus_of_gres(self.gres)
 
     @property
     def requests_gpus(self) -> bool:

@@ -5,7 +5,6 @@ submitit writes the script; this module decides its parameters, and the environm
 
 import os
 import shlex
-import shutil
 import sys
 from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence

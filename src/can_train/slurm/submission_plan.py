@@ -16,6 +16,7 @@ from can_train.config.settings import ClusterSettings
 from can_train.errors import ConfigError, RunError, nearest_first, unknown_name
 from can_train.io.units import memory_text, parse_memory_mib, parse_time_min, size_text, time_text
 from can_train.slurm.client import Partition
+from can_train.slurm.limits import check_number_of_jobs, job_limits, outranks_partition, with_allowed
 from can_train.slurm.past_runs import data_files, find_duplicate_run, identity
 from can_train.slurm.run_state import FINISHED, live_row, silence_in_words, slurm_jobs
 from can_train.slurm.script import check_folder, wants_gpu, with_cluster_defaults, with_sbatch_defaults
@@ -255,6 +256,11 @@ def plan_submission(
             alike.append(one)
         elif duplicates[one.index] is None:
             groups.append([one])
+    cluster = candidates[0].run.cluster
+    for place in (
+        find_partitions(cluster.partition, partitions)[:1] if cluster.executor == "slurm" and partitions else []
+    ):
+        check_number_of_jobs(sum(map(len, groups)), job_limits(cluster, place))
     return SubmissionPlan(
         groups=groups,
         duplicate_runs=[duplicate for duplicate in duplicates.values() if duplicate is not None],
@@ -288,12 +294,29 @@ def _completed(run: ResolvedRun, partitions: Sequence[Partition]) -> tuple[Resol
     if run.cluster.executor != "slurm":
         return run, []
     check_folder(run.runs_dir)
-    cluster = with_sbatch_defaults(run.cluster, os.environ)
-    places = find_partitions(cluster.partition, partitions) if partitions else []
-    cluster = with_cluster_defaults(cluster, places[0] if places else None, run.device)
+    asked = with_sbatch_defaults(run.cluster, os.environ)
+    places = find_partitions(asked.partition, partitions) if partitions else []
+    places = [replace(place, max_time_min=None) if outranks_partition(asked, place) else place for place in places]
+    cluster = with_cluster_defaults(asked, places[0] if places else None, run.device)
+    cluster, cuts = _allowed(asked, cluster, places)
     check_job(cluster, places)
-    notices = [check_device(run.device, cluster), waiting_notice(places)]
+    notices = [*cuts, check_device(run.device, cluster), waiting_notice(places)]
     return replace(run, cluster=cluster), [notice for notice in notices if notice]
+
+
+def _allowed(
+    asked: ClusterSettings, completed: ClusterSettings, places: Sequence[Partition]
+) -> tuple[ClusterSettings, list[str]]:
+    """Cuts defaults to the limits of the first partition in which the job may start, as `with_allowed` does."""
+    refusals = []
+    for place in places:
+        try:
+            return with_allowed(asked, completed, job_limits(asked, place))
+        except ConfigError as error:
+            refusals.append(error)
+    if refusals:
+        raise refusals[0]
+    return completed, []
 
 
 def dependency_on(parents: Sequence[RunStatus], executor: str) -> str:
